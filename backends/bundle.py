@@ -121,9 +121,13 @@ class Bundle:
         # A manifest and a module that were not written together would start ranks that do not know what to do.
         told = [(entry.stage, entry.device) for entry in self.manifest.ranks]
         numbers = [stage.index for stage in found.stages]
-        if numbers != list(range(len(numbers))) or told != list(zip(found.rank_stages(), found.rank_devices(), strict=True)):
+        if numbers != list(range(len(numbers))) or told != list(
+            zip(found.rank_stages(), found.rank_devices(), strict=True)
+        ):
             raise VerifyError(
-                f"{MANIFEST} lists other ranks than {MODULE}", where=str(self.path), hint="compile it again, or copy it again"
+                f"{MANIFEST} lists other ranks than {MODULE}",
+                where=str(self.path),
+                hint="compile it again, or copy it again",
             )
         return found
 
@@ -158,7 +162,10 @@ class Bundle:
     @property
     def renamed(self) -> dict[str, str]:
         """The source model's names of inputs and outputs that are spelled otherwise here."""
-        names, values = self.source_names or {}, [*(value.name for value in self.module.data_inputs), *self.module.outputs]
+        names, values = (
+            self.source_names or {},
+            [*(value.name for value in self.module.data_inputs), *self.module.outputs],
+        )
         return {name: names[name][0] for name in values if names.get(name)}
 
     @property
@@ -217,9 +224,15 @@ def open_bundle(path: str | os.PathLike[str], rank: int | None = None, *, unsign
     problems = _structure_problems(root, manifest)
     if not problems:
         wanted = _names_for(manifest, rank)
-        problems = [p for name in wanted for p in file_problems(root / name, manifest.files[name].sha256, manifest.files[name].size, name)]
+        problems = [
+            p
+            for name in wanted
+            for p in file_problems(root / name, manifest.files[name].sha256, manifest.files[name].size, name)
+        ]
     if problems:
-        raise VerifyError("the bundle is damaged:" + itemised(problems), where=str(path), hint="compile it again, or copy it again")
+        raise VerifyError(
+            "the bundle is damaged:" + itemised(problems), where=str(path), hint="compile it again, or copy it again"
+        )
     return Bundle(root, manifest)
 
 
@@ -262,7 +275,9 @@ def contained(name: str) -> bool:
 def _find_manifest(path: str | os.PathLike[str], unsigned: bool = False) -> tuple[Path, Manifest]:
     root = Path(os.path.abspath(path))
     if not root.is_dir():
-        raise UsageError("is not a bundle directory", where=str(path), hint="`penstock compile MODEL -o BUNDLE` makes one")
+        raise UsageError(
+            "is not a bundle directory", where=str(path), hint="`penstock compile MODEL -o BUNDLE` makes one"
+        )
     return root, _read_manifest(root, None if unsigned else key_in_use())
 
 
@@ -272,7 +287,9 @@ def _read_manifest(root: Path, key: bytes | None) -> Manifest:
 
     for name in (MANIFEST, MANIFEST_HASH):
         if (root / name).is_symlink() or not (root / name).is_file():
-            raise VerifyError(f"{name}: missing, or not a plain file", where=str(root), hint="is this a bundle directory?")
+            raise VerifyError(
+                f"{name}: missing, or not a plain file", where=str(root), hint="is this a bundle directory?"
+            )
     text = (root / MANIFEST).read_bytes()
     expected, found = (root / MANIFEST_HASH).read_bytes(), f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
     if expected != found:
@@ -310,7 +327,9 @@ def _structure_problems(root: Path, manifest: Manifest) -> list[str]:
         if weights_name(entry.stage) not in entry.files:
             problems.append(f"rank {i}: does not list {weights_name(entry.stage)}")
         problems += [f"rank {entry.rank}: expected rank {i} here"] if entry.rank != i else []
-        problems += [f"rank {i}: needs {name!r}, which is not listed" for name in entry.files if name not in manifest.files]
+        problems += [
+            f"rank {i}: needs {name!r}, which is not listed" for name in entry.files if name not in manifest.files
+        ]
     if not problems:
         problems += _stray_files(root, {MANIFEST, MANIFEST_HASH, SIGNATURE, *manifest.files})
     return problems

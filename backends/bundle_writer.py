@@ -92,7 +92,9 @@ def write_bundle(
             source_hash,
             backend,
             dict(tools if tools is not None else tool_versions()),
-            tuple(_rank_entry(module, rank, device, stage, of_stage[stage]) for rank, (stage, device) in enumerate(ranks)),
+            tuple(
+                _rank_entry(module, rank, device, stage, of_stage[stage]) for rank, (stage, device) in enumerate(ranks)
+            ),
             work.files,
         )
         work.seal(manifest, key)
@@ -113,7 +115,9 @@ class _Work:
     def add(self, name: str, write: Callable[[Path], tuple[str, int]]) -> str:
         """A file by what writes it and says its hash and size; its name."""
         if name in self.files:
-            raise UsageError(f"two files of the bundle are called {name}", hint="name the files of a stage after the stage")
+            raise UsageError(
+                f"two files of the bundle are called {name}", hint="name the files of a stage after the stage"
+            )
         (self.folder / name).parent.mkdir(exist_ok=True)
         self.files[name] = FileEntry(*write(self.folder / name))
         return name
@@ -146,7 +150,10 @@ def _add_stages(
 ) -> dict[int, list[str]]:
     """Files of the back end and of weights; their names, by stage."""
     stages = [stage.index for stage in module.stages]
-    names = {stage: [work.add(f"stages/{file.name}", partial(_copy, file)) for file in stage_files.get(stage, ())] for stage in stages}
+    names = {
+        stage: [work.add(f"stages/{file.name}", partial(_copy, file)) for file in stage_files.get(stage, ())]
+        for stage in stages
+    }
     (work.folder / "weights").mkdir()
     with ThreadPoolExecutor(max(1, min(len(stages), usable_cores()))) as threads:
         # Copying, hashing and flushing all happen outside the interpreter.
@@ -224,13 +231,19 @@ def check_replaceable(out: Path) -> None:
     if not os.path.lexists(out):
         parent = next(folder for folder in Path(os.path.abspath(out)).parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise UsageError(f"cannot be made: {parent} is no directory that may be written to", where=str(out), hint="give another name")
+            raise UsageError(
+                f"cannot be made: {parent} is no directory that may be written to",
+                where=str(out),
+                hint="give another name",
+            )
         return
     if out.is_symlink() or not out.is_dir():
         raise UsageError("is in the way: it is not a directory", where=str(out), hint="give another name")
     if any(out.iterdir()) and not _looks_like_bundle(out):
         raise UsageError(
-            "is a directory with other files in it, and not a bundle", where=str(out), hint="give another name, or remove it yourself"
+            "is a directory with other files in it, and not a bundle",
+            where=str(out),
+            hint="give another name, or remove it yourself",
         )
 
 

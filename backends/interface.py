@@ -123,7 +123,9 @@ class Backend(Protocol):
     def prepare(self) -> None:
         """Import what loading a stage takes, and touch no device: for a process that others are forked from."""
 
-    def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None) -> StageProgram:
+    def load_stage(
+        self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None
+    ) -> StageProgram:
         """The code of a stage, for one of its devices: the first if none is named."""
 
 

@@ -38,7 +38,9 @@ class NumpyBackend:
     def prepare(self) -> None:
         """Importing this module was all."""
 
-    def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None) -> StageProgram:
+    def load_stage(
+        self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None
+    ) -> StageProgram:
         return NumpyProgram(stage_graphs(module, stage))
 
 
@@ -92,7 +94,9 @@ class NumpyProgram:
         arrays = [array_of(x) for x in args]
         store = SlotStore(dict(zip(sig.slots, arrays[len(sig.ins) :], strict=True)))
         # Copied before the updates: a result may be what was read from a buffer that an update writes over.
-        results = [np.array(result, order="C") for result in run_graph(self._graphs[graph], arrays[: len(sig.ins)], store)]
+        results = [
+            np.array(result, order="C") for result in run_graph(self._graphs[graph], arrays[: len(sig.ins)], store)
+        ]
         store.finish()
         return [tensor_of(result) for result in results]
 
@@ -101,7 +105,9 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
     """The memory of a tensor as an array; bf16 goes through its bits, which torch does not share with NumPy."""
     import torch
 
-    return tensor.view(torch.int16).numpy().view(numpy_dtype("bf16")) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    return (
+        tensor.view(torch.int16).numpy().view(numpy_dtype("bf16")) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    )
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:

@@ -34,7 +34,9 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
             plain = stat.S_ISREG(os.fstat(handle).st_mode)
             key = file.read(_LONGEST + 1).strip() if plain else b""
     except (OSError, ValueError) as error:
-        raise UsageError(f"the key cannot be read: {getattr(error, 'strerror', None) or error}", where=os.fspath(path)) from error
+        raise UsageError(
+            f"the key cannot be read: {getattr(error, 'strerror', None) or error}", where=os.fspath(path)
+        ) from error
     if not plain or not _SHORTEST <= len(key) <= _LONGEST:
         found = f"has {len(key)} bytes" if plain else "is no plain file"
         hint = "`openssl rand -hex 32 > FILE` makes a key"
@@ -58,9 +60,13 @@ def check_signature(root: Path, manifest: bytes, key: bytes) -> None:
     path = root / SIGNATURE
     if path.is_symlink() or not path.is_file():
         raise VerifyError(
-            f"is not signed: {SIGNATURE} is missing", where=str(root), hint="`penstock sign BUNDLE --key FILE` signs one that you trust"
+            f"is not signed: {SIGNATURE} is missing",
+            where=str(root),
+            hint="`penstock sign BUNDLE --key FILE` signs one that you trust",
         )
     with path.open("rb") as file:
         found = file.read(1024)
     if not hmac.compare_digest(found, signature_of(key, manifest)):
-        raise VerifyError("the signature does not fit: altered since it was signed, or signed with another key", where=str(path))
+        raise VerifyError(
+            "the signature does not fit: altered since it was signed, or signed with another key", where=str(path)
+        )

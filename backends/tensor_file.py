@@ -29,7 +29,10 @@ _CHUNK = 1 << 24
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None, progress: Callable[[int], None] | None = None
+    path: Path,
+    tensors: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> tuple[str, int]:
     """Write the file and give its SHA-256 and size. Arrays that are not contiguous are copied one at a time.
     `progress` hears of bytes of tensors."""
@@ -39,7 +42,11 @@ def write_tensors(
     offset = 0
     for name in order:
         array = tensors[name]
-        header[name] = {"dtype": _NAMES[dtypes[name]], "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        header[name] = {
+            "dtype": _NAMES[dtypes[name]],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
         offset += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
@@ -81,7 +88,9 @@ def map_tensors(path: Path) -> dict[str, np.ndarray]:
                 raise ValueError(f"{name} has the shape {list(shape)} and lies at {start} to {end}")
             if prod(shape) * dtype.itemsize != end - start:
                 raise ValueError(f"{name} has {end - start} bytes")
-            found[name] = np.memmap(path, dtype, "r", 8 + length + start, shape) if end > start else np.zeros(shape, dtype)
+            found[name] = (
+                np.memmap(path, dtype, "r", 8 + length + start, shape) if end > start else np.zeros(shape, dtype)
+            )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise VerifyError(f"not a readable safetensors file: {error}", where=str(path)) from error
     return found

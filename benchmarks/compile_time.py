@@ -69,16 +69,27 @@ def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, 
     cluster = replace(cluster, devices=tuple(replace(device, threads=1) for device in cluster.devices))
     optimizer = ps.AdamW(lr=shape.lr, weight_decay=shape.weight_decay)
     training = ps.Training(loss="cross_entropy", optimizer=optimizer, microbatches=shape.microbatches)
-    plan = ps.plan(model, cluster, None if infers else training, schedule="1f1b" if infers else schedule, precision=shape.precision)
+    plan = ps.plan(
+        model, cluster, None if infers else training, schedule="1f1b" if infers else schedule, precision=shape.precision
+    )
     marks.append(time.perf_counter())
     with tempfile.TemporaryDirectory() as scratch, Builder(CompileOptions(jobs=jobs)) as builder:
         parts = {
-            s.index: Part(stage_graphs(plan.module, s.index), Path(scratch) / f"s{s.index}.{builder.cpu}.so") for s in plan.module.stages
+            s.index: Part(stage_graphs(plan.module, s.index), Path(scratch) / f"s{s.index}.{builder.cpu}.so")
+            for s in plan.module.stages
         }
         builder.build(list(parts.values()))
         built = time.perf_counter()
         files = {stage: [part.out] for stage, part in parts.items()}
-        write_bundle(bundle, plan.module, files, model.imported.weights, backend="tvm", plan=plan.as_dict(), reference=plan.reference)
+        write_bundle(
+            bundle,
+            plan.module,
+            files,
+            model.imported.weights,
+            backend="tvm",
+            plan=plan.as_dict(),
+            reference=plan.reference,
+        )
     marks += [built, time.perf_counter()]
     counts = builder.counts
     took = [b - a for a, b in pairwise(marks)]
@@ -163,7 +174,11 @@ def child(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
     """Run this file as a process of its own; what it printed, and its wall time."""
     begin = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, __file__, "--child", *arguments], env={**os.environ, **environment}, stdout=subprocess.PIPE, check=True, text=True
+        [sys.executable, __file__, "--child", *arguments],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
     )
     return {**json.loads(done.stdout), "total": time.perf_counter() - begin}
 
@@ -179,22 +194,37 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for state in STATES:
             if state == "kernels":
                 _forget_libraries(cache)
-            words = ["compile", shape.to_json(), str(model), arguments.schedule, str(folder / "bundle"), str(arguments.jobs or 0)]
+            words = [
+                "compile",
+                shape.to_json(),
+                str(model),
+                arguments.schedule,
+                str(folder / "bundle"),
+                str(arguments.jobs or 0),
+            ]
             row = child(words, {"PENSTOCK_CACHE": str(cache)})
-            row["import"] += row["total"] - sum(row[phase] for phase in PHASES)  # the interpreter before its first line, and its end
+            row["import"] += row["total"] - sum(
+                row[phase] for phase in PHASES
+            )  # the interpreter before its first line, and its end
             found[state].append(row)
             print(f"{state}: {row['total']:.1f} s", file=sys.stderr)
     result: dict[str, Any] = {"states": found}
     by_torch = ["torch", shape.to_json(), str(model)]
     if arguments.torch:
-        result["training"] = {"torch.compile": child([*by_torch, "training"], {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")})}
+        result["training"] = {
+            "torch.compile": child([*by_torch, "training"], {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")})
+        }
     if arguments.tvm:
         words = ["compile", shape.to_json(), str(model), INFERENCE, str(folder / "inference"), str(arguments.jobs or 0)]
         inference = {"penstock": child(words, {"PENSTOCK_CACHE": str(folder / "inference-cache")})}
         inference["tvm"] = child(["tvm", str(model), str(folder / "tvm.so"), "runs" if arguments.run else ""], {})
         if arguments.torch:
-            inference["torch.compile"] = child([*by_torch, INFERENCE], {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inference-inductor")})
-        result["inference"] = {name: row | {"seconds": row.get("seconds", row["total"])} for name, row in inference.items()}
+            inference["torch.compile"] = child(
+                [*by_torch, INFERENCE], {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inference-inductor")}
+            )
+        result["inference"] = {
+            name: row | {"seconds": row.get("seconds", row["total"])} for name, row in inference.items()
+        }
     return result
 
 
@@ -259,7 +289,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="compiles of each kind (default: 1)")
     parser.add_argument("--jobs", type=int, help="processes to compile with (default: one per core)")
     parser.add_argument("--torch", action="store_true", help="time torch.compile, too")
-    parser.add_argument("--tvm", action="store_true", help="compile inference, too, by Penstock and by TVM's default pipeline")
+    parser.add_argument(
+        "--tvm", action="store_true", help="compile inference, too, by Penstock and by TVM's default pipeline"
+    )
     parser.add_argument("--run", action="store_true", help="call what TVM compiled and compare with onnxruntime")
     parser.add_argument("--json", metavar="FILE", help="write every figure")
     return parser.parse_args()

@@ -50,7 +50,9 @@ def main() -> None:
     arguments = parser.parse_args()
     device = Cluster.load(arguments.cluster).devices[0] if arguments.cluster else measured_device()
     guessed = Cluster.local(threads=(1,)).devices[0]
-    print(f"{'model':10} {'graph':6} {'measured':>9} {'rates':>8} {'/ ms':>5} {'table':>8} {'/ ms':>5} {'guessed':>8} {'/ ms':>5}")
+    print(
+        f"{'model':10} {'graph':6} {'measured':>9} {'rates':>8} {'/ ms':>5} {'table':>8} {'/ ms':>5} {'guessed':>8} {'/ ms':>5}"
+    )
     off: dict[str, list[float]] = {"rates": [], "table": [], "guessed": []}
     for name in arguments.models:
         for graph, taken, costs in rows_of(name, device, guessed):
@@ -97,7 +99,9 @@ def rows_of(name: str, device: Device, guessed: Device) -> list[tuple[str, float
     for kind, seconds in taken.items():
         others = MICROBATCHES * (passed["F"] + passed["B"]) if kind == "U" else passed["F" if kind == "B" else "B"]
         rates = costs[kind].seconds(device, between=others)
-        found.append((kind, seconds, {"rates": rates, "table": table[f"s0.{kind}"], "guessed": costs[kind].seconds(guessed)}))
+        found.append(
+            (kind, seconds, {"rates": rates, "table": table[f"s0.{kind}"], "guessed": costs[kind].seconds(guessed)})
+        )
     return found
 
 

@@ -106,7 +106,10 @@ def reading(samples: Samples, first: int, count: int) -> float:
 def write_data(folder: Path) -> dict[str, Path]:
     """The same samples in every format that there is."""
     random = np.random.default_rng(0)
-    arrays = {"x": random.standard_normal((SAMPLES, WIDTHS[0])).astype(np.float32), "labels": random.integers(0, WIDTHS[-1], SAMPLES)}
+    arrays = {
+        "x": random.standard_normal((SAMPLES, WIDTHS[0])).astype(np.float32),
+        "labels": random.integers(0, WIDTHS[-1], SAMPLES),
+    }
     found = {"npz": folder / "data.npz"}
     np.savez(found["npz"], **arrays)
     try:
@@ -114,7 +117,10 @@ def write_data(folder: Path) -> dict[str, Path]:
         from pyarrow import parquet
     except ImportError:
         return found
-    columns = {"x": pyarrow.FixedSizeListArray.from_arrays(arrays["x"].reshape(-1), WIDTHS[0]), "labels": arrays["labels"]}
+    columns = {
+        "x": pyarrow.FixedSizeListArray.from_arrays(arrays["x"].reshape(-1), WIDTHS[0]),
+        "labels": arrays["labels"],
+    }
     found["parquet"] = folder / "data.parquet"
     parquet.write_table(pyarrow.table(columns), found["parquet"], compression="none")
     return found
@@ -154,7 +160,9 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", nargs="+", default=list(NAMES), metavar="ROW", help=f"of {', '.join(NAMES)}; slow is all three")
+    parser.add_argument(
+        "--only", nargs="+", default=list(NAMES), metavar="ROW", help=f"of {', '.join(NAMES)}; slow is all three"
+    )
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="turns of each way (default: 7)")
     parser.add_argument("--steps", type=int, default=12, metavar="N", help="steps per turn (default: 12)")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -175,7 +183,11 @@ def main() -> int:
                 print("parquet: left out: no pyarrow", file=sys.stderr)
                 continue
             lines.append(measure(name, bundle, files, arguments.rounds, arguments.steps))
-            print(f"{name}: {lines[-1]['without'] / lines[-1]['with']:.2f} times as fast with reading ahead", file=sys.stderr, flush=True)
+            print(
+                f"{name}: {lines[-1]['without'] / lines[-1]['with']:.2f} times as fast with reading ahead",
+                file=sys.stderr,
+                flush=True,
+            )
     print(table(lines))
     write_json(arguments.json, {"lines": lines})
     return 0

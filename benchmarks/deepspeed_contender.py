@@ -24,7 +24,10 @@ from turns import serve
 
 
 def microbatches(shape: Shape) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    parts = (zip(*(torch.from_numpy(array).chunk(shape.microbatches) for array in batch), strict=True) for batch in batches(shape))
+    parts = (
+        zip(*(torch.from_numpy(array).chunk(shape.microbatches) for array in batch), strict=True)
+        for batch in batches(shape)
+    )
     return chain.from_iterable(parts)
 
 
@@ -36,7 +39,11 @@ def engine_of(stages: list[nn.Module], shape: Shape) -> Any:
     optimizer = optimizer_of(list(module.parameters()), shape)
     sizes = {"train_batch_size": shape.samples, "train_micro_batch_size_per_gpu": shape.microbatch_samples}
     # It clips gradients unless it is told not to.
-    config = sizes | {"gradient_accumulation_steps": shape.microbatches, "steps_per_print": 10**9, "gradient_clipping": 0.0}
+    config = sizes | {
+        "gradient_accumulation_steps": shape.microbatches,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 0.0,
+    }
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     # The last stage divides its loss by the number of microbatches, and every other stage the gradient of its outputs once more (0.19.8), so that
     # its parameters learn too slowly. Without that, losses are those of all others.
@@ -66,7 +73,9 @@ def main() -> None:
     torch.distributed.broadcast_object_list(told)
     cut: list[int] = told[0]
     # What other ranks compute has no place here; DeepSpeed is told that it is there.
-    stages = [Stage(pieces[a:b], shape) if number == rank else nn.Identity() for number, (a, b) in enumerate(pairwise(cut))]
+    stages = [
+        Stage(pieces[a:b], shape) if number == rank else nn.Identity() for number, (a, b) in enumerate(pairwise(cut))
+    ]
     del pieces
     with redirect_stdout(sys.stderr):
         engine = engine_of(stages, shape)
@@ -77,7 +86,9 @@ def main() -> None:
         return losses if rank == RANKS - 1 else []
 
     losses = run(warmup)
-    serve({f"rank {rank}": os.getpid()}, {"pieces": "+".join(str(b - a) for a, b in pairwise(cut)), "losses": losses}, run)
+    serve(
+        {f"rank {rank}": os.getpid()}, {"pieces": "+".join(str(b - a) for a, b in pairwise(cut)), "losses": losses}, run
+    )
     comm.destroy_process_group()
 
 

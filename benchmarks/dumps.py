@@ -31,13 +31,28 @@ from typing import Any
 from machine import load, system, write_json
 
 STATES = ("cold", "warm", "first")
-COMPILE = ["--devices", "2", "--loss", "cross_entropy", "--optimizer", "adamw", "--lr", "1e-3", "--microbatches", "4", "--schedule", "2bw"]
+COMPILE = [
+    "--devices",
+    "2",
+    "--loss",
+    "cross_entropy",
+    "--optimizer",
+    "adamw",
+    "--lr",
+    "1e-3",
+    "--microbatches",
+    "4",
+    "--schedule",
+    "2bw",
+]
 
 
 def compile_once(model: Path, folder: Path, cache: Path, dump: Path | None) -> tuple[float, float]:
     """Wall and processor seconds of one compile; what it printed is shown where it fails."""
     words = [sys.executable, "-m", "penstock", "compile", str(model), "-o", str(folder / "bundle"), *COMPILE]
-    environment = {key: value for key, value in os.environ.items() if key not in ("PENSTOCK_DUMP", "PYTHONDONTWRITEBYTECODE")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("PENSTOCK_DUMP", "PYTHONDONTWRITEBYTECODE")
+    }
     begin, spent = time.perf_counter(), processor_seconds()
     done = subprocess.run(
         [*words, *(["--dump-ir", str(dump)] if dump else [])],
@@ -106,7 +121,9 @@ def report(result: dict[str, Any]) -> None:
         ways = {way: sorted(spent for _, spent in result["states"][state][way]) for way in ("off", "on")}
         told = ", ".join(f"{way} {times[0]:.2f} to {times[-1]:.2f}" for way, times in ways.items())
         means = {way: statistics.mean(times) for way, times in ways.items()}
-        print(f"{state:6}  processor seconds of rounds: {told}; a dump adds {means['on'] / means['off'] - 1:.1%} to their mean")
+        print(
+            f"{state:6}  processor seconds of rounds: {told}; a dump adds {means['on'] / means['off'] - 1:.1%} to their mean"
+        )
     print(f"the folder: {result['files']} files, {result['bytes'] / 2**20:.1f} MiB")
 
 

@@ -97,7 +97,17 @@ class Trial:
     def __init__(self, bundle: str, folder: Path, steps: int, heartbeat: float, seed: int) -> None:
         self.folder, self.heartbeat, self.steps = folder, heartbeat, steps
         self.metrics = folder / "metrics.jsonl"
-        self.command = [sys.executable, "-m", "penstock", "run", bundle, "--steps", str(steps), "--heartbeat", str(heartbeat)]
+        self.command = [
+            sys.executable,
+            "-m",
+            "penstock",
+            "run",
+            bundle,
+            "--steps",
+            str(steps),
+            "--heartbeat",
+            str(heartbeat),
+        ]
         self.command += [
             "--metrics",
             str(self.metrics),
@@ -153,7 +163,11 @@ class Trial:
             if finished and target == "keeper":
                 # A rank whose keeper is stopped goes on working: it may be done before anybody misses it.
                 inside = ["finished"]
-            elif len(inside) != 1 or f"rank {rank} (stage {rank}, process" not in inside[0] or _WORDS[kind, target] not in inside[0]:
+            elif (
+                len(inside) != 1
+                or f"rank {rank} (stage {rank}, process" not in inside[0]
+                or _WORDS[kind, target] not in inside[0]
+            ):
                 problems.append(f"not the one right message: {inside}")
             elif "last finished step" not in inside[0] or f"n{rank}" not in inside[0]:
                 problems.append(f"no last step or host: {inside[0]}")
@@ -174,7 +188,9 @@ class Trial:
             if losses is not None:
                 records = [json.loads(line) for line in self.metrics.read_text().splitlines()]
                 if [record["step"] for record in records] != list(range(self.steps)):
-                    problems.append(f"steps {[record['step'] for record in records][:5]}... of {len(records)}: {self.said()}")
+                    problems.append(
+                        f"steps {[record['step'] for record in records][:5]}... of {len(records)}: {self.said()}"
+                    )
                 elif [record["loss"] for record in records] != losses:
                     problems.append("other losses than without the failure")
         told = inside[0] if inside else ""
@@ -205,7 +221,9 @@ class Trial:
             process.wait(_GIVE_UP)
 
 
-def trials(count: int, seed: int, steps: int, heartbeat: float, recover: bool = True, kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
+def trials(
+    count: int, seed: int, steps: int, heartbeat: float, recover: bool = True, kinds: Sequence[str] = KINDS
+) -> list[dict[str, Any]]:
     """As many trials, kinds in turn, everything else by chance."""
     chance = random.Random(seed)
     found = []
@@ -222,9 +240,7 @@ def trials(count: int, seed: int, steps: int, heartbeat: float, recover: bool = 
             result = trial.run(kind, chance.randrange(RANKS), target, chance.randrange(1, max(2, steps // 2)), losses)
             found.append(result)
             told = "ok" if not result["problems"] else "; ".join(result["problems"])
-            line = (
-                f"{i + 1:3} {kind:4} {target:6} rank {result['rank']} after step {result['after']:4}: ended in {result['seconds']:5.1f} s"
-            )
+            line = f"{i + 1:3} {kind:4} {target:6} rank {result['rank']} after step {result['after']:4}: ended in {result['seconds']:5.1f} s"
             print(f"{line}, went on in {result['again_s']:5.1f} s: {told}", flush=True)
     return found
 
@@ -239,7 +255,18 @@ class Watched:
 
     def __init__(self, bundle: str, folder: Path, steps: int, more: Sequence[str] = ()) -> None:
         self.folder, self.steps, self.metrics = folder, steps, folder / "metrics.jsonl"
-        self.command = [sys.executable, "-m", "penstock", "run", bundle, "--steps", str(steps), "--metrics", str(self.metrics), *more]
+        self.command = [
+            sys.executable,
+            "-m",
+            "penstock",
+            "run",
+            bundle,
+            "--steps",
+            str(steps),
+            "--metrics",
+            str(self.metrics),
+            *more,
+        ]
         self.launcher: Samples = []
         # Of each start the samples of every worker.
         self.lives: list[list[Samples]] = [[]]
@@ -251,7 +278,9 @@ class Watched:
         own: list[int] = []
         seen: set[int] = set()
         with (self.folder / "log").open("w+") as log:
-            process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
             try:
                 while process.poll() is None:
                     time.sleep(0.05)
@@ -267,7 +296,9 @@ class Watched:
                         self.lost += 1
                         self.lives.append([])
                         old = set(own)
-                        wait_for(lambda old=old: process.poll() is not None or not old & {*(workers(process.pid) or old)})  # type: ignore[misc]
+                        wait_for(
+                            lambda old=old: process.poll() is not None or not old & {*(workers(process.pid) or old)}
+                        )  # type: ignore[misc]
             finally:
                 if process.poll() is None:
                     process.kill()
@@ -290,7 +321,14 @@ def soak(steps: int, every: int, seed: int, ranks: int = 2) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="penstock-soak-") as root:
         folder = Path(root)
         bundle = make_bundle(folder, ranks)
-        saves = ["--checkpoint", str(folder / "ckpt"), "--checkpoint-every", str(max(1, every // 4)), "--keep-last", "2"]
+        saves = [
+            "--checkpoint",
+            str(folder / "ckpt"),
+            "--checkpoint-every",
+            str(max(1, every // 4)),
+            "--keep-last",
+            "2",
+        ]
         (folder / "calm").mkdir()
         calm = Watched(bundle, folder / "calm", steps)
         expected = calm.run(None, random.Random(seed))
@@ -312,7 +350,11 @@ def soak(steps: int, every: int, seed: int, ranks: int = 2) -> dict[str, Any]:
         "calm": max((slope(samples) for samples in calm.lives[0]), default=0.0),
     }
     if steps >= 1000:
-        problems += [f"memory grows by {found:.2f} MiB per 100 steps: {name}" for name, found in slopes.items() if found >= STEEPEST]
+        problems += [
+            f"memory grows by {found:.2f} MiB per 100 steps: {name}"
+            for name, found in slopes.items()
+            if found >= STEEPEST
+        ]
     found = {"steps": steps, "lost": run.lost, "problems": problems, "slopes": slopes}
     print(json.dumps(found), flush=True)
     return found

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 # Model, section, and how many times as fast as the fastest other pipeline and as torch in one process.
-TRAINING = (("GPT-2 small", "training-gpt", 1.5, 1.3), ("BERT-base", "training-bert", 1.1, 1.1), ("ResNet-50", "training-resnet", 1.1, 1.1))
+TRAINING = (
+    ("GPT-2 small", "training-gpt", 1.5, 1.3),
+    ("BERT-base", "training-bert", 1.1, 1.1),
+    ("ResNet-50", "training-resnet", 1.1, 1.1),
+)
 SINGLE = "torch-single"
 INFERENCE, LEAST_MODELS = "onnxruntime", 4
 
@@ -57,7 +61,9 @@ def _inferred(found: dict[str, Any] | None) -> Goal:
     name, wanted = "inference", f"no slower than {INFERENCE} on at least {LEAST_MODELS} of 5 models"
     if found is None:
         return Goal(name, wanted, "not measured", False)
-    ratios = {row["model"].removesuffix("-infer"): _times(row, INFERENCE) / _times(row, "penstock") for row in found["rows"]}
+    ratios = {
+        row["model"].removesuffix("-infer"): _times(row, INFERENCE) / _times(row, "penstock") for row in found["rows"]
+    }
     ahead = sum(ratio >= 1 for ratio in ratios.values())
     told = ", ".join(f"{model} {ratio:.2f}" for model, ratio in ratios.items())
     return Goal(name, wanted, f"{ahead} of {len(ratios)}: {told}", ahead >= LEAST_MODELS)

@@ -144,14 +144,23 @@ def wrong_losses(contenders: Sequence[Contender]) -> list[str]:
         return [f"losses do not fall: {expected.tolist()}"]
     for contender in contenders:
         contender.error = float(np.abs(np.array(contender.losses) - expected).max() / expected[0])
-    return [f"{c.name} is off by {c.error:.1e}, more than {LOSS_TOLERANCE:g}" for c in contenders if not c.error <= LOSS_TOLERANCE]
+    return [
+        f"{c.name} is off by {c.error:.1e}, more than {LOSS_TOLERANCE:g}"
+        for c in contenders
+        if not c.error <= LOSS_TOLERANCE
+    ]
 
 
-def measure(name: str, spec: models.Spec, folder: Path, cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    name: str, spec: models.Spec, folder: Path, cluster: Cluster, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """One row: all contenders, checked and timed."""
     file = models.write_model(spec, folder / f"{name}.onnx")
     device = torch.device("cuda", 0) if cluster.devices[0].kind == "cuda" else torch.device("cpu")
-    contenders = [penstock_contender(spec, file, folder, cluster, arguments.libraries), torch_contender(spec, file, device, False)]
+    contenders = [
+        penstock_contender(spec, file, folder, cluster, arguments.libraries),
+        torch_contender(spec, file, device, False),
+    ]
     if not arguments.no_torch_compile:
         contenders.append(torch_contender(spec, file, device, True))
     wrong = wrong_losses(contenders)
@@ -167,7 +176,12 @@ def measure(name: str, spec: models.Spec, folder: Path, cluster: Cluster, argume
             contender.seconds.append((time.perf_counter() - begin) / arguments.steps)
     amount = spec.batch * spec.units
     sides = {
-        c.name: {f"{spec.unit}_per_s": amount / statistics.median(c.seconds), "step_s": c.seconds, "losses": c.losses, "error": c.error}
+        c.name: {
+            f"{spec.unit}_per_s": amount / statistics.median(c.seconds),
+            "step_s": c.seconds,
+            "losses": c.losses,
+            "error": c.error,
+        }
         for c in contenders
     }
     return {"model": name, "unit": spec.unit, "per_step": amount, "contenders": sides, "wrong": wrong}
@@ -177,7 +191,9 @@ def print_row(row: dict[str, Any]) -> None:
     ours = next(iter(row["contenders"].values()))[f"{row['unit']}_per_s"]
     for name, side in row["contenders"].items():
         rate = side[f"{row['unit']}_per_s"]
-        print(f"| {row['model']} | {name} | {rate:,.0f} {row['unit']}/s | penstock is {ours / rate:.2f} times as fast |")
+        print(
+            f"| {row['model']} | {name} | {rate:,.0f} {row['unit']}/s | penstock is {ours / rate:.2f} times as fast |"
+        )
     for problem in row["wrong"]:
         print(f"WRONG {row['model']}: {problem}")
 
@@ -185,7 +201,9 @@ def print_row(row: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------ without a GPU
 
 
-def compile_only(names: Sequence[str], architectures: Sequence[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def compile_only(
+    names: Sequence[str], architectures: Sequence[str], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Make the code of all models for architectures, and say what that took."""
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -201,7 +219,9 @@ def compile_only(names: Sequence[str], architectures: Sequence[str], arguments: 
                 options = CompileOptions(target_of(module, 0, "host"))
                 (library,) = backend_of("tvm").compile_stages(module, [0], folder, options)[0]
                 ops = [op for graph in module.graphs.values() if graph.name.startswith("s0.") for op in graph.ops]
-                kernels = {(op.attrs["kernel"]) for op in ops if not str(op.attrs.get("kernel", "inline")).startswith("inline")}
+                kernels = {
+                    (op.attrs["kernel"]) for op in ops if not str(op.attrs.get("kernel", "inline")).startswith("inline")
+                }
                 row = {
                     "model": name,
                     "architecture": architecture,
@@ -221,9 +241,13 @@ def compile_only(names: Sequence[str], architectures: Sequence[str], arguments: 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(SPECS), default=list(SPECS))
-    parser.add_argument("--libraries", choices=("torch", "none"), default="torch", help="who computes contractions (default: torch)")
+    parser.add_argument(
+        "--libraries", choices=("torch", "none"), default="torch", help="who computes contractions (default: torch)"
+    )
     parser.add_argument("--compile", nargs="+", metavar="ARCH", help="only compile, for these architectures")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the benchmark itself (default: cuda)")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the benchmark itself (default: cuda)"
+    )
     parser.add_argument("--tiny", action="store_true", help="the same models in small")
     parser.add_argument("--no-torch-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--rounds", type=int, default=9)

@@ -82,12 +82,25 @@ def paced(rounds: int, microbatches: int, forward: float) -> list[dict[str, Any]
         packed = stack.enter_context(ps.open(four, pace=pace))
         alone = stack.enter_context(ps.open(single, pace=pace, mode="latency"))
         rows: dict[str, tuple[Run, float]] = {
-            "1 sample, microbatches of 1": (lambda: timed(one, [{"x": x[i : i + 1]} for i in range(microbatches)]), microbatches * forward),
-            "1 to 7 samples, microbatches of 4": (lambda: timed(packed, [{"x": c} for c in cuts]), microbatches * forward),
-            "1 sample, one at a time": (lambda: timed(alone, [{"x": x[i : i + 1]} for i in range(few)]), few * stages * forward),
+            "1 sample, microbatches of 1": (
+                lambda: timed(one, [{"x": x[i : i + 1]} for i in range(microbatches)]),
+                microbatches * forward,
+            ),
+            "1 to 7 samples, microbatches of 4": (
+                lambda: timed(packed, [{"x": c} for c in cuts]),
+                microbatches * forward,
+            ),
+            "1 sample, one at a time": (
+                lambda: timed(alone, [{"x": x[i : i + 1]} for i in range(few)]),
+                few * stages * forward,
+            ),
         }
         times = take_turns({name: run for name, (run, _) in rows.items()}, rounds)
-    counts = {"1 sample, microbatches of 1": microbatches, "1 to 7 samples, microbatches of 4": len(cuts), "1 sample, one at a time": few}
+    counts = {
+        "1 sample, microbatches of 1": microbatches,
+        "1 to 7 samples, microbatches of 4": len(cuts),
+        "1 sample, one at a time": few,
+    }
     found = []
     for name, (_, bound) in rows.items():
         seconds = statistics.median(times[name])
@@ -155,7 +168,11 @@ def real(part: str, sizes: dict[str, int], split: Sequence[int], rounds: int, re
         found.append({"part": part, "row": name, "requests": requests, "seconds": seconds, "times": times[name]})
     for n, line in zip(bundles, found, strict=False):
         alone, together = (statistics.mean(x) for x in zip(*rehearsed[n], strict=True))
-        line |= {"bound": requests * together, "of_bound": requests * together / line["seconds"], "alone": requests * alone}
+        line |= {
+            "bound": requests * together,
+            "of_bound": requests * together / line["seconds"],
+            "alone": requests * alone,
+        }
         line |= {"error": errors[line["row"]], "rehearsed": rehearsed[n]}
     return found
 
@@ -168,7 +185,9 @@ def forwards(bundle: Bundle) -> tuple[float, float]:
     """Seconds of a microbatch by the ranks' forwards: one rank at a time, and all at once."""
     ranks = range(bundle.world_size)
     each = [rehearse(bundle, [rank], batches=20, seconds=1.0)[0]["F"] for rank in ranks]
-    return max(*each, sum(each) / usable_cores()), max(row["F"] for row in rehearse(bundle, ranks, batches=20, seconds=2.0))
+    return max(*each, sum(each) / usable_cores()), max(
+        row["F"] for row in rehearse(bundle, ranks, batches=20, seconds=2.0)
+    )
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -184,9 +203,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each row (default: 3)")
-    parser.add_argument("--microbatches", type=int, default=160, metavar="N", help="paced: microbatches per turn (default: 160)")
-    parser.add_argument("--forward", type=float, default=FORWARD, metavar="SECONDS", help="paced: how long a forward takes (default: 0.02)")
-    parser.add_argument("--requests", type=int, default=160, metavar="N", help="real, large: requests per turn (default: 160)")
+    parser.add_argument(
+        "--microbatches", type=int, default=160, metavar="N", help="paced: microbatches per turn (default: 160)"
+    )
+    parser.add_argument(
+        "--forward",
+        type=float,
+        default=FORWARD,
+        metavar="SECONDS",
+        help="paced: how long a forward takes (default: 0.02)",
+    )
+    parser.add_argument(
+        "--requests", type=int, default=160, metavar="N", help="real, large: requests per turn (default: 160)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     begin, lines = time.perf_counter(), []

@@ -66,7 +66,9 @@ def effects(ops: Sequence[Op], types: Mapping[str, str]) -> Graph:
     return Graph(FORWARD, tuple(inputs_of(types).values()), (), tuple(ops))
 
 
-def forward_and_backward(wanted: Mapping[str, str], given: Mapping[str, str], body: Body, *, loss: bool = False) -> tuple[Graph, Graph]:
+def forward_and_backward(
+    wanted: Mapping[str, str], given: Mapping[str, str], body: Body, *, loss: bool = False
+) -> tuple[Graph, Graph]:
     """Both stage graphs. B gives one gradient for each of `wanted`, in that order; its inputs are what F saves, and `dy` unless the one
     result of `body` is a loss."""
     builder, values, taken_out = Builder(), inputs_of(given), set[str]()
@@ -93,7 +95,9 @@ def forward_and_backward(wanted: Mapping[str, str], given: Mapping[str, str], bo
     return _without_variables(module, ins, taken_out, loss)
 
 
-def _without_variables(module: Module, wanted: Mapping[str, Value], taken_out: set[str], loss: bool) -> tuple[Graph, Graph]:
+def _without_variables(
+    module: Module, wanted: Mapping[str, Value], taken_out: set[str], loss: bool
+) -> tuple[Graph, Graph]:
     f, b = module.graphs["F"], module.graphs["B"]
     table = {Value(f"{name}.in", v.type): v for name, v in wanted.items()}
 

@@ -22,7 +22,10 @@ def _max_pool(channels: int, size: int, window: int, stride: int, pad: int) -> W
     def theirs(x: Tensor) -> Results:
         return [F.max_pool2d(x, window, stride, pad)]
 
-    forms = {"max_pool2d": theirs, "max_pool2d, channels last": lambda x: theirs(x.to(memory_format=torch.channels_last))}
+    forms = {
+        "max_pool2d": theirs,
+        "max_pool2d, channels last": lambda x: theirs(x.to(memory_format=torch.channels_last)),
+    }
     moved = bytes_of(x) * (1 + 1 / stride**2)
     return pure({"x": x}, lambda g, v: [g.emit("max_pool", v["x"], **attrs)], forms, theirs, moved=moved)
 
@@ -34,7 +37,9 @@ def _max_pool_gradient(channels: int, size: int, window: int, stride: int, pad: 
     dy = random(*y.shape, seed=1)
 
     def theirs(x: Tensor, y: Tensor, dy: Tensor) -> Results:
-        return [aten.max_pool2d_with_indices_backward(dy, x, [window] * 2, [stride] * 2, [pad] * 2, [1, 1], False, places)]
+        return [
+            aten.max_pool2d_with_indices_backward(dy, x, [window] * 2, [stride] * 2, [pad] * 2, [1, 1], False, places)
+        ]
 
     moved = bytes_of(x) * 2 + 2 * bytes_of(y)
     given = {"x": x, "y": y, "dy": dy}
@@ -55,7 +60,9 @@ def _avg_pool(channels: int, size: int, window: int, stride: int) -> Work:
         return [F.avg_pool2d(x, window, stride)]
 
     moved = bytes_of(x) * (1 + 1 / stride**2)
-    return pure({"x": x}, lambda g, v: [g.emit("avg_pool", v["x"], **attrs)], {"avg_pool2d": theirs}, theirs, moved=moved)
+    return pure(
+        {"x": x}, lambda g, v: [g.emit("avg_pool", v["x"], **attrs)], {"avg_pool2d": theirs}, theirs, moved=moved
+    )
 
 
 def _avg_pool_gradient(channels: int, size: int, window: int, stride: int) -> Work:
@@ -67,7 +74,13 @@ def _avg_pool_gradient(channels: int, size: int, window: int, stride: int) -> Wo
         return [aten.avg_pool2d_backward(dy, x.to(dy.dtype), [window] * 2, [stride] * 2, [0, 0], False, True, None)]
 
     moved = bytes_of(x, dy)
-    return pure({"dy": dy}, lambda g, v: [g.emit("avg_pool_grad", v["dy"], **attrs)], {"avg_pool2d_backward": theirs}, theirs, moved=moved)
+    return pure(
+        {"dy": dy},
+        lambda g, v: [g.emit("avg_pool_grad", v["dy"], **attrs)],
+        {"avg_pool2d_backward": theirs},
+        theirs,
+        moved=moved,
+    )
 
 
 for pooled in ((64, 112, 3, 2, 1), (256, 28, 2, 2, 0)):
@@ -100,7 +113,14 @@ for kind, shape, axes in (
     ("sum", (1 << 22,), (0,)), ("mean", (8, 2048, 7, 7), (2, 3)), ("mean", (512, 12, 64), (1,)), ("max", (512, 3072), (1,)),
     ("max", (8, 512, 768), (1,)), ("max", (8, 256, 56, 56), (2, 3)), ("argmax", (256, 50257), (1,)), ("argmax", (8, 512, 768), (1,)),
 ):  # fmt: skip
-    row("reduction", f"{kind} {'x'.join(map(str, shape))} over {','.join(map(str, axes))}", _reduction, kind, shape, axes)
+    row(
+        "reduction",
+        f"{kind} {'x'.join(map(str, shape))} over {','.join(map(str, axes))}",
+        _reduction,
+        kind,
+        shape,
+        axes,
+    )
 
 
 # ------------------------------------------------------------------------------------------------ layouts
@@ -112,7 +132,13 @@ def _transpose(shape: tuple[int, ...], perm: tuple[int, ...]) -> Work:
         "contiguous": lambda x: [x.permute(perm).contiguous()],
         "copy into a given result": lambda x: [out.copy_(x.permute(perm))],
     }
-    return pure({"x": x}, lambda g, v: [g.emit("transpose", v["x"], perm=perm)], forms, forms["contiguous"], moved=2 * bytes_of(x))
+    return pure(
+        {"x": x},
+        lambda g, v: [g.emit("transpose", v["x"], perm=perm)],
+        forms,
+        forms["contiguous"],
+        moved=2 * bytes_of(x),
+    )
 
 
 for shape, perm in (
@@ -139,8 +165,13 @@ def _function(kind: str) -> Work:
     def into(*operands: Tensor) -> Results:
         return [call(*operands, out=out)]
 
-    forms: dict[str, Callable[..., Results]] = {kind: lambda *operands: [call(*operands)], f"{kind} into a given result": into}
-    return pure(given, lambda g, v: [g.emit(kind, *v.values())], forms, forms[kind], moved=(1 + len(given)) * bytes_of(x))
+    forms: dict[str, Callable[..., Results]] = {
+        kind: lambda *operands: [call(*operands)],
+        f"{kind} into a given result": into,
+    }
+    return pure(
+        given, lambda g, v: [g.emit(kind, *v.values())], forms, forms[kind], moved=(1 + len(given)) * bytes_of(x)
+    )
 
 
 for kind in ("exp", "log", "tanh", "sigmoid", "erf", "sin", "cos", "pow", "sqrt", "rsqrt"):

@@ -16,7 +16,9 @@ def _cumsum(shape: tuple[int, ...], axis: int) -> Work:
     def theirs(x: Tensor) -> Results:
         return [x.cumsum(axis)]
 
-    return pure({"x": x}, lambda g, v: [g.emit("cumsum", v["x"], axis=axis)], {"cumsum": theirs}, theirs, moved=2 * bytes_of(x))
+    return pure(
+        {"x": x}, lambda g, v: [g.emit("cumsum", v["x"], axis=axis)], {"cumsum": theirs}, theirs, moved=2 * bytes_of(x)
+    )
 
 
 for shape, axis in (((512, 1024), 1), ((512, 1024), 0)):
@@ -33,7 +35,13 @@ def _topk(rows: int, size: int, k: int) -> Work:
         return [y[:, :k] for y in torch.sort(x, dim=1, descending=True, stable=True)]
 
     forms = {"topk": chosen, "sort": ordered}
-    return pure({"x": x}, lambda g, v: list(g.emit_all("topk", 2, v["x"], k=k)), forms, ordered, moved=bytes_of(x) + rows * k * 12.0)
+    return pure(
+        {"x": x},
+        lambda g, v: list(g.emit_all("topk", 2, v["x"], k=k)),
+        forms,
+        ordered,
+        moved=bytes_of(x) + rows * k * 12.0,
+    )
 
 
 for rows, size, k in ((4096, 8, 2), (8, 50257, 50), (64, 1000, 5), (64, 1000, 1000)):

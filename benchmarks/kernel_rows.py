@@ -57,7 +57,9 @@ def row(family: str, name: str, make: Callable[..., Work], *args: Any) -> None:
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(n * 31**i for i, n in enumerate(shape))))
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed + sum(n * 31**i for i, n in enumerate(shape)))
+    )
 
 
 def kind_of(x: Tensor) -> str:
@@ -74,7 +76,11 @@ def bytes_of(*tensors: Tensor) -> float:
 
 
 def pure(
-    tensors: dict[str, Tensor], body: Body, forms: dict[str, Callable[..., Results]], exact: Callable[..., Results], **cost: float
+    tensors: dict[str, Tensor],
+    body: Body,
+    forms: dict[str, Callable[..., Results]],
+    exact: Callable[..., Results],
+    **cost: float,
 ) -> Work:
     """A row whose forward graph takes `tensors`, as do torch's forms and, in float64, `exact`."""
     graph = forward({name: kind_of(x) for name, x in tensors.items()}, body)
@@ -203,7 +209,9 @@ def _up_projection_gradient() -> Work:
     def theirs(dy: Tensor, w: Tensor, u: Tensor) -> Results:
         return [aten.gelu_backward(dy @ w, u, approximate="tanh")]
 
-    return pure({"dy": dy, "w": w, "u": u}, body, {"mm, gelu_backward": theirs}, theirs, flops=2.0 * TOKENS * WIDTH * INNER)
+    return pure(
+        {"dy": dy, "w": w, "u": u}, body, {"mm, gelu_backward": theirs}, theirs, flops=2.0 * TOKENS * WIDTH * INNER
+    )
 
 
 row("fused", f"{TOKENS}x{INNER}x{WIDTH} +bias, gelu, both kept", _up_projection)
@@ -230,7 +238,9 @@ def _attended(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 def _attention(positions: int) -> Work:
     inputs = _attention_inputs(positions)
-    return pure(inputs, _attend, {"scaled_dot_product_attention": _attended}, _attended, flops=2.0 * HEADS * positions**2 * SIZE)
+    return pure(
+        inputs, _attend, {"scaled_dot_product_attention": _attended}, _attended, flops=2.0 * HEADS * positions**2 * SIZE
+    )
 
 
 def _attention_gradient(positions: int) -> Work:
@@ -242,7 +252,9 @@ def _attention_gradient(positions: int) -> Work:
         wide_leaves = [wide(x).requires_grad_() for x in inputs.values()]
         return torch.autograd.grad(_attended(*wide_leaves), wide_leaves, wide(dy))
 
-    forms: dict[str, Form] = {"autograd of scaled_dot_product_attention": lambda: torch.autograd.grad(out, leaves, dy, retain_graph=True)}
+    forms: dict[str, Form] = {
+        "autograd of scaled_dot_product_attention": lambda: torch.autograd.grad(out, leaves, dy, retain_graph=True)
+    }
     return gradient(inputs, {}, dy, _attend, forms, exact, flops=4.0 * HEADS * positions**2 * SIZE)
 
 
@@ -259,7 +271,11 @@ IMAGES = 8
 def _conv(which: str, channels: int, filters: int, size: int, kernel: int, stride: int) -> Work:
     pad = kernel // 2
     out = (size + 2 * pad - kernel) // stride + 1
-    x, w, dy = random(IMAGES, channels, size, size), random(filters, channels, kernel, kernel) / kernel, random(IMAGES, filters, out, out)
+    x, w, dy = (
+        random(IMAGES, channels, size, size),
+        random(filters, channels, kernel, kernel) / kernel,
+        random(IMAGES, filters, out, out),
+    )
     window = {"strides": (stride, stride), "pads": (pad,) * 4}
     flops = 2.0 * dy.numel() * channels * kernel**2
     if which == "forward":
@@ -276,10 +292,22 @@ def _conv(which: str, channels: int, filters: int, size: int, kernel: int, strid
     if which == "dgrad":
         ours = {"dy": dy, "w": w}
         body: Body = lambda g, v: [g.emit("conv_grad_input", v["dy"], v["w"], shape=tuple(x.shape), **window)]  # noqa: E731
-        return pure(ours, body, {"convolution_backward": lambda a, b: theirs(a, x, b)}, lambda a, b: theirs(a, wide(x), b), flops=flops)
+        return pure(
+            ours,
+            body,
+            {"convolution_backward": lambda a, b: theirs(a, x, b)},
+            lambda a, b: theirs(a, wide(x), b),
+            flops=flops,
+        )
     ours = {"x": x, "dy": dy}
     body = lambda g, v: [g.emit("conv_grad_weight", v["x"], v["dy"], shape=tuple(w.shape), **window)]  # noqa: E731
-    return pure(ours, body, {"convolution_backward": lambda a, b: theirs(b, a, w)}, lambda a, b: theirs(b, a, wide(w)), flops=flops)
+    return pure(
+        ours,
+        body,
+        {"convolution_backward": lambda a, b: theirs(b, a, w)},
+        lambda a, b: theirs(b, a, wide(w)),
+        flops=flops,
+    )
 
 
 for channels, filters, size, kernel, stride in (
@@ -304,7 +332,11 @@ def _layer_norm() -> Work:
 
     given = {"x": x, "scale": scale, "bias": bias}
     return pure(
-        given, lambda g, v: list(g.emit_all("layer_norm", 3, *v.values())), {"native_layer_norm": theirs}, theirs, moved=2 * bytes_of(x)
+        given,
+        lambda g, v: list(g.emit_all("layer_norm", 3, *v.values())),
+        {"native_layer_norm": theirs},
+        theirs,
+        moved=2 * bytes_of(x),
     )
 
 
@@ -348,7 +380,13 @@ def _gelu(approximate: str) -> Work:
         "gelu": lambda x: [F.gelu(x, approximate=approximate)],
         "gelu into a given result": lambda x: [aten.gelu.out(x, approximate=approximate, out=out)],
     }
-    return pure({"x": x}, lambda g, v: [g.emit("gelu", v["x"], approximate=approximate)], forms, forms["gelu"], moved=2 * bytes_of(x))
+    return pure(
+        {"x": x},
+        lambda g, v: [g.emit("gelu", v["x"], approximate=approximate)],
+        forms,
+        forms["gelu"],
+        moved=2 * bytes_of(x),
+    )
 
 
 def _gelu_gradient(approximate: str) -> Work:
@@ -363,7 +401,10 @@ def _gelu_gradient(approximate: str) -> Work:
 
 def _column_sum(rows: int, columns: int) -> Work:
     x, ones = random(rows, columns), torch.ones(rows)
-    forms: dict[str, Callable[..., Results]] = {"sum": lambda x: [x.sum(0)], "product with ones": lambda x: [torch.mv(x.t(), ones)]}
+    forms: dict[str, Callable[..., Results]] = {
+        "sum": lambda x: [x.sum(0)],
+        "product with ones": lambda x: [torch.mv(x.t(), ones)],
+    }
     return pure({"x": x}, lambda g, v: [g.emit("sum", v["x"], axes=(0,))], forms, forms["sum"], moved=bytes_of(x))
 
 
@@ -416,7 +457,10 @@ def _cross_entropy(rows: int) -> Work:
         grad = torch.sub(logits, lse[:, None]).exp_().mul_(1 / rows)
         return [loss, grad.scatter_add_(1, labels[:, None], torch.full((rows, 1), -1 / rows))]
 
-    forms: dict[str, Form] = {"autograd of cross_entropy": lambda: by_autograd(logits), "by hand": lambda: by_hand(logits)}
+    forms: dict[str, Form] = {
+        "autograd of cross_entropy": lambda: by_autograd(logits),
+        "by hand": lambda: by_hand(logits),
+    }
     return Work(graphs, ours, forms, lambda: by_autograd(wide(logits)), moved=3 * bytes_of(logits))
 
 

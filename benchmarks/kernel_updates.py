@@ -36,9 +36,14 @@ class AdamW:
         self.zero = zero
         module = self._module()
         self.graph = self._graph(module)
-        self.tensors = {name: [torch.empty(shape) for shape in GPT2_SMALL] for name in ("", ".grad", ".adam_m", ".adam_v")}
+        self.tensors = {
+            name: [torch.empty(shape) for shape in GPT2_SMALL] for name in ("", ".grad", ".adam_m", ".adam_v")
+        }
         self.counters = {name: torch.zeros((), dtype=torch.int64) for name in (STEP, UPDATES)}
-        self.scalars = {**self.counters, **{name: x.reshape(module.vars[name].type.dims) for name, x in _tables(module)}}
+        self.scalars = {
+            **self.counters,
+            **{name: x.reshape(module.vars[name].type.dims) for name, x in _tables(module)},
+        }
         self.params = [torch.nn.Parameter(w) for w in self.tensors[""]]
         for param, grad in zip(self.params, self.tensors[".grad"], strict=True):
             param.grad = grad
@@ -94,7 +99,10 @@ class AdamW:
         return [x for i in range(len(GPT2_SMALL)) for x in self._row(i)]
 
     def _row(self, i: int) -> list[Tensor]:
-        return [self.tensors[kind][i] for kind in (("", ".adam_m", ".adam_v", ".grad") if self.zero else ("", ".adam_m", ".adam_v"))]
+        return [
+            self.tensors[kind][i]
+            for kind in (("", ".adam_m", ".adam_v", ".grad") if self.zero else ("", ".adam_m", ".adam_v"))
+        ]
 
     def exact(self) -> Iterator[Tensor]:
         """The first step in float64, one parameter at a time: all together would not fit."""
@@ -113,7 +121,11 @@ class AdamW:
 
 def _tables(module: Module) -> Iterator[tuple[str, Tensor]]:
     """The learning rate."""
-    return ((name, torch.tensor(var.init, dtype=torch.float64)) for name, var in module.vars.items() if isinstance(var.init, tuple))
+    return (
+        (name, torch.tensor(var.init, dtype=torch.float64))
+        for name, var in module.vars.items()
+        if isinstance(var.init, tuple)
+    )
 
 
 def _adamw(zero: bool) -> Work:
@@ -130,7 +142,10 @@ def _embedding_gradient_added() -> Work:
     """The gradient of a lookup added to what the variable holds, as in a backward graph."""
     dy, indices, held = random(TOKENS, WIDTH), _labels(TOKENS, CLASSES), torch.zeros(CLASSES, WIDTH)
     values: dict[str, Any] = {"dy": kind_of(dy), "indices": kind_of(indices)}
-    ins = [Value(name, TensorType(text[:3], tuple(x.shape))) for (name, text), x in zip(values.items(), (dy, indices), strict=True)]
+    ins = [
+        Value(name, TensorType(text[:3], tuple(x.shape)))
+        for (name, text), x in zip(values.items(), (dy, indices), strict=True)
+    ]
     scattered = make("gather_grad", ins, ["table.grad"], shape=(CLASSES, WIDTH))
     graph = effects((scattered, Op("accum", scattered.outs, (), {"var": "table.grad"})), values)
 

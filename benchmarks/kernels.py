@@ -116,7 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     peaks = _best(before, _peaks(), outcomes)
     print(f"{'load after':<12} {load()}\n")
     report(outcomes, peaks)
-    write_json(arguments.json, {"facts": facts, "peaks": peaks, "tolerance": arguments.tolerance, "rows": [_as_dict(o) for o in outcomes]})
+    write_json(
+        arguments.json,
+        {"facts": facts, "peaks": peaks, "tolerance": arguments.tolerance, "rows": [_as_dict(o) for o in outcomes]},
+    )
     return 1 if any(o.failure for o in outcomes) else 0
 
 
@@ -126,7 +129,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the names of the rows and stop")
     parser.add_argument("--repeats", type=int, default=15, help="calls of each side, at least (default: 15)")
     parser.add_argument("--core", type=int, default=None, help="core to run on (default: the last one allowed)")
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help=f"largest error that passes (default: {TOLERANCE})")
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help=f"largest error that passes (default: {TOLERANCE})"
+    )
     parser.add_argument("--json", metavar="FILE", help="write every measured call")
     return parser.parse_args(argv)
 
@@ -182,7 +187,10 @@ def _measure(work: Work, program: StageProgram, outcome: Outcome, repeats: int) 
     outcome.form, theirs = _fastest(work.forms)
     work.reset()
     outcome.theirs.error = largest_error(theirs(), work.exact())
-    sides: list[tuple[Side, Callable[[], object]]] = [(outcome.ours, lambda: work.call(program)), (outcome.theirs, theirs)]
+    sides: list[tuple[Side, Callable[[], object]]] = [
+        (outcome.ours, lambda: work.call(program)),
+        (outcome.theirs, theirs),
+    ]
     for _, call in sides * WARMUP:
         call()
     used = 0.0
@@ -195,7 +203,8 @@ def _measure(work: Work, program: StageProgram, outcome: Outcome, repeats: int) 
     process, thread = time.process_time() - process, time.thread_time() - thread
     if process > OTHERS * thread + 0.01:
         print(
-            f"warning: other threads computed too: {process:.3f} s in the process, {thread:.3f} s in the measured thread", file=sys.stderr
+            f"warning: other threads computed too: {process:.3f} s in the process, {thread:.3f} s in the measured thread",
+            file=sys.stderr,
         )
 
 
@@ -253,7 +262,9 @@ def _best(before: dict[str, float], after: dict[str, float], outcomes: Sequence[
     peaks: dict[str, Any] = {key: max(before[key], after[key]) for key in before}
     peaks["source"] = "multiply-adds in registers"
     if not peaks["flops"]:
-        peaks["flops"] = max((o.flops / min(o.ours.median, o.theirs.median) for o in outcomes if o.measured), default=math.nan)
+        peaks["flops"] = max(
+            (o.flops / min(o.ours.median, o.theirs.median) for o in outcomes if o.measured), default=math.nan
+        )
         peaks["source"] = "the best product seen, for want of g++"
     return peaks
 
@@ -278,15 +289,20 @@ def report(outcomes: Sequence[Outcome], peaks: dict[str, Any]) -> None:
     for line in lines:
         print(
             "  ".join(
-                c.ljust(w) if i in (0, 1, len(heads) - 1) else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+                c.ljust(w) if i in (0, 1, len(heads) - 1) else c.rjust(w)
+                for i, (c, w) in enumerate(zip(line, widths, strict=True))
             ).rstrip()
         )
-    print(f"\npeak of one core: {peaks['flops'] / 1e9:.1f} GFLOP/s ({peaks['source']}), {peaks['bytes'] / 1e9:.1f} GB/s (streaming)")
+    print(
+        f"\npeak of one core: {peaks['flops'] / 1e9:.1f} GFLOP/s ({peaks['source']}), {peaks['bytes'] / 1e9:.1f} GB/s (streaming)"
+    )
     good = [o for o in outcomes if not o.failure]
     for family in dict.fromkeys(o.family for o in outcomes):
         ours = [o.ratio for o in good if o.family == family]
         failed = sum(o.family == family and bool(o.failure) for o in outcomes)
-        print(f"{family:<14} {len(ours):>2} rows, geometric mean {_mean(ours)}" + (f", {failed} failed" if failed else ""))
+        print(
+            f"{family:<14} {len(ours):>2} rows, geometric mean {_mean(ours)}" + (f", {failed} failed" if failed else "")
+        )
     print(f"{'all':<14} {len(good):>2} rows, geometric mean {_mean([o.ratio for o in good])}")
     slow = sorted((o for o in good if o.ratio < SLOW), key=lambda o: o.ratio)
     print(f"\n{len(slow)} of {len(good)} rows below {SLOW}x torch" + (":" if slow else ""))

@@ -34,13 +34,23 @@ from penstock.passes.manager import count_ops
 
 # Seconds for this many operations.
 OPERATIONS = 50_000
-BOUNDS = {"parse": 1.5, "error": 1.5, "print": 0.5, "verify": 1.0, "diff same": 2.0, "diff cut": 2.0, "diff kernels": 2.0}
+BOUNDS = {
+    "parse": 1.5,
+    "error": 1.5,
+    "print": 0.5,
+    "verify": 1.0,
+    "diff same": 2.0,
+    "diff cut": 2.0,
+    "diff kernels": 2.0,
+}
 
 
 def planned(layers: int) -> ps.Plan:
     """A training plan with all facts."""
     with tempfile.TemporaryDirectory(prefix="large-module-") as folder:
-        model = ps.from_onnx(write_gpt(Path(folder) / "gpt.onnx", layers=layers, width=64, heads=4, vocab=256, positions=32, batch=2))
+        model = ps.from_onnx(
+            write_gpt(Path(folder) / "gpt.onnx", layers=layers, width=64, heads=4, vocab=256, positions=32, batch=2)
+        )
     training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3), microbatches=4)
     return ps.plan(model, ps.Cluster.local(2), training, schedule="2bw")
 

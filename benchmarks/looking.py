@@ -55,7 +55,9 @@ def look(words: Sequence[str]) -> tuple[float, list[str]]:
     """One command in a process of its own: its seconds, and what it loaded."""
     begin = time.perf_counter()
     command = [sys.executable, "-c", _CODE.format(heavy=HEAVY), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, env=os.environ | {"COLUMNS": "160"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=True, env=os.environ | {"COLUMNS": "160"}
+    )
     seconds = time.perf_counter() - begin
     code, loaded = json.loads(done.stdout.rpartition("\0")[2])
     assert not code, done.stderr
@@ -64,7 +66,14 @@ def look(words: Sequence[str]) -> tuple[float, list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    for name, default in (("layers", 12), ("width", 768), ("heads", 12), ("vocab", 50257), ("positions", 128), ("rounds", 3)):
+    for name, default in (
+        ("layers", 12),
+        ("width", 768),
+        ("heads", 12),
+        ("vocab", 50257),
+        ("positions", 128),
+        ("rounds", 3),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", metavar="FILE", help="write every time")
     options = parser.parse_args()
@@ -73,9 +82,7 @@ def main() -> None:
         folder = Path(scratch)
         shape = {name: getattr(options, name) for name in ("layers", "width", "heads", "vocab", "positions")}
         write_gpt(folder / "gpt.onnx", **shape)
-        compiling = (
-            f"compile {folder}/gpt.onnx -o {folder}/bundle --devices 2 --dim batch=1 --loss cross_entropy --optimizer adamw --lr 0.001"
-        )
+        compiling = f"compile {folder}/gpt.onnx -o {folder}/bundle --devices 2 --dim batch=1 --loss cross_entropy --optimizer adamw --lr 0.001"
         assert penstock([*compiling.split(), "--microbatches", "4", "--schedule", "2bw", "--backend", "numpy"]) == 0
         size = sum(path.stat().st_size for path in (folder / "bundle").rglob("*") if path.is_file())
         for name, flags in VIEWS.items():

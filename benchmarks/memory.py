@@ -132,7 +132,9 @@ def measure(configuration: Configuration, folder: Path) -> list[Rank]:
     with ps.open(bundle, timeout=600) as job:
         list(job.run(batches(plan, configuration.microbatches)))
         measured = list(zip(job.peak_bytes, job.base_bytes, strict=True))
-    return [Rank(rank, peak, measured[rank][0] - measured[rank][1], measured[rank][1]) for rank, peak in peaks(plan).items()]
+    return [
+        Rank(rank, peak, measured[rank][0] - measured[rank][1], measured[rank][1]) for rank, peak in peaks(plan).items()
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ the limit
@@ -140,7 +142,10 @@ def measure(configuration: Configuration, folder: Path) -> list[Rank]:
 
 def run_limited(plan: ps.Plan, bundle: Path, caps: dict[int, int], microbatches: int) -> str:
     """Train with so many bytes of tensors for each rank; what went wrong, or nothing."""
-    fixed = {rank: sum(row[name] for name in ("weights", "gradients", "state", "buffers")) for rank, row in table(plan).items()}
+    fixed = {
+        rank: sum(row[name] for name in ("weights", "gradients", "state", "buffers"))
+        for rank, row in table(plan).items()
+    }
     try:
         with ps.open(bundle, timeout=600) as job:
             for rank, pid in enumerate(job.workers.process_ids()):
@@ -167,17 +172,26 @@ def limit(folder: Path) -> dict[str, Any]:
         bundle = ps.compile(plan, folder / name)
         outcomes[name] = run_limited(plan, bundle, caps, LIMITED.microbatches)
         print(f"  {name}: {outcomes[name] or 'trained to the end'}", file=sys.stderr, flush=True)
-    return {"configuration": LIMITED.name, "caps": caps, "predicted": {"auto": peaks(chosen), "none": peaks(whole)}, "errors": outcomes}
+    return {
+        "configuration": LIMITED.name,
+        "caps": caps,
+        "predicted": {"auto": peaks(chosen), "none": peaks(whole)},
+        "errors": outcomes,
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(c.name for c in CONFIGURATIONS)}")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(c.name for c in CONFIGURATIONS)}"
+    )
     parser.add_argument("--no-limit", action="store_true", help="leave out the run under a limit")
     parser.add_argument("--json", metavar="FILE", help="write all numbers")
     arguments = parser.parse_args()
     rows, report = [], {}
-    print("| configuration | rank | predicted MiB | measured MiB | ratio | base MiB |\n| --- | --- | --- | --- | --- | --- |")
+    print(
+        "| configuration | rank | predicted MiB | measured MiB | ratio | base MiB |\n| --- | --- | --- | --- | --- | --- |"
+    )
     for configuration in CONFIGURATIONS:
         if arguments.only and configuration.name not in arguments.only:
             continue
@@ -202,7 +216,13 @@ def main() -> int:
 
 
 def vars_of(rank: Rank) -> dict[str, Any]:
-    return {"rank": rank.rank, "predicted": rank.predicted, "measured": rank.measured, "base": rank.base, "ratio": rank.ratio}
+    return {
+        "rank": rank.rank,
+        "predicted": rank.predicted,
+        "measured": rank.measured,
+        "base": rank.base,
+        "ratio": rank.ratio,
+    }
 
 
 if __name__ == "__main__":

@@ -127,7 +127,9 @@ def feeds_of(spec: Spec) -> Arrays:
     if spec.kind == "resnet":
         feeds = {"x": random.standard_normal((spec.batch, 3, spec.size, spec.size), np.float32)}
     elif spec.kind == "cnn":
-        feeds = {"x": random.standard_normal((spec.batch, spec.sizes["channels"][0], *[spec.sizes["size"]] * 2), np.float32)}
+        feeds = {
+            "x": random.standard_normal((spec.batch, spec.sizes["channels"][0], *[spec.sizes["size"]] * 2), np.float32)
+        }
     elif spec.kind == "mlp":
         feeds = {"x": random.standard_normal((spec.batch, spec.sizes["sizes"][0]), np.float32)}
     else:
@@ -292,12 +294,19 @@ def openvino_contender(file: Path, feeds: Arrays, threads: int) -> Contender:
         import openvino
     except ImportError as missing:
         raise NotAvailable("not installed") from missing
-    settings = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    settings = {
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": 1,
+        "INFERENCE_PRECISION_HINT": "f32",
+        "PERFORMANCE_HINT": "LATENCY",
+    }
     model = openvino.Core().compile_model(str(file), "CPU", settings)
     return Contender("openvino", lambda: model(feeds)[0].copy())
 
 
-def contenders_of(spec: Spec, file: Path, folder: Path, threads: int, compile_limit: float) -> tuple[list[Contender], dict[str, str]]:
+def contenders_of(
+    spec: Spec, file: Path, folder: Path, threads: int, compile_limit: float
+) -> tuple[list[Contender], dict[str, str]]:
     """Who takes part, and why others do not."""
     feeds = feeds_of(spec)
     found = [penstock_contender(spec, file, feeds, folder, threads), torch_contender(spec, file, feeds)]
@@ -341,7 +350,9 @@ def warm_up(spec: Spec, contenders: Sequence[Contender], file: Path) -> list[str
             return [f"losses do not fall: {expected.tolist()}"]
         for contender in contenders:
             contender.error = float(np.abs(np.array(contender.results) - expected).max() / expected[0])
-    return [f"{c.name} is off by {c.error:.1e}, more than {tolerance:g}" for c in contenders if not c.error <= tolerance]
+    return [
+        f"{c.name} is off by {c.error:.1e}, more than {tolerance:g}" for c in contenders if not c.error <= tolerance
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ measuring
@@ -405,7 +416,18 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 def table(rows: Sequence[Mapping[str, Any]], peak: float) -> str:
     """Markdown. A ratio above 1 means that Penstock is faster."""
-    heads = ["model", "unit/s", "Penstock", "of peak", "error", "contender", "its rate", "ratio", "slowest to fastest turn", "its error"]
+    heads = [
+        "model",
+        "unit/s",
+        "Penstock",
+        "of peak",
+        "error",
+        "contender",
+        "its rate",
+        "ratio",
+        "slowest to fastest turn",
+        "its error",
+    ]
     lines = []
     for row in rows:
         ours = row["contenders"]["penstock"]
@@ -416,7 +438,13 @@ def table(rows: Sequence[Mapping[str, Any]], peak: float) -> str:
             if name != "penstock":
                 turns = [theirs / own for theirs, own in zip(other["turn_s"], ours["turn_s"], strict=True)]
                 spread = f"{min(turns):.2f} to {max(turns):.2f}"
-                more = [name, f"{row['per_step'] / time_of(other):.1f}", f"{time_of(other) / mine:.3f}", spread, f"{other['error']:.1e}"]
+                more = [
+                    name,
+                    f"{row['per_step'] / time_of(other):.1f}",
+                    f"{time_of(other) / mine:.3f}",
+                    spread,
+                    f"{other['error']:.1e}",
+                ]
                 lines.append(cells + more)
                 cells = [""] * 5
         lines += [["", "", "", "", "", name, "-", "-", reason, ""] for name, reason in row["absent"].items()]
@@ -443,7 +471,11 @@ def main() -> int:
     facts = _facts(arguments, peak, cores)
     print("\n".join(f"{key:<12} {value}" for key, value in facts.items()) + "\n")
     print(table(rows, peak) + "\n")
-    inference = [time_of(row["contenders"]["onnxruntime"]) / time_of(row["contenders"]["penstock"]) for row in rows if not row["optimizer"]]
+    inference = [
+        time_of(row["contenders"]["onnxruntime"]) / time_of(row["contenders"]["penstock"])
+        for row in rows
+        if not row["optimizer"]
+    ]
     if inference:
         print(f"inference against onnxruntime, geometric mean: {statistics.geometric_mean(inference):.3f}")
     wrong = [f"{row['model']}: {text}" for row in rows for text in row["wrong"]]
@@ -465,14 +497,22 @@ def _facts(arguments: argparse.Namespace, peak: float, cores: Sequence[int]) -> 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=SPECS, default=list(SPECS), metavar="NAME", help=f"of {', '.join(SPECS)}")
+    parser.add_argument(
+        "--models", nargs="+", choices=SPECS, default=list(SPECS), metavar="NAME", help=f"of {', '.join(SPECS)}"
+    )
     parser.add_argument("--only", choices=("train", "infer"), help="of these models")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (default: 7)")
     parser.add_argument("--steps", type=int, default=1, help="steps in a turn (default: 1)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of every contender (default: 1); above 1, wall time counts")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of every contender (default: 1); above 1, wall time counts"
+    )
     parser.add_argument("--core", type=int, help="where to measure (default: the first one allowed)")
     parser.add_argument(
-        "--compile-limit", type=float, default=300, metavar="S", help="seconds torch.compile may take; 0 leaves it out (default: 300)"
+        "--compile-limit",
+        type=float,
+        default=300,
+        metavar="S",
+        help="seconds torch.compile may take; 0 leaves it out (default: 300)",
     )
     parser.add_argument(
         "--precision",

@@ -74,7 +74,9 @@ class Hosts:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         problems = []
         for space in reversed(self._spaces):
             try:
@@ -100,7 +102,13 @@ class Hosts:
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.names[host], *command]
         inside = ["ip", "netns", "exec", self._spaces[host + 1], *named]
         return subprocess.Popen(
-            inside, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=session, text=True
+            inside,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=session,
+            text=True,
         )
 
     def cut(self, host: int) -> None:

@@ -135,13 +135,22 @@ def measure(size: int, bundle: str, group: Group, rounds: int, batches: int) -> 
     per = batches * pipeline.schedule.microbatches
     times = {name: [t / per for t in part] for name, part in turns(contenders, batches, rounds).items()}
     seconds = {name: statistics.median(part) for name, part in times.items()}
-    hidden = {name: 1 - (seconds[name] - seconds["compute"]) / seconds["messages"] for name in CONTENDERS if name in seconds}
+    hidden = {
+        name: 1 - (seconds[name] - seconds["compute"]) / seconds["messages"] for name in CONTENDERS if name in seconds
+    }
     unawaited = {}
     for name, executor in pipeline.executors.items():
         # Of the last turn. The clock is the same in all processes.
         traces = [json.loads(part) for part in group.gather(f"events of {name}", json.dumps(executor.events).encode())]
         unawaited[name] = 1 - waited(traces) / (2 * per * message)
-    return {"bytes": size, "message": message, "seconds": seconds, "hidden": hidden, "not_waited_for": unawaited, "times": times}
+    return {
+        "bytes": size,
+        "message": message,
+        "seconds": seconds,
+        "hidden": hidden,
+        "not_waited_for": unawaited,
+        "times": times,
+    }
 
 
 def waited(traces: Sequence[Sequence[tuple[str, float, float]]]) -> float:
@@ -167,7 +176,17 @@ def run_row(name: str, rounds: int, batches: int, folder: Path) -> dict[str, Any
     running: list[subprocess.Popen[str]] = []
 
     def command(rank: int, address: str) -> list[str]:
-        return [sys.executable, __file__, *words, "--rank", str(rank), "--address", address, "--report", str(folder / f"{name}.json")]
+        return [
+            sys.executable,
+            __file__,
+            *words,
+            "--rank",
+            str(rank),
+            "--address",
+            address,
+            "--report",
+            str(folder / f"{name}.json"),
+        ]
 
     def wait() -> None:
         try:
@@ -183,7 +202,9 @@ def run_row(name: str, rounds: int, batches: int, folder: Path) -> dict[str, Any
         if rate is None:
             environment["GLOO_SOCKET_IFNAME"] = loopback_name()
             for rank, out in enumerate((first, second)):
-                running.append(subprocess.Popen(command(rank, "127.0.0.1"), env=environment, stdout=out, stderr=out, text=True))
+                running.append(
+                    subprocess.Popen(command(rank, "127.0.0.1"), env=environment, stdout=out, stderr=out, text=True)
+                )
             wait()
         else:
             environment["GLOO_SOCKET_IFNAME"] = "eth0"
@@ -219,7 +240,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", choices=tuple(ROWS))
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each contender (default: 5)")
-    parser.add_argument("--batches", type=int, default=6, metavar="N", help="batches per turn, of 8 microbatches (default: 6)")
+    parser.add_argument(
+        "--batches", type=int, default=6, metavar="N", help="batches per turn, of 8 microbatches (default: 6)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     for name in ("--rank", "--rank-of", "--address", "--bundle", "--report"):
         parser.add_argument(name, help=argparse.SUPPRESS)

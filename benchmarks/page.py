@@ -39,7 +39,9 @@ def _machine(result: dict[str, Any]) -> str:
 
 
 def _goals(result: dict[str, Any]) -> str:
-    lines = [[goal.name, goal.wanted, goal.measured, "reached" if goal.reached else "**missed**"] for goal in goals(result)]
+    lines = [
+        [goal.name, goal.wanted, goal.measured, "reached" if goal.reached else "**missed**"] for goal in goals(result)
+    ]
     return markdown(["goal", "wanted", "measured", ""], lines) + "\n"
 
 
@@ -52,7 +54,11 @@ def _of(section: str) -> Callable[[Callable[[Any], str]], Callable[[dict[str, An
             if found is None:
                 return "Not measured in this run.\n"
             if "said" in found["found"]:
-                return f"Failed with exit code {found['exit']}:\n\n```text\n" + "\n".join(found["found"]["said"]) + "\n```\n"
+                return (
+                    f"Failed with exit code {found['exit']}:\n\n```text\n"
+                    + "\n".join(found["found"]["said"])
+                    + "\n```\n"
+                )
             failed = f"\nThe exit code was {found['exit']}.\n" if found["exit"] else ""
             return part(found["found"]) + failed
 
@@ -67,7 +73,13 @@ def _training(found: dict[str, Any]) -> str:
     facts = [f"* {name}: {found['facts'][name]}" for name in ("model", "data", "turns", "peak", "work")]
     apart = far_apart(found)
     tried = [
-        [name, form, f"{row['seconds']:.2f}", " + ".join(f"{peak / MIB:.0f}" for peak in row["peak_bytes"].values()), f"{apart[form]:.0e}"]
+        [
+            name,
+            form,
+            f"{row['seconds']:.2f}",
+            " + ".join(f"{peak / MIB:.0f}" for peak in row["peak_bytes"].values()),
+            f"{apart[form]:.0e}",
+        ]
         if "seconds" in row
         else [name, form, f"failed: {row['error']}", "", ""]
         for name, forms in found["tried"].items()
@@ -89,11 +101,25 @@ def _inference(found: dict[str, Any]) -> str:
     for row in found["rows"]:
         seconds = {name: statistics.median(side["turn_s"]) for name, side in row["contenders"].items()}
         share = 100 * row["gflop"] * 1e9 / seconds["penstock"] / found["peak_flops"] if found["peak_flops"] else None
-        cells = [row["model"].removesuffix("-infer"), f"{seconds['penstock'] * 1e3:.1f}", f"{share:.0f} %" if share else "-"]
+        cells = [
+            row["model"].removesuffix("-infer"),
+            f"{seconds['penstock'] * 1e3:.1f}",
+            f"{share:.0f} %" if share else "-",
+        ]
         for name in others:
-            cells += [f"{seconds[name] * 1e3:.1f}", f"{seconds[name] / seconds['penstock']:.2f}"] if name in seconds else ["-", "-"]
+            cells += (
+                [f"{seconds[name] * 1e3:.1f}", f"{seconds[name] / seconds['penstock']:.2f}"]
+                if name in seconds
+                else ["-", "-"]
+            )
         lines.append([*cells, f"{max(side['error'] for side in row['contenders'].values()):.0e}"])
-    heads = ["model", "Penstock, ms", "of peak", *(head for name in others for head in (f"{name}, ms", "ratio")), "largest error"]
+    heads = [
+        "model",
+        "Penstock, ms",
+        "of peak",
+        *(head for name in others for head in (f"{name}, ms", "ratio")),
+        "largest error",
+    ]
     absent = sorted({f"{name}: {reason}" for row in found["rows"] for name, reason in row["absent"].items()})
     said = "".join(f"\nLeft out, {line}.\n" for line in absent)
     return f"{found['threads']} threads each; {found['facts']['turns']}.\n\n{markdown(heads, lines)}\n{said}"
@@ -106,7 +132,10 @@ def _compiling(found: dict[str, Any]) -> str:
     def middle(rows: Sequence[dict[str, Any]], key: str) -> str:
         return f"{statistics.median(row[key] for row in rows):.2f}"
 
-    lines = [[state, *(middle(rows, key) for key in ("total", *phases, "processor"))] for state, rows in found["states"].items()]
+    lines = [
+        [state, *(middle(rows, key) for key in ("total", *phases, "processor"))]
+        for state, rows in found["states"].items()
+    ]
     text = markdown(["training, two stages", "total s", *phases, "processor s"], lines) + "\n"
     others = [
         [what, name, f"{row['seconds']:.1f}", f"{row['processor']:.1f}"]
@@ -143,7 +172,13 @@ def _kernels(found: dict[str, Any]) -> str:
 def _transport(found: dict[str, Any]) -> str:
     from transport import cells_of
 
-    return markdown(["part", "message", "shared memory", "over gloo", "gloo alone", ""], [cells_of(line) for line in found["lines"]]) + "\n"
+    return (
+        markdown(
+            ["part", "message", "shared memory", "over gloo", "gloo alone", ""],
+            [cells_of(line) for line in found["lines"]],
+        )
+        + "\n"
+    )
 
 
 @_of("report")
@@ -152,7 +187,16 @@ def _report(found: dict[str, Any]) -> str:
     for name, made in found.items():
         if isinstance(made, dict):
             load = f"{made['opened']['load']:.0f} ms" if "opened" in made else "no browser"
-            lines.append([name, made["operations"], f"{made['gather']:.2f}", f"{made['render']:.2f}", f"{made['bytes'] / 1e6:.2f}", load])
+            lines.append(
+                [
+                    name,
+                    made["operations"],
+                    f"{made['gather']:.2f}",
+                    f"{made['render']:.2f}",
+                    f"{made['bytes'] / 1e6:.2f}",
+                    load,
+                ]
+            )
     return markdown(["program", "operations", "gather s", "render s", "MB", "opened in"], lines) + "\n"
 
 

@@ -57,7 +57,9 @@ def cluster_of(devices: int) -> Cluster:
 
 
 def chain_of(model: str) -> Chain:
-    return gpt_chain(BLOCKS, WIDTHS[model], positions=POSITIONS, vocabulary=VOCABULARY, heads=HEADS, efficiency=EFFICIENCY)
+    return gpt_chain(
+        BLOCKS, WIDTHS[model], positions=POSITIONS, vocabulary=VOCABULARY, heads=HEADS, efficiency=EFFICIENCY
+    )
 
 
 def play(chain: Chain, cluster: Cluster, plan: Plan) -> float:
@@ -111,12 +113,20 @@ def tensor_parallel(chain: Chain, model: str, devices: int, batch: int, sizes: l
         for b in [b for b in range(1, batch // copies + 1) if batch % (b * copies) == 0]:
             both, again, update, table = totals(chain, b)
             for recompute in (False, True):
-                saved = BLOCKS * int(table.out[1]) + int(table.saved[2] - table.saved[1]) // t if recompute else int(table.saved[-1]) // t
+                saved = (
+                    BLOCKS * int(table.out[1]) + int(table.saved[2] - table.saved[1]) // t
+                    if recompute
+                    else int(table.saved[-1]) // t
+                )
                 if states // t + saved + BASE > V100.spaces[0][1]:
                     continue
                 exchange = (6 if recompute else 4) * BLOCKS * ring(2.0 * b * POSITIONS * width, t, 1)
                 count = batch // (b * copies)
-                step = count * ((both + (again if recompute else 0.0)) / t + exchange) + ring(params / t, copies, t) + update / t
+                step = (
+                    count * ((both + (again if recompute else 0.0)) / t + exchange)
+                    + ring(params / t, copies, t)
+                    + update / t
+                )
                 best = min(best, (step, f"t={t} x {copies}, {count} of {b}" + (", recompute" if recompute else "")))
     return best
 
@@ -130,17 +140,25 @@ def no_pipelining(chain: Chain, devices: int, batch: int) -> tuple[float, str]:
             both, _, update, table = totals(chain, b)
             cuts = [0, *(1 + each * s for s in range(1, d)), BLOCKS + 2]
             parts = list(pairwise(cuts))
-            held = [sum(int(x[last] - x[first]) for x in (table.params, table.grads, table.state, table.saved)) for first, last in parts]
+            held = [
+                sum(int(x[last] - x[first]) for x in (table.params, table.grads, table.state, table.saved))
+                for first, last in parts
+            ]
             if max(held) + BASE <= V100.spaces[0][1]:
                 trips = sum(2 * (INSIDE[1] + float(table.out[c]) / INSIDE[0]) for c in cuts[1:-1])
                 count = batch // (b * copies)
                 grads = max(float(table.grads[last] - table.grads[first]) for first, last in parts)
-                best = min(best, (count * (both + trips) + ring(grads, copies, d) + update / d, f"d={d} x {copies}, {count} of {b}"))
+                best = min(
+                    best,
+                    (count * (both + trips) + ring(grads, copies, d) + update / d, f"d={d} x {copies}, {count} of {b}"),
+                )
     return best
 
 
 @cache
-def planned(model: str, devices: int, batch: int, schedule: str, recompute: str = "auto") -> tuple[float, float, str] | None:
+def planned(
+    model: str, devices: int, batch: int, schedule: str, recompute: str = "auto"
+) -> tuple[float, float, str] | None:
     """Predicted and simulated seconds of a schedule's plan, and what it is: of several candidates that which the simulation finds fastest.
     They are the best of the cost model in each layout (which replicas are on one server, and how many there are)."""
     chain, cluster = chain_of(model), cluster_of(devices)
@@ -155,7 +173,9 @@ def planned(model: str, devices: int, batch: int, schedule: str, recompute: str 
     plan = min(played, key=lambda plan: played[plan])
     counts = sorted({len(stage.devices) for stage in plan.stages})
     again = sum(stage.recompute for stage in plan.stages)
-    text = f"d={len(plan.stages)} x {'/'.join(map(str, counts))}, {plan.count} of {plan.size}" + (f", recompute {again}" if again else "")
+    text = f"d={len(plan.stages)} x {'/'.join(map(str, counts))}, {plan.count} of {plan.size}" + (
+        f", recompute {again}" if again else ""
+    )
     return tried[plan].step, played[plan], text
 
 
@@ -164,13 +184,19 @@ def summary(lines: list[dict[str, Any]]) -> str:
     ways = [*PIPELINES, "tensor, t <= 8", "tensor, t = N", "no pipelining"]
     cases: dict[tuple[int, str, int], dict[str, float]] = {}
     for line in lines:
-        cases.setdefault((line["devices"], line["model"], line["batch"]), {})[line["how"]] = line["batch"] / line["step"]
+        cases.setdefault((line["devices"], line["model"], line["batch"]), {})[line["how"]] = (
+            line["batch"] / line["step"]
+        )
     heads = ["devices", "model", "batch", *ways, "2bw / 1f1b", "2bw / gpipe", "2bw / tensor, t <= 8"]
     rows = [heads, ["---"] * len(heads)]
     for case, speeds in cases.items():
         ratios = [speeds["2bw"] / speeds[how] if speeds[how] else inf for how in ("1f1b", "gpipe", "tensor, t <= 8")]
         rows.append(
-            [*map(str, case), *(f"{speeds[how]:.1f}" if how in speeds else "" for how in ways), *(f"{ratio:.2f}" for ratio in ratios)]
+            [
+                *map(str, case),
+                *(f"{speeds[how]:.1f}" if how in speeds else "" for how in ways),
+                *(f"{ratio:.2f}" for ratio in ratios),
+            ]
         )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -179,7 +205,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--models", nargs="+", default=list(WIDTHS))
-    parser.add_argument("--batch", type=int, nargs="+", default=[], help="samples per batch (64, 512 for 8 devices; 128, 512, 2048 for 64)")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[],
+        help="samples per batch (64, 512 for 8 devices; 128, 512, 2048 for 64)",
+    )
     parser.add_argument("--schedules", nargs="+", default=list(PIPELINES), choices=PIPELINES)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -192,12 +224,28 @@ def main() -> None:
                 rows: list[tuple[str, float, float, str]] = []
                 for schedule in given.schedules:
                     found = planned(model, devices, batch, schedule)
-                    rows.append((schedule, found[1], found[0], found[2]) if found else (schedule, float("inf"), 0.0, "does not fit"))
+                    rows.append(
+                        (schedule, found[1], found[0], found[2])
+                        if found
+                        else (schedule, float("inf"), 0.0, "does not fit")
+                    )
                 powers = [t for t in (1, 2, 4, 8, 16, 32, 64) if t <= devices]
-                rows.append(("tensor, t <= 8", *(x := tensor_parallel(chain_of(model), model, devices, batch, powers[:4]))[:1], x[0], x[1]))
+                rows.append(
+                    (
+                        "tensor, t <= 8",
+                        *(x := tensor_parallel(chain_of(model), model, devices, batch, powers[:4]))[:1],
+                        x[0],
+                        x[1],
+                    )
+                )
                 if devices > 8:
                     rows.append(
-                        ("tensor, t = N", *(x := tensor_parallel(chain_of(model), model, devices, batch, [devices]))[:1], x[0], x[1])
+                        (
+                            "tensor, t = N",
+                            *(x := tensor_parallel(chain_of(model), model, devices, batch, [devices]))[:1],
+                            x[0],
+                            x[1],
+                        )
                     )
                 rows.append(("no pipelining", *(x := no_pipelining(chain_of(model), devices, batch))[:1], x[0], x[1]))
                 for how, step, formula, text in rows:

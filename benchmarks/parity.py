@@ -52,7 +52,9 @@ def _measured(arguments: argparse.Namespace) -> list[Parity]:
 
         def model(seed: int) -> ps.Model:
             path = Path(folder) / f"gpt{seed}.onnx"
-            write_gpt(path, layers=LAYERS, width=WIDTH, heads=HEADS, vocab=vocab, positions=POSITIONS, batch=BATCH, seed=seed)
+            write_gpt(
+                path, layers=LAYERS, width=WIDTH, heads=HEADS, vocab=vocab, positions=POSITIONS, batch=BATCH, seed=seed
+            )
             return ps.from_onnx(path)
 
         setting = Setting("cross_entropy", str(data), arguments.steps, arguments.microbatches, arguments.devices)
@@ -62,12 +64,16 @@ def _measured(arguments: argparse.Namespace) -> list[Parity]:
 def _read(files: Sequence[str]) -> list[Parity]:
     """Rows in the order of their names, so that those of one kind stand together."""
     rows = [row for file in files for row in json.loads(Path(file).read_text(encoding="utf-8"))]
-    return sorted((Parity(row["optimizer"], tuple(row[PLAIN]), tuple(row[DELAYED])) for row in rows), key=lambda row: row.name)
+    return sorted(
+        (Parity(row["optimizer"], tuple(row[PLAIN]), tuple(row[DELAYED])) for row in rows), key=lambda row: row.name
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--optimizers", default=OPTIMIZERS, metavar="LIST", help=f"KIND:RATE, ... (default: {OPTIMIZERS})")
+    parser.add_argument(
+        "--optimizers", default=OPTIMIZERS, metavar="LIST", help=f"KIND:RATE, ... (default: {OPTIMIZERS})"
+    )
     parser.add_argument("--steps", type=int, default=400, metavar="N", help="optimiser steps (default: 400)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="default: 3")
     parser.add_argument("--microbatches", type=int, default=4, metavar="M", help="per batch (default: 4)")

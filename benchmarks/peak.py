@@ -56,7 +56,9 @@ class RegisterLoop:
         with tempfile.TemporaryDirectory(prefix="peak-") as folder:
             source, library = Path(folder) / "peak.cpp", Path(folder) / "peak.so"
             source.write_text(SOURCE)
-            subprocess.run(["g++", "-O2", "-march=native", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+            subprocess.run(
+                ["g++", "-O2", "-march=native", "-shared", "-fPIC", str(source), "-o", str(library)], check=True
+            )
             self._library = ctypes.CDLL(str(library))
         self._library.operations.restype = ctypes.c_double
         self._library.operations.argtypes = self._library.spin.argtypes = [ctypes.c_long]

@@ -70,11 +70,15 @@ class Builder:
         self.nodes: list[Node] = []
         self.edges: list[tuple[int, int]] = []
 
-    def node(self, time: float, uses: list[int], memory: float = 0.0, colour: int | None = None, backward: bool = False) -> int:
+    def node(
+        self, time: float, uses: list[int], memory: float = 0.0, colour: int | None = None, backward: bool = False
+    ) -> int:
         time *= self.random.uniform(0.8, 1.2)
         name = str(len(self.nodes))
         transfer = 0.0 if memory else self.random.uniform(0.01, 0.05)
-        self.nodes.append(Node(name, (time, 10 * time), memory, transfer, len(self.nodes) if colour is None else colour, backward))
+        self.nodes.append(
+            Node(name, (time, 10 * time), memory, transfer, len(self.nodes) if colour is None else colour, backward)
+        )
         self.edges += [(use, len(self.nodes) - 1) for use in uses]
         return len(self.nodes) - 1
 
@@ -92,7 +96,9 @@ def bert(row: Row) -> Builder:
     built = Builder()
 
     def product(time: float, source: int, memory: float) -> int:
-        return built.node(0.05, [built.node(time, [source, built.node(0.0, [], memory)]), built.node(0.0, [], memory / 1000)])
+        return built.node(
+            0.05, [built.node(time, [source, built.node(0.0, [], memory)]), built.node(0.0, [], memory / 1000)]
+        )
 
     def chain(source: int, count: int, time: float = 0.02) -> int:
         for _ in range(count):
@@ -128,7 +134,11 @@ def _add_backward(built: Builder, row: Row) -> None:
         orphaned = built.nodes[n].memory > 0 and built.random.random() < 0.1
         time = row.update if built.nodes[n].memory else 2 * built.nodes[n].times[0]
         of[n] = built.node(
-            time, [of[user] for user in users[n]] + makers[n], built.nodes[n].memory, -1 - n if orphaned else n, backward=True
+            time,
+            [of[user] for user in users[n]] + makers[n],
+            built.nodes[n].memory,
+            -1 - n if orphaned else n,
+            backward=True,
         )
 
 
@@ -136,7 +146,9 @@ def problem_of(row: Row) -> Problem:
     built = {"diamonds": diamonds, "bert": bert}[row.shape](row)
     limit = sum(node.memory for node in built.nodes) * row.memory
     return Problem(
-        (Kind("accelerator", row.accelerators, limit), Kind("CPU", 1, pays_transfers=False)), tuple(built.nodes), tuple(built.edges)
+        (Kind("accelerator", row.accelerators, limit), Kind("CPU", 1, pays_transfers=False)),
+        tuple(built.nodes),
+        tuple(built.edges),
     )
 
 
@@ -146,7 +158,10 @@ def count_pairs(problem: Problem) -> int:
     if ideals is None:
         return 0
     rows = ideals.rows()
-    held = [np.bitwise_and.reduce([rows[u] for u in bits(tops)]) if tops else np.ones(len(ideals), np.uint8) for tops in ideals.tops]
+    held = [
+        np.bitwise_and.reduce([rows[u] for u in bits(tops)]) if tops else np.ones(len(ideals), np.uint8)
+        for tops in ideals.tops
+    ]
     return sum(int(np.count_nonzero(row)) - 1 for row in held)
 
 
@@ -193,7 +208,9 @@ def main() -> int:
         found = sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2] | {"pairs": runs[0]["pairs"]}
         results.append(found)
         if found["seconds"] > row.seconds or found["peak"] > 2**30:
-            missed.append(f"{row.name}: {found['seconds']:.1f} s of {row.seconds:.0f}, {found['peak'] / 2**20:.0f} MiB of 1024")
+            missed.append(
+                f"{row.name}: {found['seconds']:.1f} s of {row.seconds:.0f}, {found['peak'] / 2**20:.0f} MiB of 1024"
+            )
         print(f"{row.name}: {found['seconds']:.1f} s", file=sys.stderr)
     header = ["graph", "nodes", "units", "ideals", "pairs", "seconds", "peak MiB", "gap"]
     cells = [

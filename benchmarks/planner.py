@@ -22,13 +22,25 @@ from penstock.passes.planner.planner import Planner
 
 # Half of the data sheet's rate of 16-bit products; 80 GiB; NVLink inside a host, 25 GB/s between hosts.
 A100 = Device("", "cuda", target="sm_80", flops=1.5e14, bandwidth=1.5e12, spaces=(("hbm", 80 * 2**30),))
-HEADS = ("devices", "schedule", "planned in", "batch takes", "of the bound", "stages", "replicas", "microbatches", "stages that recompute")
+HEADS = (
+    "devices",
+    "schedule",
+    "planned in",
+    "batch takes",
+    "of the bound",
+    "stages",
+    "replicas",
+    "microbatches",
+    "stages that recompute",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[8, 128], help="hosts of eight devices")
-    parser.add_argument("--batch", type=int, nargs="+", default=[512, 1536], help="samples per batch, for each number of hosts")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[512, 1536], help="samples per batch, for each number of hosts"
+    )
     parser.add_argument("--layers", type=int, default=96)
     parser.add_argument("--width", type=int, default=12288)
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))

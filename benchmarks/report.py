@@ -124,7 +124,13 @@ def main() -> int:
         pages = {f"{arguments.layers} layers": (folder / "page.html", report_of(plan, dump, folder / "page.html"))}
         if arguments.deep:
             dump = Dump(folder / "deep")
-            plan = planned(folder, arguments.deep, {"width": 32, "heads": 2, "vocab": 64, "positions": 8}, arguments.microbatches, dump)
+            plan = planned(
+                folder,
+                arguments.deep,
+                {"width": 32, "heads": 2, "vocab": 64, "positions": 8},
+                arguments.microbatches,
+                dump,
+            )
             page_of(Material(plan.module), plain=True)
             pages[f"{arguments.deep} layers"] = (folder / "deep.html", report_of(plan, dump, folder / "deep.html"))
         program = chromium.installed()

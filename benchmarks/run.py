@@ -90,7 +90,10 @@ SECTIONS = {
         "training.py", f"--model bert {_LITTLE} {_QUICK}", f"--model bert {_SMALL} {_TURNS}", f"--model bert {_TURNS}"
     ),
     "training-resnet": Section(
-        "training.py", f"{_LITTLE_IMAGES} {_QUICK}", f"--model resnet --size 64 --classes 10 {_TURNS}", f"--model resnet {_TURNS}"
+        "training.py",
+        f"{_LITTLE_IMAGES} {_QUICK}",
+        f"--model resnet --size 64 --classes 10 {_TURNS}",
+        f"--model resnet {_TURNS}",
     ),
     "inference": Section(
         "models.py",
@@ -107,11 +110,20 @@ SECTIONS = {
         "--sizes 65536 16777216 --rounds 5",
     ),
     "planner": Section(
-        "planner.py", "--hosts 1 --batch 16 --layers 6 --width 512", "--hosts 8 --batch 512 --layers 24", "--hosts 8 --batch 512"
+        "planner.py",
+        "--hosts 1 --batch 16 --layers 6 --width 512",
+        "--hosts 8 --batch 512 --layers 24",
+        "--hosts 8 --batch 512",
     ),
-    "report": Section("report.py", f"{_LITTLE} --deep 0 --rounds 1 --backend numpy", f"{_SMALL} --deep 0 --rounds 3", "--rounds 3"),
+    "report": Section(
+        "report.py", f"{_LITTLE} --deep 0 --rounds 1 --backend numpy", f"{_SMALL} --deep 0 --rounds 3", "--rounds 3"
+    ),
     "kernels": Section(
-        "kernels.py", "--only 'gemm NN 97x131x53' --repeats 3", "--only 'softmax|layer_norm|gelu'", f"--only '{_KERNELS}'", without_calls
+        "kernels.py",
+        "--only 'gemm NN 97x131x53' --repeats 3",
+        "--only 'softmax|layer_norm|gelu'",
+        f"--only '{_KERNELS}'",
+        without_calls,
     ),
 }
 
@@ -140,9 +152,19 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=SCALES, default="short", help="default: short")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="NAME", help=f"of {', '.join(SECTIONS)}")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write everything; sections of the same scale that it has and that do not run stay"
+        "--sections",
+        nargs="+",
+        choices=SECTIONS,
+        default=list(SECTIONS),
+        metavar="NAME",
+        help=f"of {', '.join(SECTIONS)}",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write everything; sections of the same scale that it has and that do not run stay",
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here (default: print it)")
     parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing, show this run")
@@ -172,7 +194,14 @@ def _run_section(name: str, section: Section, scale: str) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     print(f"{name}: exit code {code} after {seconds:.0f} s", file=sys.stderr, flush=True)
     command = f"python benchmarks/{section.script} {getattr(section, scale)}"
-    return {"command": command, "seconds": round(seconds, 1), "exit": code, "load before": first, "load after": load(), "found": found}
+    return {
+        "command": command,
+        "seconds": round(seconds, 1),
+        "exit": code,
+        "load before": first,
+        "load after": load(),
+        "found": found,
+    }
 
 
 def _follow(command: list[str]) -> tuple[int, list[str]]:

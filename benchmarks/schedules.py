@@ -152,7 +152,9 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--forward", type=float, default=0.02, metavar="SECONDS", help="how long a forward takes (default: 0.02)")
+    parser.add_argument(
+        "--forward", type=float, default=0.02, metavar="SECONDS", help="how long a forward takes (default: 0.02)"
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each schedule (default: 3)")
     parser.add_argument("--batches", type=int, default=9, metavar="N", help="batches per turn (default: 9)")
     parser.add_argument("--only", nargs="+", metavar="DxM", help=f"rows, of {' '.join(row.name for row in ROWS)}")

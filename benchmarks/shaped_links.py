@@ -70,7 +70,9 @@ def make_bundle(folder: Path, schedule: str, rate: float) -> Path:
 
 def predict(bundle: Path, cluster: Path, costs: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "penstock", "simulate", str(bundle), "--cluster", str(cluster), "--costs", costs]
-    done = subprocess.run([*command, "--batches", "8", "--json"], capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = subprocess.run(
+        [*command, "--batches", "8", "--json"], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stderr)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -82,14 +84,30 @@ def run(hosts: Hosts, bundle: Path, data: Path, steps: int, folder: Path) -> lis
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     meeting = [f"--nnodes={STAGES}", "--nproc-per-node=1", f"--master-addr={hosts.address(0)}", "--master-port=29400"]
-    training = [sys.executable, "-m", "penstock", "run", str(bundle), "--data", str(data), "--steps", str(steps), "--metrics", str(metrics)]
+    training = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "run",
+        str(bundle),
+        "--data",
+        str(data),
+        "--steps",
+        str(steps),
+        "--metrics",
+        str(metrics),
+    ]
     environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
     running: list[subprocess.Popen[str]] = []
     with (folder / "log").open("w+") as log:
         try:
             for i in range(STAGES):
                 own = [f"--node-rank={i}", f"--local-addr={hosts.address(i)}", "--no-python"]
-                running.append(hosts.start(i, [sys.executable, "-m", "torch.distributed.run", *meeting, *own, *training], environment, log))
+                running.append(
+                    hosts.start(
+                        i, [sys.executable, "-m", "torch.distributed.run", *meeting, *own, *training], environment, log
+                    )
+                )
             deadline = time.monotonic() + SECONDS
             while any(process.poll() is None for process in running) and time.monotonic() < deadline:
                 time.sleep(0.2)
@@ -115,8 +133,18 @@ def measure(schedules: Sequence[str], rates: Sequence[float], steps: int) -> lis
                 predicted = predict(bundle, cluster_file(folder, rate), "table" if number else "measured")
                 times = run(hosts, bundle, data, steps, folder)
                 step = statistics.median(times)
-                row = {"schedule": schedule, "rate": rate, "measured_s": step, "predicted_s": predicted["step_s"], "times": times}
-                row |= {"ratio": predicted["step_s"] / step, "spread": [min(times), max(times)], "bound_by": predicted["bound_by"]}
+                row = {
+                    "schedule": schedule,
+                    "rate": rate,
+                    "measured_s": step,
+                    "predicted_s": predicted["step_s"],
+                    "times": times,
+                }
+                row |= {
+                    "ratio": predicted["step_s"] / step,
+                    "spread": [min(times), max(times)],
+                    "bound_by": predicted["bound_by"],
+                }
                 row |= {"busy": [rank["busy"] for rank in predicted["ranks"]]}
                 found.append(row)
                 print(f"{schedule}, {rate / 1e6:g} MB/s: {row['ratio']:.3f}", file=sys.stderr, flush=True)
@@ -133,10 +161,21 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rates", type=float, nargs="+", default=[12.5, 25, 50], metavar="MB/s", help="of the cards (default: 12.5 25 50)")
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[12.5, 25, 50],
+        metavar="MB/s",
+        help="of the cards (default: 12.5 25 50)",
+    )
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "2bw"], metavar="KIND", help="(default: 1f1b 2bw)")
     parser.add_argument(
-        "--steps", type=int, default=14, metavar="N", help=f"steps of a run, of which the first {SKIPPED} do not count (default: 14)"
+        "--steps",
+        type=int,
+        default=14,
+        metavar="N",
+        help=f"steps of a run, of which the first {SKIPPED} do not count (default: 14)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()

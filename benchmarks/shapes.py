@@ -8,7 +8,14 @@ from penstock.passes.planner.chain import Amount, Chain, Layer, Work
 
 
 def gpt_chain(
-    blocks: int, width: int, *, positions: int, vocabulary: int, heads: int = 0, optimizer_bytes: int = 12, efficiency: float = 1.0
+    blocks: int,
+    width: int,
+    *,
+    positions: int,
+    vocabulary: int,
+    heads: int = 0,
+    optimizer_bytes: int = 12,
+    efficiency: float = 1.0,
 ) -> Chain:
     """A GPT in 16 bits with a 32-bit optimiser: per parameter 2 bytes of weights, 2 of gradients and
     `optimizer_bytes` of master weight and moments.
@@ -54,4 +61,6 @@ def gpt_chain(
         backward=Work(Amount(0, 2 * product), Amount(4 * ends, 8 * tokens * vocabulary)),
         weight=Work(Amount(0, product), Amount(2 * ends)),
     )
-    return Chain((embedding, *(replace(block, name=f"block {i}") for i in range(blocks)), head), entry=Amount(0, 8 * tokens))
+    return Chain(
+        (embedding, *(replace(block, name=f"block {i}") for i in range(blocks)), head), entry=Amount(0, 8 * tokens)
+    )

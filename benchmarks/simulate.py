@@ -39,7 +39,9 @@ def main() -> None:
         print(one(*map(int, sys.argv[1:])))
         return
     print(
-        "| ranks | microbatches | batches | share a card | million actions | build s | simulate s | peak MiB |\n" + "| --- " * 8 + "|",
+        "| ranks | microbatches | batches | share a card | million actions | build s | simulate s | peak MiB |\n"
+        + "| --- " * 8
+        + "|",
         flush=True,
     )
     for row in ROWS:

@@ -75,7 +75,9 @@ print(json.dumps(found))
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11, metavar="N", help="processes of each command (default: 11)")
-    parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2, 4], metavar="N", help="jobs of so many ranks (default: 1 2 4)")
+    parser.add_argument(
+        "--ranks", nargs="*", type=int, default=[1, 2, 4], metavar="N", help="jobs of so many ranks (default: 1 2 4)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write every time")
     arguments = parser.parse_args()
     names = {f"penstock {' '.join(words)}": words for words in COMMANDS}
@@ -84,7 +86,9 @@ def main() -> int:
         name: lambda words=words: start("-m", "penstock", *words) for name, words in names.items()
     }
     times = take_turns(runs, arguments.rounds)
-    rows: list[dict[str, Any]] = [{"command": name, "seconds": found, "loaded": loaded.get(name, [])} for name, found in times.items()]
+    rows: list[dict[str, Any]] = [
+        {"command": name, "seconds": found, "loaded": loaded.get(name, [])} for name, found in times.items()
+    ]
     jobs = open_jobs(arguments.ranks, arguments.rounds)
     print(f"{markdown(*table_of(rows))}\n\n{markdown(*table_of_jobs(jobs))}")
     write_json(arguments.json, {"limit_s": LIMIT_S, "heavy": HEAVY, "rows": rows, "jobs": jobs})
@@ -107,7 +111,12 @@ def open_jobs(numbers: list[int], rounds: int) -> list[dict[str, Any]]:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
             found[ranks].append(json.loads(done.stdout))
     return [
-        {"ranks": int(ranks), "when": when, "seconds": [each[i][0] for each in opened], "processor": [each[i][1] for each in opened]}
+        {
+            "ranks": int(ranks),
+            "when": when,
+            "seconds": [each[i][0] for each in opened],
+            "processor": [each[i][1] for each in opened],
+        }
         for ranks, opened in found.items()
         for i, when in enumerate(TIMES)
     ]
@@ -115,13 +124,19 @@ def open_jobs(numbers: list[int], rounds: int) -> list[dict[str, Any]]:
 
 def table_of(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     return ["command", "seconds", "heavy libraries loaded"], [
-        [f"`{row['command']}`", f"{statistics.median(row['seconds']):.3f}", ", ".join(row["loaded"]) or "none"] for row in rows
+        [f"`{row['command']}`", f"{statistics.median(row['seconds']):.3f}", ", ".join(row["loaded"]) or "none"]
+        for row in rows
     ]
 
 
 def table_of_jobs(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     return ["ranks", "job of a process", "seconds until ready", "processor seconds"], [
-        [str(row["ranks"]), row["when"], *(f"{statistics.median(row[clock]):.2f}" for clock in ("seconds", "processor"))] for row in rows
+        [
+            str(row["ranks"]),
+            row["when"],
+            *(f"{statistics.median(row[clock]):.2f}" for clock in ("seconds", "processor")),
+        ]
+        for row in rows
     ]
 
 

@@ -29,7 +29,11 @@ from training_shape import MOMENTUM, Shape, batches
 from turns import serve
 
 # Name of the class, and stages on each of the two ranks.
-SCHEDULES = {"1f1b": ("Schedule1F1B", 1), "gpipe": ("ScheduleGPipe", 1), "interleaved-zb": ("ScheduleInterleavedZeroBubble", 2)}
+SCHEDULES = {
+    "1f1b": ("Schedule1F1B", 1),
+    "gpipe": ("ScheduleGPipe", 1),
+    "interleaved-zb": ("ScheduleInterleavedZeroBubble", 2),
+}
 RANKS = 2
 # The first one warms up.
 TRIES = 2
@@ -123,7 +127,9 @@ def best_cut(seconds: Sequence[float], stages: int) -> list[int]:
         parts = [sum(seconds[a:b]) for a, b in pairwise(cut)]
         return max(sum(parts[rank::RANKS]) for rank in range(RANKS)), max(parts)
 
-    return list(min(((0, *inner, len(seconds)) for inner in combinations(range(1, len(seconds)), stages - 1)), key=cost))
+    return list(
+        min(((0, *inner, len(seconds)) for inner in combinations(range(1, len(seconds)), stages - 1)), key=cost)
+    )
 
 
 def train_in_pipeline(shape: Shape, model_file: Path, schedule_name: str, warmup: int, rank: int, port: int) -> None:
@@ -170,7 +176,13 @@ def train_in_pipeline(shape: Shape, model_file: Path, schedule_name: str, warmup
 
 
 def main() -> None:
-    shape, model_file, form, warmup, *rest = Shape.from_json(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), *sys.argv[5:]
+    shape, model_file, form, warmup, *rest = (
+        Shape.from_json(sys.argv[1]),
+        Path(sys.argv[2]),
+        sys.argv[3],
+        int(sys.argv[4]),
+        *sys.argv[5:],
+    )
     if form in SCHEDULES:
         train_in_pipeline(shape, model_file, form, warmup, *map(int, rest))
     else:

@@ -47,7 +47,11 @@ class Bottleneck(nn.Module):
         self.conv2, self.norm2 = nn.Conv2d(inner, inner, 3, stride, 1, bias=False), Norm(inner)
         self.conv3, self.norm3 = nn.Conv2d(inner, after, 1, bias=False), Norm(after)
         self.relu = nn.ReLU(inplace=True)
-        self.short = nn.ModuleDict({"conv": nn.Conv2d(before, after, 1, stride, bias=False), "norm": Norm(after)}) if shortcut else None
+        self.short = (
+            nn.ModuleDict({"conv": nn.Conv2d(before, after, 1, stride, bias=False), "norm": Norm(after)})
+            if shortcut
+            else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.norm1(self.conv1(x)))
@@ -176,7 +180,11 @@ class Gpt(nn.Module):
         return _unembed(x, self.ln_f, self.lm_head)
 
     def pieces(self) -> list[nn.Module]:
-        return [Piece(_look_up, wte=self.wte, wpe=self.wpe), *self.h, Piece(_unembed, norm=self.ln_f, head=self.lm_head)]
+        return [
+            Piece(_look_up, wte=self.wte, wpe=self.wpe),
+            *self.h,
+            Piece(_unembed, norm=self.ln_f, head=self.lm_head),
+        ]
 
 
 def _look_up(tokens: Tensor, wte: nn.Module, wpe: nn.Embedding) -> Tensor:
@@ -196,7 +204,9 @@ class Cnn(nn.Module):
     def __init__(self, channels: Sequence[int], size: int, classes: int) -> None:
         super().__init__()
         for i, (before, after) in enumerate(pairwise(channels), 1):
-            self.add_module(f"block{i}", nn.ModuleDict({"conv": nn.Conv2d(before, after, 3, 1, 1), "norm": Norm(after)}))
+            self.add_module(
+                f"block{i}", nn.ModuleDict({"conv": nn.Conv2d(before, after, 3, 1, 1), "norm": Norm(after)})
+            )
         self.depth, side = len(channels) - 1, size >> (len(channels) - 1)
         self.y = nn.Linear(channels[-1] * side * side, classes)
 
@@ -250,7 +260,9 @@ def _state_of(model: nn.Module, file: Path) -> dict[str, Tensor]:
         if part == "num_batches_tracked":
             state[name] = torch.zeros_like(value, device="cpu")
             continue
-        array = np.array(numpy_helper.to_array(tensors.pop(f"{owner}.{ours.get(part, part)}"), base_dir=str(file.parent)))
+        array = np.array(
+            numpy_helper.to_array(tensors.pop(f"{owner}.{ours.get(part, part)}"), base_dir=str(file.parent))
+        )
         turned = part == "weight" and array.ndim == 2 and owner not in _TABLES
         state[name] = torch.from_numpy(np.ascontiguousarray(array.T) if turned else array)
     left = [name for name in tensors if name.endswith((".weight", ".bias"))]

@@ -47,7 +47,10 @@ class Traced(Pipeline):
 def work(bundles: list[str], group: Group, rounds: int) -> list[dict[str, Any]]:
     found = []
     for bundle in bundles:
-        both = {"plain": Pipeline(Path(bundle), group.rank, group), "traced": Traced(Path(bundle), group.rank, group, trace=True)}
+        both = {
+            "plain": Pipeline(Path(bundle), group.rank, group),
+            "traced": Traced(Path(bundle), group.rank, group, trace=True),
+        }
         traced, microbatches = both["traced"], BATCHES * both["plain"].schedule.microbatches
         assert isinstance(traced, Traced)
         times: dict[str, list[float]] = {name: [] for name in both}
@@ -68,7 +71,12 @@ def table(lines: list[dict[str, Any]]) -> str:
     for line in lines:
         plain, traced = line["seconds"]["plain"], line["seconds"]["traced"]
         each = (traced - plain) / (line["actions"] + line["entries"])
-        cells = [line["schedule"], f"{plain * 1e6:.0f} us", f"{traced * 1e6:.0f} us", f"{(traced - plain) * 1e6:+.0f} us"]
+        cells = [
+            line["schedule"],
+            f"{plain * 1e6:.0f} us",
+            f"{traced * 1e6:.0f} us",
+            f"{(traced - plain) * 1e6:+.0f} us",
+        ]
         rows.append([*cells, f"{line['actions']:.1f}", f"{line['entries']:.1f}", f"{each * 1e6:.1f} us"])
     return markdown(["schedule", "a microbatch", "traced", "more", "actions", "entries", "for one of them"], rows)
 

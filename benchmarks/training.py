@@ -78,12 +78,19 @@ def main() -> int:
             return 1
     late = {"load after": load()}
     peak = max(peak, rate_of_cores(loop, cores)) if loop is not None else 0.0
-    late["peak"] = f"{peak / 1e9:.1f} GFLOP/s multiply-adds in registers, float32" if peak else "not measured, there is no g++"
+    late["peak"] = (
+        f"{peak / 1e9:.1f} GFLOP/s multiply-adds in registers, float32" if peak else "not measured, there is no g++"
+    )
     late["work"] = f"{shape.flops_per_step / 1e9:.1f} GFLOP per step in products, convolutions and attention"
     for key, value in late.items():
         print(f"{key:<12} {value}")
     print()
-    counted = {"unit": shape.unit, "units_per_step": shape.units_per_step, "peak_flops": peak, "flops_per_step": shape.flops_per_step}
+    counted = {
+        "unit": shape.unit,
+        "units_per_step": shape.units_per_step,
+        "peak_flops": peak,
+        "flops_per_step": shape.flops_per_step,
+    }
     found = {"facts": facts | late, "shape": json.loads(shape.to_json()), **counted, **result}
     _report(found)
     write_json(arguments.json, found)
@@ -96,9 +103,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="optimiser steps in a turn (default: 3)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (default: 7)")
     parser.add_argument(
-        "--trial-steps", type=int, default=2, help="steps of a form that is tried, of which the fastest counts (default: 2)"
+        "--trial-steps",
+        type=int,
+        default=2,
+        help="steps of a form that is tried, of which the fastest counts (default: 2)",
     )
-    parser.add_argument("--contenders", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME", help=f"of {', '.join(NAMES)}"
+    )
     for name, forms in FORMS.items():
         said = f"how {name} runs, of {', '.join(forms)} (default: try all, take the fastest)"
         parser.add_argument(f"--{name}", nargs="+", choices=forms, default=list(forms), metavar="FORM", help=said)
@@ -128,7 +140,9 @@ def _contender(name: str, shape: Shape, cores: list[int], folder: Path, form: st
     return Contender(name, [words], apart, 1)
 
 
-def _try_forms(name: str, forms: Sequence[str], steps: int, shape: Shape, cores: list[int], folder: Path) -> dict[str, dict[str, Any]]:
+def _try_forms(
+    name: str, forms: Sequence[str], steps: int, shape: Shape, cores: list[int], folder: Path
+) -> dict[str, dict[str, Any]]:
     """Seconds of a step, memory and losses of each form, alone. A form that fails has an error instead, which is printed and kept."""
     found: dict[str, dict[str, Any]] = {}
     for form in forms:
@@ -167,7 +181,9 @@ def _measure(shape: Shape, cores: list[int], folder: Path, arguments: argparse.N
             absent[DEEPSPEED] = "not installed"
             print(f"{DEEPSPEED}: not installed", file=sys.stderr)
         tried[name] = (
-            _try_forms(name, forms, arguments.trial_steps, shape, cores, folder) if len(forms) > 1 else {forms[0]: {"seconds": 0.0}}
+            _try_forms(name, forms, arguments.trial_steps, shape, cores, folder)
+            if len(forms) > 1
+            else {forms[0]: {"seconds": 0.0}}
         )
     try:
         for name in arguments.contenders:
@@ -198,7 +214,9 @@ def _measure(shape: Shape, cores: list[int], folder: Path, arguments: argparse.N
             contender.stop()
 
 
-def _take_turns(contenders: Sequence[Contender], steps: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+def _take_turns(
+    contenders: Sequence[Contender], steps: int, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Wall seconds of every turn, and the processor time each contender used while it was another's turn (should be next to none)."""
     turns: dict[str, list[float]] = {c.name: [] for c in contenders}
     idle = dict.fromkeys(turns, 0.0)
@@ -209,7 +227,10 @@ def _take_turns(contenders: Sequence[Contender], steps: int, rounds: int) -> tup
             if other is not contender:
                 idle[other.name] += other.cpu_seconds() - before[other.name]
         if all(len(each) == number + 1 for each in turns.values()):
-            print(f"round {number + 1} of {rounds}: " + ", ".join(f"{n} {t[-1]:.2f} s" for n, t in turns.items()), file=sys.stderr)
+            print(
+                f"round {number + 1} of {rounds}: " + ", ".join(f"{n} {t[-1]:.2f} s" for n, t in turns.items()),
+                file=sys.stderr,
+            )
     return turns, idle
 
 
@@ -226,14 +247,24 @@ def rows_of(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and cells of the table."""
     units, rows, speed = found["units_per_step"] * found["steps_per_turn"], found["contenders"], rates(found)
     references = [name for name in rows if not name.startswith("penstock")]
-    heads = ["contender", f"{found['unit']}/s", "slowest", "fastest", "of peak", *(f"vs {r}" for r in references), "peak MiB per process"]
+    heads = [
+        "contender",
+        f"{found['unit']}/s",
+        "slowest",
+        "fastest",
+        "of peak",
+        *(f"vs {r}" for r in references),
+        "peak MiB per process",
+    ]
     lines = []
     for name, row in rows.items():
         peaks = " + ".join(f"{peak / 2**20:.0f}" for peak in row["peak_bytes"].values())
         spread = [f"{units / max(row['turn_s']):.1f}", f"{units / min(row['turn_s']):.1f}"]
         flops = found["flops_per_step"] * speed[name] / found["units_per_step"]
         share = f"{100 * flops / found['peak_flops']:.0f} %" if found["peak_flops"] else "-"
-        lines.append([name, f"{speed[name]:.1f}", *spread, share, *(f"{speed[name] / speed[r]:.3f}" for r in references), peaks])
+        lines.append(
+            [name, f"{speed[name]:.1f}", *spread, share, *(f"{speed[name] / speed[r]:.3f}" for r in references), peaks]
+        )
     return heads, lines
 
 
@@ -256,16 +287,24 @@ def _report(found: dict[str, Any]) -> None:
         about = ", ".join(f"{key} {value}" for key, value in row["about"].items())
         print(f"{name}: {about}; loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}")
     for name, forms in found["tried"].items():
-        told = ", ".join(f"{form} {row['seconds']:.2f} s per step" if "seconds" in row else f"{form} failed" for form, row in forms.items())
+        told = ", ".join(
+            f"{form} {row['seconds']:.2f} s per step" if "seconds" in row else f"{form} failed"
+            for form, row in forms.items()
+        )
         print(f"{name} runs in the form that was fastest when tried alone: {told}")
-    print("losses differ, relatively, by at most: " + ", ".join(f"{name} {apart:.1e}" for name, apart in far_apart(found).items()))
+    print(
+        "losses differ, relatively, by at most: "
+        + ", ".join(f"{name} {apart:.1e}" for name, apart in far_apart(found).items())
+    )
     for name in (name for name in rows if name.startswith("penstock")):
         for reference in (name for name in rows if not name.startswith("penstock")):
             ratio = speed[name] / speed[reference]
             print(f"{name} is {'AHEAD of' if ratio > 1 else 'BEHIND'} {reference}: {ratio:.3f} of its speed")
     for name, row in rows.items():
         if row["cpu_s_asleep"] > max(0.5, 0.01 * sum(sum(other["turn_s"]) for other in rows.values())):
-            print(f"warning: {name} used {row['cpu_s_asleep']:.1f} s of processor time during the turns of others, which slows them")
+            print(
+                f"warning: {name} used {row['cpu_s_asleep']:.1f} s of processor time during the turns of others, which slows them"
+            )
 
 
 def _free_port() -> int:

@@ -17,7 +17,11 @@ import numpy as np
 
 _TEXT = ("layers", "width", "heads", "vocab", "positions")
 # The sizes that a model has, and what differs from the defaults below.
-MODELS: Mapping[str, tuple[str, ...]] = {"gpt": _TEXT, "bert": (*_TEXT, "classes"), "resnet": ("blocks", "width", "classes")}
+MODELS: Mapping[str, tuple[str, ...]] = {
+    "gpt": _TEXT,
+    "bert": (*_TEXT, "classes"),
+    "resnet": ("blocks", "width", "classes"),
+}
 USUAL: Mapping[str, Mapping[str, Any]] = {
     "gpt": {},
     "bert": {"vocab": 30522, "classes": 2, "lr": 1e-5},
@@ -101,14 +105,19 @@ class Shape:
     def told(self) -> str:
         """The sizes, for people."""
         sizes = self.sizes | ({"size": self.size} if self.has_images else {})
-        return ", ".join(f"{name} {'-'.join(map(str, value)) if isinstance(value, tuple) else value}" for name, value in sizes.items())
+        return ", ".join(
+            f"{name} {'-'.join(map(str, value)) if isinstance(value, tuple) else value}"
+            for name, value in sizes.items()
+        )
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     for name, spec in Shape.__dataclass_fields__.items():
         flag, usual = "--" + name.replace("_", "-"), spec.default
         if name == "blocks":
-            parser.add_argument(flag, type=int, nargs="+", help="bottlenecks of each stage of a ResNet (default: 3 4 6 3)")
+            parser.add_argument(
+                flag, type=int, nargs="+", help="bottlenecks of each stage of a ResNet (default: 3 4 6 3)"
+            )
             continue
         choices = {"model": tuple(MODELS), "precision": ("f32", "bf16")}.get(name)
         others = "".join(f", {model} {values[name]}" for model, values in USUAL.items() if name in values)

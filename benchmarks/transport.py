@@ -105,7 +105,9 @@ class Empty:
 
 def filled(value: Value) -> torch.Tensor:
     """The contents of a value: a function of its name."""
-    numbers = torch.arange(value.type.size, dtype=torch.float64).reshape(value.type.dims) * 1e-3 + sum(value.name.encode())
+    numbers = torch.arange(value.type.size, dtype=torch.float64).reshape(value.type.dims) * 1e-3 + sum(
+        value.name.encode()
+    )
     return numbers.to(TORCH_DTYPES[value.type.dtype])
 
 
@@ -130,14 +132,18 @@ class Noise:
 class Pipeline:
     """One rank of a bundle whose kernels are empty; and the same messages over gloo alone."""
 
-    def __init__(self, path: Path, rank: int, group: Group, program: Callable[[Module], Empty] = Empty, *, trace: bool = False) -> None:
+    def __init__(
+        self, path: Path, rank: int, group: Group, program: Callable[[Module], Empty] = Empty, *, trace: bool = False
+    ) -> None:
         module = open_bundle(path).module
         assert module.schedule is not None
         self.schedule, self.rank, self.done = module.schedule, rank, Counter[Executor]()
         self.program, self.samples = program(module), Noise(module)
         self.executors = {
             name: self._executor(module, transport, trace)
-            for name, transport in transports(group, module.edges, ends_of(module.schedule, rank), f"{path} {trace}").items()
+            for name, transport in transports(
+                group, module.edges, ends_of(module.schedule, rank), f"{path} {trace}"
+            ).items()
         }
         ends = {(f"S{e.phase}" if e.src == rank else f"R{e.phase}"): e for e in module.edges}
         self.sent = {kind: [filled(v) for v in e.values] for kind, e in ends.items() if kind[0] == "S"}
@@ -146,7 +152,9 @@ class Pipeline:
             for kind, e in ends.items()
             if kind[0] == "R"
         }
-        self.buffers = {kind: [[x.clone() for x in values] for _ in range(POSTED + 1)] for kind, values in blank.items()}
+        self.buffers = {
+            kind: [[x.clone() for x in values] for _ in range(POSTED + 1)] for kind, values in blank.items()
+        }
         self.program.checks = True
         for executor in self.executors.values():
             self.run(executor, 2)
@@ -155,11 +163,20 @@ class Pipeline:
     def _executor(self, module: Module, transport: Transport, trace: bool) -> Executor:
         store = Store(stage_vars(module, self.rank), stepped_vars(module))
         return Executor(
-            module, self.rank, self.program, store, transport, lambda record, arrays: None, Status(None, self.rank), trace=trace
+            module,
+            self.rank,
+            self.program,
+            store,
+            transport,
+            lambda record, arrays: None,
+            Status(None, self.rank),
+            trace=trace,
         )
 
     def contenders(self) -> dict[str, Callable[[int], None]]:
-        return {name: partial(self.run, executor) for name, executor in self.executors.items()} | {"gloo": self.run_gloo}
+        return {name: partial(self.run, executor) for name, executor in self.executors.items()} | {
+            "gloo": self.run_gloo
+        }
 
     def run(self, executor: Executor, batches: int) -> None:
         """So many batches from an empty pipeline to an empty pipeline."""
@@ -187,7 +204,9 @@ class Pipeline:
                 post(kind)
         for action in actions:
             if action.kind in SENDS:
-                sends += [dist.isend(x, 1 - self.rank, tag=_tag(action.kind, i)) for i, x in enumerate(self.sent[action.kind])]
+                sends += [
+                    dist.isend(x, 1 - self.rank, tag=_tag(action.kind, i)) for i, x in enumerate(self.sent[action.kind])
+                ]
             elif action.kind in RECEIVES:
                 for work in posted[action.kind].popleft():
                     work.wait()
@@ -208,14 +227,18 @@ class Stream:
 
     def __init__(self, size: int, group: Group) -> None:
         self.value, self.rank, self.first = Value("x", TensorType("f32", (size // 4,))), group.rank, 0
-        self.transports = transports(group, [Edge(0, 1, "F", (self.value,))], [("RF", 0) if group.rank else ("SF", 1)], f"stream{size}")
+        self.transports = transports(
+            group, [Edge(0, 1, "F", (self.value,))], [("RF", 0) if group.rank else ("SF", 1)], f"stream{size}"
+        )
         self.x = filled(self.value)
         self.buffers = [torch.empty_like(self.x) for _ in range(POSTED + 1)]
         for transport in self.transports.values():
             self.run(transport, 3, checks=True)
 
     def contenders(self) -> dict[str, Callable[[int], None]]:
-        return {name: partial(self.run, transport) for name, transport in self.transports.items()} | {"gloo": self.run_gloo}
+        return {name: partial(self.run, transport) for name, transport in self.transports.items()} | {
+            "gloo": self.run_gloo
+        }
 
     def run(self, transport: Transport, messages: int, checks: bool = False) -> None:
         numbers = range(self.first, self.first + messages)
@@ -300,10 +323,23 @@ def told_by_two(orders: Any, rounds: int) -> list[dict[str, Any]]:
     """Run this program's two ranks with these orders; what rank 0 printed, with the median of each contender's times."""
     store = host_store(2, TIMEOUT)
     environment = os.environ | thread_environment(1) | {"GLOO_SOCKET_IFNAME": loopback_name()}
-    command = [sys.executable, sys.argv[0], "--orders", json.dumps(orders), "--rounds", str(rounds), "--port", str(store.port)]
+    command = [
+        sys.executable,
+        sys.argv[0],
+        "--orders",
+        json.dumps(orders),
+        "--rounds",
+        str(rounds),
+        "--port",
+        str(store.port),
+    ]
     running = [
         subprocess.Popen(
-            [*command, "--rank", str(rank)], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*command, "--rank", str(rank)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for rank in (0, 1)
     ]
@@ -328,7 +364,9 @@ def measure(orders: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    return markdown(["part", "message", "shared memory", "over gloo", "gloo alone", ""], [cells_of(line) for line in lines])
+    return markdown(
+        ["part", "message", "shared memory", "over gloo", "gloo alone", ""], [cells_of(line) for line in lines]
+    )
 
 
 def cells_of(line: dict[str, Any]) -> list[str]:
@@ -344,7 +382,14 @@ def cells_of(line: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", choices=("pipeline", "stream"))
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), metavar="BYTES", help=f"of messages, multiples of {4 * WIDTH}")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=list(SIZES),
+        metavar="BYTES",
+        help=f"of messages, multiples of {4 * WIDTH}",
+    )
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="turns of each contender (default: 7)")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -360,7 +405,9 @@ def main() -> None:
             for schedule in arguments.schedules if arguments.only != "stream" else ():
                 bundle = write_bundle(Path(folder), size, schedule)
                 batches = max(2, min(25, (64 << 20) // size))
-                orders.append({"part": "pipeline", "schedule": schedule, "bytes": size, "count": batches, "bundle": str(bundle)})
+                orders.append(
+                    {"part": "pipeline", "schedule": schedule, "bytes": size, "count": batches, "bundle": str(bundle)}
+                )
             if arguments.only != "pipeline":
                 orders.append({"part": "stream", "bytes": size, "count": max(16, min(400, (512 << 20) // size))})
         lines = measure(orders, arguments.rounds)

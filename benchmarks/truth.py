@@ -110,9 +110,14 @@ CONFIGURATIONS = (
 def make_plan(configuration: Configuration, folder: Path) -> ps.Plan:
     model = ps.from_onnx(MODELS[configuration.model](folder / "model.onnx"))
     speeds = [configuration.thread_count(r) * configuration.quota(r) for r in range(configuration.stages)]
-    devices = [Device(f"cpu:{r}", threads=configuration.thread_count(r), flops=5e10 * s, bandwidth=1e10 * s) for r, s in enumerate(speeds)]
+    devices = [
+        Device(f"cpu:{r}", threads=configuration.thread_count(r), flops=5e10 * s, bandwidth=1e10 * s)
+        for r, s in enumerate(speeds)
+    ]
     training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-4), microbatches=configuration.microbatches)
-    return ps.plan(model, Cluster(tuple(devices)), training, schedule=configuration.schedule, recompute=configuration.recompute)
+    return ps.plan(
+        model, Cluster(tuple(devices)), training, schedule=configuration.schedule, recompute=configuration.recompute
+    )
 
 
 def calibrate(folder: Path) -> dict[str, float]:
@@ -157,7 +162,9 @@ def calibrate(folder: Path) -> dict[str, float]:
 
 def beside_tensors(folder: Path) -> float:
     """Bytes that the ranks of a small GPT take more than its tensors: the module and its code, and what is loaded as it is first used."""
-    model = ps.from_onnx(write_gpt(folder / "little.onnx", layers=2, width=64, heads=2, vocab=256, positions=32, batch=4))
+    model = ps.from_onnx(
+        write_gpt(folder / "little.onnx", layers=2, width=64, heads=2, vocab=256, positions=32, batch=4)
+    )
     training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-4), microbatches=4)
     plan = ps.plan(model, Cluster.local(2), training, recompute="none")
     bundle = open_bundle(ps.compile(plan, folder / "little"))
@@ -167,13 +174,17 @@ def beside_tensors(folder: Path) -> float:
         return statistics.mean(peak - n for peak, n in zip(beyond_base(job), expected, strict=True))
 
 
-def rehearse_alone(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], seconds: float) -> list[dict[str, float]]:
+def rehearse_alone(
+    configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], seconds: float
+) -> list[dict[str, float]]:
     """Seconds of every rank by itself."""
     starts = prefixes(configuration, groups)
     return [rehearse(bundle, [rank], seconds=seconds, prefixes=starts)[0] for rank in range(configuration.stages)]
 
 
-def speeds_together(configuration: Configuration, bundle: Bundle, known: dict[str, Any], seconds: float, folder: Path) -> tuple[float, ...]:
+def speeds_together(
+    configuration: Configuration, bundle: Bundle, known: dict[str, Any], seconds: float, folder: Path
+) -> tuple[float, ...]:
     """What a core does while 1, 2, ... of the ranks compute, compared with one alone; from `known` where it was measured before."""
     # Of ranks with one thread each and no quotas: how much they slow each other is taken for a property of the host and the model.
     cores = 1 if configuration.one_core else usable_cores()
@@ -189,7 +200,9 @@ def speeds_together(configuration: Configuration, bundle: Bundle, known: dict[st
             ranks = [rank % configuration.stages for rank in range(busy)]
             once = {rank: rehearse(bundle, [rank], seconds=seconds, prefixes=pinned)[0] for rank in sorted(set(ranks))}
             together = rehearse(bundle, ranks, seconds=busy * seconds, prefixes=pinned)
-            slowed = [once[rank][kind] / row[kind] for rank, row in zip(ranks, together, strict=True) for kind in ("F", "B")]
+            slowed = [
+                once[rank][kind] / row[kind] for rank, row in zip(ranks, together, strict=True) for kind in ("F", "B")
+            ]
             known[key] = statistics.mean(slowed) * busy / min(busy, cores)
         speeds.append(min(1.0, known[key]))
     return tuple(speeds)
@@ -224,7 +237,9 @@ def predict(
     def route(source: int, target: int) -> Route:
         own = (f"{source}>{target}", loopback["bandwidth"])
         return Route(
-            (own, ("loopback", configuration.rate)) if configuration.rate else (own,), loopback["latency"], shared=not configuration.rate
+            (own, ("loopback", configuration.rate)) if configuration.rate else (own,),
+            loopback["latency"],
+            shared=not configuration.rate,
         )
 
     def seconds(rank: int, action: Action) -> float:
@@ -252,7 +267,9 @@ def measure(configuration: Configuration, known: dict[str, Any], seconds: float,
             rehearsed.append(rehearse_alone(configuration, bundle, groups, seconds))
             runs.append(run(configuration, bundle, groups))
         peaks = memory_of(configuration, bundle, groups)
-    alone = [{kind: statistics.mean(row[kind] for row in rows) for kind in rows[0]} for rows in zip(*rehearsed, strict=True)]
+    alone = [
+        {kind: statistics.mean(row[kind] for row in rows) for kind in rows[0]} for rows in zip(*rehearsed, strict=True)
+    ]
     predicted = predict(configuration, bundle, alone, speeds, known["sockets" if configuration.rate else "host"])
     steps = [step for found in runs for step in found]
     step = statistics.median(steps)
@@ -266,7 +283,8 @@ def measure(configuration: Configuration, known: dict[str, Any], seconds: float,
         "alone": alone,
         "speeds": speeds,
         "memory": [
-            {"rank": rank, "predicted": expected[rank], "measured": peak, "ratio": expected[rank] / peak} for rank, peak in enumerate(peaks)
+            {"rank": rank, "predicted": expected[rank], "measured": peak, "ratio": expected[rank] / peak}
+            for rank, peak in enumerate(peaks)
         ],
     }
 
@@ -282,14 +300,21 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = ["| configuration | predicted ms | measured ms | ratio | memory, ratio by rank |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| configuration | predicted ms | measured ms | ratio | memory, ratio by rank |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
         memory = ", ".join(f"{rank['ratio']:.3f}" for rank in row["memory"])
-        lines.append(f"| {row['name']} | {row['predicted_s'] * 1e3:.1f} | {row['measured_s'] * 1e3:.1f} | {row['ratio']:.3f} | {memory} |")
+        lines.append(
+            f"| {row['name']} | {row['predicted_s'] * 1e3:.1f} | {row['measured_s'] * 1e3:.1f} | {row['ratio']:.3f} | {memory} |"
+        )
     return "\n".join(lines)
 
 
-def in_shaped_space(configuration: Configuration, report: dict[str, Any], seconds: float, rounds: int) -> dict[str, Any]:
+def in_shaped_space(
+    configuration: Configuration, report: dict[str, Any], seconds: float, rounds: int
+) -> dict[str, Any]:
     """Measure in a process of a network namespace of its own."""
     space = f"truth-{os.getpid()}"
     with tempfile.TemporaryDirectory(prefix="truth-") as place:
@@ -338,13 +363,15 @@ def measure_all(wanted: Sequence[Configuration], report: dict[str, Any], argumen
             print(f"{configuration.name}: left out: {reason}", file=sys.stderr)
             continue
         apart = bool(configuration.rate) and not arguments.inside
-        row = in_shaped_space(configuration, report, **options) if apart else measure(configuration, report["known"], **options)
+        row = (
+            in_shaped_space(configuration, report, **options)
+            if apart
+            else measure(configuration, report["known"], **options)
+        )
         report["rows"].append(row)
         save(arguments.json, report)
         memory = ", ".join(f"{rank['ratio']:.3f}" for rank in row["memory"])
-        told = (
-            f"predicted {row['predicted_s'] * 1e3:.1f} ms, measured {row['measured_s'] * 1e3:.1f} ms, {row['ratio']:.3f}; memory {memory}"
-        )
+        told = f"predicted {row['predicted_s'] * 1e3:.1f} ms, measured {row['measured_s'] * 1e3:.1f} ms, {row['ratio']:.3f}; memory {memory}"
         print(f"{configuration.name}: {told}; {time.perf_counter() - begin:.0f} s so far", file=sys.stderr, flush=True)
 
 
@@ -362,10 +389,16 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(c.name for c in CONFIGURATIONS)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers; configurations that are in it are not run again")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(c.name for c in CONFIGURATIONS)}"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all numbers; configurations that are in it are not run again"
+    )
     parser.add_argument("--calibrate", action="store_true", help="only measure what messages over loopback cost")
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="how long to measure a rank by itself (default: 1)")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, metavar="S", help="how long to measure a rank by itself (default: 1)"
+    )
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help=f"runs of {BATCHES} batches (default: 2)")
     parser.add_argument("--plans", action="store_true", help="run every plan of a small model instead (truth_plans.py)")
     parser.add_argument("--inside", metavar="NAME", help=argparse.SUPPRESS)

@@ -104,7 +104,9 @@ def missing(configuration: Configuration) -> str:
         return "no control groups of processor time (cgroup v1, root)"
     if configuration.rate:
         made = subprocess.run(
-            ["sh", "-c", f"{shaped(configuration.rate, 'truth-try')} && ip netns del truth-try"], capture_output=True, check=False
+            ["sh", "-c", f"{shaped(configuration.rate, 'truth-try')} && ip netns del truth-try"],
+            capture_output=True,
+            check=False,
         )
         if made.returncode:
             return "no network namespaces with shaped links (root, tc)"

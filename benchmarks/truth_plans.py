@@ -66,7 +66,17 @@ def measured_here() -> Cluster:
     alone = Configuration("mlp", 1, "forward", quotas=(SLOW,))
     with quota_groups(alone) as groups, tempfile.TemporaryDirectory(prefix="truth-") as folder:
         file = Path(folder) / "slow.toml"
-        command = [*prefixes(alone, groups)[0], sys.executable, "-m", "penstock", "doctor", "--threads", "1", "--cluster-out", str(file)]
+        command = [
+            *prefixes(alone, groups)[0],
+            sys.executable,
+            "-m",
+            "penstock",
+            "doctor",
+            "--threads",
+            "1",
+            "--cluster-out",
+            str(file),
+        ]
         subprocess.run(command, stdout=sys.stderr, check=True, timeout=300)
         slow = replace(Cluster.load(file).devices[0], name="slow", spaces=())
     return Cluster((replace(report.cluster.devices[0], name="fast", spaces=()), slow), classes=report.cluster.classes)
@@ -101,19 +111,27 @@ def time_plan(candidate: Candidate, model: ps.Model, whole: Cluster) -> dict[str
     training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=1e-3), microbatches=MICROBATCHES)
     if candidate.cut == PLANNED:
         batch = ROWS * MICROBATCHES
-        plan = plan_best(lambda size: model, cluster, training, batch=batch, schedules=(candidate.schedule,), recompute="none")
+        plan = plan_best(
+            lambda size: model, cluster, training, batch=batch, schedules=(candidate.schedule,), recompute="none"
+        )
     else:
         split_at = [] if candidate.cut in (CUT, "alone") else [candidate.cut]
         plan = ps.plan(model, cluster, training, schedule=candidate.schedule, split_at=split_at)
     order = plan.module.rank_devices()
-    made = Configuration("mlp", len(order), candidate.schedule, quotas=tuple(SLOW if name == "slow" else 1.0 for name in order))
+    made = Configuration(
+        "mlp", len(order), candidate.schedule, quotas=tuple(SLOW if name == "slow" else 1.0 for name in order)
+    )
     with tempfile.TemporaryDirectory(prefix="truth-") as folder, quota_groups(made) as groups:
         bundle = open_bundle(ps.compile(plan, Path(folder) / "bundle"))
         # From a file: making random numbers would be work of the first stage that no plan knows of.
         file = Path(folder) / "data.npz"
         np.savez(file, **next(batches(bundle, 1)))
         found = run(made, bundle, groups, DataSpec(str(file)))
-    starts = [note.text.rpartition(" ")[2] for note in plan.module.notes if note.origin == "partition" and " starts at " in note.text]
+    starts = [
+        note.text.rpartition(" ")[2]
+        for note in plan.module.notes
+        if note.origin == "partition" and " starts at " in note.text
+    ]
     told = f"{'>'.join(order)}{' from ' + ', '.join(starts[1:]) if starts[1:] else ''}"
     expected = predict(plan.module, plain=True).step
     return {
@@ -148,10 +166,16 @@ def time_plans(path: Path | None) -> int:
                 steps = [*(row["steps"] if row else []), *found["steps"]]
                 rows[candidate.name] = found | {"steps": steps, "turns": turn + 1, "seconds": statistics.median(steps)}
                 save(path, report | {"rows": list(rows.values())})
-                print(f"{candidate.name}: {rows[candidate.name]['seconds'] * 1e3:.1f} ms per step", file=sys.stderr, flush=True)
+                print(
+                    f"{candidate.name}: {rows[candidate.name]['seconds'] * 1e3:.1f} ms per step",
+                    file=sys.stderr,
+                    flush=True,
+                )
             again = []
             for schedule in SCHEDULES:
-                own = sorted((c for c in listed if c.schedule == schedule), key=lambda c: float(rows[c.name]["seconds"]))
+                own = sorted(
+                    (c for c in listed if c.schedule == schedule), key=lambda c: float(rows[c.name]["seconds"])
+                )
                 again += [c for c in own if c in own[:3] or c.cut in (CUT, PLANNED)]
     print(table(rows.values()))
     return int(any(ratio > GOAL for ratio in landings(rows.values()).values()))
@@ -168,9 +192,14 @@ def landings(rows: Any) -> dict[str, float]:
 
 
 def table(rows: Any) -> str:
-    lines = ["| schedule | plan | place | ms per step | of the best | predicted ms |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| schedule | plan | place | ms per step | of the best | predicted ms |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for schedule in SCHEDULES:
-        own: list[Mapping[str, Any]] = sorted((row for row in rows if row["schedule"] == schedule), key=lambda row: float(row["seconds"]))
+        own: list[Mapping[str, Any]] = sorted(
+            (row for row in rows if row["schedule"] == schedule), key=lambda row: float(row["seconds"])
+        )
         for place, row in enumerate(own):
             chosen = row["cut"] in (CUT, PLANNED, "alone")
             if place < 3 or chosen or place == len(own) - 1:

@@ -31,7 +31,9 @@ def batches(bundle: Bundle, count: int) -> Iterator[dict[str, np.ndarray]]:
         yield batch
 
 
-def run(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], data: DataSpec = SYNTHETIC) -> list[float]:
+def run(
+    configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], data: DataSpec = SYNTHETIC
+) -> list[float]:
     """Seconds of steps with data that the workers make or read."""
     with Job(bundle, timeout=600, data=data, latency=configuration.latency) as job:
         place_workers(configuration, job.workers.process_ids(), groups)

@@ -35,7 +35,9 @@ def commands() -> str:
     """Every command with all arguments."""
     from penstock.cli import command_line
 
-    return "\n".join(part for name, parser in _subcommands(command_line()) for part in _command(f"penstock {name}", parser, 2))
+    return "\n".join(
+        part for name, parser in _subcommands(command_line()) for part in _command(f"penstock {name}", parser, 2)
+    )
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -52,7 +54,9 @@ def _command(name: str, parser: argparse.ArgumentParser, level: int) -> Iterator
         positional = [action for action in group._group_actions if not action.option_strings]
         words += [_value(action) if action.required else f"[{_value(action)}]" for action in positional]
         words += [
-            f"{action.option_strings[0]} {_value(action)}" for action in group._group_actions if action.option_strings and action.required
+            f"{action.option_strings[0]} {_value(action)}"
+            for action in group._group_actions
+            if action.option_strings and action.required
         ]
     if len(words) > 1:
         yield f"```text\nusage: {' '.join(words)}\n```\n"
@@ -62,7 +66,9 @@ def _command(name: str, parser: argparse.ArgumentParser, level: int) -> Iterator
             continue
         if group.title not in ("positional arguments", "options"):
             yield f"*{_prose(group.title or '')}*\n"
-        yield "".join(f"* `{_spelled(action)}`{': ' if action.help else ''}{_prose(action.help or '')}\n" for action in rows)
+        yield "".join(
+            f"* `{_spelled(action)}`{': ' if action.help else ''}{_prose(action.help or '')}\n" for action in rows
+        )
     for inner, sub in _subcommands(parser):
         yield from _command(f"{name} {inner}", sub, level + 1)
 
@@ -87,7 +93,9 @@ def _spelled(action: argparse.Action) -> str:
 def _prose(text: str) -> str:
     """Plain text as Markdown: what stands in quotes or braces is code, pages are links."""
     text = text.replace("%%", "%")
-    text = "".join(part if i % 2 else re.sub(r"([*<])", r"\\\1", part) for i, part in enumerate(re.split(r"(`[^`]*`)", text)))
+    text = "".join(
+        part if i % 2 else re.sub(r"([*<])", r"\\\1", part) for i, part in enumerate(re.split(r"(`[^`]*`)", text))
+    )
     return re.sub(r"docs/([\w-]+)\.md", r"[\1](../\1.md)", text)
 
 
@@ -100,7 +108,10 @@ def python() -> str:
     classes = [name for name in homes if name not in functions]
     parts = ["## Functions\n", *(_function(name, homes[name][1], f"penstock.{name}", 3) for name in functions)]
     parts += ["## Classes\n", *(_class(name, homes[name][1], "") for name in classes)]
-    parts += ["## Models to try things with\n", "Written by `penstock.models` as ONNX files; weights are drawn at random.\n"]
+    parts += [
+        "## Models to try things with\n",
+        "Written by `penstock.models` as ONNX files; weights are drawn at random.\n",
+    ]
     parts += [
         _function(name, what, f"penstock.models.{name}", 3)
         for name, what in vars(_imported("penstock.models")).items()
@@ -120,7 +131,12 @@ def _imported(name: str) -> ModuleType:
 
 def _class(name: str, what: type, home: str) -> str:
     parts = [f"### {name}\n"]
-    if name in HANDED_OVER or issubclass(what, (Exception, tuple)) or dataclasses.is_dataclass(what) or hasattr(what, "__struct_fields__"):
+    if (
+        name in HANDED_OVER
+        or issubclass(what, (Exception, tuple))
+        or dataclasses.is_dataclass(what)
+        or hasattr(what, "__struct_fields__")
+    ):
         parts.append(_code(_signature(name, inspect.signature(what), method=False)))
     if home:
         parts.append(f"{home}\n")
@@ -169,7 +185,11 @@ def _signature(name: str, signature: inspect.Signature, method: bool) -> str:
         mark = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         kind = "" if parameter.annotation is parameter.empty else f": {_type(parameter.annotation)}"
         words.append(f"{mark}{parameter.name}{kind}{_default(parameter, kind)}")
-    result = "" if signature.return_annotation in (signature.empty, None, "None") else f" -> {_type(signature.return_annotation)}"
+    result = (
+        ""
+        if signature.return_annotation in (signature.empty, None, "None")
+        else f" -> {_type(signature.return_annotation)}"
+    )
     line = f"{name}({', '.join(words)}){result}"
     return line if len(line) <= WIDTH else f"{name}(\n" + "".join(f"    {word},\n" for word in words) + f"){result}"
 
@@ -178,7 +198,11 @@ def _default(parameter: inspect.Parameter, kind: str) -> str:
     if parameter.default is parameter.empty:
         return ""
     # A default that is made anew in every call has no text of its own.
-    text = "..." if "<factory>" in repr(parameter.default) or " at 0x" in repr(parameter.default) else repr(parameter.default)
+    text = (
+        "..."
+        if "<factory>" in repr(parameter.default) or " at 0x" in repr(parameter.default)
+        else repr(parameter.default)
+    )
     return f" = {text}" if kind else f"={text}"
 
 
@@ -220,7 +244,9 @@ def passes() -> str:
     from penstock.passes.pipelines import PASSES
     from penstock.reference.passes import pass_help
 
-    return "\n".join(f"## {name}\n\n```text\n{chr(10).join(line.rstrip() for line in pass_help(name))}\n```\n" for name in PASSES)
+    return "\n".join(
+        f"## {name}\n\n```text\n{chr(10).join(line.rstrip() for line in pass_help(name))}\n```\n" for name in PASSES
+    )
 
 
 def errors() -> str:
@@ -230,5 +256,7 @@ def errors() -> str:
     kinds = [what for what in vars(errors).values() if inspect.isclass(what) and issubclass(what, errors.PenstockError)]
     lines = ["| exit code | error | means |\n", "| --- | --- | --- |\n", "| 0 | | all went well |\n"]
     for kind in sorted(kinds, key=lambda kind: kind.exit_code):
-        lines.append(f"| {kind.exit_code} | `{kind.__name__}` | {inspect.cleandoc(kind.__doc__ or '').splitlines()[0]} |\n")
+        lines.append(
+            f"| {kind.exit_code} | `{kind.__name__}` | {inspect.cleandoc(kind.__doc__ or '').splitlines()[0]} |\n"
+        )
     return "".join(lines)

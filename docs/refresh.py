@@ -29,7 +29,10 @@ def docstring(module: str, first: str, last: str | None = None) -> str:
 
     lines = cleandoc(import_module(module).__doc__ or "").splitlines()
     begin = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
-    end = next((i for i, line in enumerate(lines) if last is not None and i > begin and line.strip().startswith(last)), len(lines))
+    end = next(
+        (i for i, line in enumerate(lines) if last is not None and i > begin and line.strip().startswith(last)),
+        len(lines),
+    )
     return block("\n".join(lines[begin:end]))
 
 
@@ -38,7 +41,11 @@ def ops() -> str:
     from penstock.reference.coverage import coverage
 
     header, rows = coverage()
-    lines = [header, ["---"] * len(header), *(["`" + row[0] + "`", *(str(cell).replace("|", "\\|") for cell in row[1:])] for row in rows)]
+    lines = [
+        header,
+        ["---"] * len(header),
+        *(["`" + row[0] + "`", *(str(cell).replace("|", "\\|") for cell in row[1:])] for row in rows),
+    ]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -52,7 +59,10 @@ def coverage_words() -> str:
 def seeded_bugs() -> str:
     """What the bugs of tests/bisecting were found to be."""
     rows = json.loads((HERE.parent / "tests" / "bisecting" / "record.json").read_text(encoding="utf-8"))
-    lines = [f"| {row['bug']} | {row['found by']} | {row['place']} | `{row['tensor']}` | {row['error'] or '-'} |" for row in rows]
+    lines = [
+        f"| {row['bug']} | {row['found by']} | {row['place']} | `{row['tensor']}` | {row['error'] or '-'} |"
+        for row in rows
+    ]
     return "\n".join(["| bug | found by | place | tensor | error |", "| --- | --- | --- | --- | --- |", *lines, ""])
 
 
@@ -104,7 +114,10 @@ def conformance() -> str:
     from conformance.execution import FAILED, FOLDED, INTERPRETER, KNOWN, TVM
     from conformance.gaps import file_of, read_gaps
 
-    lines = ["| tests | through | passed | of them as given | with shapes known | all inputs known | failed |\n", "| --- " * 7 + "|\n"]
+    lines = [
+        "| tests | through | passed | of them as given | with shapes known | all inputs known | failed |\n",
+        "| --- " * 7 + "|\n",
+    ]
     for way, sets in ((INTERPRETER, (NUMERIC, PLAIN)), (TVM, (PLAIN,))):
         listed = read_gaps(file_of(way))
         for name in sets:
@@ -136,13 +149,25 @@ def onnx_support() -> str:
     from conformance.gaps import file_of, read_gaps
     from conformance.operators import FILE
 
-    failing = {way: {test for test, (status, _) in read_gaps(file_of(way)).items() if status == FAILED} for way in (INTERPRETER, TVM)}
-    lines = ["| operator | node tests | interpreter | compiled for CPU | kernels for CUDA | training |\n", "| --- " * 6 + "|\n"]
+    failing = {
+        way: {test for test, (status, _) in read_gaps(file_of(way)).items() if status == FAILED}
+        for way in (INTERPRETER, TVM)
+    }
+    lines = [
+        "| operator | node tests | interpreter | compiled for CPU | kernels for CUDA | training |\n",
+        "| --- " * 6 + "|\n",
+    ]
     for name, row in json.loads(FILE.read_text(encoding="utf-8")).items():
         passed = [len(set(row["tests"]) - failing[way]) for way in (INTERPRETER, TVM)]
         missing = sorted(set(row["floats"]).difference(VJP, STOPS, DECOMPOSE))
         flat = f"{' and '.join(f'`{kind}`' for kind in row['flat'])} {'is' if len(row['flat']) == 1 else 'are'} flat"
-        training = f"no gradient of {', '.join(f'`{kind}`' for kind in missing)}" if missing else "yes" if row["floats"] else "-"
+        training = (
+            f"no gradient of {', '.join(f'`{kind}`' for kind in missing)}"
+            if missing
+            else "yes"
+            if row["floats"]
+            else "-"
+        )
         if row["flat"]:
             training = f"{training}, but not of all operands: {flat}" if row["floats"] else f"no: {flat}"
         cuda = "-" if not row["kinds"] else "yes" if KINDS.union(DECOMPOSE, ["read"]).issuperset(row["kinds"]) else "no"
@@ -159,8 +184,13 @@ def passes() -> str:
 
     lines = ["| pass | options | needs | gives | does |\n", "| --- | --- | --- | --- | --- |\n"]
     for row in PASSES.values():
-        options = [f"`{f.name}`" if f.default is MISSING else f"`{f.name}={print_literal(f.default)}`" for f in fields(row.options)]
-        lines.append(f"| `{row.name}` | {' '.join(options)} | {', '.join(row.needs)} | {', '.join(row.gives)} | {row.doc} |\n")
+        options = [
+            f"`{f.name}`" if f.default is MISSING else f"`{f.name}={print_literal(f.default)}`"
+            for f in fields(row.options)
+        ]
+        lines.append(
+            f"| `{row.name}` | {' '.join(options)} | {', '.join(row.needs)} | {', '.join(row.gives)} | {row.doc} |\n"
+        )
     return "".join(lines)
 
 
@@ -170,9 +200,16 @@ def pipeline(training: bool) -> Callable[[], str]:
         from penstock.passes.pipelines import inference_pipeline, training_pipeline
 
         calls = (
-            training_pipeline({"kind": "adamw", "lr": 3e-4}, {"stages": 2}, "2bw", 4) if training else inference_pipeline({"stages": 2}, 1)
+            training_pipeline({"kind": "adamw", "lr": 3e-4}, {"stages": 2}, "2bw", 4)
+            if training
+            else inference_pipeline({"stages": 2}, 1)
         )
-        return block(print_pipeline(calls).replace(",", ",\n").replace(",\nlr", ",lr").replace(",\nmicrobatches", ",microbatches"))
+        return block(
+            print_pipeline(calls)
+            .replace(",", ",\n")
+            .replace(",\nlr", ",lr")
+            .replace(",\nmicrobatches", ",microbatches")
+        )
 
     return text
 
@@ -281,7 +318,9 @@ def refreshed(text: str) -> str:
 
 
 def main() -> int:
-    stale = [path for path in pages() if path.read_text(encoding="utf-8") != refreshed(path.read_text(encoding="utf-8"))]
+    stale = [
+        path for path in pages() if path.read_text(encoding="utf-8") != refreshed(path.read_text(encoding="utf-8"))
+    ]
     if "--check" in sys.argv[1:]:
         for path in stale:
             print(f"{path} is out of date; run `make docs`")

@@ -26,7 +26,8 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)(#[^)\s]*)?(?=\))")
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "sh", ".yml": "yaml"}
 # What a browser fetches by itself: all `src`, and `href` of <link>. Links that a reader follows are not among them.
 LOADS = re.compile(
-    r"""(?:<(?!a\b)\w+\b[^>]*?\s(?:src|srcset|data|poster)|<link\b[^>]*?\shref)\s*=\s*["']?\s*((?:https?:)?//[^"'\s>]+)""", re.IGNORECASE
+    r"""(?:<(?!a\b)\w+\b[^>]*?\s(?:src|srcset|data|poster)|<link\b[^>]*?\shref)\s*=\s*["']?\s*((?:https?:)?//[^"'\s>]+)""",
+    re.IGNORECASE,
 )
 STYLES = re.compile(r"""(?:@import\s+|url\(\s*)["']?\s*((?:https?:)?//[^"')\s]+)""", re.IGNORECASE)
 # Such code blocks make the theme's script fetch a program that draws them.

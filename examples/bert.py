@@ -41,7 +41,9 @@ class Block(nn.Module):
         self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         x = x + self.merge(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -101,10 +103,17 @@ def masked(random: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def train(
-    net: nn.Module, example: tuple[Tensor, ...], training: ps.Training, batches: Iterable[dict[str, np.ndarray]], folder: Path, backend: str
+    net: nn.Module,
+    example: tuple[Tensor, ...],
+    training: ps.Training,
+    batches: Iterable[dict[str, np.ndarray]],
+    folder: Path,
+    backend: str,
 ) -> list[float]:
     """Train on two stages, and give the weights back to the module; the losses."""
-    bundle = ps.compile(ps.plan(ps.from_torch(net, example), ps.Cluster.local(2), training), folder / "bundle", backend=backend)
+    bundle = ps.compile(
+        ps.plan(ps.from_torch(net, example), ps.Cluster.local(2), training), folder / "bundle", backend=backend
+    )
     losses = []
     with ps.open(bundle) as job:
         for step in job.steps(batches):
@@ -119,14 +128,19 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="keep bundles, checkpoints and weights in this folder (default: keep nothing)")
+    parser.add_argument(
+        "--out", type=Path, help="keep bundles, checkpoints and weights in this folder (default: keep nothing)"
+    )
     parser.add_argument("--steps", type=int, default=400, help="of pre-training; fine-tuning takes a quarter of them")
     parser.add_argument("--lr", type=float, default=2e-3, help="of pre-training")
     parser.add_argument("--labelled", type=int, default=256, help="sentences to fine-tune on")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument(
-        "--backend", default="tvm", choices=("tvm", "numpy"), help="numpy interprets stages instead of compiling them: slow steps, at once"
+        "--backend",
+        default="tvm",
+        choices=("tvm", "numpy"),
+        help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -136,16 +150,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() if options.out is None else nullcontext(options.out) as place:
         encoder = Encoder(options.width, options.layers)
         steps = options.steps
-        training = ps.Training("cross_entropy", ps.AdamW(lr=options.lr), MICROBATCHES, rate=ps.Linear(steps=steps, warmup=steps // 20))
+        training = ps.Training(
+            "cross_entropy", ps.AdamW(lr=options.lr), MICROBATCHES, rate=ps.Linear(steps=steps, warmup=steps // 20)
+        )
         masks = (masked(random) for _ in range(steps))
         guesses = train(
-            MaskedWords(encoder, options.width), (words, words[:, :HIDDEN]), training, masks, Path(place) / "pre-training", options.backend
+            MaskedWords(encoder, options.width),
+            (words, words[:, :HIDDEN]),
+            training,
+            masks,
+            Path(place) / "pre-training",
+            options.backend,
         )
 
         net, steps = Classifier(encoder, options.width), steps // 4
         before = encoder.words.weight.detach().clone()
         groups = (ps.Group(r"^encoder\.(words|positions)", frozen=True), ps.Group(r"^encoder\.", lr=0.1))
-        training = ps.Training("cross_entropy", ps.AdamW(lr=5e-3), MICROBATCHES, rate=ps.Linear(steps=steps), groups=groups)
+        training = ps.Training(
+            "cross_entropy", ps.AdamW(lr=5e-3), MICROBATCHES, rate=ps.Linear(steps=steps), groups=groups
+        )
         given, topics = sentences(options.labelled, random)
         chosen = (random.integers(0, len(given), BATCH) for _ in range(steps))
         labelled = ({"words": given[rows], "labels": topics[rows]} for rows in chosen)

@@ -50,16 +50,24 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     usual = "sm_{}{}".format(*torch.cuda.get_device_capability()) if gpu else "sm_90"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="keep model, cluster file, data and bundles in this folder (default: keep nothing)")
+    parser.add_argument(
+        "--out", type=Path, help="keep model, cluster file, data and bundles in this folder (default: keep nothing)"
+    )
     parser.add_argument("--architecture", default=usual, help=f"of the GPU (here: {usual})")
     parser.add_argument(
-        "--rate", type=float, default=100, help="GFLOP/s of the GPU; a CPU has 50 per thread, and the cut follows from both"
+        "--rate",
+        type=float,
+        default=100,
+        help="GFLOP/s of the GPU; a CPU has 50 per thread, and the cut follows from both",
     )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument(
-        "--backend", default="tvm", choices=("tvm", "numpy"), help="numpy interprets stages instead of compiling them: slow steps, at once"
+        "--backend",
+        default="tvm",
+        choices=("tvm", "numpy"),
+        help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
     options = parser.parse_args()
 
@@ -95,7 +103,9 @@ def main() -> None:
             stand_in = ps.plan(model, ps.Cluster.local(2), training, split_at=[facts[1]["starts_at"]])
             bundle = ps.compile(stand_in, folder / "stand-in", backend=options.backend)
         found = losses(bundle)
-        alone = losses(ps.compile(ps.plan(model, ps.Cluster.local(1), training), folder / "alone", backend=options.backend))
+        alone = losses(
+            ps.compile(ps.plan(model, ps.Cluster.local(1), training), folder / "alone", backend=options.backend)
+        )
 
     off = float((abs(found - alone) / alone).max())
     print(f"ran on {ran}")

@@ -57,7 +57,9 @@ def train(model: ps.Model, schedule: str, folder: Path, options: argparse.Namesp
     bundle = ps.compile(plan, folder / schedule / "bundle", backend=options.backend)
     metrics = folder / schedule / "metrics.jsonl"
     every = max(1, options.steps // 4)
-    print(f"{schedule}: {options.steps} steps of {MICROBATCH * MICROBATCHES} sequences on two processes", file=sys.stderr)
+    print(
+        f"{schedule}: {options.steps} steps of {MICROBATCH * MICROBATCHES} sequences on two processes", file=sys.stderr
+    )
     summary = ps.run_bundle(
         bundle,
         data=f"{folder / 'train.bin'}:u16",
@@ -77,9 +79,15 @@ def train(model: ps.Model, schedule: str, folder: Path, options: argparse.Namesp
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="keep model, bundles, metrics and checkpoints in this folder (default: keep nothing)")
     parser.add_argument(
-        "--text", type=Path, nargs="+", default=sorted(DOCS.glob("*.md")), help="default: the pages of Penstock's documentation"
+        "--out", type=Path, help="keep model, bundles, metrics and checkpoints in this folder (default: keep nothing)"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        default=sorted(DOCS.glob("*.md")),
+        help="default: the pages of Penstock's documentation",
     )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -87,7 +95,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--positions", type=int, default=64)
     parser.add_argument(
-        "--backend", default="tvm", choices=("tvm", "numpy"), help="numpy interprets stages instead of compiling them: slow steps, at once"
+        "--backend",
+        default="tvm",
+        choices=("tvm", "numpy"),
+        help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() if options.out is None else nullcontext(options.out) as place:
@@ -95,7 +106,13 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         text = b"".join(path.read_bytes() for path in options.text)
         write_tokens(text, folder)
-        sizes = {"layers": options.layers, "width": options.width, "heads": 4, "vocab": 256, "positions": options.positions}
+        sizes = {
+            "layers": options.layers,
+            "width": options.width,
+            "heads": 4,
+            "vocab": 256,
+            "positions": options.positions,
+        }
         model = ps.from_onnx(write_gpt(folder / "gpt.onnx", **sizes), dims={"batch": MICROBATCH})
         losses = {schedule: train(model, schedule, folder, options) for schedule in ("1f1b", "2bw")}
         ps.export(folder / "2bw" / "bundle", checkpoint=folder / "2bw" / "checkpoints", onnx=folder / "trained.onnx")

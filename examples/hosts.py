@@ -59,7 +59,9 @@ def namespaces() -> Iterator[dict[str, str]]:
         yield made
     finally:
         for space in made.values():
-            left = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, timeout=20, check=False).stdout.split()
+            left = subprocess.run(
+                ["ip", "netns", "pids", space], capture_output=True, text=True, timeout=20, check=False
+            ).stdout.split()
             for pid in left:
                 os.kill(int(pid), 9)
             subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=20, check=False)
@@ -69,31 +71,68 @@ def train(spaces: dict[str, str], bundle: Path, folder: Path, options: argparse.
     """Run torchrun on each host, and read the metrics that rank 0 wrote."""
     metrics, running = folder / "metrics.jsonl", []
     # torchrun looks up who calls, and there is no name server here.
-    (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *(f"{address} {host}" for host, address in HOSTS.items())]) + "\n")
+    (folder / "hosts").write_text(
+        "\n".join(["127.0.0.1 localhost", *(f"{address} {host}" for host, address in HOSTS.items())]) + "\n"
+    )
     alike = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
-    run = [sys.executable, "-m", "penstock", "run", str(bundle), "--steps", str(options.steps), "--metrics", str(metrics)]
+    run = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "run",
+        str(bundle),
+        "--steps",
+        str(options.steps),
+        "--metrics",
+        str(metrics),
+    ]
     for i, (host, space) in enumerate(spaces.items()):
         meet = f"--nnodes 2 --node-rank {i} --nproc-per-node 1 --master-addr {HOSTS['alpha']} --master-port 29500 --no-python".split()
         command = [sys.executable, "-m", "torch.distributed.run", *meet, *run]
         print(f"{host}: {shlex.join(command)}", file=sys.stderr)
-        named = ["ip", "netns", "exec", space, "unshare", "--uts", "sh", "-c", alike, host, str(folder / "hosts"), *command]
-        running.append(subprocess.Popen(named, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE if i == 0 else None, text=True))
+        named = [
+            "ip",
+            "netns",
+            "exec",
+            space,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            alike,
+            host,
+            str(folder / "hosts"),
+            *command,
+        ]
+        running.append(
+            subprocess.Popen(named, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE if i == 0 else None, text=True)
+        )
     said = running[0].communicate(timeout=options.timeout)[1]
     codes = [process.wait(timeout=options.timeout) for process in running]
     sys.stderr.write(said)
     if any(codes):
         sys.exit(f"exit codes of the two hosts: {codes}")
-    print(next((line for line in said.splitlines() if "2 ranks on 2 hosts" in line), "the ranks did not say that they are on two hosts"))
+    print(
+        next(
+            (line for line in said.splitlines() if "2 ranks on 2 hosts" in line),
+            "the ranks did not say that they are on two hosts",
+        )
+    )
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="keep model, cluster file, bundle and metrics in this folder (default: keep nothing)")
+    parser.add_argument(
+        "--out", type=Path, help="keep model, cluster file, bundle and metrics in this folder (default: keep nothing)"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--timeout", type=float, default=300, help="seconds that the hosts may take")
     parser.add_argument(
-        "--backend", default="tvm", choices=("tvm", "numpy"), help="numpy interprets stages instead of compiling them: slow steps, at once"
+        "--backend",
+        default="tvm",
+        choices=("tvm", "numpy"),
+        help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that namespaces go then, too
@@ -118,7 +157,9 @@ def main() -> None:
             print(f"cannot make network namespaces here: {error.stderr.strip()}", file=sys.stderr)
             sys.exit(CANNOT_RUN)
         alone = ps.run_bundle(bundle, steps=options.steps).losses
-    print(f"{len(losses)} steps on two hosts: loss {losses[0]:.4f} -> {losses[-1]:.4f}; on one: {alone[0]:.4f} -> {alone[-1]:.4f}")
+    print(
+        f"{len(losses)} steps on two hosts: loss {losses[0]:.4f} -> {losses[-1]:.4f}; on one: {alone[0]:.4f} -> {alone[-1]:.4f}"
+    )
     if losses != alone:
         sys.exit("losses are not those of one host")
 

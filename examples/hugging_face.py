@@ -36,10 +36,15 @@ def batches(count: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="keep bundle, checkpoint and weights in this folder (default: keep nothing)")
+    parser.add_argument(
+        "--out", type=Path, help="keep bundle, checkpoint and weights in this folder (default: keep nothing)"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
-        "--backend", default="tvm", choices=("tvm", "numpy"), help="numpy interprets stages instead of compiling them: slow steps, at once"
+        "--backend",
+        default="tvm",
+        choices=("tvm", "numpy"),
+        help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
     options = parser.parse_args()
     try:

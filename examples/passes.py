@@ -67,10 +67,16 @@ def main() -> None:
         before: list[str] = []
         for row in rows:
             after = files[int(row["number"])].read_text().splitlines() if int(row["number"]) in files else before
-            changes = [line for line in difflib.unified_diff(before, after, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))]
+            changes = [
+                line
+                for line in difflib.unified_diff(before, after, n=0, lineterm="")
+                if not line.startswith(("---", "+++", "@@"))
+            ]
             if options.name is None:
                 added, removed = (sum(line[0] == sign for line in changes) for sign in "+-")
-                print(f"{row['number']:>2} {row['pass']:16} {added:4} lines added, {removed:4} removed, {row['ops_after']:>3} operations")
+                print(
+                    f"{row['number']:>2} {row['pass']:16} {added:4} lines added, {removed:4} removed, {row['ops_after']:>3} operations"
+                )
             elif row["pass"] == options.name:
                 print("\n".join(changes))
             before = after

@@ -39,7 +39,14 @@ def images(count: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndar
     rows, columns = np.arange(SIZE)[None, :, None] - place[0], np.arange(SIZE)[None, None, :] - place[1]
     far, wide = np.hypot(rows, columns), np.maximum(abs(rows), abs(columns))
     thin = np.minimum(abs(rows), abs(columns))
-    masks = np.stack([far < radius, wide < 0.85 * radius, (wide < radius) & (thin < 0.3 * radius), (far < radius) & (far > 0.6 * radius)])
+    masks = np.stack(
+        [
+            far < radius,
+            wide < 0.85 * radius,
+            (wide < radius) & (thin < 0.3 * radius),
+            (far < radius) & (far > 0.6 * radius),
+        ]
+    )
     mask = masks[labels, np.arange(count)][:, None]
     colour = random.uniform(0.5, 2.0, (count, 3, 1, 1))
     return (np.where(mask, colour, 0) + random.normal(0, 0.3, (count, 3, SIZE, SIZE))).astype(np.float32), labels
@@ -51,7 +58,11 @@ class Block(nn.Module):
         self.conv1, self.norm1 = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after)
         self.conv2, self.norm2 = nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after)
         same = before == after and stride == 1
-        self.short = nn.Identity() if same else nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+        self.short = (
+            nn.Identity()
+            if same
+            else nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu(self.norm1(self.conv1(x)))
@@ -75,13 +86,18 @@ def batches(count: int, random: np.random.Generator) -> Iterator[tuple[np.ndarra
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="keep bundles, checkpoint and weights in this folder (default: keep nothing)")
+    parser.add_argument(
+        "--out", type=Path, help="keep bundles, checkpoint and weights in this folder (default: keep nothing)"
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=1, help="of each of three sizes of image")
     parser.add_argument(
-        "--backend", default="tvm", choices=("tvm", "numpy"), help="numpy interprets stages instead of compiling them: slow steps, at once"
+        "--backend",
+        default="tvm",
+        choices=("tvm", "numpy"),
+        help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -92,7 +108,9 @@ def main() -> None:
         rate = ps.Cosine(steps=options.steps, warmup=options.steps // 10)
         training = ps.Training("cross_entropy", ps.AdamW(lr=options.lr), MICROBATCHES, rate=rate)
         bundle = ps.compile(
-            ps.plan(ps.from_torch(net, example), ps.Cluster.local(2), training), folder / "training", backend=options.backend
+            ps.plan(ps.from_torch(net, example), ps.Cluster.local(2), training),
+            folder / "training",
+            backend=options.backend,
         )
         losses = []
         with ps.open(bundle) as job:
@@ -106,10 +124,14 @@ def main() -> None:
 
         tests, wanted = images(512, np.random.default_rng(1))
         serving = ps.compile(
-            ps.plan(ps.from_torch(net.eval(), example), ps.Cluster.local(2)), folder / "inference", backend=options.backend
+            ps.plan(ps.from_torch(net.eval(), example), ps.Cluster.local(2)),
+            folder / "inference",
+            backend=options.backend,
         )
         with ps.open(serving) as job:
-            scores = np.concatenate([found["output"] for found in job.stream({"input": part} for part in np.split(tests, 16))])
+            scores = np.concatenate(
+                [found["output"] for found in job.stream({"input": part} for part in np.split(tests, 16))]
+            )
 
     with torch.no_grad():
         theirs = net(torch.from_numpy(tests)).numpy()
@@ -122,7 +144,9 @@ def main() -> None:
     off = abs(scores - theirs).max() / abs(theirs).max()
     print(f"{options.steps} steps of {BATCH} images: loss {np.mean(losses[:5]):.3f} -> {np.mean(losses[-5:]):.3f}")
     print(f"held-out images classified correctly: {right:.1%}; with fresh statistics: {unmoved:.1%}")
-    print(f"{len(norms)} batch norms have counted {counted} microbatches; the pipeline's scores are torch's within {off:.1e}")
+    print(
+        f"{len(norms)} batch norms have counted {counted} microbatches; the pipeline's scores are torch's within {off:.1e}"
+    )
     problems = {
         "fewer than 90 % are right: train for more --steps": right < 0.9,
         "batch norms did not count all microbatches": counted != {options.steps * MICROBATCHES},

@@ -44,13 +44,27 @@ def write_data(path: Path, sequences: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="keep model, data, bundles and checkpoints in this folder (default: keep nothing)")
+    parser.add_argument(
+        "--out", type=Path, help="keep model, data, bundles and checkpoints in this folder (default: keep nothing)"
+    )
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--checkpoint", type=Path, help="go on from this one instead: of another step, losses differ, and this fails")
-    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS), metavar="PLAN", help=f"of {', '.join(map(repr, PLANS))}")
     parser.add_argument(
-        "--backend", default="tvm", choices=("tvm", "numpy"), help="numpy interprets stages instead of compiling them: slow steps, at once"
+        "--checkpoint", type=Path, help="go on from this one instead: of another step, losses differ, and this fails"
+    )
+    parser.add_argument(
+        "--plans",
+        nargs="+",
+        choices=PLANS,
+        default=list(PLANS),
+        metavar="PLAN",
+        help=f"of {', '.join(map(repr, PLANS))}",
+    )
+    parser.add_argument(
+        "--backend",
+        default="tvm",
+        choices=("tvm", "numpy"),
+        help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
     options = parser.parse_args()
     middle = options.steps // 2
@@ -59,7 +73,9 @@ def main() -> None:
         folder = Path(place)
         folder.mkdir(parents=True, exist_ok=True)
         write_data(folder / "data.npz", BATCH * (options.steps - middle // 2))  # the second epoch begins before the end
-        write_gpt(folder / "gpt.onnx", layers=4, width=options.width, heads=4, vocab=VOCAB, positions=POSITIONS, batch=None)
+        write_gpt(
+            folder / "gpt.onnx", layers=4, width=options.width, heads=4, vocab=VOCAB, positions=POSITIONS, batch=None
+        )
 
         def compiled(name: str) -> Path:
             stages, schedule, microbatches = PLANS[name]
@@ -71,7 +87,9 @@ def main() -> None:
 
         data = {"data": folder / "data.npz", "shuffle": True, "seed": 7}
         first = compiled("the same plan")
-        whole = ps.run_bundle(first, steps=options.steps, checkpoint=folder / "checkpoints", checkpoint_every=middle // 2, **data)
+        whole = ps.run_bundle(
+            first, steps=options.steps, checkpoint=folder / "checkpoints", checkpoint_every=middle // 2, **data
+        )
         start = options.checkpoint or folder / "checkpoints" / f"step-{middle:06}"
         resumed = {}
         for name in options.plans:

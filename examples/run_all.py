@@ -36,7 +36,9 @@ def main() -> None:
         print(f"{name} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             started = time.perf_counter()
-            done = subprocess.run([sys.executable, HERE / f"{name}.py"], cwd=folder, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [sys.executable, HERE / f"{name}.py"], cwd=folder, capture_output=True, text=True, check=False
+            )
             seconds = time.perf_counter() - started
         said = done.stderr.strip().splitlines() or [""]
         outcome = {0: "ok", CANNOT_RUN: f"not here: {said[-1]}"}.get(done.returncode, f"FAILED: {said[-1]}")

@@ -32,7 +32,9 @@ Arrays = dict[str, np.ndarray]
 
 def worst(answers: list[Arrays], expected: list[np.ndarray]) -> float:
     """The largest difference from what was expected, relative to the largest score."""
-    if len(answers) != len(expected) or any(found["y"].shape != wanted.shape for found, wanted in zip(answers, expected, strict=True)):
+    if len(answers) != len(expected) or any(
+        found["y"].shape != wanted.shape for found, wanted in zip(answers, expected, strict=True)
+    ):
         return float("inf")
     scale = max(abs(wanted).max() for wanted in expected)
     return float(max(abs(found["y"] - wanted).max() for found, wanted in zip(answers, expected, strict=True)) / scale)
@@ -42,24 +44,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="keep model and bundle in this folder (default: keep nothing)")
     parser.add_argument(
-        "--model", type=Path, help="an ONNX model with input `tokens` and output `y`, such as one that another run of this kept"
+        "--model",
+        type=Path,
+        help="an ONNX model with input `tokens` and output `y`, such as one that another run of this kept",
     )
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument(
-        "--backend", default="tvm", choices=("tvm", "numpy"), help="numpy interprets stages instead of compiling them: slow steps, at once"
+        "--backend",
+        default="tvm",
+        choices=("tvm", "numpy"),
+        help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
     options = parser.parse_args()
     random = np.random.default_rng(0)
-    requests = [{"tokens": random.integers(0, VOCAB, (random.integers(1, 8), POSITIONS))} for _ in range(options.requests)]
+    requests = [
+        {"tokens": random.integers(0, VOCAB, (random.integers(1, 8), POSITIONS))} for _ in range(options.requests)
+    ]
     sequences = sum(len(request["tokens"]) for request in requests)
 
     with tempfile.TemporaryDirectory() if options.out is None else nullcontext(options.out) as place:
         folder = Path(place)
         folder.mkdir(parents=True, exist_ok=True)
-        sizes = {"layers": options.layers, "width": options.width, "heads": 4, "vocab": VOCAB, "positions": POSITIONS, "classes": CLASSES}
+        sizes = {
+            "layers": options.layers,
+            "width": options.width,
+            "heads": 4,
+            "vocab": VOCAB,
+            "positions": POSITIONS,
+            "classes": CLASSES,
+        }
         path = write_bert(folder / "bert.onnx", **sizes)
         judge = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         expected = [judge.run(["y"], request)[0] for request in requests]
@@ -77,7 +93,9 @@ def main() -> None:
             with ThreadPoolExecutor(options.threads) as threads:
                 started = time.perf_counter()
                 answers = list(threads.map(lambda request: job.submit(request).result(timeout=60), requests))
-                print(f"{options.threads} threads: {sequences / (time.perf_counter() - started):.0f} sequences per second")
+                print(
+                    f"{options.threads} threads: {sequences / (time.perf_counter() - started):.0f} sequences per second"
+                )
             off["threads"] = worst(answers, expected)
 
         with ps.open(bundle, mode="latency") as job:

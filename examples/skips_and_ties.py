@@ -126,7 +126,9 @@ def train_in_torch(net: nn.Module, task: Task, batches: list[dict[str, np.ndarra
     for batch in batches:
         *inputs, labels = map(torch.from_numpy, map(np.ascontiguousarray, batch.values()))
         found = net(*inputs)
-        loss = F.mse_loss(found, labels) if task.loss == "mse" else F.cross_entropy(found.flatten(0, 1), labels.flatten())
+        loss = (
+            F.mse_loss(found, labels) if task.loss == "mse" else F.cross_entropy(found.flatten(0, 1), labels.flatten())
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -137,10 +139,15 @@ def train_in_torch(net: nn.Module, task: Task, batches: list[dict[str, np.ndarra
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="keep the bundles in this folder (default: keep nothing)")
-    parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS), metavar="MODEL", help=f"of {', '.join(TASKS)}")
+    parser.add_argument(
+        "--models", nargs="+", choices=TASKS, default=list(TASKS), metavar="MODEL", help=f"of {', '.join(TASKS)}"
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument(
-        "--backend", default="tvm", choices=("tvm", "numpy"), help="numpy interprets stages instead of compiling them: slow steps, at once"
+        "--backend",
+        default="tvm",
+        choices=("tvm", "numpy"),
+        help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
     options = parser.parse_args()
     problems = []
@@ -149,7 +156,9 @@ def main() -> None:
             task, random = TASKS[name], np.random.default_rng(0)
             torch.manual_seed(0)
             net, batches = task.make(), [task.batch(random) for _ in range(options.steps)]
-            example = tuple(torch.from_numpy(np.ascontiguousarray(array[:MICROBATCH])) for array in list(batches[0].values())[:-1])
+            example = tuple(
+                torch.from_numpy(np.ascontiguousarray(array[:MICROBATCH])) for array in list(batches[0].values())[:-1]
+            )
             training = ps.Training(task.loss, ps.AdamW(lr=LR), MICROBATCHES)
             plan = ps.plan(ps.from_torch(net, example), ps.Cluster.local(STAGES), training)
             skips = [edge for edge in plan.module.edges if edge.phase == "F" and edge.dst - edge.src > 1]

@@ -169,7 +169,11 @@ def attach_loss(module: Module, training: Training, renamed: Mapping[str, str] |
     `labels` among its inputs where the loss needs them."""
     main = module.graphs["main"]
     if training.loss.startswith("output:"):
-        loss, inputs, ops = _own_loss(main, training.loss.removeprefix("output:"), renamed or {}), main.ins, list(main.ops)
+        loss, inputs, ops = (
+            _own_loss(main, training.loss.removeprefix("output:"), renamed or {}),
+            main.ins,
+            list(main.ops),
+        )
     else:
         main, labels, op = _added_loss(main, training.loss)
         loss, inputs, ops = op.outs[0], (*main.ins, labels), [*main.ops, op]
@@ -190,9 +194,9 @@ def attach_loss(module: Module, training: Training, renamed: Mapping[str, str] |
         notes.append(f"the loss is {loss.name}; not handed out in training: {', '.join(others)}")
     if len(variables) < len(module.vars):
         notes.append("the loss does not depend on " + ", ".join(f"@{name}" for name in module.vars if name not in read))
-    return module.but(inputs=inputs, outputs=(loss.name,), vars=variables, graphs={**module.graphs, "main": graph}).noted(
-        "training", *notes
-    )
+    return module.but(
+        inputs=inputs, outputs=(loss.name,), vars=variables, graphs={**module.graphs, "main": graph}
+    ).noted("training", *notes)
 
 
 def _frozen(variables: Mapping[str, Var], groups: tuple[Group, ...]) -> dict[str, Var]:
@@ -211,7 +215,9 @@ def _own_loss(main: Graph, name: str, renamed: Mapping[str, str]) -> Value:
         raise UsageError(f"the model has no output of that name, it has {there}", where=where)
     if outs[name].type.shape != () or outs[name].type.dtype not in FLOATS:
         raise UsageError(
-            f"must be a floating-point scalar, but is {outs[name].type}", where=where, hint="reduce it to its mean in the model"
+            f"must be a floating-point scalar, but is {outs[name].type}",
+            where=where,
+            hint="reduce it to its mean in the model",
         )
     if outs[name] in main.ins:
         raise UsageError("is an input of the model, nothing is computed", where=where)
@@ -225,7 +231,8 @@ def _added_loss(main: Graph, kind: str) -> tuple[Graph, Value, Op]:
     if kind == "cross_entropy":
         if first.type.rank < 2:
             raise UsageError(
-                f"needs one score per class in the last of two or more dimensions, the model's first output is {first!r}", where=where
+                f"needs one score per class in the last of two or more dimensions, the model's first output is {first!r}",
+                where=where,
             )
         wanted = TensorType("i64", first.type.shape[:-1])
     else:

@@ -282,7 +282,9 @@ class Writer:
                 self._program.weights.pop(op.var, None)
             for value in op.outs:
                 self._program.indices.pop(value, None)
-        self._program.moved = {name: value for name, value in self._program.moved.items() if not any(value in op.outs for op in gone)}
+        self._program.moved = {
+            name: value for name, value in self._program.moved.items() if not any(value in op.outs for op in gone)
+        }
         del self._program.ops[self._first :]
         return {op.outs[0] for op in gone}
 

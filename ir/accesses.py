@@ -24,9 +24,18 @@ class Accesses:
 
     def __init__(self, module: Module, stage: int, newest: int = 0) -> None:
         assert module.schedule is not None
-        self._module, self._newest, self._per_batch, self._homes = module, newest, module.schedule.microbatches, module.rank_stages()
-        self._graphs: Mapping[str, Graph] = {kind: graph for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None}
-        self._values = {kind: frozenset(v.name for v in (*graph.ins, *graph.results)) for kind, graph in self._graphs.items()}
+        self._module, self._newest, self._per_batch, self._homes = (
+            module,
+            newest,
+            module.schedule.microbatches,
+            module.rank_stages(),
+        )
+        self._graphs: Mapping[str, Graph] = {
+            kind: graph for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None
+        }
+        self._values = {
+            kind: frozenset(v.name for v in (*graph.ins, *graph.results)) for kind, graph in self._graphs.items()
+        }
         self._slots = {kind: signature(graph).slots for kind, graph in self._graphs.items()}
         self._summed = summed_vars(module, stage)
         self._moved = {(e.phase, e.src, e.dst): frozenset(v.name for v in e.values) for e in module.edges}

@@ -27,7 +27,12 @@ from .machine import Gpu, gpus, usable_cores, usable_memory
 KINDS = {"cpu": "ram", "cuda": "hbm"}
 _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
 # Float32 operations and bytes per second by data sheet (A100, A40, L40S, H100): what a plan starts from when the file does not say.
-CUDA_RATES = {"sm_80": (1.95e13, 1.55e12), "sm_86": (3.74e13, 6.96e11), "sm_89": (9.16e13, 8.64e11), "sm_90": (6.7e13, 3.35e12)}
+CUDA_RATES = {
+    "sm_80": (1.95e13, 1.55e12),
+    "sm_86": (3.74e13, 6.96e11),
+    "sm_89": (9.16e13, 8.64e11),
+    "sm_90": (6.7e13, 3.35e12),
+}
 # Operations per second of one thread of a processor, and bytes per second of its memory, where nothing is said.
 THREAD_FLOPS, CPU_BANDWIDTH = 5e10, 1e10
 SAME_HOST, OTHER_HOST, HOST_TO_DEVICE = "same-host", "other-host", "host-to-device"
@@ -81,7 +86,9 @@ class Device:
 
     @staticmethod
     def from_fields(name: str, given: Mapping[str, Scalar], spaces: tuple[tuple[str, int], ...]) -> Device:
-        shares = tuple((k.removeprefix(EFFICIENCY_PREFIX), v) for k, v in given.items() if k.startswith(EFFICIENCY_PREFIX))
+        shares = tuple(
+            (k.removeprefix(EFFICIENCY_PREFIX), v) for k, v in given.items() if k.startswith(EFFICIENCY_PREFIX)
+        )
         plain = {k: v for k, v in given.items() if not k.startswith(EFFICIENCY_PREFIX)}
         _refuse_unknown(plain, Device)
         return Device(name, **plain, spaces=spaces, efficiency=shares)  # type: ignore[arg-type]
@@ -131,7 +138,11 @@ class Host:
     nic_latency: float = 0.0
 
     def fields(self) -> dict[str, Scalar]:
-        return {f.name: getattr(self, f.name) for f in fields(Host) if f.name != "name" and getattr(self, f.name) != f.default}
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(Host)
+            if f.name != "name" and getattr(self, f.name) != f.default
+        }
 
     @staticmethod
     def from_fields(name: str, given: Mapping[str, Scalar]) -> Host:
@@ -212,7 +223,9 @@ class Cluster:
         """The device of that name; UsageError where there is none."""
         found = self._devices.get(name)
         if found is None:
-            raise UsageError(f"no device {name!r} in the cluster", hint=f"it has {', '.join(d.name for d in self.devices)}")
+            raise UsageError(
+                f"no device {name!r} in the cluster", hint=f"it has {', '.join(d.name for d in self.devices)}"
+            )
         return found
 
     def shares_memory(self, a: str, b: str) -> bool:
@@ -278,7 +291,9 @@ class Cluster:
         if not all(map(_whole, threads)):
             raise UsageError(f"threads must be whole numbers, got {', '.join(map(repr, threads))}")
         if threads and (len(threads) != count or min(threads) < 1):
-            raise UsageError(f"{count} devices need {count} numbers of threads of 1 or more, got {', '.join(map(str, threads))}")
+            raise UsageError(
+                f"{count} devices need {count} numbers of threads of 1 or more, got {', '.join(map(str, threads))}"
+            )
         each = tuple(threads) or (max(1, usable_cores() // count),) * count
         total = usable_memory()
         rams = [total * n // sum(each) // 2**30 * 2**30 or total * n // sum(each) for n in each]
@@ -302,7 +317,8 @@ class Cluster:
         bad = [word for word in words if word != "cpu" and not is_architecture(word)]
         if bad:
             raise UsageError(
-                f"unknown device {bad[0]!r}", hint="a number of CPU devices, or a list of `cpu` and CUDA architectures: cpu,sm_90"
+                f"unknown device {bad[0]!r}",
+                hint="a number of CPU devices, or a list of `cpu` and CUDA architectures: cpu,sm_90",
             )
         cpus = iter(Cluster.local(max(words.count("cpu"), 1)).devices)
         devices: list[Device] = []
@@ -317,7 +333,9 @@ class Cluster:
         from .cluster_file import read_cluster
 
         if not isinstance(path, str | os.PathLike):
-            raise UsageError(f"a cluster is loaded from the path of a file, got {path!r}", hint="Cluster.local(N) makes N devices")
+            raise UsageError(
+                f"a cluster is loaded from the path of a file, got {path!r}", hint="Cluster.local(N) makes N devices"
+            )
         return read_cluster(path)
 
     def to_toml(self) -> str:
@@ -350,7 +368,9 @@ def device_of_gpu(gpu: Gpu) -> Device:
     """A device for a GPU of this machine, with the rates of its architecture and what its driver says."""
     flops, bandwidth = cuda_rates(gpu.arch)
     spaces = (("hbm", gpu.memory),) if gpu.memory else ()
-    return Device(f"cuda:{gpu.index}", "cuda", target=gpu.arch, flops=flops, bandwidth=gpu.bandwidth or bandwidth, spaces=spaces)
+    return Device(
+        f"cuda:{gpu.index}", "cuda", target=gpu.arch, flops=flops, bandwidth=gpu.bandwidth or bandwidth, spaces=spaces
+    )
 
 
 __all__ = [

@@ -71,8 +71,16 @@ _SCALE = (
 )
 _UNITS = {
     "bytes": {f"{scale}b": factor for scale, factor in _SCALE.items()},
-    "bytes per second": {f"{scale}{unit}": f / n for scale, f in _SCALE.items() for unit, n in (("b/s", 1), ("bit/s", 8))},
-    "seconds": {"s": Fraction(1), "ms": Fraction("1e-3"), "us": Fraction("1e-6"), "µs": Fraction("1e-6"), "ns": Fraction("1e-9")},
+    "bytes per second": {
+        f"{scale}{unit}": f / n for scale, f in _SCALE.items() for unit, n in (("b/s", 1), ("bit/s", 8))
+    },
+    "seconds": {
+        "s": Fraction(1),
+        "ms": Fraction("1e-3"),
+        "us": Fraction("1e-6"),
+        "µs": Fraction("1e-6"),
+        "ns": Fraction("1e-9"),
+    },
     "operations per second": {f"{scale}{unit}": f for scale, f in _SCALE.items() for unit in ("flop/s", "flops")},
 }
 # What can be: beyond it are slips, and numbers that no sum of times survives. Zero is another matter.
@@ -125,7 +133,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key.start_mark)
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                )
             seen.add(key.value)
         found: dict[Hashable, Any] = super().construct_mapping(node, deep)
         return found
@@ -145,7 +155,10 @@ class _Reader:
 
     def read(self, data: object) -> Cluster:
         if not isinstance(data, dict):
-            raise UsageError(f"the cluster must be tables [[device]], [[link]], [[host]] and [links], got {data!r:.60}", where=self.path)
+            raise UsageError(
+                f"the cluster must be tables [[device]], [[link]], [[host]] and [links], got {data!r:.60}",
+                where=self.path,
+            )
         known = ("device", "link", "host", "links")
         self.problems += [f"unknown table [{key}], expected {', '.join(known)}" for key in data if key not in known]
         hosts: dict[str, Mapping[str, object]] = {}
@@ -161,11 +174,15 @@ class _Reader:
     def _check_names(self, hosts: list[Host], devices: list[Device], links: list[Link]) -> None:
         names = {d.name for d in devices}
         for what, found in (("device", [d.name for d in devices]), ("host", [h.name for h in hosts])):
-            self.problems += [f"{what} {n!r} is listed twice" for n in sorted({n for n in found if n and found.count(n) > 1})]
+            self.problems += [
+                f"{what} {n!r} is listed twice" for n in sorted({n for n in found if n and found.count(n) > 1})
+            ]
         known = {h.name for h in hosts}
         for device in devices:
             if known and device.host not in known:
-                self.problems.append(f"device {device.name!r}: no host {device.host!r}, there are {', '.join(sorted(known))}")
+                self.problems.append(
+                    f"device {device.name!r}: no host {device.host!r}, there are {', '.join(sorted(known))}"
+                )
         pairs: set[frozenset[str]] = set()
         for i, link in enumerate(links):
             pair = frozenset((link.a, link.b))
@@ -230,7 +247,9 @@ class _Reader:
         if len(self.problems) > problems:
             return Device(str(values.get("name", "")), host=str(values.get("host", "localhost")))
         threads = values.get("threads", 1)
-        values.setdefault("flops", cuda_rates(str(values["target"]))[0] if kind == "cuda" else THREAD_FLOPS * float(threads))
+        values.setdefault(
+            "flops", cuda_rates(str(values["target"]))[0] if kind == "cuda" else THREAD_FLOPS * float(threads)
+        )
         if kind == "cuda":
             values.setdefault("bandwidth", cuda_rates(str(values["target"]))[1])
         return Device(**values, spaces=spaces, efficiency=shares)
@@ -290,7 +309,9 @@ class _Reader:
                 self.problems.append(f"[links]: {kind} must be a table with bandwidth and latency, got {given!r}")
             else:
                 bandwidth, latency = CLASSES[kind]
-                yield LinkClass(kind, **{"bandwidth": bandwidth, "latency": latency, **self._take(f"[links] {kind}", given, _CLASS)})
+                yield LinkClass(
+                    kind, **{"bandwidth": bandwidth, "latency": latency, **self._take(f"[links] {kind}", given, _CLASS)}
+                )
 
     # ------------------------------------------------------------------------------ values
 
@@ -316,7 +337,9 @@ class _Reader:
         if plain in ("name", "word"):
             if isinstance(value, str) and (_NAME.fullmatch(value) or (value == "" and kind.endswith("?"))):
                 return value
-            self.problems.append(f"{where}: {key} must be a name without blanks, of letters, digits and . / : - _, got {value!r}")
+            self.problems.append(
+                f"{where}: {key} must be a name without blanks, of letters, digits and . / : - _, got {value!r}"
+            )
         elif plain == "table":
             if isinstance(value, dict):
                 return value
@@ -350,7 +373,9 @@ class _Reader:
             self.problems.append(f"{where}: {key} must be {like if units else 'a number'}, got {value!r}{meant}")
             return None
         if not (number >= 0 if kind.endswith("?") else number > 0) or math.isinf(number):
-            self.problems.append(f"{where}: {key} must be positive{' or 0' if kind.endswith('?') else ''} and finite, got {value!r}")
+            self.problems.append(
+                f"{where}: {key} must be positive{' or 0' if kind.endswith('?') else ''} and finite, got {value!r}"
+            )
             return None
         if number and not (plain == "bytes" and number < 1) and not self._within(where, key, value, number, plain):
             return None

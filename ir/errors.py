@@ -53,7 +53,9 @@ class DoesNotFit(PenstockError):
 
     exit_code = 4
 
-    def __init__(self, what: str, *, where: str = "", hint: str = "", excess: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self, what: str, *, where: str = "", hint: str = "", excess: Mapping[int, float] | None = None
+    ) -> None:
         super().__init__(what, where=where, hint=hint)
         self.excess = excess or {}
 

@@ -6,7 +6,14 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 
-_SAID = ("can't allocate memory", "bad_alloc", "out of memory", "Cannot allocate memory", "can't start new thread", "failed to map segment")
+_SAID = (
+    "can't allocate memory",
+    "bad_alloc",
+    "out of memory",
+    "Cannot allocate memory",
+    "can't start new thread",
+    "failed to map segment",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -19,7 +26,10 @@ def ended_out_of_memory(said: str) -> bool:
     lines = said.partition("Fatal Python error: ")[0].splitlines()
     # Behind a warning there may be the line of source that it is about.
     warned = [number for number, line in enumerate(lines) if "ResourceWarning: " in line]
-    added = {*warned, *(number + 1 for number in warned if number + 1 < len(lines) and lines[number + 1].startswith("  "))}
+    added = {
+        *warned,
+        *(number + 1 for number in warned if number + 1 < len(lines) and lines[number + 1].startswith("  ")),
+    }
     last = next((line for number, line in reversed([*enumerate(lines)]) if line.strip() and number not in added), "")
     return last.partition(":")[0].endswith(MemoryError.__name__) or any(words in last for words in _SAID)
 

@@ -321,7 +321,9 @@ def touched_vars(graph: Graph | None, *kinds: str) -> set[str]:
 
 def summed_vars(module: Module, stage: int) -> list[str]:
     """The gradients that a stage adds to, in the order of the module's variables: what its ranks have to sum up."""
-    added = touched_vars(module.stage_graph(stage, "B"), "accum") | touched_vars(module.stage_graph(stage, "W"), "accum")
+    added = touched_vars(module.stage_graph(stage, "B"), "accum") | touched_vars(
+        module.stage_graph(stage, "W"), "accum"
+    )
     return [name for name in module.vars if name in added]
 
 
@@ -334,7 +336,9 @@ def stepped_vars(module: Module) -> set[str]:
     """Variables that have versions: updates write them, and forward or backward read them. What nobody writes is version 0 for ever."""
     updates = {name for name in module.graphs if graph_kind(name) == "U"}
     written = {var for name in updates for var in written_vars(module.graphs[name])}
-    return written & {op.var for name, graph in module.graphs.items() if name not in updates for op in graph.ops if op.kind == "read"}
+    return written & {
+        op.var for name, graph in module.graphs.items() if name not in updates for op in graph.ops if op.kind == "read"
+    }
 
 
 def signature(graph: Graph) -> Signature:
@@ -353,7 +357,11 @@ def stage_vars(module: Module, stage: int) -> dict[str, Var]:
     nothing touches; in the module's order."""
     graphs = [graph for name, graph in module.graphs.items() if name.startswith(f"s{stage}.")]
     touched = {op.var for graph in graphs for op in graph.ops if op.kind in _STATEFUL}
-    return {name: var for name, var in module.vars.items() if name in touched or (var.stage == stage and var.role in (PARAM, BUFFER))}
+    return {
+        name: var
+        for name, var in module.vars.items()
+        if name in touched or (var.stage == stage and var.role in (PARAM, BUFFER))
+    }
 
 
 # ------------------------------------------------------------------------------------------------ rewriting

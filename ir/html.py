@@ -25,8 +25,14 @@ _MOST_RANKS, _MOST_MICROBATCHES = 32, 32
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Cells are text. Rows beyond some sixty are counted."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows[:_MOST_ROWS])
-    more = f'<tr><td colspan="{len(header)}">and {counted(len(rows) - _MOST_ROWS, "more row")}</td></tr>' if len(rows) > _MOST_ROWS else ""
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows[:_MOST_ROWS]
+    )
+    more = (
+        f'<tr><td colspan="{len(header)}">and {counted(len(rows) - _MOST_ROWS, "more row")}</td></tr>'
+        if len(rows) > _MOST_ROWS
+        else ""
+    )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}{more}</tbody></table>"
 
 
@@ -70,9 +76,15 @@ def _module(module: Module) -> Iterator[str]:
 
     yield title(describe(module))
     if module.stages:
-        rows = [(stage.index, " ".join(module.devices_of(stage.index)), *_stage(module, stage.index)) for stage in module.stages]
+        rows = [
+            (stage.index, " ".join(module.devices_of(stage.index)), *_stage(module, stage.index))
+            for stage in module.stages
+        ]
         yield table(("stage", "devices", "operations", "parameters", "elements"), rows)
-    graphs = [(graph.name, len(graph.ops), len(graph.ins), len(graph.outs), len(graph.saved)) for graph in module.graphs.values()]
+    graphs = [
+        (graph.name, len(graph.ops), len(graph.ins), len(graph.outs), len(graph.saved))
+        for graph in module.graphs.values()
+    ]
     yield table(("graph", "operations", "inputs", "outputs", "saved"), graphs)
     if module.edges:
         yield table(
@@ -96,9 +108,7 @@ def _grid(module: Module) -> str:
     schedule = module.schedule
     assert schedule is not None
     if len(schedule.ranks) > _MOST_RANKS or schedule.microbatches > _MOST_MICROBATCHES:
-        return (
-            f"{counted(len(schedule.ranks), 'rank')}, {counted(schedule.microbatches, 'microbatch')} per batch: penstock inspect --schedule"
-        )
+        return f"{counted(len(schedule.ranks), 'rank')}, {counted(schedule.microbatches, 'microbatch')} per batch: penstock inspect --schedule"
     try:
         return format_grid(schedule, 2)
     except PenstockError as error:

@@ -52,7 +52,8 @@ def run_graph(
         missing, given = [v.name for v in graph.ins[len(ins) :]], list(ins)
     if missing or len(given) != len(graph.ins):
         raise VerifyError(
-            f"expected {len(graph.ins)} inputs, got {len(given)}; missing: {', '.join(missing) or 'none'}", where=f"@{graph.name}"
+            f"expected {len(graph.ins)} inputs, got {len(given)}; missing: {', '.join(missing) or 'none'}",
+            where=f"@{graph.name}",
         )
     store = DictStore({}) if store is None else store
     values = {v.name: as_value(x, v, precision) for v, x in zip(graph.ins, given, strict=True)}
@@ -66,10 +67,14 @@ def run_graph(
             results = _run_step(step, [values[v.name] for v in op.ins], store, precision)
         except (VerifyError, ValueError, TypeError) as error:  # what NumPy raises for operands that do not fit
             names = ", ".join(f"%{v.name}" for v in op.outs) or f"@{op.var}"
-            raise VerifyError(str(error), where=f"@{graph.name}: {op.kind} {names}" + (f" ({op.loc})" if op.loc else "")) from error
+            raise VerifyError(
+                str(error), where=f"@{graph.name}: {op.kind} {names}" + (f" ({op.loc})" if op.loc else "")
+            ) from error
         for out, found in zip(op.outs, results, strict=True):
             if found.shape != out.type.shape:
-                raise VerifyError(f"%{out.name} is {out.type}, {op.kind} gives shape {list(found.shape)}", where=f"@{graph.name}")
+                raise VerifyError(
+                    f"%{out.name} is {out.type}, {op.kind} gives shape {list(found.shape)}", where=f"@{graph.name}"
+                )
             values[out.name] = found
         if watch is not None:
             watch(op, results)
@@ -145,7 +150,9 @@ def microbatches_of(module: Module, batch: Arrays, number: int = 0) -> list[dict
             continue
         counts[value.name], found[value.name] = array.shape[0] // shape[0], array
     if len(set(counts.values())) > 1:
-        problems.append("inputs have different numbers of microbatches: " + ", ".join(f"{n} {c}" for n, c in counts.items()))
+        problems.append(
+            "inputs have different numbers of microbatches: " + ", ".join(f"{n} {c}" for n, c in counts.items())
+        )
     if problems or not counts:
         raise UsageError("; ".join(problems) or "the module has no inputs", where=module.name)
     count = next(iter(counts.values()))
@@ -156,7 +163,12 @@ def microbatches_of(module: Module, batch: Arrays, number: int = 0) -> list[dict
 
 
 def run_recurrence(
-    module: Module, weights: Arrays, batches: Sequence[Arrays], delay: int = 0, precision: str = F64, watch: Watch | None = None
+    module: Module,
+    weights: Arrays,
+    batches: Sequence[Arrays],
+    delay: int = 0,
+    precision: str = F64,
+    watch: Watch | None = None,
 ) -> Run:
     """Train the unsplit module by the recurrence, batch by batch; without a B graph only the forward runs.
 
@@ -165,12 +177,16 @@ def run_recurrence(
     forward = module.graphs.get("F") or module.graphs.get("main")
     if forward is None:
         raise UsageError(
-            f"the graphs are {', '.join(module.graphs)}; the recurrence needs F (and B and U), before `split`", where=module.name
+            f"the graphs are {', '.join(module.graphs)}; the recurrence needs F (and B and U), before `split`",
+            where=module.name,
         )
     backward, norm, update = (module.graphs.get(kind) for kind in "BNU")
     forward, backward = _reading_own_version(forward), backward and _reading_own_version(backward)
     stepped = stepped_vars(module)
-    held = {name: Var(var.name, var.type, var.role, versions=delay + 1 if name in stepped else 1) for name, var in module.vars.items()}
+    held = {
+        name: Var(var.name, var.type, var.role, versions=delay + 1 if name in stepped else 1)
+        for name, var in module.vars.items()
+    }
     store = VersionStore(held, stepped, initial_arrays(module, weights, list(module.vars), precision))
     run = Run(module.outputs[0])
     for t, batch in enumerate(batches):
@@ -244,7 +260,10 @@ def run_schedule(
     with a delay needs when it does not start at batch 0.
     """
     if module.schedule is None:
-        raise UsageError("the module has no schedule yet; run it with the recurrence, or apply the pass `schedule`", where=module.name)
+        raise UsageError(
+            "the module has no schedule yet; run it with the recurrence, or apply the pass `schedule`",
+            where=module.name,
+        )
     count = len(batches) if batches_count is None else batches_count
     if count > len(batches):
         raise UsageError(f"{count} batches are asked for, {len(batches)} are given", where=module.name)
@@ -253,7 +272,9 @@ def run_schedule(
     for t, batch in enumerate(batches[:count], first):
         parts = microbatches_of(module, batch, t)
         if len(parts) != m:
-            raise UsageError(f"batch {t} has {counted(len(parts), 'microbatch')}, the schedule has {m}", where=module.name)
+            raise UsageError(
+                f"batch {t} has {counted(len(parts), 'microbatch')}, the schedule has {m}", where=module.name
+            )
         feed |= {t * m + k: mb for k, mb in enumerate(parts)}
     pipeline = _Pipeline(module, weights, feed, module.schedule.expand_all(count, first), first, precision, watch)
     for name, array in (previous or {}).items():
@@ -288,7 +309,9 @@ class _Pipeline:
     ) -> None:
         self.module, self.feed, self.precision, self.watch = module, feed, precision, watch
         self.run_found = Run(module.outputs[0])
-        self.wired = bool(module.edges) or any(a.kind in (*SENDS, *RECEIVES) for program in programs.values() for a in program)
+        self.wired = bool(module.edges) or any(
+            a.kind in (*SENDS, *RECEIVES) for program in programs.values() for a in program
+        )
         assert module.schedule is not None
         self.per_batch = module.schedule.microbatches
         self.channels: dict[tuple[int, int, str], deque[tuple[int, dict[str, Array]]]] = {}
@@ -298,9 +321,13 @@ class _Pipeline:
         # What the ranks of a stage have brought to the sum of a batch, by stage and batch.
         self.sums: dict[tuple[int, int], dict[int, dict[str, Array]]] = {}
         for index, program in programs.items():
-            graphs = [g for g in (module.stage_graph(self.homes.get(index, index), kind) for kind in COMPUTE) if g is not None]
+            graphs = [
+                g for g in (module.stage_graph(self.homes.get(index, index), kind) for kind in COMPUTE) if g is not None
+            ]
             names = dict.fromkeys(slot.var for g in graphs for slot in map(slot_of, g.ops) if slot is not None)
-            store = VersionStore(module.vars, self.stepped, initial_arrays(module, weights, list(names), precision), first)
+            store = VersionStore(
+                module.vars, self.stepped, initial_arrays(module, weights, list(names), precision), first
+            )
             self.ranks[index] = _Rank(index, program, store)
 
     def put(self, var: str, version: int, array: Array) -> None:
@@ -318,12 +345,18 @@ class _Pipeline:
                 while (action := rank.action()) is not None and self._perform(rank, action):
                     rank.step += 1
                     moved = True
-        stuck = [f"rank {r.index}, step {r.step}: {a} waits for {self._wanted(r, a)}" for r in self.ranks.values() if (a := r.action())]
+        stuck = [
+            f"rank {r.index}, step {r.step}: {a} waits for {self._wanted(r, a)}"
+            for r in self.ranks.values()
+            if (a := r.action())
+        ]
         if stuck:
             raise VerifyError("no rank can move\n  " + "\n  ".join(stuck), where=f"schedule of {self.module.name}")
         left = [f"{src}{phase}>{dst}: {len(queue)}" for (src, dst, phase), queue in self.channels.items() if queue]
         if left:
-            raise VerifyError(f"messages were never received: {', '.join(left)}", where=f"schedule of {self.module.name}")
+            raise VerifyError(
+                f"messages were never received: {', '.join(left)}", where=f"schedule of {self.module.name}"
+            )
         for rank in self.ranks.values():
             _collect(self.run_found, self.module, rank.store)
         self._compare_ranks()
@@ -339,7 +372,8 @@ class _Pipeline:
                     here, there = (self.ranks[r].store.latest(name) for r in (ranks[0], rank))
                     if not np.array_equal(here, there, equal_nan=True):
                         raise VerifyError(
-                            f"ranks {ranks[0]} and {rank} of stage {stage} end with different @{name}", where=self.module.name
+                            f"ranks {ranks[0]} and {rank} of stage {stage} end with different @{name}",
+                            where=self.module.name,
                         )
 
     def _perform(self, rank: _Rank, action: Action) -> bool:
@@ -466,7 +500,10 @@ class _Pipeline:
         if action.mb in rank.waiting and action.kind in ("P", "N", "U"):
             return f"the gradients of the other ranks of stage {action.stage}"
         graph = self._graph(action)
-        return ", ".join(f"%{v.name}" for v in graph.ins if self._find(rank, action.holder, v.name) is None) + f" of {_unit(action)}"
+        return (
+            ", ".join(f"%{v.name}" for v in graph.ins if self._find(rank, action.holder, v.name) is None)
+            + f" of {_unit(action)}"
+        )
 
 
 def _unit(action: Action) -> str:

@@ -99,7 +99,10 @@ class VersionStore:
         for name, array in arrays.items():
             count = variables[name].versions if name in stepped else 1
             if variables[name].role == GRAD:
-                self.slots[name], self.held[name] = [array, *(array.copy() for _ in range(1, variables[name].versions))], []
+                self.slots[name], self.held[name] = (
+                    [array, *(array.copy() for _ in range(1, variables[name].versions))],
+                    [],
+                )
                 continue
             self.slots[name], self.held[name] = [None] * count, [None] * count
             self.slots[name][first % count], self.held[name][first % count] = array, first
@@ -138,7 +141,9 @@ class VersionStore:
         found = slots[at]
         if found is None or (var in self.newest and held[at] != version):
             alive = ", ".join(str(v) for v in sorted(v for v in held if v is not None))
-            raise VerifyError(f"version {version} of @{var} is asked for, its {len(slots)} slots hold {alive or 'nothing'}")
+            raise VerifyError(
+                f"version {version} of @{var} is asked for, its {len(slots)} slots hold {alive or 'nothing'}"
+            )
         return found
 
     def read(self, var: str, slot: str) -> Array:

@@ -102,7 +102,8 @@ class Account:
     def happenings(self) -> list[Happening]:
         """All that happens to memory, in the order of actions; what one action does, in the order of names."""
         return sorted(
-            self._happenings(), key=lambda h: (h.step, h.what, h.names, h.owner is None, h.owner or 0, h.copy, h.version, h.nbytes)
+            self._happenings(),
+            key=lambda h: (h.step, h.what, h.names, h.owner is None, h.owner or 0, h.copy, h.version, h.nbytes),
         )
 
     def _happenings(self) -> Iterator[Happening]:
@@ -138,7 +139,13 @@ class Difference:
     only_measured: tuple[str, ...]
 
     def __str__(self) -> str:
-        at = "" if self.step is None else "before the first action" if self.action is None else f"action {self.step}, {self.action}"
+        at = (
+            ""
+            if self.step is None
+            else "before the first action"
+            if self.action is None
+            else f"action {self.step}, {self.action}"
+        )
         parts = [f"rank {self.rank}" + (f", {at}" if at else "")]
         if self.planned_bytes != self.measured_bytes:
             parts.append(f"{self.planned_bytes} bytes live as planned, {self.measured_bytes} as measured")
@@ -159,14 +166,20 @@ def first_difference(planned: Account, measured: Account) -> Difference | None:
         if expected != found:
             return Difference(rank, step, found, 0, 0, (f"action {expected}",), (f"action {found}",))
     if len(planned.actions) != len(measured.actions):
-        return Difference(rank, None, None, 0, 0, (f"{len(planned.actions)} actions",), (f"{len(measured.actions)} actions",))
+        return Difference(
+            rank, None, None, 0, 0, (f"{len(planned.actions)} actions",), (f"{len(measured.actions)} actions",)
+        )
     by_step = [_by_step(account) for account in (planned, measured)]
     for step in range(BEFORE, len(planned.actions)):
         expected_here, found_here = (account.get(step, Counter()) for account in by_step)
         if expected_here != found_here:
-            expected_bytes, found_bytes = (sum(life.nbytes for life in account.live_at(step)) for account in (planned, measured))
+            expected_bytes, found_bytes = (
+                sum(life.nbytes for life in account.live_at(step)) for account in (planned, measured)
+            )
             action = planned.actions[step] if step >= 0 else None
-            missing, more = (tuple(sorted(map(str, c.elements()))) for c in (expected_here - found_here, found_here - expected_here))
+            missing, more = (
+                tuple(sorted(map(str, c.elements()))) for c in (expected_here - found_here, found_here - expected_here)
+            )
             return Difference(rank, step, action, expected_bytes, found_bytes, missing, more)
     for kind in planned.workspace.keys() & measured.workspace.keys():
         sizes = [sorted(account.workspace[kind]) for account in (planned, measured)]

@@ -94,7 +94,9 @@ def caches() -> dict[str, int]:
         level, kind, size = (_read(folder / name) for name in ("level", "type", "size"))
         match = re.fullmatch(r"(\d+)([KM]?)", size)
         if level and match and kind != "Instruction":
-            found[f"L{level}{'d' if kind == 'Data' else ''}"] = int(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2]]
+            found[f"L{level}{'d' if kind == 'Data' else ''}"] = (
+                int(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2]]
+            )
     return found
 
 
@@ -138,7 +140,13 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     bandwidth = 2.0 * clock * 1e6 * width / 8 if clock and width else 0.0
     pcie = 0.985e9 * 2.0 ** (generation - 3) * lanes if generation and lanes else 0.0
     return Gpu(
-        index, name if isinstance(name, str) else name.decode(), f"sm_{major}{minor}", int(memory.total), int(memory.free), bandwidth, pcie
+        index,
+        name if isinstance(name, str) else name.decode(),
+        f"sm_{major}{minor}",
+        int(memory.total),
+        int(memory.free),
+        bandwidth,
+        pcie,
     )
 
 

@@ -154,7 +154,9 @@ def planned_account(module: Module, rank: int, runs: Sequence[tuple[int, int]]) 
     newest = runs[0][0] if runs else 0
     lives = with_uses(module, stage, newest, actions, [*_variable_lives(module, stage), *walk.finish()])
     workspace = {kind: tuple(blocks) for kind, blocks in walk.workspaces.items()}
-    return Account(rank, tuple(actions), tuple(lives), tuple(_versions(module, rank, stage, newest, actions)), workspace)
+    return Account(
+        rank, tuple(actions), tuple(lives), tuple(_versions(module, rank, stage, newest, actions)), workspace
+    )
 
 
 def with_uses(module: Module, stage: int, newest: int, actions: Sequence[Action], lives: Sequence[Life]) -> list[Life]:
@@ -202,8 +204,14 @@ def _versions(module: Module, rank: int, stage: int, newest: int, actions: Seque
     assert module.schedule is not None
     per_batch, readers = module.schedule.microbatches, ("F", "B", "W")
     # As written for batch 1.
-    oldest = min((a.version for a in module.schedule.ranks[rank].batch if a.kind in readers and a.version is not None), default=1)
-    last = {a.version: i for i, a in enumerate(actions) if a.kind in readers and a.version == a.batch(per_batch) + oldest - 1}
+    oldest = min(
+        (a.version for a in module.schedule.ranks[rank].batch if a.kind in readers and a.version is not None), default=1
+    )
+    last = {
+        a.version: i
+        for i, a in enumerate(actions)
+        if a.kind in readers and a.version == a.batch(per_batch) + oldest - 1
+    }
     made = {a.version: i for i, a in enumerate(actions) if a.kind == "U"}
     for name in sorted(stepped_vars(module) & stage_vars(module, stage).keys()):
         for version, written in ((newest, BEFORE), *((v, i) for v, i in made.items() if v is not None)):

@@ -92,8 +92,15 @@ class Walk:
         self.saved = {v.name for kind in ("F", "B") if kind in self.graphs for v in self.graphs[kind].saved}
         # What stays after each computation, beside what is to be sent: what the later ones take.
         for_weights = {v.name for v in self.graphs["W"].ins} if "W" in self.graphs else set()
-        self.kept = {"F": {v.name for v in self.graphs["F"].saved} if "F" in self.graphs else set(), "B": for_weights, "W": set[str]()}
-        self.sent = {kind: {v.name for e in module.edges if (e.src, e.phase) == (stage, kind) for v in e.values} for kind in PHASES}
+        self.kept = {
+            "F": {v.name for v in self.graphs["F"].saved} if "F" in self.graphs else set(),
+            "B": for_weights,
+            "W": set[str](),
+        }
+        self.sent = {
+            kind: {v.name for e in module.edges if (e.src, e.phase) == (stage, kind) for v in e.values}
+            for kind in PHASES
+        }
         self._needed = {kind: kept | self.sent.get(kind, set()) for kind, kept in self.kept.items()}
         self.targets = {kind: sum((e.src, e.phase) == (stage, kind) for e in module.edges) for kind in PHASES}
         self.held: dict[int, dict[str, _Block]] = {}
@@ -105,7 +112,9 @@ class Walk:
         self._inputs = {v.name for v in module.inputs}
         # What a graph takes (True) and hands back: every call asks.
         self._stored = {
-            (kind, takes): [*self._with_memory(g.ins if takes else g.results)] for kind, g in self.graphs.items() for takes in (True, False)
+            (kind, takes): [*self._with_memory(g.ins if takes else g.results)]
+            for kind, g in self.graphs.items()
+            for takes in (True, False)
         }
         self._posts, self._sends = posts, Counter[tuple[str, int]]()
         self._posted: dict[tuple[str, int], dict[int, list[_Block]]] = {}

@@ -247,11 +247,16 @@ def parse_groups(texts: Sequence[str]) -> tuple[Group, ...]:
 
 def sort_into(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Group]:
     """The group of each name that has one; a group that none is left for is an error."""
-    found = {name: group for name in names if (group := next((g for g in groups if re.search(g.name, name)), None)) is not None}
+    found = {
+        name: group
+        for name in names
+        if (group := next((g for g in groups if re.search(g.name, name)), None)) is not None
+    }
     empty = [g for g in groups if all(g is not other for other in found.values())]
     if empty:
         idle = [
-            f"{g.name!r} matches no parameter" + (" that the groups before it leave" if any(re.search(g.name, n) for n in names) else "")
+            f"{g.name!r} matches no parameter"
+            + (" that the groups before it leave" if any(re.search(g.name, n) for n in names) else "")
             for g in empty
         ]
         raise UsageError("; ".join(idle), where="groups", hint=f"there are {', '.join(names)}"[:400])

@@ -25,7 +25,11 @@ class Problem:
     memory: bool = False
 
     def __str__(self) -> str:
-        parts = [f"{self.where}: {self.what}"] + ([self.excerpt] if self.excerpt else []) + ([f"  hint: {self.hint}"] if self.hint else [])
+        parts = (
+            [f"{self.where}: {self.what}"]
+            + ([self.excerpt] if self.excerpt else [])
+            + ([f"  hint: {self.hint}"] if self.hint else [])
+        )
         return "\n".join(parts)
 
 
@@ -34,7 +38,9 @@ def to_error(name: str, problems: Sequence[Problem]) -> VerifyError | DoesNotFit
     kind = DoesNotFit if all(problem.memory for problem in problems) else VerifyError
     if len(problems) == 1:
         (only,) = problems
-        return kind(only.what + (f"\n{only.excerpt}" if only.excerpt else ""), where=f"@{name} {only.where}", hint=only.hint)
+        return kind(
+            only.what + (f"\n{only.excerpt}" if only.excerpt else ""), where=f"@{name} {only.where}", hint=only.hint
+        )
     more = " (the first ones)" if len(problems) == LIMIT else ""
     listed = "\n".join(f"{i}. {problem}" for i, problem in enumerate(problems, 1))
     return kind(f"{len(problems)} problems{more}\n{listed}", where=f"@{name}")

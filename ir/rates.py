@@ -34,7 +34,9 @@ Piece = tuple[float, float, float, float, float]
 
 
 def _check(kind: str, *rules: tuple[str, float, str, bool]) -> None:
-    wrong = [f"{name} must be {said}, got {value!r}" for name, value, said, holds in rules if not (isfinite(value) and holds)]
+    wrong = [
+        f"{name} must be {said}, got {value!r}" for name, value, said, holds in rules if not (isfinite(value) and holds)
+    ]
     if wrong:
         raise UsageError("; ".join(wrong), where=f"rate {kind}")
 
@@ -134,7 +136,9 @@ class Steps(_Rate):
 
 
 Rate = Constant | Linear | Cosine | Steps
-RATES: dict[str, type[Constant] | type[Linear] | type[Cosine] | type[Steps]] = {c.kind: c for c in (Constant, Linear, Cosine, Steps)}
+RATES: dict[str, type[Constant] | type[Linear] | type[Cosine] | type[Steps]] = {
+    c.kind: c for c in (Constant, Linear, Cosine, Steps)
+}
 
 
 def rate_of(given: dict[str, object], prefix: str, problems: list[str]) -> Rate | None:
@@ -152,7 +156,9 @@ def parse_rate(text: str) -> Rate:
     except ValueError as error:
         problems.append(str(error))
     if made is None:
-        raise UsageError("; ".join(problems), where=f"learning rate {text!r}", hint="e.g. cosine{steps=1000,warmup=100}")
+        raise UsageError(
+            "; ".join(problems), where=f"learning rate {text!r}", hint="e.g. cosine{steps=1000,warmup=100}"
+        )
     return made
 
 

@@ -27,7 +27,9 @@ def accepted(names: Iterable[str], renamed: Mapping[str, str]) -> dict[str, str]
     return {name: name for name in outside} | {theirs: ours for ours, theirs in outside.items()}
 
 
-def by_our_names(given: Mapping[str, Any], names: Iterable[str], renamed: Mapping[str, str], where: str) -> dict[str, Any]:
+def by_our_names(
+    given: Mapping[str, Any], names: Iterable[str], renamed: Mapping[str, str], where: str
+) -> dict[str, Any]:
     """What a caller gives, by our names; names that mean nothing stay, for whoever knows what to say of them."""
     if not isinstance(given, Mapping):
         raise UsageError(f"expected a dict of arrays by the names of inputs, got {type(given).__name__}", where=where)

@@ -62,8 +62,16 @@ class Action(NamedTuple):
             expected = "<" if kind in RECEIVES else ">" if kind in SENDS else None
             missing = arrow is None and kind in (*SENDS, *RECEIVES)
             if not missing and (arrow is None or arrow == expected):
-                return Action(kind, int(stage), int(mb), None if version is None else int(version), None if peer is None else int(peer))
-        raise ValueError(f"bad action {text!r}, expected <stage><kind><microbatch>[@version][>peer|<peer], e.g. 0F3@1 or 1RF3<0")
+                return Action(
+                    kind,
+                    int(stage),
+                    int(mb),
+                    None if version is None else int(version),
+                    None if peer is None else int(peer),
+                )
+        raise ValueError(
+            f"bad action {text!r}, expected <stage><kind><microbatch>[@version][>peer|<peer], e.g. 0F3@1 or 1RF3<0"
+        )
 
     def batch(self, per_batch: int) -> int:
         """The batch it belongs to."""
@@ -97,7 +105,9 @@ class Schedule:
     microbatches: int
     ranks: Mapping[int, Program] = field(default_factory=dict)
     # The runs that the verifier looks at, each several times (verify_schedule.py).
-    kept: dict[tuple[int, int], dict[int, list[Action]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    kept: dict[tuple[int, int], dict[int, list[Action]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def rewrite(self, rule: Callable[[Action], Iterable[Action]]) -> Schedule:
         """Every action of every rank replaced by what `rule` gives for it, in both lists."""
@@ -109,12 +119,17 @@ class Schedule:
         def changed(rank: int, actions: tuple[Action, ...]) -> tuple[Action, ...]:
             return tuple(b for a in actions for b in rule(rank, a))
 
-        ranks = {rank: Program(changed(rank, program.start), changed(rank, program.batch)) for rank, program in self.ranks.items()}
+        ranks = {
+            rank: Program(changed(rank, program.start), changed(rank, program.batch))
+            for rank, program in self.ranks.items()
+        }
         return Schedule(self.name, self.microbatches, ranks)
 
     def homes(self) -> dict[int, int]:
         """The stage of every rank that does something."""
-        return {rank: listed[0].stage for rank, program in self.ranks.items() if (listed := program.batch or program.start)}
+        return {
+            rank: listed[0].stage for rank, program in self.ranks.items() if (listed := program.batch or program.start)
+        }
 
     def members(self) -> dict[int, tuple[int, ...]]:
         """The ranks of every stage, in order."""
@@ -125,7 +140,12 @@ class Schedule:
 
     def runners(self) -> dict[tuple[int, int], int]:
         """Which rank of a stage runs a microbatch: (stage, number in the batch) -> rank."""
-        return {(a.stage, a.mb % self.microbatches): rank for rank, program in self.ranks.items() for a in program.batch if a.kind == "F"}
+        return {
+            (a.stage, a.mb % self.microbatches): rank
+            for rank, program in self.ranks.items()
+            for a in program.batch
+            if a.kind == "F"
+        }
 
     def shares(self, stage: int) -> list[int]:
         """How many microbatches of a batch each rank of a stage runs."""

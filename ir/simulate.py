@@ -152,16 +152,30 @@ def simulate(
 
     played = play(programs, rules, duration, latency)
     if played.stuck:
-        waits = ", ".join(f"rank {r} at step {len(played.ranks[r])} ({programs[r][len(played.ranks[r])]})" for r in sorted(played.stuck))
-        raise VerifyError(f"cannot finish {batches} batches: these wait for ever: {waits}", where=f"schedule {schedule.name}")
+        waits = ", ".join(
+            f"rank {r} at step {len(played.ranks[r])} ({programs[r][len(played.ranks[r])]})"
+            for r in sorted(played.stuck)
+        )
+        raise VerifyError(
+            f"cannot finish {batches} batches: these wait for ever: {waits}", where=f"schedule {schedule.name}"
+        )
     return played
 
 
 def time_per_batch(
-    schedule: Schedule, forward_time: float = 1, backward_time: float = 2, weight_time: float = 1, *, latency: float = 0, batches: int = 6
+    schedule: Schedule,
+    forward_time: float = 1,
+    backward_time: float = 2,
+    weight_time: float = 1,
+    *,
+    latency: float = 0,
+    batches: int = 6,
 ) -> float:
     """What one more batch costs in a long run."""
-    short, long = (simulate(schedule, n, forward_time, backward_time, weight_time, latency=latency).finish for n in (batches, 2 * batches))
+    short, long = (
+        simulate(schedule, n, forward_time, backward_time, weight_time, latency=latency).finish
+        for n in (batches, 2 * batches)
+    )
     return (long - short) / batches
 
 
@@ -176,7 +190,9 @@ def most_in_flight(actions: Iterable[Action]) -> int:
     return most
 
 
-def format_grid(schedule: Schedule, batches: int, mark: tuple[int, int] | None = None, *, first: int = 0, width: int | None = None) -> str:
+def format_grid(
+    schedule: Schedule, batches: int, mark: tuple[int, int] | None = None, *, first: int = 0, width: int | None = None
+) -> str:
     """One row per rank, one column per unit of time, forwards one unit and backwards two, or one and W one; U and collectives stand after
     the computation they follow. `mark` = (rank, step) puts that action of the expanded program into brackets. With a `width` the grid goes
     on below where a line would be longer."""
@@ -195,7 +211,9 @@ def format_grid(schedule: Schedule, batches: int, mark: tuple[int, int] | None =
                 cells[rank][at - 1] += f",{text}"
     widths = [max((len(row[i]) for row in cells.values()), default=1) for i in range(columns)]
     lines: list[str] = []
-    for begin, end in _pieces(widths, None if width is None else width - max((len(f"rank {rank} | ") for rank in cells), default=0)):
+    for begin, end in _pieces(
+        widths, None if width is None else width - max((len(f"rank {rank} | ") for rank in cells), default=0)
+    ):
         lines += [""] * bool(lines)
         for rank, row in cells.items():
             shown = zip(row[begin:end], widths[begin:end], strict=True)

@@ -358,7 +358,11 @@ class _ModuleParser:
         self.outputs.append(_fullmatch(_OUTPUT, line, "output %name")[1])
 
     def _var(self, line: str) -> None:
-        match = _fullmatch(_VAR, line, f"var @name : type [stage N] {'|'.join(ROLES)} [versions N] [policy NAME] [init NAME|[NUMBER,...]]")
+        match = _fullmatch(
+            _VAR,
+            line,
+            f"var @name : type [stage N] {'|'.join(ROLES)} [versions N] [policy NAME] [init NAME|[NUMBER,...]]",
+        )
         name, type_text, stage, role, versions, policy, init = match.groups()
         if name in self.vars:
             raise ValueError(f"@{name} is declared twice")
@@ -408,7 +412,11 @@ class _ModuleParser:
     def finish(self) -> Module:
         if not self.closed or self.name is None:
             raise ValueError("the text ends before the module does, expected '}'")
-        cluster = Cluster(tuple(self.devices), tuple(self.links), tuple(self.hosts), tuple(self.classes)) if self.devices else None
+        cluster = (
+            Cluster(tuple(self.devices), tuple(self.links), tuple(self.hosts), tuple(self.classes))
+            if self.devices
+            else None
+        )
         return Module(
             self.name, tuple(self.inputs), tuple(self.outputs), cluster, tuple(self.meshes), tuple(self.stages), self.vars,
             self.graphs, tuple(self.edges), self.schedule, self.facts, tuple(self.notes),
@@ -456,6 +464,7 @@ def _parsed(text: str, path: str) -> Module:
 def _fail(path: str, number: int, lines: list[str], message: str) -> NoReturn:
     first = max(1, number - 2)
     shown = [
-        f"  {'>' if n == number else ' '} {n:5d} | {visible(lines[n - 1][:300])}" for n in range(first, min(number + 1, len(lines)) + 1)
+        f"  {'>' if n == number else ' '} {n:5d} | {visible(lines[n - 1][:300])}"
+        for n in range(first, min(number + 1, len(lines)) + 1)
     ]
     raise ParseError("\n".join([visible(message), *shown]), where=f"{path}:{number}")

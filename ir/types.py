@@ -119,13 +119,17 @@ def parse_type(text: str) -> TensorType:
     """The type that prints as `text`; ValueError says what was expected."""
     match = _TYPE.fullmatch(text)
     if match is None or match[1] not in DTYPES:
-        raise ValueError(f"bad tensor type {text!r}, expected one of {'/'.join(DTYPES)} and a shape, e.g. f32[32,64/dp]")
+        raise ValueError(
+            f"bad tensor type {text!r}, expected one of {'/'.join(DTYPES)} and a shape, e.g. f32[32,64/dp]"
+        )
     shape: list[Dim] = []
     axes: list[tuple[str, ...]] = []
     for part in match[2].split(",") if match[2] else ():
         dim = _DIM.fullmatch(part)
         if dim is None:
-            raise ValueError(f"bad dimension {part!r} in {text!r}, expected a number or a name, then /axis for each mesh axis")
+            raise ValueError(
+                f"bad dimension {part!r} in {text!r}, expected a number or a name, then /axis for each mesh axis"
+            )
         shape.append(int(dim[1]) if dim[1].isdigit() else dim[1])
         axes.append(tuple(dim[2].split("/")[1:]))
     return TensorType(match[1], tuple(shape), tuple(axes) if any(axes) else (), tuple(match[3].split("+")[1:]))
@@ -139,6 +143,8 @@ def broadcast_shapes(*shapes: tuple[Dim, ...]) -> tuple[Dim, ...]:
         sizes = {s[i - rank + len(s)] for s in shapes if i - rank + len(s) >= 0} - {1}
         if len(sizes) > 1:
             listed = " and ".join("[" + ",".join(map(str, s)) + "]" for s in shapes)
-            raise TypeError(f"shapes {listed} do not broadcast: dimension {i - rank} is {' and '.join(sorted(map(str, sizes)))}")
+            raise TypeError(
+                f"shapes {listed} do not broadcast: dimension {i - rank} is {' and '.join(sorted(map(str, sizes)))}"
+            )
         out.append(sizes.pop() if sizes else 1)
     return tuple(out)

@@ -27,7 +27,21 @@ from math import prod
 
 from .cluster import Cluster
 from .collecting import nothing_collected
-from .graph import BUFFER, GRAD, PARAM, ROLES, STATE, TABLE, Graph, Module, Op, Value, touched_vars, touching_ops, written_vars
+from .graph import (
+    BUFFER,
+    GRAD,
+    PARAM,
+    ROLES,
+    STATE,
+    TABLE,
+    Graph,
+    Module,
+    Op,
+    Value,
+    touched_vars,
+    touching_ops,
+    written_vars,
+)
 from .ops import infer_op
 from .problems import LIMIT, Problem, op_window, to_error
 from .schedule import COMPUTE, PHASES, TAKERS
@@ -68,7 +82,10 @@ def check_typed(module: Module) -> Iterator[Problem]:
         if name != var.name:
             yield Problem(f"@{name}", f"the variable stored under this name is called @{var.name}")
         if var.role not in ROLES or var.versions < 1:
-            yield Problem(f"@{name}", f"role {var.role}, {var.versions} versions; expected one of {', '.join(ROLES)} and at least one")
+            yield Problem(
+                f"@{name}",
+                f"role {var.role}, {var.versions} versions; expected one of {', '.join(ROLES)} and at least one",
+            )
         if isinstance(var.init, tuple) and len(var.init) != var.type.size:
             yield Problem(f"@{name}", f"is {var.type} and begins with {len(var.init)} elements")
     seen: dict[str, tuple[Value, str]] = {v.name: (v, "input of the module") for v in module.inputs}
@@ -79,7 +96,10 @@ def check_typed(module: Module) -> Iterator[Problem]:
         for value in (*graph.ins, *graph.outs, *graph.saved):
             other, place = seen.setdefault(value.name, (value, f"@{name}"))
             if other.type != value.type:
-                yield Problem(f"@{name}", f"%{value.name} is {value.type} here and {other.type} in {place}; equal names mean equal tensors")
+                yield Problem(
+                    f"@{name}",
+                    f"%{value.name} is {value.type} here and {other.type} in {place}; equal names mean equal tensors",
+                )
 
 
 def _check_unless_known(graph: Graph, types: dict[str, TensorType]) -> Iterator[Problem]:
@@ -112,7 +132,9 @@ def _check_graph(graph: Graph, types: dict[str, TensorType]) -> Iterator[Problem
             if value.name not in defined:
                 yield Problem(f"@{graph.name}", f"{name} %{value.name}, which is not defined in it")
             elif defined[value.name] != value.type:
-                yield Problem(f"@{graph.name}", f"{name} %{value.name} as {value.type}, defined as {defined[value.name]}")
+                yield Problem(
+                    f"@{graph.name}", f"{name} %{value.name} as {value.type}, defined as {defined[value.name]}"
+                )
         if len({v.name for v in values}) != len(values):
             yield Problem(f"@{graph.name}", f"{name} a value twice: {', '.join('%' + v.name for v in values)}")
 
@@ -137,7 +159,11 @@ def _op_problems(op: Op, defined: dict[str, TensorType], types: dict[str, Tensor
     if len(found) != len(op.outs):
         problems.append(f"declares {len(op.outs)} results, the op table says {len(found)}")
     else:
-        problems += [f"result %{v.name} is declared {v.type}, expected {t}" for v, t in zip(op.outs, found, strict=True) if v.type != t]
+        problems += [
+            f"result %{v.name} is declared {v.type}, expected {t}"
+            for v, t in zip(op.outs, found, strict=True)
+            if v.type != t
+        ]
     if op.kind == "read" and op.attrs.get("version", "latest") not in ("mb", "latest"):
         problems.append(f"reads version {op.attrs['version']}, expected mb or latest")
     return problems
@@ -166,7 +192,8 @@ def check_differentiated(module: Module) -> Iterator[Problem]:
     families = list(_families(module))
     if not any("B" in family for _, family in families):
         yield Problem(
-            "graphs", f"no backward graph, expected B or s0.B, ...; there is {', '.join('@' + n for n in module.graphs) or 'none'}"
+            "graphs",
+            f"no backward graph, expected B or s0.B, ...; there is {', '.join('@' + n for n in module.graphs) or 'none'}",
         )
         return
     updating = any("U" in family for _, family in families)
@@ -208,11 +235,19 @@ def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem
         for i, op in touching_ops(graph):
             roles, role = allowed[kind].get(op.kind), module.vars[op.var].role
             if roles is None:
-                yield Problem(_op_place(graph, i), f"{op.kind} is not allowed here, only {', '.join(allowed[kind])}", op_window(graph, i))
+                yield Problem(
+                    _op_place(graph, i),
+                    f"{op.kind} is not allowed here, only {', '.join(allowed[kind])}",
+                    op_window(graph, i),
+                )
             elif role not in roles:
-                yield Problem(_op_place(graph, i), f"@{op.var} is a {role}, expected {' or '.join(roles)}", op_window(graph, i))
+                yield Problem(
+                    _op_place(graph, i), f"@{op.var} is a {role}, expected {' or '.join(roles)}", op_window(graph, i)
+                )
             elif op.var in done:
-                yield Problem(_op_place(graph, i), f"@{op.var} was already changed by {done[op.var]} above", op_window(graph, i))
+                yield Problem(
+                    _op_place(graph, i), f"@{op.var} was already changed by {done[op.var]} above", op_window(graph, i)
+                )
             elif kind != "F" and op.var in moving:
                 what = f"{op.kind}s @{op.var}, which forward changes with every microbatch; expected forward alone to touch it"
                 yield Problem(_op_place(graph, i), what, op_window(graph, i))
@@ -259,7 +294,8 @@ def check_staged(module: Module) -> Iterator[Problem]:
         for stage in module.stages:
             if stage.place not in places:
                 yield Problem(
-                    f"stage {stage.index}", f"is on {stage.place}, which is no device or mesh; there are {', '.join(sorted(places))}"
+                    f"stage {stage.index}",
+                    f"is on {stage.place}, which is no device or mesh; there are {', '.join(sorted(places))}",
                 )
         yield from _check_meshes(module, module.cluster)
     for var in module.vars.values():
@@ -278,11 +314,16 @@ def _check_meshes(module: Module, cluster: Cluster) -> Iterator[Problem]:
     taken = dict.fromkeys(known, "a device")
     for mesh in module.meshes:
         if mesh.name in taken:
-            yield Problem(f"mesh @{mesh.name}", f"has the name of {taken[mesh.name]}, so a stage on {mesh.name} could be on either")
+            yield Problem(
+                f"mesh @{mesh.name}",
+                f"has the name of {taken[mesh.name]}, so a stage on {mesh.name} could be on either",
+            )
         taken[mesh.name] = "another mesh"
         unknown = [name for name in mesh.devices if name not in known]
         if unknown:
-            yield Problem(f"mesh @{mesh.name}", f"has {', '.join(unknown)}, which is no device; there are {', '.join(known)}")
+            yield Problem(
+                f"mesh @{mesh.name}", f"has {', '.join(unknown)}, which is no device; there are {', '.join(known)}"
+            )
         sizes = [size for _, size in mesh.axes]
         if prod(sizes) != len(mesh.devices) or len(set(mesh.devices)) < len(mesh.devices):
             what = f"has axes of {' x '.join(map(str, sizes))} and devices {', '.join(mesh.devices)}, expected as many different ones"
@@ -312,7 +353,13 @@ def _check_annotations(graph: Graph, stages: int) -> Iterator[Problem]:
         for name, place in sources.items():
             stays = graph.name in ("N", "U")
             if place != stage if stays else place < stage if down else place > stage:
-                way = "down in a backward graph" if down else "nowhere in an update graph" if stays else "up in a forward graph"
+                way = (
+                    "down in a backward graph"
+                    if down
+                    else "nowhere in an update graph"
+                    if stays
+                    else "up in a forward graph"
+                )
                 what = f"is on stage {stage}, but takes %{name} from stage {place}; values move {way}"
                 yield Problem(_op_place(graph, i), what, op_window(graph, i))
         places |= {v.name: stage for v in op.outs}
@@ -347,7 +394,9 @@ def _check_providers(module: Module) -> Iterator[Problem]:
                 found.setdefault(value.name, []).append(stage.index)
         for name, stages in found.items():
             if len(stages) > 1:
-                yield Problem(f"%{name}", f"is returned by {' and '.join(f'@s{s}.{phase}' for s in stages)}, expected one maker")
+                yield Problem(
+                    f"%{name}", f"is returned by {' and '.join(f'@s{s}.{phase}' for s in stages)}, expected one maker"
+                )
     for kind in ("F", "B", "W", "N", "U"):
         sources = [phase for phase in PHASES if kind in TAKERS[phase]]
         for index in (s.index for s in module.stages):
@@ -371,7 +420,12 @@ def _check_providers(module: Module) -> Iterator[Problem]:
 def _check_places(module: Module) -> Iterator[Problem]:
     """Every variable is used by exactly one stage, the one it names, or names none and is replicated."""
     users: dict[str, set[int]] = {name: set() for name in module.vars}
-    moving = {name: s.index for s in module.stages if (graph := module.stage_graph(s.index, "F")) for name in written_vars(graph)}
+    moving = {
+        name: s.index
+        for s in module.stages
+        if (graph := module.stage_graph(s.index, "F"))
+        for name in written_vars(graph)
+    }
     for stage in module.stages:
         for kind in COMPUTE:
             graph = module.stage_graph(stage.index, kind)
@@ -382,10 +436,17 @@ def _check_places(module: Module) -> Iterator[Problem]:
             yield Problem(f"@{name}", f"{var.role} {var.type} is used by no stage; was a layer dropped?")
         elif var.stage is not None and users[name] != {var.stage}:
             where = " and ".join(f"stage {s}" for s in sorted(users[name]))
-            yield Problem(f"@{name}", f"is on stage {var.stage}, but used by {where}", hint="a variable without a stage is replicated")
+            yield Problem(
+                f"@{name}",
+                f"is on stage {var.stage}, but used by {where}",
+                hint="a variable without a stage is replicated",
+            )
         elif name in moving and len(users[name]) > 1:
             where = " and ".join(f"stage {s}" for s in sorted(users[name]))
-            yield Problem(f"@{name}", f"is changed by the forward of stage {moving[name]}, but used by {where}; expected one stage")
+            yield Problem(
+                f"@{name}",
+                f"is changed by the forward of stage {moving[name]}, but used by {where}; expected one stage",
+            )
 
 
 def _check_owners(module: Module) -> Iterator[Problem]:
@@ -404,7 +465,9 @@ def _check_owners(module: Module) -> Iterator[Problem]:
                     other = owners.setdefault(value.name, graph.name)
                     if other != graph.name:
                         yield Problem(
-                            _op_place(graph, i), f"%{value.name} is computed by @{other} as well, expected one stage", op_window(graph, i)
+                            _op_place(graph, i),
+                            f"%{value.name} is computed by @{other} as well, expected one stage",
+                            op_window(graph, i),
                         )
 
 

@@ -30,11 +30,18 @@ def check_agreement(module: Module) -> Iterator[Problem]:
     stepped = stepped_vars(module)
     for name, var in module.vars.items():
         if var.versions > 1 and name not in stepped and var.role != GRAD:
-            yield Problem(f"@{name}", f"{var.role} has {var.versions} versions, but no update changes what forward or backward reads of it")
+            yield Problem(
+                f"@{name}",
+                f"{var.role} has {var.versions} versions, but no update changes what forward or backward reads of it",
+            )
 
 
 def _definition(op: Op) -> tuple[object, ...]:
-    return (op.kind, tuple(v.name for v in op.ins), tuple(sorted((k, v) for k, v in op.attrs.items() if k not in ANNOTATIONS)))
+    return (
+        op.kind,
+        tuple(v.name for v in op.ins),
+        tuple(sorted((k, v) for k, v in op.attrs.items() if k not in ANNOTATIONS)),
+    )
 
 
 def _check_names(module: Module, updates: Mapping[int, Graph]) -> Iterator[Problem]:
@@ -42,7 +49,9 @@ def _check_names(module: Module, updates: Mapping[int, Graph]) -> Iterator[Probl
     made: dict[str, tuple[Graph, tuple[object, ...]]] = {}
     handed_out = {v.name for s in module.stages if (graph := module.stage_graph(s.index, "N")) for v in graph.outs}
     for graph in updates.values():
-        alike = _behind(graph, (op.ins[0] for op in graph.ops if op.kind == "write" and module.vars[op.var].stage is None))
+        alike = _behind(
+            graph, (op.ins[0] for op in graph.ops if op.kind == "write" and module.vars[op.var].stage is None)
+        )
         decided = set(handed_out)
         settled = set(handed_out)  # what is decided, and what depends on nothing else
         for i, op in enumerate(graph.ops):
@@ -95,7 +104,9 @@ def _check_sums(module: Module, updates: Mapping[int, Graph]) -> Iterator[Proble
         if len(stages) < 2:
             continue
         for stage in stages:
-            needed = _behind(updates[stage], (op.ins[0] for op in updates[stage].ops if op.kind == "write" and op.var == name))
+            needed = _behind(
+                updates[stage], (op.ins[0] for op in updates[stage].ops if op.kind == "write" and op.var == name)
+            )
             for source in added.get(f"{name}.grad", ()):
                 if not any(v.name in needed for v in _handed_out(module, source, f"{name}.grad")):
                     what = (

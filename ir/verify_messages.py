@@ -37,13 +37,17 @@ def _check_edges(module: Module) -> Iterator[Problem]:
         place = f"edge {key[0]}>{key[1]} {key[2]}"
         if key not in edges:
             taker = taking(module, key[1], key[2], values)[0]
-            yield Problem(place, f"there is none, but @s{key[1]}.{taker} takes {_values(values)} from @s{key[0]}.{key[2]}")
+            yield Problem(
+                place, f"there is none, but @s{key[1]}.{taker} takes {_values(values)} from @s{key[0]}.{key[2]}"
+            )
         elif list(edges[key].values) != values:
             yield Problem(place, f"carries {_values(edges[key].values)}, expected {_values(values)}")
     for key, edge in edges.items():
         if key not in expected:
             taker = " or ".join(f"@s{key[1]}.{kind}" for kind in TAKERS[key[2]])
-            yield Problem(f"edge {key[0]}>{key[1]} {key[2]}", f"carries {_values(edge.values)}, which {taker} does not take")
+            yield Problem(
+                f"edge {key[0]}>{key[1]} {key[2]}", f"carries {_values(edge.values)}, which {taker} does not take"
+            )
 
 
 def _values(values: Iterable[Value]) -> str:
@@ -88,7 +92,9 @@ def _check_ends(
             known = other in out.get((a.stage, phase), ()) if a.kind in SENDS else (a.stage, phase, other) in arriving
             if not known:
                 there = f"the stage of rank {a.peer}" if other != a.peer else str(other)
-                yield from problem("edge", step, f"there is no {phase} edge between stages {a.stage} and {there} in that direction")
+                yield from problem(
+                    "edge", step, f"there is no {phase} edge between stages {a.stage} and {there} in that direction"
+                )
             if a.kind in SENDS and (phase, a.stage, a.mb, None) not in done:
                 yield from problem("early", step, f"sends what {a.stage}{phase}{a.mb} has not computed yet")
         elif a.kind in COMPUTE:
@@ -97,7 +103,9 @@ def _check_ends(
                 if not any((f"R{phase}", a.stage, a.mb, peer) in done for peer in peers):
                     ends = "|".join(map(str, peers))
                     yield from problem(
-                        "late", step, f"runs before its inputs from stage {source} have arrived ({a.stage}R{phase}{a.mb}<{ends})"
+                        "late",
+                        step,
+                        f"runs before its inputs from stage {source} have arrived ({a.stage}R{phase}{a.mb}<{ends})",
                     )
         done.setdefault(key, step)
     for (kind, stage, mb, _), step in done.items():
@@ -107,7 +115,9 @@ def _check_ends(
             peers = members[target]
             if not any((f"S{kind}", stage, mb, peer) in done for peer in peers):
                 ends = "|".join(map(str, peers))
-                yield from problem("unsent", step, f"its results are never sent to stage {target} ({stage}S{kind}{mb}>{ends})")
+                yield from problem(
+                    "unsent", step, f"its results are never sent to stage {target} ({stage}S{kind}{mb}>{ends})"
+                )
 
 
 def _check_channels(run: Run) -> Iterator[Problem]:
@@ -155,6 +165,9 @@ def _check_sums(run: Run) -> Iterator[Problem]:
                 f"ranks {', '.join(map(str, members))} sum in different orders: rank {leader} {[x[0] for x in order]}, rank {rank} "
                 f"{[x[0] for x in other]}"
             )
-            at = next((i for i, (x, y) in enumerate(zip(order, other, strict=False)) if x[0] != y[0]), min(len(order), len(other)))
+            at = next(
+                (i for i, (x, y) in enumerate(zip(order, other, strict=False)) if x[0] != y[0]),
+                min(len(order), len(other)),
+            )
             longer, listed = (leader, order) if len(order) > at else (rank, other)
             yield run.problem(longer, listed[at][1], what)

@@ -20,9 +20,14 @@ def check_homes(module: Module, schedule: Schedule) -> Iterator[Problem]:
         found = {action.stage for action in (*program.start, *program.batch)}
         for stage in sorted(found - homes.keys()):
             action = next(a for a in (*program.start, *program.batch) if a.stage == stage)
-            yield Problem(f"schedule {schedule.name}, rank {rank}", f"{action} is of stage {stage}, which does not exist")
+            yield Problem(
+                f"schedule {schedule.name}, rank {rank}", f"{action} is of stage {stage}, which does not exist"
+            )
         if len(found) > 1:
-            yield Problem(f"schedule {schedule.name}, rank {rank}", f"runs stages {', '.join(map(str, sorted(found)))}, expected one")
+            yield Problem(
+                f"schedule {schedule.name}, rank {rank}",
+                f"runs stages {', '.join(map(str, sorted(found)))}, expected one",
+            )
         for stage in found & homes.keys():
             homes[stage].add(rank)
     first = 0
@@ -31,9 +36,15 @@ def check_homes(module: Module, schedule: Schedule) -> Iterator[Problem]:
         expected = list(range(first, first + len(devices)))
         first += len(devices)
         if sorted(ranks) != expected:
-            listed = f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}" if ranks else "on no rank"
+            listed = (
+                f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+                if ranks
+                else "on no rank"
+            )
             wanted = f"rank{'s' if len(expected) > 1 else ''} {', '.join(map(str, expected))}"
-            yield Problem(f"schedule {schedule.name}, stage {stage}", f"runs {listed}, expected {wanted} on {', '.join(devices)}")
+            yield Problem(
+                f"schedule {schedule.name}, stage {stage}", f"runs {listed}, expected {wanted} on {', '.join(devices)}"
+            )
 
 
 def check_dealing(module: Module, schedule: Schedule) -> Iterator[Problem]:
@@ -46,11 +57,16 @@ def check_dealing(module: Module, schedule: Schedule) -> Iterator[Problem]:
         place = f"schedule {schedule.name}, stage {stage}"
         for k, runners in dealt.items():
             if len(runners) > 1:
-                yield Problem(place, f"microbatch {k} of a batch is run by ranks {', '.join(map(str, runners))}, expected one of them")
+                yield Problem(
+                    place,
+                    f"microbatch {k} of a batch is run by ranks {', '.join(map(str, runners))}, expected one of them",
+                )
             elif not runners and len(ranks) > 1:
                 yield Problem(place, f"microbatch {k} of a batch is run by no rank")
         forward = module.stage_graph(stage, "F")
         moving = sorted(written_vars(forward)) if forward is not None and len(ranks) > 1 else []
         if moving:
-            what = f"@{moving[0]} changes with every microbatch, so each of the {len(ranks)} ranks would have another one"
+            what = (
+                f"@{moving[0]} changes with every microbatch, so each of the {len(ranks)} ranks would have another one"
+            )
             yield Problem(place, what, hint="put this stage on one device")

@@ -94,7 +94,9 @@ def sources(module: Module) -> dict[tuple[int, int, str], list[Value]]:
         for dst in (s.index for s in module.stages):
             forward = module.stage_graph(dst, "F")
             kept = {v.name for v in forward.saved} if forward and phase == "B" else set()
-            wanted = {v.name for kind in TAKERS[phase] if (g := module.stage_graph(dst, kind)) for v in g.ins} - fed - kept
+            wanted = (
+                {v.name for kind in TAKERS[phase] if (g := module.stage_graph(dst, kind)) for v in g.ins} - fed - kept
+            )
             for src, maker in graphs.items():
                 values = [v for v in maker.outs if v.name in wanted]
                 if src != dst and values:
@@ -105,7 +107,11 @@ def sources(module: Module) -> dict[tuple[int, int, str], list[Value]]:
 def taking(module: Module, stage: int, phase: str, values: Iterable[Value]) -> list[str]:
     """The kinds of a stage's graphs that take some of the values that a phase hands out, in the order in which they run."""
     names = {v.name for v in values}
-    return [kind for kind in TAKERS[phase] if (g := module.stage_graph(stage, kind)) and not names.isdisjoint(v.name for v in g.ins)]
+    return [
+        kind
+        for kind in TAKERS[phase]
+        if (g := module.stage_graph(stage, kind)) and not names.isdisjoint(v.name for v in g.ins)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ scheduled
@@ -117,7 +123,9 @@ def check_scheduled(module: Module) -> Iterator[Problem]:
         yield Problem("schedule", "there is none")
         return
     if schedule.microbatches < 1:
-        yield Problem(f"schedule {schedule.name}", f"{schedule.microbatches} microbatches per batch, expected at least 1")
+        yield Problem(
+            f"schedule {schedule.name}", f"{schedule.microbatches} microbatches per batch, expected at least 1"
+        )
         return
     misplaced = list(check_homes(module, schedule))
     yield from misplaced
@@ -136,8 +144,14 @@ def check_scheduled(module: Module) -> Iterator[Problem]:
 
 def _check_order(module: Module, run: Run) -> Iterator[Problem]:
     kinds = {s.index: {k for k in COMPUTE if module.stage_graph(s.index, k)} for s in module.stages}
-    moving = {s.index: min(names) for s in module.stages if (graph := module.stage_graph(s.index, "F")) and (names := written_vars(graph))}
-    summing = {stage for stage, ranks in run.schedule.members().items() if len(ranks) > 1 and summed_vars(module, stage)}
+    moving = {
+        s.index: min(names)
+        for s in module.stages
+        if (graph := module.stage_graph(s.index, "F")) and (names := written_vars(graph))
+    }
+    summing = {
+        stage for stage, ranks in run.schedule.members().items() if len(ranks) > 1 and summed_vars(module, stage)
+    }
     for rank, actions in run.programs.items():
         yield from _check_rank(run, rank, actions, kinds, summing)
         yield from _check_forward_order(run, rank, actions, moving)
@@ -156,7 +170,9 @@ def _check_forward_order(run: Run, rank: int, actions: list[Action], moving: Map
             last[a.stage] = a.mb
 
 
-def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, set[str]], summing: set[int]) -> Iterator[Problem]:
+def _check_rank(
+    run: Run, rank: int, actions: list[Action], kinds: Mapping[int, set[str]], summing: set[int]
+) -> Iterator[Problem]:
     """Each microbatch of this rank once forward, then once backward, then its weight gradients where they are apart; what is done
     once per batch after exactly the gradients of its microbatches of the batch, in order. `summing` are the stages whose ranks
     sum up their gradients: AR comes first."""
@@ -200,7 +216,9 @@ def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, 
         alone = len(whole[stage]) == 1
         for kind in sorted(kinds[stage] | ({"AR"} if stage in summing else set())):
             numbers = range(run.first, run.first + run.batches) if kind in PER_BATCH else run.microbatches
-            lost = [n for n in numbers if (kind, stage, n) not in done and (alone or kind in PER_BATCH or n % m in share)]
+            lost = [
+                n for n in numbers if (kind, stage, n) not in done and (alone or kind in PER_BATCH or n % m in share)
+            ]
             if lost:
                 unit = "batch" if kind in PER_BATCH else "microbatch"
                 what = "sums up the gradients" if kind == "AR" else f"runs @s{stage}.{kind}"
@@ -257,7 +275,9 @@ def check_progress(run: Run, rules: Rules) -> Iterator[Problem]:
 def check_versioned(module: Module) -> Iterator[Problem]:
     stepped = stepped_vars(module)
     written = {
-        s.index: [n for n in sorted(written_vars(g)) if n in stepped] for s in module.stages if (g := module.stage_graph(s.index, "U"))
+        s.index: [n for n in sorted(written_vars(g)) if n in stepped]
+        for s in module.stages
+        if (g := module.stage_graph(s.index, "U"))
     }
     sums = {s.index: _sums(module, s.index) for s in module.stages}
     yield from _check_pins(module, stepped)
@@ -300,7 +320,9 @@ def _sums(module: Module, stage: int) -> _Sums:
     return _Sums(adder, shown, {kind: names & shown.keys() for kind, names in taken.items()})
 
 
-def _check_versions(module: Module, run: Run, stepped: Mapping[int, list[str]], sums: Mapping[int, _Sums]) -> Iterator[Problem]:
+def _check_versions(
+    module: Module, run: Run, stepped: Mapping[int, list[str]], sums: Mapping[int, _Sums]
+) -> Iterator[Problem]:
     """`stepped` are the variables with versions that the update of each stage writes."""
     if not any(a.kind == "U" for actions in run.programs.values() for a in actions):
         return  # nothing ever changes
@@ -326,7 +348,11 @@ def _check_gradients(run: Run, rank: int, actions: list[Action], sums: Mapping[i
                 other = waiting.setdefault((a.stage, name, batch % buffers), batch)
                 if other != batch:
                     kept = f"{buffers} buffer{'s are' if buffers > 1 else ' is'} kept"
-                    yield run.problem(rank, step, f"adds to @{name} before the sum of batch {other} was taken from that buffer; {kept}")
+                    yield run.problem(
+                        rank,
+                        step,
+                        f"adds to @{name} before the sum of batch {other} was taken from that buffer; {kept}",
+                    )
                     return
         elif a.kind in ORDER:
             # AR works in the buffer, and leaves the sum there.
@@ -335,7 +361,11 @@ def _check_gradients(run: Run, rank: int, actions: list[Action], sums: Mapping[i
 
 
 def _check_rank_versions(
-    run: Run, rank: int, actions: list[Action], slots: Mapping[int, tuple[int, str]], microbatch: dict[int, tuple[int, int, int]]
+    run: Run,
+    rank: int,
+    actions: list[Action],
+    slots: Mapping[int, tuple[int, str]],
+    microbatch: dict[int, tuple[int, int, int]],
 ) -> Iterator[Problem]:
     """`slots` says how many versions the stage keeps, and of which parameter; `microbatch` collects versions over all ranks, each with the
     rank and the step that has it first."""
@@ -378,7 +408,9 @@ def _check_rank_versions(
             what = f"reads version {a.version} of @{name}, which is {when}; the newest then is {latest[a.stage]}"
             yield from problem("unmade", step, what + _live(run.schedule, rank), _legal(run.schedule))
         elif a.version <= latest[a.stage] - count and "overwritten" not in problem.reported:
-            what = f"reads version {a.version} of @{name}, which version {a.version + count} has overwritten; {count} kept"
+            what = (
+                f"reads version {a.version} of @{name}, which version {a.version + count} has overwritten; {count} kept"
+            )
             yield from problem("gone", step, what, _legal(run.schedule, f"keep {count + 1} versions"))
 
 
@@ -453,7 +485,9 @@ def _check_drops(module: Module, run: Run) -> Iterator[Problem]:
         else:
             for key, step in held.items():
                 if key not in dropped:
-                    yield run.problem(rank, step, f"microbatch {key[1]} is never dropped on stage {key[0]} (no {key[0]}D{key[1]})")
+                    yield run.problem(
+                        rank, step, f"microbatch {key[1]} is never dropped on stage {key[0]} (no {key[0]}D{key[1]})"
+                    )
                     break
 
 
@@ -472,7 +506,12 @@ def _check_budget(module: Module) -> Iterator[Problem]:
             listed = f" ({parts})" if len(rows) > 1 else ""
             what = f"needs {exact_bytes(total)} at the worst moment{listed}, it has {exact_bytes(limit)}"
             for rank, row in rows:
-                what += f"\n  rank {rank}: " + ", ".join(f"{purpose} {shown_bytes(n)}" for purpose, n in row.at_peak().items() if n)
+                what += f"\n  rank {rank}: " + ", ".join(
+                    f"{purpose} {shown_bytes(n)}" for purpose, n in row.at_peak().items() if n
+                )
             yield Problem(
-                f"device {name}", what, hint="more stages, fewer microbatches in flight or smaller microbatches need less", memory=True
+                f"device {name}",
+                what,
+                hint="more stages, fewer microbatches in flight or smaller microbatches need less",
+                memory=True,
             )

@@ -64,7 +64,9 @@ def autodiff(module: Module, options: AutodiffOptions) -> Module:
     """Turn the model and its loss into a forward graph F and a backward graph B."""
     main = module.graphs.get("main")
     if main is None:
-        raise UsageError(f"there is no graph main to differentiate, only {', '.join(module.graphs)}", where=f"@{module.name}")
+        raise UsageError(
+            f"there is no graph main to differentiate, only {', '.join(module.graphs)}", where=f"@{module.name}"
+        )
     if options.microbatches < 1:
         raise UsageError(f"microbatches must be at least 1, got {options.microbatches}", where="autodiff")
     if not 0 <= options.loss_scale < math.inf:
@@ -77,11 +79,21 @@ def autodiff(module: Module, options: AutodiffOptions) -> Module:
     backward, saved = builder.finish()
     forward = Graph("F", main.ins, main.outs, main.ops, saved)
     reached = builder.accumulated
-    scale = {LOSS_SCALE: Var(LOSS_SCALE, TensorType("f32", ()), STATE, init=(options.loss_scale,))} if options.loss_scale else {}
+    scale = (
+        {LOSS_SCALE: Var(LOSS_SCALE, TensorType("f32", ()), STATE, init=(options.loss_scale,))}
+        if options.loss_scale
+        else {}
+    )
     taken = [f"@{name}" for name in (*(f"{name}.grad" for name in reached), *scale) if name in module.vars]
     if taken:
-        raise UsageError(f"gradients need the names {', '.join(taken)}, which the model uses already", hint="rename them in the model")
-    grads = {f"{name}.grad": Var(f"{name}.grad", module.vars[name].type, GRAD, module.vars[name].stage, init="zeros") for name in reached}
+        raise UsageError(
+            f"gradients need the names {', '.join(taken)}, which the model uses already",
+            hint="rename them in the model",
+        )
+    grads = {
+        f"{name}.grad": Var(f"{name}.grad", module.vars[name].type, GRAD, module.vars[name].stage, init="zeros")
+        for name in reached
+    }
     graphs: dict[str, Graph] = {}
     for name, graph in module.graphs.items():
         graphs |= {"F": forward, "B": backward} if name == "main" else {name: graph}
@@ -94,7 +106,10 @@ def _loss_of(module: Module, main: Graph) -> Value:
     found = next((v for v in main.outs if module.outputs and v.name == module.outputs[0]), None)
     if found is None or found.type.shape != () or found.type.dtype not in FLOATS:
         what = "no output" if found is None else repr(found)
-        raise UsageError(f"the first output must be a floating-point scalar, the loss; it is {what}", hint="attach a loss to the model")
+        raise UsageError(
+            f"the first output must be a floating-point scalar, the loss; it is {what}",
+            hint="attach a loss to the model",
+        )
     return found
 
 
@@ -125,7 +140,10 @@ def _carriers(main: Graph, loss: Value, params: Iterable[Value]) -> set[Value]:
             rows += [f"%{op.outs[i].name} of {place}" for i in STATISTICS.get(op.kind, ()) if op.outs[i] in passed]
     problems = [f"{place} lies between parameters and the loss, and its gradient is zero" for place in flat]
     problems += [f"{place} has no gradient rule" for place in unknown]
-    problems += [f"{place}, a statistic of its rows, has no gradient: `decompose{{keep=[]}}` before autodiff makes one" for place in rows]
+    problems += [
+        f"{place}, a statistic of its rows, has no gradient: `decompose{{keep=[]}}` before autodiff makes one"
+        for place in rows
+    ]
     if problems:
         hint = "freeze the parameters before it, or remove it from the model"
         raise UnsupportedModel("cannot differentiate the model:" + itemised(problems), where=f"@{main.name}", hint=hint)
@@ -139,7 +157,9 @@ def _keeps_rows(op: Op) -> bool:
     return op.kind == "transpose" and ints(op.attrs["perm"])[-1:] == (op.outs[0].type.rank - 1,)
 
 
-def _only_turned(main: Graph, readers: Mapping[Value, Sequence[Op]], free: set[Value]) -> tuple[dict[Value, Sequence[Op]], set[Value]]:
+def _only_turned(
+    main: Graph, readers: Mapping[Value, Sequence[Op]], free: set[Value]
+) -> tuple[dict[Value, Sequence[Op]], set[Value]]:
     """Results that nobody reads but a transposition, perhaps with reshapes around it: the layout changes from each of them to the end, and
     the ends."""
     turned: dict[Value, Sequence[Op]] = {}

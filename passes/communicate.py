@@ -35,7 +35,9 @@ def find_edges(module: Module) -> tuple[Edge, ...]:
         graphs = {s.index: g for s in module.stages if (g := module.stage_graph(s.index, phase))}
         makers = _makers(graphs, problems)
         wanted: dict[tuple[int, int], set[str]] = {}
-        takers = [(s.index, g) for s in module.stages for kind in TAKERS[phase] if (g := module.stage_graph(s.index, kind))]
+        takers = [
+            (s.index, g) for s in module.stages for kind in TAKERS[phase] if (g := module.stage_graph(s.index, kind))
+        ]
         for stage, graph in takers:
             for value in graph.ins:
                 if _is_local(module, stage, phase, value):
@@ -46,7 +48,9 @@ def find_edges(module: Module) -> tuple[Edge, ...]:
                 if source == stage and phase not in ("F", "B"):
                     continue
                 if source is None or source == stage:
-                    problems.append(f"@{graph.name} takes {value}, which is no input of the module, {_elsewhere(stage, phase)}")
+                    problems.append(
+                        f"@{graph.name} takes {value}, which is no input of the module, {_elsewhere(stage, phase)}"
+                    )
                     continue
                 sent = next(v for v in graphs[source].outs if v.name == value.name)
                 if sent.type != value.type:
@@ -89,14 +93,18 @@ def communicate(module: Module, options: CommunicateOptions = CommunicateOptions
     if module.schedule is None:
         raise UsageError("the module has no schedule", where="communicate", hint="run the schedule pass first")
     if module.edges:
-        raise UsageError("the module already has edges", where="communicate", hint="the pass runs once, after weight-versions")
+        raise UsageError(
+            "the module already has edges", where="communicate", hint="the pass runs once, after weight-versions"
+        )
     edges = find_edges(module)
     if not edges:
         return module
     arriving: dict[tuple[int, str], list[tuple[str, int]]] = {}
     leaving: dict[tuple[int, str], list[int]] = {}
     for edge in edges:
-        arriving.setdefault((edge.dst, taking(module, edge.dst, edge.phase, edge.values)[0]), []).append((edge.phase, edge.src))
+        arriving.setdefault((edge.dst, taking(module, edge.dst, edge.phase, edge.values)[0]), []).append(
+            (edge.phase, edge.src)
+        )
         leaving.setdefault((edge.src, edge.phase), []).append(edge.dst)
 
     routes = Routes(module.schedule)

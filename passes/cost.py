@@ -182,7 +182,9 @@ class Roofline:
 
     def of_work(self, work: Work, device: Device, near: float = 0.0) -> float:
         """`near` of the bytes are in a cache."""
-        compute = sum(count / (device.flops * efficiency_of(device, family, dtype)) for family, dtype, count in work.flops)
+        compute = sum(
+            count / (device.flops * efficiency_of(device, family, dtype)) for family, dtype, count in work.flops
+        )
         share = efficiency_of(device, work.family, "bytes")
         memory = (work.bytes - near) / (device.bandwidth * share)
         if near:
@@ -218,7 +220,11 @@ class InTurn:
     def told(self) -> str:
         """How many of the kernels that were asked for had to be estimated."""
         total = self.known + self.unknown
-        return f"{self.unknown} of {total} kernels are not in the table of measured times, and are estimated" if self.unknown else ""
+        return (
+            f"{self.unknown} of {total} kernels are not in the table of measured times, and are estimated"
+            if self.unknown
+            else ""
+        )
 
 
 # ------------------------------------------------------------------------------------------------ costs
@@ -360,11 +366,17 @@ def op_seconds(graph: Graph, device: Device, prices: Prices = ROOFLINE) -> list[
 def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, str], float]:
     """Seconds of one call of each graph of every rank on its device, by rank and kind (F, B, W, P, N, U)."""
     if module.cluster is None:
-        raise UsageError("the module names no devices", where=f"@{module.name}", hint="cost needs a bundle, or a dump after `partition`")
+        raise UsageError(
+            "the module names no devices",
+            where=f"@{module.name}",
+            hint="cost needs a bundle, or a dump after `partition`",
+        )
     found: dict[tuple[int, str], float] = {}
     microbatches = module.schedule.microbatches if module.schedule is not None else 1
     for rank, (stage, name) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True)):
-        graphs = {kind: GraphCost.of(graph) for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None}
+        graphs = {
+            kind: GraphCost.of(graph) for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None
+        }
         # Microbatch after microbatch, each graph finds in the cache what the others have left there; once per batch there is little.
         moved = {kind: priced.moved for kind, priced in graphs.items()}
         microbatch = sum(count for kind, count in moved.items() if kind not in PER_BATCH)

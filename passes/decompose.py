@@ -95,7 +95,9 @@ def _batch_norm(b: Expansion, op: Op) -> Value:
     def column(value: Value) -> Value:
         return b.emit("reshape", value, shape=shape)
 
-    root = b.emit("rsqrt", b.emit("add", variance, b.emit("const", value=complete_attrs(op)["eps"], dtype=x.type.dtype)))
+    root = b.emit(
+        "rsqrt", b.emit("add", variance, b.emit("const", value=complete_attrs(op)["eps"], dtype=x.type.dtype))
+    )
     centred = b.emit("sub", x, column(mean))
     return b.emit("add", b.emit("mul", centred, column(b.emit("mul", scale, root))), column(bias))
 

@@ -38,7 +38,15 @@ _PACKING = ("matmul", "conv", "conv_grad_input")
 # Operations whose results can be worked on while they stand in registers, by name of the first that can.
 _OPEN = {
     *("matmul", "conv", "conv_grad_input", "conv_grad_weight"),
-    *("softmax", "softmax_grad", "log_softmax", "log_softmax_grad", "layer_norm", "layer_norm_grad", "layer_norm_grad_weight"),
+    *(
+        "softmax",
+        "softmax_grad",
+        "log_softmax",
+        "log_softmax_grad",
+        "layer_norm",
+        "layer_norm_grad",
+        "layer_norm_grad_weight",
+    ),
     *("sum", "mean", "max", "mse", "cumsum"),
     *("gather", "cross_entropy_grad", "attention"),
 }
@@ -252,9 +260,18 @@ class _Fuser:
         maker = self.makers.get(source)
         if widens and op.outs[0].type.dtype == "f32":
             alone = len(self.readers.get(source, [])) == 1 and source not in self.results
-            followed = all(OPS[u.kind].family == "elementwise" or u.kind in _EFFECTS for u in self.readers.get(op.outs[0], []))
-            return not (alone and followed and self.options.chains and maker is not None and source in self._in_registers(maker))
-        return rounds and maker is not None and maker.kind == "read" and all(self._packs(u) for u in self.readers.get(op.outs[0], []))
+            followed = all(
+                OPS[u.kind].family == "elementwise" or u.kind in _EFFECTS for u in self.readers.get(op.outs[0], [])
+            )
+            return not (
+                alone and followed and self.options.chains and maker is not None and source in self._in_registers(maker)
+            )
+        return (
+            rounds
+            and maker is not None
+            and maker.kind == "read"
+            and all(self._packs(u) for u in self.readers.get(op.outs[0], []))
+        )
 
     def _in_registers(self, maker: Op) -> set[Value]:
         """Results of an operation that stand in registers where its kernel could go on."""
@@ -301,7 +318,12 @@ class _Fuser:
             return self._sweep_of(op)
         if op.kind in _KEYS:
             return next(
-                (g for g in reversed(self.groups) if g.ops[0].kind in _KEYS and g.ops[0].ins == op.ins and len(g.ops) < _LARGEST), None
+                (
+                    g
+                    for g in reversed(self.groups)
+                    if g.ops[0].kind in _KEYS and g.ops[0].ins == op.ins and len(g.ops) < _LARGEST
+                ),
+                None,
             )
         family = OPS[op.kind].family
         if family not in ("elementwise", "optimizer") and op.kind not in ("accum", "write"):
@@ -434,9 +456,14 @@ def _can_sweep(group: _Group, op: Op, sweep: Sweep) -> bool:
     if main.kind in _WITH_SUMS:
         axis = complete_attrs(main)["axis"]
         assert isinstance(axis, int)
-        return (main.ins[0].type.dims, main.ins[0].type.dtype) == (shape, dtype) and axes == tuple(range(axis % len(shape)))
+        return (main.ins[0].type.dims, main.ins[0].type.dtype) == (shape, dtype) and axes == tuple(
+            range(axis % len(shape))
+        )
     if group.swept is not None:
         return group.swept == sweep
     # Otherwise the group makes what is added up, and nothing else.
-    elementwise = all(o.kind != "batch_norm" and OPS[o.kind].family == "elementwise" and o.outs[0].type.dims == shape for o in group.ops)
+    elementwise = all(
+        o.kind != "batch_norm" and OPS[o.kind].family == "elementwise" and o.outs[0].type.dims == shape
+        for o in group.ops
+    )
     return elementwise and any(v in group.reached for v in op.ins)

@@ -101,7 +101,13 @@ class _Guard:
             op = op.with_ins(substitute(op.ins, table))
             if op.kind == "write" and op.var != STEP:
                 old = held.get(op.var) or self._state("read", op.var, op.ins[0].type)
-                op = Op("write", (self._emit("where", self.finite, op.ins[0], old, base=f"{op.var}.kept"),), (), op.attrs, op.loc)
+                op = Op(
+                    "write",
+                    (self._emit("where", self.finite, op.ins[0], old, base=f"{op.var}.kept"),),
+                    (),
+                    op.attrs,
+                    op.loc,
+                )
             self.ops.append(op)
             if op.kind == "take" and self.wide is not None:
                 (total,) = op.outs
@@ -121,7 +127,9 @@ class _Guard:
     def _factor_in(self, dtype: str) -> Value:
         assert self.wide is not None
         if dtype not in self.factors:
-            self.factors[dtype] = self.wide if dtype == "f64" else self._emit("cast", self.wide, base="gradient.factor", dtype=dtype)
+            self.factors[dtype] = (
+                self.wide if dtype == "f64" else self._emit("cast", self.wide, base="gradient.factor", dtype=dtype)
+            )
         return self.factors[dtype]
 
     def _adapt(self) -> None:
@@ -131,8 +139,12 @@ class _Guard:
         scale, good = self._state("read", LOSS_SCALE, kind), self._state("read", GOOD, TensorType("i64", ()))
         more = self._emit("add", good, self._number(1, "i64"), base=f"{GOOD}.more")
         enough = self._emit("less_equal", self._number(self.options.grow_every, "i64"), more, base=f"{GOOD}.enough")
-        grown = self._emit("minimum", self._scaled(scale, 2.0), self._number(_LARGEST_SCALE, kind.dtype), base=f"{LOSS_SCALE}.grown")
-        shrunk = self._emit("maximum", self._scaled(scale, 0.5), self._number(_LEAST_SCALE, kind.dtype), base=f"{LOSS_SCALE}.shrunk")
+        grown = self._emit(
+            "minimum", self._scaled(scale, 2.0), self._number(_LARGEST_SCALE, kind.dtype), base=f"{LOSS_SCALE}.grown"
+        )
+        shrunk = self._emit(
+            "maximum", self._scaled(scale, 0.5), self._number(_LEAST_SCALE, kind.dtype), base=f"{LOSS_SCALE}.shrunk"
+        )
         calm = self._emit("where", enough, grown, scale, base=f"{LOSS_SCALE}.calm")
         after = self._emit("where", self.finite, calm, shrunk, base=f"{LOSS_SCALE}.next")
         none = self._number(0, "i64")

@@ -95,7 +95,12 @@ def _double_negative(scene: Scene, op: Op) -> Found:
 
 def _divide_by_power_of_two(scene: Scene, op: Op) -> Found:
     number = uniform(scene, op.ins[1])
-    if op.outs[0].type.dtype not in FLOATS or not number or math.frexp(number)[0] not in (0.5, -0.5) or not 2**-14 <= abs(number) <= 2**14:
+    if (
+        op.outs[0].type.dtype not in FLOATS
+        or not number
+        or math.frexp(number)[0] not in (0.5, -0.5)
+        or not 2**-14 <= abs(number) <= 2**14
+    ):
         return None
     factor = helper(scene, op, "const", value=1.0 / number, dtype=op.outs[0].type.dtype)
     shaped = op.outs[0].type == op.ins[0].type

@@ -25,7 +25,9 @@ def update_late(module: Module, found: Schedule, delay: int) -> Schedule:
         for s in module.stages
     }
     waiting = {s.index for s in module.stages if s.index in summing or _waits(module, s.index)} if delay else set()
-    ranks = {rank: _agreeing(program, found.microbatches, delay, kinds, waiting) for rank, program in found.ranks.items()}
+    ranks = {
+        rank: _agreeing(program, found.microbatches, delay, kinds, waiting) for rank, program in found.ranks.items()
+    }
     return Schedule(found.name, found.microbatches, ranks)
 
 
@@ -35,7 +37,9 @@ def sum_late(found: Schedule, delay: int) -> Schedule:
     summing = {stage for stage, ranks in members.items() if len(ranks) > 1}
     kinds = {stage: ["AR"] if stage in summing else [] for stage in members}
     waiting = summing if delay else set()
-    ranks = {rank: _agreeing(program, found.microbatches, delay, kinds, waiting) for rank, program in found.ranks.items()}
+    ranks = {
+        rank: _agreeing(program, found.microbatches, delay, kinds, waiting) for rank, program in found.ranks.items()
+    }
     return Schedule(found.name, found.microbatches, ranks)
 
 
@@ -57,11 +61,15 @@ def _agreeing(program: Program, m: int, delay: int, kinds: Mapping[int, list[str
         (updates if action.kind == "U" and action.stage in waiting else batch).append(action)
     for update in updates:
         # Of the forwards in this list one is the first of its batch. What it reads was made by the update of the batch 1 + delay before.
-        at, first = next((i, a) for i, a in enumerate(batch) if (a.kind, a.stage) == ("F", update.stage) and a.mb % m == beginning)
+        at, first = next(
+            (i, a) for i, a in enumerate(batch) if (a.kind, a.stage) == ("F", update.stage) and a.mb % m == beginning
+        )
         number = first.mb // m - 1 - delay
         done = max(i for i, a in enumerate(batch) if a.kind in ("B", "W"))
         # The beginning of this list is the end of the one before, where all numbers are larger by one. Where forwards run so far ahead that
         # the version cannot exist yet, the update stays where it was, and the checker says why that is wrong.
         in_time = number == 0 or (number == 1 and at > done)
-        batch.insert(*((at, update._replace(mb=number)) if in_time else (len(batch), update._replace(mb=min(number, 0) + 1))))
+        batch.insert(
+            *((at, update._replace(mb=number)) if in_time else (len(batch), update._replace(mb=min(number, 0) + 1)))
+        )
     return Program(program.start, tuple(batch))

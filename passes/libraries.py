@@ -35,7 +35,12 @@ def libraries(module: Module, options: LibrariesOptions) -> Module:
     graphs, notes = dict(module.graphs), []
     for name, graph in module.graphs.items():
         stage = graph_stage(name)
-        if stage is None or stage not in places or module.cluster is None or module.cluster.device(places[stage]).kind != "cuda":
+        if (
+            stage is None
+            or stage not in places
+            or module.cluster is None
+            or module.cluster.device(places[stage]).kind != "cuda"
+        ):
             continue
         done, count = _annotated(graph, options.use)
         if done.ops != graph.ops:
@@ -51,7 +56,12 @@ def _annotated(graph: Graph, use: str) -> tuple[Graph, Counter[str]]:
     count: Counter[str] = Counter()
 
     def choose(op: Op) -> Op:
-        fits = use != "none" and op.kind in KINDS and op.outs[0].type.dtype in FLOATS and all(v.type.size for v in (*op.ins, *op.outs))
+        fits = (
+            use != "none"
+            and op.kind in KINDS
+            and op.outs[0].type.dtype in FLOATS
+            and all(v.type.size for v in (*op.ins, *op.outs))
+        )
         count[op.kind] += fits
         return op.with_attrs(library=use if fits else None) if fits or "library" in op.attrs else op
 

@@ -31,10 +31,14 @@ def lifetimes(module: Module, options: LifetimesOptions = LifetimesOptions()) ->
     if found is None:
         raise UsageError("the module has no schedule", where="lifetimes", hint="run the schedule pass first")
     if any(a.kind == "D" for a in found.actions()):
-        raise UsageError("the schedule already has drops", where="lifetimes", hint="the pass runs once, after communicate")
+        raise UsageError(
+            "the schedule already has drops", where="lifetimes", hint="the pass runs once, after communicate"
+        )
     ranks = {rank: _with_drops(program, found.microbatches) for rank, program in found.ranks.items()}
     result = module.but(schedule=Schedule(found.name, found.microbatches, ranks))
-    return result.noted("lifetimes", *(f"rank {rank}: {describe(memory)}" for rank, memory in measure_memory(result).items()))
+    return result.noted(
+        "lifetimes", *(f"rank {rank}: {describe(memory)}" for rank, memory in measure_memory(result).items())
+    )
 
 
 def memory_table(module: Module) -> dict[int, dict[str, int]]:
@@ -66,4 +70,6 @@ def describe(memory: Memory) -> str:
     """One line for people."""
     parts = ((name, getattr(memory, name)) for name in COLUMNS[:-1])
     listed = ", ".join(f"{name} {shown_bytes(n)}" for name, n in parts if n)
-    return f"peak {shown_bytes(memory.peak)} ({listed or 'nothing'}), {counted(memory.in_flight, 'microbatch')} in flight"
+    return (
+        f"peak {shown_bytes(memory.peak)} ({listed or 'nothing'}), {counted(memory.in_flight, 'microbatch')} in flight"
+    )

@@ -59,7 +59,9 @@ def _print_option(value: Attr) -> str:
 
 
 _COMMENT = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*')
-_CALL = re.compile(r"\s*([a-z][\w\-]*)[^\S\n]*(?:\{((?:[^}\"]|\"(?:[^\"\\]|\\.)*\")*)\})?(?:\s*,\s*|[^\S\n]*\n\s*|\s*$)")
+_CALL = re.compile(
+    r"\s*([a-z][\w\-]*)[^\S\n]*(?:\{((?:[^}\"]|\"(?:[^\"\\]|\\.)*\")*)\})?(?:\s*,\s*|[^\S\n]*\n\s*|\s*$)"
+)
 _OPTION = re.compile(r'\s*([\w\-]+)=("(?:[^"\\]|\\.)*"|\[(?:[^\]"]|"(?:[^"\\]|\\.)*")*\]|[^,]*)\s*(?:,|$)')
 
 
@@ -102,7 +104,9 @@ def _disagreements(calls: Sequence[Call]) -> Iterator[str]:
     for name in _SHARED_OPTIONS:
         said = {call.name: getattr(call.options, name) for call in calls if hasattr(call.options, name)}
         if len(set(said.values())) > 1:
-            yield f"{name} must be one number in all passes: " + ", ".join(f"{n} has {value}" for n, value in said.items())
+            yield f"{name} must be one number in all passes: " + ", ".join(
+                f"{n} has {value}" for n, value in said.items()
+            )
 
 
 def _parse_call(row: Pass, text: str, problems: list[str]) -> Iterator[Call]:
@@ -135,7 +139,9 @@ def _parse_call(row: Pass, text: str, problems: list[str]) -> Iterator[Call]:
             if type(default) is float and type(value) is int:
                 given[name] = float(value)
             elif type(default) is not type(value):
-                problems.append(f"{row.name}: option {name} must be {type(default).__name__}, got {print_literal(value)}")
+                problems.append(
+                    f"{row.name}: option {name} must be {type(default).__name__}, got {print_literal(value)}"
+                )
     if len(problems) == before:
         yield Call(row.name, row.options(**given))
 
@@ -206,7 +212,16 @@ def run_passes(
             raise
         if dump is not None:
             rest, seconds = print_pipeline(calls[index + 1 :]), time.perf_counter() - started
-            event = Event(index + 1, str(call), started, seconds * 1e3, count_ops(module), count_ops(after), after is not module, rest)
+            event = Event(
+                index + 1,
+                str(call),
+                started,
+                seconds * 1e3,
+                count_ops(module),
+                count_ops(after),
+                after is not module,
+                rest,
+            )
             dump.passed(event, call.name, module, after)
         module = after
     if progress is not None:
@@ -219,7 +234,8 @@ def _run_one(module: Module, call: Call, row: Pass, table: dict[str, Pass]) -> M
         if fact not in module.facts:
             givers = [p.name for p in table.values() if fact in p.gives]
             raise UsageError(
-                f"pass {row.name} needs the fact '{fact}', which the module does not have", hint=f"run {' or '.join(givers)} before it"
+                f"pass {row.name} needs the fact '{fact}', which the module does not have",
+                hint=f"run {' or '.join(givers)} before it",
             )
     after = row.run(module, call.options)
     new = tuple(f for f in row.gives if f not in after.facts)

@@ -27,7 +27,20 @@ from typing import TypeVar
 from ..ir.errors import UsageError
 from ..ir.graph import PARAM, STATE, TABLE, Attr, Graph, Module, Namer, Op, Value, Var
 from ..ir.ops import OPS, make
-from ..ir.optimizers import Adagrad, Adam, AdamW, Group, Lion, Momentum, Muon, Optimizer, choose, load_optimizer, parse_groups, sort_into
+from ..ir.optimizers import (
+    Adagrad,
+    Adam,
+    AdamW,
+    Group,
+    Lion,
+    Momentum,
+    Muon,
+    Optimizer,
+    choose,
+    load_optimizer,
+    parse_groups,
+    sort_into,
+)
 from ..ir.rates import COLUMNS, CURVE, LR, ROWS, Rate, parse_rate
 from ..ir.types import TensorType
 
@@ -89,7 +102,9 @@ def _settings(options: OptimizerOptions) -> tuple[Optimizer, Rate, tuple[Group, 
     own = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("rate", "groups")}
     base = load_optimizer({name: value for name, value in own.items() if value is not None}, "", problems)
     rate, groups = read(parse_rate, options.rate), read(parse_groups, options.groups)
-    problems += [f"group {g.name!r}: it is too late to freeze, gradients are computed already" for g in groups or () if g.frozen]
+    problems += [
+        f"group {g.name!r}: it is too late to freeze, gradients are computed already" for g in groups or () if g.frozen
+    ]
     if problems or base is None or rate is None or groups is None:
         raise UsageError("; ".join(problems), where="optimizer")
     return base, rate, groups
@@ -130,7 +145,10 @@ class _Update:
 
     def _sgd(self, param: Var, weight: Value, grad: Value, decay: float, factor: float) -> None:
         given = {"weight_decay": decay} if decay else {}
-        self._write(param.name, self._one("sgd", weight, grad, self._rate(factor, param.type.dtype), base=f"{param.name}.next", **given))
+        self._write(
+            param.name,
+            self._one("sgd", weight, grad, self._rate(factor, param.type.dtype), base=f"{param.name}.next", **given),
+        )
 
     def _momentum(self, param: Var, weight: Value, grad: Value, o: Momentum, factor: float) -> None:
         state = self._state(param, "momentum")
@@ -143,16 +161,25 @@ class _Update:
             grad = self._decayed(param, weight, grad, o.weight_decay)
         states = [self._state(param, name) for name in ("adam_m", "adam_v")]
         dtype = param.type.dtype
-        scalars = (self._correction(o.beta1, "c1", dtype), self._correction(o.beta2, "c2", dtype), self._rate(factor, dtype))
+        scalars = (
+            self._correction(o.beta1, "c1", dtype),
+            self._correction(o.beta2, "c2", dtype),
+            self._rate(factor, dtype),
+        )
         given = {"beta1": o.beta1, "beta2": o.beta2, "eps": o.eps, "weight_decay": 0.0 if coupled else o.weight_decay}
         self._step(param, "adamw", (weight, grad, *states, *scalars), ("adam_m", "adam_v"), **given)
 
     def _adagrad(self, param: Var, weight: Value, grad: Value, o: Adagrad, factor: float) -> None:
         grad = self._decayed(param, weight, grad, o.weight_decay)
         state, name = self._state(param, "adagrad"), param.name
-        after = self._one("add", self._one("mul", grad, grad, base=f"{name}.square"), state, base=f"{name}.adagrad.next")
+        after = self._one(
+            "add", self._one("mul", grad, grad, base=f"{name}.square"), state, base=f"{name}.adagrad.next"
+        )
         root = self._one(
-            "add", self._one("sqrt", after, base=f"{name}.root"), self._number(o.eps, param.type.dtype), base=f"{name}.divisor"
+            "add",
+            self._one("sqrt", after, base=f"{name}.root"),
+            self._number(o.eps, param.type.dtype),
+            base=f"{name}.divisor",
         )
         self._sgd(param, weight, self._one("div", grad, root, base=f"{name}.scaled"), 0.0, factor)
         self._write(f"{name}.adagrad", after)
@@ -171,7 +198,11 @@ class _Update:
         rows, columns = param.type.dims
         scale = math.sqrt(max(1, rows / columns)) if o.adjust == "original" else 0.2 * math.sqrt(max(rows, columns))
         turned = self._orthogonal(ahead, name)
-        scaled = self._one("mul", turned, self._number(scale, param.type.dtype), base=f"{name}.scaled") if scale != 1 else turned
+        scaled = (
+            self._one("mul", turned, self._number(scale, param.type.dtype), base=f"{name}.scaled")
+            if scale != 1
+            else turned
+        )
         self._sgd(param, weight, scaled, o.weight_decay, factor)
 
     def _orthogonal(self, x: Value, name: str) -> Value:
@@ -181,17 +212,29 @@ class _Update:
         a, b, c = _QUINTIC
         square = self._one("sum", self._one("mul", x, x, base=f"{name}.square"), base=f"{name}.squares", axes=(0, 1))
         norm = self._one(
-            "maximum", self._one("sqrt", square, base=f"{name}.norm"), self._number(_LEAST_NORM, dtype), base=f"{name}.divisor"
+            "maximum",
+            self._one("sqrt", square, base=f"{name}.norm"),
+            self._number(_LEAST_NORM, dtype),
+            base=f"{name}.divisor",
         )
         x = self._one("div", x, norm, base=f"{name}.unit")
         for _ in range(_ROUNDS):
             # a x + (b g + c g^2) x with g = x x^T, each sum behind a product, where it costs nothing.
             flags = {"ta": True} if rows > columns else {"tb": True}
             g = self._one("matmul", x, x, base=f"{name}.gram", **flags)
-            g2 = self._one("mul", self._one("matmul", g, g, base=f"{name}.gram2"), self._number(c / b, dtype), base=f"{name}.quartic")
-            p = self._one("mul", self._one("add", g2, g, base=f"{name}.even"), self._number(b / a, dtype), base=f"{name}.even")
+            g2 = self._one(
+                "mul",
+                self._one("matmul", g, g, base=f"{name}.gram2"),
+                self._number(c / b, dtype),
+                base=f"{name}.quartic",
+            )
+            p = self._one(
+                "mul", self._one("add", g2, g, base=f"{name}.even"), self._number(b / a, dtype), base=f"{name}.even"
+            )
             px = self._one("matmul", *((x, p) if rows > columns else (p, x)), base=f"{name}.odd")
-            x = self._one("mul", self._one("add", px, x, base=f"{name}.odd"), self._number(a, dtype), base=f"{name}.orthogonal")
+            x = self._one(
+                "mul", self._one("add", px, x, base=f"{name}.odd"), self._number(a, dtype), base=f"{name}.orthogonal"
+            )
         return x
 
     # ------------------------------------------------------------------------------------ parts of them
@@ -213,7 +256,9 @@ class _Update:
         """One row of the op table that makes the weight and its states; attributes that are as the row says are left out."""
         names = [param.name, *(f"{param.name}.{state}" for state in states)]
         changed = {k: v for k, v in given.items() if v != OPS[kind].attrs[k]}
-        for name, value in zip(names, self._emit(kind, *ins, bases=[f"{n}.next" for n in names], **changed), strict=True):
+        for name, value in zip(
+            names, self._emit(kind, *ins, bases=[f"{n}.next" for n in names], **changed), strict=True
+        ):
             self._write(name, value)
 
     def _decayed(self, param: Var, weight: Value, grad: Value, decay: float) -> Value:
@@ -231,7 +276,9 @@ class _Update:
 
     def _add_var(self, var: Var) -> None:
         if var.name in self.taken:
-            raise UsageError(f"the optimizer needs the name @{var.name}, which the model uses already", hint="rename it in the model")
+            raise UsageError(
+                f"the optimizer needs the name @{var.name}, which the model uses already", hint="rename it in the model"
+            )
         self.taken.add(var.name)
         self.vars[var.name] = var
 
@@ -263,7 +310,8 @@ class _Update:
         wide = self._once(("rate",), self._read_rate)
         if factor != 1:
             wide = self._once(
-                ("rate", factor), lambda: self._one("mul", wide, self._table(f"{LR}.factor", _SCALAR, (factor,)), base="lr.times")
+                ("rate", factor),
+                lambda: self._one("mul", wide, self._table(f"{LR}.factor", _SCALAR, (factor,)), base="lr.times"),
             )
         return self._once(("rate", factor, dtype), lambda: self._one("cast", wide, base="lr", dtype=dtype))
 
@@ -284,11 +332,14 @@ class _Update:
         """1 - beta^n."""
 
         def wide() -> Value:
-            power = self._one("pow", self._number(beta, "f64"), self._once(("updates",), self._updates), base=f"{name}.power")
+            power = self._one(
+                "pow", self._number(beta, "f64"), self._once(("updates",), self._updates), base=f"{name}.power"
+            )
             return self._one("sub", self._number(1.0, "f64"), power, base=f"{name}.wide")
 
         return self._once(
-            ("correction", beta, dtype), lambda: self._one("cast", self._once(("correction", beta), wide), base=name, dtype=dtype)
+            ("correction", beta, dtype),
+            lambda: self._one("cast", self._once(("correction", beta), wide), base=name, dtype=dtype),
         )
 
     def _updates(self) -> Value:
@@ -299,6 +350,8 @@ class _Update:
         """A counter before and after this update; it is written at the end."""
         self._add_var(Var(name, TensorType("i64", ()), STATE, init="zeros"))
         before = self._read("read", name, name, TensorType("i64", ()))
-        after = self._one("add", before, self._one("const", base=f"{name}.one", value=1, dtype="i64"), base=f"{name}.next")
+        after = self._one(
+            "add", before, self._one("const", base=f"{name}.one", value=1, dtype="i64"), base=f"{name}.next"
+        )
         self.tail.append(Op("write", (after,), (), {"var": name}))
         return before, after

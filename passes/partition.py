@@ -101,18 +101,27 @@ def partition(module: Module, options: PartitionOptions) -> Module:
     shares = shares_of(options.shares, [len(found) for found in devices], options.microbatches)
     costs = _Costs(module, chain, devices, shares, cluster, options.wire)
     if options.split_at:
-        return _annotate(module.but(cluster=cluster), devices, costs, _by_operation(_given_cuts(costs, options.split_at), len(chain)))
+        return _annotate(
+            module.but(cluster=cluster), devices, costs, _by_operation(_given_cuts(costs, options.split_at), len(chain))
+        )
     stages = _chosen(costs, count, options.only_at, None)
     reading = readers(chain, costs.params)
-    needs = needs_of(module, chain, reading, devices, shares, costs.forward, options.schedule, options.recompute, options.wire)
+    needs = needs_of(
+        module, chain, reading, devices, shares, costs.forward, options.schedule, options.recompute, options.wire
+    )
     # Where all stages fit as they are, nothing else is as fast.
-    fitting = _chosen(costs, count, options.only_at, needs) if needs is not None and any(_extra(needs, count, stages)) else []
+    fitting = (
+        _chosen(costs, count, options.only_at, needs) if needs is not None and any(_extra(needs, count, stages)) else []
+    )
     placed = _annotate(module.but(cluster=cluster), devices, costs, fitting or stages)
     if not fitting or fitting == stages:
         return placed
-    slower, faster = (shown_seconds(max(sum(costs.of_stage(s, found)) for s in range(count))) for found in (fitting, stages))
+    slower, faster = (
+        shown_seconds(max(sum(costs.of_stage(s, found)) for s in range(count))) for found in (fitting, stages)
+    )
     return placed.noted(
-        "partition", f"cut so that stages fit into memory: the slowest takes {slower} per microbatch, without limits it would take {faster}"
+        "partition",
+        f"cut so that stages fit into memory: the slowest takes {slower} per microbatch, without limits it would take {faster}",
     )
 
 
@@ -167,7 +176,8 @@ def _stage_count(options: PartitionOptions, cluster: Cluster) -> int:
         )
     if not 1 <= count <= len(cluster.devices):
         raise UsageError(
-            f"{count} stages need {count} devices, the cluster has {len(cluster.devices)}", hint="add devices or ask for fewer stages"
+            f"{count} stages need {count} devices, the cluster has {len(cluster.devices)}",
+            hint="add devices or ask for fewer stages",
         )
     return count
 
@@ -196,7 +206,12 @@ class _Costs:
         backward = module.graphs.get("B")
         places = [(GraphCost(forward), [index.get(op.outs[0]) if op.outs else None for op in forward.ops])]
         if backward is not None:
-            places.append((GraphCost(backward), [position[str(op.attrs["of"])] if "of" in op.attrs else None for op in backward.ops]))
+            places.append(
+                (
+                    GraphCost(backward),
+                    [position[str(op.attrs["of"])] if "of" in op.attrs else None for op in backward.ops],
+                )
+            )
 
         def work(device: Device, share: int) -> list[Array]:
             """Of the forward graph, and of the backward graph."""
@@ -208,7 +223,10 @@ class _Costs:
             return found
 
         # Of several devices the one that the whole model would take longest on, for its share.
-        slowest = [max(map(work, *pair), key=lambda found: float(sum(map(np.sum, found)))) for pair in zip(devices, shares, strict=True)]
+        slowest = [
+            max(map(work, *pair), key=lambda found: float(sum(map(np.sum, found))))
+            for pair in zip(devices, shares, strict=True)
+        ]
         self.forward = [found[0] for found in slowest]
         self.before = [np.concatenate([[0.0], np.cumsum(sum(found))]) for found in slowest]
         trips = 2 if backward is not None else 1
@@ -219,7 +237,10 @@ class _Costs:
         for (senders, a), (receivers, b) in pairwise(zip(devices, shares, strict=True)):
             links = [cluster.link(x.name, y.name) for x in senders for y in receivers]
             self._links.append((max(*a, *b) / microbatches if max(len(a), len(b)) > 1 else 1.0, links))
-        self.transfer = [np.array([self.travel(stage, float(n)) if stage else 0.0 for n in crossing]) for stage in range(len(devices))]
+        self.transfer = [
+            np.array([self.travel(stage, float(n)) if stage else 0.0 for n in crossing])
+            for stage in range(len(devices))
+        ]
         users: dict[Value, set[int]] = {}
         for i, op in enumerate(chain):
             for value in op.ins:
@@ -229,7 +250,8 @@ class _Costs:
         self._edges = [(index[v], i) for v, where in users.items() for i in where if i != index[v]]
         if backward is not None:
             self._values += [
-                (frozenset(where), module.vars[n].type.nbytes * 2.0 / microbatches) for n, where in readers(chain, self.params).items()
+                (frozenset(where), module.vars[n].type.nbytes * 2.0 / microbatches)
+                for n, where in readers(chain, self.params).items()
             ]
 
     def travel(self, stage: int, count: float) -> float:
@@ -246,7 +268,9 @@ class _Costs:
         """Compute and transfer seconds of one stage, where every operation has one."""
         seconds = np.diff(self.before[stage])
         parted = [n for where, n in self._values if len({stages[i] >= stage for i in where}) > 1]
-        return float(sum(seconds[i] for i, s in enumerate(stages) if s == stage)), self.travel(stage, sum(parted)) if stage else 0.0
+        return float(sum(seconds[i] for i, s in enumerate(stages) if s == stage)), self.travel(
+            stage, sum(parted)
+        ) if stage else 0.0
 
 
 # ------------------------------------------------------------------------------------------------ the search
@@ -276,7 +300,10 @@ def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str], needs: Needs |
     if not np.isfinite(best[-1, n]):
         if needs is not None:
             return []
-        raise UsageError(f"{count} stages cannot all start at the places that are given", hint="ask for fewer stages, or give more places")
+        raise UsageError(
+            f"{count} stages cannot all start at the places that are given",
+            hint="ask for fewer stages, or give more places",
+        )
     cuts = [n]
     for stage in reversed(range(1, count)):
         cuts.append(int(choice[stage, cuts[-1]]))
@@ -329,7 +356,9 @@ def _annotate(module: Module, devices: Sequence[Sequence[Device]], costs: _Costs
     if "B" in module.graphs:
         again = {v for op in forward.ops for v in op.outs}
         earliest = {f"{name}.grad": min(stages) for name, stages in readers.items()}
-        graphs["B"] = _with_stages(module.graphs["B"], _backward_stages(module.graphs["B"], by_name, vars, again, earliest))
+        graphs["B"] = _with_stages(
+            module.graphs["B"], _backward_stages(module.graphs["B"], by_name, vars, again, earliest)
+        )
     homes = {var.name: var.stage for var in vars.values()}
     if "U" in module.graphs:
         graphs["U"] = _with_stages(module.graphs["U"], _update_stages(module.graphs["U"], homes))
@@ -346,11 +375,17 @@ def _annotate(module: Module, devices: Sequence[Sequence[Device]], costs: _Costs
         notes.append(f"{text} per microbatch, starts at {_name(costs.chain[stages.index(stage)])}")
     for name, where in tied.items():
         numbers = ", ".join(map(str, sorted(where)))
-        copies = f"@{name} is read on stages {numbers}: each has a copy of its {shown_bytes(module.vars[name].type.nbytes)}"
-        notes.append(copies + (", and they exchange gradients of that size once per batch" if "B" in module.graphs else ""))
+        copies = (
+            f"@{name} is read on stages {numbers}: each has a copy of its {shown_bytes(module.vars[name].type.nbytes)}"
+        )
+        notes.append(
+            copies + (", and they exchange gradients of that size once per batch" if "B" in module.graphs else "")
+        )
     # No mesh may be called like a device.
     known = module.cluster.devices if module.cluster is not None else ()
-    namer = Namer([*(device.name for found in (*devices, known) for device in found), *(mesh.name for mesh in module.meshes)])
+    namer = Namer(
+        [*(device.name for found in (*devices, known) for device in found), *(mesh.name for mesh in module.meshes)]
+    )
     meshes = {
         i: Mesh(namer.fresh(f"s{i}"), (("dp", len(found)),), tuple(d.name for d in found))
         for i, found in enumerate(devices)
@@ -370,7 +405,9 @@ def _with_stages(graph: Graph, stage_of: Mapping[int, int]) -> Graph:
     return replace(graph, ops=ops)
 
 
-def _reading_stages(forward: Graph, stage_of: Mapping[int, int], params: Mapping[Value, frozenset[str]]) -> dict[str, set[int]]:
+def _reading_stages(
+    forward: Graph, stage_of: Mapping[int, int], params: Mapping[Value, frozenset[str]]
+) -> dict[str, set[int]]:
     """On which stages each parameter is read."""
     found: dict[str, set[int]] = {}
     for op in forward.ops:

@@ -38,7 +38,9 @@ def positions_of(chain: Sequence[Op]) -> dict[str, int]:
 def names_to_split_at(chain: Sequence[Op]) -> list[str]:
     """Of every operation a name that stands for it alone: its loc if it is the first that has it, else what it makes or touches."""
     position = positions_of(chain)
-    return [op.loc if position.get(op.loc) == i else op.outs[0].name if op.outs else op.var for i, op in enumerate(chain)]
+    return [
+        op.loc if position.get(op.loc) == i else op.outs[0].name if op.outs else op.var for i, op in enumerate(chain)
+    ]
 
 
 def moving_spans(chain: Sequence[Op]) -> dict[str, tuple[int, int]]:

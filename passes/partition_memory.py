@@ -76,13 +76,17 @@ class Needs:
         def held(items: Items) -> float:
             return sum(nbytes for where, nbytes in items if not members.isdisjoint(where))
 
-        parted = [(where, nbytes) for where, nbytes in self.values if not members.isdisjoint(where) and not where <= members]
+        parted = [
+            (where, nbytes) for where, nbytes in self.values if not members.isdisjoint(where) and not where <= members
+        ]
         comes = sum(nbytes for where, nbytes in parted if min(where) not in members)
         results = max((self.results[i] for i in members), default=0.0)
         forward = sum(float(self._forward[stage][i]) for i in members)
         rest = held(self.fixed) + _MESSAGES * sum(nbytes for _, nbytes in parted) + _RESULTS * results
         return float(
-            self._seconds(stage, np.array([rest]), *(np.array([x]) for x in (held(self.saved), held(self.fed), comes, forward)))[0]
+            self._seconds(
+                stage, np.array([rest]), *(np.array([x]) for x in (held(self.saved), held(self.fed), comes, forward))
+            )[0]
         )
 
     def _seconds(self, stage: int, rest: Array, saved: Array, fed: Array, comes: Array, forward: Array) -> Array:
@@ -109,7 +113,10 @@ class Needs:
             largest = np.maximum.accumulate(results[:last][::-1])[::-1]
             rest = fixed.up_to(last) + _MESSAGES * (travels - inside.up_to(last)) + _RESULTS * largest
             comes, kept, waits = travels - (made[last] - made[:last]), saved.up_to(last), fed.up_to(last)
-            yield [self._seconds(stage, rest, kept, waits, comes, ends[last] - ends[:last]) for stage, ends in enumerate(self._ends)]
+            yield [
+                self._seconds(stage, rest, kept, waits, comes, ends[last] - ends[:last])
+                for stage, ends in enumerate(self._ends)
+            ]
 
 
 # When the last operation of a range is this one, bytes count for ranges that begin up to there, and no

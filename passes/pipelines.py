@@ -106,8 +106,14 @@ def training_entries(
             guard is not None,
             "--clip, --skip-nonfinite, --precision f16",
         ),
-        Entry("simplify", {}, "gradients bring new constants and common subexpressions; merge them before costs are counted"),
-        Entry("partition", partition, "sees forward, backward and update, so that costs and memory are those of training"),
+        Entry(
+            "simplify",
+            {},
+            "gradients bring new constants and common subexpressions; merge them before costs are counted",
+        ),
+        Entry(
+            "partition", partition, "sees forward, backward and update, so that costs and memory are those of training"
+        ),
         Entry("split", {}, "annotations become one graph per stage"),
         Entry(
             "split-backward",
@@ -116,12 +122,20 @@ def training_entries(
             schedule in SCHEDULES and SCHEDULES[schedule].splits,
             "--schedule zb-1f1b",
         ),
-        Entry("schedule", {"kind": schedule, "microbatches": microbatches, "shares": shares}, "needs to know the stages only"),
+        Entry(
+            "schedule",
+            {"kind": schedule, "microbatches": microbatches, "shares": shares},
+            "needs to know the stages only",
+        ),
         Entry("weight-versions", {}, "needs to know which forwards run before which update"),
-        _wire(travels, "before edges get their types; after gradients and W, so that no pass sees two forms of a value"),
+        _wire(
+            travels, "before edges get their types; after gradients and W, so that no pass sees two forms of a value"
+        ),
         Entry("communicate", {}, "after versions, so that the diff of that pass shows nothing but versions"),
         _libraries(library),
-        Entry("recompute", {"mode": again}, "needs to know what is in flight, and who computes what, for memory and time"),
+        Entry(
+            "recompute", {"mode": again}, "needs to know what is in flight, and who computes what, for memory and time"
+        ),
         Entry("fuse", {}, "kernels are chosen in graphs that no longer change"),
         Entry("lifetimes", {}, "last: sends and receives hold values, and what kernels are made of has no memory"),
     ]
@@ -151,7 +165,11 @@ def inference_entries(
         Entry("communicate", {}, "activations between stages"),
         _libraries(library),
         Entry("fuse", {}, "kernels are chosen in graphs that no longer change"),
-        Entry("lifetimes", {}, "last: a microbatch is dropped once it is sent on, and what kernels are made of has no memory"),
+        Entry(
+            "lifetimes",
+            {},
+            "last: a microbatch is dropped once it is sent on, and what kernels are made of has no memory",
+        ),
     ]
 
 

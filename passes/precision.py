@@ -63,7 +63,9 @@ def precision(module: Module, options: PrecisionOptions) -> Module:
     check_precision(options.compute)
     main = module.graphs.get("main")
     if main is None:
-        raise UsageError(f"there is no graph main, only {', '.join(module.graphs)}", hint="run `precision` before `autodiff`")
+        raise UsageError(
+            f"there is no graph main, only {', '.join(module.graphs)}", hint="run `precision` before `autodiff`"
+        )
     if options.compute == _WIDE:
         return module
     lowering = _Lowering(main, options.compute)
@@ -118,7 +120,9 @@ class _Lowering:
         if OPS[op.kind].effect or not floats or self.kept.issuperset(op.outs):
             ins = tuple(self._wide(v, op.loc) if v.type.dtype == _WIDE else v for v in op.ins)
             self.ops.append(op if ins == op.ins else op.with_ins(ins))
-        elif (op.kind in _PRODUCTS and (op.kind != "matmul" or not self.active.isdisjoint(op.ins))) or self._follows(op, floats):
+        elif (op.kind in _PRODUCTS and (op.kind != "matmul" or not self.active.isdisjoint(op.ins))) or self._follows(
+            op, floats
+        ):
             self._emit_low(op)
         else:
             self._emit_wide(op)
@@ -146,7 +150,9 @@ class _Lowering:
 
     def _stays_wide(self, op: Op) -> bool:
         """Whether the first result of an operation computed in f32 should not be rounded."""
-        beyond = [n for n in map(self._number, op.ins) if n is not None and math.isfinite(n) and math.isinf(self._round(n))]
+        beyond = [
+            n for n in map(self._number, op.ins) if n is not None and math.isfinite(n) and math.isinf(self._round(n))
+        ]
         return op.kind in _STATISTICS or self.active.isdisjoint(op.ins) or bool(beyond)
 
     # the two ways to emit an operation

@@ -73,7 +73,9 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
         fused = fused or fuse(module, FuseOptions())
         if module.stage_graph(stage.index, "W") is not None:
             peak = max(memory.peak for memory in measure_memory(_alone(fused, stage.index)).values())
-            why = f", predicted peak {exact_bytes(peak)}, budget {exact_bytes(budget)}" if options.mode == "auto" else ""
+            why = (
+                f", predicted peak {exact_bytes(peak)}, budget {exact_bytes(budget)}" if options.mode == "auto" else ""
+            )
             if options.mode == "all" or peak > budget:
                 notes.append(
                     f"stage {stage.index} saves all it needs{why}: its weight gradients are apart, and operations would be done twice again"
@@ -116,7 +118,11 @@ def _alone(module: Module, index: int) -> Module:
     """The module with the programs of one stage's ranks and no others."""
     schedule = module.schedule
     assert schedule is not None
-    own = {rank: program for rank, program in schedule.ranks.items() if any(a.stage == index for a in (*program.start, *program.batch))}
+    own = {
+        rank: program
+        for rank, program in schedule.ranks.items()
+        if any(a.stage == index for a in (*program.start, *program.batch))
+    }
     return module.but(schedule=Schedule(schedule.name, schedule.microbatches, own))
 
 
@@ -168,7 +174,9 @@ def repeat(forward: Graph, backward: Graph, dropped: Iterable[Op]) -> Repeated:
     made = {v for op in ops for v in op.outs}
     taken = {v for op in ops for v in op.ins} - made
     order = (*forward.ins, *(v for op in forward.ops for v in op.outs))
-    kept = tuple(v for v in order if v in taken and v not in backward.ins) + tuple(v for v in forward.saved if v in taken)
+    kept = tuple(v for v in order if v in taken and v not in backward.ins) + tuple(
+        v for v in forward.saved if v in taken
+    )
     kept = tuple(sorted(dict.fromkeys(kept), key={v: i for i, v in enumerate(order)}.__getitem__))
     received = tuple(v for v in backward.ins if v not in saved)
     after = Graph(backward.name, received + kept, backward.outs, ops, backward.saved)
@@ -221,14 +229,20 @@ class Plan:
 class _Stage:
     """One stage, and what it costs to save less. `fused` is the whole module with kernels, for measuring."""
 
-    def __init__(self, module: Module, fused: Module, index: int, forward: Graph, backward: Graph, device: Device) -> None:
+    def __init__(
+        self, module: Module, fused: Module, index: int, forward: Graph, backward: Graph, device: Device
+    ) -> None:
         self.index, self.forward, self.backward, self.device = index, forward, backward, device
         self.module = _alone(fused, index)
         self.free = from_state_alone(forward)
         safe, saved = may_repeat(forward), set(forward.saved)
-        self.units = [op for op in forward.ops if safe(op) and not saved.isdisjoint(op.outs) and not self.free.issuperset(op.outs)]
+        self.units = [
+            op for op in forward.ops if safe(op) and not saved.isdisjoint(op.outs) and not self.free.issuperset(op.outs)
+        ]
         # Of each operation in its kernel, by its first result: copies have the same.
-        self.price = {op.outs[0]: spent for op, spent in zip(forward.ops, op_seconds(forward, device), strict=True) if op.outs}
+        self.price = {
+            op.outs[0]: spent for op, spent in zip(forward.ops, op_seconds(forward, device), strict=True) if op.outs
+        }
         self.tried: dict[frozenset[int], Plan] = {}
         self.before = self.plan(())
 

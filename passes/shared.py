@@ -59,7 +59,9 @@ def apart(backward: Graph, shared: Iterable[str]) -> Graph:
         if op.kind == "add":
             left, right = (parts_of(v, stage) for v in op.ins)
             return {
-                s: made(value, s, op, left[s], right[s]) if s in left and s in right else widened((left | right)[s], s, value, op.loc)
+                s: made(value, s, op, left[s], right[s])
+                if s in left and s in right
+                else widened((left | right)[s], s, value, op.loc)
                 for s in (sorted({*left, *right}) if len({*left, *right}) > 1 else ())
             }
         scaled = op.kind == "mul" and "stage" not in makers[op.ins[1]].attrs
@@ -69,7 +71,10 @@ def apart(backward: Graph, shared: Iterable[str]) -> Graph:
     for op in backward.ops:
         if op.kind == "accum" and op.var in names:
             home = integer(op.attrs["stage"])
-            ops += [Op("accum", (part,), (), {**op.attrs, "stage": s}, op.loc) for s, part in parts_of(op.ins[0], home).items()]
+            ops += [
+                Op("accum", (part,), (), {**op.attrs, "stage": s}, op.loc)
+                for s, part in parts_of(op.ins[0], home).items()
+            ]
             continue
         ops.append(op)
         if len(op.outs) == 1 and "stage" in op.attrs and "of" not in op.attrs and (found := taken_apart(op)):
@@ -91,7 +96,9 @@ def exchange(
     shared = {name for name, var in module.vars.items() if var.role == GRAD and var.stage is None}
     early = {name: [s for s, names in added.items() if name in names] for name in shared}
     # A gradient that turned out to be summed and used on one stage only is like any other.
-    early = {name: stages for name, stages in early.items() if stages and {*stages, *users.get(name, ())} != {stages[0]}}
+    early = {
+        name: stages for name, stages in early.items() if stages and {*stages, *users.get(name, ())} != {stages[0]}
+    }
     late = {name: stages for name in sorted(shared) if (stages := [s for s, names in counted.items() if name in names])}
     parts = {name: [_part(module, name, s) for s in stages] for name, stages in (early | late).items()}
     found: dict[int, list[Graph]] = {}

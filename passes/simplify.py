@@ -102,7 +102,11 @@ class _Walk:
             self._add(op if ins == op.ins else op.with_ins(ins))
         graph = self.graph
         if not self.table:
-            return graph if tuple(self.ops) == graph.ops else Graph(graph.name, graph.ins, graph.outs, tuple(self.ops), graph.saved)
+            return (
+                graph
+                if tuple(self.ops) == graph.ops
+                else Graph(graph.name, graph.ins, graph.outs, tuple(self.ops), graph.saved)
+            )
         ops = tuple(Op(op.kind, self._final(op.ins), self._final(op.outs), op.attrs, op.loc) for op in self.ops)
         return Graph(graph.name, graph.ins, self._final(graph.outs), ops, self._final(graph.saved))
 
@@ -166,7 +170,12 @@ class _Walk:
 
     def _fold(self, op: Op) -> Op | None:
         """The constant that an operation on constants gives, when it is small enough to write down."""
-        if OPS[op.kind].effect or len(op.outs) != 1 or not op.outs[0].type.is_static or op.outs[0].type.size > _KNOWN_LIMIT:
+        if (
+            OPS[op.kind].effect
+            or len(op.outs) != 1
+            or not op.outs[0].type.is_static
+            or op.outs[0].type.size > _KNOWN_LIMIT
+        ):
             return None
         if not all(v in self.known for v in op.ins):
             return None
@@ -199,7 +208,11 @@ def _literal(array: Array, limit: int) -> Attr | None:
     if array.dtype.kind == "f" and np.isnan(array).any():
         return None
     flat = array.reshape(-1)
-    if flat.size and (flat == flat[0]).all() and (array.dtype.kind != "f" or (np.signbit(flat) == np.signbit(flat[0])).all()):
+    if (
+        flat.size
+        and (flat == flat[0]).all()
+        and (array.dtype.kind != "f" or (np.signbit(flat) == np.signbit(flat[0])).all())
+    ):
         same: Attr = flat[0].item()
         return same
     return tuple(flat.tolist()) if flat.size <= limit else None
@@ -218,7 +231,11 @@ def _drop_unused_saves(graphs: dict[str, Graph]) -> None:
         unused = set(forward.saved).intersection(backward.ins) - used
         if unused:
             graphs[backward.name] = Graph(
-                backward.name, tuple(v for v in backward.ins if v not in unused), backward.outs, backward.ops, backward.saved
+                backward.name,
+                tuple(v for v in backward.ins if v not in unused),
+                backward.outs,
+                backward.ops,
+                backward.saved,
             )
             saved = tuple(v for v in forward.saved if v not in unused)
             graphs[name] = drop_dead(Graph(name, forward.ins, forward.outs, forward.ops, saved))

@@ -34,7 +34,9 @@ def split(module: Module, options: SplitOptions) -> Module:
     backward_parts: dict[int, Graph] = {}
     owner = _owners(forward, stages)
     if backward is not None:
-        backward = apart(backward, (name for name, var in module.vars.items() if var.role == GRAD and var.stage is None))
+        backward = apart(
+            backward, (name for name, var in module.vars.items() if var.role == GRAD and var.stage is None)
+        )
         gradient_owner = _owners(backward, stages)
         for stage in stages:
             part, saved[stage] = _backward_part(backward, stage, gradient_owner, forward, owner)
@@ -46,10 +48,16 @@ def split(module: Module, options: SplitOptions) -> Module:
         read = {s: touched_vars(forward_parts[s], "read") | touched_vars(backward_parts[s], "read") for s in stages}
         told = {s: update.outs if forward.outs[0] in _own_outs(forward, s, owner) else () for s in stages}
         updates = {s: _update_part(update, s, read[s], told[s]) for s in stages}
-        norms = {s: part for s in stages if (part := _norm_part(module.graphs["N"], s)).ops} if "N" in module.graphs else {}
+        norms = (
+            {s: part for s in stages if (part := _norm_part(module.graphs["N"], s)).ops} if "N" in module.graphs else {}
+        )
         ends = exchange(module, backward_parts, norms, updates)
     for stage in stages:
-        parts = [forward_parts[stage], *([backward_parts[stage]] if stage in backward_parts else []), *ends.get(stage, ())]
+        parts = [
+            forward_parts[stage],
+            *([backward_parts[stage]] if stage in backward_parts else []),
+            *ends.get(stage, ()),
+        ]
         graphs |= {part.name: part for part in parts}
     # Sums over stages are values from here on.
     sums = {op.var for op in module.graphs["N"].ops if op.kind == "accum"} if "N" in module.graphs else set()
@@ -64,7 +72,9 @@ def _owners(graph: Graph, stages: list[int]) -> dict[Value, int]:
         if stage is None:
             continue
         if stage not in stages:
-            raise VerifyError(f"{op.kind} is annotated with stage {stage}, the module has stages {stages}", where=f"@{graph.name}")
+            raise VerifyError(
+                f"{op.kind} is annotated with stage {stage}, the module has stages {stages}", where=f"@{graph.name}"
+            )
         owner |= dict.fromkeys(op.outs, int(stage))
     return owner
 
@@ -98,7 +108,12 @@ def _forward_part(
     forward: Graph, stage: int, owner: Mapping[Value, int], wanted: Mapping[int, set[Value]], saved: tuple[Value, ...]
 ) -> Graph:
     outs = _own_outs(forward, stage, owner)
-    exported = [v for op in forward.ops for v in op.outs if owner.get(v) == stage and any(v in w for s, w in wanted.items() if s != stage)]
+    exported = [
+        v
+        for op in forward.ops
+        for v in op.outs
+        if owner.get(v) == stage and any(v in w for s, w in wanted.items() if s != stage)
+    ]
     outs += [v for v in exported if v not in outs]
     ops, _ = _needed_ops(forward, stage, (*saved, *outs))
     order = [*forward.ins, *(v for op in forward.ops for v in op.outs)]
@@ -114,7 +129,10 @@ def _backward_part(
 
     def is_done_here(op: Op) -> bool:
         again = any(v in forward_owner for v in op.outs)
-        return not again or (all(forward_owner[v] == stage for v in op.outs) and all(forward_owner.get(v, stage) <= stage for v in op.ins))
+        return not again or (
+            all(forward_owner[v] == stage for v in op.outs)
+            and all(forward_owner.get(v, stage) <= stage for v in op.ins)
+        )
 
     ops = tuple(op for op in backward.ops if is_done_here(op))
     exported = _used_elsewhere(backward, stage)
@@ -132,7 +150,9 @@ def _used_elsewhere(graph: Graph, stage: int) -> set[Value]:
 
 def _norm_part(norm: Graph, stage: int) -> Graph:
     """What one stage does in N."""
-    ops, _ = _needed_ops(Graph(norm.name, (), (), tuple(op for op in norm.ops if op.outs or op.attrs.get("stage") == stage)), stage, ())
+    ops, _ = _needed_ops(
+        Graph(norm.name, (), (), tuple(op for op in norm.ops if op.outs or op.attrs.get("stage") == stage)), stage, ()
+    )
     return Graph(f"s{stage}.N", (), (), tuple(ops))
 
 

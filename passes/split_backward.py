@@ -58,7 +58,9 @@ def _part(backward: Graph, received: Collection[Value]) -> tuple[Graph, Graph]:
     return Graph(backward.name, ins, backward.outs, early, saved), weights
 
 
-def _needed(ops: Sequence[Op], results: Collection[Value], there: Collection[Value]) -> tuple[tuple[Op, ...], set[Value]]:
+def _needed(
+    ops: Sequence[Op], results: Collection[Value], there: Collection[Value]
+) -> tuple[tuple[Op, ...], set[Value]]:
     """The operations that `results` depend on, or without any, those that `accum` does, as far as their results are not `there`; and
     every value that they use."""
     used, kept = set(results), []

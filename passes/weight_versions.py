@@ -39,7 +39,11 @@ def weight_versions(module: Module, options: WeightVersionsOptions = WeightVersi
     if not any(a.kind == "U" for a in found.actions()):
         return module
     if options.delay is None and found.name not in SCHEDULES:
-        raise UsageError(f"schedule {found.name!r} is not known, so its delay must be given", where="weight-versions", hint="delay=0 or 1")
+        raise UsageError(
+            f"schedule {found.name!r} is not known, so its delay must be given",
+            where="weight-versions",
+            hint="delay=0 or 1",
+        )
     delay = SCHEDULES[found.name].delay if options.delay is None else options.delay
     if not 0 <= delay <= 1:
         raise UsageError(f"delay must be 0 or 1, got {delay}", where="weight-versions")

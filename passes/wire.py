@@ -55,13 +55,20 @@ def wire(module: Module, options: WireOptions) -> Module:
     if not moved:
         return module
     namer = Namer.of(*module.graphs.values())
-    low = {name: Value(namer.fresh(f"{name}.{options.dtype}"), v.type._replace(dtype=options.dtype)) for name, v in moved.items()}
+    low = {
+        name: Value(namer.fresh(f"{name}.{options.dtype}"), v.type._replace(dtype=options.dtype))
+        for name, v in moved.items()
+    }
     wide = {name: Value(namer.fresh(f"{name}.wide"), value.type) for name, value in moved.items()}
     graphs = dict(module.graphs)
     for stage in module.stages:
         for phase, kinds in _KNOW.items():
-            comes = {v.name for edge in edges if (edge.dst, edge.phase) == (stage.index, phase) for v in edge.values} & moved.keys()
-            goes = {v.name for edge in edges if (edge.src, edge.phase) == (stage.index, phase) for v in edge.values} & moved.keys()
+            comes = {
+                v.name for edge in edges if (edge.dst, edge.phase) == (stage.index, phase) for v in edge.values
+            } & moved.keys()
+            goes = {
+                v.name for edge in edges if (edge.src, edge.phase) == (stage.index, phase) for v in edge.values
+            } & moved.keys()
             for kind in kinds:
                 graph = module.stage_graph(stage.index, kind)
                 if graph is not None:
@@ -76,7 +83,10 @@ def round_trips(whole: Module, parts: Module) -> Module:
     """The model before it was cut, with what its `parts` do to the values that travel done at once where these are made. Not the same
     numbers, as the stage that makes a value does not round it, but about as far from those without roundings."""
     lows = {
-        v.name.removesuffix(f".{v.type.dtype}"): v.type.dtype for e in parts.edges for v in e.values if v.name.endswith(f".{v.type.dtype}")
+        v.name.removesuffix(f".{v.type.dtype}"): v.type.dtype
+        for e in parts.edges
+        for v in e.values
+        if v.name.endswith(f".{v.type.dtype}")
     }
     graphs: dict[str, Graph] = {}
     for name, graph in whole.graphs.items():
@@ -99,7 +109,9 @@ def travelling(type: TensorType, dtype: str) -> int:
     return type._replace(dtype=dtype).nbytes if type.dtype == _WIDE else type.nbytes
 
 
-def _widened(graph: Graph, comes: Collection[str], low: Mapping[str, Value], wide: Mapping[str, Value], *, first: bool) -> Graph:
+def _widened(
+    graph: Graph, comes: Collection[str], low: Mapping[str, Value], wide: Mapping[str, Value], *, first: bool
+) -> Graph:
     """A graph that knows what came as its wide form; the `first` one to know it gets it low, and makes it wide."""
     names = [value.name for value in graph.ins if value.name in comes]
     if not names:
@@ -122,7 +134,11 @@ def _rounded(graph: Graph, goes: Collection[str], low: Mapping[str, Value], outp
     for op in (None, *graph.ops):  # what came with the graph's inputs first
         made = graph.ins if op is None else op.outs
         ops += [] if op is None else [op]
-        ops += [Op("cast", (v,), (low[v.name],), {"dtype": low[v.name].type.dtype}, op.loc if op else "") for v in made if v.name in goes]
+        ops += [
+            Op("cast", (v,), (low[v.name],), {"dtype": low[v.name].type.dtype}, op.loc if op else "")
+            for v in made
+            if v.name in goes
+        ]
     outs: list[Value] = []
     for value in graph.outs:
         outs += [value] if value.name not in goes or value.name in outputs else []

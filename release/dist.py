@@ -105,8 +105,12 @@ def _told(kind: str, missing: Iterable[str], more: Iterable[str], links: Iterabl
 def _run(*command: str | Path, cwd: Path, seconds: int = 900) -> str:
     """What a command printed; ends this program, with all that it said, if it fails. It sees neither this checkout nor its environment."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden} | {"PENSTOCK_CACHE": str(cwd / "cache")}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+    environment = {name: value for name, value in os.environ.items() if name not in hidden} | {
+        "PENSTOCK_CACHE": str(cwd / "cache")
+    }
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))} failed ({done.returncode}):\n{done.stdout}{done.stderr}")
     return done.stdout
@@ -167,7 +171,9 @@ def try_wheel(wheel: Path, number: str, scratch: Path) -> None:
     _run(penstock, "run", "bundle", "--data", "train.npz", "--steps", "3", cwd=place)
     _run(penstock, "inspect", "bundle", "--html", "report.html", cwd=place)
     (place / "typed.py").write_text(TYPED, encoding="utf-8")
-    types = subprocess.run([programs / "mypy", "--strict", "typed.py"], cwd=place, capture_output=True, text=True, timeout=600, check=False)
+    types = subprocess.run(
+        [programs / "mypy", "--strict", "typed.py"], cwd=place, capture_output=True, text=True, timeout=600, check=False
+    )
     wrong = [line for line in types.stdout.splitlines() if "error:" in line]
     if len(wrong) != 1 or 'expression has type "Model"' not in wrong[0]:
         sys.exit(f"users of the wheel do not get its types:\n{types.stdout}{types.stderr}")
@@ -176,7 +182,9 @@ def try_wheel(wheel: Path, number: str, scratch: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR", help="where sdist and wheel go (default: dist)")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "dist", metavar="DIR", help="where sdist and wheel go (default: dist)"
+    )
     options = parser.parse_args(arguments)
     names, number = tracked(ROOT), version(ROOT)
     with tempfile.TemporaryDirectory() as folder:

@@ -57,7 +57,11 @@ def parts_of(start: str, extras: Sequence[str]) -> tuple[dict[str, Part], list[s
             missing.append(name)
             continue
         needed = [Requirement(text) for text in found.requires or ()]
-        chosen = [need for need in needed if need.marker is None or any(need.marker.evaluate({"extra": e}) for e in ("", *asked[name]))]
+        chosen = [
+            need
+            for need in needed
+            if need.marker is None or any(need.marker.evaluate({"extra": e}) for e in ("", *asked[name]))
+        ]
         parts[name] = Part(found, tuple(sorted({canonicalize_name(need.name) for need in chosen})))
         waiting += [(canonicalize_name(need.name), frozenset(need.extras)) for need in chosen]
     return dict(sorted(parts.items())), sorted(set(missing))
@@ -95,7 +99,9 @@ def _licenses(found: Distribution) -> list[dict[str, Any]]:
     said = found.metadata
     if said["License-Expression"]:
         return [{"expression": said["License-Expression"]}]
-    classified = [text.rpartition(" :: ")[2] for text in said.get_all("Classifier", []) if text.startswith("License :: ")]
+    classified = [
+        text.rpartition(" :: ")[2] for text in said.get_all("Classifier", []) if text.startswith("License :: ")
+    ]
     short = [said["License"]] if said["License"] and len(said["License"]) < 80 and "\n" not in said["License"] else []
     return [{"license": {"name": name}} for name in classified or short]
 
@@ -106,7 +112,13 @@ def _reference(part: Part) -> str:
 
 def _component(part: Part, kind: str) -> dict[str, Any]:
     reference = _reference(part)
-    fields = {"type": kind, "bom-ref": reference, "name": part.found.name, "version": part.found.version, "purl": reference}
+    fields = {
+        "type": kind,
+        "bom-ref": reference,
+        "name": part.found.name,
+        "version": part.found.version,
+        "purl": reference,
+    }
     licenses = _licenses(part.found)
     return fields | ({"licenses": licenses} if licenses else {})
 
@@ -117,17 +129,26 @@ def bill(parts: Mapping[str, Part]) -> dict[str, Any]:
         "metadata": {"component": _component(parts[START], "application")},
         "components": [_component(part, "library") for name, part in parts.items() if name != START],
         "dependencies": [
-            {"ref": _reference(part), "dependsOn": sorted(_reference(parts[need]) for need in part.needs)} for part in parts.values()
+            {"ref": _reference(part), "dependsOn": sorted(_reference(parts[need]) for need in part.needs)}
+            for part in parts.values()
         ],
     }
     serial = uuid.uuid5(_SPACE, json.dumps(content, sort_keys=True))
-    return {"bomFormat": "CycloneDX", "specVersion": "1.6", "serialNumber": f"urn:uuid:{serial}", "version": 1, **content}
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "serialNumber": f"urn:uuid:{serial}",
+        "version": 1,
+        **content,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
-    parser.add_argument("--extra", action="append", default=[], metavar="NAME", help="an extra of penstock to count in, such as parquet")
+    parser.add_argument(
+        "--extra", action="append", default=[], metavar="NAME", help="an extra of penstock to count in, such as parquet"
+    )
     parser.add_argument("--constraints", type=Path, default=ROOT / "constraints.txt", metavar="FILE")
     options = parser.parse_args(arguments)
     parts, missing = parts_of(START, options.extra)

@@ -35,7 +35,11 @@ def take_batch(module: Module, given: Any, where: str, renamed: Mapping[str, str
     for name, one in by_our_names(given, names, renamed, where).items():
         try:
             arrays[name] = _as_array(one)
-        except (TypeError, ValueError, RuntimeError) as error:  # what NumPy says of ragged lists, and torch of its tensors
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # what NumPy says of ragged lists, and torch of its tensors
             raise UsageError(f"{name}: is no array: {error}", where=where) from error
     return arrays
 
@@ -44,7 +48,9 @@ def _in_order(given: Any, names: Sequence[str], where: str, renamed: Mapping[str
     parts = [given] if _is_tensor(given) and len(names) == 1 else given
     if not isinstance(parts, list | tuple) or any(isinstance(part, Mapping) for part in parts):
         got = f"{type(given).__name__} of dicts" if isinstance(parts, list | tuple) else type(given).__name__
-        raise UsageError(f"expected a dict of arrays by the names of inputs, or a tuple of arrays, got {got}", where=where)
+        raise UsageError(
+            f"expected a dict of arrays by the names of inputs, or a tuple of arrays, got {got}", where=where
+        )
     if len(parts) != len(names):
         listed = ", ".join(shown(names, renamed).values())
         raise UsageError(f"has {len(parts)} arrays, expected {len(names)}, in the order {listed}", where=where)
@@ -105,7 +111,11 @@ def check_batch(
         problems += wrong
     if problems:
         whole = rows * module.schedule.microbatches
-        hint = f"a batch has {whole} samples; a DataLoader gives no others with drop_last=True" if short and samples is None else ""
+        hint = (
+            f"a batch has {whole} samples; a DataLoader gives no others with drop_last=True"
+            if short and samples is None
+            else ""
+        )
         raise UsageError("does not fit the model:" + itemised(problems), where=where, hint=hint)
 
 
@@ -124,9 +134,15 @@ def share_of_batch(array: np.ndarray, type: TensorType, share: Sequence[int], mi
 def name_problems(module: Module, given: Iterable[str], renamed: Mapping[str, str]) -> list[str]:
     names = set(given)
     expected = shown([value.name for value in module.data_inputs], renamed)
-    problems = [f"{expected[value.name]}: missing, expected {value.type}" for value in module.data_inputs if value.name not in names]
+    problems = [
+        f"{expected[value.name]}: missing, expected {value.type}"
+        for value in module.data_inputs
+        if value.name not in names
+    ]
     there = ", ".join(expected.values())
-    return problems + [f"{name}: the model has no such input, it has {there}" for name in sorted(names - expected.keys())]
+    return problems + [
+        f"{name}: the model has no such input, it has {there}" for name in sorted(names - expected.keys())
+    ]
 
 
 def type_problems(value: Value, array: Any, shape: tuple[int, ...]) -> list[str]:

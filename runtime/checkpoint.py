@@ -131,7 +131,9 @@ def read_index(checkpoint: Path) -> Index:
         version = json.loads(text).get("format")
         if version not in READABLE:
             readable = " and ".join(map(str, READABLE))
-            raise UsageError(f"checkpoint format {version!r}, this version reads formats {readable}", where=str(checkpoint))
+            raise UsageError(
+                f"checkpoint format {version!r}, this version reads formats {readable}", where=str(checkpoint)
+            )
         index = msgspec.json.decode(text, type=Index)
     except (msgspec.MsgspecError, ValueError, AttributeError, RecursionError) as error:
         raise VerifyError(f"{INDEX}: {error}", where=str(checkpoint)) from error
@@ -169,7 +171,9 @@ def read_newest(checkpoint: Path, index: Index, module: Module) -> dict[str, np.
     ]
     problems += [f"{name}: the bundle has no such variable" for name in types if name not in module.vars]
     if problems:
-        raise VerifyError("the checkpoint does not fit the bundle:" + "".join(f"\n  - {p}" for p in problems), where=str(checkpoint))
+        raise VerifyError(
+            "the checkpoint does not fit the bundle:" + "".join(f"\n  - {p}" for p in problems), where=str(checkpoint)
+        )
     return read_tensors(checkpoint, index, set(wanted))
 
 
@@ -179,7 +183,9 @@ def read_tensors(checkpoint: Path, index: Index, names: set[str]) -> dict[str, n
     for file, here in files_for(index, names, index.step).items():
         arrays = map_tensors(check_file(checkpoint, index, file))
         if lost := here - arrays.keys():
-            raise VerifyError(f"{file} does not hold {', '.join(sorted(lost))}, which the index lists", where=str(checkpoint))
+            raise VerifyError(
+                f"{file} does not hold {', '.join(sorted(lost))}, which the index lists", where=str(checkpoint)
+            )
         found |= {name: arrays[name] for name in here}
     return found
 
@@ -200,5 +206,7 @@ def check_file(checkpoint: Path, index: Index, name: str) -> Path:
     """The path of one file of a checkpoint, once its hash is right."""
     problems = file_problems(checkpoint / name, index.files[name].sha256, index.files[name].size, name)
     if problems:
-        raise VerifyError(f"the checkpoint is damaged: {problems[0]}", where=str(checkpoint), hint="resume from an older checkpoint")
+        raise VerifyError(
+            f"the checkpoint is damaged: {problems[0]}", where=str(checkpoint), hint="resume from an older checkpoint"
+        )
     return checkpoint / name

@@ -23,4 +23,11 @@ def outputs(running: Processes, timeout: float) -> list[tuple[bytes, bytes]] | N
 
 def failure(ended: Processes, told: Sequence[tuple[bytes, bytes]]) -> str | None:
     """What the first one that failed said."""
-    return next((text.decode(errors="replace").strip() for process, (_, text) in zip(ended, told, strict=True) if process.returncode), None)
+    return next(
+        (
+            text.decode(errors="replace").strip()
+            for process, (_, text) in zip(ended, told, strict=True)
+            if process.returncode
+        ),
+        None,
+    )

@@ -64,7 +64,9 @@ def candidates(directory: Path) -> list[Path]:
     places = saved_steps(directory)
     there = {place.name for place in places}
     # Replaced by one that did not come into its place.
-    places += [path for path, kind in left_behind(directory) if kind == "old" and path.name[1:].partition(".")[0] not in there]
+    places += [
+        path for path, kind in left_behind(directory) if kind == "old" and path.name[1:].partition(".")[0] not in there
+    ]
     places.sort(key=saved_step, reverse=True)
     name = latest_name(directory)
     return [p for p in places if not is_saved(name) or saved_step(p) <= saved_step(directory / name)]
@@ -96,7 +98,9 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     name = latest_name(root)
     if not found or (name and not is_saved(name)):
         there = ", ".join(sorted(p.name for p in found)) or "none"
-        raise VerifyError(f"{LATEST} names {name!r}, which is not a checkpoint here", where=str(path), hint=f"there are {there}")
+        raise VerifyError(
+            f"{LATEST} names {name!r}, which is not a checkpoint here", where=str(path), hint=f"there are {there}"
+        )
     return found[0]
 
 
@@ -124,7 +128,11 @@ def choose(path: str | os.PathLike[str]) -> Chosen:
     place = find_checkpoint(path)
     if place == Path(os.path.abspath(path)):
         if problems := damage_of(place):
-            raise VerifyError("the checkpoint is damaged:" + itemised(problems), where=str(path), hint="resume from an older checkpoint")
+            raise VerifyError(
+                "the checkpoint is damaged:" + itemised(problems),
+                where=str(path),
+                hint="resume from an older checkpoint",
+            )
         return Chosen(place, [])
     words: list[str] = []
     for candidate in candidates(place.parent):

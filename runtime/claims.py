@@ -86,8 +86,14 @@ class Claims:
                 return []
             self._held[place] = claim = _Claim(Path(place), self._run)
         except OSError as error:
-            raise PenstockError(f"cannot write the checkpoint: {error.strerror or error}", where=str(directory)) from error
-        return [] if claim.locked else [f"{directory}: its file system has no locks; make sure that no other run saves there"]
+            raise PenstockError(
+                f"cannot write the checkpoint: {error.strerror or error}", where=str(directory)
+            ) from error
+        return (
+            []
+            if claim.locked
+            else [f"{directory}: its file system has no locks; make sure that no other run saves there"]
+        )
 
     def close(self) -> None:
         """Give all of them up."""
@@ -224,7 +230,10 @@ class _Claim:
 
     def _refusal(self, holder: Holder | None) -> UsageError:
         if holder == self._holder:
-            what, hint = "a job of this process saves checkpoints there", "give another directory, or close that job first"
+            what, hint = (
+                "a job of this process saves checkpoints there",
+                "give another directory, or close that job first",
+            )
         else:
             what, hint = f"{_said(holder)} saves checkpoints there", _HINT
         return UsageError(f"is in use: {what}", where=str(self._path.parent), hint=hint)

@@ -272,7 +272,9 @@ class Channel:
     def send(self, message: Record, arrays: Mapping[str, np.ndarray] | None = None) -> None:
         given = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
         record = self._encode(message)
-        specs = self._encode([ArraySpec(name, dtype_of(a.dtype), (arrays or {})[name].shape) for name, a in given.items()])
+        specs = self._encode(
+            [ArraySpec(name, dtype_of(a.dtype), (arrays or {})[name].shape) for name, a in given.items()]
+        )
         with self._sending:
             self._socket.sendall(_HEAD.pack(len(record), len(specs)) + record + specs)
             for array in given.values():

@@ -75,12 +75,21 @@ class Cores:
         self.unsettled = False
 
     def begin(
-        self, now: float, rank: int, work: float, done: Callable[[float], None], threads: int, quota: float, alone: float | None = None
+        self,
+        now: float,
+        rank: int,
+        work: float,
+        done: Callable[[float], None],
+        threads: int,
+        quota: float,
+        alone: float | None = None,
     ) -> None:
         """Start `work` > 0 seconds of it, which it takes where each of its threads gets `alone` of a core: its
         quota, unless something else is said."""
         limit = quota * threads if quota < 1 else math.inf
-        burst = Burst(self, rank, work, quota if alone is None else alone, limit, done, quota < 1 or threads > 1, at=now)
+        burst = Burst(
+            self, rank, work, quota if alone is None else alone, limit, done, quota < 1 or threads > 1, at=now
+        )
         for _ in range(threads):
             core = min(self._cores, key=len)
             burst.places.append(core)
@@ -146,7 +155,10 @@ class Cores:
             for position, burst in enumerate(core.turns):
                 grant(burst, 0.0 if position else free)
         busy = sum(len(burst.places) * burst.alone for burst in self._bursts)
-        return {burst: rate * self._slowed(busy) / self._slowed(len(burst.places) * burst.alone) for burst, rate in rates.items()}
+        return {
+            burst: rate * self._slowed(busy) / self._slowed(len(burst.places) * burst.alone)
+            for burst, rate in rates.items()
+        }
 
     def _slowed(self, busy: float) -> float:
         """The factor on all speeds while so many threads are busy."""

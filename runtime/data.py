@@ -42,19 +42,25 @@ class Samples(Protocol):
     def microbatch(self, mb: int, name: str) -> np.ndarray: ...
 
 
-def open_data(module: Module, spec: DataSpec, names: Sequence[str], renamed: Mapping[str, str] = NONE, offset: int = 0) -> Samples:
+def open_data(
+    module: Module, spec: DataSpec, names: Sequence[str], renamed: Mapping[str, str] = NONE, offset: int = 0
+) -> Samples:
     """The samples that a spec describes, for some of the module's inputs. Everything that does not fit is one error."""
     if spec.source == SYNTHETIC:
         return SyntheticSamples(module, spec.seed, offset)
     return FileSamples(module, spec, names, renamed, offset)
 
 
-def check_data(module: Module, spec: DataSpec, renamed: Mapping[str, str] = NONE, names: Sequence[str] | None = None) -> int | None:
+def check_data(
+    module: Module, spec: DataSpec, renamed: Mapping[str, str] = NONE, names: Sequence[str] | None = None
+) -> int | None:
     """Refuse data that does not fit, before any worker is started; the answer is the number of samples of files. With `names`, only those
     inputs are looked at."""
     if spec.source == SYNTHETIC:
         return None
-    return FileSamples(module, spec, [value.name for value in module.data_inputs] if names is None else names, renamed).count
+    return FileSamples(
+        module, spec, [value.name for value in module.data_inputs] if names is None else names, renamed
+    ).count
 
 
 # ------------------------------------------------------------------------------------------------ order
@@ -100,7 +106,9 @@ class Order:
 class FileSamples:
     """Samples of files, for some of the module's inputs; the files of others are not opened."""
 
-    def __init__(self, module: Module, spec: DataSpec, names: Sequence[str], renamed: Mapping[str, str] = NONE, offset: int = 0) -> None:
+    def __init__(
+        self, module: Module, spec: DataSpec, names: Sequence[str], renamed: Mapping[str, str] = NONE, offset: int = 0
+    ) -> None:
         self._types = {value.name: value.type for value in module.data_inputs}
         self._rows, self._where, self._offset = microbatch_size(module), spec.source, offset
         self._ranges = {name: integer_range(module, name) for name in names}
@@ -116,8 +124,12 @@ class FileSamples:
             if dims and column.shape:
                 counts[value.name] = rows * self._rows / dims[0]
         if len(set(counts.values())) > 1:
-            problems.append("numbers of samples differ: " + ", ".join(f"{name} has {count:g}" for name, count in counts.items()))
-        problems += [f"{name}: has no whole number of samples" for name, count in counts.items() if count < 1 or count % 1]
+            problems.append(
+                "numbers of samples differ: " + ", ".join(f"{name} has {count:g}" for name, count in counts.items())
+            )
+        problems += [
+            f"{name}: has no whole number of samples" for name, count in counts.items() if count < 1 or count % 1
+        ]
         self.count = int(next(iter(counts.values()), 1))
         batch = self._rows * (1 if module.schedule is None else module.schedule.microbatches)
         if spec.last == DROP and counts and not problems and self.count < batch:

@@ -101,7 +101,9 @@ def absolute_source(text: str) -> str:
     return ",".join(part._replace(path=Path(os.path.abspath(part.path))).text for part in parse_source(text))
 
 
-def open_columns(text: str, module: Module, names: Container[str], renamed: Mapping[str, str] = NONE) -> tuple[Columns, set[str]]:
+def open_columns(
+    text: str, module: Module, names: Container[str], renamed: Mapping[str, str] = NONE
+) -> tuple[Columns, set[str]]:
     """The columns of some inputs, and all names that the files have. Files that hold none of these inputs are not opened, where they say so
     by their own name. All that cannot be read is one error."""
     columns: Columns = {}
@@ -154,9 +156,13 @@ def _members(part: Part, module: Module, table: Mapping[str, str]) -> Mapping[st
     if part.path.is_dir():
         if part.name is not None:
             raise UsageError("is a folder, an input takes a file", where=part.text)
-        found = {path.name.removesuffix(".npy"): path for path in sorted(part.path.iterdir()) if path.name.endswith(".npy")}
+        found = {
+            path.name.removesuffix(".npy"): path for path in sorted(part.path.iterdir()) if path.name.endswith(".npy")
+        }
         if not found:
-            raise UsageError("has no .npy files", where=str(part.path), hint="a folder of data has NAME.npy for every input")
+            raise UsageError(
+                "has no .npy files", where=str(part.path), hint="a folder of data has NAME.npy for every input"
+            )
         return _ours({name: partial(read_npy, path) for name, path in found.items()}, table, part)
     kind = _format(_plain(part.path))
     if kind == "npy":
@@ -179,7 +185,9 @@ def _members(part: Part, module: Module, table: Mapping[str, str]) -> Mapping[st
     from .data_parquet import open_parquet
 
     # Tables have columns for other purposes, too.
-    own = open_parquet(part.path, {value.name: value.type for value in module.data_inputs}, table, microbatch_size(module))
+    own = open_parquet(
+        part.path, {value.name: value.type for value in module.data_inputs}, table, microbatch_size(module)
+    )
     return _ours(own, table, part)
 
 
@@ -372,17 +380,33 @@ def _token_inputs(part: Part, module: Module, table: Mapping[str, str]) -> dict[
     if part.shift is not None:
         raise UsageError("+0 and +1 are for single inputs", where=part.text, hint=hint)
     if open_ or 0 not in found.values():
-        what = f"a file of tokens does not say what {', '.join(open_)} are" if open_ else "no input of the model indexes a table"
-        raise UsageError(f"{what}: the model has the inputs {', '.join(v.name for v in module.data_inputs)}", where=part.text, hint=hint)
+        what = (
+            f"a file of tokens does not say what {', '.join(open_)} are"
+            if open_
+            else "no input of the model indexes a table"
+        )
+        raise UsageError(
+            f"{what}: the model has the inputs {', '.join(v.name for v in module.data_inputs)}",
+            where=part.text,
+            hint=hint,
+        )
     return found
 
 
 def _token_columns(module: Module, tokens: Mapping[str, tuple[Part, int]], names: Container[str]) -> Columns:
     inputs = {value.name: value for value in module.data_inputs}
-    problems = [f"{name}: the model has no such input, it has {', '.join(inputs)}" for name in tokens if name not in inputs]
+    problems = [
+        f"{name}: the model has no such input, it has {', '.join(inputs)}" for name in tokens if name not in inputs
+    ]
     known: dict[str, Value] = {name: inputs[name] for name in tokens if name in inputs}
-    problems += [f"{name}: tokens are whole numbers, the input is {v.type}" for name, v in known.items() if v.type.dtype not in INTS]
-    problems += [f"{name}: is a single number, tokens come in windows" for name, value in known.items() if not value.type.rank]
+    problems += [
+        f"{name}: tokens are whole numbers, the input is {v.type}"
+        for name, v in known.items()
+        if v.type.dtype not in INTS
+    ]
+    problems += [
+        f"{name}: is a single number, tokens come in windows" for name, value in known.items() if not value.type.rank
+    ]
     lengths = {name: _per_sample(value.type, microbatch_size(module)) for name, value in known.items()}
     counts = []
     for name, (part, shift) in tokens.items():
@@ -392,7 +416,9 @@ def _token_columns(module: Module, tokens: Mapping[str, tuple[Part, int]], names
         if lengths.get(name):
             counts.append((size // width - shift) // lengths[name])
             if counts[-1] < 1:
-                problems.append(f"{name}: {part.path} has {size // width} tokens, a sample takes {lengths[name] + shift}")
+                problems.append(
+                    f"{name}: {part.path} has {size // width} tokens, a sample takes {lengths[name] + shift}"
+                )
     if problems:
         raise UsageError("does not fit the model:" + itemised(dict.fromkeys(problems)), where=_where(tokens))
     # A shifted window may lack its last token: all inputs go as far as the shortest.

@@ -61,12 +61,16 @@ def _column(file: Any, path: Path, name: str, type: TensorType, samples: int) ->
     if nulls:
         problems.append(f"{name}: {nulls} values are missing")
     if not _is_number(column.type):
-        problems.append(f"{name}: element type {column.type} has no counterpart here, expected numbers or lists of numbers")
+        problems.append(
+            f"{name}: element type {column.type} has no counterpart here, expected numbers or lists of numbers"
+        )
     elif lengths != per_sample and rows:
         problems.append(f"{name}: a row has {lengths} numbers, expected {per_sample}")
     if problems:
         raise UsageError("does not fit the model:" + itemised(problems), where=str(path))
-    flat: np.ndarray = column.combine_chunks().to_numpy(zero_copy_only=False) if rows else np.zeros(0, column.type.to_pandas_dtype())
+    flat: np.ndarray = (
+        column.combine_chunks().to_numpy(zero_copy_only=False) if rows else np.zeros(0, column.type.to_pandas_dtype())
+    )
     return flat.reshape(-1, *type.dims[1:]) if type.rank else flat[0]
 
 

@@ -80,10 +80,16 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        return [f"{host.name}: {problem}" if len(self.hosts) > 1 else problem for host in self.hosts for problem in host.problems]
+        return [
+            f"{host.name}: {problem}" if len(self.hosts) > 1 else problem
+            for host in self.hosts
+            for problem in host.problems
+        ]
 
 
-def examine(threads: Sequence[int] = (), count: int | None = None, say: Say = lambda text: None, timeout: float = 60.0) -> Report | None:
+def examine(
+    threads: Sequence[int] = (), count: int | None = None, say: Say = lambda text: None, timeout: float = 60.0
+) -> Report | None:
     """Measure this machine, and with the hosts of a group that torchrun started, all of them; None on all ranks but the first."""
     begin = time.monotonic()
     planned = Cluster.local(count, threads)
@@ -102,7 +108,9 @@ def examine(threads: Sequence[int] = (), count: int | None = None, say: Say = la
     try:
         say("links to the other hosts")
         times = measure_pairs(group)
-        hosts = _named_apart([msgspec.json.decode(part, type=HostFacts) for part in group.gather("doctor", msgspec.json.encode(host))])
+        hosts = _named_apart(
+            [msgspec.json.decode(part, type=HostFacts) for part in group.gather("doctor", msgspec.json.encode(host))]
+        )
         # The meeting point may live in rank 0: nobody leaves before all have read.
         group.gather("doctor/read", b"")
     finally:
@@ -117,7 +125,8 @@ def _named_apart(hosts: Sequence[HostFacts]) -> tuple[HostFacts, ...]:
     """Hosts with one name, such as processes of one machine, get their rank behind it."""
     names = [host.name for host in hosts]
     return tuple(
-        msgspec.structs.replace(host, name=f"{host.name}-{rank}") if names.count(host.name) > 1 else host for rank, host in enumerate(hosts)
+        msgspec.structs.replace(host, name=f"{host.name}-{rank}") if names.count(host.name) > 1 else host
+        for rank, host in enumerate(hosts)
     )
 
 
@@ -137,7 +146,9 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         )
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > _BUSY * cores:
-        problems.append(f"other programs keep {load:.1f} of {cores} cores busy: times of several threads and of links are too long")
+        problems.append(
+            f"other programs keep {load:.1f} of {cores} cores busy: times of several threads and of links are too long"
+        )
     devices = _measured_devices(planned, part, say, problems)
     gpus, why = machine.gpus()
     if why and (gpus or any(Path("/dev").glob("nvidia[0-9]*")) or "not installed" not in why):
@@ -200,7 +211,9 @@ def _measured_devices(planned: Cluster, part: float, say: Say, problems: list[st
         say("compiling kernels to measure with")
         try:
             compile_yardsticks(folder)
-            say(f"measuring {len(planned.devices)} devices with {', '.join(str(d.threads) for d in planned.devices)} threads, all at once")
+            say(
+                f"measuring {len(planned.devices)} devices with {', '.join(str(d.threads) for d in planned.devices)} threads, all at once"
+            )
             rates = _run_yardsticks(folder, [d.threads for d in planned.devices], part)
         except (PenstockError, ImportError, OSError) as error:
             problems.append(f"nothing could be measured, rates are guesses: {error}")
@@ -272,7 +285,9 @@ def cluster_of(hosts: Sequence[HostFacts], pairs: dict[tuple[int, int], Wire]) -
     copies = [host.copies for host in hosts if host.copies is not None]
     for kind, wires in ((SAME_HOST, loops), (OTHER_HOST, list(pairs.values())), (HOST_TO_DEVICE, copies)):
         if wires:
-            classes.append(LinkClass(kind, *_rounded(Wire(*(statistics.median(part) for part in zip(*wires, strict=True))))))
+            classes.append(
+                LinkClass(kind, *_rounded(Wire(*(statistics.median(part) for part in zip(*wires, strict=True)))))
+            )
     links: list[Link] = []
     usual = next((c for c in classes if c.kind == OTHER_HOST), None)
     for (a, b), wire in sorted(pairs.items()):
@@ -280,7 +295,9 @@ def cluster_of(hosts: Sequence[HostFacts], pairs: dict[tuple[int, int], Wire]) -
         if any(abs(x / y - 1) > _ALIKE for x, y in zip(wire, (usual.bandwidth, usual.latency), strict=True) if y):
             links += [Link(x, y, *_rounded(wire)) for x in own[a] for y in own[b]]
     named_hosts = (
-        tuple(Host(h.name, h.address, nic_bandwidth=_rounded(_fastest(i, pairs))[0]) for i, h in enumerate(hosts)) if several else ()
+        tuple(Host(h.name, h.address, nic_bandwidth=_rounded(_fastest(i, pairs))[0]) for i, h in enumerate(hosts))
+        if several
+        else ()
     )
     return Cluster(tuple(devices), tuple(links), named_hosts, tuple(classes))
 
@@ -300,5 +317,7 @@ def _plain(device: Device) -> dict[str, object]:
 def _device(plain: dict[str, object]) -> Device:
     name, fields, spaces = plain["name"], plain["fields"], plain["spaces"]
     if not isinstance(name, str) or not isinstance(fields, dict) or not isinstance(spaces, dict):
-        raise UsageError(f"another host describes a device as {plain!r:.200}", hint="start the same version on all hosts")
+        raise UsageError(
+            f"another host describes a device as {plain!r:.200}", hint="start the same version on all hosts"
+        )
     return Device.from_fields(name, fields, tuple((str(k), int(v)) for k, v in spaces.items()))

@@ -57,16 +57,24 @@ def replan(bundle: Bundle, devices: Sequence[str], directory: Path) -> Replanned
     out = directory / f"replanned-{key}"
     asked = json.dumps({"bundle": str(bundle.path), "devices": list(devices), "out": str(out), "parent": os.getpid()})
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "penstock.replanning", asked], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-m", "penstock.replanning", asked],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     try:
         found = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
         tail = "\n".join(done.stderr.splitlines()[-_SHOWN_LINES:])
-        raise PenstockError(f"planning anew ended with exit code {done.returncode}:\n{tail}", where=str(bundle.path)) from error
+        raise PenstockError(
+            f"planning anew ended with exit code {done.returncode}:\n{tail}", where=str(bundle.path)
+        ) from error
     if "error" in found:
         kind = getattr(errors, found["error"], PenstockError)
-        raise kind(f"cannot be planned anew for {' '.join(devices)}: {found['what']}", where=found["where"], hint=found["hint"])
+        raise kind(
+            f"cannot be planned anew for {' '.join(devices)}: {found['what']}", where=found["where"], hint=found["hint"]
+        )
     return Replanned(found["bundle"], found["told"])
 
 

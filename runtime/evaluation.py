@@ -70,13 +70,17 @@ def evaluation_problems(module: Module, spec: DataSpec) -> list[str]:
     graphs = [graph for graph in (module.stage_graph(stage.index, "F") for stage in module.stages) if graph is not None]
     hint = "it can be exported and evaluated as an inference bundle that is compiled from the model at rest"
     if any(value.name == MICROBATCH for graph in graphs for value in graph.ins):
-        problems.append(f"the forward pass draws random numbers (dropout), which compiled code cannot leave out; {hint}")
+        problems.append(
+            f"the forward pass draws random numbers (dropout), which compiled code cannot leave out; {hint}"
+        )
     if any(OPS[op.kind].effect and op.kind != "read" for graph in graphs for op in graph.ops):
         problems.append(f"the forward pass changes what it has stored (running statistics); {hint}")
     return problems
 
 
-def count_evaluation(module: Module, spec: DataSpec, renamed: Mapping[str, str], names: Sequence[str] | None = None) -> int:
+def count_evaluation(
+    module: Module, spec: DataSpec, renamed: Mapping[str, str], names: Sequence[str] | None = None
+) -> int:
     """How many samples there are to evaluate on; UsageError where that cannot be. With `names`, only those inputs are looked at."""
     if problems := evaluation_problems(module, spec):
         raise UsageError("; ".join(problems), where="evaluation")
@@ -116,7 +120,9 @@ def _evaluate(executor: Executor, samples: FileSamples | None, count: int, size:
     module, store, transport = executor.module, executor.store, executor.transport
     cut = portions(count, size)
     executor.feed = PortionFeed(samples, cut, size)
-    sent = frozenset(value.name for edge in module.edges if edge.src == executor.stage and edge.phase == "F" for value in edge.values)
+    sent = frozenset(
+        value.name for edge in module.edges if edge.src == executor.stage and edge.phase == "F" for value in edge.values
+    )
     losses: dict[int, float] = {}
     program = _program(module, executor.rank, executor.stage, len(cut))
     following = next(program, None)

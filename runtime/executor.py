@@ -80,7 +80,8 @@ class Executor:
         found = {kind: module.stage_graph(stage, kind) for kind in COMPUTE}
         self.graphs: dict[str, Graph] = {kind: graph for kind, graph in found.items() if graph is not None}
         self._calls = {
-            kind: (graph.name, signature(graph).slots, tuple(value.name for value in graph.results)) for kind, graph in self.graphs.items()
+            kind: (graph.name, signature(graph).slots, tuple(value.name for value in graph.results))
+            for kind, graph in self.graphs.items()
         }
         self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
         self._buffers = Recycled(store.device)
@@ -115,20 +116,27 @@ class Executor:
         for_weights = {value.name for value in self.graphs["W"].ins} if "W" in self.graphs else set()
         self._after_backward = {"B": frozenset(sent["B"] | for_weights), "W": frozenset(sent["B"])}
         self._sent_later = {"SF": frozenset(for_backward), "SB": frozenset(for_weights)}
-        self._sends = {kind: sum(edge.src == self.stage and edge.phase == kind[1] for edge in self.module.edges) for kind in ("SF", "SB")}
+        self._sends = {
+            kind: sum(edge.src == self.stage and edge.phase == kind[1] for edge in self.module.edges)
+            for kind in ("SF", "SB")
+        }
         # How many sends of a microbatch are still to come, where there are several.
         self._unsent: dict[tuple[str, int], int] = {}
         forward = self.graphs.get("F")
         made = {v.name for v in forward.outs} if forward is not None else set()
         self.is_loss_stage = loss_stage(self.module) == self.stage
-        self.outputs = () if loss_stage(self.module) is not None else tuple(name for name in self.module.outputs if name in made)
+        self.outputs = (
+            () if loss_stage(self.module) is not None else tuple(name for name in self.module.outputs if name in made)
+        )
         self._losses: dict[int, list[float]] = {}
         program = self.schedule.ranks[self.rank].batch
         kinds = {action.kind for action in program}
         # The microbatches of a batch that this rank runs.
         self._share = share_of(self.module, self.rank)
         self._updates, self._drops = "U" in kinds, "D" in kinds
-        self._changes = any(OPS[op.kind].effect and op.kind != "read" for graph in self.graphs.values() for op in graph.ops)
+        self._changes = any(
+            OPS[op.kind].effect and op.kind != "read" for graph in self.graphs.values() for op in graph.ops
+        )
         self._held = False
         self._last_kind = next(kind for kind in ("W", "B", "F") if kind in kinds)
 
@@ -143,7 +151,11 @@ class Executor:
             for name, slots, _ in self._calls.values():
                 self.program.hold(name, [self.store.buffer(slot, None) for slot in slots])
             self._held = True
-        stream, handlers, expect = ActionStream(self.schedule, self.rank, first, feed, unit), self._handlers, self.transport.expect
+        stream, handlers, expect = (
+            ActionStream(self.schedule, self.rank, first, feed, unit),
+            self._handlers,
+            self.transport.expect,
+        )
         if self.ledger is not None:
             self.ledger.run(first)
         while (upcoming := stream.pop()) is not None:
@@ -205,7 +217,9 @@ class Executor:
     def update(self, action: Action) -> None:
         version = self.store.version + 1 if action.version is None else action.version
         self.store.start_update(version)
-        told = self._call("U", action._replace(version=version), [self._value(action.holder, value) for value in self.graphs["U"].ins])
+        told = self._call(
+            "U", action._replace(version=version), [self._value(action.holder, value) for value in self.graphs["U"].ins]
+        )
         self.store.finish_update(version)
         self.store.keep_only(action.holder, frozenset())
         self._note(action._replace(version=version))
@@ -285,10 +299,15 @@ class Executor:
         losses = tuple(self._losses.pop(batch))
         norm = float(told[NORM]) if NORM in told else None
         strange = [
-            f"{name} {value}" for name, value in (*(("loss", x) for x in losses), ("norm of the gradient", norm)) if not _is_finite(value)
+            f"{name} {value}"
+            for name, value in (*(("loss", x) for x in losses), ("norm of the gradient", norm))
+            if not _is_finite(value)
         ]
         if self._stop_at_nan and strange:
             hint = "checkpoints are of steps before; --nan warn goes on, and --skip-nonfinite when compiling leaves such updates out"
             raise VerifyError(f"step {batch} has a {strange[0]}", where=f"rank {self.rank}, step {batch}", hint=hint)
         self.status.finish(batch)
-        self.report(Step(batch, sum(losses) / len(losses), losses, learning_rate(self.tables, batch), time.monotonic(), norm), {})
+        self.report(
+            Step(batch, sum(losses) / len(losses), losses, learning_rate(self.tables, batch), time.monotonic(), norm),
+            {},
+        )

@@ -151,7 +151,9 @@ class Server:
             except (BrokenPipeError, ConnectionResetError):  # it is about to end
                 process.refuse("")
             except OSError as error:
-                raise DoesNotFit(f"the system passes no connections on to rank {rank.rank}: {error.strerror}", where="launch") from error
+                raise DoesNotFit(
+                    f"the system passes no connections on to rank {rank.rank}: {error.strerror}", where="launch"
+                ) from error
         try:
             if not self._ready.wait(_IMPORT_SECONDS):
                 raise PeerLost(f"imports took longer than {_IMPORT_SECONDS:g} s", where="launch")

@@ -74,7 +74,9 @@ def svg_gantt(found: Simulated, title: str, curves: Mapping[int, Curve] | None =
             )
             parts.append(f"<rect {box}><title>{escape(told, quote=False)}</title></rect>")
             if width > 22:
-                parts.append(f'<text x="{_LEFT + start * scale + 3:.2f}" y="{top + 15}">{action.kind}{action.mb}</text>')
+                parts.append(
+                    f'<text x="{_LEFT + start * scale + 3:.2f}" y="{top + 15}">{action.kind}{action.mb}</text>'
+                )
         if rank in curves:
             parts += _curve(curves[rank], top + _ROW + 2, scale, most, end)
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -90,4 +92,6 @@ def _curve(curve: Curve, top: float, scale: float, most: float, end: float) -> l
         points.append(f"{_LEFT + time * scale:.2f},{height:.1f}")
     points += [f"{_LEFT + end * scale:.2f},{height:.1f}", f"{_LEFT + end * scale:.2f},{low}"]
     peak = max((size for _, size in curve), default=0.0)
-    return [f'<polygon points="{" ".join(points)}" fill="#cfe3cf"><title>at most {peak / 2**20:.1f} MiB live</title></polygon>']
+    return [
+        f'<polygon points="{" ".join(points)}" fill="#cfe3cf"><title>at most {peak / 2**20:.1f} MiB live</title></polygon>'
+    ]

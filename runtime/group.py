@@ -57,10 +57,13 @@ class Group:
     def connect(self) -> None:
         """Open the gloo connections of all ranks."""
         try:
-            dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.world, timeout=time_span(self.timeout))
+            dist.init_process_group(
+                "gloo", store=self.store, rank=self.rank, world_size=self.world, timeout=time_span(self.timeout)
+            )
         except RuntimeError as error:
             raise PeerLost(
-                f"the group of {self.world} ranks did not connect within {self.timeout:g} s: {error}", where=f"rank {self.rank}"
+                f"the group of {self.world} ranks did not connect within {self.timeout:g} s: {error}",
+                where=f"rank {self.rank}",
             ) from error
 
     def form_team(self, ranks: Sequence[int], device: torch.device) -> None:
@@ -69,7 +72,9 @@ class Group:
         found = [gpu.decode() for gpu in self.gather(f"gpu/{ranks[0]}", gpu_of(device).encode(), ranks)]
         kind = sum_kind(found)
         try:
-            made = dist.new_group(list(ranks), timeout=time_span(self.timeout), backend=kind, use_local_synchronization=True)
+            made = dist.new_group(
+                list(ranks), timeout=time_span(self.timeout), backend=kind, use_local_synchronization=True
+            )
         except RuntimeError as error:
             raise PeerLost(
                 f"ranks {', '.join(map(str, ranks))}, which sum up gradients, did not connect within {self.timeout:g} s: {error}",
@@ -92,7 +97,10 @@ class Group:
     def gather(self, key: str, value: bytes, ranks: Sequence[int] | None = None) -> list[bytes]:
         """Everybody's value, in the order of ranks; or that of `ranks`, each of which asks."""
         self.put(f"{key}/{self.rank}", value)
-        return [self.get(f"{key}/{rank}", f"{key!r} of rank {rank}") for rank in (range(self.world) if ranks is None else ranks)]
+        return [
+            self.get(f"{key}/{rank}", f"{key!r} of rank {rank}")
+            for rank in (range(self.world) if ranks is None else ranks)
+        ]
 
     def agree(self, what: str, value: str, hint: str = "copy one bundle to all hosts") -> None:
         """Refuse to go on when a rank has another value than this one."""
@@ -113,7 +121,9 @@ class Group:
             return action()
         except RuntimeError as error:
             first = str(error).splitlines()[0]
-            raise PeerLost(f"waited up to {self.timeout:g} s for {waited_for}: {first}", where=f"rank {self.rank}") from error
+            raise PeerLost(
+                f"waited up to {self.timeout:g} s for {waited_for}: {first}", where=f"rank {self.rank}"
+            ) from error
 
 
 def gpu_of(device: torch.device) -> str:
@@ -135,7 +145,15 @@ def host_store(world: int, timeout: float) -> TCPStore:
     listener.listen(128)
     port = listener.getsockname()[1]
     try:
-        return TCPStore("127.0.0.1", port, world, True, time_span(timeout), wait_for_workers=False, master_listen_fd=listener.detach())
+        return TCPStore(
+            "127.0.0.1",
+            port,
+            world,
+            True,
+            time_span(timeout),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
     except RuntimeError as error:
         raise not_met(f"127.0.0.1:{port}", timeout, error) from error
 

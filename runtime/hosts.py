@@ -95,7 +95,14 @@ def place_of(environment: Mapping[str, str] = os.environ) -> Place:
         local, host = environment.get("LOCAL_RANK", "0"), socket.gethostname()
         hint = "start it with torchrun, or set all four"
     else:
-        nodes = next((environment[n] for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if environment.get(n)), "")
+        nodes = next(
+            (
+                environment[n]
+                for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+                if environment.get(n)
+            ),
+            "",
+        )
         first = environment.get("MASTER_ADDR") or (expand_nodes(nodes)[:1] or [""])[0]
         job = environment.get("SLURM_JOB_ID", "")
         port = environment.get("MASTER_PORT") or (str(_FIRST_PORT + int(job) % _PORTS) if job.isdecimal() else "")
@@ -106,15 +113,25 @@ def place_of(environment: Mapping[str, str] = os.environ) -> Place:
         hint = "SLURM_NODELIST and SLURM_JOB_ID say where the group meets, else MASTER_ADDR and MASTER_PORT have to"
     problems = [f"{name} is not set" for name, text in found.items() if not text]
     numbers = {name: text for name, text in {**found, "LOCAL_RANK": local}.items() if name != "MASTER_ADDR" and text}
-    problems += [f"{name} is {text[:40]!r}, expected a number" for name, text in numbers.items() if not re.fullmatch("[0-9]{1,18}", text)]
-    rank, world, port_number = (0, 1, 1) if problems else (int(found[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    problems += [
+        f"{name} is {text[:40]!r}, expected a number"
+        for name, text in numbers.items()
+        if not re.fullmatch("[0-9]{1,18}", text)
+    ]
+    rank, world, port_number = (
+        (0, 1, 1) if problems else (int(found[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    )
     if not problems:
         if rank >= world:
             problems.append(f"RANK is {rank}, but WORLD_SIZE is {world}")
         if not 0 < port_number < 2**16:
             problems.append(f"MASTER_PORT is {port_number}, expected 1 to 65535")
     if problems:
-        raise UsageError(f"{launcher} started this process as one of a group, but: {'; '.join(problems)}", where="environment", hint=hint)
+        raise UsageError(
+            f"{launcher} started this process as one of a group, but: {'; '.join(problems)}",
+            where="environment",
+            hint=hint,
+        )
     served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Place(rank, world, int(local), found["MASTER_ADDR"], port_number, host, launcher, served)
 
@@ -166,7 +183,9 @@ def choose_interface(place: Place, planned: str = "", environment: Mapping[str, 
     for name, why in ((asked, f"by {INTERFACE_VARIABLE}"), (planned, "by the cluster file")):
         if name and name not in there:
             what = f"interface {name}, chosen {why}, is not on this host or has no IPv4 address; there are: {listed}"
-            raise UsageError(what, where=f"rank {place.rank} on {place.host}", hint=f"set {INTERFACE_VARIABLE} to one of these")
+            raise UsageError(
+                what, where=f"rank {place.rank} on {place.host}", hint=f"set {INTERFACE_VARIABLE} to one of these"
+            )
         if name:
             return Interface(name, there[name], why)
     address, why = _way_to(place)
@@ -175,7 +194,9 @@ def choose_interface(place: Place, planned: str = "", environment: Mapping[str, 
     name = name or next((name for name, own in there.items() if _is_loopback(address) and _is_loopback(own)), "")
     if not name:
         what = f"no interface has the address {address} through which {place.address} is reached; there are: {listed}"
-        raise UsageError(what, where=f"rank {place.rank} on {place.host}", hint=f"set {INTERFACE_VARIABLE} to one of these")
+        raise UsageError(
+            what, where=f"rank {place.rank} on {place.host}", hint=f"set {INTERFACE_VARIABLE} to one of these"
+        )
     return Interface(name, there[name], why)
 
 
@@ -233,7 +254,9 @@ def check_hosts(bundle: Bundle, present: Sequence[Present]) -> list[str]:
     """Refuse ranks on hosts that the bundle has for others, as far as names tell. The answer is what is odd and may be meant."""
     planned = [_short(entry.host) for entry in bundle.manifest.ranks]
     found = [_short(one.host) for one in present]
-    wrong = [rank for rank, name in enumerate(found) if name != planned[rank] and (name in planned or planned[rank] in found)]
+    wrong = [
+        rank for rank, name in enumerate(found) if name != planned[rank] and (name in planned or planned[rank] in found)
+    ]
     if wrong:
         listed = itemised(f"rank {r}: the bundle has it on {planned[r]}, it was started on {found[r]}" for r in wrong)
         order = list(dict.fromkeys(planned))
@@ -241,11 +264,15 @@ def check_hosts(bundle: Bundle, present: Sequence[Present]) -> list[str]:
             f"start the hosts in the order {', '.join(order)} (torchrun --node-rank without --rdzv-backend; srun --nodelist with "
             "--distribution=block)"
         )
-        raise UsageError(f"ranks are on hosts that the bundle has for others:{listed}", where=str(bundle.path), hint=hint)
+        raise UsageError(
+            f"ranks are on hosts that the bundle has for others:{listed}", where=str(bundle.path), hint=hint
+        )
     machines = [(one.host, one.address) for one in present]
     if [planned.index(name) for name in planned] != [machines.index(machine) for machine in machines]:
         planned_for, started_on = (counted(len(set(hosts)), "host") for hosts in (planned, machines))
-        return [f"the bundle was planned for {planned_for}, the ranks are on {started_on}: times will be other than planned"]
+        return [
+            f"the bundle was planned for {planned_for}, the ranks are on {started_on}: times will be other than planned"
+        ]
     return []
 
 
@@ -254,7 +281,9 @@ def describe_hosts(present: Sequence[Present]) -> str:
     ranks: dict[tuple[str, str, str], list[str]] = {}
     for rank, one in enumerate(present):
         ranks.setdefault((one.host, one.interface, one.address), []).append(str(rank))
-    listed = "; ".join(f"{host} {interface} {address}: {' '.join(of)}" for (host, interface, address), of in ranks.items())
+    listed = "; ".join(
+        f"{host} {interface} {address}: {' '.join(of)}" for (host, interface, address), of in ranks.items()
+    )
     return f"{len(present)} ranks on {counted(len(ranks), 'host')}: {listed}"
 
 

@@ -32,7 +32,9 @@ _NO_MORE: Inputs = {}
 class Inference:
     """Requests to the workers of one bundle. Any thread may `submit`."""
 
-    def __init__(self, workers: Workers, bundle: Bundle, fed: Sequence[Collection[str]], mode: str, queue: int, note: Note) -> None:
+    def __init__(
+        self, workers: Workers, bundle: Bundle, fed: Sequence[Collection[str]], mode: str, queue: int, note: Note
+    ) -> None:
         assert bundle.module.schedule is not None
         self.layout = Layout(bundle.module, bundle.renamed)
         self.queue = queue
@@ -70,7 +72,9 @@ class Inference:
                         else:
                             window.append(self.submit(inputs, None, f"request {number}"))
                             number += 1
-                    except Exception as error:  # of one request, or of the caller's iterable: those before it are answered first
+                    except (
+                        Exception
+                    ) as error:  # of one request, or of the caller's iterable: those before it are answered first
                         failed: Future[Arrays] = Future()
                         failed.set_exception(error)
                         window.append(failed)
@@ -89,7 +93,16 @@ class Inference:
             if self._closed:
                 raise UsageError("the job is closed")
             if self._serving is None:
-                args = (self._workers, self.layout, self._fed, self._batch, self._per_batch, self._mode, self.queue, self._note)
+                args = (
+                    self._workers,
+                    self.layout,
+                    self._fed,
+                    self._batch,
+                    self._per_batch,
+                    self._mode,
+                    self.queue,
+                    self._note,
+                )
                 self._serving = Serving(*args)
             return self._serving
 

@@ -98,7 +98,11 @@ class Job:
         queue: int = 64,
         log_ranks: Collection[int] = (),
     ) -> None:
-        problems = timeout_problems(timeout, heartbeat) + nan_problems(nan, bundle.module) + ([] if data is None else data_problems(data))
+        problems = (
+            timeout_problems(timeout, heartbeat)
+            + nan_problems(nan, bundle.module)
+            + ([] if data is None else data_problems(data))
+        )
         problems += serving_problems(mode, queue)
         if problems := problems + list(pace_problems(pace or {}, latency, timeout)):
             raise UsageError("; ".join(problems))
@@ -121,7 +125,9 @@ class Job:
         self._to_evaluate = None if evaluation is None else count_evaluation(self.module, evaluation, bundle.renamed)
         self.parts = Steps(self.module)
         types = {value.name: value.type for value in self.module.inputs}
-        self._fed = [{name: types[name] for name in fed_inputs(self.module, entry.stage)} for entry in bundle.manifest.ranks]
+        self._fed = [
+            {name: types[name] for name in fed_inputs(self.module, entry.stage)} for entry in bundle.manifest.ranks
+        ]
         self._shares = [share_of(self.module, rank) for rank in range(bundle.world_size)]
         self._busy = self._closed = False
         self.peak_bytes = [0] * bundle.world_size
@@ -168,7 +174,9 @@ class Job:
         """As `run`, with all that is known of each step. Leaving the iterator early lets the batches already handed over finish."""
         if not self.trains:
             raise UsageError(
-                "the bundle is for inference", where=str(self.bundle.path), hint="compile it with a loss and an optimiser to train"
+                "the bundle is for inference",
+                where=str(self.bundle.path),
+                hint="compile it with a loss and an optimiser to train",
             )
         yield from self._stream(batches)
 
@@ -210,7 +218,9 @@ class Job:
     def _requests(self) -> Inference:
         if self.inference is None:
             raise UsageError(
-                "the bundle is for training", where=str(self.bundle.path), hint="compile the model without a loss for inference"
+                "the bundle is for training",
+                where=str(self.bundle.path),
+                hint="compile the model without a loss for inference",
             )
         return self.inference
 
@@ -232,7 +242,9 @@ class Job:
             self._busy = False
         return Evaluation(mean_loss(self._to_evaluate, microbatch_size(self.module), losses), self._to_evaluate)
 
-    def save(self, directory: str | os.PathLike[str], *, background: bool = False, keep_last: int | None = None) -> Path:
+    def save(
+        self, directory: str | os.PathLike[str], *, background: bool = False, keep_last: int | None = None
+    ) -> Path:
         """Write a checkpoint of the step reached; its path. In the `background` a copy of the state is written while training goes on: the
         checkpoint is there when the next save begins or the job is closed. `keep_last` removes older ones, but for so many in all. From the
         first save on the directory is the job's until that is closed: no other may save there."""
@@ -294,7 +306,9 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         # After an error the pipeline may be full: nothing can be stopped in good order. Workers that reported one have been ended.
         if kind is None or (not self._busy and not self.workers.ended and issubclass(kind, UsageError)):
             self.close()
@@ -389,7 +403,9 @@ class Job:
                         self.workers.send_all(End())
                         break
                     for rank, types in enumerate(self._fed):
-                        parts = {n: share_of_batch(batch[n], types[n], self._shares[rank], self.microbatches) for n in types}
+                        parts = {
+                            n: share_of_batch(batch[n], types[n], self._shares[rank], self.microbatches) for n in types
+                        }
                         self.workers.send(rank, Batch(sent), parts)
                     sent += 1
                 step = self._take(waiting)

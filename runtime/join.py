@@ -34,7 +34,23 @@ from . import restarts
 from .choosing import decide_together
 from .claims import Claims, Held
 from .clocks import measure_offset
-from .control import Alive, Arrays, Channel, Done, Evaluate, Evaluated, Gathered, Message, Planned, Record, Run, Setup, Step, Stop, Trace
+from .control import (
+    Alive,
+    Arrays,
+    Channel,
+    Done,
+    Evaluate,
+    Evaluated,
+    Gathered,
+    Message,
+    Planned,
+    Record,
+    Run,
+    Setup,
+    Step,
+    Stop,
+    Trace,
+)
 from .data import check_data
 from .elastic import Replanned, devices_on, lost_devices, replan
 from .evaluation import Evaluation, count_evaluation, mean_loss
@@ -124,7 +140,9 @@ class Reports:
                     step, loss, norm, *losses = message.tolist()
                     rate = learning_rate(self._tables, int(step))
                     at = time.monotonic()
-                    self._add(source, Step(int(step), loss, tuple(losses), rate, at, None if norm == _NO_NORM else norm))
+                    self._add(
+                        source, Step(int(step), loss, tuple(losses), rate, at, None if norm == _NO_NORM else norm)
+                    )
         except (RuntimeError, PenstockError) as error:
             # The pipeline meets the same lost connection, and says more about it; this is for the end of the chunk.
             self.failure = error
@@ -184,7 +202,12 @@ def run_rank(
     fewer = world != bundle.world_size
     own = None if fewer else _count_samples(bundle, rank, options)
     status.show("joining")
-    group = Group(join_place(seat, interface, options.timeout, open_trust(options.secret, options.tls)), rank, world, options.timeout)
+    group = Group(
+        join_place(seat, interface, options.timeout, open_trust(options.secret, options.tls)),
+        rank,
+        world,
+        options.timeout,
+    )
     present = _gather_keepers(group, Present(seat.host, interface.address, interface.name, os.getpid(), watch), channel)
     told = []
     claims = Claims(restarts.run_name())
@@ -212,7 +235,10 @@ def run_rank(
             place = f"checkpoint {start.place}" if start.place is not None else "where it began"
             lines.append(f"penstock: the run goes on from {place}")
         lines += [f"penstock: {text}" for text in planned]
-        lines += [f"warning: {text}" for text in [*told, *(beginning.words if beginning.again else [*start.warnings, *warnings])]]
+        lines += [
+            f"warning: {text}"
+            for text in [*told, *(beginning.words if beginning.again else [*start.warnings, *warnings])]
+        ]
         print("\n".join(lines), file=sys.stderr, flush=True)
         samples = microbatch_size(module) * module.schedule.microbatches
         append = start.place is not None or beginning.again
@@ -264,7 +290,9 @@ def run_rank(
             worker.obey(Evaluate(evaluation))
             together = answers.losses_of_all(group, done)
             if metrics is not None:
-                metrics.evaluated(done, Evaluation(mean_loss(evaluation, microbatch_size(module), together), evaluation))
+                metrics.evaluated(
+                    done, Evaluation(mean_loss(evaluation, microbatch_size(module), together), evaluation)
+                )
         if options.checkpoint is not None and options.saves_after(done, end):
             if record is not None:
                 claims.hold(options.checkpoint)
@@ -296,7 +324,9 @@ def _count_samples(bundle: Bundle, rank: int, options: RunOptions) -> tuple[int 
     return count, found if fed else None
 
 
-def _plan_together(group: Group, bundle: Bundle, options: RunOptions, present: Sequence[Present], channel: Channel) -> tuple[Bundle, str]:
+def _plan_together(
+    group: Group, bundle: Bundle, options: RunOptions, present: Sequence[Present], channel: Channel
+) -> tuple[Bundle, str]:
     """The bundle for the ranks that are there, fewer than a bundle has; what is said of it. Rank 0 plans, and the others wait."""
     assert options.checkpoint is not None
     devices = devices_on(bundle, [one.host for one in present])
@@ -317,7 +347,9 @@ def _gather_keepers(group: Group, own: Present, channel: Channel) -> list[Presen
         group.put("token", secrets.token_hex(16).encode())
     token = group.get("token", "the token of rank 0").decode()
     hosts, addresses = tuple(one.host for one in present), tuple(one.address for one in present)
-    channel.send(Gathered(hosts, addresses, tuple(one.watch for one in present), tuple(one.process for one in present), token))
+    channel.send(
+        Gathered(hosts, addresses, tuple(one.watch for one in present), tuple(one.process for one in present), token)
+    )
     return present
 
 
@@ -370,7 +402,9 @@ class _Ties:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="penstock.runtime.begin join", description="One rank of a group; started by penstock run.")
+    parser = argparse.ArgumentParser(
+        prog="penstock.runtime.begin join", description="One rank of a group; started by penstock run."
+    )
     for name in ("threads", "control", "status", "parent", "watch"):
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("interface", "options"):

@@ -191,7 +191,9 @@ class Keeper:
                 return 0
             self._look_around()
             if self._signal is not None:
-                self._own("ended", PeerLost.__name__, f"was ended by {signal.Signals(self._signal).name} from its launcher")
+                self._own(
+                    "ended", PeerLost.__name__, f"was ended by {signal.Signals(self._signal).name} from its launcher"
+                )
                 if self._mesh is None or self._is_settled(0.5):
                     return 128 + self._signal
             if time.monotonic() - pulsed > _PULSE_SECONDS:
@@ -224,7 +226,13 @@ class Keeper:
         """End the worker, whatever it is doing; but a checkpoint that is being written is waited for, as long as it gets on."""
         lost = self._troubles.get(0)
         if lost is None or lost.kind in ("error", "ended", "symptom"):
-            await_saves(lambda: [self._board.save_of(0)] if self._process.poll() is None and not is_stopped(self._process.pid) else [])
+            await_saves(
+                lambda: (
+                    [self._board.save_of(0)]
+                    if self._process.poll() is None and not is_stopped(self._process.pid)
+                    else []
+                )
+            )
         if self._process.poll() is None:
             self._process.kill()
         # It is stuck in the kernel, in a file server perhaps, if it is there even then.
@@ -265,7 +273,9 @@ class Keeper:
                     now = time.monotonic()
                     self._heard = {rank: now for rank in range(len(message.hosts)) if rank != self.rank}
                     addresses = list(zip(message.addresses, message.ports, strict=True))
-                    self._mesh = Mesh(self._listener, self.rank, addresses, message.token, _CONNECT_SECONDS, self._trust)
+                    self._mesh = Mesh(
+                        self._listener, self.rank, addresses, message.token, _CONNECT_SECONDS, self._trust
+                    )
                 case Planned(path):
                     self.bundle = open_bundle(path, self.rank)
                 case Done():
@@ -273,7 +283,12 @@ class Keeper:
                 case Failed(error, what, where, hint):
                     self._own("symptom" if error == PeerLost.__name__ else "error", error, what, where, hint)
         if code is not None and code != 0:
-            if self._log is not None and self.rank not in self._troubles and self.rank not in self._log_ranks and (said := tail(self._log)):
+            if (
+                self._log is not None
+                and self.rank not in self._troubles
+                and self.rank not in self._log_ranks
+                and (said := tail(self._log))
+            ):
                 print(f"what rank {self.rank} wrote last:\n{said}", file=sys.stderr, flush=True)
             hint = "if memory ran out, use more stages or smaller microbatches" if code == -signal.SIGKILL else ""
             self._own("died", PeerLost.__name__, ending(code), hint=hint)
@@ -311,10 +326,14 @@ class Keeper:
                 self._left.add(rank)
             case str():
                 what = f"sent what is no message: {said}"
-                self._troubles.setdefault(rank, Trouble("closed", now, self._doing.get(rank, ""), PeerLost.__name__, what))
+                self._troubles.setdefault(
+                    rank, Trouble("closed", now, self._doing.get(rank, ""), PeerLost.__name__, what)
+                )
             case None if rank not in self._left:
                 what = "ended without a word: its processes were killed, or its host went down"
-                self._troubles.setdefault(rank, Trouble("closed", now, self._doing.get(rank, ""), PeerLost.__name__, what))
+                self._troubles.setdefault(
+                    rank, Trouble("closed", now, self._doing.get(rank, ""), PeerLost.__name__, what)
+                )
 
     def _look_around(self) -> None:
         for rank, heard in self._heard.items():
@@ -355,7 +374,9 @@ class Keeper:
         trouble = self._troubles[rank]
         where = place(rank, self.bundle.rank(rank).stage, doing[rank], self._host(rank))
         if trouble.kind in ("error", "symptom"):
-            failed = Failed(trouble.error, trouble.what, "" if trouble.where == f"rank {rank}" else trouble.where, trouble.hint)
+            failed = Failed(
+                trouble.error, trouble.what, "" if trouble.where == f"rank {rank}" else trouble.where, trouble.hint
+            )
             return error_of(failed, where, doing, rank, note)
         if trouble.kind == "unreachable":
             return self._unreachable(doing, note)
@@ -366,15 +387,15 @@ class Keeper:
         lost = sorted(rank for rank, trouble in self._troubles.items() if trouble.kind == "unreachable")
         seconds = self.options.heartbeat
         if len(lost) > 1 and len(lost) == len(self._heard):
-            what = (
-                f"{self._named(self.rank)} heard nothing of any other rank for {seconds:g} s: the network of {self._host(self.rank)} is cut"
-            )
+            what = f"{self._named(self.rank)} heard nothing of any other rank for {seconds:g} s: the network of {self._host(self.rank)} is cut"
             where = place(self.rank, self.bundle.rank(self.rank).stage, doing[self.rank], self._host(self.rank))
         else:
             listed = " and ".join(f"{self._named(rank)}, which was at {describe_line(doing[rank])}," for rank in lost)
             what = f"nothing was heard for {seconds:g} s of {listed} the network is cut, the host is down, or the processes are stopped"
             where = place(lost[0], self.bundle.rank(lost[0]).stage, doing[lost[0]], self._host(lost[0]))
-        return PeerLost("; ".join([what, note, *others({r: text for r, text in doing.items() if r not in lost})]), where=where)
+        return PeerLost(
+            "; ".join([what, note, *others({r: text for r, text in doing.items() if r not in lost})]), where=where
+        )
 
     def _host(self, rank: int) -> str:
         return self._group.hosts[rank] if self._group is not None else self.seat.host

@@ -56,7 +56,9 @@ def thread_environment(threads: int) -> dict[str, str]:
 class Workers:
     """The processes of one local run."""
 
-    def __init__(self, bundle: Bundle, setup: Setup, heartbeat: float = HEARTBEAT, log_ranks: Collection[int] = ()) -> None:
+    def __init__(
+        self, bundle: Bundle, setup: Setup, heartbeat: float = HEARTBEAT, log_ranks: Collection[int] = ()
+    ) -> None:
         self.bundle = bundle
         self.count = bundle.world_size
         self._board = StatusBoard(self.count)
@@ -124,7 +126,9 @@ class Workers:
         except OSError:  # a connection that broke, or that was closed from here
             self._messages.put((rank, None, {}))
         except VerifyError as error:
-            self._messages.put((rank, Failed(VerifyError.__name__, f"what rank {rank} says cannot be understood: {error}"), {}))
+            self._messages.put(
+                (rank, Failed(VerifyError.__name__, f"what rank {rank} says cannot be understood: {error}"), {})
+            )
 
     # -------------------------------------------------------------------------------------------- talk
 
@@ -184,7 +188,9 @@ class Workers:
                 self.end()
                 listed = "; ".join(others(dict(enumerate(now))))
                 raise PeerLost(
-                    f"no rank got further for {self._patience:g} s; {listed}", where=self._place(0, now[0]), hint="give a longer --timeout"
+                    f"no rank got further for {self._patience:g} s; {listed}",
+                    where=self._place(0, now[0]),
+                    hint="give a longer --timeout",
                 )
         return received
 
@@ -270,14 +276,20 @@ class Workers:
         codes = [process.poll() for process in self._processes]
         tails = [tail(log) for log in self._logs]
         # A stopped process is the cause of what its peers report, whether or not its silence has lasted long enough.
-        stopped = [r for r, process in enumerate(self._processes) if codes[r] is None and self._silence.limit and is_stopped(process.pid)]
+        stopped = [
+            r
+            for r, process in enumerate(self._processes)
+            if codes[r] is None and self._silence.limit and is_stopped(process.pid)
+        ]
         silent = stopped or [r for r in range(self.count) if codes[r] is None and self._is_silent(r)]
         self.await_saves(silent)
         note = reached(self._board.last_step(), self.checkpoints)
         heard = {r: self._board.last_beat(r) for r in silent}
         self.end()
         # One that has ended well did so because it was told to, in the course of the others' end.
-        dead = sorted((r for r in range(self.count) if codes[r] is not None and r not in reports), key=lambda r: codes[r] == 0)
+        dead = sorted(
+            (r for r in range(self.count) if codes[r] is not None and r not in reports), key=lambda r: codes[r] == 0
+        )
         own = [r for r, report in reports.items() if report.error != PeerLost.__name__]
         # The system kills all ranks with the process that they were forked from; one that had ended before is a cause of its own.
         alone = [r for r in dead if not self._processes[r].orphaned]

@@ -25,7 +25,9 @@ _TAIL_LINES = 12
 
 def log_ranks_problems(text: str) -> list[str]:
     """What is wrong with a choice of ranks, whatever their number."""
-    known = text in ("all", "none") or all(part.isascii() and part.isdecimal() and len(part) < 10 for part in text.split(","))
+    known = text in ("all", "none") or all(
+        part.isascii() and part.isdecimal() and len(part) < 10 for part in text.split(",")
+    )
     return [] if known else [f"--log-ranks must be all, none, or numbers such as 0,2, got {text[:100]!r}"]
 
 
@@ -51,7 +53,9 @@ class Follower:
     """Shows what is written into files until it is closed; `prefixes` has one for each of them."""
 
     def __init__(self, files: Mapping[int, IO[bytes]], stages: Mapping[int, int], ranks: Collection[int]) -> None:
-        self._files = {f"[rank {rank}, stage {stages[rank]}] ": file.fileno() for rank, file in files.items() if rank in ranks}
+        self._files = {
+            f"[rank {rank}, stage {stages[rank]}] ": file.fileno() for rank, file in files.items() if rank in ranks
+        }
         self._read = dict.fromkeys(self._files, 0)
         self._rest = dict.fromkeys(self._files, b"")
         self._ended = threading.Event()

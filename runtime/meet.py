@@ -50,7 +50,9 @@ def join_place(place: Place, interface: Interface, timeout: float, trust: Trust 
 
 def _serve(place: Place, interface: Interface, timeout: float) -> TCPStore:
     resolved = resolve(place.address, place)
-    address = resolved if resolved in interfaces().values() and not _stays_here(resolved, interface) else interface.address
+    address = (
+        resolved if resolved in interfaces().values() and not _stays_here(resolved, interface) else interface.address
+    )
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -58,9 +60,19 @@ def _serve(place: Place, interface: Interface, timeout: float) -> TCPStore:
     except OSError as error:
         listener.close()
         what = f"cannot listen where the group meets, at {address} port {place.port}: {error.strerror or error}"
-        raise UsageError(what, where=f"rank {place.rank} on {place.host}", hint="set MASTER_PORT to a port that is free") from error
+        raise UsageError(
+            what, where=f"rank {place.rank} on {place.host}", hint="set MASTER_PORT to a port that is free"
+        ) from error
     listener.listen(128)
-    return TCPStore(address, place.port, place.world, True, time_span(timeout), wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        address,
+        place.port,
+        place.world,
+        True,
+        time_span(timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _stays_here(address: str, interface: Interface) -> bool:

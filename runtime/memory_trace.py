@@ -64,7 +64,9 @@ def read_trace(path: str | Path) -> list[RankTrace]:
         msgspec.ValidationError,
     ) as error:
         hint = "it takes a file that `penstock run BUNDLE --trace FILE` of this version wrote"
-        raise UsageError(f"cannot read it as a trace: {type(error).__name__}: {error}", where=str(path), hint=hint) from error
+        raise UsageError(
+            f"cannot read it as a trace: {type(error).__name__}: {error}", where=str(path), hint=hint
+        ) from error
     return found
 
 
@@ -85,12 +87,20 @@ def _entry(what: str, at: float, args: Mapping[str, Any]) -> Entry:
         case "run":
             return Entry(at, step, what, "", args["batch"], 0, 0)
         case "call":
-            return Entry(at, step, what, f"{args['graph']} {args['first']} {args['last']}", 0, args["block"], args["bytes"])
+            return Entry(
+                at, step, what, f"{args['graph']} {args['first']} {args['last']}", 0, args["block"], args["bytes"]
+            )
         case "own" | "write" | "retire":
             return Entry(at, step, what, args["variable"], 0, args["block"], args["bytes"], args["version"])
     owner = args["microbatch"] if "microbatch" in args else -1 - args["batch"]
     return Entry(
-        at, step, what, args["message" if what in ("post", "send", "sent") else "value"], owner, int(args["block"], 16), args["bytes"]
+        at,
+        step,
+        what,
+        args["message" if what in ("post", "send", "sent") else "value"],
+        owner,
+        int(args["block"], 16),
+        args["bytes"],
     )
 
 
@@ -115,7 +125,12 @@ def measured_account(module: Module, rank: int, trace: RankTrace) -> Account:
             workspace[kind] = workspace.get(kind, ()) + ((entry.nbytes,) if entry.nbytes else ())
     times = tuple((start, end) for _, start, end in trace.events)
     return Account(
-        rank, actions, tuple(with_uses(module, stage, newest, actions, lives)), tuple(_versions(trace.entries)), workspace, times
+        rank,
+        actions,
+        tuple(with_uses(module, stage, newest, actions, lives)),
+        tuple(_versions(trace.entries)),
+        workspace,
+        times,
     )
 
 
@@ -168,4 +183,7 @@ def _versions(entries: Sequence[Entry]) -> list[Version]:
                 ended[key] = entry.step
             else:
                 begun[key] = (entry.block, entry.step)
-    return [Version(name, version, buffer, step, ended.get((name, version))) for (name, version), (buffer, step) in begun.items()]
+    return [
+        Version(name, version, buffer, step, ended.get((name, version)))
+        for (name, version), (buffer, step) in begun.items()
+    ]

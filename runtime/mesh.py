@@ -100,7 +100,9 @@ class _Link:
         self.secured = None
         if context is not None:
             accepts = rank is None
-            connection = self.secured = context.wrap_socket(connection, server_side=accepts, do_handshake_on_connect=False)
+            connection = self.secured = context.wrap_socket(
+                connection, server_side=accepts, do_handshake_on_connect=False
+            )
         self.connection, self.rank = connection, rank
         self.shaking = context is not None
         self.broken: ssl.SSLError | None = None
@@ -143,7 +145,13 @@ class Mesh:
     """`hear` gives (rank, record), and (rank, None) when a connection ended, (rank, "...") when what came is no record."""
 
     def __init__(
-        self, listener: socket.socket, rank: int, addresses: Sequence[tuple[str, int]], token: str, timeout: float, trust: Trust
+        self,
+        listener: socket.socket,
+        rank: int,
+        addresses: Sequence[tuple[str, int]],
+        token: str,
+        timeout: float,
+        trust: Trust,
     ) -> None:
         self._rank, self._world, self._trust, self._key = rank, len(addresses), trust, trust.key(token)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -270,7 +278,9 @@ class Mesh:
         """Whether the one that we connected to shows that it belongs to the group."""
         assert link.rank is not None
         ranks = (self._rank, link.rank)
-        if not isinstance(record, Welcome) or not is_proof(record.proof, self._key, _ACCEPTS, ranks, (link.nonce, record.nonce)):
+        if not isinstance(record, Welcome) or not is_proof(
+            record.proof, self._key, _ACCEPTS, ranks, (link.nonce, record.nonce)
+        ):
             return False
         link.proved = True
         self._send(link, Proof(proof(self._key, _CONNECTS, ranks, (link.nonce, record.nonce))))
@@ -287,7 +297,9 @@ class Mesh:
             self._send(link, Welcome(link.nonce, proof(self._key, _ACCEPTS, ranks, (record.nonce, link.nonce))))
             return True
         hello, ranks = link.hello, (link.hello.rank, self._rank)
-        known = isinstance(record, Proof) and is_proof(record.proof, self._key, _CONNECTS, ranks, (hello.nonce, link.nonce))
+        known = isinstance(record, Proof) and is_proof(
+            record.proof, self._key, _CONNECTS, ranks, (hello.nonce, link.nonce)
+        )
         if not known or hello.rank in self._links:
             return False
         self._unknown.remove(link)

@@ -118,7 +118,12 @@ class Metrics:
         """An evaluation after `done` steps, in a row of its own. Its time is no step's."""
         seconds, self._last = time.monotonic() - self._last, time.monotonic()
         self._started += seconds
-        row: Row = {"step": done - 1, "eval_loss": _number(found.loss), "eval_samples": found.samples, "eval_s": round(seconds, 6)}
+        row: Row = {
+            "step": done - 1,
+            "eval_loss": _number(found.loss),
+            "eval_samples": found.samples,
+            "eval_s": round(seconds, 6),
+        }
         self._write(row)
         self._line.interrupt(f"step {done}: evaluation loss {found.loss:.4f} over {found.samples} samples")
 
@@ -171,7 +176,11 @@ class Metrics:
         if not (last or len(self.losses) == 1 or self._line.due):
             return
         left = (self._total - step.step - 1) * (self._last - self._started) / len(self.losses)
-        parts = [f"step {step.step + 1}/{self._total}", f"loss {step.loss:.4f}", f"{self.samples_per_second:.1f} samples/s"]
+        parts = [
+            f"step {step.step + 1}/{self._total}",
+            f"loss {step.loss:.4f}",
+            f"{self.samples_per_second:.1f} samples/s",
+        ]
         parts += [self._busy.text() if self._busy is not None else "", f"{format_seconds(left)} left"]
         self._line.show("  ".join(filter(None, parts)))
 

@@ -43,7 +43,11 @@ _HINT = "PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk over sockets inste
 def ends_of(schedule: Schedule, rank: int) -> set[End]:
     """The channels of a rank: (kind of action, peer)."""
     program = schedule.ranks[rank]
-    return {(a.kind, a.peer) for a in (*program.start, *program.batch) if a.kind in (*SENDS, *RECEIVES) and a.peer is not None}
+    return {
+        (a.kind, a.peer)
+        for a in (*program.start, *program.batch)
+        if a.kind in (*SENDS, *RECEIVES) and a.peer is not None
+    }
 
 
 def identity(device: torch.device = CPU, environment: Mapping[str, str] = os.environ) -> str:
@@ -74,7 +78,8 @@ def connect(group: Group, ends: Iterable[End], own: str, key: str = "stages") ->
             listener.listen(128)
         group.put(f"{key}/near/{group.rank}", json.dumps([own, name]).encode())
         peers = {
-            peer: json.loads(group.get(f"{key}/near/{peer}", f"rank {peer}, which may share memory")) for peer in {peer for _, peer in ends}
+            peer: json.loads(group.get(f"{key}/near/{peer}", f"rank {peer}, which may share memory"))
+            for peer in {peer for _, peer in ends}
         }
         near = [(kind, peer) for kind, peer in ends if own and peers[peer][0] == own]
         for kind, peer in near:

@@ -69,7 +69,11 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         problems += timeout_problems(self.timeout, self.heartbeat) + data_problems(self.data)
         if self.checkpoint_every is not None and self.checkpoint is None:
             problems.append("--checkpoint-every needs --checkpoint DIR")
-        flags = {"--keep-last": self.keep_last is not None, "--checkpoint-wait": self.checkpoint_wait, "--elastic": self.elastic}
+        flags = {
+            "--keep-last": self.keep_last is not None,
+            "--checkpoint-wait": self.checkpoint_wait,
+            "--elastic": self.elastic,
+        }
         for flag, given in flags.items():
             if given and self.checkpoint is None:
                 problems.append(f"{flag} needs --checkpoint DIR")
@@ -86,14 +90,20 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         if not 0 <= self.max_restarts <= MOST_RESTARTS:
             problems.append(f"--max-restarts must be 0 to {MOST_RESTARTS}, got {self.max_restarts}")
         if self.max_restarts and in_group():
-            problems.append("--max-restarts is for local runs; here the launcher starts again (torchrun --max-restarts)")
+            problems.append(
+                "--max-restarts is for local runs; here the launcher starts again (torchrun --max-restarts)"
+            )
         for flag, path in (("--secret", self.secret), ("--tls", self.tls)):
             if path is not None and not in_group():
-                problems.append(f"{flag} is for groups that a launcher starts; ranks of a local run are reached over inherited connections")
+                problems.append(
+                    f"{flag} is for groups that a launcher starts; ranks of a local run are reached over inherited connections"
+                )
         problems += log_ranks_problems(self.log_ranks)
         problems += trust_problems(self.secret, self.tls)
         if self.elastic and not self.max_restarts and not in_group():
-            problems.append("--elastic needs --max-restarts N: a device is given up when a start after a failure fails on it, too")
+            problems.append(
+                "--elastic needs --max-restarts N: a device is given up when a start after a failure fails on it, too"
+            )
         problems += self._path_problems()
         # Rank 0 writes them, and other hosts need no packages for it.
         problems += sink_problems(self.log) if not in_group() or place_of().rank == 0 else []
@@ -112,7 +122,9 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             if problem:
                 problems.append(f"{flag} {path}: {problem}")
         for flag in files.keys() & named.keys():
-            inside = [f"{other} {path}" for other, path in named.items() if other != flag and is_inside(path, named[flag])]
+            inside = [
+                f"{other} {path}" for other, path in named.items() if other != flag and is_inside(path, named[flag])
+            ]
             problems += [f"{flag} {named[flag]} cannot be a file and the place of {other}" for other in inside]
         return sorted(problems)
 
@@ -132,10 +144,14 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     def saves_after(self, done: int, end: int) -> bool:
         """Whether there is a checkpoint of so many steps."""
-        return self.checkpoint is not None and (done == end or bool(self.checkpoint_every and done % self.checkpoint_every == 0))
+        return self.checkpoint is not None and (
+            done == end or bool(self.checkpoint_every and done % self.checkpoint_every == 0)
+        )
 
     def evaluates_after(self, done: int, end: int) -> bool:
-        return self.evaluation is not None and (done == end or bool(self.evaluate_every and done % self.evaluate_every == 0))
+        return self.evaluation is not None and (
+            done == end or bool(self.evaluate_every and done % self.evaluate_every == 0)
+        )
 
 
 def data_spec(data: str | os.PathLike[str], shuffle: bool, seed: int, last: str = WRAP) -> DataSpec:

@@ -48,7 +48,9 @@ class Upcoming(NamedTuple):
 def retiring(program: Program) -> dict[int, int]:
     """Where in the batch list a version has had its last reader: position -> that version, as written for batch 1."""
     readers = [
-        (action.version, i) for i, action in enumerate(program.batch) if action.kind in ("F", "B", "W") and action.version is not None
+        (action.version, i)
+        for i, action in enumerate(program.batch)
+        if action.kind in ("F", "B", "W") and action.version is not None
     ]
     if not readers:
         return {}

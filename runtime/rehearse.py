@@ -110,7 +110,9 @@ def _refuse(wait: bool) -> NoReturn:
     raise PenstockError("a rehearsal takes no commands")
 
 
-def rehearse_here(bundle: Bundle, rank: int, batches: int, seconds: float, warm: Callable[[], None]) -> dict[str, float]:
+def rehearse_here(
+    bundle: Bundle, rank: int, batches: int, seconds: float, warm: Callable[[], None]
+) -> dict[str, float]:
     """In this process, which must have the threads of the device. Usual seconds by kind of action. `warm` is called before what counts."""
     traces: list[Trace] = []
 
@@ -120,7 +122,9 @@ def rehearse_here(bundle: Bundle, rank: int, batches: int, seconds: float, warm:
 
     board = StatusBoard(rank + 1)
     setup = Setup(str(bundle.path), _TIMEOUT, DataSpec(), trace=True)
-    worker = Worker(bundle, rank, _Alone(rank, bundle.world_size), setup, reply, _refuse, Status(board.descriptor, rank))
+    worker = Worker(
+        bundle, rank, _Alone(rank, bundle.world_size), setup, reply, _refuse, Status(board.descriptor, rank)
+    )
     worker.executor.transport = _Silent(worker.transport)  # type: ignore[assignment]
     times: dict[str, list[float]] = {}
     first, begun = 0, 0.0
@@ -146,7 +150,11 @@ def usual(times: Sequence[float]) -> float:
 
 
 def rehearse(
-    bundle: Bundle, ranks: Sequence[int], batches: int = 2, seconds: float = 1.0, prefixes: Mapping[int, Sequence[str]] | None = None
+    bundle: Bundle,
+    ranks: Sequence[int],
+    batches: int = 2,
+    seconds: float = 1.0,
+    prefixes: Mapping[int, Sequence[str]] | None = None,
 ) -> list[dict[str, float]]:
     """Each of these ranks in a process of its own, all at once; one row per entry of `ranks`. `prefixes` stand before the command of a
     rank: what makes its process part of a group with a quota, say."""
@@ -158,7 +166,13 @@ def rehearse(
         environment = os.environ | thread_environment(threads)
         prefix = (prefixes or {}).get(rank, ())
         running.append(
-            subprocess.Popen([*prefix, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.PIPE)
+            subprocess.Popen(
+                [*prefix, *command],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                stdin=subprocess.PIPE,
+            )
         )
     found: list[dict[str, float]] = []
     try:
@@ -185,7 +199,9 @@ def rehearse(
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="penstock.runtime.begin rehearse", description="Times of one rank by itself, as JSON.")
+    parser = argparse.ArgumentParser(
+        prog="penstock.runtime.begin rehearse", description="Times of one rank by itself, as JSON."
+    )
     parser.add_argument("bundle", type=Path)
     for name in ("rank", "threads", "batches"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -197,5 +213,7 @@ def main(argv: Sequence[str]) -> None:
         print("warm", flush=True)
         sys.stdin.readline()
 
-    found = rehearse_here(open_bundle(arguments.bundle, arguments.rank), arguments.rank, arguments.batches, arguments.seconds, warm)
+    found = rehearse_here(
+        open_bundle(arguments.bundle, arguments.rank), arguments.rank, arguments.batches, arguments.seconds, warm
+    )
     print(json.dumps(found))

@@ -70,7 +70,9 @@ class Layout:
             if len(array) % rows or not len(array):
                 problems.append(f"{name}: {len(array)} rows, expected a multiple of {rows} and at least one")
         if len(set(counts.values())) > 1:
-            problems.append("numbers of samples differ: " + ", ".join(f"{name} has {count}" for name, count in counts.items()))
+            problems.append(
+                "numbers of samples differ: " + ", ".join(f"{name} has {count}" for name, count in counts.items())
+            )
         if problems:
             raise UsageError("does not fit the model:" + itemised(problems), where=where)
         samples = next(iter(counts.values()), self.samples)
@@ -81,7 +83,9 @@ class Layout:
         """Requests of up to `size` samples each, in order; they share the arrays."""
         for start in range(0, request.samples, size):
             stop = min(start + size, request.samples)
-            yield Request({name: self._slice(name, array, start, stop) for name, array in request.inputs.items()}, stop - start)
+            yield Request(
+                {name: self._slice(name, array, start, stop) for name, array in request.inputs.items()}, stop - start
+            )
 
     def microbatch(self, parts: Sequence[Part]) -> Arrays:
         """The inputs of one microbatch."""
@@ -95,7 +99,9 @@ class Layout:
 
     def alike(self, a: Request, b: Request) -> bool:
         """Whether two requests may share a microbatch."""
-        return self.packs and all(np.array_equal(a.inputs[name], b.inputs[name]) for name in self.inputs.keys() - self.rows.keys())
+        return self.packs and all(
+            np.array_equal(a.inputs[name], b.inputs[name]) for name in self.inputs.keys() - self.rows.keys()
+        )
 
     def outside(self, results: Arrays) -> Arrays:
         """Results by the model's names."""
@@ -117,7 +123,9 @@ class Ticket:
         self._layout = layout
         self._missing = request.samples * len(layout.outputs)
         self._whole: Arrays = {}
-        self._pieces: dict[str, dict[int, np.ndarray]] = {name: {} for name, rows in layout.output_rows.items() if not rows}
+        self._pieces: dict[str, dict[int, np.ndarray]] = {
+            name: {} for name, rows in layout.output_rows.items() if not rows
+        }
 
     @property
     def left(self) -> int:

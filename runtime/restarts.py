@@ -84,7 +84,11 @@ def _beginning(options: RunOptions) -> Beginning:
     found = find_unfinished(options)
     if found is None:
         chosen = None if options.resume is None else choose(options.resume)
-        return Beginning(None, None, False, []) if chosen is None else Beginning(str(chosen.place), None, False, chosen.words)
+        return (
+            Beginning(None, None, False, [])
+            if chosen is None
+            else Beginning(str(chosen.place), None, False, chosen.words)
+        )
     assert options.checkpoint is not None
     words: list[str] = []
     for place in finished_saves((Path(options.checkpoint) / save.name, save.before) for save in found.saves):
@@ -97,7 +101,11 @@ def _beginning(options: RunOptions) -> Beginning:
 
 def run_name(environment: Mapping[str, str] = os.environ) -> str:
     """What tells this run from others; empty when nothing does."""
-    names = [environment.get("PENSTOCK_RUN_ID", ""), environment.get("TORCHELASTIC_RUN_ID", ""), environment.get("SLURM_JOB_ID", "")]
+    names = [
+        environment.get("PENSTOCK_RUN_ID", ""),
+        environment.get("TORCHELASTIC_RUN_ID", ""),
+        environment.get("SLURM_JOB_ID", ""),
+    ]
     return next((name for name in names if name not in ("", "none")), "")
 
 

@@ -61,7 +61,9 @@ class Start:
     warnings: list[str]
 
 
-def start_from(bundle: Bundle, data: DataSpec | None, chosen: Chosen | None, lr: float | None, rate: Rate | str | None) -> Start:
+def start_from(
+    bundle: Bundle, data: DataSpec | None, chosen: Chosen | None, lr: float | None, rate: Rate | str | None
+) -> Start:
     """The start of a run of a bundle. VerifyError for a checkpoint that does not fit it."""
     module = bundle.module
     if chosen is None:
@@ -96,7 +98,9 @@ def check_resume(index: Index, module: Module, data: DataSpec | None, where: str
         if is_kept(var) and types.get(name) != str(var.type) and not missing:
             unlike.append(f"{name}: the bundle has {var.type}, the checkpoint {types.get(name, 'nothing')}")
     # State of the optimiser is named after its parameter, and goes with it.
-    lost = [name for name in types.keys() - used.keys() if name.rpartition(".")[0] not in types and name not in _COUNTERS]
+    lost = [
+        name for name in types.keys() - used.keys() if name.rpartition(".")[0] not in types and name not in _COUNTERS
+    ]
     unlike += [f"{name}: the bundle has no such variable" for name in lost]
     other = another_model(index, module, source_hash, where) if source_hash else None
     # An optimiser of another kind, or a parameter that is frozen here, are no other model, although its file may have been written anew.
@@ -187,7 +191,8 @@ def fill_tensors(path: Path, into: Mapping[str, torch.Tensor]) -> None:
                 found = file.get_tensor(name)
                 if found.shape != tensor.shape or found.dtype != tensor.dtype:
                     raise VerifyError(
-                        f"{name} is {found.dtype}{list(found.shape)}, expected {tensor.dtype}{list(tensor.shape)}", where=str(path)
+                        f"{name} is {found.dtype}{list(found.shape)}, expected {tensor.dtype}{list(tensor.shape)}",
+                        where=str(path),
                     )
                 tensor.copy_(found)
     except SafetensorError as error:

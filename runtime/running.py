@@ -185,7 +185,16 @@ class _LocalRun:
             again = options.resume is not None or self.restarts > 0
             samples = microbatch_size(job.module) * job.microbatches
             busy = Utilisation(job.module.rank_stages(), job.workers.busy_seconds)
-            record = Metrics(options.metrics, samples, start, end, progress=options.progress, append=again, log=options.log, busy=busy)
+            record = Metrics(
+                options.metrics,
+                samples,
+                start,
+                end,
+                progress=options.progress,
+                append=again,
+                log=options.log,
+                busy=busy,
+            )
             try:
                 record.start()
                 for count in options.chunks(start, end):
@@ -216,7 +225,12 @@ class _LocalRun:
         bundle = open_bundle(self._bundle)
         device = None if error.rank is None else bundle.rank(error.rank).device
         # Twice in a row, and the second time before anything was done: it does not come back.
-        lost = device is not None and device == self._failed_on and not self._done and (is_passing(error) or isinstance(error, UsageError))
+        lost = (
+            device is not None
+            and device == self._failed_on
+            and not self._done
+            and (is_passing(error) or isinstance(error, UsageError))
+        )
         self._failed_on = device
         left = [entry.device for entry in bundle.manifest.ranks if entry.device != device]
         if lost and left and self.options.elastic:
@@ -232,25 +246,43 @@ class _LocalRun:
             return
         if self.restarts == self.options.max_restarts or not is_passing(error):
             if lost and left and not self.options.elastic:
-                error.hint = f"{error.hint}; " * bool(error.hint) + f"--elastic gives {device} up and plans anew on what is left"
+                error.hint = (
+                    f"{error.hint}; " * bool(error.hint) + f"--elastic gives {device} up and plans anew on what is left"
+                )
             raise error
         self.restarts += 1
         print(f"penstock: error: {error}", file=sys.stderr)
-        print(f"penstock: restart {self.restarts} of {self.options.max_restarts}, from {self._from}", file=sys.stderr, flush=True)
+        print(
+            f"penstock: restart {self.restarts} of {self.options.max_restarts}, from {self._from}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def told(self) -> str:
         """How far a run came that is ended from outside, what is saved of it, and how to go on."""
         options, saved = self.options, self.saved
-        done = f"after {len(self._losses)} of {counted(options.steps, 'step')}" if self._first is not None else "before the first step"
+        done = (
+            f"after {len(self._losses)} of {counted(options.steps, 'step')}"
+            if self._first is not None
+            else "before the first step"
+        )
         if options.checkpoint is None:
             return f"{done}; nothing was saved, because no --checkpoint was given"
         begun = self._places[-1][0] if self._places else None
         torn = f"; {begun.name} was not finished" if begun not in (None, saved) else ""
         if saved is not None and self._first is not None:
             left = self._first + options.steps - saved_step(saved)
-            hint = f"--resume {shlex.quote(options.checkpoint)} --steps {left} goes on from there" if left else "this was the last one"
+            hint = (
+                f"--resume {shlex.quote(options.checkpoint)} --steps {left} goes on from there"
+                if left
+                else "this was the last one"
+            )
             return f"{done}; the newest checkpoint is {saved}{torn}\n  hint: {hint}"
-        every = "" if options.checkpoint_every else "\n  hint: without --checkpoint-every there is one checkpoint, at the end"
+        every = (
+            ""
+            if options.checkpoint_every
+            else "\n  hint: without --checkpoint-every there is one checkpoint, at the end"
+        )
         kept = f"; what it began from is as it was, {options.resume}" if options.resume is not None else ""
         return f"{done}; nothing was saved yet{torn}{kept}{every}"
 

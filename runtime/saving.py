@@ -89,7 +89,14 @@ class Saver:
     """Saves of one rank, together with those of all others."""
 
     def __init__(self, bundle: Bundle, rank: int, group: Group, setup: Setup, store: Store, status: Status) -> None:
-        self._bundle, self._rank, self._group, self._setup, self._store, self._status = bundle, rank, group, setup, store, status
+        self._bundle, self._rank, self._group, self._setup, self._store, self._status = (
+            bundle,
+            rank,
+            group,
+            setup,
+            store,
+            status,
+        )
         module = bundle.module
         stage = module.rank_stages()[rank]
         # The ranks of a stage have the same variables: its first one saves them.
@@ -106,7 +113,9 @@ class Saver:
     def save(self, directory: Path, step: int, *, background: bool = False, keep_last: int | None = None) -> float:
         """Begin a save, and wait for its end unless it is to go on in the background; how many seconds the save before was waited for."""
         if step != self._store.version and self._store.versioned:
-            raise VerifyError(f"after {step} steps the newest version is {self._store.version}", where=f"rank {self._rank}")
+            raise VerifyError(
+                f"after {step} steps the newest version is {self._store.version}", where=f"rank {self._rank}"
+            )
         waited = self.finish()
         self._count += 1
         key = f"save/{self._count}"
@@ -118,7 +127,9 @@ class Saver:
         parts = self._parts(step, copied=background)
         total = sum(array.nbytes for _, _, arrays in parts for array in arrays.values())
         writing = _Writing(step, directory, total, work=work)
-        writing.thread = threading.Thread(target=self._write, args=(writing, key, parts, keep_last), name="saving", daemon=True)
+        writing.thread = threading.Thread(
+            target=self._write, args=(writing, key, parts, keep_last), name="saving", daemon=True
+        )
         self._writing = writing
         self._status.save(0)
         # Made here, not by two threads at once.
@@ -187,11 +198,17 @@ class Saver:
             return []
         kept = [name for name, var in self._store.variables.items() if is_kept(var)]
         parts = [(f"rank{self._rank}.safetensors", step, {name: self._store.newest(name) for name in kept})]
-        parts += [(f"rank{self._rank}.older.safetensors", version, tensors) for version, tensors in self._store.older().items()]
+        parts += [
+            (f"rank{self._rank}.older.safetensors", version, tensors)
+            for version, tensors in self._store.older().items()
+        ]
         found: list[tuple[str, int, Arrays]] = []
         for name, version, tensors in parts:
             # What is on another device is copied anyway.
-            arrays = {key: np.array(as_array(t), copy=(copied and t.device.type == "cpu") or None) for key, t in tensors.items()}
+            arrays = {
+                key: np.array(as_array(t), copy=(copied and t.device.type == "cpu") or None)
+                for key, t in tensors.items()
+            }
             if arrays:
                 found.append((name, version, arrays))
         return found
@@ -218,7 +235,12 @@ class Saver:
             if self._rank == 0:
                 for rank in range(1, self._group.world):
                     files |= msgspec.json.decode(self._await(f"{key}/part/{rank}"), type=dict[str, SavedFile])
-                finish_save(writing.work, writing.directory, describe_save(self._bundle, self._setup, writing.step, files), keep_last)
+                finish_save(
+                    writing.work,
+                    writing.directory,
+                    describe_save(self._bundle, self._setup, writing.step, files),
+                    keep_last,
+                )
                 writing.whole = True
                 self._status.end_save()
                 self._exchange.set(f"{key}/done", "")
@@ -230,7 +252,9 @@ class Saver:
                 self._exchange.set(f"{key}/heard/{self._rank}", "")
         except RuntimeError as error:  # of the group's store
             first = str(error).partition("\n")[0]
-            writing.failure = PeerLost(f"the other ranks are gone while the checkpoint of step {writing.step} is written: {first}")
+            writing.failure = PeerLost(
+                f"the other ranks are gone while the checkpoint of step {writing.step} is written: {first}"
+            )
         except BaseException as error:  # handed on by `check`
             if self._rank == 0:
                 shutil.rmtree(writing.work, ignore_errors=True)
@@ -327,7 +351,9 @@ def _remove_older(directory: Path, step: int, keep_last: int) -> None:
     for place in saved_steps(directory):
         if saved_step(place) < step and _has_index(place):
             complete.append(place)
-    gone = [place.rename(directory / f".{place.name}.{secrets.token_hex(4)}.gone") for place in complete[keep_last - 1 :]]
+    gone = [
+        place.rename(directory / f".{place.name}.{secrets.token_hex(4)}.gone") for place in complete[keep_last - 1 :]
+    ]
     flush_directory(directory)
     for folder in gone:
         shutil.rmtree(folder)

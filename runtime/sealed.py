@@ -40,7 +40,9 @@ class SealedStore(Store):
     def get(self, name: str) -> bytes:
         found = bytes(self._inner.get(self._name(name)))
         if not hmac.compare_digest(found[:_MAC], self._seal(self._name(name), found[_MAC:])):
-            raise VerifyError(f"{name!r} was put there by somebody without the secret of this run", where="meeting point")
+            raise VerifyError(
+                f"{name!r} was put there by somebody without the secret of this run", where="meeting point"
+            )
         return found[_MAC:]
 
     def wait(self, names: list[str], timeout: timedelta | None = None) -> None:

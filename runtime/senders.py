@@ -39,7 +39,11 @@ class Sender(threading.Thread):
     lets go of, where somebody wants to know."""
 
     def __init__(
-        self, timeout: timedelta, failed: Failures, sent: Callable[[Action, torch.Tensor], None] | None = None, few: int = SENDS_TOGETHER
+        self,
+        timeout: timedelta,
+        failed: Failures,
+        sent: Callable[[Action, torch.Tensor], None] | None = None,
+        few: int = SENDS_TOGETHER,
     ) -> None:
         super().__init__(name="sender", daemon=True)
         self._timeout, self._failed, self._sent, self._few = timeout, failed, sent, few
@@ -95,7 +99,9 @@ class Link(threading.Thread):
     def __init__(self, latency: float, sender: Sender, failed: Failures) -> None:
         super().__init__(name="link", daemon=True)
         self._latency, self._sender, self._failed = latency, sender, failed
-        self._queue: queue.SimpleQueue[tuple[float, Action, Callable[[], Works]] | threading.Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[float, Action, Callable[[], Works]] | threading.Event] = (
+            queue.SimpleQueue()
+        )
         self.start()
 
     def begin(self, action: Action, start: Callable[[], Works]) -> None:

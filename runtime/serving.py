@@ -82,14 +82,18 @@ class Serving:
         if threading.current_thread() is self._thread:
             timeout = 0.0  # nobody else would make room
         with self._changed:
-            free = self._changed.wait_for(lambda: (self._room > 0 and not self._closing) or self._ended or self._error is not None, timeout)
+            free = self._changed.wait_for(
+                lambda: (self._room > 0 and not self._closing) or self._ended or self._error is not None, timeout
+            )
             if self._error is not None:
                 raise self._error
             if self._ended:
                 raise Drained
             if not free:
                 raise QueueFull(
-                    f"the queue of requests had no room within {timeout:g} s", where="submit", hint="wait longer, or send fewer at once"
+                    f"the queue of requests had no room within {timeout:g} s",
+                    where="submit",
+                    hint="wait longer, or send fewer at once",
                 )
             self._room -= 1
             self._incoming.append(ticket)

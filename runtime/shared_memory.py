@@ -79,7 +79,9 @@ class Line:
     def take(self) -> tuple[bytes, int | None] | None:
         """A packet and the file that came with it; None if there is none yet."""
         try:
-            packet, rights, _, _ = self._end.recvmsg(self._largest, socket.CMSG_SPACE(_FILE.size), socket.MSG_CMSG_CLOEXEC)
+            packet, rights, _, _ = self._end.recvmsg(
+                self._largest, socket.CMSG_SPACE(_FILE.size), socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return None
         if not packet:
@@ -151,7 +153,9 @@ class SharedBlocks:
 class SharedIncoming:
     """The receiver's end of a wire. `blocks` are what `buffers` lends."""
 
-    def __init__(self, end: socket.socket, values: Sequence[Value], buffers: Recycled, blocks: SharedBlocks, seconds: float) -> None:
+    def __init__(
+        self, end: socket.socket, values: Sequence[Value], buffers: Recycled, blocks: SharedBlocks, seconds: float
+    ) -> None:
         self._line, self._blocks, self._known = Line(end, _HEAD.size, seconds), blocks, set[int]()
         self.packing = Packing(values, buffers, CPU)
 

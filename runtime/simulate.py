@@ -55,7 +55,11 @@ def wire_chain(schedule: Schedule) -> Schedule:
         if way is None:
             return [action]
         source, target = stage - way, stage + way
-        before = [Action(f"R{kind}", stage, mb, peer=routes.source(rank, kind, source, mb))] if (kind, source) in present else []
+        before = (
+            [Action(f"R{kind}", stage, mb, peer=routes.source(rank, kind, source, mb))]
+            if (kind, source) in present
+            else []
+        )
         after = (
             [Action(f"S{kind}", stage, mb, peer=peer) for peer in routes.targets(rank, kind, target, mb)]
             if (kind, target) in present
@@ -134,14 +138,22 @@ def _for_sums(route: Route) -> Route:
 
 class _Simulation:
     def __init__(
-        self, schedule: Schedule, batches: int, seconds: Seconds, nbytes: Bytes, machine: Machine, reduced: Callable[[int], float]
+        self,
+        schedule: Schedule,
+        batches: int,
+        seconds: Seconds,
+        nbytes: Bytes,
+        machine: Machine,
+        reduced: Callable[[int], float],
     ) -> None:
         self.schedule, self.machine, self.transport = schedule, machine, machine.transport
         self.batches, self.nbytes, self.reduced = batches, nbytes, reduced
         self.heap: list[tuple[float, int, int, object, int]] = []
         self.number = 0
         self.sharing = Sharing(lambda time, task, stamp: self.push(time, _END, task, stamp))
-        self.stage_of = {rank: next((a.stage for a in (*p.start, *p.batch)), rank) for rank, p in schedule.ranks.items()}
+        self.stage_of = {
+            rank: next((a.stage for a in (*p.start, *p.batch)), rank) for rank, p in schedule.ranks.items()
+        }
         self.rings: dict[int, tuple[int, ...]] = {}
         for rank, stage in self.stage_of.items():
             self.rings[stage] = (*self.rings.get(stage, ()), rank)
@@ -155,7 +167,9 @@ class _Simulation:
         self.awaiting: dict[tuple[int, int], int] = {}
         self._take_routes()
         self.lines = {rank: self._line(rank, program, seconds) for rank, program in schedule.ranks.items()}
-        self.posts = {rank: self._posts(line) for rank, line in self.lines.items()} if self.transport.posted is not None else {}
+        self.posts = (
+            {rank: self._posts(line) for rank, line in self.lines.items()} if self.transport.posted is not None else {}
+        )
         self._take_seats()
 
     def push(self, time: float, code: int, what: object, extra: int = 0) -> None:
@@ -177,7 +191,9 @@ class _Simulation:
                 elif kind == "AR":
                     ring = self._ring(rank)
                     if (_RING, *ring) not in routes and len(ring) > 1:
-                        routes[_RING, *ring] = [_for_sums(self.machine.route(a, b)) for a, b in pairwise((*ring, ring[0]))]
+                        routes[_RING, *ring] = [
+                            _for_sums(self.machine.route(a, b)) for a, b in pairwise((*ring, ring[0]))
+                        ]
         users = Counter(name for hops in routes.values() for name in {name for hop in hops for name, _ in hop.shares})
         for key, hops in routes.items():
             speeds = {name: speed for hop in hops for name, speed in hop.shares}
@@ -185,7 +201,9 @@ class _Simulation:
             for name, speed in speeds.items():
                 self.uses.setdefault(name, LinkUse(name, speed))
             shared = [name for name, speed in speeds.items() if users[name] > 1 and speed < math.inf]
-            demands = tuple((self.resources.setdefault(name, Resource(name, speeds[name])), float(times[name])) for name in shared)
+            demands = tuple(
+                (self.resources.setdefault(name, Resource(name, speeds[name])), float(times[name])) for name in shared
+            )
             cap = min((speed / times[name] for name, speed in speeds.items() if name not in shared), default=math.inf)
             rounds = 2 * (len(hops) - 1) if key[0] == _RING else 1
             latency = rounds * max(hop.latency for hop in hops)
@@ -228,7 +246,9 @@ class _Simulation:
         key = (action.kind[1], source, target)
         if key not in self.channels:
             size = self.nbytes(action.kind[1], self.stage_of[source], self.stage_of[target])
-            self.channels[key] = _Channel(source, target, size, self.pairs[source, target], *self._ends(source, target, size))
+            self.channels[key] = _Channel(
+                source, target, size, self.pairs[source, target], *self._ends(source, target, size)
+            )
         return self.channels[key]
 
     def _ends(self, source: int, target: int, size: float) -> tuple[float | None, bool]:
@@ -265,7 +285,11 @@ class _Simulation:
             other = seats.setdefault(seat.host, seat)
             if (other.cores, other.speeds) != (seat.cores, seat.speeds):
                 raise UsageError(f"two seats of host {seat.host} say different things of its cores", where="simulate")
-            wanted[seat.host] = wanted.get(seat.host, 0.0) + seat.threads * seat.quota + (1.0 if seat.reading and rank in reading else 0.0)
+            wanted[seat.host] = (
+                wanted.get(seat.host, 0.0)
+                + seat.threads * seat.quota
+                + (1.0 if seat.reading and rank in reading else 0.0)
+            )
         self.crowded = {
             host: Cores(int(seat.cores), seat.speeds, lambda time, what, stamp: self.push(time, _COMPUTED, what, stamp))
             for host, seat in seats.items()
@@ -312,12 +336,18 @@ class _Simulation:
         stuck = [rank for rank, line in self.lines.items() if self.at[rank] < len(line.steps)]
         if stuck:
             waits = ", ".join(
-                f"rank {r} at step {self.at[r]} ({self.lines[r].action(self.at[r], self.schedule.microbatches)})" for r in stuck[:8]
+                f"rank {r} at step {self.at[r]} ({self.lines[r].action(self.at[r], self.schedule.microbatches)})"
+                for r in stuck[:8]
             )
-            raise VerifyError(f"cannot finish {self.batches} batches: these wait for ever: {waits}", where=f"schedule {self.schedule.name}")
+            raise VerifyError(
+                f"cannot finish {self.batches} batches: these wait for ever: {waits}",
+                where=f"schedule {self.schedule.name}",
+            )
         for resource in self.resources.values():
             self.uses[resource.name].busy = resource.busy
-        return Simulated(self.schedule, self.batches, self.stage_of, self.lines, tuple(self.uses.values()), self.messages)
+        return Simulated(
+            self.schedule, self.batches, self.stage_of, self.lines, tuple(self.uses.values()), self.messages
+        )
 
     def _advance(self, rank: int, now: float, passed: int = 0) -> None:
         """Run a rank until it has to wait for something. `passed`: the time of its current action has just passed."""
@@ -347,7 +377,9 @@ class _Simulation:
                 if lasts > 0:
                     if rank in self.cores:
                         cores, seat = self.cores[rank]
-                        cores.begin(now, rank, lasts, lambda time: self._advance(rank, time, 1), seat.threads, seat.quota)
+                        cores.begin(
+                            now, rank, lasts, lambda time: self._advance(rank, time, 1), seat.threads, seat.quota
+                        )
                     else:
                         self.push(now + lasts, _WAKE, rank, 1)
                     break
@@ -411,10 +443,17 @@ class _Simulation:
                 channel.awaited = -1
                 self.push(end, _WAKE, channel.target)
 
-        self._move(channel.pair, size, now, arrive, (channel.target, *reader) if reader and reader[1].reading > 0 else None)
+        self._move(
+            channel.pair, size, now, arrive, (channel.target, *reader) if reader and reader[1].reading > 0 else None
+        )
 
     def _move(
-        self, pair: _Pair, size: float, now: float, arrive: Callable[[float, float], None], reader: tuple[int, Cores, Seat] | None = None
+        self,
+        pair: _Pair,
+        size: float,
+        now: float,
+        arrive: Callable[[float, float], None],
+        reader: tuple[int, Cores, Seat] | None = None,
     ) -> None:
         """Let bytes go through a pair when it is free; `arrive` is told when they began to move and when they are there."""
         if not pair.demands and reader is None:
@@ -493,4 +532,15 @@ class _Simulation:
         return False
 
 
-__all__ = ["Bytes", "Machine", "Route", "Seat", "Seconds", "Simulated", "Transport", "machine_of", "simulate", "wire_chain"]
+__all__ = [
+    "Bytes",
+    "Machine",
+    "Route",
+    "Seat",
+    "Seconds",
+    "Simulated",
+    "Transport",
+    "machine_of",
+    "simulate",
+    "wire_chain",
+]

@@ -115,7 +115,9 @@ class Simulated:
         for line in self.lines.values():
             numbers = np.frombuffer(line.numbers, dtype=np.int32) if line.numbers else np.zeros(0, np.int32)
             whole = np.fromiter((step.per_batch for step in line.steps), dtype=bool, count=len(line.steps))
-            np.maximum.at(ends, np.where(whole, numbers, numbers // self.schedule.microbatches), np.frombuffer(line.finishes))
+            np.maximum.at(
+                ends, np.where(whole, numbers, numbers // self.schedule.microbatches), np.frombuffer(line.finishes)
+            )
         return [float(end) for end in ends]
 
     @cached_property
@@ -144,7 +146,11 @@ class Simulated:
             busy = _within(starts, finishes, start, end)
             waiting = _within(np.concatenate([[0.0], finishes[:-1]]), starts, start, end)
             idle = max(0.0, end - start - busy - waiting)
-            found.append(RankUse(rank, self.stage_of[rank], busy, waiting, idle, 1 - busy / (end - start) if end > start else 0.0))
+            found.append(
+                RankUse(
+                    rank, self.stage_of[rank], busy, waiting, idle, 1 - busy / (end - start) if end > start else 0.0
+                )
+            )
         return tuple(found)
 
     @cached_property

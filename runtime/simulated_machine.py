@@ -74,7 +74,10 @@ FREE = Machine()
 
 
 def machine_of(
-    cluster: Cluster, devices: Mapping[int, str], seats: Mapping[int, Seat] | None = None, transport: Transport = Transport()
+    cluster: Cluster,
+    devices: Mapping[int, str],
+    seats: Mapping[int, Seat] | None = None,
+    transport: Transport = Transport(),
 ) -> Machine:
     """The machine of a cluster file; `devices` says where each rank is. A link has its bandwidth in each direction; what messages share
     beside it is what `Cluster.path` names: network cards, by direction where that can be known."""
@@ -84,6 +87,8 @@ def machine_of(
         if a == b:
             return Route()
         path = cluster.path(a, b)
-        return Route(((f"{a}>{b}", path.bandwidth), *path.shares), path.latency, cluster.shares_memory(a, b), path.summing)
+        return Route(
+            ((f"{a}>{b}", path.bandwidth), *path.shares), path.latency, cluster.shares_memory(a, b), path.summing
+        )
 
     return Machine(lambda source, target: through(devices[source], devices[target]), seats or {}, transport)

@@ -215,7 +215,9 @@ def open_sink(text: str) -> Sink:
         return PrometheusServer(host or "127.0.0.1", int(port), _token())
     except OSError as error:
         raise UsageError(f"--log {text}: {error.strerror or error}") from error
-    except Exception as error:  # of other people's code, which has its own kinds: no key, no server, a package half installed
+    except (
+        Exception
+    ) as error:  # of other people's code, which has its own kinds: no key, no server, a package half installed
         raise UsageError(f"--log {text}: {type(error).__name__}: {error}") from error
 
 

@@ -67,7 +67,9 @@ class Status:
         self._memory = None if descriptor is None else mmap.mmap(descriptor, 0)
         self._start = rank * _SLOT
         # Numbers are aligned and written at once.
-        self._numbers = None if self._memory is None else memoryview(self._memory)[self._start : self._start + _SLOT].cast("d")
+        self._numbers = (
+            None if self._memory is None else memoryview(self._memory)[self._start : self._start + _SLOT].cast("d")
+        )
         self.text = ""
 
     def show(self, doing: Action | str | None) -> None:

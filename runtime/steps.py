@@ -36,7 +36,9 @@ class Steps:
             if len(parts) < len(self.shares):
                 return None
             del self._parts[part.step]
-        of_microbatch = {mb: loss for r, step in parts.items() for mb, loss in zip(self.shares[r], step.losses, strict=True)}
+        of_microbatch = {
+            mb: loss for r, step in parts.items() for mb, loss in zip(self.shares[r], step.losses, strict=True)
+        }
         losses = tuple(of_microbatch[mb] for mb in sorted(of_microbatch))
         latest = max(step.at for step in parts.values())
         # What is known of the whole gradient is the same on all ranks.

@@ -54,7 +54,9 @@ class Recycled:
     blocks leave holes in glibc's heap (a fifth of a worker's memory), or are mapped and cleared by the system every time. On GPUs torch
     does this itself. `memory` makes new blocks of so many bytes, if not the allocator."""
 
-    def __init__(self, device: torch.device = CPU, pinned: bool = False, memory: Callable[[int], np.ndarray] | None = None) -> None:
+    def __init__(
+        self, device: torch.device = CPU, pinned: bool = False, memory: Callable[[int], np.ndarray] | None = None
+    ) -> None:
         self.device, self.pinned = device, pinned
         self._memory = memory or self._allocate
         self._blocks: dict[int, list[_Block]] = {}
@@ -210,7 +212,9 @@ class Store:
             elif name in stepped:
                 # Untouched memory costs nothing, so that a second buffer exists only from the first update on.
                 buffers = [allocate(var.type, device) for _ in range(var.versions)]
-                self.versioned[name] = Versions(var, buffers, {version % var.versions: version}, device, newest=version, most_live=1)
+                self.versioned[name] = Versions(
+                    var, buffers, {version % var.versions: version}, device, newest=version, most_live=1
+                )
             else:
                 self.single[name] = allocate(var.type, device)
         # What `buffers` found since versions last changed.

@@ -42,11 +42,17 @@ def tables_for_run(
         problems.append(f"module {module.name} does not train, it has no learning rate")
     if problems:
         raise UsageError("; ".join(problems))
-    kept = {name: found for name in (LR, CURVE) if name in compiled and len(found := (saved or {}).get(name, ())) == len(compiled[name])}
+    kept = {
+        name: found
+        for name in (LR, CURVE)
+        if name in compiled and len(found := (saved or {}).get(name, ())) == len(compiled[name])
+    }
     told = [f"@{name}" for name, values in kept.items() if values != compiled[name] and name not in asked]
     warnings = []
     if told:
-        warnings.append(f"{' and '.join(told)} go on as in the checkpoint, not as compiled; --lr and --lr-schedule replace them")
+        warnings.append(
+            f"{' and '.join(told)} go on as in the checkpoint, not as compiled; --lr and --lr-schedule replace them"
+        )
     return {**compiled, **kept, **asked}, warnings
 
 

@@ -30,7 +30,9 @@ def write_trace(
     origin = min((event[1] for events in ranks for event in events), default=0.0)
     entries: list[_Entry] = []
     for rank in range(len(ranks)):
-        entries.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": _row_name(rank, module)}})
+        entries.append(
+            {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": _row_name(rank, module)}}
+        )
         entries.append({"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
     for rank, events in enumerate(ranks):
         for action, start, end in events:
@@ -88,7 +90,9 @@ def makers(module: Module, stage: int) -> dict[str, str]:
     found = {value.name: "input" for value in module.inputs}
     own = f"s{stage}."
     for name, graph in sorted(module.graphs.items(), key=lambda item: item[0].startswith(own)):
-        found |= {out.name: f"{name}: {op.kind}{f' ({op.loc})' if op.loc else ''}" for op in graph.ops for out in op.outs}
+        found |= {
+            out.name: f"{name}: {op.kind}{f' ({op.loc})' if op.loc else ''}" for op in graph.ops for out in op.outs
+        }
     return found
 
 
@@ -97,7 +101,14 @@ def _memory(rank: int, entries: Sequence[Entry], origin: float, makers: Mapping[
     for entry in entries:
         shared = {"pid": rank, "tid": 0, "ts": _micros(entry.at, origin)}
         name, told = _told(entry, makers)
-        yield {**shared, "cat": "memory", "ph": "i", "s": "t", "name": f"{entry.what} {name}", "args": {"step": entry.step, **told}}
+        yield {
+            **shared,
+            "cat": "memory",
+            "ph": "i",
+            "s": "t",
+            "name": f"{entry.what} {name}",
+            "args": {"step": entry.step, **told},
+        }
         if entry.what in VALUES:
             stays.follow(entry)
             yield {**shared, "name": "live", "ph": "C", "args": {"bytes": stays.nbytes, "on the way": stays.away}}
@@ -111,7 +122,12 @@ def _told(entry: Entry, makers: Mapping[str, str]) -> tuple[str, _Entry]:
         graph, first, last = entry.name.split(" ")
         return graph, {"graph": graph, "first": first, "last": last, "block": entry.block, "bytes": entry.nbytes}
     if entry.what in ("own", "write", "retire"):
-        return f"@{entry.name}", {"variable": entry.name, "version": entry.version, "block": entry.block, "bytes": entry.nbytes}
+        return f"@{entry.name}", {
+            "variable": entry.name,
+            "version": entry.version,
+            "block": entry.block,
+            "bytes": entry.nbytes,
+        }
     owner = {"microbatch": entry.owner} if entry.owner >= 0 else {"batch": -1 - entry.owner}
     place = {"bytes": entry.nbytes, "block": hex(entry.block)}
     if entry.what in ("post", "send", "sent"):

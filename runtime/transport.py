@@ -176,7 +176,9 @@ class Transport:
         ends = (action.stage, peer) if action.kind in SENDS else (peer, action.stage)
         edge = self._edges.get((*ends, action.kind[1]))
         if edge is None:
-            raise VerifyError(f"no edge from stage {ends[0]} to stage {ends[1]} in phase {action.kind[1]}", where=f"action {action}")
+            raise VerifyError(
+                f"no edge from stage {ends[0]} to stage {ends[1]} in phase {action.kind[1]}", where=f"action {action}"
+            )
         return edge
 
     def send(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -321,7 +323,9 @@ class Transport:
 
     def _note(self, what: str, action: Action, message: torch.Tensor) -> None:
         assert self.ledger is not None
-        self.ledger.value(what, f"{action.kind}{'<' if action.kind in RECEIVES else '>'}{action.peer}", action.holder, message)
+        self.ledger.value(
+            what, f"{action.kind}{'<' if action.kind in RECEIVES else '>'}{action.peer}", action.holder, message
+        )
 
     def _open(self, action: Action) -> _Channel:
         """The channel of a send or receive, from its first use on."""
@@ -334,15 +338,21 @@ class Transport:
             # A message to shared memory that has to wait is written by the thread, so that it may not be kept from it.
             channel.sender = Sender(self._timeout, self._failed, told, few=SENDS_TOGETHER if near is None else 1)
             channel.link = Link(self._latency, channel.sender, self._failed) if self._latency else None
-            channel.outgoing = self._over_gloo(edge, peer) if near is None else SharedOutgoing(near, edge.values, self.seconds)
+            channel.outgoing = (
+                self._over_gloo(edge, peer) if near is None else SharedOutgoing(near, edge.values, self.seconds)
+            )
         else:
             channel.incoming = (
-                self._over_gloo(edge, peer) if near is None else SharedIncoming(near, edge.values, self._shared, self._blocks, self.seconds)
+                self._over_gloo(edge, peer)
+                if near is None
+                else SharedIncoming(near, edge.values, self._shared, self._blocks, self.seconds)
             )
         return channel
 
     def _over_gloo(self, edge: Edge, peer: int) -> GlooWire:
-        return GlooWire(peer, _FIRST_TAG + PHASES.index(edge.phase), self._width, Packing(edge.values, self._buffers, self.device))
+        return GlooWire(
+            peer, _FIRST_TAG + PHASES.index(edge.phase), self._width, Packing(edge.values, self._buffers, self.device)
+        )
 
     def _lost(self, action: Action, error: Exception) -> PenstockError:
         """What is to be said of a message that failed: of the peer, or of this process."""
@@ -351,7 +361,9 @@ class Transport:
         if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError):
             what = f"the system did not let {describe(action)} be handed over: {error.strerror}"
             return DoesNotFit(
-                what, where=place, hint="`ulimit -a` lists limits of this process; PENSTOCK_SHARED_MEMORY=0 needs fewer files"
+                what,
+                where=place,
+                hint="`ulimit -a` lists limits of this process; PENSTOCK_SHARED_MEMORY=0 needs fewer files",
             )
         what, hint = self._what_failed(error)
         carried = self.edge_of(action).values

@@ -19,7 +19,9 @@ from .status import describe_line
 # More ranks than these are not listed.
 _MOST_LISTED = 16
 
-_ERRORS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PenstockError)}
+_ERRORS = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PenstockError)
+}
 
 
 def place(rank: int, stage: int, doing: str, host: str = "") -> str:
@@ -81,8 +83,14 @@ def error_of(failed: Failed, where: str, doing: Mapping[int, str], rank: int, no
         return PenstockError(f"internal error:\n{failed.what}\n{note}", where=where, hint="please report this")
     if kind is PeerLost:
         cause = waits_for(rank, doing)
-        chain = [f"all wait for rank {cause}, which was at {describe_line(doing[cause])}"] if cause != rank and cause in doing else []
-        return PeerLost("; ".join([failed.what, *chain, note, *others(doing, rank)]), where=failed.where or where, hint=failed.hint)
+        chain = (
+            [f"all wait for rank {cause}, which was at {describe_line(doing[cause])}"]
+            if cause != rank and cause in doing
+            else []
+        )
+        return PeerLost(
+            "; ".join([failed.what, *chain, note, *others(doing, rank)]), where=failed.where or where, hint=failed.hint
+        )
     what = failed.what if doing[rank] in ("starting", "joining", "loading") else f"{failed.what}; {note}"
     return kind(what, where=f"{where}: {failed.where}" if failed.where else where, hint=failed.hint)
 

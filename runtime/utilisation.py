@@ -19,7 +19,9 @@ _MOST_LISTED = 8
 class Utilisation:
     """`stages` is the stage of every rank, `read` gives the seconds of every rank."""
 
-    def __init__(self, stages: Sequence[int], read: Callable[[], Sequence[float]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stages: Sequence[int], read: Callable[[], Sequence[float]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._stages, self._read, self._clock = stages, read, clock
         self._seen: deque[tuple[float, tuple[float, ...]]] = deque()
 
@@ -46,4 +48,8 @@ class Utilisation:
         if shares is None:
             return ""
         percent = [f"{share:.0%}" for share in shares]
-        return f"busy {' '.join(percent)}" if len(shares) <= _MOST_LISTED else f"busy {min(shares):.0%} to {max(shares):.0%}"
+        return (
+            f"busy {' '.join(percent)}"
+            if len(shares) <= _MOST_LISTED
+            else f"busy {min(shares):.0%} to {max(shares):.0%}"
+        )

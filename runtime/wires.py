@@ -109,7 +109,9 @@ def ends(group: Group, own: str) -> list[tuple[int, float]]:
         transport = _transport(group, size, own, f"ends{size}{own}")
         tensors = {"x": torch.zeros(size, dtype=torch.uint8)}
         times: list[float] = []
-        receives, sends = ([Action(kind, rank, mb, peer=1 - rank) for mb in range(_MESSAGES)] for kind in (f"R{back}", f"S{out}"))
+        receives, sends = (
+            [Action(kind, rank, mb, peer=1 - rank) for mb in range(_MESSAGES)] for kind in (f"R{back}", f"S{out}")
+        )
         transport.post(receives[0])
         behind = _behind()
         for receive, later, send in zip(receives, [*receives[1:], None], sends, strict=True):
@@ -145,7 +147,10 @@ def trips(group: Group, own: str) -> list[tuple[int, float]]:
         tensors = {"x": torch.zeros(size, dtype=torch.uint8)}
         count = max(_TURNS, min(_TRIPS, _MOVED // size))
         times = []
-        receives, sends = ([Action(kind, group.rank, mb, peer=1 - group.rank) for mb in range(count)] for kind in (f"R{back}", f"S{out}"))
+        receives, sends = (
+            [Action(kind, group.rank, mb, peer=1 - group.rank) for mb in range(count)]
+            for kind in (f"R{back}", f"S{out}")
+        )
         transport.post(receives[0])
         for receive, later, send in zip(receives, [*receives[1:], None], sends, strict=True):
             if later is not None:
@@ -191,7 +196,10 @@ def measure_pairs(group: Group) -> dict[tuple[int, int], list[tuple[int, float]]
     found: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for part in group.gather("wires/times", json.dumps(own).encode()):
         found |= {
-            (int(a), int(b)): [(n, t) for n, t in times] for pair, times in json.loads(part).items() if times for a, b in (pair.split(),)
+            (int(a), int(b)): [(n, t) for n, t in times]
+            for pair, times in json.loads(part).items()
+            if times
+            for a, b in (pair.split(),)
         }
     return found
 
@@ -212,13 +220,19 @@ def measure_loopback(timeout: float = 60.0) -> Loopback:
     command = [*command_of("wires"), "--port", str(store.port), "--timeout", str(timeout)]
     running = [
         subprocess.Popen(
-            [*command, "--rank", str(rank)], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*command, "--rank", str(rank)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for rank in (0, 1)
     ]
     told = outputs(running, timeout)
     if told is None:
-        raise PeerLost(f"two processes on this machine did not finish exchanging messages within {timeout:g} s", where="doctor")
+        raise PeerLost(
+            f"two processes on this machine did not finish exchanging messages within {timeout:g} s", where="doctor"
+        )
     if (problem := failure(running, told)) is not None:
         raise PeerLost(f"two processes on this machine cannot talk over gloo:\n{problem}", where="doctor")
     return Loopback(*([(n, t) for n, t in part] for part in json.loads(told[0][0])))

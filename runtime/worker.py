@@ -75,7 +75,9 @@ Reply = Callable[[Record, Mapping[str, np.ndarray]], None]
 class Worker:
     """One rank with its group, stage and state. Commands come one at a time; `reply` takes what they answer."""
 
-    def __init__(self, bundle: Bundle, rank: int, group: Group, setup: Setup, reply: Reply, receive: Receive, status: Status) -> None:
+    def __init__(
+        self, bundle: Bundle, rank: int, group: Group, setup: Setup, reply: Reply, receive: Receive, status: Status
+    ) -> None:
         self.bundle, self.rank, self.group, self.setup, self.reply, self.receive, self.status = (
             bundle,
             rank,
@@ -89,7 +91,9 @@ class Worker:
         self.module: Module = bundle.module
         self.stage = self.entry.stage
         if group.world != bundle.world_size:
-            raise VerifyError(f"the bundle is for {bundle.world_size} ranks, {group.world} were started", where=str(bundle.path))
+            raise VerifyError(
+                f"the bundle is for {bundle.world_size} ranks, {group.world} were started", where=str(bundle.path)
+            )
         status.show("joining")
         group.agree("module.ir", bundle.module_hash)
         status.show("loading")
@@ -113,7 +117,9 @@ class Worker:
         self.store = self._load_store(program.device)
         self.saver = Saver(bundle, rank, group, setup, self.store, status)
         homes = self.module.rank_stages()
-        self.transport = Transport(rank, self.module.edges, homes, setup.timeout, program.device, setup.latency, group.team, near)
+        self.transport = Transport(
+            rank, self.module.edges, homes, setup.timeout, program.device, setup.latency, group.team, near
+        )
         self.executor = Executor(
             self.module,
             rank,
@@ -162,7 +168,11 @@ class Worker:
             case FetchParameters():
                 self.reply(
                     Parameters(),
-                    {name: as_array(self.store.newest(name)) for name, var in self.store.variables.items() if var.role == PARAM},
+                    {
+                        name: as_array(self.store.newest(name))
+                        for name, var in self.store.variables.items()
+                        if var.role == PARAM
+                    },
                 )
             case FetchAudit():
                 versioned = self.store.versioned
@@ -189,7 +199,9 @@ class Worker:
         names = fed_inputs(self.module, self.stage)
         if self.setup.prefetch and names and self.setup.data is not None:
             share, total = share_of(self.module, self.rank), self.executor.schedule.microbatches
-            feed = Prefetch(self.samples, first, batches, names=names, share=share, microbatches=total, ahead=self.setup.prefetch)
+            feed = Prefetch(
+                self.samples, first, batches, names=names, share=share, microbatches=total, ahead=self.setup.prefetch
+            )
         try:
             self.executor.run(first, feed)
         finally:
@@ -209,14 +221,17 @@ class Worker:
         place = None if self.setup.resume is None else Path(self.setup.resume)
         step = 0 if place is None else read_index(place).step
         stepped = stepped_vars(self.module)
-        store = Store(variables, stepped, version=step, grow=not self.setup.retire, device=device, summed=self._summed())
+        store = Store(
+            variables, stepped, version=step, grow=not self.setup.retire, device=device, summed=self._summed()
+        )
         for name, var in variables.items():
             if var.init == "zeros" and var.role != GRAD:
                 store.newest(name).zero_()
         self._fill_tables(variables, store)
         if place is None:
             fill_tensors(
-                self.bundle.weights_file(self.stage), {name: store.newest(name) for name, var in variables.items() if var.init == "file"}
+                self.bundle.weights_file(self.stage),
+                {name: store.newest(name) for name, var in variables.items() if var.init == "file"},
             )
         else:
             load_state(place, store, variables)

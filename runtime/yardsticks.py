@@ -100,7 +100,11 @@ def yardsticks() -> list[Yardstick]:
     product("narrow", "products", 512, 256, 256)
     product("bf16", "products.bf16", 768, 768, 768, "bf16")
     product("f16", "products.f16", 768, 768, 768, "f16")
-    image, filters, window = (8, 64, 28, 28), (64, 64, 3, 3), {"strides": (1, 1), "pads": (1, 1, 1, 1), "dilations": (1, 1)}
+    image, filters, window = (
+        (8, 64, 28, 28),
+        (64, 64, 3, 3),
+        {"strides": (1, 1), "pads": (1, 1, 1, 1), "dilations": (1, 1)},
+    )
     add("conv", "squares", "conv", ("f32", image), ("f32", filters), **window)
     add("conv_input", "squares", "conv_grad_input", ("f32", image), ("f32", filters), shape=image, **window)
     add("conv_strided", "convolutions", "conv", ("f32", image), ("f32", filters), **window | {"strides": (2, 2)})
@@ -108,7 +112,20 @@ def yardsticks() -> list[Yardstick]:
     add("conv_weight", "convolutions", "conv_grad_weight", ("f32", image), ("f32", image), shape=filters, **window)
     heads, stats = ("f32", (4, 8, 128, 64)), ("f32", (4, 8, 128))
     add("attention", "attention", "attention", heads, heads, heads, scale=0.125, causal=True)
-    add("attention_grad", "attention", "attention_grad", heads, heads, heads, heads, heads, stats, stats, scale=0.125, causal=True)
+    add(
+        "attention_grad",
+        "attention",
+        "attention_grad",
+        heads,
+        heads,
+        heads,
+        heads,
+        heads,
+        stats,
+        stats,
+        scale=0.125,
+        causal=True,
+    )
     rows, wide = ("f32", (256, 512)), ("f32", (512,))
     add("gelu", "elements", "gelu", rows)
     add("softmax", "elements", "softmax", rows)
@@ -138,11 +155,14 @@ def _update() -> Graph:
     kind = TensorType("f32", (_UPDATED,))
     places: list[tuple[str, str]] = [("w", "read"), ("g", "take"), ("m", "read"), ("v", "read")]
     taken = [
-        Op(what, (), (Value(name, kind),), {"var": name, "kernel": "k0"} if what == "take" else {"var": name}) for name, what in places
+        Op(what, (), (Value(name, kind),), {"var": name, "kernel": "k0"} if what == "take" else {"var": name})
+        for name, what in places
     ]
     scalars = tuple(Value(name, TensorType("f32", ())) for name in ("c1", "c2", "lr"))
     step = make("adamw", (*(op.outs[0] for op in taken), *scalars), ["w1", "m1", "v1"], "", kernel="k0")
-    writes = [Op("write", (value,), (), {"var": name, "kernel": "k0"}) for value, name in zip(step.outs, "wmv", strict=True)]
+    writes = [
+        Op("write", (value,), (), {"var": name, "kernel": "k0"}) for value, name in zip(step.outs, "wmv", strict=True)
+    ]
     return Graph("s0.update", scalars, (), (*taken, step, *writes))
 
 
@@ -158,7 +178,9 @@ def _module() -> Module:
     vars = {name: Var(name, TensorType("f32", (_UPDATED,)), role, 0) for name, role in roles.items()}
     lists = {"stream": _LENGTH} | {f"sum{length}": length for length in _WORKING}
     vars |= {name: Var(name, TensorType("f32", (length,)), GRAD, 0) for name, length in lists.items()}
-    return Module("yardsticks", vars=vars, graphs={y.graph.name: y.graph for y in yardsticks()}, stages=(Stage(0, "cpu:0"),))
+    return Module(
+        "yardsticks", vars=vars, graphs={y.graph.name: y.graph for y in yardsticks()}, stages=(Stage(0, "cpu:0"),)
+    )
 
 
 def compile_yardsticks(folder: Path, progress: Progress | None = None) -> None:
@@ -171,7 +193,9 @@ def measure(folder: Path, threads: int, part: float = 1.0) -> Rates:
     """Run all yardsticks in this process, which must have that many threads, and no more than that part of their time."""
     files = [folder / name for name in json.loads((folder / "files.json").read_text(encoding="utf-8"))]
     program = backend_of("tvm").load_stage(_module(), 0, files, threads)
-    return rates_of({y.name: _seconds(program, y.graph, threads, part, y.key in _RESTED) for y in yardsticks()}, threads)
+    return rates_of(
+        {y.name: _seconds(program, y.graph, threads, part, y.key in _RESTED) for y in yardsticks()}, threads
+    )
 
 
 def _seconds(program: StageProgram, graph: Graph, threads: int, part: float, rested: bool) -> float:
@@ -185,7 +209,10 @@ def _seconds(program: StageProgram, graph: Graph, threads: int, part: float, res
 
     def operands() -> list[torch.Tensor]:
         """Old and new values of a variable are one tensor, as where it has one version."""
-        made = {n: torch.rand(t.dims, generator=source).mul_(0.9).add_(0.1).to(TORCH_DTYPES[t.dtype]) for n, t in types.items()}
+        made = {
+            n: torch.rand(t.dims, generator=source).mul_(0.9).add_(0.1).to(TORCH_DTYPES[t.dtype])
+            for n, t in types.items()
+        }
         return [*(made[v.name] for v in graph.ins), *(made[name] for name in variables)]
 
     # One after the other, so that operands are not where the last call has left them, as little as in a model.
@@ -228,7 +255,10 @@ def rates_of(seconds: dict[str, float], threads: int) -> Rates:
         return sum(amount[y.name] for y in by_key[key]) / spent
 
     flops, bandwidth = rate("flops", flops_of), rate("bandwidth", bytes_of)
-    curve = [(int(working[f"sum{n}"]), bytes_of[f"sum{n}"] / max(seconds[f"sum{n}"] - call, 0.05 * seconds[f"sum{n}"])) for n in _WORKING]
+    curve = [
+        (int(working[f"sum{n}"]), bytes_of[f"sum{n}"] / max(seconds[f"sum{n}"] - call, 0.05 * seconds[f"sum{n}"]))
+        for n in _WORKING
+    ]
     cache, cache_bandwidth = _cache_of(curve, bandwidth)
     near = cache_bandwidth or bandwidth
     efficiency = {
@@ -263,7 +293,9 @@ def _round(number: float) -> float:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="penstock.runtime.begin yardsticks", description="Rates of this machine, as JSON.")
+    parser = argparse.ArgumentParser(
+        prog="penstock.runtime.begin yardsticks", description="Rates of this machine, as JSON."
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--part", type=float, default=1.0)

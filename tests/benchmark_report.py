@@ -12,7 +12,9 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
-def run_benchmark(name: str, words: Sequence[str], folder: Path, timeout: float = 300) -> tuple[Any, subprocess.CompletedProcess[str]]:
+def run_benchmark(
+    name: str, words: Sequence[str], folder: Path, timeout: float = 300
+) -> tuple[Any, subprocess.CompletedProcess[str]]:
     """The report of benchmarks/NAME.py as it reads from its JSON file, and how the process ended."""
     report = folder / "report.json"
     command = [sys.executable, str(FOLDER / f"{name}.py"), *words, "--json", str(report)]

@@ -21,20 +21,36 @@ WIDTH, LAYERS, LR, BETA = 8, 4, 0.1, 0.9
 
 
 def chain_weights() -> dict[str, np.ndarray]:
-    return {f"w{i}": np.random.default_rng(i).standard_normal((WIDTH, WIDTH)).astype(np.float32) * 0.5 for i in range(LAYERS)}
+    return {
+        f"w{i}": np.random.default_rng(i).standard_normal((WIDTH, WIDTH)).astype(np.float32) * 0.5
+        for i in range(LAYERS)
+    }
 
 
 def chain_bundle(folder: Path, stages: int, kind: str, m: int = 4, rows: int = 4, backend: str = "numpy") -> Bundle:
     x, labels = f"f32[{rows},{WIDTH}]", f"i64[{rows}]"
     lines = ["module @chain {", f"  input %x : {x}", f"  input %labels : {labels}", "  output %loss"]
-    lines += [f"  var @w{i} : f32[8,8] param" for i in range(LAYERS)] + [f"  graph @main(%x : {x}, %labels : {labels}) {{"]
+    lines += [f"  var @w{i} : f32[8,8] param" for i in range(LAYERS)] + [
+        f"  graph @main(%x : {x}, %labels : {labels}) {{"
+    ]
     for i in range(LAYERS):
         source = f"h{i - 1}" if i else "x"
-        lines += [f"    %p{i} : f32[8,8] = read(@w{i})", f"    %z{i} : {x} = matmul(%{source}, %p{i})", f"    %h{i} : {x} = relu(%z{i})"]
-    lines += [f"    %loss : f32[], %lse : f32[{rows}] = cross_entropy(%h{LAYERS - 1}, %labels)", "    return %loss", "  }", "}"]
+        lines += [
+            f"    %p{i} : f32[8,8] = read(@w{i})",
+            f"    %z{i} : {x} = matmul(%{source}, %p{i})",
+            f"    %h{i} : {x} = relu(%z{i})",
+        ]
+    lines += [
+        f"    %loss : f32[], %lse : f32[{rows}] = cross_entropy(%h{LAYERS - 1}, %labels)",
+        "    return %loss",
+        "  }",
+        "}",
+    ]
     module = parse_module("\n".join(lines), "chain.ir").but(cluster=Cluster.local(stages))
     cuts = tuple(f"z{i * LAYERS // stages}" for i in range(1, stages))
-    module = run_passes(module, training_pipeline({"kind": "momentum", "lr": LR}, {"stages": stages, "split_at": cuts}, kind, m), PASSES)
+    module = run_passes(
+        module, training_pipeline({"kind": "momentum", "lr": LR}, {"stages": stages, "split_at": cuts}, kind, m), PASSES
+    )
     if backend == "numpy":
         return write_bundle(folder, module, {}, chain_weights(), backend=backend)
     with TemporaryDirectory() as place:

@@ -54,8 +54,12 @@ settings.load_profile("quick")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files of tests, and the tests of each, in another order")
-    parser.addoption("--long", type=int, metavar="N", help="run laws only, with N times the examples and new ones in each run")
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="run files of tests, and the tests of each, in another order"
+    )
+    parser.addoption(
+        "--long", type=int, metavar="N", help="run laws only, with N times the examples and new ones in each run"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -72,7 +76,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for test in {item.function for item in laws}:
             own = test._hypothesis_internal_use_settings
             test._hypothesis_internal_use_settings = settings(
-                own, max_examples=own.max_examples * times, derandomize=False, database=None, deadline=None, print_blob=True
+                own,
+                max_examples=own.max_examples * times,
+                derandomize=False,
+                database=None,
+                deadline=None,
+                print_blob=True,
             )
         items[:] = laws
 
@@ -83,7 +92,9 @@ def toy_text(stages: int, skip: bool = False, trains: bool = True, devices: Sequ
     last, skip = stages - 1, skip and stages > 2
     lines = [f"module @toy facts({'differentiated, ' if trains else ''}staged) {{"]
     several = {i: count for i, count in enumerate(devices) if count > 1}
-    lines += [f"  mesh @s{i} (dp={count}) {' '.join(f'cpu:{i}.{j}' for j in range(count))}" for i, count in several.items()]
+    lines += [
+        f"  mesh @s{i} (dp={count}) {' '.join(f'cpu:{i}.{j}' for j in range(count))}" for i, count in several.items()
+    ]
     lines += [f"  stage {i} on {f's{i}' if i in several else f'cpu:{i}'}" for i in range(stages)]
     lines += ["  input %x : f32[4]", f"  output %h{last}"]
     for i in range(stages):
@@ -109,7 +120,11 @@ def toy_text(stages: int, skip: bool = False, trains: bool = True, devices: Sequ
         elif len(given) > 2:
             lines.append(f"    %sum.grad : f32[4] = add(%{grad}, %h0.skip.grad)")
             grad = "sum.grad"
-        lines += [f"    %w : f32[4] = read(@w{i})", f"    %dw{i} : f32[4] = mul(%{source}, %{grad})", f"    accum(%dw{i}, @w{i}.grad)"]
+        lines += [
+            f"    %w : f32[4] = read(@w{i})",
+            f"    %dw{i} : f32[4] = mul(%{source}, %{grad})",
+            f"    accum(%dw{i}, @w{i}.grad)",
+        ]
         made = [] if i == 0 else [f"h{i - 1}.grad"]
         lines += [f"    %{n} : f32[4] = mul(%{grad}, %w)" for n in made]
         if skip and i == last:

@@ -47,7 +47,9 @@ def actions(draw: st.DrawFn) -> Action:
     kind, peer = draw(st.sampled_from(KINDS)), None
     if kind in (*SENDS, *RECEIVES):
         peer = draw(st.integers(0, 99))
-    return Action(kind, draw(st.integers(0, 99)), draw(st.integers(0, 10**6)), draw(st.none() | st.integers(0, 999)), peer)
+    return Action(
+        kind, draw(st.integers(0, 99)), draw(st.integers(0, 10**6)), draw(st.none() | st.integers(0, 999)), peer
+    )
 
 
 @st.composite
@@ -57,7 +59,10 @@ def modules(draw: st.DrawFn) -> Module:
     if draw(st.booleans()):
         spaces = tuple((n, draw(st.integers(1, 2**40))) for n in draw(st.lists(words, max_size=2, unique=True)))
         rate = draw(st.floats(1, 1e15))
-        cluster = Cluster((Device("cpu:0", spaces=spaces, flops=rate), Device("b", "cuda", host="x.y")), (Link("cpu:0", "b", nic="eth0"),))
+        cluster = Cluster(
+            (Device("cpu:0", spaces=spaces, flops=rate), Device("b", "cuda", host="x.y")),
+            (Link("cpu:0", "b", nic="eth0"),),
+        )
     vars = {
         n: Var(n, draw(types()), draw(st.sampled_from(["param", "grad", "state", "buffer", "table"])), draw(st.none() | st.integers(0, 9)), draw(st.integers(1, 3)), draw(st.sampled_from(["", "2bw"])), draw(st.sampled_from(["file", "zeros"])))
         for n in draw(unique)
@@ -66,7 +71,9 @@ def modules(draw: st.DrawFn) -> Module:
     if draw(st.booleans()):
         part = st.lists(actions(), max_size=5).map(tuple)
         schedule = Schedule(
-            draw(names), draw(st.integers(1, 64)), {r: Program(draw(part), draw(part)) for r in range(draw(st.integers(0, 3)))}
+            draw(names),
+            draw(st.integers(1, 64)),
+            {r: Program(draw(part), draw(part)) for r in range(draw(st.integers(0, 3)))},
         )
     edge = [Edge(0, 1, draw(st.sampled_from("FB")), (Value("h", draw(types())),))] if draw(st.booleans()) else []
     return Module(

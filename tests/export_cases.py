@@ -56,12 +56,17 @@ def write_rich(path: Path, seed: int = 0, external: bool = False) -> Path:
         helper.make_node("MatMul", ["h9", "other"], ["z"], name="unseen"),
         helper.make_node("MatMul", ["h9", "corner"], ["v"], name="unseen too"),
     ]
-    twice = helper.make_function("mine", "Twice", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])], [helper.make_opsetid("", 20)])
+    twice = helper.make_function(
+        "mine", "Twice", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])], [helper.make_opsetid("", 20)]
+    )
     graph = helper.make_graph(
         nodes,
         "rich",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 8], "what goes in")],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", size]) for name, size in (("y", 8), ("z", 3), ("v", 2))],
+        [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", size])
+            for name, size in (("y", 8), ("z", 3), ("v", 2))
+        ],
         tensors,
         doc_string="a graph",
         value_info=[helper.make_tensor_value_info("h1", TensorProto.FLOAT, ["rows", 8])],
@@ -86,7 +91,9 @@ def write_rich(path: Path, seed: int = 0, external: bool = False) -> Path:
     return path
 
 
-def compiled(path: Path, out: Path, schedule: str = "1f1b", frozen: str | None = "frozen|corner", **options: object) -> Path:
+def compiled(
+    path: Path, out: Path, schedule: str = "1f1b", frozen: str | None = "frozen|corner", **options: object
+) -> Path:
     """For training on two stages."""
     model = ps.from_onnx(path, dims={"rows": 4}, frozen=frozen)
     training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.05), microbatches=2)

@@ -51,7 +51,8 @@ def test_all_contenders_train_the_same_model(tmp_path: Path, model: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("seconds", "stages", "cut"), [([1, 1, 1, 3], 2, [0, 3, 4]), ([4, 1, 1, 1, 1], 2, [0, 1, 5]), ([1] * 8, 4, [0, 2, 4, 6, 8])]
+    ("seconds", "stages", "cut"),
+    [([1, 1, 1, 3], 2, [0, 3, 4]), ([4, 1, 1, 1, 1], 2, [0, 1, 5]), ([1] * 8, 4, [0, 2, 4, 6, 8])],
 )
 def test_pipelines_are_cut_where_the_busiest_rank_has_least(
     seconds: list[float], stages: int, cut: list[int], monkeypatch: pytest.MonkeyPatch

@@ -52,7 +52,9 @@ def call(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, 
     return code, said.out, said.err
 
 
-def test_listing(trained: tuple[Path, dict[str, np.ndarray]], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_listing(
+    trained: tuple[Path, dict[str, np.ndarray]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     ckpt, _ = trained
     code, out, _ = call(capsys, "ls", ckpt, "--json")
     rows = json.loads(out)
@@ -74,7 +76,9 @@ def test_listing(trained: tuple[Path, dict[str, np.ndarray]], capsys: pytest.Cap
     assert "there is no checkpoint" in err
 
 
-def test_verifying(trained: tuple[Path, dict[str, np.ndarray]], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_verifying(
+    trained: tuple[Path, dict[str, np.ndarray]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     ckpt, _ = trained
     assert call(capsys, "verify", ckpt) == (0, "step-000002: whole\nstep-000003: whole\n", "")
     copy = shutil.copytree(ckpt, tmp_path / "copy")
@@ -94,7 +98,9 @@ def test_verifying(trained: tuple[Path, dict[str, np.ndarray]], capsys: pytest.C
     assert "latest names 'step-000003', which is not there" in call(capsys, "verify", copy)[2]
 
 
-def test_exporting(trained: tuple[Path, dict[str, np.ndarray]], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_exporting(
+    trained: tuple[Path, dict[str, np.ndarray]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Without the bundle, what the export with the bundle has: parameters, tied ones under both names, and running statistics."""
     ckpt, whole = trained
     copy = shutil.copytree(ckpt, tmp_path / "copy")

@@ -37,7 +37,18 @@ def test_losses_may_be_off_by_what_roundings_grow_to(
 ) -> None:
     """Held to less than float32 can do, losses pass by what rounding moves them by. Control: gradients that are an update late do not."""
     write_mlp(tmp_path / "m.onnx", [6, 8, 3], 4, seed=2)
-    words = ["compile", str(tmp_path / "m.onnx"), "--loss", "cross_entropy", "--lr", "0.1", "--microbatches", "2", "--backend", "numpy"]
+    words = [
+        "compile",
+        str(tmp_path / "m.onnx"),
+        "--loss",
+        "cross_entropy",
+        "--lr",
+        "0.1",
+        "--microbatches",
+        "2",
+        "--backend",
+        "numpy",
+    ]
     assert main([*words, "-o", str(tmp_path / "b")]) == 0
     monkeypatch.setattr(checks, "TOLERANCE", 1e-12)
     capsys.readouterr()

@@ -36,7 +36,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small GPT, compiled for two stages with 2bw, and its dumps."""
     folder = tmp_path_factory.mktemp("cli")
     write_gpt(folder / "gpt.onnx", layers=2, width=16, heads=2, vocab=20, positions=6)
-    words = ["compile", folder / "gpt.onnx", "-o", folder / "bundle", "--devices", "2", "--dim", "batch=2", "--loss", "cross_entropy"]
+    words = [
+        "compile",
+        folder / "gpt.onnx",
+        "-o",
+        folder / "bundle",
+        "--devices",
+        "2",
+        "--dim",
+        "batch=2",
+        "--loss",
+        "cross_entropy",
+    ]
     words += [
         "--optimizer",
         "adamw",
@@ -88,7 +99,18 @@ def test_diff_of_a_file_with_itself_is_empty(built: Path, capsys: pytest.Capture
 
 
 def test_the_same_inputs_give_the_same_bundle(built: Path, tmp_path: Path) -> None:
-    words = ["compile", built / "gpt.onnx", "-o", tmp_path / "again", "--devices", "2", "--dim", "batch=2", "--loss", "cross_entropy"]
+    words = [
+        "compile",
+        built / "gpt.onnx",
+        "-o",
+        tmp_path / "again",
+        "--devices",
+        "2",
+        "--dim",
+        "batch=2",
+        "--loss",
+        "cross_entropy",
+    ]
     words += ["--optimizer", "adamw", "--lr", "0.01", "--microbatches", "2", "--schedule", "2bw", "--backend", "numpy"]
     assert call(*words) == 0
     first = {p.relative_to(built / "bundle"): p.read_bytes() for p in (built / "bundle").rglob("*") if p.is_file()}
@@ -102,8 +124,34 @@ def test_run_writes_metrics_and_resume_goes_on_bitwise(built: Path, tmp_path: Pa
 
     common = ["--seed", "3", "--timeout", "60"]
     assert call("run", built / "bundle", "--steps", "6", "--metrics", tmp_path / "whole.jsonl", *common) == 0
-    assert call("run", built / "bundle", "--steps", "3", "--metrics", tmp_path / "a.jsonl", "--checkpoint", tmp_path / "ck", *common) == 0
-    assert call("run", built / "bundle", "--steps", "3", "--metrics", tmp_path / "b.jsonl", "--resume", tmp_path / "ck", *common) == 0
+    assert (
+        call(
+            "run",
+            built / "bundle",
+            "--steps",
+            "3",
+            "--metrics",
+            tmp_path / "a.jsonl",
+            "--checkpoint",
+            tmp_path / "ck",
+            *common,
+        )
+        == 0
+    )
+    assert (
+        call(
+            "run",
+            built / "bundle",
+            "--steps",
+            "3",
+            "--metrics",
+            tmp_path / "b.jsonl",
+            "--resume",
+            tmp_path / "ck",
+            *common,
+        )
+        == 0
+    )
     whole = losses(tmp_path / "whole.jsonl")
     assert len(whole) == 6
     assert losses(tmp_path / "a.jsonl") + losses(tmp_path / "b.jsonl") == whole
@@ -111,9 +159,17 @@ def test_run_writes_metrics_and_resume_goes_on_bitwise(built: Path, tmp_path: Pa
     assert {"step", "loss", "lr", "samples", "step_s", "samples_per_s", "grad_norm"} <= set(record)
 
 
-@pytest.mark.parametrize(("number", "code", "how"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")])
+@pytest.mark.parametrize(
+    ("number", "code", "how"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
 def test_a_run_that_is_ended_says_what_is_saved_of_it(
-    number: int, code: int, how: str, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    number: int,
+    code: int,
+    how: str,
+    built: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And what it says goes on from there."""
     add = Metrics.add
@@ -158,8 +214,34 @@ def test_verify_fails_when_the_bundle_does_not_do_what_its_reference_says(
 ) -> None:
     """Control: another model's reference, with hashes made right, is noticed."""
     other = tmp_path / "bundle"
-    words = ["compile", built / "gpt.onnx", "-o", other, "--devices", "2", "--dim", "batch=2", "--loss", "cross_entropy"]
-    assert call(*words, "--optimizer", "sgd", "--lr", "0.5", "--microbatches", "2", "--schedule", "2bw", "--backend", "numpy") == 0
+    words = [
+        "compile",
+        built / "gpt.onnx",
+        "-o",
+        other,
+        "--devices",
+        "2",
+        "--dim",
+        "batch=2",
+        "--loss",
+        "cross_entropy",
+    ]
+    assert (
+        call(
+            *words,
+            "--optimizer",
+            "sgd",
+            "--lr",
+            "0.5",
+            "--microbatches",
+            "2",
+            "--schedule",
+            "2bw",
+            "--backend",
+            "numpy",
+        )
+        == 0
+    )
     reference = (built / "bundle" / "reference.ir").read_text()
     (other / "reference.ir").write_text(reference)
     _rehash(other, "reference.ir")
@@ -178,9 +260,13 @@ def _rehash(bundle: Path, name: str) -> None:
     (bundle / "manifest.sha256").write_text(f"{hashlib.sha256(text).hexdigest()}  manifest.json\n")
 
 
-@pytest.mark.parametrize("name", ["module.ir", "reference.ir", "weights/s0.safetensors", "plan.json", "manifest.json", "cluster.toml"])
+@pytest.mark.parametrize(
+    "name", ["module.ir", "reference.ir", "weights/s0.safetensors", "plan.json", "manifest.json", "cluster.toml"]
+)
 @pytest.mark.parametrize("damage", ["flip", "cut"])
-def test_damaged_bundles_are_refused(built: Path, tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_bundles_are_refused(
+    built: Path, tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(built / "bundle", tmp_path / "bundle")
     path = tmp_path / "bundle" / name
     data = bytearray(path.read_bytes())
@@ -200,8 +286,13 @@ def test_all_unsupported_nodes_are_listed(tmp_path: Path, capsys: pytest.Capture
         helper.make_node("Unique", ["b"], ["c"], name="second"),
     ]
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 2])
-    outs = [helper.make_tensor_value_info("a", TensorProto.INT64, ["r", "n"]), helper.make_tensor_value_info("c", TensorProto.FLOAT, ["u"])]
-    model = helper.make_model(helper.make_graph(nodes, "g", [x], outs), opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    outs = [
+        helper.make_tensor_value_info("a", TensorProto.INT64, ["r", "n"]),
+        helper.make_tensor_value_info("c", TensorProto.FLOAT, ["u"]),
+    ]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", [x], outs), opset_imports=[helper.make_opsetid("", 20)], ir_version=10
+    )
     onnx.save_model(model, str(tmp_path / "m.onnx"))
     assert call("compile", tmp_path / "m.onnx", "-o", tmp_path / "b") == 3
     message = capsys.readouterr().err
@@ -211,7 +302,9 @@ def test_all_unsupported_nodes_are_listed(tmp_path: Path, capsys: pytest.Capture
     assert not (tmp_path / "b").exists()
 
 
-def test_an_illegal_schedule_is_refused_with_the_checkers_words(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_illegal_schedule_is_refused_with_the_checkers_words(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [
         "compile",
         built / "gpt.onnx",
@@ -226,7 +319,9 @@ def test_an_illegal_schedule_is_refused_with_the_checkers_words(built: Path, tmp
         "--lr",
         "0.1",
     ]
-    assert call(*words, "--microbatches", "2", "--schedule", "2bw", "--backend", "numpy", "--dump-ir", tmp_path / "d") == 5
+    assert (
+        call(*words, "--microbatches", "2", "--schedule", "2bw", "--backend", "numpy", "--dump-ir", tmp_path / "d") == 5
+    )
     message = capsys.readouterr().err
     assert "pass weight-versions" in message
     assert "microbatches >= 3" in message
@@ -244,7 +339,10 @@ def test_an_illegal_schedule_is_refused_with_the_checkers_words(built: Path, tmp
         (["compile", "{t}/none.onnx", "-o", "{t}/b"], "none.onnx"),
         (["plan", "{m}", "--dim", "batch=2", "--loss", "hinge"], "hinge"),
         (["plan", "{m}", "--dim", "batch=2", "--loss", "mse", "--optimizer", "rmsprop"], "rmsprop"),
-        (["plan", "{m}", "--dim", "batch=2", "--optimizer", "sgd", "--schedule", "2bw"], "--optimizer, --schedule without a loss"),
+        (
+            ["plan", "{m}", "--dim", "batch=2", "--optimizer", "sgd", "--schedule", "2bw"],
+            "--optimizer, --schedule without a loss",
+        ),
         (["plan", "{m}", "--dim", "batch=\u00b2"], "expected NAME=INT"),
         (["plan", "{m}", "--dim", "batch=99999999999999999999"], "expected NAME=INT"),
         (["run", "{m}", "--steps", "x"], "expected a whole number"),
@@ -259,12 +357,21 @@ def test_an_illegal_schedule_is_refused_with_the_checkers_words(built: Path, tmp
         (["frobnicate"], "invalid choice"),
         (["plann"], "hint: did you mean plan?"),
         (["opt", "{d}/01_simplify.ir", "-p", "schedul"], "unknown pass 'schedul', did you mean schedule?"),
-        (["plan", "{m}", "--dim", "batch=2", "--devices", "2", "--split-at", "h.1.mlp.pro"], "hint: did you mean h.1.mlp.proj"),
-        (["plan", "{m}", "--dim", "batch=4", "--batch", "10", "--loss", "cross_entropy"], "give a --batch that 4 divides"),
+        (
+            ["plan", "{m}", "--dim", "batch=2", "--devices", "2", "--split-at", "h.1.mlp.pro"],
+            "hint: did you mean h.1.mlp.proj",
+        ),
+        (
+            ["plan", "{m}", "--dim", "batch=4", "--batch", "10", "--loss", "cross_entropy"],
+            "give a --batch that 4 divides",
+        ),
         (["run", "{t}", "--stepz", "3"], "unrecognized arguments: --stepz 3\n  hint: `penstock run --help`"),
         (["run"], "required: BUNDLE\n  hint: `penstock run --help`"),
         (["checkpoint"], "required: ls|verify|export\n  hint: `penstock checkpoint --help`"),
-        (["checkpoint", "ls", "{t}", "--all"], "unrecognized arguments: --all\n  hint: `penstock checkpoint ls --help`"),
+        (
+            ["checkpoint", "ls", "{t}", "--all"],
+            "unrecognized arguments: --all\n  hint: `penstock checkpoint ls --help`",
+        ),
         (["--all"], "required: COMMAND\n  hint: `penstock --help`"),
         (["run", "{t}"], "manifest"),
     ],
@@ -348,7 +455,9 @@ def test_flags_take_underscores_too(built: Path, tmp_path: Path) -> None:
 
 def test_training_settings_come_from_a_file_and_flags_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_mlp(tmp_path / "m.onnx", [4, 8, 3], 2)
-    (tmp_path / "t.toml").write_text('loss = "cross_entropy"\nmicrobatches = 2\n[optimizer]\nkind = "momentum"\nlr = 0.5\n')
+    (tmp_path / "t.toml").write_text(
+        'loss = "cross_entropy"\nmicrobatches = 2\n[optimizer]\nkind = "momentum"\nlr = 0.5\n'
+    )
     assert call("plan", tmp_path / "m.onnx", "--train", tmp_path / "t.toml", "--lr", "0.25", "--json") == 0
     pipeline = json.loads(capsys.readouterr().out)["pipeline"]
     assert "kind=momentum,lr=0.25" in pipeline
@@ -384,7 +493,12 @@ def test_an_output_that_cannot_be_written_is_noticed_before_the_work(
     ],
 )
 def test_a_bad_size_of_the_cache_is_noticed_before_the_work(
-    words: list[str], step: str, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    step: str,
+    built: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def work(*given: object, **named: object) -> None:
         raise UsageError("the work began")
@@ -396,7 +510,9 @@ def test_a_bad_size_of_the_cache_is_noticed_before_the_work(
         assert said in capsys.readouterr().err
 
 
-def test_without_the_compiler_nobody_asks_for_the_size_of_the_cache(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_compiler_nobody_asks_for_the_size_of_the_cache(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE_SIZE", "much")
     assert call("compile", built / "gpt.onnx", "-o", tmp_path / "b", "--dim", "batch=2", "--backend", "numpy") == 0
 
@@ -408,8 +524,21 @@ def test_a_seed_out_of_range_is_refused(command: str, seed: str, capsys: pytest.
     assert "expected a whole number from 0" in capsys.readouterr().err
 
 
-def test_a_bundle_in_bf16_trains_and_keeps_f32_masters(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["compile", built / "gpt.onnx", "--devices", "2", "--dim", "batch=2", "--loss", "cross_entropy", "--backend", "numpy"]
+def test_a_bundle_in_bf16_trains_and_keeps_f32_masters(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "compile",
+        built / "gpt.onnx",
+        "--devices",
+        "2",
+        "--dim",
+        "batch=2",
+        "--loss",
+        "cross_entropy",
+        "--backend",
+        "numpy",
+    ]
     assert call(*words, "--schedule", "2bw", "--microbatches", "2", "--precision", "bf16", "-o", tmp_path / "low") == 0
     capsys.readouterr()
     assert call("inspect", tmp_path / "low") == 0
@@ -431,7 +560,18 @@ def test_a_bundle_in_bf16_trains_and_keeps_f32_masters(built: Path, tmp_path: Pa
 def test_f16_trains_and_infers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_mlp(tmp_path / "m.onnx", [4, 8, 3], batch=2)
     assert (
-        call("compile", tmp_path / "m.onnx", "--loss", "cross_entropy", "--precision", "f16", "--backend", "numpy", "-o", tmp_path / "t")
+        call(
+            "compile",
+            tmp_path / "m.onnx",
+            "--loss",
+            "cross_entropy",
+            "--precision",
+            "f16",
+            "--backend",
+            "numpy",
+            "-o",
+            tmp_path / "t",
+        )
         == 0
     )
     assert call("run", tmp_path / "t", "--steps", "3", "--metrics", tmp_path / "m.jsonl") == 0
@@ -473,7 +613,16 @@ def test_a_compile_that_is_ended_leaves_no_files_behind(number: int, code: int, 
     scratch, cache = tmp_path / "scratch", tmp_path / "cache"
     scratch.mkdir()
     environment = {**os.environ, "TMPDIR": str(scratch), "XDG_CACHE_HOME": str(cache)}
-    words = ["compile", str(built / "gpt.onnx"), "--dim", "batch=2", "--loss", "cross_entropy", "-o", str(tmp_path / "bundle")]
+    words = [
+        "compile",
+        str(built / "gpt.onnx"),
+        "--dim",
+        "batch=2",
+        "--loss",
+        "cross_entropy",
+        "-o",
+        str(tmp_path / "bundle"),
+    ]
     compiler = subprocess.Popen([sys.executable, "-m", "penstock", *words], env=environment, stderr=subprocess.PIPE)
     try:
         deadline = time.monotonic() + 120

@@ -16,7 +16,9 @@ SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "data.py"
 def test_rows_have_their_times(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     words = ["--only", "npz", "slow-2", "--rounds", "2", "--steps", "3", "--json", str(report)]
-    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     plain, slow = json.loads(report.read_text())["lines"]
     assert (plain["row"], plain["wait_s"], slow["row"]) == ("npz", 0, "slow-2")

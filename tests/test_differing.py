@@ -28,7 +28,11 @@ def changed(a: Module, b: Module) -> list[str]:
 def test_there_is_a_difference_exactly_where_the_text_differs(a: Module, b: Module, data: st.DataObject) -> None:
     assert not changed(a, parse_module(print_module(a)))
     # One part of another module, or another order of the same.
-    field = data.draw(st.sampled_from(["name", "facts", "inputs", "outputs", "vars", "graphs", "stages", "schedule", "notes", "cluster"]))
+    field = data.draw(
+        st.sampled_from(
+            ["name", "facts", "inputs", "outputs", "vars", "graphs", "stages", "schedule", "notes", "cluster"]
+        )
+    )
     value = getattr(b, field)
     if data.draw(st.booleans()) and isinstance(getattr(a, field), tuple):
         value = tuple(data.draw(st.permutations(getattr(a, field))))
@@ -80,7 +84,9 @@ def test_operations_in_their_places_go_by_their_names_too() -> None:
     """As many operations before and after: what stands where another stood is still not it."""
     x = Value("x", VECTOR)
     a, b, last = add("a", x, x), add("b", x, x), add("last", x, x)
-    take, accum, other = (Op(kind, (x,), (), {"var": var}) for kind, var in (("take", "v"), ("accum", "v"), ("accum", "w")))
+    take, accum, other = (
+        Op(kind, (x,), (), {"var": var}) for kind, var in (("take", "v"), ("accum", "v"), ("accum", "w"))
+    )
     renamed = [line[2:5] for line in changed(module_of(f=[a, last]), module_of(f=[b, last]))[1:]]
     assert renamed == ["- %", "+ %"]
     for was, now in ((take, accum), (accum, other)):

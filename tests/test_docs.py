@@ -24,7 +24,14 @@ from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify import verify
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "examples").glob("*.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+        *(ROOT / "examples").glob("*.md"),
+    ]
+)
 FENCE = re.compile(r"^```(\w*)(?: [^\n]*)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -54,7 +61,9 @@ def _broken_links(page: Path, text: str) -> list[str]:
         name, _, anchor = target.partition("#")
         file = page.parent / name if name else page
         headings = (
-            re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE) if file.suffix == ".md" and file.is_file() else []
+            re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            if file.suffix == ".md" and file.is_file()
+            else []
         )
         if not file.exists() or (anchor and anchor not in map(_anchor, headings)):
             broken.append(target)
@@ -64,10 +73,14 @@ def _broken_links(page: Path, text: str) -> list[str]:
 def _commands(text: str) -> list[list[str]]:
     """The `penstock ...` command lines of a page: in code blocks, in code set off by indentation, and in running text (not bare names)."""
     prose = FENCE.sub("", text)
-    lines = "\n".join([*(body for _, body in FENCE.findall(text)), *re.findall(r"^    (.*)$", prose, re.MULTILINE)]).splitlines()
+    lines = "\n".join(
+        [*(body for _, body in FENCE.findall(text)), *re.findall(r"^    (.*)$", prose, re.MULTILINE)]
+    ).splitlines()
     lines += re.findall(r"`(penstock [\w-]+ [^`]+)`", prose)
     parts = [part for line in lines for part in line.removeprefix("$ ").split(" && ")]
-    words = [shlex.split(part, comments=True)[1:] for part in parts if part.startswith("penstock ") and "..." not in part]
+    words = [
+        shlex.split(part, comments=True)[1:] for part in parts if part.startswith("penstock ") and "..." not in part
+    ]
     # Where the output goes is the shell's business.
     return [list(takewhile(lambda word: word not in (">", "|"), command)) for command in words]
 
@@ -90,10 +103,15 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_a_broken_link_is_noticed() -> None:
     page = ROOT / "docs" / "index.md"
-    assert _broken_links(page, "[a](nowhere.md) [b](ir.md#no-such-heading) [c](ir.md)") == ["nowhere.md", "ir.md#no-such-heading"]
+    assert _broken_links(page, "[a](nowhere.md) [b](ir.md#no-such-heading) [c](ir.md)") == [
+        "nowhere.md",
+        "ir.md#no-such-heading",
+    ]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "reference"], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.parent.name != "reference"], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_commands_are_understood(page: Path) -> None:
     for words in _commands(page.read_text(encoding="utf-8")):
         if words[-1] == "--help":
@@ -124,7 +142,9 @@ def test_python_examples_are_python(page: Path) -> None:
 
 
 def test_every_page_has_its_place_in_the_site() -> None:
-    named = re.findall(r"^ +- (?:[^:\n]+: )?([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.findall(
+        r"^ +- (?:[^:\n]+: )?([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert sorted(name for name in named if not name.startswith("repository/")) == sorted(
         str(page.relative_to(ROOT / "docs")) for page in PAGES if ROOT / "docs" in page.parents
     )
@@ -135,7 +155,10 @@ def test_links_out_of_the_folder_lead_to_pages_of_the_site() -> None:
     text = "[a](../README.md#more) [b](ir.md) [c](../examples/gpt.py) `[d](../README.md)` [e](https://example.org) [f](../benchmarks)"
     relinked = "[a](repository/README.md#more) [b](ir.md) [c](repository/examples/gpt.py.md) `[d](../README.md)` "
     assert site.relinked(text, "index.md") == relinked + "[e](https://example.org) [f](repository/benchmarks/README.md)"
-    assert site.relinked("[a](../docs/ir.md) [b](README.md)", "repository/benchmarks/README.md") == "[a](../../ir.md) [b](README.md)"
+    assert (
+        site.relinked("[a](../docs/ir.md) [b](README.md)", "repository/benchmarks/README.md")
+        == "[a](../../ir.md) [b](README.md)"
+    )
     pages = site.outside({"docs/index.md": text})
     assert set(pages) > {"repository/README.md", "repository/benchmarks/README.md", "repository/CONTRIBUTING.md"}
     assert pages["repository/examples/gpt.py.md"].startswith("# gpt.py\n\n```python\n")
@@ -154,7 +177,10 @@ LOADING = (
 def test_a_site_that_loads_from_elsewhere_is_noticed(text: str) -> None:
     loads = _docs_module("site_hooks").loads
     assert loads("a.html", f"<html>{text}</html>")
-    assert not loads("a.html", '<a href="https://example.org">a</a> <script src="a.js"></script> <link href="a.css"> https://example.org')
+    assert not loads(
+        "a.html",
+        '<a href="https://example.org">a</a> <script src="a.js"></script> <link href="a.css"> https://example.org',
+    )
     assert loads("a.css", "@font-face { src: url(https://fonts.example/a.woff2) }")
     assert not loads("a.css", "a { background: url(a.png) } /* https://example.org */")
 
@@ -179,9 +205,19 @@ def test_the_site_is_built(tmp_path: Path) -> None:
 
 
 def test_every_environment_variable_is_listed() -> None:
-    sources = [file for part in ("src", "ir", "frontends", "passes", "backends", "runtime") for file in (ROOT / part).rglob("*.py")]
-    read = {name for source in sources for name in re.findall(r"[\"'](PENSTOCK_[A-Z_]+)[\"']", source.read_text(encoding="utf-8"))}
-    listed = re.findall(r"^\| `(PENSTOCK_[A-Z_]+)`", (ROOT / "docs" / "cli.md").read_text(encoding="utf-8"), re.MULTILINE)
+    sources = [
+        file
+        for part in ("src", "ir", "frontends", "passes", "backends", "runtime")
+        for file in (ROOT / part).rglob("*.py")
+    ]
+    read = {
+        name
+        for source in sources
+        for name in re.findall(r"[\"'](PENSTOCK_[A-Z_]+)[\"']", source.read_text(encoding="utf-8"))
+    }
+    listed = re.findall(
+        r"^\| `(PENSTOCK_[A-Z_]+)`", (ROOT / "docs" / "cli.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert sorted(listed) == sorted(read)
 
 
@@ -197,7 +233,12 @@ def test_the_reference_has_every_option_and_every_name() -> None:
     assert [section.splitlines()[0] for section in sections] == list(commands)
     for section, parser in zip(sections, commands.values(), strict=True):
         spelled = " ".join(re.findall(r"^\* `(-[^`]+)`", section, re.MULTILINE))
-        assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", spelled)) == _options(parser) - {"-h", "--help", "-v", "--verbose"}
+        assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", spelled)) == _options(parser) - {
+            "-h",
+            "--help",
+            "-v",
+            "--verbose",
+        }
     python = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^### (\w+)$", python, re.MULTILINE)) > set(penstock.__all__)
 
@@ -206,11 +247,19 @@ def test_the_reference_has_every_option_and_every_name() -> None:
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     script = "set -e\n" + "\n".join(_fenced(ROOT / "README.md", "sh"))
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr
     (tmp_path / "example.py").write_text("\n".join(_fenced(ROOT / "README.md", "python")))
     done = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, "example.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[1]) for line in done.stdout.splitlines()]

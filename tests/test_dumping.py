@@ -35,7 +35,9 @@ def compiled(folder: Path, dump: Dump) -> ps.Plan:
     with step_of(dump, "import"):
         model = ps.from_onnx(write_mlp(folder / "mlp.onnx", [8, 16, 4]), dims={"batch": 2})
     training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.1), microbatches=4)
-    plan = ps.plan(model, ps.Cluster.local(3), training, schedule="2bw", devices=[["cpu:0", "cpu:1"], ["cpu:2"]], dump=dump)
+    plan = ps.plan(
+        model, ps.Cluster.local(3), training, schedule="2bw", devices=[["cpu:0", "cpu:1"], ["cpu:2"]], dump=dump
+    )
     ps.compile(plan, folder / "bundle", backend="numpy", dump=dump)
     return plan
 
@@ -102,7 +104,9 @@ def test_events_say_what_the_table_says_and_what_passes_noted(whole: tuple[Path,
     assert [e["file"] for e in passes if e["changed"]] == [path.name for path in passes_of(folder)[1:]]
     before = len(load(folder / "00_input.ir").notes)
     assert [text for e in passes for text in e["said"]] == [note.text for note in module.notes[before:]]
-    assert json.loads((folder / "plan.json").read_text()) == json.loads((folder.parent / "bundle" / "plan.json").read_text())
+    assert json.loads((folder / "plan.json").read_text()) == json.loads(
+        (folder.parent / "bundle" / "plan.json").read_text()
+    )
     assert (folder / "schedule.svg").read_text().startswith("<svg ")
 
 
@@ -113,9 +117,13 @@ def test_a_filter_keeps_the_lines_that_match(whole: tuple[Path, Module], tmp_pat
     for path in sorted(whole[0].rglob("*.ir")):
         stem = path.relative_to(whole[0]).as_posix().removesuffix(".ir")
         for name, graph in load(path).graphs.items():
-            lines[stem] = lines.get(stem, []) + [print_op(op) for op in graph.ops if re.search(pattern, f"{stem} @{name} {print_op(op)}")]
+            lines[stem] = lines.get(stem, []) + [
+                print_op(op) for op in graph.ops if re.search(pattern, f"{stem} @{name} {print_op(op)}")
+            ]
     found = {
-        path.relative_to(tmp_path / "d").as_posix().removesuffix(".ir"): [print_op(op) for g in load(path).graphs.values() for op in g.ops]
+        path.relative_to(tmp_path / "d").as_posix().removesuffix(".ir"): [
+            print_op(op) for g in load(path).graphs.values() for op in g.ops
+        ]
         for path in (tmp_path / "d").rglob("*.ir")
     }
     assert found == {stem: kept for stem, kept in lines.items() if kept}
@@ -128,7 +136,9 @@ def test_a_filter_keeps_the_lines_that_match(whole: tuple[Path, Module], tmp_pat
     assert [e["name"] for e in events if e.get("file")] == ["autodiff", "fuse"]
 
 
-def test_changes_are_the_differences_of_the_modules(whole: tuple[Path, Module], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changes_are_the_differences_of_the_modules(
+    whole: tuple[Path, Module], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     compiled(tmp_path, Dump(tmp_path / "d", changed=True))
     assert [path.name for path in passes_of(tmp_path / "d")] == ["00_input.ir"]
     dumps = [load(path) for path in passes_of(whole[0])]
@@ -192,7 +202,9 @@ def test_a_dump_replaces_the_one_before_it_and_nothing_else(whole: tuple[Path, M
 
 
 def tree(folder: Path) -> dict[str, str | None]:
-    return {path.relative_to(folder).as_posix(): path.read_text() if path.is_file() else None for path in folder.rglob("*")}
+    return {
+        path.relative_to(folder).as_posix(): path.read_text() if path.is_file() else None for path in folder.rglob("*")
+    }
 
 
 MINE = (
@@ -244,12 +256,24 @@ def test_files_of_others_stay_whatever_dumps_come_and_go(whole: tuple[Path, Modu
 @pytest.mark.parametrize(
     "name",
     [
-        *("index.html", "plan.json", "schedule.svg", "passes.tsv", "repro.ir", "10_notes.ir", "03_a.diff", "stages", "ranks/r0"),
+        *(
+            "index.html",
+            "plan.json",
+            "schedule.svg",
+            "passes.tsv",
+            "repro.ir",
+            "10_notes.ir",
+            "03_a.diff",
+            "stages",
+            "ranks/r0",
+        ),
         *("stages/s0/module.ir", "stages/s7/kernels/mine.py", "ranks/r0/actions.tsv"),
         *("events.jsonl", "dump-files.txt"),
     ],
 )
-def test_a_dump_writes_over_nothing_of_others(tmp_path: Path, name: str, dumped: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dump_writes_over_nothing_of_others(
+    tmp_path: Path, name: str, dumped: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     place, model = tmp_path / "d", write_mlp(tmp_path / "mlp.onnx", [8, 4], batch=2)
     place.mkdir()
     if dumped:
@@ -257,9 +281,23 @@ def test_a_dump_writes_over_nothing_of_others(tmp_path: Path, name: str, dumped:
     (place / name).parent.mkdir(parents=True, exist_ok=True)
     (place / name).write_text("mine")
     before = tree(place)
-    words = ["compile", str(model), "-o", str(tmp_path / "bundle"), "--devices", "1", "--loss", "mse", "--dump-ir", str(place)]
+    words = [
+        "compile",
+        str(model),
+        "-o",
+        str(tmp_path / "bundle"),
+        "--devices",
+        "1",
+        "--loss",
+        "mse",
+        "--dump-ir",
+        str(place),
+    ]
     assert main(words) == 2
-    assert f"would write over {'00_input.ir, ' if name == 'dump-files.txt' and dumped else ''}{name}" in capsys.readouterr().err
+    assert (
+        f"would write over {'00_input.ir, ' if name == 'dump-files.txt' and dumped else ''}{name}"
+        in capsys.readouterr().err
+    )
     assert tree(place) == before
     assert not (tmp_path / "bundle").exists()
 

@@ -24,7 +24,21 @@ SMALL = {
     "bert": ["--steps", "100", "--lr", "0.01", "--layers", "1", "--width", "32", "--backend", "numpy"],
     "cpu_and_gpu": ["--steps", "20", "--layers", "1", "--width", "32", "--backend", "numpy"],
     "gpt": [
-        *["--steps", "160", "--lr", "0.003", "--layers", "1", "--width", "32", "--positions", "16", "--backend", "numpy", "--text"],
+        *[
+            "--steps",
+            "160",
+            "--lr",
+            "0.003",
+            "--layers",
+            "1",
+            "--width",
+            "32",
+            "--positions",
+            "16",
+            "--backend",
+            "numpy",
+            "--text",
+        ],
         str(ROOT / "docs" / "limits.md"),
     ],
     "hosts": ["--steps", "4", "--backend", "numpy"],
@@ -40,9 +54,13 @@ SMALL = {
 QUICK = ("passes", "resume", "serve", "skips_and_ties")
 
 
-def run(name: str, arguments: list[str], folder: Path, seconds: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    name: str, arguments: list[str], folder: Path, seconds: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
-    return subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=seconds, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
 
 
 def held(done: subprocess.CompletedProcess[str], folder: Path) -> None:
@@ -64,7 +82,9 @@ def outside_of_the_api(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SMALL])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
+)
 def test_the_smallest_form_holds(name: str, tmp_path: Path) -> None:
     held(run(name, SMALL[name], tmp_path), tmp_path)
 
@@ -88,10 +108,19 @@ def test_all_are_run_where_none_is_named(tmp_path: Path) -> None:
     """As `make examples` does it. The control: one that fails."""
     shutil.copy(EXAMPLES / "run_all.py", tmp_path)
     (tmp_path / "fine.py").write_text("print(1)\n")
-    (tmp_path / "elsewhere.py").write_text(f"import sys\nprint('no such device', file=sys.stderr)\nsys.exit({CANNOT_RUN})\n")
+    (tmp_path / "elsewhere.py").write_text(
+        f"import sys\nprint('no such device', file=sys.stderr)\nsys.exit({CANNOT_RUN})\n"
+    )
 
     def run_all(*names: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "run_all.py", *names], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            [sys.executable, "run_all.py", *names],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
 
     done = run_all()
     assert done.returncode == 0, done.stderr
@@ -135,7 +164,11 @@ def test_answers_of_another_model_are_noticed(tmp_path: Path) -> None:
             "pre-training learned no more than how frequent each word is; fewer than 90 % are right",
         ),
         ("cpu_and_gpu", ["--steps", "2", "--layers", "1", "--width", "32"], "the loss did not fall"),
-        ("gpt", ["--steps", "4", "--layers", "1", "--width", "32", "--positions", "32"], "no more than how frequent each byte is"),
+        (
+            "gpt",
+            ["--steps", "4", "--layers", "1", "--width", "32", "--positions", "32"],
+            "no more than how frequent each byte is",
+        ),
         ("gpt", ["--lr", "0.2", "--steps", "20", "--layers", "1", "--width", "64", "--positions", "32"], "2bw ended"),
         ("resnet", ["--steps", "2", "--width", "8"], "fewer than 90 % are right"),
         ("skips_and_ties", ["--steps", "5", "--models", "unet"], "unet: losses fell too little"),

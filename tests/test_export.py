@@ -34,9 +34,15 @@ WRITERS = {
 @pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
 def test_a_bundle_as_compiled_gives_back_its_model(tmp_path, kind, trains):
     path = WRITERS[kind](tmp_path / "model.onnx")
-    model = ps.from_onnx(path, dims={"rows": 4} if kind == "rich" else None, frozen="frozen|corner" if kind == "rich" else None)
+    model = ps.from_onnx(
+        path, dims={"rows": 4} if kind == "rich" else None, frozen="frozen|corner" if kind == "rich" else None
+    )
     training = (
-        ps.Training(loss="cross_entropy", microbatches=2) if trains and kind != "rich" else ps.Training(loss="mse") if trains else None
+        ps.Training(loss="cross_entropy", microbatches=2)
+        if trains and kind != "rich"
+        else ps.Training(loss="mse")
+        if trains
+        else None
     )
     ps.compile(ps.plan(model, ps.Cluster.local(2), training), tmp_path / "bundle", backend="numpy")
     path_before = path.rename(tmp_path / "moved.onnx")  # the bundle needs nothing but itself
@@ -57,7 +63,9 @@ def test_the_comparison_sees_one_bit_and_one_name(tmp_path):
     path = write_rich(tmp_path / "model.onnx")
     model = onnx.load(path)
     model.graph.node[4].name = "other"
-    model.graph.initializer[2].raw_data = bytes([model.graph.initializer[2].raw_data[0] ^ 1]) + model.graph.initializer[2].raw_data[1:]
+    model.graph.initializer[2].raw_data = (
+        bytes([model.graph.initializer[2].raw_data[0] ^ 1]) + model.graph.initializer[2].raw_data[1:]
+    )
     onnx.save_model(model, tmp_path / "changed.onnx")
     assert bones(tmp_path / "changed.onnx") != bones(path)
     before, after = tensors_of(path), tensors_of(tmp_path / "changed.onnx")
@@ -81,7 +89,8 @@ def test_external_data_is_external_again(tmp_path):
     ps.export(bundle, onnx=tmp_path / "new" / "out.onnx")
     again = import_onnx(tmp_path / "new" / "out.onnx", dims={"rows": 4}).weights
     assert {name: bits(array) for name, array in again.items()} == {
-        name: bits(array) for name, array in import_onnx(tmp_path / "away" / "model.onnx", dims={"rows": 4}).weights.items()
+        name: bits(array)
+        for name, array in import_onnx(tmp_path / "away" / "model.onnx", dims={"rows": 4}).weights.items()
     }
 
 
@@ -93,8 +102,14 @@ def test_what_one_message_cannot_hold_goes_beside_it(tmp_path, monkeypatch):
     assert [p.name for p in done.files] == ["out.onnx", "out.onnx.data"]
     assert done.files[0].stat().st_size < 8000
     where = {t.name: t.data_location for t in onnx.load(done.files[0], load_external_data=False).graph.initializer}
-    assert [name for name, place in where.items() if place == TensorProto.EXTERNAL] == ["fc1.weight", "fc2.weight", "y.weight"]
-    assert {name: bits(a) for name, a in tensors_of(done.files[0]).items()} == {name: bits(a) for name, a in tensors_of(path).items()}
+    assert [name for name, place in where.items() if place == TensorProto.EXTERNAL] == [
+        "fc1.weight",
+        "fc2.weight",
+        "y.weight",
+    ]
+    assert {name: bits(a) for name, a in tensors_of(done.files[0]).items()} == {
+        name: bits(a) for name, a in tensors_of(path).items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------ what was trained
@@ -177,7 +192,11 @@ def test_a_checkpoint_knows_its_bundle(trained, tmp_path):
 
     found = load_torch(tmp_path / "out.safetensors")
     assert found.keys() == TRAINED | {"frozen"}  # the others are not needed for the loss
-    assert (found["half"].dtype, found["brain"].dtype, found["tied"].dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert (found["half"].dtype, found["brain"].dtype, found["tied"].dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    )
     np.testing.assert_array_equal(found["tied"].numpy(), parameters[5]["tied"])
     ps.export(folder / "bundle", checkpoint=folder / "ckpt", onnx=tmp_path / "out.onnx")
     expected = tensors_of(tmp_path / "out.onnx")
@@ -188,14 +207,20 @@ def test_a_checkpoint_knows_its_bundle(trained, tmp_path):
 def test_training_in_bf16_gives_back_f32(tmp_path):
     path = write_mlp(tmp_path / "model.onnx", [8, 16, 8], 4)
     training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.05), microbatches=2)
-    bundle = ps.compile(ps.plan(ps.from_onnx(path), ps.Cluster.local(2), training, precision="bf16"), tmp_path / "bundle", backend="numpy")
+    bundle = ps.compile(
+        ps.plan(ps.from_onnx(path), ps.Cluster.local(2), training, precision="bf16"),
+        tmp_path / "bundle",
+        backend="numpy",
+    )
     with ps.open(bundle, timeout=TIMEOUT) as job:
         list(job.run(batches(3)))
         job.save(tmp_path / "ckpt")
         parameters = job.parameters()
     ps.export(bundle, checkpoint=tmp_path / "ckpt", onnx=tmp_path / "out.onnx")
     after = tensors_of(tmp_path / "out.onnx")
-    assert {name: bits(array) for name, array in after.items()} == {name: bits(array) for name, array in parameters.items()}
+    assert {name: bits(array) for name, array in after.items()} == {
+        name: bits(array) for name, array in parameters.items()
+    }
     assert bits(after["y.weight"]) != bits(tensors_of(path)["y.weight"])
 
 
@@ -218,7 +243,9 @@ def test_checkpoints_of_other_bundles_are_refused(trained, tmp_path):
     adam = ps.compile(ps.plan(model, ps.Cluster.local(2), training), tmp_path / "adam", backend="numpy")
     with ps.open(adam, timeout=TIMEOUT) as job:
         job.save(tmp_path / "adam ckpt")
-    with pytest.raises(VerifyError, match=r"does not fit the bundle:(.|\n)*updates: the bundle has no such variable") as told:
+    with pytest.raises(
+        VerifyError, match=r"does not fit the bundle:(.|\n)*updates: the bundle has no such variable"
+    ) as told:
         ps.export(unfrozen, checkpoint=tmp_path / "adam ckpt", onnx=tmp_path / "out.onnx")
     assert "first_layer/weight.adam_m" in str(told.value)
     assert not (tmp_path / "out.onnx").exists()
@@ -269,7 +296,9 @@ def test_altered_bundles_and_checkpoints_are_refused(trained, tmp_path):
     (tmp_path / "ckpt" / "step-000005" / "rank0.safetensors").write_bytes(data)
     with pytest.raises(VerifyError, match=r"the checkpoint is damaged: rank0.safetensors"):
         ps.export(folder / "bundle", checkpoint=tmp_path / "ckpt", onnx=tmp_path / "out.onnx")
-    assert ps.export(folder / "bundle", checkpoint=tmp_path / "ckpt" / "step-000002", onnx=tmp_path / "out.onnx").step == 2
+    assert (
+        ps.export(folder / "bundle", checkpoint=tmp_path / "ckpt" / "step-000002", onnx=tmp_path / "out.onnx").step == 2
+    )
 
 
 def test_a_structure_does_not_reach_out_of_its_bundle(tmp_path):

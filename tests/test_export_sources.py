@@ -29,7 +29,12 @@ def test_a_state_dict_comes_back_whole(tmp_path):
 
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.norm, self.last, self.unused = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(3, 2)
+            self.first, self.norm, self.last, self.unused = (
+                nn.Linear(8, 8),
+                nn.BatchNorm1d(8),
+                nn.Linear(8, 8),
+                nn.Linear(3, 2),
+            )
             self.last.weight = self.first.weight
             self.last.bias.requires_grad_(False)
             self.register_buffer("shift", torch.randn(8))
@@ -49,7 +54,9 @@ def test_a_state_dict_comes_back_whole(tmp_path):
     before = module.state_dict()
     found = load_file(tmp_path / "before.safetensors")
     assert found.keys() == before.keys()
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in before.items())
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in before.items()
+    )
 
     with ps.open(bundle, timeout=TIMEOUT) as job:
         list(job.run(batches(3)))
@@ -63,7 +70,11 @@ def test_a_state_dict_comes_back_whole(tmp_path):
         optimizer.step()
     for name, tensor in module.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
-    changed = {name for name, tensor in load_file(tmp_path / "after.safetensors").items() if not torch.equal(tensor, found[name])}
+    changed = {
+        name
+        for name, tensor in load_file(tmp_path / "after.safetensors").items()
+        if not torch.equal(tensor, found[name])
+    }
     assert changed == {"first.weight", "last.weight", "first.bias", "norm.weight", "norm.bias"}
     with safe_open(tmp_path / "after.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -110,7 +121,11 @@ def test_running_statistics_of_an_onnx_file(tmp_path):
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["h"]),
         helper.make_node(
-            "BatchNormalization", ["h", "scale", "bias", "mean", "var"], ["y", "new_mean", "new_var"], training_mode=1, momentum=0.7
+            "BatchNormalization",
+            ["h", "scale", "bias", "mean", "var"],
+            ["y", "new_mean", "new_var"],
+            training_mode=1,
+            momentum=0.7,
         ),
     ]
     random = np.random.default_rng(0)
@@ -125,7 +140,9 @@ def test_running_statistics_of_an_onnx_file(tmp_path):
     names = (("y", [4, 8]), ("new_mean", [8]), ("new_var", [8]))
     outs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in names]
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [4, 8])
-    proto = helper.make_model(helper.make_graph(nodes, "g", [x], outs, tensors), opset_imports=[helper.make_opsetid("", 15)], ir_version=10)
+    proto = helper.make_model(
+        helper.make_graph(nodes, "g", [x], outs, tensors), opset_imports=[helper.make_opsetid("", 15)], ir_version=10
+    )
     onnx.save(proto, tmp_path / "m.onnx")
     data = batches(3)
 
@@ -147,10 +164,14 @@ def test_running_statistics_of_an_onnx_file(tmp_path):
     np.testing.assert_allclose(after["var"], var, rtol=1e-5)
     assert np.abs(after["mean"] - stored["mean"]).max() > 0.3
 
-    with ps.open(ps.compile(ps.plan(model, ps.Cluster.local(1)), tmp_path / "inference", backend="numpy"), timeout=TIMEOUT) as job:
+    with ps.open(
+        ps.compile(ps.plan(model, ps.Cluster.local(1)), tmp_path / "inference", backend="numpy"), timeout=TIMEOUT
+    ) as job:
         first, second = (job.infer({"x": data[0]["x"][:4]}) for _ in range(2))
     for name, expected in zip(
-        ("y", "new_mean", "new_var"), ReferenceEvaluator(str(tmp_path / "m.onnx")).run(None, {"x": data[0]["x"][:4]}), strict=True
+        ("y", "new_mean", "new_var"),
+        ReferenceEvaluator(str(tmp_path / "m.onnx")).run(None, {"x": data[0]["x"][:4]}),
+        strict=True,
     ):
         np.testing.assert_allclose(first[name], expected, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(second[name], first[name])
@@ -163,7 +184,9 @@ def test_weights_inside_of_loops_and_branches(tmp_path):
         return helper.make_tensor_value_info(name, kind, shape)
 
     random = np.random.default_rng(0)
-    weights = {name: (random.standard_normal((8, 8)) * 0.4).astype(np.float32) for name in ("looped", "taken", "left", "outer")}
+    weights = {
+        name: (random.standard_normal((8, 8)) * 0.4).astype(np.float32) for name in ("looped", "taken", "left", "outer")
+    }
     stored = {name: numpy_helper.from_array(array, name) for name, array in weights.items()}
     floats = TensorProto.FLOAT
     body = helper.make_graph(
@@ -194,7 +217,11 @@ def test_weights_inside_of_loops_and_branches(tmp_path):
         helper.make_node("MatMul", ["g", "outer"], ["y"], name="last"),
     ]
     graph = helper.make_graph(
-        nodes, "control", [value("x", floats, ["rows", 8])], [value("y", floats, ["rows", 8])], [*constants, stored["outer"]]
+        nodes,
+        "control",
+        [value("x", floats, ["rows", 8])],
+        [value("y", floats, ["rows", 8])],
+        [*constants, stored["outer"]],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 11)], ir_version=6)
     onnx.checker.check_model(model)
@@ -238,7 +265,9 @@ def _branch(name: str, seed: int, then: list[onnx.NodeProto] | None = None) -> o
 def _namesakes(path, second):
     """Five weights called `w`: the model's own, those of two nodes, one in a branch in a branch, and one in the body of a loop that
     runs twice; and a `w` that no result depends on."""
-    inner = helper.make_node("If", ["no"], ["deep"], name="if", then_branch=_branch("never", 9), else_branch=_branch("deeper", 4))
+    inner = helper.make_node(
+        "If", ["no"], ["deep"], name="if", then_branch=_branch("never", 9), else_branch=_branch("deeper", 4)
+    )
     kinds = [_value("i", TensorProto.INT64, ()), _value("go", TensorProto.BOOL, ()), _value("carried")]
     body = helper.make_graph(
         [helper.make_node("MatMul", ["carried", "w"], ["next"]), helper.make_node("Identity", ["go"], ["go on"])],
@@ -249,13 +278,23 @@ def _namesakes(path, second):
     )
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["h"]),
-        helper.make_node("If", ["yes"], ["a"], name="if", then_branch=_branch("first", 2), else_branch=_branch("other", 8)),
-        helper.make_node("If", ["flag"], ["b"], name=second, then_branch=_branch("second", 3), else_branch=_branch("deep", 7, [inner])),
+        helper.make_node(
+            "If", ["yes"], ["a"], name="if", then_branch=_branch("first", 2), else_branch=_branch("other", 8)
+        ),
+        helper.make_node(
+            "If",
+            ["flag"],
+            ["b"],
+            name=second,
+            then_branch=_branch("second", 3),
+            else_branch=_branch("deep", 7, [inner]),
+        ),
         helper.make_node("Add", ["a", "b"], ["c"]),
         helper.make_node("Loop", ["two", "", "c"], ["y"], name="loop", body=body),
     ]
     constants = [
-        numpy_helper.from_array(np.array(v), n) for n, v in (("two", np.int64(2)), ("yes", np.bool_(True)), ("no", np.bool_(False)))
+        numpy_helper.from_array(np.array(v), n)
+        for n, v in (("two", np.int64(2)), ("yes", np.bool_(True)), ("no", np.bool_(False)))
     ]
     flag = _value("flag", TensorProto.BOOL, ())
     graph = helper.make_graph(nodes, "namesakes", [_value("x"), flag], [_value("y")], [*constants, _weight(1)])
@@ -291,9 +330,13 @@ def test_weights_of_one_name_in_several_graphs_are_told_apart(tmp_path, flag, se
     if second == "if":  # the second one of a name gets a number
         used = {"w", "if/then/w", "if/then/w.1", "loop/body/w"}
     assert {model.imported.names.get(name, name) for name in parameters} == used
-    ps.export(bundle, checkpoint=tmp_path / "ckpt", onnx=tmp_path / "out.onnx", safetensors=tmp_path / "out.safetensors")
+    ps.export(
+        bundle, checkpoint=tmp_path / "ckpt", onnx=tmp_path / "out.onnx", safetensors=tmp_path / "out.safetensors"
+    )
     assert onnx.load(tmp_path / "out.onnx").SerializeToString() != path.read_bytes()
-    (expected,) = run_graph(model.module.graphs["main"], {"x": feeds["x"]}, DictStore(model.imported.weights | parameters))
+    (expected,) = run_graph(
+        model.module.graphs["main"], {"x": feeds["x"]}, DictStore(model.imported.weights | parameters)
+    )
     np.testing.assert_allclose(_run_onnx(tmp_path / "out.onnx", feeds)[0], expected, rtol=1e-5, atol=1e-6)
     assert np.abs(_run_onnx(path, feeds)[0] - expected).max() > 1e-3
     written = map_tensors(tmp_path / "out.safetensors")
@@ -305,20 +348,33 @@ def test_a_weight_without_a_place_of_its_own_is_not_left_behind_in_silence(tmp_p
     """A function that is called twice has it: there it is one weight for each call, and none of them is the model's `w`."""
     branches = {f"{word}_branch": _branch(word, seed) for word, seed in (("then", 1), ("else", 2))}
     function = helper.make_function(
-        "mine", "Twist", ["h", "yes"], ["out"], [helper.make_node("If", ["yes"], ["out"], **branches)], [helper.make_opsetid("", 20)]
+        "mine",
+        "Twist",
+        ["h", "yes"],
+        ["out"],
+        [helper.make_node("If", ["yes"], ["out"], **branches)],
+        [helper.make_opsetid("", 20)],
     )
     nodes = [helper.make_node("MatMul", ["x", "w"], ["g"])]
-    nodes += [helper.make_node("Twist", [a, "yes"], [b], name=f"to {b}", domain="mine") for a, b in (("g", "h"), ("h", "y"))]
-    graph = helper.make_graph(nodes, "calls", [_value("x")], [_value("y")], [numpy_helper.from_array(np.array(True), "yes"), _weight(3)])
+    nodes += [
+        helper.make_node("Twist", [a, "yes"], [b], name=f"to {b}", domain="mine") for a, b in (("g", "h"), ("h", "y"))
+    ]
+    graph = helper.make_graph(
+        nodes, "calls", [_value("x")], [_value("y")], [numpy_helper.from_array(np.array(True), "yes"), _weight(3)]
+    )
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("mine", 1)]
-    onnx.save(helper.make_model(graph, functions=[function], opset_imports=opsets, ir_version=10), tmp_path / "model.onnx")
+    onnx.save(
+        helper.make_model(graph, functions=[function], opset_imports=opsets, ir_version=10), tmp_path / "model.onnx"
+    )
 
     imported = import_onnx(tmp_path / "model.onnx", dims={"rows": 4})
     x = batches(1)[0]["x"][:4]
     (got,) = run_graph(imported.module.graphs["main"], {"x": x}, DictStore(imported.weights))
     np.testing.assert_allclose(got, outputs(tmp_path / "model.onnx", x)[0], rtol=1e-5, atol=1e-6)
     bundle = compiled(tmp_path / "model.onnx", tmp_path / "bundle", frozen=None, stages=1)
-    with pytest.raises(UsageError, match=r"these parameters stand in no one place of the model: to_h/If_0/then/w, to_y/If_0/then/w"):
+    with pytest.raises(
+        UsageError, match=r"these parameters stand in no one place of the model: to_h/If_0/then/w, to_y/If_0/then/w"
+    ):
         ps.export(bundle, onnx=tmp_path / "out.onnx")
     ps.export(bundle, safetensors=tmp_path / "out.safetensors")
     assert map_tensors(tmp_path / "out.safetensors").keys() == {"w", "to_h/If_0/then/w", "to_y/If_0/then/w"}

@@ -27,14 +27,18 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 def compiled(symbolic, folder, cluster, microbatches=2, **options):
     training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.1), microbatches=microbatches)
     return open_bundle(
-        ps.compile(ps.plan(ps.from_onnx(symbolic, dims={"batch": 4}), cluster, training, **options), folder, backend="numpy")
+        ps.compile(
+            ps.plan(ps.from_onnx(symbolic, dims={"batch": 4}), cluster, training, **options), folder, backend="numpy"
+        )
     )
 
 
 def slow(number=2, bandwidth=1e9, **of_device):
     """Devices on which even a small model is mostly work."""
     devices = [Device(f"cpu:{i}", flops=1e9, bandwidth=1e8, **of_device) for i in range(number)]
-    return Cluster(tuple(devices), tuple(Link(f"cpu:{i}", f"cpu:{j}", bandwidth, 1e-6) for i in range(number) for j in range(i)))
+    return Cluster(
+        tuple(devices), tuple(Link(f"cpu:{i}", f"cpu:{j}", bandwidth, 1e-6) for i in range(number) for j in range(i))
+    )
 
 
 @pytest.fixture
@@ -76,7 +80,9 @@ def beside_work(bundle):
 def simulated(bundle, factor):
     """The step if work took so many times what was estimated, and links and calls what they do."""
     plain, beside = rank_seconds(bundle.module), beside_work(bundle)
-    return forecast(bundle.module, seconds_of(bundle.module, {k: beside[k] + factor * (s - beside[k]) for k, s in plain.items()}), 4).step
+    return forecast(
+        bundle.module, seconds_of(bundle.module, {k: beside[k] + factor * (s - beside[k]) for k, s in plain.items()}), 4
+    ).step
 
 
 def metrics(path, seconds):
@@ -127,14 +133,21 @@ def test_corrections_are_of_work_not_of_calls(symbolic, tmp_path):
     bundle = as_tvm(compiled(symbolic, tmp_path / "calls", slow(call_overhead=2e-3, overhead=1e-4)))
     plain, beside = rank_seconds(bundle.module), beside_work(bundle)
     took = {key: beside[key] + 4 * (seconds - beside[key]) for key, seconds in plain.items()}
-    grade(bundle, metrics(tmp_path / "m.jsonl", [1.0] * 9), trace(tmp_path / "t.json", bundle, lambda rank, kind: took[rank, kind]))
+    grade(
+        bundle,
+        metrics(tmp_path / "m.jsonl", [1.0] * 9),
+        trace(tmp_path / "t.json", bundle, lambda rank, kind: took[rank, kind]),
+    )
     assert sum(took.values()) / sum(plain.values()) < 3.9, "the control: calls are a part of it"
     assert corrected().factor == pytest.approx(4)
     assert rank_seconds(bundle.module, best_prices()) == pytest.approx(took)
     # And where calls are most of it, a run says nothing of the rest.
     bundle = as_tvm(compiled(symbolic, tmp_path / "only-calls", slow(call_overhead=1.0)))
     assert (
-        grade(bundle, metrics(tmp_path / "m.jsonl", [9.0] * 9), trace(tmp_path / "t.json", bundle, lambda rank, kind: 1.5)).factor is None
+        grade(
+            bundle, metrics(tmp_path / "m.jsonl", [9.0] * 9), trace(tmp_path / "t.json", bundle, lambda rank, kind: 1.5)
+        ).factor
+        is None
     )
 
 
@@ -146,14 +159,22 @@ def test_corrected_estimates_know_caches(of_tvm, tmp_path):
     assert rank_seconds(cached, best_prices()) == pytest.approx(plain)
     grade(of_tvm, metrics(tmp_path / "m.jsonl", [simulated(of_tvm, 2.0)] * 9))
     beside = beside_work(of_tvm)
-    assert rank_seconds(cached, best_prices()) == pytest.approx({k: beside[k] + 2 * (s - beside[k]) for k, s in plain.items()}, rel=2e-3)
+    assert rank_seconds(cached, best_prices()) == pytest.approx(
+        {k: beside[k] + 2 * (s - beside[k]) for k, s in plain.items()}, rel=2e-3
+    )
 
 
 def test_replicas_of_a_stage_are_one_entry(symbolic, tmp_path):
     """What is kept is the median of its ranks, not what the last of them took."""
-    bundle = as_tvm(compiled(symbolic, tmp_path / "copies", slow(3), 3, devices=[["cpu:0", "cpu:1", "cpu:2"]], shares=[[1, 1, 1]]))
+    bundle = as_tvm(
+        compiled(symbolic, tmp_path / "copies", slow(3), 3, devices=[["cpu:0", "cpu:1", "cpu:2"]], shares=[[1, 1, 1]])
+    )
     took = {0: 0.25, 1: 2.0, 2: 0.5}
-    grade(bundle, metrics(tmp_path / "m.jsonl", [9.0] * 9), trace(tmp_path / "t.json", bundle, lambda rank, kind: took[rank]))
+    grade(
+        bundle,
+        metrics(tmp_path / "m.jsonl", [9.0] * 9),
+        trace(tmp_path / "t.json", bundle, lambda rank, kind: took[rank]),
+    )
     found = Measured().stage(bundle.module, 0, bundle.module.cluster.device("cpu:2"))
     assert found == pytest.approx({"F": 0.5, "B": 0.5, "U": 0.5})
 
@@ -177,7 +198,11 @@ def test_factors_that_are_far_off_are_not_kept(of_tvm, tmp_path, factor, monkeyp
     beside = beside_work(of_tvm)
     took = {key: beside[key] + factor * (seconds - beside[key]) for key, seconds in rank_seconds(of_tvm.module).items()}
     monkeypatch.setattr("penstock.grading._says_enough", lambda *seconds: True)
-    found = grade(of_tvm, metrics(tmp_path / "m.jsonl", [1.0] * 9), trace(tmp_path / "t.json", of_tvm, lambda rank, kind: took[rank, kind]))
+    found = grade(
+        of_tvm,
+        metrics(tmp_path / "m.jsonl", [1.0] * 9),
+        trace(tmp_path / "t.json", of_tvm, lambda rank, kind: took[rank, kind]),
+    )
     assert (found.factor, found.kept, corrected()) == (pytest.approx(factor), False, None)
     monkeypatch.setattr("penstock.grading.open_bundle", lambda path: of_tvm)
     monkeypatch.setattr("penstock.grading.grade", lambda *given: found)
@@ -187,7 +212,10 @@ def test_factors_that_are_far_off_are_not_kept(of_tvm, tmp_path, factor, monkeyp
 
 def test_corrections_change_the_next_prediction(of_tvm, symbolic, tmp_path, capsys):
     def predicted():
-        assert main(command("plan", symbolic, "--dim", "batch=4", "--devices", 2, *TRAIN, "--microbatches", 2, "--json")) == 0
+        assert (
+            main(command("plan", symbolic, "--dim", "batch=4", "--devices", 2, *TRAIN, "--microbatches", 2, "--json"))
+            == 0
+        )
         return json.loads(capsys.readouterr().out)["predicted"]
 
     before = predicted()
@@ -217,14 +245,19 @@ def test_measured_stages_are_what_the_next_plan_goes_by(bundle):
 
 def test_the_command_grades_a_real_run(bundle, tmp_path, capsys):
     path = bundle.path
-    assert main(command("run", path, "--steps", 4, "--metrics", tmp_path / "m.jsonl", "--trace", tmp_path / "t.json")) == 0
+    assert (
+        main(command("run", path, "--steps", 4, "--metrics", tmp_path / "m.jsonl", "--trace", tmp_path / "t.json")) == 0
+    )
     assert main(command("plan", path, "--grade", tmp_path / "m.jsonl", "--trace", tmp_path / "t.json")) == 0
     text = capsys.readouterr().out
     assert "measured / predicted" in text
     found = predict(bundle.module)
     assert found.measured == 0  # this bundle is of another back end than plans are for
     assert predict(bundle.module, plain=True).step == pytest.approx(bundle.plan["predicted"]["step_s"])
-    assert [line.split()[:3] for line in text.splitlines() if line.startswith("rank 1")][:2] == [["rank", "1", "F"], ["rank", "1", "B"]]
+    assert [line.split()[:3] for line in text.splitlines() if line.startswith("rank 1")][:2] == [
+        ["rank", "1", "F"],
+        ["rank", "1", "B"],
+    ]
     assert corrected() is None  # a run of the interpreter says nothing about compiled code
     capsys.readouterr()
     other = ("--replicas", 2, "--optimizer", "adam", "--devices", 3, "--batch", 8)

@@ -92,7 +92,9 @@ def test_the_rows_are_those_promised(ended: dict[str, Ended]) -> None:
         assert any(name.startswith("gemm") and wanted in name for name in found), wanted
     for positions in (128, 512, 2048):
         assert {f"attention forward {positions}", f"attention backward {positions}"} <= set(found)
-    convolutions = {name.split(" ", 2)[2] for name in found if name.startswith(("conv forward", "conv dgrad", "conv wgrad"))}
+    convolutions = {
+        name.split(" ", 2)[2] for name in found if name.startswith(("conv forward", "conv dgrad", "conv wgrad"))
+    }
     assert all(f"conv {which} {shape}" in found for which in ("forward", "dgrad", "wgrad") for shape in convolutions)
     assert len(convolutions) == 14
     for family in ("layer_norm", "softmax", "gelu", "cross_entropy", "embedding", "bias", "adamw"):

@@ -35,7 +35,22 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kernels")
     write_gpt(folder / "gpt.onnx", layers=2, width=16, heads=2, vocab=20, positions=6)
     words = f"compile {folder}/gpt.onnx -o {folder}/bundle --devices 2 --dim batch=2 --loss cross_entropy --optimizer adamw --lr 0.01"
-    assert main([*words.split(), "--microbatches", "3", "--schedule", "2bw", "--backend", "numpy", "--split-at", "h.1.attn.residual"]) == 0
+    assert (
+        main(
+            [
+                *words.split(),
+                "--microbatches",
+                "3",
+                "--schedule",
+                "2bw",
+                "--backend",
+                "numpy",
+                "--split-at",
+                "h.1.attn.residual",
+            ]
+        )
+        == 0
+    )
     return folder / "bundle"
 
 
@@ -87,7 +102,9 @@ def arguments(graph: Graph, module: Module) -> tuple[dict[Value, torch.Tensor], 
     return dict(zip(sig.ins, args, strict=False)), dict(zip(sig.slots, args[len(sig.ins) :], strict=True))
 
 
-def run_apart(bodies: list[Graph], values: Mapping[Value, torch.Tensor], slots: Mapping[Slot, torch.Tensor]) -> dict[Value, torch.Tensor]:
+def run_apart(
+    bodies: list[Graph], values: Mapping[Value, torch.Tensor], slots: Mapping[Slot, torch.Tensor]
+) -> dict[Value, torch.Tensor]:
     """Run kernels one by one, each as soon as its inputs are there."""
     known, waiting = dict(values), list(bodies)
     while waiting:
@@ -176,7 +193,11 @@ def test_indices_are_in_range_and_slots_of_one_version_are_one_tensor(module: Mo
 
 def test_operands_are_centred_unless_they_must_be_positive() -> None:
     """A product that is drawn around 0 has sums of about 1; what goes under a root or a logarithm is positive, also where it is computed first."""
-    a, b, c = Value("a", parse_type("f32[64,1024]")), Value("b", parse_type("f32[32,1024]")), Value("c", parse_type("f32[64,32]"))
+    a, b, c = (
+        Value("a", parse_type("f32[64,1024]")),
+        Value("b", parse_type("f32[32,1024]")),
+        Value("c", parse_type("f32[64,32]")),
+    )
     turned = make("transpose", (b,), ["t"], "", perm=(1, 0))
     product = make("matmul", (a, turned.outs[0]), ["y"])
     root = make("sqrt", make("add", (c, c), ["d"]).outs, ["r"])
@@ -193,7 +214,12 @@ def test_operands_are_centred_unless_they_must_be_positive() -> None:
     assert roots.isfinite().all()
     assert squares.isfinite().all()
     # The control: what was drawn before.
-    assert np.std(np.random.default_rng(0).uniform(0.1, 1, (64, 1024)) @ np.random.default_rng(1).uniform(0.1, 1, (1024, 32))) > 3
+    assert (
+        np.std(
+            np.random.default_rng(0).uniform(0.1, 1, (64, 1024)) @ np.random.default_rng(1).uniform(0.1, 1, (1024, 32))
+        )
+        > 3
+    )
 
 
 def test_all_operands_of_a_model_are_legal(module: Module) -> None:
@@ -221,9 +247,18 @@ def test_inspect_lists_kernels_by_share(bundle: Path, module: Module, capsys: py
 
 @pytest.mark.parametrize("backend", ["numpy", "tvm"])
 def test_inspect_measures(
-    backend: str, bundle: Path, module: Module, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    bundle: Path,
+    module: Module,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in {"_SECONDS": 0.0, "_SIDE": 64, "_LENGTH": 1 << 12}.items():  # how exactly is the business of others
+    for name, value in {
+        "_SECONDS": 0.0,
+        "_SIDE": 64,
+        "_LENGTH": 1 << 12,
+    }.items():  # how exactly is the business of others
         monkeypatch.setattr(kernel_timing, name, value)
     target = bundle
     if backend == "tvm":
@@ -234,7 +269,9 @@ def test_inspect_measures(
     found = json.loads(capsys.readouterr().out)
     for plain, row in zip(found, kernel_rows(module), strict=True):
         # By what this machine can do, and not by what the plan says of the device.
-        assert plain["roofline_s"] == pytest.approx(max(row.flops / plain["flops_per_s"], row.moved / plain["bytes_per_s"]))
+        assert plain["roofline_s"] == pytest.approx(
+            max(row.flops / plain["flops_per_s"], row.moved / plain["bytes_per_s"])
+        )
         assert plain["flops_per_s"] != row.device.flops
         assert plain["measured_s"] > 0
     assert main(["inspect", str(target), "--measure"]) == 0
@@ -323,7 +360,9 @@ def test_measured_is_processor_time(module: Module, monkeypatch: pytest.MonkeyPa
     assert took(spin) >= 0.01
 
 
-def test_inspect_prints_the_source_of_one_kernel(bundle: Path, module: Module, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_the_source_of_one_kernel(
+    bundle: Path, module: Module, capsys: pytest.CaptureFixture[str]
+) -> None:
     row = next(row for row in kernel_rows(module) if any(op.kind == "layer_norm" for op in row.ops))
     assert main(["inspect", str(bundle), "--source", row.label]) == 0
     out = capsys.readouterr().out
@@ -335,7 +374,9 @@ def test_inspect_prints_the_source_of_one_kernel(bundle: Path, module: Module, c
     assert "graphs have a kernel 'k0'" in capsys.readouterr().err
 
 
-def test_a_module_without_kernels_says_which_pass_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_module_without_kernels_says_which_pass_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "m.ir"
     path.write_text("module @m {\n}\n")
     assert main(["inspect", str(path), "--kernels"]) == 2

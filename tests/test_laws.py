@@ -36,7 +36,19 @@ def test_every_law_takes_so_many_times_its_examples(tmp_path: Path) -> None:
     """Whether a law says how many it takes or not. Control: without the option each takes what it does, and tests that are no laws run, too."""
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_drawn.py").write_text(TESTS, encoding="utf-8")
-    words = [sys.executable, "-m", "pytest", "-s", "--rootdir", ".", "-p", "no:xdist", "-p", "no:cacheprovider", "test_drawn.py"]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-s",
+        "--rootdir",
+        ".",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "test_drawn.py",
+    ]
     for more, expected in (
         ((), "{'silent': 40, 'outspoken': 7, 'plain': 1}"),
         (("--long", "3"), "{'silent': 120, 'outspoken': 21, 'plain': 0}"),

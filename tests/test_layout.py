@@ -18,12 +18,21 @@ HEAVY = ("torch", "onnx", "onnxruntime", "tvm", "tvm_ffi")
 # For each part of the package: what it must not pull in, among our own parts and among heavy libraries.
 FORBIDDEN = {
     "ir": (("frontends", "passes", "backends", "runtime", "cli", "commands", "api"), HEAVY),
-    "frontends": (("passes", "backends", "runtime", "cli", "commands", "api"), ("torch", "onnxruntime", "tvm", "tvm_ffi")),
-    "frontends.torch": (("passes", "backends", "runtime", "cli", "commands", "api"), ("onnx", "onnxruntime", "tvm", "tvm_ffi")),
+    "frontends": (
+        ("passes", "backends", "runtime", "cli", "commands", "api"),
+        ("torch", "onnxruntime", "tvm", "tvm_ffi"),
+    ),
+    "frontends.torch": (
+        ("passes", "backends", "runtime", "cli", "commands", "api"),
+        ("onnx", "onnxruntime", "tvm", "tvm_ffi"),
+    ),
     "passes": (("frontends", "backends", "runtime", "cli", "commands", "api"), HEAVY),
     "backends": (("frontends", "runtime", "cli", "commands", "api"), ("onnx", "onnxruntime")),
     "backends.bundle": (("frontends", "passes", "runtime", "backends.tvm"), ("onnx", "onnxruntime", "tvm", "tvm_ffi")),
-    "runtime": (("frontends", "passes", "backends.tvm", "cli", "commands", "api"), ("onnx", "onnxruntime", "tvm", "tvm_ffi")),
+    "runtime": (
+        ("frontends", "passes", "backends.tvm", "cli", "commands", "api"),
+        ("onnx", "onnxruntime", "tvm", "tvm_ffi"),
+    ),
     "cli": ((*FOLDERS[1:], "api"), HEAVY),
     "": (("frontends", "passes", "backends", "runtime"), HEAVY),
 }
@@ -54,7 +63,9 @@ def _imported_by(modules: tuple[str, ...], *, extra_code: str = "") -> list[str]
     # Garbage, and taking apart what was imported, would take as long again.
     code += "print(json.dumps(list(sys.modules)), flush=True)\nos._exit(0)"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd="/", env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd="/", env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     names: list[str] = json.loads(done.stdout.splitlines()[-1])
     return names

@@ -35,7 +35,9 @@ def test_the_cluster_file_states_the_cards(tmp_path: Path) -> None:
 def test_a_run_through_slow_cards(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     words = ["--rates", "25", "--schedules", "1f1b", "--steps", "5", "--json", str(report)]
-    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=300, check=False
+    )
     assert report.exists(), done.stderr
     (line,) = json.loads(report.read_text())["lines"]
     assert len(line["times"]) == 5 - SKIPPED

@@ -73,7 +73,10 @@ def test_graphs_are_priced_from_the_table_and_gaps_are_told(table: Measured) -> 
     estimate = graph_seconds(product(), DEVICE)
     found = graph_seconds(product(), DEVICE, prices)
     assert found == pytest.approx(
-        DEVICE.call_overhead + 3e-3 + (graph_seconds(Graph("g", (), (), second.body.ops), DEVICE) - DEVICE.call_overhead), rel=0.3
+        DEVICE.call_overhead
+        + 3e-3
+        + (graph_seconds(Graph("g", (), (), second.body.ops), DEVICE) - DEVICE.call_overhead),
+        rel=0.3,
     )
     assert found > estimate
     assert prices.told() == "1 of 2 kernels are not in the table of measured times, and are estimated"
@@ -81,7 +84,9 @@ def test_graphs_are_priced_from_the_table_and_gaps_are_told(table: Measured) -> 
     assert graph_seconds(product(), DEVICE, table) == pytest.approx(DEVICE.call_overhead + 4e-3)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"nonsense", b'{"seconds": NaN}', b'{"seconds": -1.0}', b'{"seconds": "1"}', b"[1]"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"nonsense", b'{"seconds": NaN}', b'{"seconds": -1.0}', b'{"seconds": "1"}', b"[1]"]
+)
 def test_what_is_no_time_is_not_there(table: Measured, content: bytes) -> None:
     (kernel, _) = GraphCost(product()).kernels
     table.keep(kernel, 2, 3e-3)
@@ -101,7 +106,11 @@ def test_measured_kernels_of_a_report_are_kept(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    for name, value in {"_SECONDS": 0.0, "_SIDE": 64, "_LENGTH": 1 << 12}.items():  # that times are kept, not what they are
+    for name, value in {
+        "_SECONDS": 0.0,
+        "_SIDE": 64,
+        "_LENGTH": 1 << 12,
+    }.items():  # that times are kept, not what they are
         monkeypatch.setattr(kernel_timing, name, value)
     assert main(["inspect", str(bundle.path), "--measure"]) == 0
     table = Measured("numpy")

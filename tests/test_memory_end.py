@@ -25,7 +25,12 @@ def _ended(words: list[str], mib: int) -> tuple[int, str]:
         resource.setrlimit(resource.RLIMIT_AS, (mib * MIB, mib * MIB))
 
     done = subprocess.run(
-        [sys.executable, "-m", "penstock", *words], capture_output=True, text=True, timeout=300, preexec_fn=limit, check=False
+        [sys.executable, "-m", "penstock", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        preexec_fn=limit,
+        check=False,
     )
     return done.returncode, done.stderr
 
@@ -49,7 +54,12 @@ def test_whatever_noticed_it() -> None:
     assert is_out_of_memory(wrapped)
     assert is_out_of_memory(Exception("Error parsing message with type 'onnx.ModelProto': Arena alloc failed"))
     # The controls.
-    assert not any(map(is_out_of_memory, (OSError(28, "No space left on device"), RuntimeError("shapes differ"), KeyError("memory"))))
+    assert not any(
+        map(
+            is_out_of_memory,
+            (OSError(28, "No space left on device"), RuntimeError("shapes differ"), KeyError("memory")),
+        )
+    )
 
 
 def test_what_a_process_wrote_last() -> None:
@@ -58,15 +68,23 @@ def test_what_a_process_wrote_last() -> None:
         "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\nFatal Python error: Aborted\n\n"
     )
     assert ended_out_of_memory("MemoryError\nsys:1: ResourceWarning: unclosed <socket.socket fd=3>\n")
-    assert ended_out_of_memory("MemoryError\n/a/b.py:3: ResourceWarning: subprocess 7 is still running\n  _warn(process)\n")
+    assert ended_out_of_memory(
+        "MemoryError\n/a/b.py:3: ResourceWarning: subprocess 7 is still running\n  _warn(process)\n"
+    )
     assert ended_out_of_memory("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 1.00 GiB")
     assert ended_out_of_memory("ImportError: libx.so: failed to map segment from shared object")
     # The controls: it went on after that, or said nothing.
-    assert not any(map(ended_out_of_memory, ("bad_alloc caught\nImportError: no such torch", "a MemoryError was caught", "")))
+    assert not any(
+        map(ended_out_of_memory, ("bad_alloc caught\nImportError: no such torch", "a MemoryError was caught", ""))
+    )
 
 
-@pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory"), RuntimeError("std::bad_alloc"), KeyError("x")])
-def test_what_a_command_says(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(12, "Cannot allocate memory"), RuntimeError("std::bad_alloc"), KeyError("x")]
+)
+def test_what_a_command_says(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(*given: object) -> None:
         raise error
 
@@ -108,7 +126,10 @@ def test_compile_and_run_with_any_limit(model: Path, tmp_path: Path, backend: st
         str(bundle),
     ]
     running = ["run", str(bundle), "--data", "synthetic", "--steps", "2", "--timeout", "60"]
-    for words, sizes in ((compiling, (150, 250, 400, 600, 900, 1400, 2500, 8000)), (running, (150, 300, 500, 800, 1200, 1800, 2500, 8000))):
+    for words, sizes in (
+        (compiling, (150, 250, 400, 600, 900, 1400, 2500, 8000)),
+        (running, (150, 300, 500, 800, 1200, 1800, 2500, 8000)),
+    ):
         codes = [_wrong(*_ended(words, mib)) for mib in sizes]
         assert set(codes) <= {0, 4}, codes
         assert (codes[0], codes[-1]) == (4, 0), codes

@@ -31,7 +31,9 @@ def write_odd(path):
     kinds = {"in put:0": ["rows", 3], "out put": ["rows", 3], "out_put": ["rows", 3], "the loss": []}
     first, *rest = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in kinds.items()]
     model = helper.make_model(
-        helper.make_graph(nodes, "odd", [first], rest, [weight]), opset_imports=[helper.make_opsetid("", 20)], ir_version=10
+        helper.make_graph(nodes, "odd", [first], rest, [weight]),
+        opset_imports=[helper.make_opsetid("", 20)],
+        ir_version=10,
     )
     onnx.save(model, path)
     return path
@@ -59,7 +61,9 @@ def test_results_come_by_the_names_of_the_file(odd):
                 np.testing.assert_allclose(found[key], expected[key], rtol=1e-5, atol=1e-6)
         with pytest.raises(UsageError, match="input in_put:0 is given twice"):
             job.infer({"in put:0": X, "in_put:0": X})
-        with pytest.raises(UsageError, match=r"in put:0: missing(.|\n)*other: the model has no such input, it has in put:0$"):
+        with pytest.raises(
+            UsageError, match=r"in put:0: missing(.|\n)*other: the model has no such input, it has in put:0$"
+        ):
             job.infer({"other": X})
 
 
@@ -82,13 +86,18 @@ def test_training_takes_either_name(odd, tmp_path):
         bundle = ps.compile(ps.plan(model, ps.Cluster.local(1), training), tmp_path / name, backend="numpy")
         for fed in ("in put:0", "in_put:0"):
             with ps.open(bundle, timeout=TIMEOUT) as job:
-                losses[name, fed] = [*job.run([{fed: np.concatenate([X, X])}] * 2), job.step({fed: np.concatenate([X, X])})]
+                losses[name, fed] = [
+                    *job.run([{fed: np.concatenate([X, X])}] * 2),
+                    job.step({fed: np.concatenate([X, X])}),
+                ]
             np.savez(tmp_path / "data.npz", **{fed: np.concatenate([X, X])})
             assert main(["run", str(bundle), "--data", str(tmp_path / "data.npz"), "--steps", "2"]) == 0
     first = losses["the loss", "in put:0"]
     assert all(found == first for found in losses.values())
     assert first[2] < first[1] < first[0]
-    with pytest.raises(UsageError, match=r"the model has no output of that name, it has %out put : .*%out_put : .*%the loss : "):
+    with pytest.raises(
+        UsageError, match=r"the model has no output of that name, it has %out put : .*%out_put : .*%the loss : "
+    ):
         ps.plan(model, ps.Cluster.local(1), ps.Training(loss="output:nothing"))
 
 
@@ -96,7 +105,9 @@ def test_what_is_no_mapping_of_arrays_is_refused(odd, tmp_path):
     _, model, bundle = odd
     with ps.open(bundle, timeout=TIMEOUT) as job:
         for wrong in ([{"in put:0": X}], None, 3):
-            with pytest.raises(UsageError, match="expected a dict of arrays by the names of inputs, or a tuple of arrays, got "):
+            with pytest.raises(
+                UsageError, match="expected a dict of arrays by the names of inputs, or a tuple of arrays, got "
+            ):
                 job.infer(wrong)
         assert job.infer(X).keys() == job.infer((X,)).keys()  # the only input needs no name
         with pytest.raises(UsageError, match="in_put:0: is no array"):
@@ -106,11 +117,19 @@ def test_what_is_no_mapping_of_arrays_is_refused(odd, tmp_path):
     trained = ps.compile(ps.plan(model, ps.Cluster.local(1), training), tmp_path / "bundle", backend="numpy")
     with ps.open(trained, timeout=TIMEOUT) as job:
         for wrong in ([{"in put:0": X}], None, 3):
-            with pytest.raises(UsageError, match="batch 0: expected a dict of arrays by the names of inputs, or a tuple of arrays, got "):
+            with pytest.raises(
+                UsageError,
+                match="batch 0: expected a dict of arrays by the names of inputs, or a tuple of arrays, got ",
+            ):
                 job.step(wrong)
-            with pytest.raises(UsageError, match="batch 0: expected a dict of arrays by the names of inputs, or a tuple of arrays, got "):
+            with pytest.raises(
+                UsageError,
+                match="batch 0: expected a dict of arrays by the names of inputs, or a tuple of arrays, got ",
+            ):
                 list(job.run([wrong]))
-        with pytest.raises(UsageError, match="batch 0: expected a dict of arrays by the names of inputs, or a tuple of arrays, got str"):
+        with pytest.raises(
+            UsageError, match="batch 0: expected a dict of arrays by the names of inputs, or a tuple of arrays, got str"
+        ):
             list(job.run({"in put:0": X}))
         with pytest.raises(UsageError, match="expected batches, got int"):
             list(job.run(3))
@@ -158,7 +177,11 @@ def test_what_is_called_alike_outside_keeps_our_names():
     assert shown(["a", "b", "c"], {"a": "n", "b": "n", "c": "m"}) == {"a": "a", "b": "b", "c": "m"}
     assert shown(["x.1", "x.1.1"], {"x.1": "x", "x.1.1": "x.1"}) == {"x.1": "x", "x.1.1": "x.1"}
     assert accepted(["x.1", "x.1.1"], {"x.1": "x", "x.1.1": "x.1"}) == {"x": "x.1", "x.1": "x.1.1", "x.1.1": "x.1.1"}
-    assert by_our_names({"x": 1, "x.1": 2, "z": 3}, ["x.1", "x.1.1"], {"x.1": "x", "x.1.1": "x.1"}, "") == {"x.1": 1, "x.1.1": 2, "z": 3}
+    assert by_our_names({"x": 1, "x.1": 2, "z": 3}, ["x.1", "x.1.1"], {"x.1": "x", "x.1.1": "x.1"}, "") == {
+        "x.1": 1,
+        "x.1.1": 2,
+        "z": 3,
+    }
 
 
 def test_scripted_and_traced_modules_are_refused():

@@ -47,7 +47,8 @@ def test_gaps_are_those_of_the_recurrence(mlp: Path, data: Path) -> None:
     for i, seed in enumerate((0, 3)):
         samples = open_data(plan.module, DataSpec(str(data), True, seed), ("x", "labels"))
         batches = [
-            {name: np.concatenate([samples.microbatch(2 * t + k, name) for k in range(2)]) for name in ("x", "labels")} for t in range(12)
+            {name: np.concatenate([samples.microbatch(2 * t + k, name) for k in range(2)]) for name in ("x", "labels")}
+            for t in range(12)
         ]
         for delay, found in ((0, row.plain[i]), (1, row.delayed[i])):
             losses = run_recurrence(plan.reference, model.imported.weights, batches, delay=delay).losses
@@ -86,7 +87,20 @@ def test_optimizers_by_their_words() -> None:
 
 
 def test_the_command(mlp: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--loss", "mse", "--data", str(data), "--steps", "4", "--seeds", "1", "--optimizers", "sgd:0.1", "--microbatches", "2"]
+    flags = [
+        "--loss",
+        "mse",
+        "--data",
+        str(data),
+        "--steps",
+        "4",
+        "--seeds",
+        "1",
+        "--optimizers",
+        "sgd:0.1",
+        "--microbatches",
+        "2",
+    ]
     assert main(["verify", str(mlp), "--parity", *flags, "--backend", "numpy"]) == 0
     out = capsys.readouterr().out
     assert re.search(rf"final loss, {PLAIN} .*final loss, {DELAYED}", out)

@@ -23,7 +23,10 @@ MLP = [f"{layer}{part}" for layer in ("fc1", "fc2", "fc3", "y") for part in (".p
 
 
 def annotate(
-    path: Path, stages: Mapping[str, Callable[[str], int | None]] | None = None, layer: Callable[[str], str] | None = None, ir: int = 11
+    path: Path,
+    stages: Mapping[str, Callable[[str], int | None]] | None = None,
+    layer: Callable[[str], str] | None = None,
+    ir: int = 11,
 ) -> Path:
     """Write a stage for each node and configuration, and a layer."""
     model = onnx.load(path)
@@ -34,7 +37,9 @@ def annotate(
         for name, stage_of in (stages or {}).items():
             stage = stage_of(node.name)
             if stage is not None:
-                node.device_configurations.append(onnx.NodeDeviceConfigurationProto(configuration_id=name, pipeline_stage=stage))
+                node.device_configurations.append(
+                    onnx.NodeDeviceConfigurationProto(configuration_id=name, pipeline_stage=stage)
+                )
         if layer is not None and layer(node.name):
             node.metadata_props.append(onnx.StringStringEntryProto(key="layer_ann", value=layer(node.name)))
     onnx.checker.check_model(model)
@@ -154,7 +159,9 @@ def test_stages_start_between_layers(tmp_path):
     # The control: without the hint, a block is cut in two.
     stages = stage_of_params(searched)
     assert any(len({stage for name, stage in stages.items() if name.startswith(f"h.{i}.")}) == 2 for i in range(3))
-    assert notes(planned(path, 4)) == ["the layers of the model are not followed: 4 stages need 3 places between them, there are 2"]
+    assert notes(planned(path, 4)) == [
+        "the layers of the model are not followed: 4 stages need 3 places between them, there are 2"
+    ]
 
 
 def test_a_hinted_plan_trains_like_any_other(mlp, tmp_path):
@@ -175,7 +182,9 @@ def test_hints_change_nothing_of_the_import(mlp):
         "11 nodes are annotated with 6 layers",
     )
     x = np.ones((4, 8), np.float32)
-    for found, want in zip(*(run_graph(i.module.graphs["main"], {"x": x}, DictStore(i.weights)) for i in (before, after)), strict=True):
+    for found, want in zip(
+        *(run_graph(i.module.graphs["main"], {"x": x}, DictStore(i.weights)) for i in (before, after)), strict=True
+    ):
         np.testing.assert_array_equal(found, want)
 
 
@@ -198,7 +207,10 @@ def test_what_is_inside_a_function_goes_with_its_call(tmp_path):
         [onnx.numpy_helper.from_array(np.eye(8, dtype=np.float32) + i, f"w{i}") for i in range(4)],
     )
     model = helper.make_model(
-        graph, functions=[inner], opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid("mine", 1)], ir_version=11
+        graph,
+        functions=[inner],
+        opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid("mine", 1)],
+        ir_version=11,
     )
     onnx.save(model, tmp_path / "model.onnx")
     annotate(tmp_path / "model.onnx", {"two": lambda name: int(name == "call3")})
@@ -227,7 +239,11 @@ def test_wherever_a_stage_may_start_training_is_the_same(tmp_path):
     weights = model.imported.weights
 
     def trained(plan: ps.Plan) -> dict[str, np.ndarray]:
-        return {name: array for name, array in run_schedule(plan.module, weights, drawn).variables.items() if name in weights}
+        return {
+            name: array
+            for name, array in run_schedule(plan.module, weights, drawn).variables.items()
+            if name in weights
+        }
 
     expected = trained(whole)
     starts = [op.outs[0].name for op in chain_of(whole.reference)[1:]]

@@ -13,7 +13,9 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 def run(script: str, *words: str) -> str:
-    done = subprocess.run([sys.executable, str(BENCHMARKS / script), *words], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *words], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -23,9 +23,7 @@ from penstock.models import write_gpt
 from penstock.planning import plan_best, sizes_of
 from penstock.refining import Refined
 
-CLUSTER = (
-    '[[device]]\nname = "cpu:0"\n[[device]]\nname = "cpu:1"\nflops = 2.5e10\n[[device]]\nname = "cpu:2"\nflops = 1e5\nbandwidth = 1e5\n'
-)
+CLUSTER = '[[device]]\nname = "cpu:0"\n[[device]]\nname = "cpu:1"\nflops = 2.5e10\n[[device]]\nname = "cpu:2"\nflops = 1e5\nbandwidth = 1e5\n'
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -38,7 +36,10 @@ def cluster(tmp_path):
 
 
 def test_the_planner_chooses_all(symbolic, cluster, tmp_path, capsys):
-    assert main(command("plan", symbolic, "--cluster", cluster, *TRAIN, "--batch", 32, "--schedule", "auto", "--json")) == 0
+    assert (
+        main(command("plan", symbolic, "--cluster", cluster, *TRAIN, "--batch", 32, "--schedule", "auto", "--json"))
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     planner = found["planner"]
     used = [name for stage in found["stages"] for name in stage["devices"]]
@@ -78,7 +79,9 @@ def test_a_delay_only_for_who_asks(symbolic, cluster, capsys):
     assert main(command("plan", symbolic, "--cluster", cluster, *TRAIN, "--batch", 32, "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert "2bw" not in found["schedule"]
-    assert main(command("plan", symbolic, "--cluster", cluster, *TRAIN, "--batch", 32, "--schedule", "2bw", "--json")) == 0
+    assert (
+        main(command("plan", symbolic, "--cluster", cluster, *TRAIN, "--batch", 32, "--schedule", "2bw", "--json")) == 0
+    )
     assert json.loads(capsys.readouterr().out)["schedule"] == "2bw"
 
 
@@ -87,9 +90,19 @@ def test_the_chosen_plan_trains_as_one_device_would(symbolic, tmp_path):
     fast = Device("cpu:0")
     losses = []
     for number, cluster in enumerate((Cluster((fast,)), Cluster((fast, Device("cpu:1", flops=2e10))))):
-        plan = plan_best(lambda b: ps.from_onnx(symbolic, dims={"batch": b}), cluster, training, batch=16, sizes=(4,), schedules=("1f1b",))
+        plan = plan_best(
+            lambda b: ps.from_onnx(symbolic, dims={"batch": b}),
+            cluster,
+            training,
+            batch=16,
+            sizes=(4,),
+            schedules=("1f1b",),
+        )
         rng = np.random.default_rng(0)
-        batches = [{v.name: rng.normal(size=(16, *v.type.dims[1:])).astype(np.float32) for v in plan.module.data_inputs} for _ in range(3)]
+        batches = [
+            {v.name: rng.normal(size=(16, *v.type.dims[1:])).astype(np.float32) for v in plan.module.data_inputs}
+            for _ in range(3)
+        ]
         with ps.open(ps.compile(plan, tmp_path / f"b{number}", backend="numpy")) as job:
             losses.append(list(job.run(batches)))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
@@ -110,7 +123,9 @@ def test_the_end_of_the_passes_is_told_once(symbolic, capsys):
     assert [done == total for done, total, _ in told].count(True) == 1
     assert told[-1][2] == "done"
     assert {what.partition(" (")[2] for _, _, what in told} == {"microbatches of 2)", "microbatches of 4)", ""}
-    before_partition(ps.from_onnx(symbolic, dims={"batch": 2}), cluster, training, progress=lambda *now: alone.append(now))
+    before_partition(
+        ps.from_onnx(symbolic, dims={"batch": 2}), cluster, training, progress=lambda *now: alone.append(now)
+    )
     assert [done == total for done, total, _ in alone].count(True) == 1
 
 
@@ -134,7 +149,9 @@ def test_what_does_not_fit_says_what_would(symbolic, tmp_path, capsys):
 
     assert planned(100_000) == DoesNotFit.exit_code == 4
     told = capsys.readouterr().err
-    estimate, named = (float(re.search(rf"{words} ([\d.]+) times", told)[1]) for words in ("fits .*: with", "and the others"))
+    estimate, named = (
+        float(re.search(rf"{words} ([\d.]+) times", told)[1]) for words in ("fits .*: with", "and the others")
+    )
     assert planned(int(100_000 * named)) == 0
     assert planned(int(100_000 * 0.75 * estimate)) == 4
 
@@ -146,7 +163,10 @@ def limited(memory, count=1):
 def test_parts_are_computed_again_before_nothing_fits(tmp_path):
     """As a plan by hand does in the same memory, where whole stages computed again do not fit, nor without: the controls."""
     path = write_gpt(tmp_path / "g.onnx", layers=2, width=32, heads=2, vocab=64, positions=32)
-    model, training = ps.from_onnx(path, dims={"batch": 4}), ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.1), microbatches=2)
+    model, training = (
+        ps.from_onnx(path, dims={"batch": 4}),
+        ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.1), microbatches=2),
+    )
 
     def peak(plan):
         return max(row["peak"] for row in plan.as_dict()["memory"].values())
@@ -173,11 +193,19 @@ def test_devices_whose_stages_are_too_large_are_given_less(tmp_path, monkeypatch
     (tmp_path / "cluster.toml").write_text(
         "".join(f'[[device]]\nname = "d{i}"\nmemory = "290 KiB"\nflops = "50 GFLOP/s"\n' for i in range(3))
     )
-    cluster, training = Cluster.load(tmp_path / "cluster.toml"), ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3))
+    cluster, training = (
+        Cluster.load(tmp_path / "cluster.toml"),
+        ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3)),
+    )
 
     def plan():
         return plan_best(
-            lambda size: ps.from_onnx(model, dims={"batch": size}), cluster, training, batch=16, sizes=(1, 2, 4), schedules=("1f1b",)
+            lambda size: ps.from_onnx(model, dims={"batch": size}),
+            cluster,
+            training,
+            batch=16,
+            sizes=(1, 2, 4),
+            schedules=("1f1b",),
         )
 
     found = plan()
@@ -196,7 +224,9 @@ def test_smaller_microbatches_are_proposed_where_there_is_a_plan_for_them(symbol
         path.write_text(f'[[device]]\nname = "cpu:0"\nmemory = "{memory}"\n')
         words = ["plan", symbolic, "--cluster", path, *TRAIN, "--batch", 256]
         assert main(command(*words, "--dim", "batch=256")) == 4
-        said[memory] = re.search(r"hint: --dim batch=(\d+), smaller microbatches, for which there is a plan; or ", capsys.readouterr().err)
+        said[memory] = re.search(
+            r"hint: --dim batch=(\d+), smaller microbatches, for which there is a plan; or ", capsys.readouterr().err
+        )
         if said[memory]:
             assert main(command(*words, "--dim", f"batch={said[memory][1]}")) == 0
             assert main(command(*words, "--dim", "batch=128")) == (0 if int(said[memory][1]) == 128 else 4)
@@ -213,7 +243,9 @@ def test_other_sizes_are_tried_where_none_fits(symbolic, tmp_path, capsys, monke
         path.write_text(f'[[device]]\nname = "cpu:0"\nmemory = "{memory}"\n')
         assert main(command("plan", symbolic, "--cluster", path, *TRAIN, "--batch", 256)) == code
         said[memory] = capsys.readouterr().err
-        assert "no plan fits with the sizes of microbatches that were tried first; trying 1, 2, 4, 8, 16" in said[memory]
+        assert (
+            "no plan fits with the sizes of microbatches that were tried first; trying 1, 2, 4, 8, 16" in said[memory]
+        )
     assert "no plan fits into the memory of the devices" in said["100 KB"]
     assert planning.other_sizes(12) == (1, 2, 3, 4, 6)
 
@@ -233,7 +265,14 @@ def test_changes_are_against_the_best_by_the_same_formulas(symbolic):
     """What was chosen may be slower by them: a limit that does not matter still changes nothing."""
     cluster = Cluster(tuple(Device(f"cpu:{i}", spaces=(("ram", 1 << 33),)) for i in range(2)))
     training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.01))
-    plan = plan_best(lambda b: ps.from_onnx(symbolic, dims={"batch": b}), cluster, training, batch=16, sizes=(4,), schedules=("1f1b",))
+    plan = plan_best(
+        lambda b: ps.from_onnx(symbolic, dims={"batch": b}),
+        cluster,
+        training,
+        batch=16,
+        sizes=(4,),
+        schedules=("1f1b",),
+    )
     search, usual = plan.search, plan.search.result.best
     slower = replace(search, chosen=replace(usual, judged=replace(usual.judged, step=1.1 * usual.step)))
     assert not any(stage.recompute for stage in usual.plan.stages)
@@ -241,12 +280,18 @@ def test_changes_are_against_the_best_by_the_same_formulas(symbolic):
         assert any(re.fullmatch(r"what if: memory without limit: .* \(the same\)", line) for line in told)
         assert not any("recomputation: none" in line for line in told)
         assert any("what if: recomputation: all" in line and "slower" in line for line in told)
-        assert any(line.startswith("planner: with one thing changed in what was given, by its formulas, against ") for line in told)
+        assert any(
+            line.startswith("planner: with one thing changed in what was given, by its formulas, against ")
+            for line in told
+        )
     assert any(
-        re.search(r"by its formulas another plan of 1f1b is 9\.1% faster, .* ms, but not when it is simulated", line) for line in told
+        re.search(r"by its formulas another plan of 1f1b is 9\.1% faster, .* ms, but not when it is simulated", line)
+        for line in told
     )
     # What the formulas find faster and the simulator does not is said to be so.
-    other = replace(usual, plan=replace(usual.plan, schedule="gpipe"), judged=replace(usual.judged, step=0.9 * usual.step))
+    other = replace(
+        usual, plan=replace(usual.plan, schedule="gpipe"), judged=replace(usual.judged, step=0.9 * usual.step)
+    )
     result = replace(search.result, outcomes={"gpipe": other, **search.result.outcomes})
     for refined, said in (({"gpipe": Refined(other, 1.2 * usual.step, 1)}, True), ({}, False)):
         told = list(argument(replace(search, result=result, refined=refined)))
@@ -328,7 +373,9 @@ def test_all_that_is_wrong_with_a_plan_file_is_told(symbolic, tmp_path, capsys):
         {"stage": 2, "devices": [], "share": 1},
         {"starts_at": "fc3", "devices": ["cpu:1", "cpu:2"]},
     ]
-    path.write_text(json.dumps({"schedule": "3bw", "microbatches": 4, "recompute": "some", "stages": stages, "stage": 1}))
+    path.write_text(
+        json.dumps({"schedule": "3bw", "microbatches": 4, "recompute": "some", "stages": stages, "stage": 1})
+    )
     assert main(command("plan", symbolic, "--dim", "batch=4", "--devices", 2, *TRAIN, "--plan", path)) == 2
     told = capsys.readouterr().err
     for part in (

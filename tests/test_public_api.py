@@ -37,7 +37,9 @@ def _told_class(name: str, kind: type) -> Iterator[str]:
     if kind in HANDED_OVER:
         return
     bases = [base for base in kind.__mro__ if base.__module__.startswith("penstock.")]
-    members = {member: value for base in reversed(bases) for member, value in vars(base).items() if not member.startswith("_")}
+    members = {
+        member: value for base in reversed(bases) for member, value in vars(base).items() if not member.startswith("_")
+    }
     for member, value in sorted(members.items()):
         if isinstance(value, property | cached_property):
             yield f"  {name}.{member} -> {inspect.signature(value.fget if isinstance(value, property) else value.func).return_annotation}"
@@ -119,7 +121,9 @@ def test_all_names_are_typed_and_told() -> None:
     for name, value in [*((name, getattr(penstock, name)) for name in penstock.__all__), *written.items()]:
         assert inspect.getdoc(value), f"ps.{name} has no docstring"
         signature = inspect.signature(value)
-        assert all(given.annotation is not inspect.Parameter.empty for given in signature.parameters.values()), f"ps.{name} is not typed"
+        assert all(given.annotation is not inspect.Parameter.empty for given in signature.parameters.values()), (
+            f"ps.{name} is not typed"
+        )
     assert set(penstock.__all__) <= set(dir(penstock))
 
 

@@ -98,7 +98,9 @@ def test_a_pass_is_explained(name: str, capsys: pytest.CaptureFixture[str]) -> N
         assert sum(line.startswith(f"in {kind},") for line in lines) == sum(entry.name == name for entry in entries())
 
 
-def test_an_operation_is_explained_as_the_matrix_says(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_is_explained_as_the_matrix_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # What trying kernels says has a test of its own.
     monkeypatch.setattr(trial, "trouble_with", lambda op: "")
     rows = {row[0]: row for row in coverage()[1]}
@@ -114,14 +116,21 @@ def test_an_operation_is_explained_as_the_matrix_says(capsys: pytest.CaptureFixt
         _, family, numpy, gradient, kernel, _ = rows[name]
         assert facts["family"].startswith(family)
         assert facts["interpreter"].startswith({"rule": "a rule", "built in": "built in", "-": "no"}[numpy])
-        starts = {"rule": "a rule, ", "zero": ("zero", "none: gradients end"), "decomposed": "that of what", "-": "none"}
+        starts = {
+            "rule": "a rule, ",
+            "zero": ("zero", "none: gradients end"),
+            "decomposed": "that of what",
+            "-": "none",
+        }
         assert facts["gradient"].startswith(starts[gradient])
         assert facts["kernels for CPUs"].startswith(
             {"rule": "a rule, ", "built in": "built in", "decomposed": "that of", "-": "no"}[kernel]
         )
 
 
-def test_the_matrix_claims_no_more_than_it_looked_at(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_matrix_claims_no_more_than_it_looked_at(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rule that raises is in it like any other, as a rule that was not tried; all words of the matrix are explained below it."""
     monkeypatch.setattr(trial, "trouble_with", lambda op: pytest.fail("the matrix tries no kernels"))
     monkeypatch.setitem(VJP, "not", lambda *given: pytest.fail("nor gradients"))  # type: ignore[arg-type]
@@ -157,7 +166,9 @@ def test_a_rule_is_named_by_where_it_says_something(capsys: pytest.CaptureFixtur
         (["passes", "fuse", "--pipeline", "train"], "not allowed with"),
     ],
 )
-def test_what_is_not_there_is_said_with_what_is_close(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there_is_said_with_what_is_close(
+    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     assert part in capsys.readouterr().err
 
@@ -165,7 +176,9 @@ def test_what_is_not_there_is_said_with_what_is_close(words: list[str], part: st
 # ------------------------------------------------------------------------------------------------ completion
 
 
-def parsers(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+def parsers(
+    parser: argparse.ArgumentParser, words: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
     yield words, parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -189,7 +202,9 @@ def cases() -> list[tuple[tuple[str, ...], set[str]]]:
         found += [((*words, ""), set(names)) for names in below]
     found.append((("passes", "s"), {name for name in PASSES if name.startswith("s")}))
     found.append((("ops", "conv"), {name for name in OPS if name.startswith("conv")}))
-    found.append((("opt", "x.ir", "-p", "simplify,sp"), {f"simplify,{name}" for name in PASSES if name.startswith("sp")}))
+    found.append(
+        (("opt", "x.ir", "-p", "simplify,sp"), {f"simplify,{name}" for name in PASSES if name.startswith("sp")})
+    )
     found.append((("compile", "m.onnx", "--stages", ""), set()))
     return found
 
@@ -242,7 +257,9 @@ def test_bash_completes_files_quotes_and_equal_signs(capsys: pytest.CaptureFixtu
 def test_fish_completes_what_argparse_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = script("fish", capsys, tmp_path)
     expected = [(words, found) for words, found in cases() if found]
-    program = f"source {file}\n" + "".join(f"complete -C 'penstock {' '.join(words)}' | string join ' '\n" for words, _ in expected)
+    program = f"source {file}\n" + "".join(
+        f"complete -C 'penstock {' '.join(words)}' | string join ' '\n" for words, _ in expected
+    )
     done = subprocess.run(["fish", "-N", "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert [set(line.split()) for line in done.stdout.splitlines()] == [found for _, found in expected]
 

@@ -27,9 +27,13 @@ def drawn(rng: Random, schedule: str) -> tuple[Planner, Cluster]:
         for i, speed in enumerate(speeds)
     }
     layers = tuple(
-        Layer(f"layer{i}", params=8, grads=8, saved=Amount(8), out=Amount(rng.randint(1, 40)), back=Amount(20)) for i in range(LAYERS)
+        Layer(f"layer{i}", params=8, grads=8, saved=Amount(8), out=Amount(rng.randint(1, 40)), back=Amount(20))
+        for i in range(LAYERS)
     )
-    devices = tuple(Device(f"d{i}", host=f"h{i}", target=f"d{i}", message_overhead=0.0, socket_bandwidth=1e12) for i in range(len(speeds)))
+    devices = tuple(
+        Device(f"d{i}", host=f"h{i}", target=f"d{i}", message_overhead=0.0, socket_bandwidth=1e12)
+        for i in range(len(speeds))
+    )
     cluster = Cluster(devices, classes=(LinkClass("other-host", 100.0, 0.05),))
     wanted = Wanted(MICROBATCHES, (schedule,), "none", (1,), replicas=1, tolerance=1e-6)
     return Planner(Chain(layers, timer=TimeTable(rows)), fleet_of(cluster), wanted), cluster
@@ -41,7 +45,10 @@ def every_plan(planner: Planner, schedule: str) -> list[Plan]:
         for order in permutations(range(len(planner.fleet)), count):
             for cuts in combinations(range(1, LAYERS), count - 1):
                 ends = [0, *cuts, LAYERS]
-                stages = tuple(StagePlan(a, b, (device,), (MICROBATCHES,)) for (a, b), device in zip(pairwise(ends), order, strict=True))
+                stages = tuple(
+                    StagePlan(a, b, (device,), (MICROBATCHES,))
+                    for (a, b), device in zip(pairwise(ends), order, strict=True)
+                )
                 found.append(Plan(schedule, 1, MICROBATCHES, stages))
     return found
 
@@ -66,7 +73,9 @@ def test_what_is_near_the_planners_plan_is_nearly_the_best(schedule: str) -> Non
     assert max(own) > 1.13 if schedule == "1f1b" else max(own) < 1.0001
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("2bw", "eager-2bw"))])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("2bw", "eager-2bw"))]
+)
 def test_where_replicas_are_allowed_the_plan_is_no_slower(schedule: str) -> None:
     """Formulas like unequal replicas better than they are: by these alone some plans with them are slower than the best without, under the schedules for
     which they are not exact. What the passes would refuse, reading weights before they are made, is never taken."""

@@ -30,9 +30,7 @@ TRACKED = [
     "src/penstock/report/page/main.js",
     "tests/test_x.py",
 ]
-METADATA = (
-    "Metadata-Version: 2.4\nName: penstock\nVersion: 0.1.0\nLicense-Expression: Apache-2.0\nLicense-File: LICENSE\nLicense-File: NOTICE\n"
-)
+METADATA = "Metadata-Version: 2.4\nName: penstock\nVersion: 0.1.0\nLicense-Expression: Apache-2.0\nLicense-File: LICENSE\nLicense-File: NOTICE\n"
 ABOUT = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE", "licenses/NOTICE")
 
 
@@ -74,7 +72,11 @@ def test_a_wheel_that_is_whole() -> None:
         ("penstock-0.1.0.dist-info/licenses/NOTICE", None, "NOTICE is missing"),
         ("tests/test_x.py", "", "tests/test_x.py does not belong there"),
         ("ir/graph.py", "", "ir/graph.py does not belong there"),
-        ("penstock-0.1.0.dist-info/METADATA", METADATA.replace("Version: 0.1.0", "Version: 0.0.0"), "Version is '0.0.0'"),
+        (
+            "penstock-0.1.0.dist-info/METADATA",
+            METADATA.replace("Version: 0.1.0", "Version: 0.0.0"),
+            "Version is '0.0.0'",
+        ),
         ("penstock-0.1.0.dist-info/METADATA", METADATA.replace("Apache-2.0", "MIT"), "License-Expression is 'MIT'"),
     ],
 )
@@ -156,8 +158,14 @@ def test_the_bill_names_what_is_imported(tmp_path: Path) -> None:
 
     def imported(*without: str) -> dict[str, set[str]]:
         """Packages that are loaded where some cannot be, with the distributions they are of."""
-        done = subprocess.run([sys.executable, "-c", code, *without], capture_output=True, text=True, timeout=120, check=True)
-        found = {name: {canonicalize_name(home) for home in homes.get(name, ())} for name in done.stdout.split() if name not in without}
+        done = subprocess.run(
+            [sys.executable, "-c", code, *without], capture_output=True, text=True, timeout=120, check=True
+        )
+        found = {
+            name: {canonicalize_name(home) for home in homes.get(name, ())}
+            for name in done.stdout.split()
+            if name not in without
+        }
         return {name: of - {"penstock", "setuptools", "pip"} for name, of in found.items()}
 
     packages = imported()
@@ -180,7 +188,8 @@ def test_what_is_not_pinned_is_told(tmp_path: Path) -> None:
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     other = tmp_path / "constraints.txt"
     other.write_text(
-        text.replace(f"msgspec=={version('msgspec')}", "").replace(f"sympy=={version('sympy')}", "sympy==0.1"), encoding="utf-8"
+        text.replace(f"msgspec=={version('msgspec')}", "").replace(f"sympy=={version('sympy')}", "sympy==0.1"),
+        encoding="utf-8",
     )
     with pytest.raises(SystemExit) as ended:
         _bill(tmp_path, other)
@@ -196,7 +205,11 @@ def test_what_is_not_pinned_is_told(tmp_path: Path) -> None:
 def test_distributions_are_built_and_work(tmp_path: Path) -> None:
     """Needs pip's configured sources, as every installation does."""
     done = subprocess.run(
-        [sys.executable, ROOT / "release" / "dist.py", "--out", tmp_path], capture_output=True, text=True, timeout=1800, check=False
+        [sys.executable, ROOT / "release" / "dist.py", "--out", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "in an empty environment" in done.stdout

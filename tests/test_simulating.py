@@ -31,7 +31,20 @@ def call(*words):
 def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("simulate")
     path = write_mlp(folder / "mlp.onnx", [32, 64, 64, 8], batch=16)
-    words = ["--devices", 2, "--loss", "cross_entropy", "--lr", 0.01, "--microbatches", 4, "--schedule", "2bw", "--backend", "numpy"]
+    words = [
+        "--devices",
+        2,
+        "--loss",
+        "cross_entropy",
+        "--lr",
+        0.01,
+        "--microbatches",
+        4,
+        "--schedule",
+        "2bw",
+        "--backend",
+        "numpy",
+    ]
     assert call("compile", path, "-o", folder / "bundle", *words, "--dump-ir", folder / "dumps") == 0
     return folder / "bundle"
 
@@ -52,7 +65,10 @@ def test_numbers_fit_together(bundle, capsys):
         assert row["busy"] + row["waiting"] + row["idle"] == pytest.approx(window)
         assert row["peak_bytes"] == measure_memory(module)[row["rank"]].peak
     sizes = {edge.phase: sum(value.type.nbytes for value in edge.values) for edge in module.edges}
-    assert {row["name"]: row["bytes"] for row in found["links"]} == {"cpu:0>cpu:1": 40 * sizes["F"], "cpu:1>cpu:0": 40 * sizes["B"]}
+    assert {row["name"]: row["bytes"] for row in found["links"]} == {
+        "cpu:0>cpu:1": 40 * sizes["F"],
+        "cpu:1>cpu:0": 40 * sizes["B"],
+    }
     assert sum(found["critical_path"].values()) == pytest.approx(window)
 
 
@@ -94,7 +110,11 @@ def test_tables_pictures_and_traces(bundle, tmp_path, capsys):
 
 def test_dumps_can_be_simulated_once_they_are_wired(bundle, capsys):
     dumps = bundle.parent / "dumps"
-    (wired,), (early,), (unwired,) = dumps.glob("*_lifetimes.ir"), dumps.glob("*_split.ir"), dumps.glob("*_weight-versions.ir")
+    (wired,), (early,), (unwired,) = (
+        dumps.glob("*_lifetimes.ir"),
+        dumps.glob("*_split.ir"),
+        dumps.glob("*_weight-versions.ir"),
+    )
     assert read(capsys, wired) == read(capsys, bundle)
     for path in (early, unwired):
         assert call("simulate", path) == 2

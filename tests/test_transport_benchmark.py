@@ -10,7 +10,9 @@ from benchmark_report import run_benchmark
 
 @pytest.mark.slow
 def test_rows_of_both_parts(tmp_path: Path) -> None:
-    report, done = run_benchmark("transport", ["--sizes", "8192", "--schedules", "2bw", "forward", "--rounds", "2"], tmp_path)
+    report, done = run_benchmark(
+        "transport", ["--sizes", "8192", "--schedules", "2bw", "forward", "--rounds", "2"], tmp_path
+    )
     lines = report["lines"]
     assert [(x["part"], x.get("schedule"), x["bytes"]) for x in lines] == [
         ("pipeline", "2bw", 8192),

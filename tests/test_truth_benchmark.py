@@ -63,7 +63,10 @@ def test_two_cores_for_three_ranks_cost_more_than_three(bundle, monkeypatch):
 
 
 def test_the_verdict_is_of_the_worst():
-    rows = [{"ratio": ratio, "memory": [{"ratio": 1.0}, {"ratio": memory}]} for ratio, memory in ((1.05, 1.0), (0.9, 0.95), (1.0, 1.02))]
+    rows = [
+        {"ratio": ratio, "memory": [{"ratio": 1.0}, {"ratio": memory}]}
+        for ratio, memory in ((1.05, 1.0), (0.9, 0.95), (1.0, 1.02))
+    ]
     assert truth.verdict(rows) == pytest.approx({"median": 0.05, "worst": 0.1, "memory": 0.05})
 
 

@@ -26,7 +26,9 @@ from penstock.cli import main
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = [*sorted((DOCS / "tutorial").glob("[0-9]*.md")), *sorted((DOCS / "how-to").glob("*.md"))]
-BLOCK = re.compile(r"^```(?:(?P<terminal>console)|\w+ title=\"(?P<file>[\w.]+)\")\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```(?:(?P<terminal>console)|\w+ title=\"(?P<file>[\w.]+)\")\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 PROGRESS = re.compile(r"(passes|compile|cases) \d+/\d+ ")
 BUSY = re.compile(r"(?<=samples/s)  busy( \d+%)+(?=  )")
 TIME = re.compile(r"(?<=#)( ?)(s|ms|us|ns)\b")
@@ -81,7 +83,12 @@ def run(command: str) -> list[str]:
         folder = Path(sys.executable).parent
         environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
         done = subprocess.run(
-            ["bash", "-c", command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+            ["bash", "-c", command],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
         )
         text, code = done.stdout, done.returncode
     lines = [line.rstrip() for line in text.replace(str(Path.cwd()), "~/tutorial").splitlines()]
@@ -143,7 +150,9 @@ def differences(pages: Sequence[Path], folder: Path, until: str = "") -> list[st
 
 
 def test_the_tutorial_up_to_the_first_compilation(tmp_path: Path) -> None:
-    assert not differences(PAGES[:1], tmp_path, until="penstock compile"), "python tests/test_tutorial.py writes the pages again"
+    assert not differences(PAGES[:1], tmp_path, until="penstock compile"), (
+        "python tests/test_tutorial.py writes the pages again"
+    )
 
 
 @pytest.mark.slow
@@ -159,7 +168,14 @@ def test_other_output_is_noticed() -> None:
     assert matched(["..."], came) == ["..."]
     step, longer = "step 3/3  loss 2.0  98.1 samples/s  0s left", "step 3/3  loss 1.0  9 samples/s  busy 0% 7%  1s left"
     assert matched([step], [longer]) == [longer]
-    for wrong in ([], ["one 7"], ["one 7", "...", "two 3 ms"], ["two 3 ms", "..."], ["...", "one 7", "three", "..."], ["...", "five"]):
+    for wrong in (
+        [],
+        ["one 7"],
+        ["one 7", "...", "two 3 ms"],
+        ["two 3 ms", "..."],
+        ["...", "one 7", "three", "..."],
+        ["...", "five"],
+    ):
         assert matched(wrong, came) is None
     assert matched([step], [longer.replace("busy", "idle")]) is None
     assert matched([], []) == []
@@ -185,7 +201,10 @@ def write_pages() -> None:
             print(f"{monotonic() - began:.1f} s after the beginning: {page.name}: {part.text}", flush=True)
             lines = matched(part.shown, came) if part.shown else came
             if lines is None:
-                print(f"{page.name}: $ {part.text}\nprinted other lines than the page shows, which stays as it is:\n" + "\n".join(came))
+                print(
+                    f"{page.name}: $ {part.text}\nprinted other lines than the page shows, which stays as it is:\n"
+                    + "\n".join(came)
+                )
                 continue
             head = "\n".join([f"$ {part.text}", *part.shown])
             begin = texts[page].index(head, places[page])

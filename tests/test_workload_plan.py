@@ -43,7 +43,12 @@ def test_the_optimum_and_the_assignment_are_printed(file: Path, capsys: pytest.C
 def test_json_holds_it_all(file: Path, split: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("plan", "--workload", file, split, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["objective"], found["contiguous"], found["value"], found["optimal"]) == ("throughput", split != "--any", 3.125, True)
+    assert (found["objective"], found["contiguous"], found["value"], found["optimal"]) == (
+        "throughput",
+        split != "--any",
+        3.125,
+        True,
+    )
     assert sorted(node for device in found["devices"] for node in device["nodes"]) == [7 * i for i in range(CHAIN)]
     assert max(device["load"] for device in found["devices"]) == 3.125
     assert found["bound"] <= found["value"]
@@ -71,7 +76,9 @@ def test_the_latency_of_a_sample_is_another_objective(file: Path, capsys: pytest
         (["plan", "--workload", "{f}.none"], "No such file"),
     ],
 )
-def test_arguments_that_make_no_sense(file: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_make_no_sense(
+    file: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(*(word.format(f=file) for word in words)) == 2
     assert message in capsys.readouterr().err
 

@@ -133,7 +133,9 @@ def _border(x: Tensor, pads: tuple[int, ...], value: float = 0.0) -> Tensor:
     return F.pad(x, [p for i in reversed(range(rank)) for p in (pads[i], pads[rank + i])], value=value)
 
 
-def conv(x: Tensor, w: Tensor, strides: tuple[int, ...], pads: tuple[int, ...], dilations: tuple[int, ...], groups: int) -> Tensor:
+def conv(
+    x: Tensor, w: Tensor, strides: tuple[int, ...], pads: tuple[int, ...], dilations: tuple[int, ...], groups: int
+) -> Tensor:
     rank = x.ndim - 2
     outs = [
         (n + p + q - d * (k - 1) - 1) // s + 1
@@ -160,11 +162,15 @@ def _conv_grad_weight(x: Tensor, dy: Tensor, shape: tuple[int, ...], **a: Any) -
     return grad(lambda v, w: conv(v, w, **a), 1, dy, x, torch.zeros(shape, dtype=dy.dtype))
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """The result by torch's own attention, the statistics written out. What a bool mask hides has the lowest score of the element type."""
     added = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
     if mask is not None:
-        added = added + (torch.where(mask, 0.0, torch.finfo(torch.float32).min).to(q.dtype) if mask.dtype == torch.bool else mask)
+        added = added + (
+            torch.where(mask, 0.0, torch.finfo(torch.float32).min).to(q.dtype) if mask.dtype == torch.bool else mask
+        )
     if causal:
         added = added.masked_fill(torch.ones_like(added[..., :, :]).triu(1).bool(), -torch.inf)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale)
@@ -174,7 +180,16 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, c
 
 
 def _attention_grad(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, top: Tensor, total: Tensor, *mask: Tensor, causal: bool, scale: float
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    top: Tensor,
+    total: Tensor,
+    *mask: Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, ...]:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     return torch.autograd.grad(_attention(*leaves, *mask, causal=causal, scale=scale)[0], leaves, dy)
@@ -294,7 +309,9 @@ def _sgd(w: Tensor, g: Tensor, lr: Tensor, weight_decay: float) -> Tensor:
     return w
 
 
-def _momentum(w: Tensor, g: Tensor, m: Tensor, lr: Tensor, beta: float, weight_decay: float, nesterov: bool) -> tuple[Tensor, ...]:
+def _momentum(
+    w: Tensor, g: Tensor, m: Tensor, lr: Tensor, beta: float, weight_decay: float, nesterov: bool
+) -> tuple[Tensor, ...]:
     w.grad = g
     optimizer = torch.optim.SGD([w], lr=float(lr), momentum=beta, weight_decay=weight_decay, nesterov=nesterov)
     optimizer.state[w]["momentum_buffer"] = m.clone()
@@ -302,7 +319,9 @@ def _momentum(w: Tensor, g: Tensor, m: Tensor, lr: Tensor, beta: float, weight_d
     return w, optimizer.state[w]["momentum_buffer"]
 
 
-def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c1: Tensor, c2: Tensor, lr: Tensor, **a: float) -> tuple[Tensor, ...]:
+def _adamw(
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, c1: Tensor, c2: Tensor, lr: Tensor, **a: float
+) -> tuple[Tensor, ...]:
     m, v = m.lerp(g, 1 - a["beta1"]), v.lerp(g * g, 1 - a["beta2"])
     return w * (1 - lr * a["weight_decay"]) - lr * (m / c1) / ((v / c2).sqrt() + a["eps"]), m, v
 

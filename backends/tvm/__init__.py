@@ -58,7 +58,9 @@ class TvmBackend:
 
         load_runtime()
 
-    def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None) -> StageProgram:
+    def load_stage(
+        self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None
+    ) -> StageProgram:
         (library,) = files
         gpu = _gpu_of(module, stage, device)
         if gpu is not None:
@@ -85,5 +87,11 @@ def _gpu_of(module: Module, stage: int, name: str | None = None) -> torch.device
 def _needed(cpu: str, graphs: Sequence[Graph]) -> str:
     """The CPU that a stage runs on, for the name of its library: features behind it are of use in
     products of floats of up to 32 bits only."""
-    tiles = any(v.type.dtype in ("bf16", "f32") for g in graphs for op in g.ops if OPS[op.kind].family == "contract" for v in op.outs)
+    tiles = any(
+        v.type.dtype in ("bf16", "f32")
+        for g in graphs
+        for op in g.ops
+        if OPS[op.kind].family == "contract"
+        for v in op.outs
+    )
     return cpu if tiles else cpu.partition("+")[0]

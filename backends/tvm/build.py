@@ -109,7 +109,9 @@ class Builder:
     def __enter__(self) -> Builder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._pool.close()
 
     @property
@@ -169,7 +171,11 @@ class Builder:
 
     def _compile(self, wanted: Sequence[Wanted], scratch: Path) -> None:
         with self.options.step("kernels") as said:
-            lowered = iter(plan_graphs([graph for one in wanted for graph in one.part.graphs], lambda groups: self._make(groups, scratch)))
+            lowered = iter(
+                plan_graphs(
+                    [graph for one in wanted for graph in one.part.graphs], lambda groups: self._make(groups, scratch)
+                )
+            )
             plans = [[next(lowered) for _ in one.part.graphs] for one in wanted]
             said.append(f"compiled {self.counts.compiled} of {self.counts.kernels} kernels")
         with self.options.step("link") as said:
@@ -188,7 +194,10 @@ class Builder:
         """The kernels of groups: from the cache, or compiled now."""
         begin = time.perf_counter()
         renamed = [rename(group) for group in groups]
-        symbols = [f"{name_of(group)}_{key_of('kernel', self.cpu, r.text)[:_DIGITS]}" for group, r in zip(groups, renamed, strict=True)]
+        symbols = [
+            f"{name_of(group)}_{key_of('kernel', self.cpu, r.text)[:_DIGITS]}"
+            for group, r in zip(groups, renamed, strict=True)
+        ]
         wanted: dict[str, MakeKernel] = {}
         for symbol, group in zip(symbols, renamed, strict=True):
             if symbol in self._kernels or symbol in wanted:
@@ -203,7 +212,10 @@ class Builder:
         for job, answer in zip(jobs, self._pool.run(jobs, self._count), strict=True):
             assert isinstance(answer, Made | Refused)
             self._remember(job, answer)
-        self.counts.kernels, self.counts.compiled = len(self._kernels), self.counts.compiled + sum(bool(job.path) for job in jobs)
+        self.counts.kernels, self.counts.compiled = (
+            len(self._kernels),
+            self.counts.compiled + sum(bool(job.path) for job in jobs),
+        )
         self.counts.kernels_s += time.perf_counter() - begin
         return [self._outcome(symbol, group) for symbol, group in zip(symbols, renamed, strict=True)]
 
@@ -268,13 +280,17 @@ class Builder:
     def _show(self, wanted: Wanted, plans: Sequence[Lowered], functions: str) -> None:
         assert self._texts is not None
         assert self.options.viewer is not None
-        self.options.viewer.sources(wanted.part.stage, self._texts.keep_library(wanted.key, self.cpu, calls_of(plans), functions))
+        self.options.viewer.sources(
+            wanted.part.stage, self._texts.keep_library(wanted.key, self.cpu, calls_of(plans), functions)
+        )
 
 
 def _check_linker() -> None:
     """Said before the work, not after it."""
     if not (os.environ.get("CXX") or os.environ.get("CC") or any(map(shutil.which, _LINKERS))):
-        raise BuildError("there is no C++ compiler on the PATH to link stages with", hint="install g++, or name one in CXX")
+        raise BuildError(
+            "there is no C++ compiler on the PATH to link stages with", hint="install g++, or name one in CXX"
+        )
 
 
 def _effort(job: MakeKernel) -> tuple[bool, int]:

@@ -43,7 +43,9 @@ class RuleFailed(Exception):
         lines = str(error).strip().splitlines() or [""]
         last = [frame for frame in traceback.extract_tb(error.__traceback__) if _HOME in frame.filename]
         place = f" (backends/tvm/{last[-1].filename.rpartition(_HOME)[2]}:{last[-1].lineno})" if last else ""
-        super().__init__(f"no kernel can be made of {', '.join(dict.fromkeys(kinds))}: {type(error).__name__}: {lines[-1]}{place}")
+        super().__init__(
+            f"no kernel can be made of {', '.join(dict.fromkeys(kinds))}: {type(error).__name__}: {lines[-1]}{place}"
+        )
 
 
 @contextmanager
@@ -116,7 +118,9 @@ class Renamed:
         return kernel_of(parameters, self.values, self.vars)
 
 
-def kernel_of(parameters: Parameters, values: Mapping[str, Value], variables: Mapping[str, str] | None = None) -> Kernel:
+def kernel_of(
+    parameters: Parameters, values: Mapping[str, Value], variables: Mapping[str, str] | None = None
+) -> Kernel:
     """A compiled kernel, given what the names of its parameters stand for; without `variables`, those go by their own names."""
     packing, named = None, dict(values)
     if parameters.packing is not None:
@@ -124,7 +128,13 @@ def kernel_of(parameters: Parameters, values: Mapping[str, Value], variables: Ma
         packing = Packing(None, packed_value(source, parameters.packing.dtype, parameters.packing.size), source)
         named[f"{parameters.packing.source}.packed"] = packing.value
     slots = tuple(Slot(var if variables is None else variables[var], slot) for var, slot in parameters.slots)
-    return Kernel(None, tuple(named[name] for name in parameters.ins), slots, tuple(named[name] for name in parameters.outs), packing)
+    return Kernel(
+        None,
+        tuple(named[name] for name in parameters.ins),
+        slots,
+        tuple(named[name] for name in parameters.outs),
+        packing,
+    )
 
 
 def parameters_of(kernel: Kernel) -> Parameters:

@@ -83,7 +83,9 @@ def _compiled(job: MakeKernel, group: Group, machine: Machine) -> Made | Refused
     functions = {job.symbol: kernel.function}
     if kernel.packing is not None:
         functions[pack_name(job.symbol)] = kernel.packing.function
-    module = tvm.IRModule({tvm.ir.GlobalVar(name): function.with_attr("global_symbol", name) for name, function in functions.items()})
+    module = tvm.IRModule(
+        {tvm.ir.GlobalVar(name): function.with_attr("global_symbol", name) for name, function in functions.items()}
+    )
     if job.source:
         Path(job.source).write_text(kernel_text(functions), encoding="utf-8")
     if job.path:
@@ -107,9 +109,14 @@ def link_stage(job: LinkStage) -> Linked:
     relax_ffi.VMCodeGen(builder, module)
     packed = {step.name for plan in lowered for step in plan.steps if step.kernel.packing is not None}
     kernels = [
-        tvm.runtime.load_static_library(path, [symbol, pack_name(symbol)] if symbol in packed else [symbol]) for symbol, path in job.objects
+        tvm.runtime.load_static_library(path, [symbol, pack_name(symbol)] if symbol in packed else [symbol])
+        for symbol, path in job.objects
     ]
-    constants = dict(module.attrs["const_name_to_constant"]) if module.attrs and "const_name_to_constant" in module.attrs else {}
+    constants = (
+        dict(module.attrs["const_name_to_constant"])
+        if module.attrs and "const_name_to_constant" in module.attrs
+        else {}
+    )
     executable = relax.VMExecutable(relax_ffi.VMLink(builder, target, None, kernels, constants))
     out = Path(job.path)
     with TemporaryDirectory(dir=out.parent) as scratch:

@@ -86,7 +86,9 @@ class TvmProgram:
     # What addresses of tensors are multiples of.
     boundary = 1
 
-    def __init__(self, library: Path, graphs: Sequence[Graph], threads: int = 1, device: torch.device | None = None) -> None:
+    def __init__(
+        self, library: Path, graphs: Sequence[Graph], threads: int = 1, device: torch.device | None = None
+    ) -> None:
         import torch
 
         self.device = device or torch.device("cpu")
@@ -124,7 +126,10 @@ class TvmProgram:
         """Run one graph; slots among the arguments are updated in place."""
         function, count, results, sig, _ = self._entries[graph]
         if len(args) != count:
-            raise VerifyError(f"takes {len(sig.ins)} inputs and {len(sig.slots)} slots, got {len(args)} tensors", where=f"graph {graph}")
+            raise VerifyError(
+                f"takes {len(sig.ins)} inputs and {len(sig.slots)} slots, got {len(args)} tensors",
+                where=f"graph {graph}",
+            )
         self._look(graph, args)
         if self.boundary > 1 or not all(map(_is_contiguous, args)):
             args = self._fitting(graph, args)
@@ -175,7 +180,9 @@ class TvmProgram:
             # Tensors without elements need no memory.
             for i, x in enumerate(args, first):
                 if x.numel() and not x.data_ptr():
-                    raise VerifyError(f"argument {i} has no memory", where=f"graph {graph}", hint="was its storage given back?")
+                    raise VerifyError(
+                        f"argument {i} has no memory", where=f"graph {graph}", hint="was its storage given back?"
+                    )
 
     def _mistyped(self, graph: str, args: Sequence[torch.Tensor], first: int = 0) -> VerifyError | None:
         """The error for the first argument of another type than the graph's, if there is one."""
@@ -201,4 +208,8 @@ class TvmProgram:
         if self._fits(x):
             return x
         where = f" on a {self.boundary}-byte boundary" if self.boundary > 1 else ""
-        raise VerifyError(f"the buffer of @{slot.var} is not contiguous{where}", where=f"graph {graph}", hint="align views in flat buffers")
+        raise VerifyError(
+            f"the buffer of @{slot.var} is not contiguous{where}",
+            where=f"graph {graph}",
+            hint="align views in flat buffers",
+        )

@@ -129,13 +129,20 @@ def _emit_packing(builder: Any, lowered: Lowered, name: str, packed: Packed, dec
     """The function that packs: from all slots of the graph to the packed operands, in the order in
     which the graph's function takes them."""
     types = slot_types(lowered.graph)
-    slots = {s: relax.Var(function_name(f"{s.var}_{s.slot or 'acc'}"), relax_type(types[s])) for s in signature(lowered.graph).slots}
+    slots = {
+        s: relax.Var(function_name(f"{s.var}_{s.slot or 'acc'}"), relax_type(types[s]))
+        for s in signature(lowered.graph).slots
+    }
     reads = {op.outs[0]: slot for op in lowered.graph.ops if op.kind == "read" and (slot := slot_of(op)) is not None}
     with builder.function(name, list(slots.values())):
         results = []
         for (value, kernel), packing in packed.items():
-            function = declaration(pack_name(kernel), [packing.source.type, value.type]) if declared else packing.function
-            call = relax.op.call_tir(builder.add_func(function, pack_name(kernel)), [slots[reads[packing.source]]], relax_type(value.type))
+            function = (
+                declaration(pack_name(kernel), [packing.source.type, value.type]) if declared else packing.function
+            )
+            call = relax.op.call_tir(
+                builder.add_func(function, pack_name(kernel)), [slots[reads[packing.source]]], relax_type(value.type)
+            )
             results.append(builder.emit(call))
         builder.emit_func_output(relax.Tuple(results))
 
@@ -165,7 +172,9 @@ def _emit_function(
         elif is_table(op):
             env[op.outs[0]] = _table(op)
     # Where kernels look at their operands, none of the parameters is said to be an input, of which TVM checks the type.
-    with builder.function(name, [*params, *slots.values(), *forms.values()], attrs={} if trusting else {"num_input": 0}):
+    with builder.function(
+        name, [*params, *slots.values(), *forms.values()], attrs={} if trusting else {"num_input": 0}
+    ):
         for step in lowered.steps:
             own = {value: form for (value, kernel), form in forms.items() if kernel == step.name}
             _emit_call(builder, step, function_of(step, types), env, own, slots)
@@ -175,7 +184,12 @@ def _emit_function(
 
 
 def _emit_call(
-    builder: Any, step: Step, function: Any, env: dict[Value, Any], packed: Mapping[Value, Any], slots: Mapping[Slot, Any]
+    builder: Any,
+    step: Step,
+    function: Any,
+    env: dict[Value, Any],
+    packed: Mapping[Value, Any],
+    slots: Mapping[Slot, Any],
 ) -> None:
     kernel = step.kernel
     args = [packed[v] if v in packed else env[v] for v in kernel.ins] + [slots[s] for s in kernel.slots]
@@ -184,7 +198,9 @@ def _emit_call(
         call = relax.op.call_dps_packed(function.name, [*args, tvm.ir.StringImm(function.text)], types)
     elif kernel.slots:
         in_place = list(range(len(kernel.ins), len(args)))
-        call = relax.op.call_tir_inplace(function, args, in_place + [-1] * len(types), [args[i].ty for i in in_place] + types)
+        call = relax.op.call_tir_inplace(
+            function, args, in_place + [-1] * len(types), [args[i].ty for i in in_place] + types
+        )
     else:
         call = relax.op.call_tir(function, args, types if len(types) > 1 else types[0])
     result = builder.emit(call)
@@ -206,4 +222,6 @@ def kernel_text(functions: Mapping[str, Any]) -> str:
 
 def functions_text(module: Any) -> str:
     """The Relax functions of a module, for people: kernels are called by name, and stand elsewhere."""
-    return str(tvm.IRModule({v: f for v, f in module.functions_items() if isinstance(f, relax.Function)}).script()) + "\n"
+    return (
+        str(tvm.IRModule({v: f for v, f in module.functions_items() if isinstance(f, relax.Function)}).script()) + "\n"
+    )

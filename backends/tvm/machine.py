@@ -52,7 +52,9 @@ def load_runtime() -> Path:
     package = find_spec("tvm")
     if package is None or package.origin is None:
         raise UsageError("TVM is not installed", hint="pip install apache-tvm, in the version that Penstock asks for")
-    library = load_lib_ctypes("tvm", "tvm_runtime", "RTLD_GLOBAL", extra_lib_paths=[Path(package.origin).parent / "lib"])
+    library = load_lib_ctypes(
+        "tvm", "tvm_runtime", "RTLD_GLOBAL", extra_lib_paths=[Path(package.origin).parent / "lib"]
+    )
     return Path(library._name).resolve().parent
 
 

@@ -113,7 +113,9 @@ def _groups(graph: Graph) -> list[Group]:
     results = set(graph.results)
     homes = {op.outs[0]: op.var for op in graph.ops if op.kind in ("read", "take")}
     inline = {
-        op.outs[0]: op for op in graph.ops if (is_inline(op) or op.kind in ALWAYS_INLINE) and not is_table(op) and op.outs[0] not in results
+        op.outs[0]: op
+        for op in graph.ops
+        if (is_inline(op) or op.kind in ALWAYS_INLINE) and not is_table(op) and op.outs[0] not in results
     }
     members: dict[str, list[Op]] = {}
     for i, op in enumerate(graph.ops):
@@ -214,7 +216,9 @@ def plan_graphs(graphs: Sequence[Graph], make: Make) -> tuple[Lowered, ...]:
             orders[i] = _ordered(graph, kernels[i])
         except NotOneKernel:
             without.append(i)
-            ready[i] = replace(graph, ops=tuple(op if is_inline(op) else op.with_attrs(kernel=None) for op in graph.ops))
+            ready[i] = replace(
+                graph, ops=tuple(op if is_inline(op) else op.with_attrs(kernel=None) for op in graph.ops)
+            )
     for i, steps in zip(without, _make_kernels([ready[i] for i in without], make), strict=True):
         orders[i] = _ordered(ready[i], steps)
     return tuple(Lowered(graph, tuple(steps)) for graph, steps in zip(ready, orders, strict=True))
@@ -223,7 +227,9 @@ def plan_graphs(graphs: Sequence[Graph], make: Make) -> tuple[Lowered, ...]:
 def _make_kernels(graphs: Sequence[Graph], make: Make) -> list[list[Step]]:
     """The kernels of every graph in no order. Refused groups are parted by loops; refused parts are split into single operations."""
     waiting = [(i, group) for i, graph in enumerate(graphs) for group in _groups(graph)]
-    users = [_users(graph, next((group.inline for k, group in waiting if k == i), {})) for i, graph in enumerate(graphs)]
+    users = [
+        _users(graph, next((group.inline for k, group in waiting if k == i), {})) for i, graph in enumerate(graphs)
+    ]
     found: list[list[Step]] = [[] for _ in graphs]
     for cut in (_parted, _split, None):
         refused: list[tuple[int, Group]] = []

@@ -65,7 +65,9 @@ class _Worker:
     """One process and what it is busy with."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), process_group=0)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), process_group=0
+        )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.send, self.receive = self.process.stdin, self.process.stdout
@@ -120,12 +122,17 @@ class _Worker:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         except subprocess.TimeoutExpired:
             how = "closed its output"
-        return BuildError(f"a compiler process {how}{self._doing()}", hint="was memory short? `--jobs 1` compiles in one process")
+        return BuildError(
+            f"a compiler process {how}{self._doing()}", hint="was memory short? `--jobs 1` compiles in one process"
+        )
 
     def hung(self) -> BuildError:
         """The error for a worker that says nothing any more."""
         took = time.monotonic() - self.since
-        return BuildError(f"a compiler process said nothing for {took:.0f} s{self._doing()}, and was ended", hint="run the command again")
+        return BuildError(
+            f"a compiler process said nothing for {took:.0f} s{self._doing()}, and was ended",
+            hint="run the command again",
+        )
 
     def _doing(self) -> str:
         return f" on {title(self.job)}" if self.job is not None else " as it started"
@@ -153,7 +160,9 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -166,7 +175,11 @@ class Pool:
         report = on_done or (lambda job: None)
         here = not self._workers and "tvm" in sys.modules and (self.most == 1 or len(jobs) <= _PER_WORKER)
         try:
-            return self._run_here(jobs, report) if here or not jobs else self._run_apart(jobs, report, len(jobs) + expected)
+            return (
+                self._run_here(jobs, report)
+                if here or not jobs
+                else self._run_apart(jobs, report, len(jobs) + expected)
+            )
         except BaseException:
             self.close()
             raise

@@ -46,7 +46,9 @@ def cache_bound() -> int:
         return _BOUND
     match = re.fullmatch(r"([0-9]{1,30}) *(|KiB|MiB|GiB)", text)
     if match is None:
-        raise UsageError(f"bad PENSTOCK_CACHE_SIZE {text!r}", hint="bytes, or a number with KiB, MiB or GiB, e.g. 500MiB")
+        raise UsageError(
+            f"bad PENSTOCK_CACHE_SIZE {text!r}", hint="bytes, or a number with KiB, MiB or GiB, e.g. 500MiB"
+        )
     return int(match[1]) * _UNITS[match[2]]
 
 

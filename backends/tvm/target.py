@@ -71,7 +71,8 @@ def _machine(cpu: str) -> Machine:
 
     if not codegen.llvm_is_valid_cpu(cpu.partition("+")[0], str(codegen.llvm_get_system_triple())):
         raise UsageError(
-            f"unknown target CPU {cpu!r}", hint="`host`, `portable`, or an LLVM name such as skylake-avx512, znver4, x86-64-v3"
+            f"unknown target CPU {cpu!r}",
+            hint="`host`, `portable`, or an LLVM name such as skylake-avx512, znver4, x86-64-v3",
         )
     target = tvm_target(cpu)
     if codegen.target_has_features(["avx512f"], target):
@@ -90,4 +91,6 @@ def tvm_target(cpu: str) -> Any:
 
     name, *features = cpu.split("+")
     extra = {"mattr": [f"+{feature}" for feature in features]} if features else {}
-    return tvm.target.Target({"kind": "llvm", "mcpu": name, "num-cores": 1, "cl-opt": [WITHOUT_VECTOR_COMBINE], **extra})
+    return tvm.target.Target(
+        {"kind": "llvm", "mcpu": name, "num-cores": 1, "cl-opt": [WITHOUT_VECTOR_COMBINE], **extra}
+    )

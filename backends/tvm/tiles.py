@@ -28,5 +28,7 @@ def allow_tiles() -> bool:
     flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
     if not {"amx_tile", "amx_bf16"}.issubset(flags):
         return False
-    answer: int = ctypes.CDLL(None).syscall(ctypes.c_long(_ARCH_PRCTL), ctypes.c_long(_REQUEST), ctypes.c_long(_TILE_DATA))
+    answer: int = ctypes.CDLL(None).syscall(
+        ctypes.c_long(_ARCH_PRCTL), ctypes.c_long(_REQUEST), ctypes.c_long(_TILE_DATA)
+    )
     return answer == 0

@@ -41,7 +41,10 @@ def rotate(w: Writer, x: Value, cos: Value, sin: Value, interleaved: bool) -> Va
     further. cos and sin broadcast to half of what is turned; what lies behind stays as it is."""
     dims, last = x.type.dims, x.type.rank - 1
     half = cos.type.dims[-1]
-    w.require(sin.type == cos.type and 0 < 2 * half <= dims[-1], f"cosines {cos.type} and sines {sin.type} do not fit {x.type}")
+    w.require(
+        sin.type == cos.type and 0 < 2 * half <= dims[-1],
+        f"cosines {cos.type} and sines {sin.type} do not fit {x.type}",
+    )
     turned = cut(w, x, last, 0, 2 * half)
     if interleaved:
         pairs = reshape(w, turned, (*dims[:-1], half, 2))

@@ -49,7 +49,9 @@ def _arranged(w: Writer, x: Value, names: tuple[str, ...], groups: Sequence[Sequ
     order = [name for group in groups for name in group]
     turned = transpose(w, x, [names.index(name) for name in order])
     sizes = dict(zip(names, x.type.dims, strict=True))
-    return reshape(w, turned, (*(sizes[n] for n in groups[0]), *(prod(sizes[n] for n in group) for group in groups[1:])))
+    return reshape(
+        w, turned, (*(sizes[n] for n in groups[0]), *(prod(sizes[n] for n in group) for group in groups[1:]))
+    )
 
 
 def _pair(w: Writer, a: Named, b: Named, needed: set[str]) -> Named:
@@ -67,12 +69,17 @@ def einsum(w: Writer, equation: str, operands: Sequence[Value]) -> Value:
     """The sum over all names that the result has not, of the products of the entries with equal names."""
     sources, arrow, target = equation.partition("->")
     terms = sources.split(",")
-    w.require(len(terms) == len(operands), f"equation {equation!r} is one of {len(terms)} operands, got {len(operands)}")
+    w.require(
+        len(terms) == len(operands), f"equation {equation!r} is one of {len(terms)} operands, got {len(operands)}"
+    )
     named = [_diagonals(w, x, _names(w, term, x.type.rank)) for x, term in zip(operands, terms, strict=True)]
     sizes: dict[str, int] = {}
     for x, names in named:
         for name, size in zip(names, x.type.dims, strict=True):
-            w.require(size == 1 or sizes.get(name, 1) in (1, size), f"dimension {name} of {equation!r} is {sizes.get(name)} and {size}")
+            w.require(
+                size == 1 or sizes.get(name, 1) in (1, size),
+                f"dimension {name} of {equation!r} is {sizes.get(name)} and {size}",
+            )
             sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
     dots = sorted((name for name in sizes if name[0] == "."), key=lambda name: -int(name[1:]))
     if arrow:
@@ -80,7 +87,10 @@ def einsum(w: Writer, equation: str, operands: Sequence[Value]) -> Value:
     else:
         letters = sources.replace(" ", "").replace(",", "").replace(".", "")
         out = (*dots, *sorted(c for c in set(letters) if letters.count(c) == 1))
-    w.require(set(out) <= set(sizes) and len(set(out)) == len(out), f"equation {equation!r} asks for dimensions that no operand has")
+    w.require(
+        set(out) <= set(sizes) and len(set(out)) == len(out),
+        f"equation {equation!r} asks for dimensions that no operand has",
+    )
     # A dimension of size 1 beside a larger one of its name broadcasts: it takes no part.
     for i, (x, names) in enumerate(named):
         kept = [k for k, name in enumerate(names) if x.type.dims[k] == sizes[name]]

@@ -98,7 +98,9 @@ def negative(w: Writer, x: Value) -> Value:
 
 def softplus(w: Writer, x: Value) -> Value:
     # max(x, 0) + log(1 + e^-|x|): never overflows.
-    return w.emit("add", positive(w, x), w.emit("log", w.emit("add", w.emit("exp", w.emit("neg", w.emit("abs", x))), 1.0)))
+    return w.emit(
+        "add", positive(w, x), w.emit("log", w.emit("add", w.emit("exp", w.emit("neg", w.emit("abs", x))), 1.0))
+    )
 
 
 def hard_sigmoid(w: Writer, x: Value, alpha: float, beta: float) -> Value:
@@ -108,7 +110,9 @@ def hard_sigmoid(w: Writer, x: Value, alpha: float, beta: float) -> Value:
 def elu(w: Writer, x: Value, alpha: float, inner: float = 1.0) -> Value:
     """x above zero, alpha * (e^(inner * x) - 1) elsewhere; the gradient at zero is that of the latter, as in torch."""
     above = w.emit("less", 0.0, x)
-    low = w.emit("where", above, 0.0, x)  # not a minimum, which would give both its operands half of the gradient at zero
+    low = w.emit(
+        "where", above, 0.0, x
+    )  # not a minimum, which would give both its operands half of the gradient at zero
     low = low if inner == 1.0 else w.emit("mul", low, inner)
     return w.emit("where", above, x, w.emit("mul", w.emit("sub", w.emit("exp", low), 1.0), alpha))
 
@@ -177,7 +181,12 @@ def inverse_tanh(w: Writer, x: Value) -> Value:
 
 def inverse_sine(w: Writer, x: Value) -> Value:
     return w.emit(
-        "atan", w.emit("div", x, w.emit("sqrt", w.emit("mul", w.emit("sub", w.literal(1.0, x.type.dtype), x), w.emit("add", x, 1.0))))
+        "atan",
+        w.emit(
+            "div",
+            x,
+            w.emit("sqrt", w.emit("mul", w.emit("sub", w.literal(1.0, x.type.dtype), x), w.emit("add", x, 1.0))),
+        ),
     )
 
 
@@ -206,10 +215,17 @@ def angle(w: Writer, y: Value, x: Value) -> Value:
     nowhere, endless = w.emit("equal", large, 0.0), w.emit("equal", w.emit("abs", small), inf)
     one, minus_one = (w.literal(sign, x.type.dtype) for sign in (1.0, -1.0))
     small = w.emit("where", endless, w.emit("where", w.emit("less", small, 0.0), minus_one, one), small)
-    large = w.emit("where", endless, w.emit("where", w.emit("less", large, 0.0), minus_one, one), w.emit("where", nowhere, 1.0, large))
+    large = w.emit(
+        "where",
+        endless,
+        w.emit("where", w.emit("less", large, 0.0), minus_one, one),
+        w.emit("where", nowhere, 1.0, large),
+    )
     slope = w.emit("where", nowhere, 0.0, w.emit("atan", w.emit("div", small, large)))
     minus = below_zero(w, y)
-    half, quarter = (w.emit("where", minus, w.literal(-turn, x.type.dtype), w.literal(turn, x.type.dtype)) for turn in (pi, pi / 2))
+    half, quarter = (
+        w.emit("where", minus, w.literal(-turn, x.type.dtype), w.literal(turn, x.type.dtype)) for turn in (pi, pi / 2)
+    )
     flat = w.emit("where", below_zero(w, x), w.emit("add", slope, half), slope)
     return w.emit("where", steep, w.emit("sub", quarter, slope), flat)
 

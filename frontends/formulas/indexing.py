@@ -69,7 +69,8 @@ def scatter_extreme(w: Writer, x: Value, axis: int, indices: Value, src: Value, 
         return flipped(w, scatter_extreme(w, flipped(w, x), axis, indices, flipped(w, src), largest=True, own=own))
     others = [size for i, size in enumerate(indices.type.dims) if i != axis]
     w.require(
-        others == [size for i, size in enumerate(dims) if i != axis], f"indices {indices.type} must cover {x.type} but for axis {axis}"
+        others == [size for i, size in enumerate(dims) if i != axis],
+        f"indices {indices.type} must cover {x.type} but for axis {axis}",
     )
     w.require(count > 0, "there is nothing to put")
     w.require_inside(indices, size)
@@ -80,7 +81,12 @@ def scatter_extreme(w: Writer, x: Value, axis: int, indices: Value, src: Value, 
     lowest = w.literal(limits_of(x.type.dtype)[0], x.type.dtype)
     offered, mine = w.emit("where", here, what, lowest), transpose(w, x, perm)
     if own:  # one among those put there, so that all equal ones have the same share of the gradient
-        joined = w.emit("max", w.emit("concat", offered, reshape(w, mine, (*mine.type.dims, 1)), axis=rank), axes=(rank,), keep=False)
+        joined = w.emit(
+            "max",
+            w.emit("concat", offered, reshape(w, mine, (*mine.type.dims, 1)), axis=rank),
+            axes=(rank,),
+            keep=False,
+        )
     else:
         any_here = w.emit("less", 0, w.emit("sum", w.emit("cast", here, dtype="i32"), axes=(rank,), keep=False))
         joined = w.emit("where", any_here, w.emit("max", offered, axes=(rank,), keep=False), mine)

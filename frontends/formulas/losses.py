@@ -10,7 +10,9 @@ from ..writer import Writer
 from .layout import reshape, transpose
 
 
-def negative_log_likelihood(w: Writer, logs: Value, target: Value, weight: Value | None, reduction: str, ignored: int | None) -> Value:
+def negative_log_likelihood(
+    w: Writer, logs: Value, target: Value, weight: Value | None, reduction: str, ignored: int | None
+) -> Value:
     """-logs[n, target[n, ...], ...] times the weight of the class, 0 where the target is `ignored`;
     `mean` divides by the sum of the weights.
 

@@ -48,4 +48,6 @@ def batch_statistics(w: Writer, x: Value) -> tuple[Value, Value, Value]:
 def moved(w: Writer, running: Value, new: Value, momentum: float) -> Value:
     """A running statistic with `momentum` of the newest batch in it, in its own element type."""
     new = w.cast(new, running.type.dtype)
-    return new if momentum == 1.0 else w.emit("add", w.emit("mul", running, 1.0 - momentum), w.emit("mul", new, momentum))
+    return (
+        new if momentum == 1.0 else w.emit("add", w.emit("mul", running, 1.0 - momentum), w.emit("mul", new, momentum))
+    )

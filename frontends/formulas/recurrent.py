@@ -29,7 +29,12 @@ def linear(w: Writer, x: Value, weight: Value, bias: Value | None) -> Value:
 
 
 def lstm_cell(
-    w: Writer, recurrent: Value, peepholes: Sequence[Value] | None, functions: Sequence[Function], coupled: bool, order: str = "iofg"
+    w: Writer,
+    recurrent: Value,
+    peepholes: Sequence[Value] | None,
+    functions: Sequence[Function],
+    coupled: bool,
+    order: str = "iofg",
 ) -> Cell:
     """Gates input, output, forget and cell in the given order; peepholes for input, output and forget. `coupled`: forget is 1 - input."""
     gate, candidate, shown = functions
@@ -50,7 +55,9 @@ def lstm_cell(
     return cell
 
 
-def gru_cell(w: Writer, recurrent: Value, bias: Value | None, functions: Sequence[Function], reset_after: bool, order: str = "zr") -> Cell:
+def gru_cell(
+    w: Writer, recurrent: Value, bias: Value | None, functions: Sequence[Function], reset_after: bool, order: str = "zr"
+) -> Cell:
     """Gates update and reset in the given order, then hidden; `bias` is the recurrent one of the latter, which the
     reset gate scales with `reset_after`."""
     gate, candidate = functions

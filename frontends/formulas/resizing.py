@@ -49,7 +49,9 @@ def _cubic(distance: np.ndarray, a: float) -> np.ndarray:
     return np.where(x <= 1, inner, np.where(x < 2, outer, 0.0))
 
 
-def smoothing_weights(ratio: np.ndarray, scale: float, reach: int, shape: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def smoothing_weights(
+    ratio: np.ndarray, scale: float, reach: int, shape: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
     """Weights that also smooth when the result is smaller: `shape`, which is 0 beyond `reach`, made wider by 1 / scale."""
     scale = min(scale, 1.0)
     start = math.floor(-reach / scale) + 1
@@ -111,7 +113,11 @@ def resample(w: Writer, x: Value, axis: int, taps: Taps) -> Value:
             y = reshape(w, w.emit("matmul", matrix.astype(dtype), rows), (*dims[:axis], count, *dims[axis + 1 :]))
     else:
         parts = [
-            w.emit("mul", pick(w, wide, axis, taps.places[:, j]), np.ascontiguousarray(taps.weights[:, j].astype(dtype).reshape(shape)))
+            w.emit(
+                "mul",
+                pick(w, wide, axis, taps.places[:, j]),
+                np.ascontiguousarray(taps.weights[:, j].astype(dtype).reshape(shape)),
+            )
             for j in range(taps.places.shape[1])
             if taps.weights[:, j].any()
         ]
@@ -137,5 +143,7 @@ def pick(w: Writer, x: Value, axis: int, places: np.ndarray) -> Value:
     if count and step > 0 and np.array_equal(places, places[0] + step * np.arange(count)):
         start = tuple(int(places[0]) if i == axis else 0 for i in range(len(dims)))
         stop = tuple(int(places[-1]) + 1 if i == axis else n for i, n in enumerate(dims))
-        return w.emit("slice", x, start=start, stop=stop, step=tuple(step if i == axis else 1 for i in range(len(dims))))
+        return w.emit(
+            "slice", x, start=start, stop=stop, step=tuple(step if i == axis else 1 for i in range(len(dims)))
+        )
     return w.emit("gather", x, places.astype(np.int64), axis=axis)

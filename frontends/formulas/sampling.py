@@ -75,7 +75,10 @@ def neighbours(w: Writer, at: Value, mode: str) -> list[tuple[Value, Value | Non
         return w.emit("sub", w.emit("mul", inner, y), 4 * _CUBIC)
 
     weights = (far(up), near(up), near(down), far(down))
-    return [(base if d == 0 else w.emit("add", base, float(d)), weight) for d, weight in zip((-1, 0, 1, 2), weights, strict=True)]
+    return [
+        (base if d == 0 else w.emit("add", base, float(d)), weight)
+        for d, weight in zip((-1, 0, 1, 2), weights, strict=True)
+    ]
 
 
 def corners_at(w: Writer, x: Value, image: Value, at: Sequence[Value], mode: str, border: Border) -> list[Value]:
@@ -93,7 +96,11 @@ def corners_at(w: Writer, x: Value, image: Value, at: Sequence[Value], mode: str
             stride = prod(space[i + 1 :])
             position = position if stride == 1 else w.emit("mul", position, stride)
             if inside is not None:
-                weight = w.emit("cast", inside, dtype=x.type.dtype) if weight is None else w.emit("where", inside, weight, 0.0)
+                weight = (
+                    w.emit("cast", inside, dtype=x.type.dtype)
+                    if weight is None
+                    else w.emit("where", inside, weight, 0.0)
+                )
             line.append((position, weight))
         lines.append(line)
     start = w.emit("mul", image, prod(space))
@@ -127,7 +134,10 @@ def grid_sample(w: Writer, x: Value, grid: Value, mode: str, padding: str, corne
     """x [batch, channels, space ...] at the places grid [batch, out ..., dimensions] names, from -1 to 1, the last dimension first."""
     space, out = x.type.dims[2:], grid.type.dims[1:-1]
     rank = len(space)
-    w.require(grid.type.dims[-1] == rank and grid.type.dims[0] == x.type.dims[0], f"the grid {grid.type} does not fit {x.type}")
+    w.require(
+        grid.type.dims[-1] == rank and grid.type.dims[0] == x.type.dims[0],
+        f"the grid {grid.type} does not fit {x.type}",
+    )
     w.require(mode in ("nearest", "linear", "cubic"), f"mode={mode} is not known")
     w.require(padding in ("zeros", "border", "reflection"), f"padding_mode={padding} is not known")
     at: list[Value] = []
@@ -143,9 +153,13 @@ def grid_sample(w: Writer, x: Value, grid: Value, mode: str, padding: str, corne
             place = between(w, place, 0, size - 1)
         elif padding == "reflection":
             low, high = (0.0, size - 1.0) if corners else (-0.5, size - 0.5)
-            inside = w.emit("and", w.emit("less_equal", w.literal(low, place.type.dtype), place), w.emit("less_equal", place, high))
+            inside = w.emit(
+                "and", w.emit("less_equal", w.literal(low, place.type.dtype), place), w.emit("less_equal", place, high)
+            )
             place = w.emit("where", inside, place, reflected(w, place, low, high))
         at.append(place)
-    border = {"zeros": zeros_outside(w), "border": ends_outside(w), "reflection": reflections_outside(w, corners)}[padding]
+    border = {"zeros": zeros_outside(w), "border": ends_outside(w), "reflection": reflections_outside(w, corners)}[
+        padding
+    ]
     y = read_between(w, x, images(w, x.type.dims[0], rank + 1), at, mode, border)
     return transpose(w, y, (0, rank + 1, *range(1, rank + 1)))

@@ -33,7 +33,9 @@ def cumulative_product(w: Writer, x: Value, axis: int, *, exclusive: bool, rever
     def shifted(v: Value, by: int) -> Value:
         """Ones in place of what is moved in."""
         dims, by = v.type.dims, min(by, size)
-        low, high = (tuple(by if i == axis and here else 0 for i in range(len(dims))) for here in (not reverse, reverse))
+        low, high = (
+            tuple(by if i == axis and here else 0 for i in range(len(dims))) for here in (not reverse, reverse)
+        )
         kept = cut(w, v, axis, by, size) if reverse else cut(w, v, axis, 0, size - by)
         return w.emit("pad", kept, low=low, high=high, value=1.0)
 

@@ -24,7 +24,10 @@ def fourier(w: Writer, x: Value, axis: int, length: int, *, inverse: bool, onesi
 
     Forwards `onesided` keeps the first half of the result; backwards x is that half, and the result is real."""
     dims, last = x.type.dims, x.type.rank - 1
-    w.require(dims[-1] in (1, 2) and axis != last and length > 0, f"the last dimension of {x.type} must be the real and imaginary part")
+    w.require(
+        dims[-1] in (1, 2) and axis != last and length > 0,
+        f"the last dimension of {x.type} must be the real and imaginary part",
+    )
     # In f64, because what cancels out is to be 0 and sums are long; a fast transform rounds less often.
     wide = w.cast(x, "f64")
     count = length // 2 + 1 if onesided and not inverse else length

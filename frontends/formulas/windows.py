@@ -42,7 +42,12 @@ class Window:
 
 
 def window(
-    sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int], pads: Sequence[int], round_up: bool
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+    pads: Sequence[int],
+    round_up: bool,
 ) -> Window:
     """The windows over dimensions of these sizes; rounding up adds one where the last would leave entries
     out, unless it started in the padding."""
@@ -77,7 +82,9 @@ def average(w: Writer, x: Value, at: Window, counted: bool) -> Value:
     if counted and any(at.over):  # the padding becomes zeros of the tensor
         x = w.emit("pad", x, low=(0, 0, *at.low), high=(0, 0, *at.pads[len(at.kernel) :])) if any(at.pads) else x
         pads, counted = (0,) * len(at.kernel) + at.over, False
-    return w.emit("avg_pool", x, window=at.kernel, strides=at.strides, pads=pads, dilations=at.dilations, include_pad=counted)
+    return w.emit(
+        "avg_pool", x, window=at.kernel, strides=at.strides, pads=pads, dilations=at.dilations, include_pad=counted
+    )
 
 
 def largest_places(w: Writer, x: Value, out: Sequence[int], at: Window, weights: Sequence[int]) -> Value:

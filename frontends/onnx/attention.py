@@ -15,7 +15,16 @@ from collections.abc import Sequence
 
 from penstock.ir.graph import Value
 
-from ..formulas.attention import capped, hide, join_heads, linear_attention, repeat_heads, rotate, sees_nothing, split_heads
+from ..formulas.attention import (
+    capped,
+    hide,
+    join_heads,
+    linear_attention,
+    repeat_heads,
+    rotate,
+    sees_nothing,
+    split_heads,
+)
 from ..formulas.elementwise import widened
 from ..formulas.layout import reshape
 from .node import Node, Result, Rule
@@ -26,7 +35,11 @@ MOST_POSITIONS = 512
 
 def _allowed(n: Node, batch: int, rows: int, columns: int, past: int) -> Value | None:
     """Which keys a query sees by its position, as bool that broadcasts to [batch, heads, rows, columns]; None: all."""
-    causal, left, right = n.int_attr("is_causal"), n.int_attr("left_window_size", -1), n.int_attr("right_window_size", -1)
+    causal, left, right = (
+        n.int_attr("is_causal"),
+        n.int_attr("left_window_size", -1),
+        n.int_attr("right_window_size", -1),
+    )
     keep: Value | None = None
     valid = reshape(n, n.value(6), (batch, 1, 1, 1)) if n.has(6) else None
     if valid is not None:
@@ -114,7 +127,10 @@ def _attention(n: Node) -> Sequence[Result]:
 def _rotary(n: Node) -> Result:
     x, heads = n.value(0), n.int_attr("num_heads")
     flat = x.type.rank == 3
-    n.require(x.type.rank == 4 or (flat and heads > 0), f"needs four dimensions, or three and the number of heads, got {x.type}")
+    n.require(
+        x.type.rank == 4 or (flat and heads > 0),
+        f"needs four dimensions, or three and the number of heads, got {x.type}",
+    )
     if flat:
         batch, positions, width = x.type.dims
         n.require(width % heads == 0, f"{width} of {x.type} does not divide into {heads} heads")

@@ -42,15 +42,24 @@ def _as_declared(array: np.ndarray, kind: onnx.TypeProto.Tensor) -> tuple[np.nda
         return None, f"needs numbers, got elements of type {array.dtype}"
     with np.errstate(all="ignore"):
         converted = array.astype(dtype)
-    exact = array.dtype == dtype or (converted.dtype.kind == "f" and array.dtype.kind in "fiu") or np.array_equal(converted, array)
+    exact = (
+        array.dtype == dtype
+        or (converted.dtype.kind == "f" and array.dtype.kind in "fiu")
+        or np.array_equal(converted, array)
+    )
     if not exact:
-        return None, f"has element type {element_name(kind.elem_type)}, which cannot hold {array.reshape(-1)[:8].tolist()}"
+        return (
+            None,
+            f"has element type {element_name(kind.elem_type)}, which cannot hold {array.reshape(-1)[:8].tolist()}",
+        )
     if kind.HasField("shape"):
         dims = kind.shape.dim
         if converted.ndim != len(dims) and converted.size == 1:
             converted = converted.reshape((1,) * len(dims))
         static = tuple(d.dim_value if d.HasField("dim_value") else None for d in dims)
-        fits = len(static) == converted.ndim and all(s in (None, n) for s, n in zip(static, converted.shape, strict=True))
+        fits = len(static) == converted.ndim and all(
+            s in (None, n) for s, n in zip(static, converted.shape, strict=True)
+        )
         if not fits:
             shape = ", ".join(str(d.dim_value) if d.HasField("dim_value") else d.dim_param or "?" for d in dims)
             return None, f"has shape [{shape}], the values have shape {list(converted.shape)}"
@@ -90,7 +99,9 @@ def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Gi
     problems: list[str] = []
     for name in known:
         if name not in {value.name for value in inputs}:
-            problems.append(f"--known {name}: there is no such input, the model has {', '.join(v.name for v in inputs) or 'none'}")
+            problems.append(
+                f"--known {name}: there is no such input, the model has {', '.join(v.name for v in inputs) or 'none'}"
+            )
     sizes = dict(dims)
     for value in inputs:
         if value.name in known:
@@ -116,11 +127,15 @@ def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Gi
         what = "dimensions" if not known else "dimensions and values"
         sizes_in_python = ", ".join(f"{name!r}: INT" for name in flags)
         hint = f"add {' '.join(flags.values())}, or dims={{{sizes_in_python}}} in Python" if flags else ""
-        raise UsageError(f"{what} do not fit the model:\n" + "\n".join(f"  {p}" for p in problems), where=where, hint=hint)
+        raise UsageError(
+            f"{what} do not fit the model:\n" + "\n".join(f"  {p}" for p in problems), where=where, hint=hint
+        )
     return found
 
 
-def open_dimensions(path: str | Path, dims: Mapping[str, int], known: Mapping[str, Given]) -> tuple[str | None, list[str]]:
+def open_dimensions(
+    path: str | Path, dims: Mapping[str, int], known: Mapping[str, Given]
+) -> tuple[str | None, list[str]]:
     """Of a model's symbolic dimensions that are not bound: the one that all inputs with an open dimension have
     first, if there is one, and the others."""
     first: set[str] = set()
@@ -144,7 +159,9 @@ def _open_dimensions(
     flags: dict[str, str] = {}
     for value in inputs:
         if not value.type.HasField("tensor_type"):
-            found.odd[value.name] = f"is not a tensor but of {value.type.WhichOneof('value')}: --known {value.name}=... binds it to values"
+            found.odd[value.name] = (
+                f"is not a tensor but of {value.type.WhichOneof('value')}: --known {value.name}=... binds it to values"
+            )
             continue
         if not value.type.tensor_type.HasField("shape"):
             found.odd[value.name] = "has no shape, not even its number of dimensions is known"
@@ -154,7 +171,9 @@ def _open_dimensions(
             if dim.HasField("dim_value"):
                 shape.append(dim.dim_value)
                 if dim.dim_value < 0:
-                    problems.append(f"input {value.name}, dimension {axis} is {dim.dim_value}: a size cannot be negative")
+                    problems.append(
+                        f"input {value.name}, dimension {axis} is {dim.dim_value}: a size cannot be negative"
+                    )
                 continue
             name = dim.dim_param or f"{value.name}.{axis}"
             names.add(name)

@@ -63,7 +63,10 @@ def _condition(n: Node, tensor: Tensor) -> bool | Value:
         array = n.constant_of(tensor, "the condition")
         n.require(array.size == 1, f"the condition must be one number, got shape {list(array.shape)}")
         return bool(array.reshape(-1)[0])
-    n.require(isinstance(tensor, Value) and tensor.type.size == 1 and tensor.type.dtype == "bool", "the condition must be one bool")
+    n.require(
+        isinstance(tensor, Value) and tensor.type.size == 1 and tensor.type.dtype == "bool",
+        "the condition must be one bool",
+    )
     assert isinstance(tensor, Value)
     return reshape(n, tensor, ())
 
@@ -79,11 +82,16 @@ def _choose(n: Node, condition: Value, yes: Tensor, no: Tensor) -> Tensor:
     if _same(yes, no):
         return yes
     if isinstance(yes, TensorList) and isinstance(no, TensorList):
-        n.require(len(yes.items) == len(no.items), "the length of a sequence depends on a condition that is computed at run time")
+        n.require(
+            len(yes.items) == len(no.items),
+            "the length of a sequence depends on a condition that is computed at run time",
+        )
         return TensorList(tuple(_choose(n, condition, a, b) for a, b in zip(yes.items, no.items, strict=True)))
     if not isinstance(yes, Array) or not isinstance(no, Array):
         raise Refused("whether a result is a tensor depends on a condition that is computed at run time")
-    n.require(n.type_of(yes) == n.type_of(no), f"a condition at run time chooses between {n.type_of(yes)} and {n.type_of(no)}")
+    n.require(
+        n.type_of(yes) == n.type_of(no), f"a condition at run time chooses between {n.type_of(yes)} and {n.type_of(no)}"
+    )
     return n.emit("where", condition, n.value_of(yes), n.value_of(no))
 
 
@@ -119,7 +127,10 @@ def _loop(importer: Graphs, n: Node) -> Sequence[Result]:
     trips = int(n.constant(0, "the number of iterations").reshape(-1)[0]) if n.has(0) else None
     condition = _condition(n, n.operand(1)) if n.has(1) else True
     state: list[Tensor] = [n.operand(i) for i in range(2, n.count)]
-    n.require(len(body.input) == len(state) + 2 and len(body.output) > len(state), "the body does not fit the state that it is given")
+    n.require(
+        len(body.input) == len(state) + 2 and len(body.output) > len(state),
+        "the body does not fit the state that it is given",
+    )
     scope = importer.open_graph(body, n, "body")
     collected: list[list[Tensor]] = [[] for _ in body.output[len(state) + 1 :]]
     i = 0
@@ -167,7 +178,9 @@ def _stack(n: Node, items: Sequence[Tensor], axis: int, declared: onnx.ValueInfo
     arrays = [item for item in items if isinstance(item, Array)]
     n.require(len(arrays) == len(items), "only tensors can be collected")
     types = [n.type_of(item) for item in arrays]
-    n.require(len(set(types)) == 1, f"what is collected has different types: {', '.join(map(str, dict.fromkeys(types)))}")
+    n.require(
+        len(set(types)) == 1, f"what is collected has different types: {', '.join(map(str, dict.fromkeys(types)))}"
+    )
     axis = axis_of(n, axis, types[0].rank + 1)
     if all(isinstance(item, Known) for item in arrays):
         return n.known_of(np.stack([item.array for item in arrays if isinstance(item, Known)], axis))
@@ -182,11 +195,16 @@ def _stack(n: Node, items: Sequence[Tensor], axis: int, declared: onnx.ValueInfo
 def _scan(importer: Graphs, n: Node) -> Sequence[Result]:
     n.require(n.opset >= 9, "the Scan of opset 8 is not supported")
     body, count = _body(n), n.int_attr("num_scan_inputs")
-    n.require(0 < count <= n.count and len(body.input) == n.count, f"{count} scanned inputs of {n.count} do not fit the body")
+    n.require(
+        0 < count <= n.count and len(body.input) == n.count, f"{count} scanned inputs of {n.count} do not fit the body"
+    )
     states = n.count - count
     collected: list[list[Tensor]] = [[] for _ in body.output[states:]]
     backward = _listed(n, "scan_input_directions", count)
-    out_axes, out_backward = _listed(n, "scan_output_axes", len(collected)), _listed(n, "scan_output_directions", len(collected))
+    out_axes, out_backward = (
+        _listed(n, "scan_output_axes", len(collected)),
+        _listed(n, "scan_output_directions", len(collected)),
+    )
     axes = [axis_of(n, axis, n.type(states + i).rank) for i, axis in enumerate(_listed(n, "scan_input_axes", count))]
     n.require(all(n.type(states + i).rank > 0 for i in range(count)), "a scanned input has no dimension")
     sizes = {n.type(states + i).dims[axis] for i, axis in enumerate(axes)}
@@ -195,7 +213,9 @@ def _scan(importer: Graphs, n: Node) -> Sequence[Result]:
     scope = importer.open_graph(body, n, "body")
     state: list[Tensor] = [n.operand(i) for i in range(states)]
     for step in range(size):
-        entries = [_entry(n, n.tensor(states + i), axes[i], size - 1 - step if backward[i] else step) for i in range(count)]
+        entries = [
+            _entry(n, n.tensor(states + i), axes[i], size - 1 - step if backward[i] else step) for i in range(count)
+        ]
         results = _run(importer, body, scope.inside(f"{step}/"), [*state, *entries])
         state = results[:states]
         for items, item in zip(collected, results[states:], strict=True):

@@ -121,7 +121,11 @@ def _gelu(n: Node) -> Result:
 
 def _celu(n: Node, x: Value) -> Value:
     alpha = n.float_attr("alpha", 1.0)
-    return n.emit("add", positive(n, x), n.emit("mul", n.emit("sub", n.emit("exp", n.emit("div", negative(n, x), alpha)), 1.0), alpha))
+    return n.emit(
+        "add",
+        positive(n, x),
+        n.emit("mul", n.emit("sub", n.emit("exp", n.emit("div", negative(n, x), alpha)), 1.0), alpha),
+    )
 
 
 def _selu(n: Node, x: Value) -> Value:
@@ -161,7 +165,9 @@ def _bit_cast(n: Node) -> Result:
 
 def _shrink(n: Node, x: Value) -> Value:
     bias, limit = n.float_attr("bias"), n.float_attr("lambd", 0.5)
-    above = n.emit("where", n.emit("less", n.literal(limit, x.type.dtype), x), n.emit("sub", x, bias) if bias else x, 0.0)
+    above = n.emit(
+        "where", n.emit("less", n.literal(limit, x.type.dtype), x), n.emit("sub", x, bias) if bias else x, 0.0
+    )
     return n.emit("where", n.emit("less", x, -limit), n.emit("add", x, bias) if bias else x, above)
 
 
@@ -238,7 +244,9 @@ RULES: dict[str, Rule] = {
     "Gelu": _gelu,
     "LeakyRelu": unary(lambda n, x: leaky(n, x, n.float_attr("alpha", 0.01))),
     "PRelu": lambda n: leaky(n, n.value(0), n.value(1)),
-    "ThresholdedRelu": unary(lambda n, x: n.emit("where", n.emit("less", n.literal(n.float_attr("alpha", 1.0), x.type.dtype), x), x, 0.0)),
+    "ThresholdedRelu": unary(
+        lambda n, x: n.emit("where", n.emit("less", n.literal(n.float_attr("alpha", 1.0), x.type.dtype), x), x, 0.0)
+    ),
     "Elu": unary(lambda n, x: elu(n, x, n.float_attr("alpha", 1.0))),
     "Celu": unary(_celu),
     "Selu": unary(_selu),

@@ -50,7 +50,9 @@ def small(n: Node, promises: Promises) -> bool:
     operands = [t.array.size for t in n.operands if isinstance(t, Known)]
     most = _LARGEST_LOOP if n.kind in _LOOPS else LARGEST
     sizes = [promises.sizes.get(name, 0) for name in names]
-    if n.kind in _PRODUCTS and math.prod(max(1, size) for size in operands) > _LARGEST_PRODUCT >> (8 if n.kind == "Einsum" else 0):
+    if n.kind in _PRODUCTS and math.prod(max(1, size) for size in operands) > _LARGEST_PRODUCT >> (
+        8 if n.kind == "Einsum" else 0
+    ):
         return False
     return max(sizes, default=0) <= most and (n.kind not in _LOOPS or max(operands, default=0) <= most)
 
@@ -81,7 +83,11 @@ def _evaluator(serialised: bytes, opset: int) -> ReferenceEvaluator:
     node = onnx.NodeProto.FromString(serialised)
 
     def values(these: Iterable[str]) -> list[onnx.ValueInfoProto]:
-        return [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in dict.fromkeys(these) if name]
+        return [
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
+            for name in dict.fromkeys(these)
+            if name
+        ]
 
     graph = onnx.helper.make_graph([node], "folded", values(node.input), values(node.output))
     return ReferenceEvaluator(graph, opsets={"": opset})

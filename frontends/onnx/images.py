@@ -47,7 +47,9 @@ def _places(n: Node, mode: str, size: int, count: int, scale: float, region: tup
             return size / 2 * (1 - count / length) + (y + 0.5) / scale - 0.5
         case "tf_crop_and_resize":
             low, high = region
-            inner = y * 0 + (high - low) * (size - 1) / 2 if length == 1 else y * (high - low) * (size - 1) / (length - 1)
+            inner = (
+                y * 0 + (high - low) * (size - 1) / 2 if length == 1 else y * (high - low) * (size - 1) / (length - 1)
+            )
             return np.asarray(inner + low * (size - 1))
         case "tf_half_pixel_for_nn":
             return (y + 0.5) / scale
@@ -56,7 +58,12 @@ def _places(n: Node, mode: str, size: int, count: int, scale: float, region: tup
 
 
 def _nearest(n: Node, at: np.ndarray, size: int, mode: str) -> np.ndarray:
-    rounded = {"round_prefer_floor": np.ceil(at - 0.5), "round_prefer_ceil": np.floor(at + 0.5), "floor": np.floor(at), "ceil": np.ceil(at)}
+    rounded = {
+        "round_prefer_floor": np.ceil(at - 0.5),
+        "round_prefer_ceil": np.floor(at + 0.5),
+        "floor": np.floor(at),
+        "ceil": np.ceil(at),
+    }
     n.require(mode in rounded, f"nearest_mode={mode} is not known")
     return np.asarray(np.clip(rounded[mode], 0, size - 1), np.int64)
 
@@ -87,7 +94,11 @@ def _weights(n: Node, mode: str, at: np.ndarray, scale: float, size: int) -> Tap
     ratio, a = at - below, n.float_attr("cubic_coeff_a", -0.75)
     if n.int_attr("antialias"):
         n.room(math.ceil(5 / min(scale, 1.0)) * len(at))
-        weights = smoothing_weights(ratio, scale, 1, tent) if mode == "linear" else smoothing_weights(ratio, scale, 2, cubic_shape(a))
+        weights = (
+            smoothing_weights(ratio, scale, 1, tent)
+            if mode == "linear"
+            else smoothing_weights(ratio, scale, 2, cubic_shape(a))
+        )
     else:
         weights = linear_weights(ratio) if mode == "linear" else cubic_weights(ratio, a)
     return taps_around(at, weights, size, bool(n.int_attr("exclude_outside")))
@@ -98,13 +109,22 @@ def _resize(n: Node) -> Result:
     dims, rank = x.type.dims, x.type.rank
     axes = [axis_of(n, a, rank) for a in n.ints_attr("axes")] or list(range(rank))
     scales, sizes = _sizes(n, dims, axes)
-    mode, rounding = n.text_attr("mode", "nearest"), n.text_attr("nearest_mode", "floor" if old else "round_prefer_floor")
+    mode, rounding = (
+        n.text_attr("mode", "nearest"),
+        n.text_attr("nearest_mode", "floor" if old else "round_prefer_floor"),
+    )
     places = n.text_attr("coordinate_transformation_mode", "asymmetric" if old else "half_pixel")
-    region = n.constant(1, "the region").tolist() if places == "tf_crop_and_resize" else [0.0] * len(axes) + [1.0] * len(axes)
+    region = (
+        n.constant(1, "the region").tolist()
+        if places == "tf_crop_and_resize"
+        else [0.0] * len(axes) + [1.0] * len(axes)
+    )
     n.require(len(region) == 2 * len(axes), f"a region of {len(region)} numbers does not fit {len(axes)} axes")
     outside = n.float_attr("extrapolation_value")
     n.require(mode in ("nearest", "linear", "cubic"), f"mode={mode} is not known")
-    n.ignore("antialias", "cubic_coeff_a", "exclude_outside", "keep_aspect_ratio_policy")  # where the mode does not use them
+    n.ignore(
+        "antialias", "cubic_coeff_a", "exclude_outside", "keep_aspect_ratio_policy"
+    )  # where the mode does not use them
     y = x
     for i, (axis, scale, count) in enumerate(zip(axes, scales, sizes, strict=True)):
         size, span = dims[axis], (region[i], region[i + len(axes)])
@@ -154,7 +174,10 @@ def _affine_grid(n: Node) -> Result:
 def _regions(n: Node, rois: Value, first: int, count: int, samples: int) -> Value:
     """Sample positions along one dimension (0: x, 1: y) of each region, [regions, count, samples]."""
     scale, shift = n.float_attr("spatial_scale", 1.0), 0.0
-    half = n.text_attr("coordinate_transformation_mode", "half_pixel" if n.opset >= 16 else "output_half_pixel") == "half_pixel"
+    half = (
+        n.text_attr("coordinate_transformation_mode", "half_pixel" if n.opset >= 16 else "output_half_pixel")
+        == "half_pixel"
+    )
     shift = 0.5 if half else 0.0
 
     def bound(i: int) -> Value:
@@ -165,7 +188,9 @@ def _regions(n: Node, rois: Value, first: int, count: int, samples: int) -> Valu
     low, high = bound(first), bound(first + 2)
     length = n.emit("sub", high, low)
     length = length if half else n.emit("maximum", length, 1.0)
-    steps = ((np.arange(n.room(count * samples)) + 0.5) / (count * samples)).astype(np.float64 if rois.type.dtype == "f64" else np.float32)
+    steps = ((np.arange(n.room(count * samples)) + 0.5) / (count * samples)).astype(
+        np.float64 if rois.type.dtype == "f64" else np.float32
+    )
     return n.emit("add", low, n.emit("mul", length, steps.reshape(1, -1)))
 
 
@@ -181,7 +206,9 @@ def _roi_align(n: Node) -> Result:
     shape = (count, rows * samples, columns * samples)
     places, valid = [], None
     for at, size in ((y, height), (x_at, width)):
-        inside = n.emit("and", n.emit("less_equal", n.literal(-1.0, at.type.dtype), at), n.emit("less_equal", at, float(size)))
+        inside = n.emit(
+            "and", n.emit("less_equal", n.literal(-1.0, at.type.dtype), at), n.emit("less_equal", at, float(size))
+        )
         valid = inside if valid is None else n.emit("and", valid, inside)
         places.append(n.emit("broadcast", between(n, at, 0.0, size - 1.0), shape=shape))
     assert valid is not None
@@ -211,9 +238,17 @@ def _deform_conv(n: Node) -> Result:
     strides, dilations = n.ints_attr("strides") or (1, 1), n.ints_attr("dilations") or (1, 1)
     pads = n.ints_attr("pads") or (0, 0, 0, 0)
     taps, (rows, columns) = math.prod(kernel), offset.type.dims[2:]
-    n.require(groups > 0 and shifts > 0 and channels % shifts == 0 and outs % groups == 0, f"groups do not fit {x.type} and {w.type}")
-    n.require(per_group * groups == channels, f"{x.type} has {channels} channels, the weight {w.type} takes {per_group * groups}")
-    n.require(offset.type.dims[1] == shifts * taps * 2, f"offsets {offset.type} do not fit {shifts} groups of {taps} places")
+    n.require(
+        groups > 0 and shifts > 0 and channels % shifts == 0 and outs % groups == 0,
+        f"groups do not fit {x.type} and {w.type}",
+    )
+    n.require(
+        per_group * groups == channels,
+        f"{x.type} has {channels} channels, the weight {w.type} takes {per_group * groups}",
+    )
+    n.require(
+        offset.type.dims[1] == shifts * taps * 2, f"offsets {offset.type} do not fit {shifts} groups of {taps} places"
+    )
     n.room(taps * max(rows, columns))
     size = channels // shifts
     moved = reshape(n, offset, (batch, shifts, taps, 2, rows, columns))
@@ -226,8 +261,12 @@ def _deform_conv(n: Node) -> Result:
     parts = []
     for g in range(shifts):
         own = cut(n, moved, 1, g, g + 1)
-        at = [n.emit("add", reshape(n, cut(n, own, 3, d, d + 1), (batch, taps, rows, columns)), base[d]) for d in (0, 1)]
-        value = read_between(n, cut(n, x, 1, g * size, (g + 1) * size), images(n, batch, 4), at, "linear", zeros_outside(n))
+        at = [
+            n.emit("add", reshape(n, cut(n, own, 3, d, d + 1), (batch, taps, rows, columns)), base[d]) for d in (0, 1)
+        ]
+        value = read_between(
+            n, cut(n, x, 1, g * size, (g + 1) * size), images(n, batch, 4), at, "linear", zeros_outside(n)
+        )
         if n.has(4):
             mask = reshape(n, n.value(4), (batch, shifts, taps, rows, columns))
             value = n.emit("mul", value, reshape(n, cut(n, mask, 1, g, g + 1), (batch, taps, rows, columns, 1)))

@@ -148,7 +148,9 @@ class _Importer:
         for name, given in bound.known.items():
             self.findings.bound.append(name)
             if isinstance(given, list):
-                tensors[name] = TensorList(tuple(Known(self.builder.names.new(f"{name}.{i}"), array) for i, array in enumerate(given)))
+                tensors[name] = TensorList(
+                    tuple(Known(self.builder.names.new(f"{name}.{i}"), array) for i, array in enumerate(given))
+                )
             else:
                 tensors[name] = Empty() if given is None else Known(name, given)
         for value in graph.input:
@@ -176,7 +178,9 @@ class _Importer:
             kind = self.source.type_of(tensor)
         except ValueError:  # said when a node uses it as a tensor: as a number it may be harmless
             return Known(label, self.source.array(tensor))
-        return Weight(label, kind, tensor) if self.trained(tensor.name, kind) else Known(label, self.source.array(tensor))
+        return (
+            Weight(label, kind, tensor) if self.trained(tensor.name, kind) else Known(label, self.source.array(tensor))
+        )
 
     def open_graph(self, graph: onnx.GraphProto, n: Node, part: str) -> Scope:
         """A scope around a graph inside a node, with its initializers: all its runs, also by runs of what is around, share them. In a
@@ -261,7 +265,13 @@ class _Importer:
         written_in = upgrade(node) if standard else node.opset
         note = ""
         known = bool(node.operands) and all(t is None or isinstance(t, Known) for t in node.operands)
-        if standard and known and small(node, promises) and node.kind not in UNFOLDED and node.opset >= CHANGED.get(node.kind, 0):
+        if (
+            standard
+            and known
+            and small(node, promises)
+            and node.kind not in UNFOLDED
+            and node.opset >= CHANGED.get(node.kind, 0)
+        ):
             try:
                 found = fold(node, written_in)
                 self.findings.folded.append(node.name)
@@ -280,7 +290,11 @@ class _Importer:
             return _all_read(node, call(self, node, function))
         except (Refused, TypeError) as error:
             raise Refused(f"{error}{note}") from error
-        except (ValueError, LookupError, ArithmeticError) as error:  # a rank, a length or a number that no valid node has
+        except (
+            ValueError,
+            LookupError,
+            ArithmeticError,
+        ) as error:  # a rank, a length or a number that no valid node has
             raise Refused(f"operands and attributes do not fit the operator: {error}{note}") from error
 
     def complain(self) -> None:
@@ -293,7 +307,9 @@ class _Importer:
             if tensor is None:
                 raise UsageError(f"output {value.name} is not computed by any node", where=str(self.source.path))
             if isinstance(tensor, TensorList | Empty):
-                self.findings.problems.append(f"output {value.name}: sequences and optionals cannot be results, only tensors")
+                self.findings.problems.append(
+                    f"output {value.name}: sequences and optionals cannot be results, only tensors"
+                )
         if self.findings.problems:
             raise CannotImport(str(self.source.path), self.findings.problems, self.findings.needs)
 
@@ -329,7 +345,11 @@ class _Importer:
 
     def _unused(self, variables: Mapping[str, Var]) -> list[str]:
         stored = {self.builder.names[t.name]: t.name for t in self.source.model.graph.initializer}
-        return [theirs for ours, theirs in stored.items() if ours not in variables and isinstance(self.scope.tensors[theirs], Weight)]
+        return [
+            theirs
+            for ours, theirs in stored.items()
+            if ours not in variables and isinstance(self.scope.tensors[theirs], Weight)
+        ]
 
 
 # ---------------------------------------------------------------------------------------- single nodes

@@ -64,10 +64,16 @@ def _cumsum(n: Node) -> Result:
 
 def _gather_nd(n: Node) -> Result:
     x, indices, shared = n.value(0), n.value(1), n.int_attr("batch_dims")
-    n.require(0 <= shared < min(x.type.rank, indices.type.rank), f"batch_dims={shared} does not fit {x.type} and {indices.type}")
+    n.require(
+        0 <= shared < min(x.type.rank, indices.type.rank),
+        f"batch_dims={shared} does not fit {x.type} and {indices.type}",
+    )
     if not shared:
         return n.emit("gather", *entries(n, x, indices), axis=0)
-    n.require(x.type.dims[:shared] == indices.type.dims[:shared], f"{x.type} and {indices.type} differ in the first {shared} dimensions")
+    n.require(
+        x.type.dims[:shared] == indices.type.dims[:shared],
+        f"{x.type} and {indices.type} differ in the first {shared} dimensions",
+    )
     lead = x.type.dims[:shared]
     batch, places, depth = prod(lead), indices.type.dims[shared:-1], indices.type.dims[-1]
     wide = n.cast(indices, "i64")
@@ -103,7 +109,10 @@ def _compress(n: Node) -> Result:
         x, axis = reshape(n, x, (x.type.size,)), 0
     else:
         axis = axis_of(n, n.int_attr("axis"), x.type.rank)
-    n.require(len(keep) <= x.type.dims[axis], f"a condition of {len(keep)} entries is longer than dimension {axis} of {x.type}")
+    n.require(
+        len(keep) <= x.type.dims[axis],
+        f"a condition of {len(keep)} entries is longer than dimension {axis} of {x.type}",
+    )
     places = np.flatnonzero(keep)
     if not len(places):
         return cut(n, x, axis, 0, 0)

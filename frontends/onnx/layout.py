@@ -50,7 +50,11 @@ def _flatten(n: Node) -> Result:
 
 def _squeeze(n: Node) -> Result:
     dims = n.type().dims
-    axes = {axis_of(n, a, len(dims)) for a in n.ints(1, "the list of axes")} if n.has(1) else {i for i, s in enumerate(dims) if s == 1}
+    axes = (
+        {axis_of(n, a, len(dims)) for a in n.ints(1, "the list of axes")}
+        if n.has(1)
+        else {i for i, s in enumerate(dims) if s == 1}
+    )
     n.require(all(dims[a] == 1 for a in axes), f"axes {sorted(axes)} of {n.type()} are not all of size 1")
     return reshaped(n, [size for i, size in enumerate(dims) if i not in axes])
 
@@ -91,9 +95,15 @@ def _split(n: Node) -> Sequence[Result]:
     else:
         each = -(-size // parts)
         sizes = (*(each,) * (parts - 1), size - each * (parts - 1))
-    n.require(len(sizes) == parts and sum(sizes) == size and min(sizes) >= 0, f"sizes {list(sizes)} do not split {size} in {parts}")
+    n.require(
+        len(sizes) == parts and sum(sizes) == size and min(sizes) >= 0,
+        f"sizes {list(sizes)} do not split {size} in {parts}",
+    )
     ends = np.cumsum(sizes).tolist()
-    return [cut(n, x, axis, end - step, end) if name else x for step, end, name in zip(sizes, ends, n.proto.output, strict=True)]
+    return [
+        cut(n, x, axis, end - step, end) if name else x
+        for step, end, name in zip(sizes, ends, n.proto.output, strict=True)
+    ]
 
 
 def _slice(n: Node) -> Result:
@@ -146,7 +156,11 @@ def _pad(n: Node) -> Result:
     n.require(min(low + high) >= 0, f"negative padding with mode={mode} is not supported")
     for axis, size in enumerate(dims):
         if low[axis] or high[axis]:
-            order = np.pad(np.arange(n.room(size + low[axis] + high[axis]) - low[axis] - high[axis]), (low[axis], high[axis]), mode=mode)  # type: ignore[call-overload]
+            order = np.pad(
+                np.arange(n.room(size + low[axis] + high[axis]) - low[axis] - high[axis]),
+                (low[axis], high[axis]),
+                mode=mode,
+            )  # type: ignore[call-overload]
             x = n.emit("gather", x, order.astype(np.int64), axis=axis)
     return x
 
@@ -168,7 +182,9 @@ def _trilu(n: Node) -> Result:
     rows, columns = x.type.dims[-2:]
     upper = n.int_attr("upper", 1)  # column >= row + k, that is not column <= row + k - 1
     if n.has(1) and isinstance(n.tensor(1), Value):
-        given = n.emit("minimum", n.emit("maximum", reshape(n, n.value(1), ()), -rows), columns)  # so that no sum overflows
+        given = n.emit(
+            "minimum", n.emit("maximum", reshape(n, n.value(1), ()), -rows), columns
+        )  # so that no sum overflows
         diagonal: Value | int = n.emit("sub", given, 1) if upper else given
     else:
         known = int(n.constant(1, "the diagonal").item()) if n.has(1) else 0
@@ -206,7 +222,8 @@ def _shape(n: Node) -> Result:
 def _range(n: Node) -> Result:
     start, limit, delta = n.constants({0: "the start", 1: "the limit", 2: "the step"}).values()
     n.require(
-        start.size == limit.size == delta.size == 1 and bool(delta), "start, limit and step have to be one number each, and the step not 0"
+        start.size == limit.size == delta.size == 1 and bool(delta),
+        "start, limit and step have to be one number each, and the step not 0",
     )
     start, limit, delta = (array.reshape(()) for array in (start, limit, delta))
     count = n.room(max(0, math.ceil((limit.item() - start.item()) / delta.item())))
@@ -224,7 +241,10 @@ def _eye_like(n: Node) -> Result:
 
 def _depth_to_space(n: Node) -> Result:
     x, block, mode = n.value(), n.int_attr("blocksize"), n.text_attr("mode", "DCR")
-    n.require(x.type.rank == 4 and block > 0 and x.type.dims[1] % (block * block) == 0, f"{x.type} does not divide into blocks of {block}")
+    n.require(
+        x.type.rank == 4 and block > 0 and x.type.dims[1] % (block * block) == 0,
+        f"{x.type} does not divide into blocks of {block}",
+    )
     n.require(mode in ("DCR", "CRD"), f"mode={mode} is not known")
     batch, channels, height, width = x.type.dims
     own = channels // (block * block)

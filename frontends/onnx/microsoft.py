@@ -123,7 +123,10 @@ def _hidden(n: Node, i: int, dtype: str, rows: int, columns: int, batch: int) ->
         seen = n.emit("less", line, reshape(n, mask, (batch, 1, 1, 1)))
     else:
         shapes = {(batch, columns): (batch, 1, 1, columns), (batch, rows, columns): (batch, 1, rows, columns)}
-        n.require(dims in shapes, f"a mask {mask.type} is not supported, only one number per batch entry, key, or query and key")
+        n.require(
+            dims in shapes,
+            f"a mask {mask.type} is not supported, only one number per batch entry, key, or query and key",
+        )
         seen = n.emit("less", 0, reshape(n, mask, shapes[dims]))
     filler = n.float_attr("mask_filter_value", -10000.0)
     return [n.emit("where", seen, n.literal(0.0, dtype), n.literal(filler, dtype))]
@@ -139,7 +142,10 @@ def _attention(n: Node) -> Result:
     total = n.emit("add", total, n.value(2)) if n.has(2) else total
     width = w.type.dims[1]
     sizes = n.ints_attr("qkv_hidden_sizes") or (width // 3,) * 3
-    n.require(len(sizes) == 3 and sum(sizes) == width and sizes[0] == sizes[1], f"hidden sizes {list(sizes)} do not fit weight {w.type}")
+    n.require(
+        len(sizes) == 3 and sum(sizes) == width and sizes[0] == sizes[1],
+        f"hidden sizes {list(sizes)} do not fit weight {w.type}",
+    )
     parts = [cut(n, total, 2, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(3)]
     q, k, v = (split_heads(n, part, heads) for part in parts)
     scale = n.float_attr("scale") or 1.0 / math.sqrt(q.type.dims[-1])
@@ -155,7 +161,10 @@ def _multi_head(n: Node) -> Sequence[Result]:
     q, k, v = (n.value(i) for i in range(3))
     if n.has(3):
         bias, ends = n.value(3), (0, q.type.dims[-1], 2 * q.type.dims[-1], n.type(3).dims[0])
-        q, k, v = (n.emit("add", x, cut(n, bias, 0, ends[i], ends[i + 1])) if x.type.rank == 3 else x for i, x in enumerate((q, k, v)))
+        q, k, v = (
+            n.emit("add", x, cut(n, bias, 0, ends[i], ends[i + 1])) if x.type.rank == 3 else x
+            for i, x in enumerate((q, k, v))
+        )
     q, k, v = (split_heads(n, x, heads) for x in (q, k, v))
     batch, _, rows, size = q.type.dims
     added = _hidden(n, 4, q.type.dtype, rows, k.type.dims[2], batch)
@@ -170,10 +179,15 @@ def _group_query(n: Node) -> Sequence[Result]:
     shorter one in the batch is not specified."""
     n.require(not any(n.has(i) and n.type(i).size for i in (3, 4)), "past keys and values are not supported")
     n.require(not any(n.has(i) for i in (11, *range(12, n.count))), "sinks and quantised caches are not supported")
-    n.require(not n.int_attr("smooth_softmax") and not n.int_attr("qk_output"), "smooth_softmax and qk_output are not supported")
+    n.require(
+        not n.int_attr("smooth_softmax") and not n.int_attr("qk_output"),
+        "smooth_softmax and qk_output are not supported",
+    )
     heads, own = n.int_attr("num_heads"), n.int_attr("kv_num_heads")
     q = n.value()
-    n.require(q.type.rank == 3 and heads > 0 and own > 0, f"needs three dimensions and the numbers of heads, got {q.type}")
+    n.require(
+        q.type.rank == 3 and heads > 0 and own > 0, f"needs three dimensions and the numbers of heads, got {q.type}"
+    )
     if n.has(1):
         parts = [q, n.value(1), n.value(2)]
     else:
@@ -193,12 +207,17 @@ def _group_query(n: Node) -> Sequence[Result]:
         keep = n.emit("not", triangle(n, rows, columns, -window))
     scale = n.float_attr("scale") or 1.0 / math.sqrt(q.type.dims[-1])
     added = [n.value(10)] if n.has(10) else []
-    y = _weighed(n, q, repeat_heads(n, k, heads), repeat_heads(n, v, heads), scale, added, True, keep, n.float_attr("softcap"))
+    y = _weighed(
+        n, q, repeat_heads(n, k, heads), repeat_heads(n, v, heads), scale, added, True, keep, n.float_attr("softcap")
+    )
     return join_heads(n, y), k, v
 
 
 def _rotary(n: Node) -> Result:
-    n.require(not n.int_attr("is_packed_batching") and n.float_attr("scale", 1.0) == 1.0, "packed batches and a scale are not supported")
+    n.require(
+        not n.int_attr("is_packed_batching") and n.float_attr("scale", 1.0) == 1.0,
+        "packed batches and a scale are not supported",
+    )
     x, heads = n.value(0), n.int_attr("num_heads")
     size = n.int_attr("rotary_embedding_dim")
     positions = x.type.dims[1] if x.type.rank == 3 else x.type.dims[2]
@@ -211,7 +230,9 @@ def _rotary(n: Node) -> Result:
     where = n.value(1)
     if where.type.rank == 1:  # where the sequence begins
         n.require(where.type.size == 1, f"needs one position or one for each entry, got {where.type}")
-        where = n.emit("add", n.emit("iota", dtype=where.type.dtype, shape=(1, positions), axis=1), reshape(n, where, ()))
+        where = n.emit(
+            "add", n.emit("iota", dtype=where.type.dtype, shape=(1, positions), axis=1), reshape(n, where, ())
+        )
     lead = where.type.dims[0]
     cos, sin = (reshape(n, n.emit("gather", n.value(i), where, axis=0), (lead, 1, positions, half)) for i in (2, 3))
     y = rotate(n, turned, cos, sin, bool(n.int_attr("interleaved")))
@@ -254,7 +275,9 @@ def _fused_conv(n: Node) -> Result:
 def _fused_matmul(n: Node) -> Result:
     n.require(not n.int_attr("transBatchA") and not n.int_attr("transBatchB"), "transposed batches are not supported")
     x, y = n.value(0), n.value(1)
-    n.require(x.type.rank >= 2 and y.type.rank >= 2, f"needs at least two dimensions on both sides, got {x.type} and {y.type}")
+    n.require(
+        x.type.rank >= 2 and y.type.rank >= 2, f"needs at least two dimensions on both sides, got {x.type} and {y.type}"
+    )
     product = n.emit("matmul", x, y, ta=bool(n.int_attr("transA")), tb=bool(n.int_attr("transB")))
     alpha = n.float_attr("alpha", 1.0)
     return product if alpha == 1.0 else n.emit("mul", product, alpha)

@@ -33,7 +33,10 @@ def window_of(n: Node, kernel: Sequence[int]) -> Window:
     strides = n.ints_attr("strides") or (1,) * r
     dilations = n.ints_attr("dilations") or (1,) * r
     pads = list(n.ints_attr("pads") or (0,) * 2 * r)
-    n.require(len(sizes) == len(strides) == len(dilations) == r and len(pads) == 2 * r, f"attributes do not fit {r} spatial dimensions")
+    n.require(
+        len(sizes) == len(strides) == len(dilations) == r and len(pads) == 2 * r,
+        f"attributes do not fit {r} spatial dimensions",
+    )
     n.require(min((*kernel, *strides, *dilations), default=0) > 0, "kernel, strides and dilations must be 1 or more")
     match mode := n.text_attr("auto_pad", "NOTSET"):
         case "NOTSET":
@@ -73,11 +76,20 @@ def _conv_transpose(n: Node) -> Result:
     r = len(kernel)
     groups, strides = n.int_attr("group", 1), n.ints_attr("strides") or (1,) * r
     dilations, extra = n.ints_attr("dilations") or (1,) * r, n.ints_attr("output_padding") or (0,) * r
-    n.require(len(sizes) == len(strides) == len(dilations) == len(extra) == r, f"attributes do not fit {r} spatial dimensions")
+    n.require(
+        len(sizes) == len(strides) == len(dilations) == len(extra) == r, f"attributes do not fit {r} spatial dimensions"
+    )
     n.require(groups > 0 and min((*strides, *dilations)) > 0, "groups, strides and dilations must be 1 or more")
-    n.require(all(0 <= e < s for e, s in zip(extra, strides, strict=True)), f"output_padding {list(extra)} is not below the strides")
+    n.require(
+        all(0 <= e < s for e, s in zip(extra, strides, strict=True)),
+        f"output_padding {list(extra)} is not below the strides",
+    )
     full = transposed_sizes(sizes, kernel, strides, dilations, extra)
-    pads, mode, wanted = n.ints_attr("pads") or (0,) * 2 * r, n.text_attr("auto_pad", "NOTSET"), n.ints_attr("output_shape")
+    pads, mode, wanted = (
+        n.ints_attr("pads") or (0,) * 2 * r,
+        n.text_attr("auto_pad", "NOTSET"),
+        n.ints_attr("output_shape"),
+    )
     n.require(mode in ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"), f"auto_pad={mode} is not known")
     if not wanted and mode.startswith("SAME"):
         wanted = tuple(m * s for m, s in zip(sizes, strides, strict=True))
@@ -87,7 +99,11 @@ def _conv_transpose(n: Node) -> Result:
         small, large = tuple(t // 2 for t in surplus), tuple(t - t // 2 for t in surplus)
         pads = small + large if mode == "SAME_UPPER" else large + small
     # A wanted size may leave room at the end, as output_padding does: less than a stride.
-    fits = len(pads) == 2 * r and min(pads[:r]) >= 0 and all(q >= 0 or (wanted and -q < s) for q, s in zip(pads[r:], strides, strict=True))
+    fits = (
+        len(pads) == 2 * r
+        and min(pads[:r]) >= 0
+        and all(q >= 0 or (wanted and -q < s) for q, s in zip(pads[r:], strides, strict=True))
+    )
     n.require(fits, f"padding {list(pads)} must be {2 * r} numbers, not negative")
     spatial = tuple(f - p - q for f, p, q in zip(full, pads[:r], pads[r:], strict=True))
     shape = (x.type.dims[0], w.type.dims[1] * groups, *spatial)
@@ -122,7 +138,9 @@ def _layer_norm(n: Node) -> Result | Sequence[Result]:
     weight = x.type.dims[axis:]
     scale = expand(n, n.value(1), weight)
     bias = expand(n, n.value(2), weight) if n.has(2) else n.emit("const", value=0.0, dtype=x.type.dtype, shape=weight)
-    y, mean, rstd = n.emit_all("layer_norm", 3, x, scale, bias, axis=axis - x.type.rank, eps=n.float_attr("epsilon", 1e-5))
+    y, mean, rstd = n.emit_all(
+        "layer_norm", 3, x, scale, bias, axis=axis - x.type.rank, eps=n.float_attr("epsilon", 1e-5)
+    )
     if n.wanted == 1:
         return y
     shape = (*x.type.dims[:axis], *(1,) * len(weight))
@@ -176,10 +194,18 @@ def _group_norm(n: Node) -> Result:
     _require_statistics_in_f32(n)
     scale, bias = n.value(1), n.value(2)
     if n.opset < 21:  # one entry per group
-        n.require(scale.type.dims == bias.type.dims == (groups,), f"scale and bias must have one entry per group, got {scale.type}")
+        n.require(
+            scale.type.dims == bias.type.dims == (groups,),
+            f"scale and bias must have one entry per group, got {scale.type}",
+        )
         wide = (groups, x.type.dims[1] // groups)
-        scale, bias = (reshape(n, expand(n, reshape(n, v, (groups, 1)), wide), (x.type.dims[1],)) for v in (scale, bias))
-    n.require(scale.type.dims == bias.type.dims == (x.type.dims[1],), f"scale and bias must have one entry per channel, got {scale.type}")
+        scale, bias = (
+            reshape(n, expand(n, reshape(n, v, (groups, 1)), wide), (x.type.dims[1],)) for v in (scale, bias)
+        )
+    n.require(
+        scale.type.dims == bias.type.dims == (x.type.dims[1],),
+        f"scale and bias must have one entry per channel, got {scale.type}",
+    )
     y = grouped_norm(n, x, groups, n.float_attr("epsilon", 1e-5))
     return scaled(n, y, scale, bias)
 
@@ -191,7 +217,9 @@ def _local_response(n: Node) -> Result:
     lines = reshape(n, n.emit("mul", x, x), (batch, 1, channels, prod(x.type.dims[2:])))
     low, high = floor((size - 1) / 2), ceil((size - 1) / 2)
     mean = n.emit("avg_pool", lines, window=(size, 1), strides=(1, 1), pads=(low, 0, high, 0), include_pad=True)
-    total = n.emit("add", n.emit("mul", reshape(n, mean, x.type.dims), n.float_attr("alpha", 1e-4)), n.float_attr("bias", 1.0))
+    total = n.emit(
+        "add", n.emit("mul", reshape(n, mean, x.type.dims), n.float_attr("alpha", 1e-4)), n.float_attr("bias", 1.0)
+    )
     return n.emit("mul", x, power(n, total, -n.float_attr("beta", 0.75)))
 
 

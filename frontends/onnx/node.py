@@ -116,7 +116,9 @@ class Node(Writer):
     def tensor(self, i: int) -> Known | Weight | Value | Lost:
         tensor = self.operand(i)
         if isinstance(tensor, TensorList | Empty):
-            raise Refused(f"operand {i} is {'a sequence' if isinstance(tensor, TensorList) else 'an empty optional'}, not a tensor")
+            raise Refused(
+                f"operand {i} is {'a sequence' if isinstance(tensor, TensorList) else 'an empty optional'}, not a tensor"
+            )
         return tensor
 
     def type(self, i: int = 0) -> TensorType:
@@ -187,7 +189,9 @@ class Node(Writer):
 
     def room(self, count: int) -> int:
         """A number of elements that are to be made at import, if it is not too many."""
-        self.require(0 <= count <= MOST_MADE, f"{count} numbers would have to be made at import, at most {MOST_MADE} are")
+        self.require(
+            0 <= count <= MOST_MADE, f"{count} numbers would have to be made at import, at most {MOST_MADE} are"
+        )
         return count
 
     def statistic(self, i: int) -> Value:
@@ -270,7 +274,10 @@ class Node(Writer):
     # ------------------------------------------------------------------------------------ results
 
     def only_first_output(self) -> None:
-        self.require(not any(self.proto.output[1:]), f"only the first result is supported, {', '.join(self.proto.output[1:])} is asked for")
+        self.require(
+            not any(self.proto.output[1:]),
+            f"only the first result is supported, {', '.join(self.proto.output[1:])} is asked for",
+        )
 
     @property
     def base(self) -> str:
@@ -295,7 +302,12 @@ class Node(Writer):
         for name, result in bound:
             if isinstance(result, np.ndarray):
                 tensors[name] = Known(self._label(name), result)
-            elif isinstance(result, Value) and result in mine and result not in renamed and not builder.stands_for_tensor(result):
+            elif (
+                isinstance(result, Value)
+                and result in mine
+                and result not in renamed
+                and not builder.stands_for_tensor(result)
+            ):
                 tensors[name] = renamed[result] = Value(builder.names[self._label(name)], result.type)
             else:
                 tensors[name] = result

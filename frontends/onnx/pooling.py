@@ -47,15 +47,21 @@ def _max_unpool(n: Node) -> Result:
     r = len(kernel)
     strides, pads = n.ints_attr("strides") or (1,) * r, n.ints_attr("pads") or (0,) * 2 * r
     n.require(x.type.rank == r + 2 and len(strides) == r and len(pads) == 2 * r, f"attributes do not fit {x.type}")
-    sizes = [(m - 1) * s - p - q + k for m, s, p, q, k in zip(x.type.dims[2:], strides, pads[:r], pads[r:], kernel, strict=True)]
+    sizes = [
+        (m - 1) * s - p - q + k
+        for m, s, p, q, k in zip(x.type.dims[2:], strides, pads[:r], pads[r:], kernel, strict=True)
+    ]
     own = (*x.type.dims[:2], *sizes)
     zeros = n.emit("const", value=0.0, dtype=x.type.dtype, shape=(prod(own),))
-    y = reshape(n, n.emit("scatter", zeros, reshape(n, places, (x.type.size,)), reshape(n, x, (x.type.size,)), axis=0), own)
+    y = reshape(
+        n, n.emit("scatter", zeros, reshape(n, places, (x.type.size,)), reshape(n, x, (x.type.size,)), axis=0), own
+    )
     if not n.has(2):
         return y
     wanted = n.ints(2, "the shape")
     n.require(
-        len(wanted) == len(own) and all(a >= b for a, b in zip(wanted, own, strict=True)), f"shape {list(wanted)} is smaller than {y.type}"
+        len(wanted) == len(own) and all(a >= b for a, b in zip(wanted, own, strict=True)),
+        f"shape {list(wanted)} is smaller than {y.type}",
     )
     return n.emit("pad", y, low=(0,) * len(own), high=tuple(a - b for a, b in zip(wanted, own, strict=True)))
 
@@ -79,13 +85,22 @@ def _col2im(n: Node) -> Result:
     """Every tap of the block is put back in its place, and all are added up."""
     x, space, block = n.value(), n.ints(1, "the shape"), n.ints(2, "the block")
     r = len(space)
-    dilations, strides, pads = n.ints_attr("dilations") or (1,) * r, n.ints_attr("strides") or (1,) * r, n.ints_attr("pads") or (0,) * 2 * r
-    n.require(len(block) == len(dilations) == len(strides) == r and len(pads) == 2 * r, f"attributes do not fit {r} dimensions")
+    dilations, strides, pads = (
+        n.ints_attr("dilations") or (1,) * r,
+        n.ints_attr("strides") or (1,) * r,
+        n.ints_attr("pads") or (0,) * 2 * r,
+    )
+    n.require(
+        len(block) == len(dilations) == len(strides) == r and len(pads) == 2 * r,
+        f"attributes do not fit {r} dimensions",
+    )
     full = [size + pads[i] + pads[i + r] for i, size in enumerate(space)]
     counts = [(f - d * (k - 1) - 1) // s + 1 for f, d, k, s in zip(full, dilations, block, strides, strict=True)]
     batch, width, length = x.type.dims
     taps = prod(block)
-    n.require(width % taps == 0 and length == prod(counts), f"{x.type} does not hold {prod(counts)} blocks of {list(block)}")
+    n.require(
+        width % taps == 0 and length == prod(counts), f"{x.type} does not hold {prod(counts)} blocks of {list(block)}"
+    )
     parts = reshape(n, x, (batch, width // taps, taps, *counts))
     total: Value | None = None
     for i, tap in enumerate(np.ndindex(*block)):

@@ -47,7 +47,8 @@ def _along(n: Node, i: int, x: Value, axis: int, block: int = 0) -> Value:
         return reshape(n, s, (*(1,) * axis, dims[axis], *(1,) * (x.type.rank - axis - 1)))
     blocks = -(-dims[axis] // block)
     n.require(
-        s.type.dims == (*dims[:axis], blocks, *dims[axis + 1 :]), f"{s.type} does not give one number per block of {block} of {x.type}"
+        s.type.dims == (*dims[:axis], blocks, *dims[axis + 1 :]),
+        f"{s.type} does not give one number per block of {block} of {x.type}",
     )
     wide = (*dims[:axis], blocks, block, *dims[axis + 1 :])
     spread = expand(n, reshape(n, s, (*dims[:axis], blocks, 1, *dims[axis + 1 :])), wide)
@@ -129,7 +130,10 @@ def _convolution(n: Node, w_at: int, x_zero: int, w_zero: int) -> Value:
     """The sums of a convolution, as floats that hold them exactly."""
     x, w = n.value(0), n.value(w_at)
     kernel = kernel_of(n, w)
-    n.require(x.type.dtype in ("i8", "u8") and w.type.dtype in ("i8", "u8"), f"needs integers of 8 bits, got {x.type} and {w.type}")
+    n.require(
+        x.type.dtype in ("i8", "u8") and w.type.dtype in ("i8", "u8"),
+        f"needs integers of 8 bits, got {x.type} and {w.type}",
+    )
     dtype = "f32" if 255 * 255 * prod(w.type.dims[1:]) < _EXACT else "f64"
     groups = n.int_attr("group", 1)
     n.require(groups > 0, f"{groups} groups")
@@ -141,7 +145,11 @@ def _convolution(n: Node, w_at: int, x_zero: int, w_zero: int) -> Value:
 def _qlinear_conv(n: Node) -> Result:
     total, w = _convolution(n, 3, 2, 5), n.value(3)
     if n.has(8):
-        total = n.emit("add", total, n.cast(reshape(n, n.value(8), (1, w.type.dims[0], *(1,) * (w.type.rank - 2))), total.type.dtype))
+        total = n.emit(
+            "add",
+            total,
+            n.cast(reshape(n, n.value(8), (1, w.type.dims[0], *(1,) * (w.type.rank - 2))), total.type.dtype),
+        )
     x_scale, w_scale, y_scale = (n.statistic(i) for i in (1, 4, 6))
     scale = n.emit("div", n.emit("mul", reshape(n, x_scale, ()), w_scale), reshape(n, y_scale, ()))
     scale = reshape(n, scale, () if scale.type.size == 1 else (1, scale.type.size, *(1,) * (w.type.rank - 2)))
@@ -186,7 +194,9 @@ def _unary(kind: str) -> Rule:
 
 def _leaky(n: Node) -> Result:
     x = _real(n, 0)
-    return _requantized(n, n.emit("where", n.emit("less", x, 0.0), n.emit("mul", x, n.float_attr("alpha", 0.01)), x), 3, 0)
+    return _requantized(
+        n, n.emit("where", n.emit("less", x, 0.0), n.emit("mul", x, n.float_attr("alpha", 0.01)), x), 3, 0
+    )
 
 
 def _average(n: Node) -> Result:

@@ -33,12 +33,18 @@ def _functions(n: Node, defaults: Sequence[str], directions: int) -> list[list[F
     """The functions of each direction; numbers for them stand in two lists, in the order of those that take them."""
     names = [name.lower() for name in n.texts_attr("activations")] or [*defaults] * directions
     n.require(len(names) == len(defaults) * directions, f"{len(names)} activations do not fit {directions} directions")
-    alphas, betas, clip = list(n.floats_attr("activation_alpha")), list(n.floats_attr("activation_beta")), n.float_attr("clip")
+    alphas, betas, clip = (
+        list(n.floats_attr("activation_alpha")),
+        list(n.floats_attr("activation_beta")),
+        n.float_attr("clip"),
+    )
 
     def function(name: str) -> Function:
         n.require(name in _FUNCTIONS, f"activation {name} is not known")
         write, numbers = _FUNCTIONS[name]
-        given = [(alphas if i == 0 else betas).pop(0) if (alphas if i == 0 else betas) else x for i, x in enumerate(numbers)]
+        given = [
+            (alphas if i == 0 else betas).pop(0) if (alphas if i == 0 else betas) else x for i, x in enumerate(numbers)
+        ]
 
         def apply(x: Value) -> Value:
             x = between(n, x, -clip, clip) if clip else x
@@ -51,7 +57,11 @@ def _functions(n: Node, defaults: Sequence[str], directions: int) -> list[list[F
 
 
 def _layer(
-    n: Node, gates: int, functions: Sequence[str], states: int, cell: Callable[[int, Value, Value | None, list[Function]], Cell]
+    n: Node,
+    gates: int,
+    functions: Sequence[str],
+    states: int,
+    cell: Callable[[int, Value, Value | None, list[Function]], Cell],
 ) -> Sequence[Result]:
     """`cell` makes the cell of a direction from its recurrent weight, the recurrent half of its bias, and its functions."""
     direction, first = n.text_attr("direction", "forward"), bool(n.int_attr("layout"))
@@ -78,13 +88,19 @@ def _layer(
     ys: list[Value] = []
     lasts: list[list[Value]] = []
     for d in range(count):
-        bias = [cut(n, part(3, d), 0, i * gates * size, (i + 1) * gates * size) for i in (0, 1)] if n.has(3) else [None, None]
+        bias = (
+            [cut(n, part(3, d), 0, i * gates * size, (i + 1) * gates * size) for i in (0, 1)]
+            if n.has(3)
+            else [None, None]
+        )
         own, inner = bias
         if own is not None and inner is not None:
             own = n.emit("add", own, without_hidden(n, inner, size) if n.kind == "GRU" else inner)
         inputs = linear(n, x, part(1, d), own)
         state = tuple(start(5 + i, d) for i in range(states))
-        y, last = unroll(n, inputs, state, cell(d, part(2, d), inner, chosen[d]), lengths, direction == "reverse" or d == 1)
+        y, last = unroll(
+            n, inputs, state, cell(d, part(2, d), inner, chosen[d]), lengths, direction == "reverse" or d == 1
+        )
         ys.append(reshape(n, y, (y.type.dims[0], 1, batch, size)))
         lasts.append([reshape(n, s, (1, batch, size)) for s in last])
     y = ys[0] if count == 1 else n.emit("concat", *ys, axis=1)

@@ -35,7 +35,8 @@ class CannotImport(UnsupportedModel):
         super().__init__(
             f"the model cannot be imported, {count}:\n" + "\n".join(f"  {row}" for row in rows),
             where=where,
-            hint="docs/onnx-operators.md lists what is supported, and what to do about the rest" + (f"; {hint}" if hint else ""),
+            hint="docs/onnx-operators.md lists what is supported, and what to do about the rest"
+            + (f"; {hint}" if hint else ""),
         )
         self.needs = tuple(needs)
 
@@ -45,7 +46,12 @@ def row(name: str, node: onnx.NodeProto, reason: str) -> str:
 
 
 def report(
-    findings: Findings, ops: Sequence[Op], variables: Mapping[str, Var], dims: Mapping[str, int], nodes: int, unused: Sequence[str]
+    findings: Findings,
+    ops: Sequence[Op],
+    variables: Mapping[str, Var],
+    dims: Mapping[str, int],
+    nodes: int,
+    unused: Sequence[str],
 ) -> list[str]:
     """`nodes` is how many the model has, `unused` are floating-point initializers that nothing depends on."""
     lines = [counted(variables.values())]
@@ -69,7 +75,9 @@ def report(
     if findings.buffers:
         lines.append(f"buffers of the exported module, not trained: {some(findings.buffers)}")
     if findings.scalars:
-        lines.append(f"initializers of rank 0, taken as constants: {some(findings.scalars)} (--trained REGEX makes parameters of them)")
+        lines.append(
+            f"initializers of rank 0, taken as constants: {some(findings.scalars)} (--trained REGEX makes parameters of them)"
+        )
     if unused:
         lines.append(f"floating-point initializers that no result depends on as tensors, left out: {some(unused)}")
     return lines

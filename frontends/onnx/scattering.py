@@ -24,7 +24,9 @@ def _combined(n: Node, x: Value, at: Value, updates: Value, reduction: str) -> V
     if reduction == "min":
         return flipped(n, _combined(n, flipped(n, x), at, flipped(n, updates), "max"))
     size, count, inner = x.type.dims[0], at.type.dims[0], prod(x.type.dims[1:])
-    n.require(size * count * inner <= MOST_COMPARED, f"reduction={reduction} with {count} updates of {x.type} is too large")
+    n.require(
+        size * count * inner <= MOST_COMPARED, f"reduction={reduction} with {count} updates of {x.type} is too large"
+    )
     if not count:
         return x
     n.require_inside(at, size)
@@ -48,7 +50,9 @@ def _scatter_elements(n: Node) -> Result:
     count = indices.type.size
     places = reshape(n, positions(n, indices, axis, x.type.dims), (count,))
     flat = reshape(n, x, (x.type.size,))
-    return reshape(n, _combined(n, flat, places, reshape(n, updates, (count,)), n.text_attr("reduction", "none")), x.type.dims)
+    return reshape(
+        n, _combined(n, flat, places, reshape(n, updates, (count,)), n.text_attr("reduction", "none")), x.type.dims
+    )
 
 
 def _scatter_nd(n: Node) -> Result:
@@ -56,7 +60,9 @@ def _scatter_nd(n: Node) -> Result:
     whole, flat = entries(n, x, indices)
     count = flat.type.size
     rows = reshape(n, updates, (count, *whole.type.dims[1:]))
-    return reshape(n, _combined(n, whole, reshape(n, flat, (count,)), rows, n.text_attr("reduction", "none")), x.type.dims)
+    return reshape(
+        n, _combined(n, whole, reshape(n, flat, (count,)), rows, n.text_attr("reduction", "none")), x.type.dims
+    )
 
 
 def _tensor_scatter(n: Node) -> Result:

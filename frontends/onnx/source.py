@@ -96,10 +96,14 @@ class Source:
             try:
                 return numpy_helper.to_array(tensor)
             except (ValueError, TypeError) as error:
-                raise UsageError(f"tensor {tensor.name} of shape {list(shape)} cannot be read: {error}", where=str(self.path)) from error
+                raise UsageError(
+                    f"tensor {tensor.name} of shape {list(shape)} cannot be read: {error}", where=str(self.path)
+                ) from error
         raw = tensor.raw_data
         if len(raw) != dtype.itemsize * math.prod(shape):
-            raise UsageError(f"tensor {tensor.name} of shape {list(shape)} holds {len(raw)} bytes", where=str(self.path))
+            raise UsageError(
+                f"tensor {tensor.name} of shape {list(shape)} holds {len(raw)} bytes", where=str(self.path)
+            )
         return np.frombuffer(raw, dtype).reshape(shape)
 
     def is_float(self, tensor: onnx.TensorProto) -> bool:
@@ -113,7 +117,9 @@ class Source:
         dims, values, indices = tuple(sparse.dims), self.array(sparse.values).reshape(-1), self.array(sparse.indices)
         size = int(np.prod(dims, dtype=np.int64))
         if size > MOST_DENSE:
-            raise UsageError(f"sparse tensor {sparse.values.name} of shape {list(dims)} is too large", where=str(self.path))
+            raise UsageError(
+                f"sparse tensor {sparse.values.name} of shape {list(dims)} is too large", where=str(self.path)
+            )
         flat = np.zeros(size, values.dtype)
         try:
             flat[np.ravel_multi_index(tuple(indices.T), dims) if indices.ndim == 2 else indices] = values
@@ -142,7 +148,9 @@ class Source:
         for tensor in graph.initializer:
             external = tensor.data_location == onnx.TensorProto.EXTERNAL
             if external or math.prod(tensor.dims) > SMALL:
-                target.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tuple(tensor.dims)))
+                target.input.append(
+                    onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tuple(tensor.dims))
+                )
             else:
                 target.initializer.append(tensor)
         stored = {t.name for t in graph.initializer}
@@ -153,7 +161,9 @@ class Source:
         try:
             return np.dtype(tensor_dtype_to_np_dtype(tensor.data_type))
         except KeyError as error:
-            raise UsageError(f"tensor {tensor.name} has an element type that does not exist", where=str(self.path)) from error
+            raise UsageError(
+                f"tensor {tensor.name} has an element type that does not exist", where=str(self.path)
+            ) from error
 
     def _span(self, tensor: onnx.TensorProto) -> tuple[Path, int]:
         """File and offset of external data, after every check."""
@@ -170,7 +180,9 @@ class Source:
             raise UsageError(f"needs {needed} bytes, the file names {length} bytes at offset {offset}", where=where)
         size = file.stat().st_size
         if offset + needed > size:
-            raise UsageError(f"needs bytes {offset} to {offset + needed} of {location}, which has only {size}", where=where)
+            raise UsageError(
+                f"needs bytes {offset} to {offset + needed} of {location}, which has only {size}", where=where
+            )
         return file, offset
 
     def external(self, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
@@ -224,7 +236,11 @@ def _mend(model: onnx.ModelProto, about: str) -> None:
 
 def _parse(path: Path) -> onnx.ModelProto:
     if not path.is_file():
-        raise UsageError("no such file" if not path.exists() else "not a file", where=str(path), hint="give the path of an ONNX model")
+        raise UsageError(
+            "no such file" if not path.exists() else "not a file",
+            where=str(path),
+            hint="give the path of an ONNX model",
+        )
     try:
         model = onnx.load(str(path), format="protobuf", load_external_data=False)
     except DecodeError as error:
@@ -295,7 +311,9 @@ def stored_in(graph: onnx.GraphProto) -> list[Label]:
     `If_4/then/w`. The elements do not matter."""
     found = [(path, inner, tensor) for path, inner in _placed(graph, "") for tensor in inner.initializer]
     own = (
-        [v.name for v in graph.input] + [t.values.name for t in graph.sparse_initializer] + [o for node in graph.node for o in node.output]
+        [v.name for v in graph.input]
+        + [t.values.name for t in graph.sparse_initializer]
+        + [o for node in graph.node for o in node.output]
     )
     times = Counter([*own, *(tensor.name for _, _, tensor in found)])
     namer = Namer(times)

@@ -40,7 +40,16 @@ LARGEST_MESSAGE = 2**31 - 2**20
 _SMALL = 1024
 _ALIGNMENT = 64
 _CHUNK = 1 << 24
-_ELEMENTS = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data", "external_data")
+_ELEMENTS = (
+    "raw_data",
+    "float_data",
+    "int32_data",
+    "int64_data",
+    "double_data",
+    "uint64_data",
+    "string_data",
+    "external_data",
+)
 
 # A file, an offset and a number of bytes.
 Span = tuple[Path, int, int]
@@ -58,7 +67,9 @@ class Structure:
     spans: tuple[Span, ...]
 
 
-def take_structure(model: onnx.ModelProto, source: Source, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str]) -> Structure:
+def take_structure(
+    model: onnx.ModelProto, source: Source, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str]
+) -> Structure:
     """Take the elements of variables out of `model`, which is of no other use afterwards. `shapes` are those of the variables, and `names`
     gives the file's label for those that are called otherwise."""
     tensors = _labelled(model)
@@ -135,7 +146,12 @@ def _kept_span(tensor: onnx.TensorProto, kept: Path) -> Span:
     data = data_file(kept)
     offset, length = fields.get("offset", ""), fields.get("length", "")
     numbers = all(text.isascii() and text.isdecimal() for text in (offset, length))
-    if fields.get("location") != data.name or not numbers or not data.is_file() or int(offset) + int(length) > data.stat().st_size:
+    if (
+        fields.get("location") != data.name
+        or not numbers
+        or not data.is_file()
+        or int(offset) + int(length) > data.stat().st_size
+    ):
         raise VerifyError(f"tensor {tensor.name} has no elements where they should be, in {data.name}", where=str(kept))
     return data, int(offset), int(length)
 
@@ -182,7 +198,9 @@ def _fill(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], where: str) 
     return [(tensor, arrays[name]) for name, tensor in tensors.items() if name not in inline]
 
 
-def _write_data(model: onnx.ModelProto, filled: Sequence[Filled], spans: Iterator[Span], path: Path, location: str) -> bool:
+def _write_data(
+    model: onnx.ModelProto, filled: Sequence[Filled], spans: Iterator[Span], path: Path, location: str
+) -> bool:
     """Write the elements of all external tensors, and say in each where they are; whether there are any."""
     # By the tensor object: protobuf gives the same one again as long as `filled` holds it.
     given = {id(tensor): array for tensor, array in filled}
@@ -193,11 +211,15 @@ def _write_data(model: onnx.ModelProto, filled: Sequence[Filled], spans: Iterato
         for tensor in todo:
             file.write(b"\0" * (-file.tell() % _ALIGNMENT))
             offset = file.tell()
-            for piece in _copied(next(spans)) if tensor.external_data else _pieces(_elements(given[id(tensor)], tensor)):
+            for piece in (
+                _copied(next(spans)) if tensor.external_data else _pieces(_elements(given[id(tensor)], tensor))
+            ):
                 file.write(piece)
             entries = {"location": location, "offset": str(offset), "length": str(file.tell() - offset)}
             del tensor.external_data[:]
-            tensor.external_data.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in entries.items())
+            tensor.external_data.extend(
+                onnx.StringStringEntryProto(key=key, value=value) for key, value in entries.items()
+            )
         _flush(file)
     return True
 

@@ -68,7 +68,8 @@ class NeedsKnown(Refused):
         flags = " ".join(f"--known {name}=VALUES" for name in inputs)
         verb, they = ("is", "it has") if len(wanted) == 1 else ("are", "they have")
         return cls(
-            f"{', '.join(wanted)} {verb} computed at run time from {', '.join(inputs)}, {they} to be known at import: {flags}", inputs
+            f"{', '.join(wanted)} {verb} computed at run time from {', '.join(inputs)}, {they} to be known at import: {flags}",
+            inputs,
         )
 
 

@@ -29,14 +29,18 @@ class Trained:
     def __init__(self, source: Source, findings: Findings, frozen: str | None, trained: str | None) -> None:
         self._findings = findings
         graph = source.model.graph
-        self._said = {value.name: entry.value for value in graph.value_info for entry in value.metadata_props if entry.key == KIND}
+        self._said = {
+            value.name: entry.value for value in graph.value_info for entry in value.metadata_props if entry.key == KIND
+        }
         floating = [tensor.name for _, _, tensor in stored_in(graph) if source.is_float(tensor)]
         patterns = []
         for flag, text in (("frozen", frozen), ("trained", trained)):
             try:
                 pattern = re.compile(text) if text else None
             except (re.error, RecursionError, OverflowError) as error:
-                raise UsageError(f"--{flag} {text!r} is not a regular expression: {error}", where=str(source.path)) from error
+                raise UsageError(
+                    f"--{flag} {text!r} is not a regular expression: {error}", where=str(source.path)
+                ) from error
             if pattern is not None and not any(map(pattern.search, floating)):
                 raise UsageError(f"--{flag} {text!r} matches no floating-point initializer", where=str(source.path))
             patterns.append(pattern)

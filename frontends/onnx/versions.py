@@ -49,7 +49,9 @@ def opsets_of(source: Source) -> dict[str, int]:
         )
     for domain, version in OTHERS.items():
         if versions.get(domain, version) != version:
-            raise UnsupportedModel(f"version {versions[domain]} of domain {domain} is not supported, only {version}", where=where)
+            raise UnsupportedModel(
+                f"version {versions[domain]} of domain {domain} is not supported, only {version}", where=where
+            )
     return {**versions, "": found}
 
 
@@ -126,7 +128,10 @@ UPGRADES: dict[str, tuple[int, Callable[[Node], None]]] = {
     "Squeeze": (13, _AXES),
     "Unsqueeze": (13, _AXES),
     "ReduceSum": (13, _AXES),
-    **{f"Reduce{kind}": (18, _AXES) for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")},
+    **{
+        f"Reduce{kind}": (18, _AXES)
+        for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
+    },
     "DFT": (20, _dft),
 }
 

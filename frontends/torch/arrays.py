@@ -14,7 +14,9 @@ _OURS = {theirs: ours for ours, theirs in _THEIRS.items()}
 def our_dtype(dtype: torch.dtype) -> str:
     """Our name of an element type; ValueError when there is none."""
     if dtype not in _OURS:
-        raise ValueError(f"element type {str(dtype).removeprefix('torch.')} is not supported, only {', '.join(_THEIRS)}")
+        raise ValueError(
+            f"element type {str(dtype).removeprefix('torch.')} is not supported, only {', '.join(_THEIRS)}"
+        )
     return _OURS[dtype]
 
 

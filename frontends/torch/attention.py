@@ -17,7 +17,9 @@ from .node import Node, Result, Rule
 def _four(n: Node, x: Value, lead: tuple[int, ...]) -> Value:
     """[batch, heads, positions, size], with these dimensions in front of the last two."""
     x = expand(n, x, (*lead, *x.type.dims[-2:]))
-    front = lead if len(lead) == 2 else (1, *lead) if len(lead) == 1 else (prod(lead[:-1]), lead[-1]) if lead else (1, 1)
+    front = (
+        lead if len(lead) == 2 else (1, *lead) if len(lead) == 1 else (prod(lead[:-1]), lead[-1]) if lead else (1, 1)
+    )
     return reshape(n, x, (*front, *x.type.dims[-2:]))
 
 

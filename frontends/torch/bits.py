@@ -39,7 +39,10 @@ def shift(kind: str) -> Rule:
 def _reinterpreted(n: Node) -> Result:
     n.ignore("dtype")
     x, dtype = n.value(), n.dtype
-    n.require(_width(x.type.dtype) == _width(dtype), f"reads {x.type} as {dtype}: element types of other widths are not supported")
+    n.require(
+        _width(x.type.dtype) == _width(dtype),
+        f"reads {x.type} as {dtype}: element types of other widths are not supported",
+    )
     if x.type.dtype == dtype:
         return x
     if x.type.dtype == "bool":
@@ -56,11 +59,19 @@ def _width(dtype: str) -> int:
 RULES: dict[str, Rule] = {
     "view.dtype": _reinterpreted,
     "bitwise_not": _not,
-    **{f"bitwise_{kind}.{form}": bitwise(kind) for kind in ("and", "or", "xor") for form in ("Tensor", "Scalar", "Scalar_Tensor")},
+    **{
+        f"bitwise_{kind}.{form}": bitwise(kind)
+        for kind in ("and", "or", "xor")
+        for form in ("Tensor", "Scalar", "Scalar_Tensor")
+    },
     **{
         f"bitwise_{side}_shift.{form}": shift(f"shift_{side}")
         for side in ("left", "right")
         for form in ("Tensor", "Tensor_Scalar", "Scalar_Tensor")
     },
-    **{f"__{side[0]}shift__.{form}": shift(f"shift_{side}") for side in ("left", "right") for form in ("Tensor", "Scalar")},
+    **{
+        f"__{side[0]}shift__.{form}": shift(f"shift_{side}")
+        for side in ("left", "right")
+        for form in ("Tensor", "Scalar")
+    },
 }

@@ -91,13 +91,18 @@ class Caller:
             return self._lost(call) if isinstance(whole, Lost) else whole[arguments[1]]
         if call.op == "call_function" and all(isinstance(a, bool | int | float) for a in arguments) and not call.kwargs:
             return call.target(*arguments)  # type: ignore[operator]
-        if getattr(call.target, "__name__", "") == "with_effects":  # the order of operations with effects, and one of these
+        if (
+            getattr(call.target, "__name__", "") == "with_effects"
+        ):  # the order of operations with effects, and one of these
             if any(isinstance(a, Lost) for a in pytree.tree_leaves(arguments)):
                 return Lost(None)
             raise Refused(f"{arguments[1]} has effects besides its results")
         if call.op == "get_attr":  # the body of a call of control flow, which says what is the matter
             return Lost(None)
-        if any(isinstance(a, Lost) and a.type is None for a in arguments) and "higher_order" not in type(call.target).__module__:
+        if (
+            any(isinstance(a, Lost) and a.type is None for a in arguments)
+            and "higher_order" not in type(call.target).__module__
+        ):
             return Lost(None)
         raise Refused("control flow is not supported" if "higher_order" in str(type(call.target)).lower() else _NO_RULE)
 
@@ -146,7 +151,10 @@ class Caller:
 
 def _plain(operands: Sequence[Any]) -> bool:
     """Whether nothing among the arguments is computed at run time or trained."""
-    return all(_plain(a) if isinstance(a, list | tuple) else not isinstance(a, Value | Weight | Lost | Absent) for a in operands)
+    return all(
+        _plain(a) if isinstance(a, list | tuple) else not isinstance(a, Value | Weight | Lost | Absent)
+        for a in operands
+    )
 
 
 def _computed(call: Call, operands: Sequence[Any]) -> Any:
@@ -159,7 +167,9 @@ def _computed(call: Call, operands: Sequence[Any]) -> Any:
     given = [(a, elements(v)) for a, v in zip(schema, operands, strict=True)]
     try:
         with torch.no_grad():
-            return call.target(*(v for a, v in given if not a.kwarg_only), **{a.name: v for a, v in given if a.kwarg_only})  # type: ignore[operator]
+            return call.target(
+                *(v for a, v in given if not a.kwarg_only), **{a.name: v for a, v in given if a.kwarg_only}
+            )  # type: ignore[operator]
     except (RuntimeError, IndexError, NotImplementedError, ValueError) as error:
         raise Refused(f"cannot be computed at import: {str(error).splitlines()[0]}") from error
 

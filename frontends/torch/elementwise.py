@@ -78,7 +78,11 @@ def _round(n: Node) -> Result:
     scale = 10.0 ** n.arg("decimals", 0)
     if n.dtype not in FLOATS:
         return n.arg("self")
-    return n.emit("round", n.value()) if scale == 1.0 else n.emit("div", n.emit("round", n.emit("mul", n.value(), scale)), scale)
+    return (
+        n.emit("round", n.value())
+        if scale == 1.0
+        else n.emit("div", n.emit("round", n.emit("mul", n.value(), scale)), scale)
+    )
 
 
 def _abs(n: Node) -> Result:
@@ -127,7 +131,13 @@ def arithmetic(kind: str, on_bool: str = "") -> Rule:
 
 def _divide(n: Node) -> Result:
     dtype, mode = n.dtype, n.arg("rounding_mode")
-    if mode is None and isinstance(by := n.arg("other"), int | float) and by not in (0, 1) and isfinite(by) and dtype in FLOATS:
+    if (
+        mode is None
+        and isinstance(by := n.arg("other"), int | float)
+        and by not in (0, 1)
+        and isfinite(by)
+        and dtype in FLOATS
+    ):
         return n.emit("div", n.value("self", dtype), float(by))
     x, y = n.operand("self", dtype), n.operand("other", dtype)
     if mode == "floor":

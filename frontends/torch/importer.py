@@ -82,7 +82,9 @@ class _Importer:
         self.where = where
         self.dims = dims
         signature = program.graph_signature
-        self.specs = {spec.arg.name: spec for spec in signature.input_specs if not isinstance(spec.arg, ConstantArgument)}
+        self.specs = {
+            spec.arg.name: spec for spec in signature.input_specs if not isinstance(spec.arg, ConstantArgument)
+        }
         self.placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
         fed = {name: node.meta["val"] for name, node in self.placeholders.items() if self._is_input(name)}
         self.fed = {name: val for name, val in fed.items() if isinstance(val, torch.Tensor)}
@@ -160,7 +162,9 @@ class _Importer:
         """A parameter and what shares a part of its memory would drift apart when that parameter is trained."""
         for i, j in sharing([one.tensor for one in state]):
             if isinstance(state[i], Weight) or isinstance(state[j], Weight):
-                self.problems.append(f"{state[j].name}: shares memory with {state[i].name}, but not all of it in the same order")
+                self.problems.append(
+                    f"{state[j].name}: shares memory with {state[i].name}, but not all of it in the same order"
+                )
 
     def take_inputs(self) -> None:
         for spec in self.program.graph_signature.input_specs:
@@ -173,7 +177,9 @@ class _Importer:
                 self.builder.env[node] = None
             elif spec.kind not in _STATE:
                 self.builder.env[node] = Lost(None)
-                self.problems.append(f"input {spec.arg.name}: {spec.kind.name.lower().replace('_', ' ')} is not supported")
+                self.problems.append(
+                    f"input {spec.arg.name}: {spec.kind.name.lower().replace('_', ' ')} is not supported"
+                )
 
     def _take_input(self, node: torch.fx.Node, fed: torch.Tensor) -> None:
         try:
@@ -227,7 +233,11 @@ class _Importer:
             found = self.builder.env[given] if isinstance(given, torch.fx.Node) else given
             if spec.kind == OutputKind.USER_OUTPUT:
                 results.append(found)
-            elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION):
+            elif spec.kind in (
+                OutputKind.BUFFER_MUTATION,
+                OutputKind.USER_INPUT_MUTATION,
+                OutputKind.PARAMETER_MUTATION,
+            ):
                 self._changed(spec.kind, str(spec.target), found)
         tree = pytree.tree_unflatten(list(range(len(results))), self.program.call_spec.out_spec)
         paths = {index: _path(path) for path, index in pytree.tree_flatten_with_path(tree)[0]}
@@ -291,7 +301,10 @@ class _Importer:
             ("frozen by name", self.matched),
             ("parameters that do not require a gradient, taken as constants", self.stopped),
             ("parameters that no output depends on, left out", list(dict.fromkeys(unused))),
-            ("changed by forward, in training once per microbatch", [name for name in variables if name in self.builder.moved]),
+            (
+                "changed by forward, in training once per microbatch",
+                [name for name in variables if name in self.builder.moved],
+            ),
             ("changed by forward, not changed here", self.dropped),
         )
         values = [*(v.name for v in self.inputs), *outputs, *variables]

@@ -120,10 +120,14 @@ def _index_put(n: Node) -> Result:
     whole, perm = _in_front(n, x, axes)
     rest = whole.type.dims[1:]
     r = flat.type.rank
-    if axes == list(range(axes[0], axes[0] + len(axes))) and axes[0] > 0:  # the values have the dimensions before the indices first
+    if (
+        axes == list(range(axes[0], axes[0] + len(axes))) and axes[0] > 0
+    ):  # the values have the dimensions before the indices first
         before = axes[0]
         values = expand(n, values, (*dims[:before], *flat.type.dims, *rest[before:]))
-        values = transpose(n, values, [*range(before, before + r), *range(before), *range(before + r, values.type.rank)])
+        values = transpose(
+            n, values, [*range(before, before + r), *range(before), *range(before + r, values.type.rank)]
+        )
     else:
         values = expand(n, values, (*flat.type.dims, *rest))
     put = n.emit("scatter", whole, flat, values, axis=0, add=add)

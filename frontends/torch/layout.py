@@ -117,7 +117,9 @@ def _repeat(n: Node) -> Result:
 
 def _cat(n: Node) -> Result:
     dtype = n.dtype
-    parts = [v for v in n.values("tensors", dtype) if v.type.dims != (0,)]  # torch lets such empty ones pass, whatever the others are
+    parts = [
+        v for v in n.values("tensors", dtype) if v.type.dims != (0,)
+    ]  # torch lets such empty ones pass, whatever the others are
     n.require(bool(parts), "there is nothing to join")
     axis = axis_of(n, n.arg("dim"), parts[0].type.rank)
     return parts[0] if len(parts) == 1 else n.emit("concat", *parts, axis=axis)
@@ -183,7 +185,9 @@ def _pad(n: Node) -> Result:
     for axis, size in enumerate(x.type.dims):  # negative padding cuts
         x = cut(n, x, axis, max(0, -low[axis]), size - max(0, -high[axis]))
     low, high = [max(0, p) for p in low], [max(0, p) for p in high]
-    return n.emit("pad", x, low=tuple(low), high=tuple(high), value=float(n.arg("value", 0.0))) if any(low + high) else x
+    return (
+        n.emit("pad", x, low=tuple(low), high=tuple(high), value=float(n.arg("value", 0.0))) if any(low + high) else x
+    )
 
 
 def _flip(n: Node) -> Result:
@@ -206,8 +210,12 @@ def _strided(n: Node) -> Result:
     numbers = (*meta.shape, *meta.stride(), meta.storage_offset())
     n.require(all(isinstance(x, int) for x in numbers), "is not supported on symbolic sizes")
     size, stride, offset = n.ints("size"), n.ints("stride"), int(n.arg("storage_offset", meta.storage_offset()))
-    memory = torch.full((1 + max(_last(meta.shape, meta.stride(), meta.storage_offset()), _last(size, stride, offset)),), -1)
-    memory.as_strided(meta.shape, meta.stride(), meta.storage_offset()).copy_(torch.arange(meta.numel()).reshape(meta.shape))
+    memory = torch.full(
+        (1 + max(_last(meta.shape, meta.stride(), meta.storage_offset()), _last(size, stride, offset)),), -1
+    )
+    memory.as_strided(meta.shape, meta.stride(), meta.storage_offset()).copy_(
+        torch.arange(meta.numel()).reshape(meta.shape)
+    )
     places = memory.as_strided(size, stride, offset)
     n.require(bool((places >= 0).all()), "reaches elements of the memory that are not the operand's")
     if torch.equal(places.flatten(), torch.arange(meta.numel())):
@@ -236,7 +244,9 @@ def _pixel_shuffle(n: Node) -> Result:
     *lead, c, h, w = x.type.dims
     r = len(lead)
     split = reshape(n, x, (*lead, c // (f * f), f, f, h, w))
-    return reshape(n, transpose(n, split, [*range(r), r, r + 3, r + 1, r + 4, r + 2]), (*lead, c // (f * f), h * f, w * f))
+    return reshape(
+        n, transpose(n, split, [*range(r), r, r + 3, r + 1, r + 4, r + 2]), (*lead, c // (f * f), h * f, w * f)
+    )
 
 
 def _size(n: Node) -> Result:

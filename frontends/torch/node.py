@@ -205,7 +205,9 @@ class Node(Writer):
         self._asked.update(names)
 
     def unread(self) -> list[str]:
-        return sorted(n for n, v in self._args.items() if n not in self._asked and v is not None and v != self._defaults[n])
+        return sorted(
+            n for n, v in self._args.items() if n not in self._asked and v is not None and v != self._defaults[n]
+        )
 
     # ------------------------------------------------------------------------------------ types
 
@@ -243,7 +245,9 @@ class Node(Writer):
         """What torch knows of an argument: its type and strides, or the number."""
         self._asked.add(name)
         index = list(self._defaults).index(name)
-        given = self.call.args[index] if index < len(self.call.args) else self.call.kwargs.get(name, self._defaults[name])
+        given = (
+            self.call.args[index] if index < len(self.call.args) else self.call.kwargs.get(name, self._defaults[name])
+        )
         if not isinstance(given, Call):
             return given
         found = given.meta["val"]

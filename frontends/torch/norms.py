@@ -58,14 +58,23 @@ def _weighted(n: Node, y: Value) -> Value:
 
 def _channels(n: Node, x: Value, name: str, value: float) -> Value:
     channels = (x.type.dims[1],)
-    return n.value(name, x.type.dtype) if n.has(name) else n.emit("const", value=value, dtype=x.type.dtype, shape=channels)
+    return (
+        n.value(name, x.type.dtype) if n.has(name) else n.emit("const", value=value, dtype=x.type.dtype, shape=channels)
+    )
 
 
 def _batch_norm_inference(n: Node) -> tuple[Value | Absent, ...]:
     n.ignore("momentum")  # of the running statistics, which do not run here
     x = n.value("input")
     statistics = (n.value(name, x.type.dtype) for name in ("running_mean", "running_var"))
-    y = n.emit("batch_norm", x, _channels(n, x, "weight", 1.0), _channels(n, x, "bias", 0.0), *statistics, eps=float(n.arg("eps")))
+    y = n.emit(
+        "batch_norm",
+        x,
+        _channels(n, x, "weight", 1.0),
+        _channels(n, x, "bias", 0.0),
+        *statistics,
+        eps=float(n.arg("eps")),
+    )
     return y, *(Absent("inference saves no statistics"),) * 2
 
 
@@ -106,7 +115,10 @@ RULES: dict[str, Rule] = {
     "native_layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "group_norm": lambda n: _group_norm(n, "num_groups"),
-    "native_group_norm": lambda n: (_group_norm(n, "group"), *(Absent("statistics of a group norm are not supported"),) * 2),
+    "native_group_norm": lambda n: (
+        _group_norm(n, "group"),
+        *(Absent("statistics of a group norm are not supported"),) * 2,
+    ),
     "_native_batch_norm_legit_no_training": _batch_norm_inference,
     "_native_batch_norm_legit.no_stats": _batch_norm_training,
     "_native_batch_norm_legit_functional": _batch_norm,

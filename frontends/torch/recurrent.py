@@ -27,7 +27,9 @@ def _gru(n: Node, weight: Value, bias: Value | None) -> tuple[Cell, Value | None
     size, functions = weight.type.dims[-1], (_by(n, "sigmoid"), _by(n, "tanh"))
     if bias is None:
         return gru_cell(n, weight, None, functions, True, "rz"), None
-    return gru_cell(n, weight, cut(n, bias, 0, 2 * size, 3 * size), functions, True, "rz"), without_hidden(n, bias, size)
+    return gru_cell(n, weight, cut(n, bias, 0, 2 * size, 3 * size), functions, True, "rz"), without_hidden(
+        n, bias, size
+    )
 
 
 def _plain(kind: str) -> Maker:
@@ -86,7 +88,10 @@ def recurrent(make: Maker, states: int) -> Rule:
         last = [n.emit("concat", *parts, axis=0) if len(parts) > 1 else parts[0] for parts in ends]
         x = transpose(n, x, (1, 0, 2)) if first else x
         if not batched:
-            x, last = reshape(n, x, (x.type.dims[0], x.type.dims[2])), [reshape(n, h, (h.type.dims[0], h.type.dims[2])) for h in last]
+            x, last = (
+                reshape(n, x, (x.type.dims[0], x.type.dims[2])),
+                [reshape(n, h, (h.type.dims[0], h.type.dims[2])) for h in last],
+            )
         return x, *last
 
     return rule

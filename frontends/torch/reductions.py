@@ -187,7 +187,11 @@ def _product(n: Node) -> Result:
 def _cumulative_product(n: Node) -> Result:
     n.ignore("dtype")
     x = n.value("self", n.dtype)
-    return cumulative_product(n, x, axis_of(n, n.arg("dim"), x.type.rank), exclusive=False, reverse=False) if x.type.rank else x
+    return (
+        cumulative_product(n, x, axis_of(n, n.arg("dim"), x.type.rank), exclusive=False, reverse=False)
+        if x.type.rank
+        else x
+    )
 
 
 RULES: dict[str, Rule] = {

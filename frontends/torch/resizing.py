@@ -61,7 +61,9 @@ def _along_one(n: Node, columns: torch.Tensor, i: int, r: int, out: int) -> torc
 def _grid_sample(n: Node) -> Result:
     mode, padding = int(n.arg("interpolation_mode")), int(n.arg("padding_mode"))
     modes, paddings = ("linear", "nearest", "cubic"), ("zeros", "border", "reflection")
-    return grid_sample(n, n.value("input"), n.value("grid"), modes[mode], paddings[padding], bool(n.arg("align_corners")))
+    return grid_sample(
+        n, n.value("input"), n.value("grid"), modes[mode], paddings[padding], bool(n.arg("align_corners"))
+    )
 
 
 def linear(r: int) -> Rule:

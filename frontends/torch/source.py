@@ -36,15 +36,23 @@ def exported(source: object, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     """The source as a decomposed program; what torch cannot export is an UnsupportedModel with torch's reason."""
     if isinstance(source, ExportedProgram):
         if args or kwargs:
-            raise UsageError("an ExportedProgram has its example arguments already; give dims={NAME: SIZE} to bind its sizes", where=where)
+            raise UsageError(
+                "an ExportedProgram has its example arguments already; give dims={NAME: SIZE} to bind its sizes",
+                where=where,
+            )
         return _decomposed(source, where)
     if isinstance(source, torch.jit.ScriptModule | torch.jit.ScriptFunction):
         raise UsageError(
-            "scripted and traced modules are not supported", where=where, hint="give the torch.nn.Module that was scripted or traced"
+            "scripted and traced modules are not supported",
+            where=where,
+            hint="give the torch.nn.Module that was scripted or traced",
         )
     if not isinstance(source, torch.nn.Module):
         kind = type(source).__name__
-        raise UsageError(f"expected a torch.nn.Module, a torch.fx.GraphModule or a torch.export.ExportedProgram, got {kind}", where=where)
+        raise UsageError(
+            f"expected a torch.nn.Module, a torch.fx.GraphModule or a torch.export.ExportedProgram, got {kind}",
+            where=where,
+        )
     try:
         inspect.signature(source.forward).bind(*args, **(kwargs or {}))
     except TypeError as error:
@@ -52,7 +60,9 @@ def exported(source: object, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     try:
         with cumulative_averages(source), _quiet_about_leaves():
             program = torch.export.export(source, tuple(args), dict(kwargs or {}), strict=False)
-    except Exception as error:  # torch.export raises what it meets: errors of its own, of the model's code, and of tensors
+    except (
+        Exception
+    ) as error:  # torch.export raises what it meets: errors of its own, of the model's code, and of tensors
         hint = _HINT if _depends_on_data(error) else ""
         raise UnsupportedModel(f"torch.export cannot export it: {_reason(error)}", where=where, hint=hint) from error
     return _decomposed(program, where)
@@ -140,7 +150,9 @@ def _mark_stops(program: ExportedProgram) -> list[torch.fx.Node]:
 class Sizes:
     """Symbolic sizes of a program as the numbers that `dims` gives them, by the symbol's name or as INPUT.AXIS."""
 
-    def __init__(self, program: ExportedProgram, inputs: Mapping[str, torch.Tensor], dims: Mapping[str, int], where: str) -> None:
+    def __init__(
+        self, program: ExportedProgram, inputs: Mapping[str, torch.Tensor], dims: Mapping[str, int], where: str
+    ) -> None:
         self._numbers: dict[Any, Any] = {}
         symbols: dict[str, Any] = {}
         places: dict[str, list[str]] = {}
@@ -166,9 +178,13 @@ class Sizes:
             number = int(number)
             bounds = program.range_constraints.get(symbol)
             if number < 1 or (bounds is not None and not bounds.lower <= number <= bounds.upper):
-                problems.append(f"{name}={number}: must be {f'in {bounds.lower}..{bounds.upper}' if bounds is not None else '1 or more'}")
+                problems.append(
+                    f"{name}={number}: must be {f'in {bounds.lower}..{bounds.upper}' if bounds is not None else '1 or more'}"
+                )
             elif self._numbers.setdefault(symbol, sympy.Integer(number)) != number:
-                problems.append(f"{name}={number}: it is the same dimension as one that is bound to {self._numbers[symbol]}")
+                problems.append(
+                    f"{name}={number}: it is the same dimension as one that is bound to {self._numbers[symbol]}"
+                )
         for name, symbol in symbols.items():
             if symbol not in self._numbers and not problems:
                 shown = places.get(name, [name])[0]
@@ -176,7 +192,9 @@ class Sizes:
                 flags[shown] = None
         if problems:
             hint = f"add dims={{{', '.join(f'{flag!r}: INT' for flag in flags)}}}" if flags else ""
-            raise UsageError("dimensions do not fit the program:\n" + "\n".join(f"  {p}" for p in problems), where=where, hint=hint)
+            raise UsageError(
+                "dimensions do not fit the program:\n" + "\n".join(f"  {p}" for p in problems), where=where, hint=hint
+            )
 
     def number(self, size: int | torch.SymInt) -> int:
         """A size as a number; -1 where it depends on elements of tensors."""

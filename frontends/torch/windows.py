@@ -33,7 +33,9 @@ def _conv(n: Node) -> Result:
     if n.arg("transposed"):
         full = transposed_sizes(x.type.dims[2:], w.type.dims[2:], strides, dilations, extra)
         shape = (x.type.dims[0], w.type.dims[1] * groups, *(size - 2 * p for size, p in zip(full, pads, strict=True)))
-        y = n.emit("conv_grad_input", x, w, shape=shape, strides=strides, pads=pads + pads, dilations=dilations, groups=groups)
+        y = n.emit(
+            "conv_grad_input", x, w, shape=shape, strides=strides, pads=pads + pads, dilations=dilations, groups=groups
+        )
     else:
         y = n.emit("conv", x, w, strides=strides, pads=pads + pads, dilations=dilations, groups=groups)
     return _unbatched(n, scaled(n, y, None, n.value("bias") if n.has("bias") else None), batched)
@@ -91,7 +93,9 @@ def adaptive_max_pool(r: int) -> Rule:
         x, batched = _batched(n, r)
         sizes, wanted = x.type.dims[2:], n.ints("output_size")
         even = all(out and size % out == 0 for size, out in zip(sizes, wanted, strict=True))
-        n.require(even, f"{list(sizes)} does not divide into {list(wanted)} windows of one size, others are not supported")
+        n.require(
+            even, f"{list(sizes)} does not divide into {list(wanted)} windows of one size, others are not supported"
+        )
         kernel = tuple(size // out for size, out in zip(sizes, wanted, strict=True))
         return _largest(n, x, window(sizes, kernel, kernel, (1,) * r, (0,) * 2 * r, False), batched)
 

@@ -62,7 +62,9 @@ def prepare_op(op: Op, precision: str = TYPED) -> Prepared:
     return Prepared(attrs, widened, tuple([array_dtype(v.type.dtype, precision) for v in op.outs]))
 
 
-def apply_op(op: Op, inputs: Sequence[Array], precision: str = TYPED, prepared: Prepared | None = None) -> tuple[Array, ...]:
+def apply_op(
+    op: Op, inputs: Sequence[Array], precision: str = TYPED, prepared: Prepared | None = None
+) -> tuple[Array, ...]:
     """The results of one pure op, in their declared element types (or float64)."""
     ready = prepare_op(op, precision) if prepared is None else prepared
     if op.kind == "bitcast":  # is about the bits of the types as declared

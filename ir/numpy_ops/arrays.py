@@ -36,4 +36,6 @@ def check_indices(what: str, indices: Array, low: int, size: int) -> None:
     """VerifyError for the first index outside low .. size - 1."""
     bad = indices[(indices < low) | (indices >= size)]
     if bad.size:
-        raise VerifyError(f"{what} {int(bad.flat[0])} is outside {low}..{size - 1}", hint="look at the data that was fed")
+        raise VerifyError(
+            f"{what} {int(bad.flat[0])} is outside {low}..{size - 1}", hint="look at the data that was fed"
+        )

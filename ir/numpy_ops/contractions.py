@@ -52,7 +52,9 @@ def _conv_grad_weight(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
     window = window_of(a, a["shape"][2:])
     spatial = "xyzuvw"[: len(window.kernel)]
     parts = []
-    for block, grad in zip(_groups(with_border(data, window, 0), 1, a["groups"]), _groups(dy, 1, a["groups"]), strict=True):
+    for block, grad in zip(
+        _groups(with_border(data, window, 0), 1, a["groups"]), _groups(dy, 1, a["groups"]), strict=True
+    ):
         part = np.zeros((grad.shape[1], *a["shape"][1:]), data.dtype)
         for position, where in positions(window, dy.shape[2:]):
             part[position] = np.einsum(f"nc{spatial},no{spatial}->oc", block[where], grad, optimize=True)
@@ -84,7 +86,9 @@ def _attention(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
 def _attention_grad(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
     dy, q, k, v, y, top, total, *mask = x
     share = np.exp(_scores(q, k, mask, a) - top[..., None]) / total[..., None]
-    slope = share * (np.matmul(dy, np.swapaxes(v, -1, -2)) - np.sum(wide(dy * y), axis=-1, keepdims=True).astype(q.dtype))
+    slope = share * (
+        np.matmul(dy, np.swapaxes(v, -1, -2)) - np.sum(wide(dy * y), axis=-1, keepdims=True).astype(q.dtype)
+    )
     for m in mask:
         if m.dtype == np.bool_:
             slope = np.where(m, slope, 0)  # in a row that sees nothing, what is hidden has a share

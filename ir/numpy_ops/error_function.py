@@ -11,7 +11,13 @@ from .arrays import Array
 # W. J. Cody, "Rational Chebyshev approximations for the error function", Mathematics of Computation 23 (1969), pages 631-637:
 # numerator and denominator, highest power first, for |x| <= 0.46875, up to 4, and above 4.
 _ERF_SMALL = (
-    (1.85777706184603153e-1, 3.16112374387056560e0, 1.13864154151050156e2, 3.77485237685302021e2, 3.20937758913846947e3),
+    (
+        1.85777706184603153e-1,
+        3.16112374387056560e0,
+        1.13864154151050156e2,
+        3.77485237685302021e2,
+        3.20937758913846947e3,
+    ),
     (1.0, 2.36012909523441209e1, 2.44024637934444173e2, 1.28261652607737228e3, 2.84423683343917062e3),
 )
 # fmt: off

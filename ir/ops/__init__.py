@@ -106,7 +106,9 @@ def _known_types(kind: str, types: tuple[TensorType, ...], attrs: Exact) -> tupl
     return _infer(Op(kind, (), (), plain), types)
 
 
-def _type_of_variable(op: Op, types: tuple[TensorType, ...], var_types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
+def _type_of_variable(
+    op: Op, types: tuple[TensorType, ...], var_types: Mapping[str, TensorType]
+) -> tuple[TensorType, ...]:
     var = str(complete_attrs(op)["var"])
     _check_arity(definition(op.kind), types)
     if var not in var_types:

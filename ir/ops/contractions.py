@@ -26,7 +26,10 @@ def _conv_out(x: TensorType, w: TensorType, a: Values) -> TensorType:
     need_floats((x, w))
     same_dtype((x, w))
     need(groups >= 1, f"groups must be 1 or more, got {groups}")
-    need(x.rank == w.rank >= 3, f"needs batch, channels and at least one spatial dimension on both sides, got {x} and {w}")
+    need(
+        x.rank == w.rank >= 3,
+        f"needs batch, channels and at least one spatial dimension on both sides, got {x} and {w}",
+    )
     need(
         x.dims[1] == w.dims[1] * groups,
         f"{x} has {x.dims[1]} channels, weight {w} in {groups} groups takes {w.dims[1] * groups}",
@@ -42,7 +45,9 @@ def _conv(x: Types, a: Values) -> tuple[TensorType, ...]:
 def _conv_grad_input(x: Types, a: Values) -> tuple[TensorType, ...]:
     out = x[0].with_shape(ints(a["shape"]))
     expected = _conv_out(out, x[1], a)
-    need(expected.shape == x[0].shape, f"a convolution of {out} with {x[1]} gives {expected}, but the gradient is {x[0]}")
+    need(
+        expected.shape == x[0].shape, f"a convolution of {out} with {x[1]} gives {expected}, but the gradient is {x[0]}"
+    )
     return (out,)
 
 
@@ -50,7 +55,9 @@ def _conv_grad_weight(x: Types, a: Values) -> tuple[TensorType, ...]:
     same_dtype(x)
     out = x[0].with_shape(ints(a["shape"]))
     expected = _conv_out(x[0], out, a)
-    need(expected.shape == x[1].shape, f"a convolution of {x[0]} with {out} gives {expected}, but the gradient is {x[1]}")
+    need(
+        expected.shape == x[1].shape, f"a convolution of {x[0]} with {out} gives {expected}, but the gradient is {x[1]}"
+    )
     return (out,)
 
 
@@ -63,11 +70,17 @@ def _attention(x: Types, a: Values) -> tuple[TensorType, ...]:
         q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3],
         f"q, k and v do not fit: {q}, {k}, {v}",
     )
-    need(0 not in (*q.shape[2:], *k.shape[2:], *v.shape[2:]), f"positions and sizes must not be empty, got {q}, {k} and {v}")
+    need(
+        0 not in (*q.shape[2:], *k.shape[2:], *v.shape[2:]),
+        f"positions and sizes must not be empty, got {q}, {k} and {v}",
+    )
     scores = (*q.shape[:3], k.shape[2])
     for m in mask:
         need(m.dtype in ("bool", q.dtype), f"the mask must be bool or {q.dtype}, got {m}")
-        need(m.rank <= 4 and broadcast_shapes(m.shape, scores) == scores, f"mask {m} does not broadcast to scores {list(scores)}")
+        need(
+            m.rank <= 4 and broadcast_shapes(m.shape, scores) == scores,
+            f"mask {m} does not broadcast to scores {list(scores)}",
+        )
     row = TensorType(q.dtype if q.dtype == "f64" else "f32", q.shape[:3])
     return q.with_shape((*q.shape[:3], v.shape[3])), row, row
 

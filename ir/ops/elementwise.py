@@ -5,7 +5,20 @@ from __future__ import annotations
 from math import prod
 
 from ..types import INTS, ITEM_BYTES, TensorType, broadcast_shapes
-from .table import Needs, Types, Values, axis_of, broadcast, dtype_of, ints, need, need_floats, need_numbers, per_element, row
+from .table import (
+    Needs,
+    Types,
+    Values,
+    axis_of,
+    broadcast,
+    dtype_of,
+    ints,
+    need,
+    need_floats,
+    need_numbers,
+    per_element,
+    row,
+)
 
 
 def _const(x: Types, a: Values) -> tuple[TensorType, ...]:

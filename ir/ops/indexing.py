@@ -24,7 +24,9 @@ def _gather_grad(x: Types, a: Values) -> tuple[TensorType, ...]:
 def _scatter(x: Types, a: Values) -> tuple[TensorType, ...]:
     data, indices, updates = x
     (expected,) = _gather((data, indices), a)
-    need(expected == updates, f"{indices} of {data} along axis {a['axis']} are {expected}, but the updates are {updates}")
+    need(
+        expected == updates, f"{indices} of {data} along axis {a['axis']} are {expected}, but the updates are {updates}"
+    )
     if a["add"]:
         need_numbers((data,))
     return (data,)

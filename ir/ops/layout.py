@@ -19,7 +19,10 @@ def _reshape(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 def _transpose(x: Types, a: Values) -> tuple[TensorType, ...]:
     perm = ints(a["perm"])
-    need(sorted(perm) == list(range(x[0].rank)), f"perm {list(perm)} is not a permutation of the {x[0].rank} dimensions of {x[0]}")
+    need(
+        sorted(perm) == list(range(x[0].rank)),
+        f"perm {list(perm)} is not a permutation of the {x[0].rank} dimensions of {x[0]}",
+    )
     return (x[0].with_shape(tuple(x[0].shape[p] for p in perm)),)
 
 

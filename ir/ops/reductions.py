@@ -16,13 +16,19 @@ def _reduce(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 def _mean(x: Types, a: Values) -> tuple[TensorType, ...]:
     found = _reduce(x, a)
-    need(x[0].dtype in FLOATS or not _is_empty(x[0], reduced_axes(x[0], a["axes"])), f"there is no mean of the integers of {x[0]}")
+    need(
+        x[0].dtype in FLOATS or not _is_empty(x[0], reduced_axes(x[0], a["axes"])),
+        f"there is no mean of the integers of {x[0]}",
+    )
     return found
 
 
 def _max(x: Types, a: Values) -> tuple[TensorType, ...]:
     found = _reduce(x, a)
-    need(not _is_empty(x[0], reduced_axes(x[0], a["axes"])), f"there is no largest element along axes {list(ints(a['axes']))} of {x[0]}")
+    need(
+        not _is_empty(x[0], reduced_axes(x[0], a["axes"])),
+        f"there is no largest element along axes {list(ints(a['axes']))} of {x[0]}",
+    )
     return found
 
 

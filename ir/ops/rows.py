@@ -8,7 +8,10 @@ from .table import Needs, Types, Values, axis_of, integer, need, need_floats, ne
 
 def _row(x: Types, a: Values) -> tuple[TensorType, ...]:
     axis_of(a["axis"], x[0].rank)
-    need(len(set(x)) == 1 and x[0].dtype in FLOATS, f"needs floating-point operands of one type, got {' and '.join(map(str, x))}")
+    need(
+        len(set(x)) == 1 and x[0].dtype in FLOATS,
+        f"needs floating-point operands of one type, got {' and '.join(map(str, x))}",
+    )
     return (x[0],)
 
 
@@ -37,7 +40,10 @@ def _norm_parts(x: TensorType, a: Values) -> tuple[TensorType, TensorType]:
 
 def _layer_norm(x: Types, a: Values) -> tuple[TensorType, ...]:
     stat, weight = _norm_parts(x[0], a)
-    need(x[1] == weight == x[2], f"scale and bias of {x[0]} from axis {a['axis']} must be {weight}, got {x[1]} and {x[2]}")
+    need(
+        x[1] == weight == x[2],
+        f"scale and bias of {x[0]} from axis {a['axis']} must be {weight}, got {x[1]} and {x[2]}",
+    )
     return x[0], stat, stat
 
 
@@ -54,7 +60,10 @@ def _layer_norm_grad(x: Types, a: Values) -> tuple[TensorType, ...]:
 def _layer_norm_grad_weight(x: Types, a: Values) -> tuple[TensorType, ...]:
     dy, value, mean, rstd = x
     stat, weight = _norm_parts(value, a)
-    need(dy == value and mean == stat == rstd, f"expected gradient {value}, mean and rstd {stat}, got {dy}, {mean}, {rstd}")
+    need(
+        dy == value and mean == stat == rstd,
+        f"expected gradient {value}, mean and rstd {stat}, got {dy}, {mean}, {rstd}",
+    )
     return weight, weight
 
 

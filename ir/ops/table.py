@@ -134,4 +134,6 @@ def row(
     **attrs: Attr | Needs,
 ) -> OpDef:
     """A row; keywords that are not fields are its attributes, with their defaults."""
-    return OpDef(name, family, (arity, arity) if isinstance(arity, int) else arity, attrs, infer, dims, flops, doc, effect)
+    return OpDef(
+        name, family, (arity, arity) if isinstance(arity, int) else arity, attrs, infer, dims, flops, doc, effect
+    )

@@ -9,9 +9,14 @@ from .table import Infer, Needs, Types, Values, need, need_floats, per_element, 
 
 def _cross_entropy(x: Types, a: Values) -> tuple[TensorType, ...]:
     logits, labels = x[:2]
-    need(logits.dtype in FLOATS and labels.dtype in INTS, f"needs floating-point logits and integer labels, got {logits} and {labels}")
+    need(
+        logits.dtype in FLOATS and labels.dtype in INTS,
+        f"needs floating-point logits and integer labels, got {logits} and {labels}",
+    )
     need(logits.rank >= 1 and logits.shape[-1] != 0, f"there are no classes in {logits}")
-    need(labels.shape == logits.shape[:-1], f"labels of {logits} must have shape {list(logits.shape[:-1])}, got {labels}")
+    need(
+        labels.shape == logits.shape[:-1], f"labels of {logits} must have shape {list(logits.shape[:-1])}, got {labels}"
+    )
     return logits.with_shape(()), logits.with_shape(logits.shape[:-1])
 
 
@@ -22,7 +27,10 @@ def _cross_entropy_grad(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 
 def _mse(x: Types, a: Values) -> tuple[TensorType, ...]:
-    need(x[0] == x[1] and x[0].dtype in FLOATS, f"prediction and target must have the same floating-point type, got {x[0]} and {x[1]}")
+    need(
+        x[0] == x[1] and x[0].dtype in FLOATS,
+        f"prediction and target must have the same floating-point type, got {x[0]} and {x[1]}",
+    )
     return (x[0].with_shape(()),)
 
 
@@ -31,7 +39,10 @@ def _optimizer(states: int, scalars: int) -> Infer:
         arrays, rest = x[: 2 + states], x[2 + states :]
         need_floats(arrays)
         need(len(set(arrays)) == 1, f"weight, gradient and state differ: {' and '.join(map(str, arrays))}")
-        need(len(rest) == scalars and all(t.shape == () for t in rest), f"expected {scalars} scalars, got {', '.join(map(str, rest))}")
+        need(
+            len(rest) == scalars and all(t.shape == () for t in rest),
+            f"expected {scalars} scalars, got {', '.join(map(str, rest))}",
+        )
         return (x[0],) * (1 + states)
 
     return infer
@@ -40,7 +51,10 @@ def _optimizer(states: int, scalars: int) -> Infer:
 def _ramp(x: Types, a: Values) -> tuple[TensorType, ...]:
     table, step = x
     need(table.dtype == step.dtype == "f64", f"needs a table and a step in f64, got {table} and {step}")
-    need(table.rank == 2 and table.shape[0] != 0 and table.shape[1] == COLUMNS, f"a row of the table has {COLUMNS} columns, got {table}")
+    need(
+        table.rank == 2 and table.shape[0] != 0 and table.shape[1] == COLUMNS,
+        f"a row of the table has {COLUMNS} columns, got {table}",
+    )
     need(step.shape == (), f"the step must be a scalar, got {step}")
     return (step,)
 

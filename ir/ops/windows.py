@@ -34,9 +34,15 @@ def window_of(a: Values, kernel: tuple[int, ...]) -> Window:
     r = len(kernel)
     strides, dilations, pads = (ints(a[k]) for k in ("strides", "dilations", "pads"))
     strides, dilations, pads = strides or (1,) * r, dilations or (1,) * r, pads or (0,) * 2 * r
-    need(len(strides) == len(dilations) == r and len(pads) == 2 * r, f"strides, dilations and pads do not fit {r} spatial dimensions")
+    need(
+        len(strides) == len(dilations) == r and len(pads) == 2 * r,
+        f"strides, dilations and pads do not fit {r} spatial dimensions",
+    )
     need(min(kernel) >= 1, f"a window must have 1 or more positions in each dimension, got {list(kernel)}")
-    need(min(strides) >= 1 and min(dilations) >= 1, f"strides and dilations must be 1 or more, got {list(strides)} and {list(dilations)}")
+    need(
+        min(strides) >= 1 and min(dilations) >= 1,
+        f"strides and dilations must be 1 or more, got {list(strides)} and {list(dilations)}",
+    )
     need(min(pads) >= 0, f"padding must not be negative, got {list(pads)}")
     return Window(kernel, strides, pads[:r], pads[r:], dilations)
 

@@ -53,12 +53,18 @@ def check_room(problem: Problem, units: Units) -> None:
     problems = []
     for times, memory, nodes in zip(units.times, units.memory, units.nodes, strict=True):
         lost = [problem.nodes[n] for n in nodes]
-        lost = [node for node in lost if all(time == inf for time, kind in zip(node.times, problem.kinds, strict=True) if kind.count)]
+        lost = [
+            node
+            for node in lost
+            if all(time == inf for time, kind in zip(node.times, problem.kinds, strict=True) if kind.count)
+        ]
         if lost:
             problems += [f"node {node.name} is supported by no device" for node in lost]
         elif not any(time < inf and holds(kind, memory) for kind, time in zip(units.kinds, times, strict=True)):
             names = ", ".join(problem.nodes[n].name for n in nodes[:5]) + (", ..." if len(nodes) > 5 else "")
-            problems.append(f"{names}: {memory:.0f} bytes that must be on one device, and none can run them and has the room")
+            problems.append(
+                f"{names}: {memory:.0f} bytes that must be on one device, and none can run them and has the room"
+            )
     held, room = sum(units.memory), sum(kind.count * kind.memory for kind in units.kinds)
     if held > room * (1 + 1e-12):
         problems.append(f"all nodes take {held:.0f} bytes, all devices have {room:.0f}")

@@ -40,7 +40,10 @@ class Places:
     @staticmethod
     def of(problem: Problem) -> Places:
         if any(node.backward for node in problem.nodes):
-            raise UsageError("the latency of a sample is that of inference: the workload has backward nodes", hint="plan for throughput")
+            raise UsageError(
+                "the latency of a sample is that of inference: the workload has backward nodes",
+                hint="plan for throughput",
+            )
         units = units_of(problem, contiguous=False)
         unit_of = [0] * len(problem.nodes)
         for unit, nodes in enumerate(units.nodes):
@@ -86,7 +89,11 @@ class Places:
 
     def twins(self, place: int) -> int:
         """The first place that is like this one."""
-        return place if self.is_host(place) else next(p for p in range(len(self)) if self.kind_of[p] == self.kind_of[place])
+        return (
+            place
+            if self.is_host(place)
+            else next(p for p in range(len(self)) if self.kind_of[p] == self.kind_of[place])
+        )
 
     def placement(self, place_of: Sequence[int], value: float, bound: float, notes: tuple[str, ...]) -> Placement:
         devices = [self.device_of[place_of[unit]] for unit in self.unit_of]

@@ -69,7 +69,9 @@ def split_contiguously(problem: Problem, limit: int = LIMIT, progress: Progress 
     notes.insert(0, f"{len(ideals)} ideals of {len(tight)} units, made of {len(problem.nodes)} nodes")
     found = _swept(tight, ideals, fillings, known, progress)
     if found is None:
-        reason = "no contiguous split fits the memory of the devices" + ("" if exact else f", of {len(tight)} clusters of nodes")
+        reason = "no contiguous split fits the memory of the devices" + (
+            "" if exact else f", of {len(tight)} clusters of nodes"
+        )
         raise DoesNotFit(reason, hint="add devices or memory" + ("" if exact else ", or raise the limit of ideals"))
     device_of, value = _placed(problem, found)
     assert abs(value - found.value) <= 1e-9 * max(1.0, value), f"the split takes {value}, the search said {found.value}"
@@ -93,7 +95,9 @@ def _weights(units: Units) -> list[float]:
     return [min(times) for times in units.times]
 
 
-def _swept(units: Units, ideals: Ideals, fillings: Fillings, known: _Split | None, progress: Progress | None = None) -> _Split | None:
+def _swept(
+    units: Units, ideals: Ideals, fillings: Fillings, known: _Split | None, progress: Progress | None = None
+) -> _Split | None:
     """What is better than what is known, or that."""
     better = sweep(Tables(units, ideals), fillings, known.value if known is not None else inf, progress)
     return known if better is None else _Split(better[0], tuple(better[1]), units)
@@ -151,7 +155,9 @@ def _clustered(
     return loose, prefixes(line), known
 
 
-def _relaxed(whole: Units, fillings: Fillings, value: float, limit: int, progress: Progress | None) -> tuple[_Split | None, float]:
+def _relaxed(
+    whole: Units, fillings: Fillings, value: float, limit: int, progress: Progress | None
+) -> tuple[_Split | None, float]:
     """The optimum without memory limits and without the times of small units at the rim: a bound. Its split may even fit."""
     units = absorb(relaxed(whole, value * _SMALL))
     if len(units) > _LONGEST:

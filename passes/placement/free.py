@@ -28,7 +28,9 @@ NODES = 2_000
 _TOLERANCE = 1e-6
 
 
-def split_freely(problem: Problem, nodes: int = NODES, limit: int = LIMIT, progress: Progress | None = None) -> Placement:
+def split_freely(
+    problem: Problem, nodes: int = NODES, limit: int = LIMIT, progress: Progress | None = None
+) -> Placement:
     """The split with the smallest largest load."""
     whole = units_of(problem, contiguous=False)
     check_room(problem, whole)
@@ -50,7 +52,9 @@ def split_freely(problem: Problem, nodes: int = NODES, limit: int = LIMIT, progr
             found = Placement(problem, device_of, value, 0.0)
     if found is None:
         searched = "proven" if answer.bound == inf else f"none found in {answer.nodes} nodes of the search tree"
-        raise DoesNotFit(f"no split fits the memory of the devices ({searched}); {reason}", hint="add devices or memory")
+        raise DoesNotFit(
+            f"no split fits the memory of the devices ({searched}); {reason}", hint="add devices or memory"
+        )
     bound = max(lower_bound(units), min(answer.bound, 1e9) * scale * (1 - _TOLERANCE))
     size = f"integer programme of {len(units)} units on {len(problem.devices)} devices, {answer.nodes} nodes of the search tree"
     notes = (size, *(f"contiguous: {text}" for text in (known.notes if known is not None else ())))
@@ -89,7 +93,9 @@ class _Model:
                     terms += [(some, cost / scale), (every, -cost / scale)]
             self.programme.row([*terms, (level, -1.0)], most=0.0)
             if kind.memory < sum(units.memory):
-                self.programme.row(((at[d], m / kind.memory) for at, m in zip(self._at, units.memory, strict=True)), most=1.0)
+                self.programme.row(
+                    ((at[d], m / kind.memory) for at, m in zip(self._at, units.memory, strict=True)), most=1.0
+                )
         self._break_symmetry()
 
     def _switch(self, u: int, kind: int) -> int:

@@ -37,7 +37,9 @@ class Ideals:
     def rows(self) -> Bytes:
         """Entry [u, i] is 1 where ideal i holds unit u."""
         width = (self.units + 7) // 8
-        packed = np.frombuffer(b"".join(s.to_bytes(width, "little") for s in self.sets), np.uint8).reshape(len(self), width)
+        packed = np.frombuffer(b"".join(s.to_bytes(width, "little") for s in self.sets), np.uint8).reshape(
+            len(self), width
+        )
         table = np.empty((self.units, len(self)), np.uint8)
         for column in range(width):
             bits = np.unpackbits(packed[:, column][None], axis=0, bitorder="little")
@@ -59,7 +61,9 @@ def masks(neighbours: Sequence[set[int]]) -> list[int]:
     return [sum(1 << u for u in units) for units in neighbours]
 
 
-def enumerate_ideals(before: Sequence[set[int]], after: Sequence[set[int]], limit: int, progress: Progress | None = None) -> Ideals | None:
+def enumerate_ideals(
+    before: Sequence[set[int]], after: Sequence[set[int]], limit: int, progress: Progress | None = None
+) -> Ideals | None:
     """All ideals, or None where there are more than `limit`."""
     units = len(before)
     below = masks(before)

@@ -25,7 +25,9 @@ TRIES = 20_000
 NODES = 2_000
 
 
-def place_for_latency(problem: Problem, tries: int = TRIES, nodes: int = NODES, progress: Progress | None = None) -> Placement:
+def place_for_latency(
+    problem: Problem, tries: int = TRIES, nodes: int = NODES, progress: Progress | None = None
+) -> Placement:
     """The placement with the smallest latency."""
     check_room(problem, units_of(problem, contiguous=False))
     small, home = without_sources(problem)
@@ -47,9 +49,16 @@ def _place(places: Places, tries: int, nodes: int, progress: Progress | None) ->
     if value >= search.value:
         found, value = search.best, search.value
     if found is None or value == inf:
-        raise DoesNotFit(f"no placement found that fits the memory of the devices, in {count} nodes of the search tree", hint="add memory")
+        raise DoesNotFit(
+            f"no placement found that fits the memory of the devices, in {count} nodes of the search tree",
+            hint="add memory",
+        )
     bound = max(bound, search.floor([-1] * len(places.units)))
-    how = f"integer programme, {count} nodes of the search tree" if count >= 0 else "too large for an integer programme, moved one by one"
+    how = (
+        f"integer programme, {count} nodes of the search tree"
+        if count >= 0
+        else "too large for an integer programme, moved one by one"
+    )
     return places.placement(found, value, bound, (f"{size}: {how}",))
 
 
@@ -61,7 +70,8 @@ def _begin(places: Places) -> tuple[list[int], float]:
         device_of = split_contiguously(places.problem).device_of
         kinds = places.problem.devices
         place_of_device = {
-            d: next(p for p in range(len(places)) if places.device_of[p] in (d, kinds.index(kinds[d]))) for d in set(device_of)
+            d: next(p for p in range(len(places)) if places.device_of[p] in (d, kinds.index(kinds[d])))
+            for d in set(device_of)
         }
         place_of_device |= {d: p for p, d in enumerate(places.device_of)}
         starts.append([place_of_device[device_of[nodes[0]]] for nodes in places.units.nodes])
@@ -95,7 +105,14 @@ class _Search:
     """Every place for every colour, until `tries` steps are taken; then `tries` is negative."""
 
     def __init__(self, places: Places, best: list[int], value: float, tries: int, progress: Progress | None) -> None:
-        self.places, self.best, self.value, self.tries, self._progress, self._all = places, best, value, tries, progress, tries
+        self.places, self.best, self.value, self.tries, self._progress, self._all = (
+            places,
+            best,
+            value,
+            tries,
+            progress,
+            tries,
+        )
         position = {n: i for i, n in enumerate(places.order)}
         self._units = sorted(range(len(places.units)), key=lambda u: min(position[n] for n in places.units.nodes[u]))
         # Per node and place; the last column is for what is nowhere yet: its fastest.

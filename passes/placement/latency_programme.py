@@ -56,12 +56,15 @@ class _Model:
         new, problem = self.programme, places.problem
         self._level = new.variable(0.0, 1.0)
         self.at = [
-            [new.variable(0.0, float(places.time(u, p) < inf), whole=True) for p in range(len(places))] for u in range(len(places.units))
+            [new.variable(0.0, float(places.time(u, p) < inf), whole=True) for p in range(len(places))]
+            for u in range(len(places.units))
         ]
         self._calls = [p for p in range(len(places)) if not places.is_host(p)]
         self._end = [new.variable(0.0, 1.0) for _ in problem.nodes]
         self._start = {p: new.variable(0.0, 1.0) for p in self._calls}
-        self._in = {(n, p): new.variable(0.0, 1.0) for n in range(len(problem.nodes)) for p in self._calls if places.users[n]}
+        self._in = {
+            (n, p): new.variable(0.0, 1.0) for n in range(len(problem.nodes)) for p in self._calls if places.users[n]
+        }
         self._out = {key: new.variable(0.0, 1.0) for key in self._in}
         self._most = float(len(problem.nodes))
         self._rank = [new.variable(0.0, self._most) for _ in problem.nodes]
@@ -108,7 +111,10 @@ class _Model:
             ]
             for n, node in enumerate(problem.nodes):
                 if (n, p) in self._in:
-                    work += [(self._in[n, p], node.transfer / self._horizon), (self._out[n, p], node.transfer / self._horizon)]
+                    work += [
+                        (self._in[n, p], node.transfer / self._horizon),
+                        (self._out[n, p], node.transfer / self._horizon),
+                    ]
                     row([(start, 1.0), (self._end[n], -1.0), (self._in[n, p], -1.0)], least=-1.0)
             finish = [(start, 1.0), *work]
             row([*finish, (self._level, -1.0)], most=0.0)
@@ -166,7 +172,10 @@ class _Model:
         while moved:
             moved = False
             for n in self.places.order:
-                wanted = max((rank[m] + (place[m] != place[n] or place[n] not in calls) for m in self.places.makers[n]), default=0)
+                wanted = max(
+                    (rank[m] + (place[m] != place[n] or place[n] not in calls) for m in self.places.makers[n]),
+                    default=0,
+                )
                 if wanted > rank[n]:
                     moved = True
                     for other in range(len(place)) if place[n] in calls else (n,):

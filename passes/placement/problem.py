@@ -111,7 +111,9 @@ def loads(problem: Problem, device_of: Sequence[int]) -> list[Load]:
 def fits(problem: Problem, found: Sequence[Load]) -> bool:
     """Whether every node can run where it is, and all devices hold what they have."""
     kinds = problem.devices
-    return all(load.total < inf and holds(problem.kinds[kind], load.memory) for load, kind in zip(found, kinds, strict=True))
+    return all(
+        load.total < inf and holds(problem.kinds[kind], load.memory) for load, kind in zip(found, kinds, strict=True)
+    )
 
 
 def holds(kind: Kind, memory: float) -> bool:

@@ -81,7 +81,14 @@ class Programme:
         # Threads belong to the process, and another caller may have asked for more.
         highspy.Highs.resetGlobalScheduler(True)
         solver = highspy.Highs()
-        settings = {"output_flag": False, "threads": 1, "parallel": "off", "random_seed": _SEED, "mip_rel_gap": 1e-9, "mip_abs_gap": 1e-12}
+        settings = {
+            "output_flag": False,
+            "threads": 1,
+            "parallel": "off",
+            "random_seed": _SEED,
+            "mip_rel_gap": 1e-9,
+            "mip_abs_gap": 1e-12,
+        }
         for name, value in settings.items():
             solver.setOptionValue(name, value)
         if nodes:
@@ -92,7 +99,9 @@ class Programme:
             known.col_value = list(start)
             solver.setSolution(known)
         if progress is not None and any(self.whole):
-            solver.cbMipInterrupt.subscribe(lambda event: progress(_counted(event, nodes), max(nodes, 1), "nodes of the search tree"))
+            solver.cbMipInterrupt.subscribe(
+                lambda event: progress(_counted(event, nodes), max(nodes, 1), "nodes of the search tree")
+            )
         solver.run()
         return self._answer(solver, highspy)
 

@@ -17,7 +17,10 @@ def without_sources(problem: Problem) -> tuple[Problem, list[int]]:
     """The smaller problem, and for every node of the large one the node of the small one that it goes with."""
     roomy = all(holds(kind, sum(node.memory for node in problem.nodes)) for kind in problem.kinds if kind.count)
     colours: dict[object, int] = {}
-    colour_of = [colours.setdefault(("own", i) if n.colour is None else n.colour, len(colours)) for i, n in enumerate(problem.nodes)]
+    colour_of = [
+        colours.setdefault(("own", i) if n.colour is None else n.colour, len(colours))
+        for i, n in enumerate(problem.nodes)
+    ]
     members: list[list[int]] = [[] for _ in colours]
     for n, colour in enumerate(colour_of):
         members[colour].append(n)

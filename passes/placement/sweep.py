@@ -167,7 +167,9 @@ def _sums(rows: Bytes, amounts: Reals) -> Reals:
     return total
 
 
-def sweep(tables: Tables, fillings: Fillings, upper: float = inf, progress: Progress | None = None) -> tuple[float, list[Part]] | None:
+def sweep(
+    tables: Tables, fillings: Fillings, upper: float = inf, progress: Progress | None = None
+) -> tuple[float, list[Part]] | None:
     """The best value below `upper` and its parts, first to last; None where nothing is below."""
     count, states = len(tables), len(fillings.moves)
     best = np.full((states, count), inf)
@@ -186,7 +188,9 @@ def sweep(tables: Tables, fillings: Fillings, upper: float = inf, progress: Prog
             progress(i, count, "ideals")
         live = np.flatnonzero((best[:, i] < upper) & (begin <= i))
         # Where devices may stay empty and fewer of them do as well, this state adds nothing.
-        sources = [int(s) for s in live if fillings.last is not None or all(best[e, i] > best[s, i] for e in earlier[s])]
+        sources = [
+            int(s) for s in live if fillings.last is not None or all(best[e, i] > best[s, i] for e in earlier[s])
+        ]
         moves = [(kind, state, after) for state in sources for kind, after in fillings.moves[state]]
         if not moves:
             continue

@@ -81,7 +81,9 @@ class Units:
 def units_of(problem: Problem, contiguous: bool = True) -> Units:
     """Colours and circles made one; only colours, without an order, where splits need not be contiguous."""
     colours: dict[object, int] = {}
-    colour_of = [colours.setdefault(i if n.colour is None else (n.colour,), len(colours)) for i, n in enumerate(problem.nodes)]
+    colour_of = [
+        colours.setdefault(i if n.colour is None else (n.colour,), len(colours)) for i, n in enumerate(problem.nodes)
+    ]
     used_by: list[set[int]] = [set() for _ in problem.nodes]
     order: set[tuple[int, int]] = set()
     orphaned = set(colour_of) - {c for c, node in zip(colour_of, problem.nodes, strict=True) if not node.backward}
@@ -94,7 +96,11 @@ def units_of(problem: Problem, contiguous: bool = True) -> Units:
             order.add(pair)
         elif problem.nodes[source].backward and not orphaned.isdisjoint(pair):
             order.add((pair[1], pair[0]))
-    ties = [(frozenset((i, *used_by[i])), node.transfer) for i, node in enumerate(problem.nodes) if node.transfer > 0 and used_by[i]]
+    ties = [
+        (frozenset((i, *used_by[i])), node.transfer)
+        for i, node in enumerate(problem.nodes)
+        if node.transfer > 0 and used_by[i]
+    ]
     single = Units(
         tuple(kind for kind in problem.kinds if kind.count),
         tuple(tuple(t for t, kind in zip(n.times, problem.kinds, strict=True) if kind.count) for n in problem.nodes),
@@ -141,7 +147,9 @@ def absorb(units: Units, slack: float | None = None) -> Units:
         saved = ties[s].get(frozenset((s, m)), 0.0)
         if not _worth(units.kinds, times[s], times[m], saved, slack or 0.0):
             continue
-        if not roomy and not any(holds(kind, memory[s] + memory[m]) for kind, t in zip(units.kinds, times[m], strict=True) if t < inf):
+        if not roomy and not any(
+            holds(kind, memory[s] + memory[m]) for kind, t in zip(units.kinds, times[m], strict=True) if t < inf
+        ):
             continue
         group[s] = m
         times[m] = tuple(a + b for a, b in zip(times[m], times[s], strict=True))
@@ -162,7 +170,11 @@ def absorb(units: Units, slack: float | None = None) -> Units:
 
 def _worth(kinds: Sequence[Kind], small: Sequence[float], large: Sequence[float], saved: float, slack: float) -> bool:
     """Whether moving the small unit to where the large one is makes no device slower, by more than `slack`."""
-    return all(s <= slack + (saved if kind.pays_transfers else 0.0) for kind, s, t in zip(kinds, small, large, strict=True) if t < inf)
+    return all(
+        s <= slack + (saved if kind.pays_transfers else 0.0)
+        for kind, s, t in zip(kinds, small, large, strict=True)
+        if t < inf
+    )
 
 
 def _numbered(parent: list[int]) -> list[int]:
@@ -181,6 +193,11 @@ def relaxed(units: Units, slack: float) -> Units:
     """Units with unlimited memory, in which those with one neighbour or none take no time when they take no more than `slack`: no optimum
     of theirs is above that of the units."""
     before, after = units.neighbours()
-    leaf = [len(before[u] | after[u]) <= 1 and all(t <= slack for t in units.times[u] if t < inf) for u in range(len(units))]
-    times = tuple(tuple(t if t == inf else 0.0 for t in row) if small else row for row, small in zip(units.times, leaf, strict=True))
+    leaf = [
+        len(before[u] | after[u]) <= 1 and all(t <= slack for t in units.times[u] if t < inf) for u in range(len(units))
+    ]
+    times = tuple(
+        tuple(t if t == inf else 0.0 for t in row) if small else row
+        for row, small in zip(units.times, leaf, strict=True)
+    )
     return replace(units, times=times, kinds=tuple(replace(kind, memory=inf) for kind in units.kinds))

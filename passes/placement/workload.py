@@ -81,7 +81,9 @@ class _Reader:
             nodes.append(self._node(row, f"nodes[{i}]" if number is None else f"node {number}"))
             ids += [] if number is None else [number]
         position = {number: i for i, number in enumerate(ids)}
-        self.problems += [f"node {number} is listed {count} times" for number, count in Counter(ids).items() if count > 1]
+        self.problems += [
+            f"node {number} is listed {count} times" for number, count in Counter(ids).items() if count > 1
+        ]
         if not nodes:
             self.problems.append("there are no nodes")
         if accelerators + cpus == 0:
@@ -117,7 +119,9 @@ class _Reader:
                 continue
             source = position[first]
             if abs(costs.setdefault(source, cost) - cost) > _SAME_COST:
-                self.problems.append(f"edges from node {first} cost {costs[source]:g} and {cost:g}, expected one cost for its output")
+                self.problems.append(
+                    f"edges from node {first} cost {costs[source]:g} and {cost:g}, expected one cost for its output"
+                )
             edges.append((source, position[last]))
         return edges, [replace(node, transfer=costs.get(i, 0.0)) for i, node in enumerate(nodes)]
 
@@ -179,7 +183,9 @@ def _flag(value: object) -> bool:
 
 
 def _kind(value: object) -> str:
-    return {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a truth value"}.get(type(value), "a number")
+    return {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a truth value"}.get(
+        type(value), "a number"
+    )
 
 
 def _text(value: object) -> str:

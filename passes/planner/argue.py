@@ -157,7 +157,9 @@ def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -
     found += [Change(f"schedule {name}", None, None) for name in wanted.schedules if name not in result.outcomes]
     for mode in ("none", "all"):
         if wanted.recompute != mode and any(stage.recompute != (mode == "all") for stage in best.plan.stages):
-            found.append(_change(f"recomputation: {mode}", Planner(chain, fleet, replace(wanted, recompute=mode)).best(schedule)))
+            found.append(
+                _change(f"recomputation: {mode}", Planner(chain, fleet, replace(wanted, recompute=mode)).best(schedule))
+            )
     for name, part in _without(result):
         found.append(_change(f"without {name}", Planner(chain, part, wanted).best(schedule) if len(part) else None))
     for name, part in _faster(fleet):
@@ -212,9 +214,13 @@ def nearest(planner: Planner) -> DoesNotFit:
     delayed = any(schedule in DELAYED for schedule in wanted.schedules)
     tries = {
         "recompute activations": replace(wanted, recompute="auto" if wanted.recompute == "none" else wanted.recompute),
-        "recompute less (--recompute auto)": replace(wanted, recompute="auto" if wanted.recompute == "all" else wanted.recompute),
+        "recompute less (--recompute auto)": replace(
+            wanted, recompute="auto" if wanted.recompute == "all" else wanted.recompute
+        ),
         "use smaller microbatches": replace(wanted, sizes=sizes),
-        "keep one version of the weights (1f1b)" if delayed else "take the schedule 1f1b": replace(wanted, schedules=("1f1b",)),
+        "keep one version of the weights (1f1b)" if delayed else "take the schedule 1f1b": replace(
+            wanted, schedules=("1f1b",)
+        ),
         "do all of this: --recompute auto, smaller microbatches, 1f1b": replace(every, schedules=("1f1b",)),
     }
     given = replace(wanted, sizes=wanted.microbatch_sizes())
@@ -225,10 +231,14 @@ def nearest(planner: Planner) -> DoesNotFit:
         number, tell = questions.index(question), planner.progress
         if tell is None:
             return planner
-        return planner.but(progress=lambda _, __, case: tell(number, len(questions), f"nothing fits; {question}? {case}"))
+        return planner.but(
+            progress=lambda _, __, case: tell(number, len(questions), f"nothing fits; {question}? {case}")
+        )
 
     hints = [
-        what for what, asked in tries.items() if replace(asked, sizes=asked.microbatch_sizes()) != given and _fits(about(what).but(asked))
+        what
+        for what, asked in tries.items()
+        if replace(asked, sizes=asked.microbatch_sizes()) != given and _fits(about(what).but(asked))
     ]
     if (more := _more_devices(about("more devices"))) is not None:
         hints.append(f"add {counted(more, 'device')} like {fleet.devices[0].name}, by estimates")
@@ -241,7 +251,10 @@ def nearest(planner: Planner) -> DoesNotFit:
         )
     else:
         factor, outcome = enough
-        tight = max(outcome.judged.memory, key=lambda i: outcome.judged.memory[i].total / (fleet.devices[i].memory or float("inf")))
+        tight = max(
+            outcome.judged.memory,
+            key=lambda i: outcome.judged.memory[i].total / (fleet.devices[i].memory or float("inf")),
+        )
         device, held = fleet.devices[tight], outcome.judged.memory[tight]
         what += (
             f": with {_times(factor)} times of it something would, and then {device.name}, which has {shown_bytes(device.memory or 0)}, "

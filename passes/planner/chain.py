@@ -113,7 +113,8 @@ class TimeTable:
         found = self.rows.get((self.name_of(device), b))
         if found is None:
             raise UsageError(
-                f"no times of layers on {self.name_of(device)!r} for microbatches of {b}", hint="measure them, or plan by roofline"
+                f"no times of layers on {self.name_of(device)!r} for microbatches of {b}",
+                hint="measure them, or plan by roofline",
             )
         return found
 
@@ -165,7 +166,9 @@ class Table:
     def __init__(self, chain: Chain, b: int) -> None:
         self.chain, self.b, self.count = chain, b, len(chain.layers)
         layers = chain.layers
-        self.params, self.grads, self.state = (self._sums([getattr(x, what) for x in layers]) for what in ("params", "grads", "state"))
+        self.params, self.grads, self.state = (
+            self._sums([getattr(x, what) for x in layers]) for what in ("params", "grads", "state")
+        )
         self.saved = self._sums([x.saved.at(b) for x in layers])
         self.fed = self._sums([x.fed for x in layers])
         self.alone = self._sums([int(x.alone) for x in layers])
@@ -189,7 +192,11 @@ class Table:
         """Ways to compute ranges of layers again in parts, for several limits of what a part may take; the
         first one takes the range as a whole."""
         if not self._parts:
-            sizes = {int(self.saved[last] - self.saved[first]) for first in range(self.count) for last in range(first + 1, self.count + 1)}
+            sizes = {
+                int(self.saved[last] - self.saved[first])
+                for first in range(self.count)
+                for last in range(first + 1, self.count + 1)
+            }
             limits = sorted(sizes, reverse=True)
             if len(limits) > _LIMITS:
                 limits = [int(limits[0] / 2 ** (step / 2)) for step in range(_LIMITS)]
@@ -209,7 +216,9 @@ class Table:
             best = behind.argmin(0)
             kept[first] = np.where(ends <= reach, 0, behind[best, ends])
             whole = self.saved - self.saved[first]
-            most[first] = np.where(ends <= reach, np.maximum(whole, 0), np.maximum(whole[cuts[best]], most[cuts[best], ends]))
+            most[first] = np.where(
+                ends <= reach, np.maximum(whole, 0), np.maximum(whole[cuts[best]], most[cuts[best], ends])
+            )
         return Part(kept, most)
 
     def boundaries(self, calls: Calls) -> Floats:
@@ -228,6 +237,10 @@ class Table:
             given = self.chain.timer(self.chain, device, self.b)
             columns = (given.forward, given.backward, given.weight, given.again, given.update)
             if any(len(column) != self.count for column in columns):
-                raise UsageError(f"times for {self.count} layers are needed, on {device.name} there are {[len(c) for c in columns]}")
-            self._times[device] = tuple(np.concatenate([[0.0], np.cumsum(np.array(column, np.float64))]) for column in columns)
+                raise UsageError(
+                    f"times for {self.count} layers are needed, on {device.name} there are {[len(c) for c in columns]}"
+                )
+            self._times[device] = tuple(
+                np.concatenate([[0.0], np.cumsum(np.array(column, np.float64))]) for column in columns
+            )
         return self._times[device]

@@ -136,7 +136,10 @@ def hop_of(fleet: Fleet, kinds: Sequence[int], source: Sequence[int], target: Se
         for load, way, name in ((forward, there, f"link {a}>{b}"), (back, here, f"link {b}>{a}")):
             for share in ((name, way.bandwidth), *((f"NIC {nic}", speed) for nic, speed in way.shares)):
                 load[share] = load.get(share, 0.0) + part
-    loads = [(name, forward.get((name, speed), 0.0), back.get((name, speed), 0.0), speed) for name, speed in sorted({*forward, *back})]
+    loads = [
+        (name, forward.get((name, speed), 0.0), back.get((name, speed), 0.0), speed)
+        for name, speed in sorted({*forward, *back})
+    ]
     busy = tuple(sorted({(there, here, speed) for _, there, here, speed in loads}))
     return Hop(tuple(sorted(ways)), busy, tuple(load for load in loads if load[0].startswith("NIC ")))
 
@@ -172,12 +175,21 @@ def ring_of(fleet: Fleet, devices: Sequence[int]) -> Ring:
     for a, b in pairwise((*devices, devices[0])):
         path = fleet.path(a, b)
         latency = max(latency, path.latency)
-        used.update([(f"link {a}>{b}", min(path.bandwidth, path.summing)), *((f"NIC {nic}", speed) for nic, speed in path.shares)])
+        used.update(
+            [
+                (f"link {a}>{b}", min(path.bandwidth, path.summing)),
+                *((f"NIC {nic}", speed) for nic, speed in path.shares),
+            ]
+        )
     steps = 2 * (count - 1)
     return Ring(
         steps * latency,
         steps / count * max(times / speed for (_, speed), times in used.items()),
-        tuple((name, steps / count * times / speed) for (name, speed), times in sorted(used.items()) if name.startswith("NIC ")),
+        tuple(
+            (name, steps / count * times / speed)
+            for (name, speed), times in sorted(used.items())
+            if name.startswith("NIC ")
+        ),
     )
 
 
@@ -242,7 +254,10 @@ class StageTimes:
 
 def stage_times(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Plan, stage: int) -> StageTimes:
     part = plan.stages[stage]
-    rows = [[float(column[part.last] - column[part.first]) for column in table.times(fleet.devices[i])] for i in part.devices]
+    rows = [
+        [float(column[part.last] - column[part.first]) for column in table.times(fleet.devices[i])]
+        for i in part.devices
+    ]
     ring = ring_of(fleet, part.devices)
     trip = load = 0.0
     if stage + 1 < len(plan.stages):
@@ -258,7 +273,9 @@ def stage_times(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Plan, st
         ),
         tuple(weight for _, _, weight, _, _ in rows),
         tuple(x.update + update for x, (*_, update) in zip(calls, rows, strict=True)),
-        ring.fixed + ring.each * float(table.grads[part.last] - table.grads[part.first]) if len(part.devices) > 1 else 0.0,
+        ring.fixed + ring.each * float(table.grads[part.last] - table.grads[part.first])
+        if len(part.devices) > 1
+        else 0.0,
         trip,
         load,
     )
@@ -276,7 +293,9 @@ def judge(table: Table, fleet: Fleet, plan: Plan, base: int = 0) -> Judged:
         alone = max(limits[f"stage {s}"] - x.ring for s, x in enumerate(times))
         limits |= {f"sums of gradients on {name}": alone + x for name, x in ring_loads(table, fleet, plan).items()}
     memory = {
-        d: memory_of(table, fleet.devices[d], plan, s, j, base) for s, part in enumerate(plan.stages) for j, d in enumerate(part.devices)
+        d: memory_of(table, fleet.devices[d], plan, s, j, base)
+        for s, part in enumerate(plan.stages)
+        for j, d in enumerate(part.devices)
     }
     return Judged(max(limits.values()), pipe, limits, memory, tuple(_against(table, fleet, plan, memory)))
 
@@ -284,7 +303,8 @@ def judge(table: Table, fleet: Fleet, plan: Plan, base: int = 0) -> Judged:
 def _delayed(plan: Plan, times: Sequence[StageTimes]) -> dict[str, float]:
     m, limits = plan.count, dict[str, float]()
     busy = [
-        max(n * t for n, t in zip(part.shares, x.each, strict=True)) + max(x.update) for part, x in zip(plan.stages, times, strict=True)
+        max(n * t for n, t in zip(part.shares, x.each, strict=True)) + max(x.update)
+        for part, x in zip(plan.stages, times, strict=True)
     ]
     kept = 2 if plan.schedule == "eager-2bw" else 1
     for s, x in enumerate(times):
@@ -303,7 +323,9 @@ def _delayed(plan: Plan, times: Sequence[StageTimes]) -> dict[str, float]:
 
 def _flushed(plan: Plan, times: Sequence[StageTimes]) -> dict[str, float]:
     m, limits, parted = plan.count, dict[str, float](), plan.schedule == "zb-1f1b"
-    fill = sum(max(max(t - 2 * w, 0.0) if parted else t for t, w in zip(x.each, x.weight, strict=True)) + x.trip for x in times)
+    fill = sum(
+        max(max(t - 2 * w, 0.0) if parted else t for t, w in zip(x.each, x.weight, strict=True)) + x.trip for x in times
+    )
     for s, (part, x) in enumerate(zip(plan.stages, times, strict=True)):
         steady = max((n - 1) * t for n, t in zip(part.shares, x.each, strict=True)) + x.ring + max(x.update)
         if plan.schedule != "gpipe":
@@ -339,7 +361,9 @@ def _against(table: Table, fleet: Fleet, plan: Plan, memory: dict[int, Bytes]) -
     for s, (part, warm) in enumerate(zip(plan.stages, warm_ups(plan), strict=True)):
         least = least_share(plan.schedule, warm)
         if min(part.shares) < least:
-            found.append(f"stage {s}: {plan.schedule} needs {counted(least, 'microbatch')} per replica, one has {min(part.shares)}")
+            found.append(
+                f"stage {s}: {plan.schedule} needs {counted(least, 'microbatch')} per replica, one has {min(part.shares)}"
+            )
         if len(part.devices) > 1 and table.alone[part.last] > table.alone[part.first]:
             found.append(f"stage {s}: changes variables with every microbatch, and has {len(part.devices)} devices")
     for device, held in memory.items():

@@ -30,7 +30,9 @@ class Fleet:
 
     def with_memory(self, factor: float) -> Fleet:
         """The same with so many times the memory."""
-        return self.but([replace(d, spaces=tuple((name, int(size * factor)) for name, size in d.spaces)) for d in self.devices])
+        return self.but(
+            [replace(d, spaces=tuple((name, int(size * factor)) for name, size in d.spaces)) for d in self.devices]
+        )
 
     def only(self, indices: Sequence[int]) -> Fleet:
         """A part of the devices, in this order."""
@@ -46,7 +48,9 @@ class Fleet:
         """Devices that can be exchanged, in order of their first."""
         kinds, found = self.kinds(), list[list[int]]()
         for i in range(len(self.devices)):
-            home = next((group for group in found if kinds[group[0]] == kinds[i] and self._exchangeable(group, i)), None)
+            home = next(
+                (group for group in found if kinds[group[0]] == kinds[i] and self._exchangeable(group, i)), None
+            )
             if home is None:
                 found.append([i])
             else:
@@ -77,8 +81,12 @@ def fleet_of(cluster: Cluster) -> Fleet:
     return Fleet(cluster.devices, path)
 
 
-def equal_hosts(hosts: int, each: int, device: Device, inside: tuple[float, float], across: tuple[float, float]) -> Cluster:
+def equal_hosts(
+    hosts: int, each: int, device: Device, inside: tuple[float, float], across: tuple[float, float]
+) -> Cluster:
     """`hosts` hosts of `each` devices: (bandwidth, latency) between devices of one host, and of the one network card that each host has."""
     devices = tuple(replace(device, name=f"h{h}:{i}", host=f"h{h}") for h in range(hosts) for i in range(each))
-    classes = tuple(LinkClass(kind, *rates) for kind, rates in ((SAME_HOST, inside), (HOST_TO_DEVICE, inside), (OTHER_HOST, across)))
+    classes = tuple(
+        LinkClass(kind, *rates) for kind, rates in ((SAME_HOST, inside), (HOST_TO_DEVICE, inside), (OTHER_HOST, across))
+    )
     return Cluster(devices, hosts=tuple(Host(f"h{h}", nic_bandwidth=across[0]) for h in range(hosts)), classes=classes)

@@ -50,7 +50,9 @@ class _Builder:
         self.hops: dict[tuple[tuple[int, ...], tuple[int, ...]], Hop] = {}
         self.rings: dict[tuple[int, ...], Ring] = {}
 
-    def edge(self, source: int, target: int, devices: tuple[int, ...], later: int, ahead: int, behind: tuple[int, ...]) -> Edge:
+    def edge(
+        self, source: int, target: int, devices: tuple[int, ...], later: int, ahead: int, behind: tuple[int, ...]
+    ) -> Edge:
         if devices not in self.rings:
             self.rings[devices] = ring_of(self.fleet, devices)
         hop = None
@@ -77,7 +79,10 @@ def exhaustive(fleet: Fleet, most_replicas: int = 0) -> Layout:
     empty = tuple(0 for _ in classes)
     index = {(empty, empty, 0): 0}
     last: list[tuple[int, ...]] = [()]
-    levels: list[list[tuple[tuple[int, ...], tuple[int, ...], int]]] = [[(empty, empty, 0)], *([] for _ in fleet.devices)]
+    levels: list[list[tuple[tuple[int, ...], tuple[int, ...], int]]] = [
+        [(empty, empty, 0)],
+        *([] for _ in fleet.devices),
+    ]
     edges: list[Edge] = []
     for level, nodes in enumerate(levels):
         for used, before, ready in nodes:
@@ -98,7 +103,9 @@ def exhaustive(fleet: Fleet, most_replicas: int = 0) -> Layout:
     return Layout("every choice of devices", True, tuple(last), tuple(placed), tuple(edges))
 
 
-def in_a_row(fleet: Fleet, kinds: Sequence[int], row: Sequence[int], sizes: Sequence[int], name: str, most_stages: int) -> Layout:
+def in_a_row(
+    fleet: Fleet, kinds: Sequence[int], row: Sequence[int], sizes: Sequence[int], name: str, most_stages: int
+) -> Layout:
     """Stages take the next devices of the row, the last stage first, a number from `sizes` each."""
     build = _Builder(fleet, kinds)
     index = {(0, 0, 0): 0}
@@ -147,7 +154,10 @@ def rows(fleet: Fleet, speed: Sequence[float]) -> Iterator[tuple[str, list[int]]
             ):
                 if tuple(order) not in seen:
                     seen.add(tuple(order))
-                    yield f"{span} hosts at a time{way}" + ("" if kept == len(ranks) else f", {kept} fastest kinds"), order
+                    yield (
+                        f"{span} hosts at a time{way}" + ("" if kept == len(ranks) else f", {kept} fastest kinds"),
+                        order,
+                    )
 
 
 def _dealt(groups: Sequence[Sequence[int]]) -> list[int]:

@@ -29,12 +29,18 @@ class Wanted:
     tolerance: float = 1e-4
 
     def __post_init__(self) -> None:
-        problems = [f"unknown schedule {s!r}, expected one of {', '.join(SCHEDULES)}" for s in self.schedules if s not in SCHEDULES]
+        problems = [
+            f"unknown schedule {s!r}, expected one of {', '.join(SCHEDULES)}"
+            for s in self.schedules
+            if s not in SCHEDULES
+        ]
         if self.recompute not in ("auto", "none", "all", "parts"):
             problems.append(f"recompute is auto, none, all or parts, got {self.recompute!r}")
         if self.batch < 1:
             problems.append(f"a batch has at least one sample, got {self.batch}")
-        problems += [f"microbatches of {b} do not make a batch of {self.batch}" for b in self.sizes if b < 1 or self.batch % b]
+        problems += [
+            f"microbatches of {b} do not make a batch of {self.batch}" for b in self.sizes if b < 1 or self.batch % b
+        ]
         if problems:
             raise UsageError("; ".join(problems), where="planner")
 
@@ -92,7 +98,12 @@ class Bytes:
 
     def named(self) -> dict[str, int]:
         """Each purpose by the name of its column in the table of a plan; `base`, which the runtime takes, has none there."""
-        held = {"weights": self.weights, "gradients": self.gradients, "state": self.state, "activations": self.activations}
+        held = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "state": self.state,
+            "activations": self.activations,
+        }
         return held | {"boundary": self.buffers, "data": self.data, "workspace": self.workspace, "base": self.base}
 
 

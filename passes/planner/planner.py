@@ -246,7 +246,9 @@ class Planner:
         if key not in self._costs:
             # Those of one schedule and b serve all layouts; keeping more would only take memory.
             kept = {k: v for k, v in self._costs.items() if k[:2] == key[:2]}
-            self._costs = kept | {key: Stages(self.table(b), self.fleet, self.kinds, schedule, self.wanted.batch // b, self.wanted, total)}
+            self._costs = kept | {
+                key: Stages(self.table(b), self.fleet, self.kinds, schedule, self.wanted.batch // b, self.wanted, total)
+            }
         return self._costs[key]
 
 

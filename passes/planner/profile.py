@@ -31,7 +31,15 @@ from ...ir.errors import UsageError
 from ...ir.graph import GRAD, PARAM, STATE, Graph, Module, Value
 from ...ir.types import FLOATS
 from ..cost import ROOFLINE, GraphCost, Prices
-from ..partition_chain import chain_of, crossing_bytes, forward_graph, moving_spans, moving_users, names_to_split_at, params_behind
+from ..partition_chain import (
+    chain_of,
+    crossing_bytes,
+    forward_graph,
+    moving_spans,
+    moving_users,
+    names_to_split_at,
+    params_behind,
+)
 from .chain import Amount, Calls, Chain, Floats, Layer, Times
 
 MOST_LAYERS = 96
@@ -79,14 +87,18 @@ def profile_chain(
         key = (replace(on, name="", host="", spaces=()), b)
         if key not in known:
             if b not in parts:
-                raise UsageError(f"microbatches of {b} samples were not profiled, only {', '.join(map(str, parts))}", where="planner")
+                raise UsageError(
+                    f"microbatches of {b} samples were not profiled, only {', '.join(map(str, parts))}", where="planner"
+                )
             known[key] = parts[b].times(on, cuts)
         return known[key]
 
     def calls(on: Device) -> Calls:
         graphs = 2 if last.backward is not None else 1
         # The sender alone copies into shared memory; over a boundary of a training as much goes one way as the other.
-        ends = (on.shared_overhead, 0.5 / on.copy_bandwidth) if shared else (on.message_overhead, 1 / on.socket_bandwidth)
+        ends = (
+            (on.shared_overhead, 0.5 / on.copy_bandwidth) if shared else (on.message_overhead, 1 / on.socket_bandwidth)
+        )
         return Calls(graphs * on.call_overhead, on.call_overhead, ends[0], 0.0 if on.kind == "cuda" else ends[1])
 
     chain = Chain(tuple(layers), timer, _amount(low, entry[low], high, entry[high]), calls, tuple(parts))
@@ -144,7 +156,9 @@ class _Sized:
     def _backward(self, device: Device, only: Sequence[bool] | None = None) -> Floats:
         found = np.zeros(len(self.chain))
         if self.backward_cost is not None:
-            for i, (at, seconds) in enumerate(zip(self.backward_at, self.backward_cost.op_seconds(device, self.prices), strict=True)):
+            for i, (at, seconds) in enumerate(
+                zip(self.backward_at, self.backward_cost.op_seconds(device, self.prices), strict=True)
+            ):
                 if at is not None and (only is None or only[i]):
                     found[at] += seconds
         return found
@@ -159,7 +173,9 @@ class _Sized:
         at: dict[Value, int] = {}
         for op, seconds in zip(update.ops, GraphCost(update).op_seconds(device, self.prices), strict=True):
             own = op.var if "var" in op.attrs else ""
-            places = [at[v] for v in op.ins if v in at] + [reader[name] for name in (own, own.rpartition(".")[0]) if name in reader]
+            places = [at[v] for v in op.ins if v in at] + [
+                reader[name] for name in (own, own.rpartition(".")[0]) if name in reader
+            ]
             if places:
                 found[places[0]] += seconds
                 at.update(dict.fromkeys(op.outs, places[0]))
@@ -215,7 +231,9 @@ class _Sized:
         found = []
         for number, (first, last) in enumerate(zip(cuts, ends, strict=True)):
             names = {name for i in range(first, last) for name in self.params[i]}
-            owned = [var for var in self.module.vars.values() if var.name in names or var.name.rpartition(".")[0] in names]
+            owned = [
+                var for var in self.module.vars.values() if var.name in names or var.name.rpartition(".")[0] in names
+            ]
             by_role = {role: sum(v.type.nbytes for v in owned if v.role == role) for role in (PARAM, GRAD, STATE)}
             temporary = max((sum(v.type.nbytes for v in op.outs) for op in self.chain[first:last]), default=0)
             found.append(
@@ -271,7 +289,11 @@ def _places(backward: Graph, position: Mapping[str, int]) -> list[int | None]:
     made: dict[Value, int] = {}
     found: list[int | None] = []
     for op in backward.ops:
-        at = position.get(str(op.attrs["of"])) if "of" in op.attrs else min((made[v] for v in op.ins if v in made), default=None)
+        at = (
+            position.get(str(op.attrs["of"]))
+            if "of" in op.attrs
+            else min((made[v] for v in op.ins if v in made), default=None)
+        )
         found.append(at)
         if at is not None:
             made.update(dict.fromkeys(op.outs, at))

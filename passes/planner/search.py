@@ -190,7 +190,9 @@ class Search:
                 better = best < values[edge.target]
                 if better.any():
                     values[edge.target] = np.where(better, best, values[edge.target])
-                    came[edge.target, better] = np.stack([np.full(positions, number), np.full(positions, which), at], 1)[better]
+                    came[edge.target, better] = np.stack(
+                        [np.full(positions, number), np.full(positions, which), at], 1
+                    )[better]
         if not self.ends:
             return None
         end = min(self.ends, key=lambda n: values[n, 0])
@@ -204,7 +206,11 @@ class Search:
         replicas, m = len(edge.devices), self.count
         if self.delayed:
             follow = len(self.layout.last[edge.source])
-            waits = np.maximum(m * trips + behind - self.kept * (limit * follow if follow else 0.0), 0.0) if follow else behind
+            waits = (
+                np.maximum(m * trips + behind - self.kept * (limit * follow if follow else 0.0), 0.0)
+                if follow
+                else behind
+            )
             waits = np.where(m * loads <= limit, waits, np.inf)
             for which, option in enumerate(options):
                 reached = option.cost + waits[None, :]

@@ -41,7 +41,14 @@ class Stages:
     """Matrices of one table, schedule and number of microbatches; `all_devices` are how many the plan uses (zb-1f1b asks)."""
 
     def __init__(
-        self, table: Table, fleet: Fleet, kinds: Sequence[int], schedule: str, count: int, wanted: Wanted, all_devices: int
+        self,
+        table: Table,
+        fleet: Fleet,
+        kinds: Sequence[int],
+        schedule: str,
+        count: int,
+        wanted: Wanted,
+        all_devices: int,
     ) -> None:
         self.table, self.fleet, self.kinds, self.schedule = table, fleet, kinds, schedule
         self.count, self.wanted, self.all_devices = count, wanted, all_devices
@@ -68,7 +75,9 @@ class Stages:
             self._found[key] = list(self._options(kinds, warm, full, ring))
         return self._found[key]
 
-    def shares(self, devices: Sequence[int], later: int, ahead: int, recompute: bool, first: int, last: int) -> tuple[int, ...]:
+    def shares(
+        self, devices: Sequence[int], later: int, ahead: int, recompute: bool, first: int, last: int
+    ) -> tuple[int, ...]:
         """The shares of the replicas of one stage."""
         kinds = tuple(self.kinds[i] for i in devices)
         warm, head = warm_up(self.schedule, ahead), 0 if self.schedule in DELAYED else 1
@@ -94,7 +103,9 @@ class Stages:
         if len(kinds) * least_share(self.schedule, warm) > self.count:
             return found
         for recompute in self._recomputations():
-            option, everywhere = (self._equal if len(set(kinds)) == 1 else self._unequal)(kinds, warm, full, ring, recompute)
+            option, everywhere = (self._equal if len(set(kinds)) == 1 else self._unequal)(
+                kinds, warm, full, ring, recompute
+            )
             if option is not None:
                 found.append(option)
             if everywhere:
@@ -110,7 +121,9 @@ class Stages:
         if len(kinds) * least > self.count:
             return np.zeros_like(allowed)
         if len(set(kinds)) == 1:
-            alike: Bools = allowed & (self._most_in_flight(kinds[0], recompute, len(kinds)) >= self._needed(len(kinds), full))
+            alike: Bools = allowed & (
+                self._most_in_flight(kinds[0], recompute, len(kinds)) >= self._needed(len(kinds), full)
+            )
             return alike
         held = np.stack(self.most_shares(kinds, full, recompute))
         # What memory holds may be far more than there is.
@@ -132,7 +145,9 @@ class Stages:
             found[kind] = np.where(room >= full, self.count, short) if self.schedule != "gpipe" else room
         return [found[kind] for kind in kinds]
 
-    def _equal(self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring, recompute: bool) -> tuple[Option | None, bool]:
+    def _equal(
+        self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring, recompute: bool
+    ) -> tuple[Option | None, bool]:
         """The option of replicas that are alike, and whether memory allows it everywhere."""
         replicas, kind = len(kinds), kinds[0]
         allowed = self.allowed[replicas > 1]
@@ -152,7 +167,9 @@ class Stages:
         pace = np.where(fits, whole.pace, np.inf)
         return Option(recompute, pace, pace if self.schedule in DELAYED else whole.cost, whole.ring), False
 
-    def _unequal(self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring, recompute: bool) -> tuple[Option | None, bool]:
+    def _unequal(
+        self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring, recompute: bool
+    ) -> tuple[Option | None, bool]:
         allowed = self.allowed[1]
         rows = [self._times(kind, recompute) for kind in kinds]
         held = self.most_shares(kinds, full, recompute)
@@ -162,19 +179,25 @@ class Stages:
         if not fits.any():
             return None, everywhere
         each = np.stack([row[0][fits] for row in rows])
-        shares = _shares(each, np.stack([room[fits] for room in held]), least_share(self.schedule, warm), self.count, head)
+        shares = _shares(
+            each, np.stack([room[fits] for room in held]), least_share(self.schedule, warm), self.count, head
+        )
         slowest = np.full(allowed.shape, np.inf)
         slowest[fits] = ((shares - head) * each).max(0)
         return self._priced(slowest, rows, len(kinds), ring, recompute), everywhere
 
-    def _priced(self, slowest: Floats, rows: Sequence[tuple[Floats, Floats, Floats]], replicas: int, ring: Ring, recompute: bool) -> Option:
+    def _priced(
+        self, slowest: Floats, rows: Sequence[tuple[Floats, Floats, Floats]], replicas: int, ring: Ring, recompute: bool
+    ) -> Option:
         """What the slowest replica's seconds make of a stage; `rows` are the times of its kinds of devices."""
         each, weight, update = ([row[k] for row in rows] for k in range(3))
         pace = slowest + _most(update)
         summing = ring.fixed + ring.each * self.grads if replicas > 1 else None
         if self.schedule in DELAYED:
             pace = replicas * pace
-            return Option(recompute, pace, pace, None if summing is None else np.asarray(replicas * summing, np.float64))
+            return Option(
+                recompute, pace, pace, None if summing is None else np.asarray(replicas * summing, np.float64)
+            )
         if summing is not None:
             pace = pace + summing
         if self.schedule == "zb-1f1b":
@@ -189,7 +212,11 @@ class Stages:
             calls = self.table.chain.calls(self.fleet.devices[kind])
             ends = self.table.boundaries(calls)
             each = _ranges(forward) + _ranges(backward) + calls.microbatch + ends[:, None] + ends[None, :]
-            self._seconds[kind, recompute] = (each + _ranges(again) if recompute else each, _ranges(weight), _ranges(update) + calls.update)
+            self._seconds[kind, recompute] = (
+                each + _ranges(again) if recompute else each,
+                _ranges(weight),
+                _ranges(update) + calls.update,
+            )
         return self._seconds[kind, recompute]
 
     def _most_in_flight(self, kind: int, recompute: bool, replicas: int) -> Ints:
@@ -209,7 +236,12 @@ class Stages:
                 )
                 if self.fleet.devices[kind].kind != "cuda":
                     fixed = fixed + (BATCHES_AHEAD + 1) * self.wanted.batch * _ranges(table.fed)
-                fixed = fixed + (POSTED * table.out + table.back)[:, None] + (POSTED * table.back + table.out)[None, :] + self.wanted.base
+                fixed = (
+                    fixed
+                    + (POSTED * table.out + table.back)[:, None]
+                    + (POSTED * table.back + table.out)[None, :]
+                    + self.wanted.base
+                )
                 left = memory - fixed
                 entry = np.broadcast_to(table.entry[:, None], saved.shape)
                 if not recompute:

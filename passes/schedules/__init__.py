@@ -62,7 +62,9 @@ def build_schedule(kind: str, stages: int, microbatches: int, shares: Shares = (
 
 def _check_size(stages: int, microbatches: int) -> None:
     if stages < 1 or microbatches < 1:
-        raise UsageError(f"needs at least one stage and one microbatch, got {stages} and {microbatches}", where="schedule")
+        raise UsageError(
+            f"needs at least one stage and one microbatch, got {stages} and {microbatches}", where="schedule"
+        )
     if microbatches > MOST_MICROBATCHES:
         raise UsageError(f"a batch has at most {MOST_MICROBATCHES} microbatches, got {microbatches}", where="schedule")
 

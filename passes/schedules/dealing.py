@@ -99,7 +99,9 @@ def _along(dealt: Dealt, rounded: Callable[[Fraction, Sequence[int], int], int])
     before: list[tuple[set[int], Fraction]] = []
     for ranks in dealt:
         own = [set(numbers) for numbers in ranks]
-        away = [max((time for numbers, time in before if not mine.isdisjoint(numbers)), default=Fraction(0)) for mine in own]
+        away = [
+            max((time for numbers, time in before if not mine.isdisjoint(numbers)), default=Fraction(0)) for mine in own
+        ]
         found.append([rounded(time, numbers, total) for time, numbers in zip(away, ranks, strict=True)])
         before = [(mine, number + Fraction(total, len(mine))) for mine, number in zip(own, found[-1], strict=True)]
     return found

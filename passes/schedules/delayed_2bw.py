@@ -16,4 +16,6 @@ def order(place: Place, m: int) -> Program:
     return Program(tuple(forwards(stage, m, ahead)), (*pairs(stage, m + ahead, m, m), Action("U", stage, 1)))
 
 
-KIND = Kind(order, 1, "PipeDream-2BW: never drained, two weight versions, gradients one update late, at most d in flight")
+KIND = Kind(
+    order, 1, "PipeDream-2BW: never drained, two weight versions, gradients one update late, at most d in flight"
+)

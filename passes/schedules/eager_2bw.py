@@ -17,4 +17,8 @@ def order(place: Place, m: int) -> Program:
     return delayed_2bw.order(replace(place, ahead=2 * place.ahead), m)
 
 
-KIND = Kind(order, 1, "2bw with twice the warm-up: hides the time of messages, needs 2d-2 microbatches per batch, at most 2d-1 in flight")
+KIND = Kind(
+    order,
+    1,
+    "2bw with twice the warm-up: hides the time of messages, needs 2d-2 microbatches per batch, at most 2d-1 in flight",
+)

@@ -11,7 +11,12 @@ from .kind import Kind, Place, backwards, forwards, pairs
 
 def order(place: Place, m: int) -> Program:
     stage, w = place.stage, min(place.ahead, m)
-    batch = (*forwards(stage, m, w), *pairs(stage, m + w, m, m - w), *backwards(stage, 2 * m - w, w), Action("U", stage, 1))
+    batch = (
+        *forwards(stage, m, w),
+        *pairs(stage, m + w, m, m - w),
+        *backwards(stage, 2 * m - w, w),
+        Action("U", stage, 1),
+    )
     return Program((), batch)
 
 

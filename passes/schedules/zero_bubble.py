@@ -32,5 +32,8 @@ def _with_weights(stage: int, actions: tuple[Action, ...], behind: int, m: int) 
 
 
 KIND = Kind(
-    order, 0, "ZB-H1: 1f1b with weight gradients apart, which fill most of its waiting; at most d in flight on every stage", splits=True
+    order,
+    0,
+    "ZB-H1: 1f1b with weight gradients apart, which fill most of its waiting; at most d in flight on every stage",
+    splits=True,
 )

@@ -19,7 +19,9 @@ def _matmul(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
 
     def of_right() -> Value:
         left, grad = x, dy
-        if w.type.rank == 2 and not ta and dy.type.rank > 2:  # one product over all rows, not one per batch entry and a sum
+        if (
+            w.type.rank == 2 and not ta and dy.type.rank > 2
+        ):  # one product over all rows, not one per batch entry and a sum
             rows = math.prod(x.type.dims[:-1])
             left = b.emit("reshape", x, shape=(rows, x.type.dims[-1]))
             grad = b.emit("reshape", dy, shape=(rows, dy.type.dims[-1]))

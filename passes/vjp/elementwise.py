@@ -67,11 +67,15 @@ def _pow(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
     def of_base() -> Value:
         lower = b.emit("pow", x, b.emit("sub", power, b.scalar(1.0, power)))
         zero = b.scalar(0.0, dy)  # 0 * x^-1 is 0 also where x is 0
-        return b.emit("where", b.emit("equal", power, b.scalar(0.0, power)), zero, b.emit("mul", dy, b.emit("mul", power, lower)))
+        return b.emit(
+            "where", b.emit("equal", power, b.scalar(0.0, power)), zero, b.emit("mul", dy, b.emit("mul", power, lower))
+        )
 
     def of_power() -> Value:
         zero = b.scalar(0.0, dy)  # the limit of x^p * log(x) at 0
-        return b.emit("where", b.emit("equal", x, b.scalar(0.0, x)), zero, b.emit("mul", dy, b.emit("mul", y, b.emit("log", x))))
+        return b.emit(
+            "where", b.emit("equal", x, b.scalar(0.0, x)), zero, b.emit("mul", dy, b.emit("mul", y, b.emit("log", x)))
+        )
 
     return of_base, of_power
 

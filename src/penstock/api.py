@@ -91,7 +91,11 @@ class Plan:
 
 
 def describe_plan(
-    module: Module, reference: Module, calls: Sequence[Call], search: Search | None = None, predicted: Predicted | None = None
+    module: Module,
+    reference: Module,
+    calls: Sequence[Call],
+    search: Search | None = None,
+    predicted: Predicted | None = None,
 ) -> dict[str, Any]:
     """A planned module as plain data; `reference` is the model before `partition`, `calls` are all passes, `predicted` is what
     the simulator says of the module alone."""
@@ -112,7 +116,9 @@ def describe_plan(
         "schedule": schedule.name,
         "microbatches": schedule.microbatches,
         "samples_per_microbatch": microbatch_size(module),
-        "precision": next((call.options.compute for call in calls if isinstance(call.options, PrecisionOptions)), "f32"),
+        "precision": next(
+            (call.options.compute for call in calls if isinstance(call.options, PrecisionOptions)), "f32"
+        ),
         "wire": next((call.options.dtype for call in calls if isinstance(call.options, WireOptions)), "f32"),
         "recompute": next((call.options.mode for call in calls if isinstance(call.options, RecomputeOptions)), "none"),
         "stages": [
@@ -201,7 +207,9 @@ def plan(
     dealt = tuple(share for of_stage in fair for share in of_stage)
     named = tuple(" ".join(names) for names in placed)
     cuts: dict[str, Attr] = {"stages": stages, "split_at": tuple(split_at), "devices": named, "shares": dealt}
-    module, calls = _pipeline(model, cluster, training, cuts, schedule, microbatches, precision, recompute, cuda_libraries, wire)
+    module, calls = _pipeline(
+        model, cluster, training, cuts, schedule, microbatches, precision, recompute, cuda_libraries, wire
+    )
     seen: list[Module] = []
     made: list[Call] = []
     notes: list[str] = []

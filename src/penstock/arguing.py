@@ -87,7 +87,9 @@ def print_plan(plan: api.Plan) -> None:
         )
     if predicted.correction is not None:
         runs = predicted.correction.runs
-        print(f"estimates of this machine are corrected by {predicted.correction.factor:.2f}, from {counted(runs, 'graded run')}")
+        print(
+            f"estimates of this machine are corrected by {predicted.correction.factor:.2f}, from {counted(runs, 'graded run')}"
+        )
     print(f"limited by: {binding(predicted.forecast)}")
 
 
@@ -165,7 +167,9 @@ def argument(search: Search) -> Iterator[str]:
     for change in search.what_if:
         if change.name.removeprefix("schedule ") in search.refused:
             continue
-        told = "nothing fits" if change.step is None else f"{shown_seconds(change.step)} ({_against(change.step, usual)})"
+        told = (
+            "nothing fits" if change.step is None else f"{shown_seconds(change.step)} ({_against(change.step, usual)})"
+        )
         simulated = search.refined.get(change.name.removeprefix("schedule "))
         if simulated is not None and change.step is not None and change.step < usual:
             told += f", but {shown_seconds(simulated.step)} simulated"
@@ -189,7 +193,9 @@ def _bound(search: Search) -> str:
         return f"by these no plan of {chosen.plan.schedule} for what was given is faster"
     told = f"no plan takes less than {shown_seconds(chosen.bound)}, {chosen.gap():.1%} less"
     return told + (
-        "" if chosen.layout.complete else f"; of a fleet of this size not every choice was tried, {chosen.layout.name} were best"
+        ""
+        if chosen.layout.complete
+        else f"; of a fleet of this size not every choice was tried, {chosen.layout.name} were best"
     )
 
 

@@ -25,5 +25,7 @@ def device_list(text: str) -> int | str:
     if "," in text or text == "cpu" or text.startswith("sm_"):
         return text
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a number, or a list of `cpu` and CUDA architectures such as cpu,sm_90, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a number, or a list of `cpu` and CUDA architectures such as cpu,sm_90, got {text!r}"
+        )
     return positive_number(text)

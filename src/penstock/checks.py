@@ -99,12 +99,17 @@ def _report(rows: list[tuple[str, float]], limits: Sequence[float], hint: str = 
     """Print what was compared; VerifyError where one error is above its limit. Limits that differ are shown."""
     verdicts = ["ok" if error <= limit else "FAILED" for (_, error), limit in zip(rows, limits, strict=True)]
     shown = [[f"{limit:.1e}"] for limit in limits] if len(set(limits)) > 1 else [[] for _ in limits]
-    cells = [[what, f"{error:.2e}", *limit, verdict] for (what, error), limit, verdict in zip(rows, shown, verdicts, strict=True)]
+    cells = [
+        [what, f"{error:.2e}", *limit, verdict]
+        for (what, error), limit, verdict in zip(rows, shown, verdicts, strict=True)
+    ]
     print(table(["compared", "relative error", *(["allowed"] if len(set(limits)) > 1 else []), "verdict"], cells))
     failed = [what for (what, _), verdict in zip(rows, verdicts, strict=True) if verdict != "ok"]
     if failed:
         most = f"more than {limits[0]:g}" if len(set(limits)) == 1 else "more than is allowed"
-        raise VerifyError(f"{len(failed)} of {len(rows)} comparisons are off by {most}: {', '.join(failed[:5])}", hint=hint)
+        raise VerifyError(
+            f"{len(failed)} of {len(rows)} comparisons are off by {most}: {', '.join(failed[:5])}", hint=hint
+        )
     return 0
 
 
@@ -140,16 +145,23 @@ def verify_model(
     originals = model.imported.names
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [originals.get(name, name) for name in module.outputs]
-    expected = session.run(names, {**model.imported.bound, **{originals.get(name, name): array for name, array in inputs.items()}})
+    expected = session.run(
+        names, {**model.imported.bound, **{originals.get(name, name): array for name, array in inputs.items()}}
+    )
     say(f"{module.name}: comparing {len(names)} outputs with onnxruntime {onnxruntime.__version__}")
     store = DictStore(initial_arrays(module, model.imported.weights, list(module.vars), TYPED))
     rows = []
     interpreted = run_graph(module.graphs["main"], inputs, store)
-    rows += [(f"interpreter: {name}", relative_error(a, b)) for name, a, b in zip(module.outputs, interpreted, expected, strict=True)]
+    rows += [
+        (f"interpreter: {name}", relative_error(a, b))
+        for name, a, b in zip(module.outputs, interpreted, expected, strict=True)
+    ]
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         bundle = api.compile(api.plan(model, Cluster.local(1)), Path(folder) / "bundle", backend=backend)
         found = _one_microbatch(open_bundle(bundle), inputs)
-    rows += [(f"{backend}: {name}", relative_error(found[name], b)) for name, b in zip(module.outputs, expected, strict=True)]
+    rows += [
+        (f"{backend}: {name}", relative_error(found[name], b)) for name, b in zip(module.outputs, expected, strict=True)
+    ]
 
     def roundings() -> list[float]:
         wide = DictStore(initial_arrays(module, model.imported.weights, list(module.vars), F64))
@@ -204,19 +216,26 @@ def delay_of(module: Module) -> int:
     return SCHEDULES[module.schedule.name].delay
 
 
-def _verify_training(bundle: Bundle, reference: Module, weights: Arrays, steps: int, seed: int, tolerance: float | None) -> int:
+def _verify_training(
+    bundle: Bundle, reference: Module, weights: Arrays, steps: int, seed: int, tolerance: float | None
+) -> int:
     from penstock.runtime.job import open as open_job
 
     schedule = bundle.module.schedule
     assert schedule is not None
     delay, rounding = delay_of(bundle.module), round_trips(reference, bundle.module)
     batches = [synthetic_batch(bundle.module, schedule.microbatches, seed, t) for t in range(steps)]
-    say(f"{bundle.module.name}: {steps} steps of {schedule.name}, every microbatch loss against the float64 recurrence with delay {delay}")
+    say(
+        f"{bundle.module.name}: {steps} steps of {schedule.name}, every microbatch loss against the float64 recurrence with delay {delay}"
+    )
     expected = run_recurrence(reference, weights, batches, delay=delay, precision=F64).losses
     with open_job(bundle.path) as job:
         found = [loss for step in job.steps(batches) for loss in step.losses]
     rows = [
-        (f"step {i // schedule.microbatches} microbatch {i % schedule.microbatches} loss {b:.6f}", relative_error(np.array(a), np.array(b)))
+        (
+            f"step {i // schedule.microbatches} microbatch {i % schedule.microbatches} loss {b:.6f}",
+            relative_error(np.array(a), np.array(b)),
+        )
         for i, (a, b) in enumerate(zip(found, expected, strict=True))
     ]
 
@@ -235,7 +254,12 @@ def _verify_training(bundle: Bundle, reference: Module, weights: Arrays, steps: 
 
 
 def _allowed_by_rounding(
-    reference: Module, weights: Arrays, batches: list[dict[str, np.ndarray]], expected: Sequence[float], delay: int, seed: int
+    reference: Module,
+    weights: Arrays,
+    batches: list[dict[str, np.ndarray]],
+    expected: Sequence[float],
+    delay: int,
+    seed: int,
 ) -> list[float]:
     """What passes for each loss: the most that it, or one of its step or of steps before, is off in runs that round otherwise."""
     moves = np.zeros(len(expected))
@@ -243,15 +267,25 @@ def _allowed_by_rounding(
         source = np.random.default_rng([seed, run])
 
         def shake(array: np.ndarray, source: np.random.Generator = source) -> np.ndarray:
-            return changed_by(float(np.finfo(array.dtype).eps), array, source).astype(array.dtype) if array.dtype.kind == "f" else array
+            return (
+                changed_by(float(np.finfo(array.dtype).eps), array, source).astype(array.dtype)
+                if array.dtype.kind == "f"
+                else array
+            )
 
         shaken = [{name: shake(np.asarray(array)) for name, array in arrays.items()} for arrays in (weights, *batches)]
         losses = run_recurrence(reference, shaken[0], shaken[1:], delay=delay, precision=TYPED).losses
-        moves = np.maximum(moves, [relative_error(np.array(a), np.array(b)) for a, b in zip(losses, expected, strict=True)])
+        moves = np.maximum(
+            moves, [relative_error(np.array(a), np.array(b)) for a, b in zip(losses, expected, strict=True)]
+        )
     # All microbatches of a step have the same weights.
     of_steps = np.maximum.accumulate(moves.reshape(len(batches), -1).max(axis=1))
-    say(f"the interpreter, rounding as the IR says, is off by up to {of_steps[-1]:.1e} in {RUNS} runs from numbers changed by one rounding")
-    return [min(max(TOLERANCE, MARGIN * float(move)), WIDEST) for move in of_steps.repeat(len(expected) // len(batches))]
+    say(
+        f"the interpreter, rounding as the IR says, is off by up to {of_steps[-1]:.1e} in {RUNS} runs from numbers changed by one rounding"
+    )
+    return [
+        min(max(TOLERANCE, MARGIN * float(move)), WIDEST) for move in of_steps.repeat(len(expected) // len(batches))
+    ]
 
 
 def _verify_inference(bundle: Bundle, reference: Module, weights: Arrays, seed: int, tolerance: float | None) -> int:

@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextmanager
 def _terminated_in_order() -> Iterator[None]:
     """Being terminated ends a command like an exception, so that its processes and temporary files go with it."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
         yield
         return
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -123,14 +126,19 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         hint = f"`{self.prog} --help` explains the arguments"
-        if (choice := _CHOICE.search(message)) is not None and (words := meant(choice[1], re.findall(r"[\w\-]+", choice[2]))):
+        if (choice := _CHOICE.search(message)) is not None and (
+            words := meant(choice[1], re.findall(r"[\w\-]+", choice[2]))
+        ):
             hint = f"{words} {hint}"
         raise UsageError(message, hint=hint)
 
 
 def command_line() -> argparse.ArgumentParser:
     """All commands with their arguments."""
-    parser = _Parser(prog="penstock", description="Compile an ONNX model into a multi-device pipeline bundle, train it, look into it.")
+    parser = _Parser(
+        prog="penstock",
+        description="Compile an ONNX model into a multi-device pipeline bundle, train it, look into it.",
+    )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -140,31 +148,48 @@ def command_line() -> argparse.ArgumentParser:
         parser.set_defaults(explained_by=parser)
         return parser
 
-    demo = add("demo", "export a small GPT, compile it for two local CPU devices, train it with 2bw, and show the loss fall")
+    demo = add(
+        "demo", "export a small GPT, compile it for two local CPU devices, train it with 2bw, and show the loss fall"
+    )
     demo.add_argument(
-        "-o", "--out", default="demo-out", metavar="DIR", help="folder for model, bundle, dumps and metrics (default: demo-out)"
+        "-o",
+        "--out",
+        default="demo-out",
+        metavar="DIR",
+        help="folder for model, bundle, dumps and metrics (default: demo-out)",
     )
     demo.add_argument("--steps", type=positive_number, default=120, metavar="N", help="optimiser steps (default: 120)")
     demo.add_argument("--schedule", choices=SCHEDULE_KINDS, default="2bw", help="default: 2bw")
     demo.add_argument("--backend", choices=("tvm", "numpy"), default="tvm", help="default: tvm")
 
-    _add_plan(add("plan", "choose stages and devices for a model, or for the graph of a placement file, and show the choice"))
+    _add_plan(
+        add("plan", "choose stages and devices for a model, or for the graph of a placement file, and show the choice")
+    )
 
     compile = add("compile", "compile a model into a bundle")
     add_model_arguments(compile)
     compile.add_argument("-o", "--out", required=True, metavar="BUNDLE", help="bundle directory to write")
     compile.add_argument("--backend", choices=("tvm", "numpy"), default="tvm", help="code generator (default: tvm)")
     compile.add_argument(
-        "--target", default="host", metavar="NAME", help="instruction set to compile for, e.g. host, x86-64-v3 (default: host)"
+        "--target",
+        default="host",
+        metavar="NAME",
+        help="instruction set to compile for, e.g. host, x86-64-v3 (default: host)",
     )
-    compile.add_argument("--jobs", type=positive_number, metavar="N", help="processes to compile with (default: one per core)")
+    compile.add_argument(
+        "--jobs", type=positive_number, metavar="N", help="processes to compile with (default: one per core)"
+    )
 
     _add_run(add("run", "train with a bundle: starts one process per rank, or joins as one rank under torchrun"))
     _add_infer(add("infer", "run an inference bundle on arrays, and write its outputs"))
 
     export = add("export", "write trained weights back into the ONNX model they came from, or into a safetensors file")
-    export.add_argument("source", metavar="BUNDLE|CHECKPOINT", help="a bundle, or a checkpoint whose bundle stands where it stood")
-    export.add_argument("--onnx", metavar="OUT.onnx", help="the model that was compiled, with these weights and its own names")
+    export.add_argument(
+        "source", metavar="BUNDLE|CHECKPOINT", help="a bundle, or a checkpoint whose bundle stands where it stood"
+    )
+    export.add_argument(
+        "--onnx", metavar="OUT.onnx", help="the model that was compiled, with these weights and its own names"
+    )
     export.add_argument("--safetensors", metavar="OUT.safetensors", help="the weights alone, by the model's own names")
     export.add_argument(
         "--checkpoint",
@@ -175,10 +200,16 @@ def command_line() -> argparse.ArgumentParser:
 
     sign = add("sign", "vouch for a bundle with a secret key, or check that somebody did")
     sign.add_argument("bundle", metavar="BUNDLE")
-    sign.add_argument("--key", required=True, metavar="FILE", help="the key: at least 32 bytes, e.g. of `openssl rand -hex 32`")
-    sign.add_argument("--check", action="store_true", help="write nothing; exit code 5 where the signature does not fit")
+    sign.add_argument(
+        "--key", required=True, metavar="FILE", help="the key: at least 32 bytes, e.g. of `openssl rand -hex 32`"
+    )
+    sign.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 5 where the signature does not fit"
+    )
 
-    _add_checkpoint(add("checkpoint", "list checkpoints, check them, or write the weights of one into a safetensors file"))
+    _add_checkpoint(
+        add("checkpoint", "list checkpoints, check them, or write the weights of one into a safetensors file")
+    )
 
     _add_inspect(add("inspect", "look into a bundle, an IR file or a dump folder"))
 
@@ -186,7 +217,9 @@ def command_line() -> argparse.ArgumentParser:
 
     doctor = add("doctor", "measure this machine, or the hosts of a torchrun group, and write a cluster file")
     doctor.add_argument("--cluster-out", metavar="FILE", help="cluster file to write, TOML or YAML (.yaml)")
-    doctor.add_argument("--devices", type=positive_number, metavar="N", help="equal CPU devices to divide the machine into (default: 1)")
+    doctor.add_argument(
+        "--devices", type=positive_number, metavar="N", help="equal CPU devices to divide the machine into (default: 1)"
+    )
     doctor.add_argument("--threads", metavar="LIST", help="threads of each CPU device, e.g. 3,1")
     doctor.add_argument("--json", action="store_true", help="print everything as JSON")
 
@@ -199,7 +232,10 @@ def command_line() -> argparse.ArgumentParser:
     opt.add_argument("file", metavar="FILE.ir")
     pipeline = opt.add_mutually_exclusive_group(required=True)
     pipeline.add_argument(
-        "-p", "--passes", metavar="PIPELINE", help="e.g. 'partition{stages=4},split', or @FILE; `penstock passes` lists them"
+        "-p",
+        "--passes",
+        metavar="PIPELINE",
+        help="e.g. 'partition{stages=4},split', or @FILE; `penstock passes` lists them",
     )
     pipeline.add_argument(
         "--pipeline",
@@ -211,11 +247,20 @@ def command_line() -> argparse.ArgumentParser:
 
     passes = add("passes", "list the passes with their options, explain one, or print a pipeline")
     some = passes.add_mutually_exclusive_group()
-    some.add_argument("name", nargs="?", metavar="PASS", help="explain this one: options, what it needs and gives, where it stands and why")
-    some.add_argument("--pipeline", choices=("train", "infer"), help="print a pipeline as a file for `penstock opt --pipeline`")
+    some.add_argument(
+        "name",
+        nargs="?",
+        metavar="PASS",
+        help="explain this one: options, what it needs and gives, where it stands and why",
+    )
+    some.add_argument(
+        "--pipeline", choices=("train", "infer"), help="print a pipeline as a file for `penstock opt --pipeline`"
+    )
 
     ops = add("ops", "list the operations and which parts of the compiler support them, or explain one")
-    ops.add_argument("name", nargs="?", metavar="OP", help="explain this one: attributes, dimensions, gradient, kernels")
+    ops.add_argument(
+        "name", nargs="?", metavar="OP", help="explain this one: attributes, dimensions, gradient, kernels"
+    )
 
     completion = add("completion", "print what makes a shell complete commands, options, passes and operations")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
@@ -235,11 +280,17 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     grading = parser.add_argument_group("after a run (MODEL.onnx is then a bundle)")
     grading.add_argument(
-        "--grade", metavar="METRICS", help="compare what the bundle's plan predicted with the metrics of a run, and keep corrections"
+        "--grade",
+        metavar="METRICS",
+        help="compare what the bundle's plan predicted with the metrics of a run, and keep corrections",
     )
-    grading.add_argument("--trace", metavar="FILE", help="with --grade: the trace of the run, for computations one by one")
+    grading.add_argument(
+        "--trace", metavar="FILE", help="with --grade: the trace of the run, for computations one by one"
+    )
     workload = parser.add_argument_group("placement files (in place of a model)")
-    workload.add_argument("--workload", metavar="FILE.json", help="a graph in the public device-placement format (docs/placement.md)")
+    workload.add_argument(
+        "--workload", metavar="FILE.json", help="a graph in the public device-placement format (docs/placement.md)"
+    )
     workload.add_argument(
         "--objective",
         choices=("throughput", "latency"),
@@ -259,9 +310,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="samples: .npz, .safetensors, .parquet, a folder of .npy, FILE:u16 of tokens, or INPUT=FILE,... (docs/data.md; default: "
         "synthetic)",
     )
-    parser.add_argument("--steps", type=positive_number, default=10, metavar="N", help="optimiser steps in this run (default: 10)")
+    parser.add_argument(
+        "--steps", type=positive_number, default=10, metavar="N", help="optimiser steps in this run (default: 10)"
+    )
     parser.add_argument("--shuffle", action="store_true", help="visit samples in a new order every epoch")
-    parser.add_argument("--seed", type=seed_number, default=0, metavar="N", help="for --shuffle and synthetic data (default: 0)")
+    parser.add_argument(
+        "--seed", type=seed_number, default=0, metavar="N", help="for --shuffle and synthetic data (default: 0)"
+    )
     parser.add_argument(
         "--last-batch",
         choices=("wrap", "drop", "pad"),
@@ -269,10 +324,20 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="where samples are no multiple of a batch: go on with the next epoch, drop the rest, or fill up from the same epoch "
         "(default: wrap)",
     )
-    parser.add_argument("--eval-data", metavar="FILE", help="samples to compute the mean loss of, without training on them (docs/data.md)")
-    parser.add_argument("--eval-every", type=positive_number, metavar="N", help="steps between evaluations (default: one at the end)")
-    parser.add_argument("--lr", type=float, metavar="X", help="learning rate, in place of the one the bundle was compiled with")
-    parser.add_argument("--lr-schedule", metavar="R", help=RATE_HELP + ", in place of the one the bundle was compiled with")
+    parser.add_argument(
+        "--eval-data",
+        metavar="FILE",
+        help="samples to compute the mean loss of, without training on them (docs/data.md)",
+    )
+    parser.add_argument(
+        "--eval-every", type=positive_number, metavar="N", help="steps between evaluations (default: one at the end)"
+    )
+    parser.add_argument(
+        "--lr", type=float, metavar="X", help="learning rate, in place of the one the bundle was compiled with"
+    )
+    parser.add_argument(
+        "--lr-schedule", metavar="R", help=RATE_HELP + ", in place of the one the bundle was compiled with"
+    )
     _add_saving(parser)
     _add_failing(parser)
     _add_showing(parser)
@@ -281,17 +346,26 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _add_saving(parser: argparse.ArgumentParser) -> None:
     """What a run writes to go on from."""
     parser.add_argument("--metrics", metavar="FILE", help="write one JSON object per step")
-    parser.add_argument("--checkpoint", metavar="DIR", help="write checkpoints here, at the end and every --checkpoint-every steps")
+    parser.add_argument(
+        "--checkpoint", metavar="DIR", help="write checkpoints here, at the end and every --checkpoint-every steps"
+    )
     parser.add_argument("--checkpoint-every", type=positive_number, metavar="N", help="steps between checkpoints")
     parser.add_argument(
-        "--keep-last", type=positive_number, metavar="N", help="remove older checkpoints, but for the newest N (default: keep all)"
+        "--keep-last",
+        type=positive_number,
+        metavar="N",
+        help="remove older checkpoints, but for the newest N (default: keep all)",
     )
     parser.add_argument(
         "--checkpoint-wait",
         action="store_true",
         help="let training wait while a checkpoint is written, which needs no memory for a copy of the state",
     )
-    parser.add_argument("--resume", metavar="DIR", help="go on from the newest whole checkpoint in this directory, or from this checkpoint")
+    parser.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="go on from the newest whole checkpoint in this directory, or from this checkpoint",
+    )
 
 
 def _add_failing(parser: argparse.ArgumentParser) -> None:
@@ -355,7 +429,9 @@ def _add_showing(parser: argparse.ArgumentParser) -> None:
         help="in a group: what its ranks have in common and nobody else has, at least 32 bytes (docs/security.md)",
     )
     parser.add_argument(
-        "--tls", metavar="DIR", help="in a group: let the keepers of the ranks speak over TLS, with cert.pem and key.pem of this directory"
+        "--tls",
+        metavar="DIR",
+        help="in a group: let the keepers of the ranks speak over TLS, with cert.pem and key.pem of this directory",
     )
 
 
@@ -375,18 +451,33 @@ def _add_infer(parser: argparse.ArgumentParser) -> None:
         default="throughput",
         help="throughput: many requests at once, which share microbatches; latency: one at a time (default: throughput)",
     )
-    parser.add_argument("--request", type=positive_number, metavar="N", help="samples per request (default: those of a microbatch)")
-    parser.add_argument("--samples", type=positive_number, metavar="N", help="with --data synthetic: how many (default: 64 microbatches)")
-    parser.add_argument("--seed", type=seed_number, default=0, metavar="N", help="of --data synthetic (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print throughput and percentiles of latency as one JSON object")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="give up when a peer keeps a rank waiting this long (default: 60)"
+        "--request", type=positive_number, metavar="N", help="samples per request (default: those of a microbatch)"
+    )
+    parser.add_argument(
+        "--samples",
+        type=positive_number,
+        metavar="N",
+        help="with --data synthetic: how many (default: 64 microbatches)",
+    )
+    parser.add_argument("--seed", type=seed_number, default=0, metavar="N", help="of --data synthetic (default: 0)")
+    parser.add_argument(
+        "--json", action="store_true", help="print throughput and percentiles of latency as one JSON object"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="give up when a peer keeps a rank waiting this long (default: 60)",
     )
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="BUNDLE|FILE.ir")
-    parser.add_argument("--cluster", metavar="FILE", help="other devices and links than those it was planned for, under the same names")
+    parser.add_argument(
+        "--cluster", metavar="FILE", help="other devices and links than those it was planned for, under the same names"
+    )
     parser.add_argument("--batches", type=positive_number, default=10, metavar="N", help="batches to run (default: 10)")
     parser.add_argument(
         "--costs",
@@ -396,7 +487,9 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         "or each rank of the bundle run by itself here (default: analytic)",
     )
     parser.add_argument("--latency", type=float, metavar="S", help="seconds on all links, in place of the cluster's")
-    parser.add_argument("--bandwidth", type=float, metavar="X", help="bytes per second of all links and NICs, in place of the cluster's")
+    parser.add_argument(
+        "--bandwidth", type=float, metavar="X", help="bytes per second of all links and NICs, in place of the cluster's"
+    )
     parser.add_argument("--gantt", metavar="FILE.svg", help="draw every rank's run, with memory over time")
     parser.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every action")
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
@@ -410,14 +503,27 @@ def _add_inspect(inspect: argparse.ArgumentParser) -> None:
         help="all about an operation: its source, passes, stage, kernel and messages; NAME is a value, a variable, "
         "a kernel such as s0.F/k3, a node of the model or a module of it",
     )
-    inspect.add_argument("--dumps", metavar="DIR", help="with --why or --html: the dump folder of the compilation, which knows all passes")
-    inspect.add_argument("--graph", action="append", metavar="NAME", help="print one graph, e.g. s0.F, or those of a stage, e.g. s0")
     inspect.add_argument(
-        "--flow", action="append", metavar="NAME", help="draw the operations of a graph with the values that flow between them"
+        "--dumps",
+        metavar="DIR",
+        help="with --why or --html: the dump folder of the compilation, which knows all passes",
+    )
+    inspect.add_argument(
+        "--graph", action="append", metavar="NAME", help="print one graph, e.g. s0.F, or those of a stage, e.g. s0"
+    )
+    inspect.add_argument(
+        "--flow",
+        action="append",
+        metavar="NAME",
+        help="draw the operations of a graph with the values that flow between them",
     )
     inspect.add_argument("--op", metavar="REGEX", help="print operations whose text matches")
-    inspect.add_argument("--schedule", action="store_true", help="print the schedule as a grid, and each rank's actions")
-    inspect.add_argument("--memory", action="store_true", help="print predicted peak memory per rank, and what lives over time")
+    inspect.add_argument(
+        "--schedule", action="store_true", help="print the schedule as a grid, and each rank's actions"
+    )
+    inspect.add_argument(
+        "--memory", action="store_true", help="print predicted peak memory per rank, and what lives over time"
+    )
     inspect.add_argument(
         "--trace",
         metavar="FILE",
@@ -425,13 +531,23 @@ def _add_inspect(inspect: argparse.ArgumentParser) -> None:
         "plan",
     )
     inspect.add_argument(
-        "--params", action="store_true", help="list parameters, buffers and state with sizes, and statistics of a bundle's weights"
+        "--params",
+        action="store_true",
+        help="list parameters, buffers and state with sizes, and statistics of a bundle's weights",
     )
     inspect.add_argument(
-        "--checkpoint", metavar="DIR", help="with --params: statistics of this checkpoint, or of the newest one in this directory"
+        "--checkpoint",
+        metavar="DIR",
+        help="with --params: statistics of this checkpoint, or of the newest one in this directory",
     )
-    inspect.add_argument("--kernels", action="store_true", help="list the kernels of every stage: operations, work, roofline time, share")
-    inspect.add_argument("--measure", action="store_true", help="with --kernels: compile each kernel by itself and time it on this machine")
+    inspect.add_argument(
+        "--kernels", action="store_true", help="list the kernels of every stage: operations, work, roofline time, share"
+    )
+    inspect.add_argument(
+        "--measure",
+        action="store_true",
+        help="with --kernels: compile each kernel by itself and time it on this machine",
+    )
     inspect.add_argument("--source", metavar="NAME", help="print the source of one kernel, e.g. s0.F/k3")
     inspect.add_argument(
         "--export",
@@ -445,7 +561,9 @@ def _add_inspect(inspect: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a report for a browser, from graph to kernels: one file, which needs nothing else (docs/report.md)",
     )
-    inspect.add_argument("--json", action="store_true", help="print the summary, or --why, --memory, --params or --kernels, as JSON")
+    inspect.add_argument(
+        "--json", action="store_true", help="print the summary, or --why, --memory, --params or --kernels, as JSON"
+    )
     inspect.add_argument(
         "--batches",
         type=positive_number,
@@ -459,7 +577,11 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     rows = (
         ("ls", "DIR", "list the checkpoints of a directory"),
         ("verify", "DIR|CHECKPOINT", "compare all files with their hashes"),
-        ("export", "DIR|CHECKPOINT", "write parameters by the model's names; of a directory, those of the newest checkpoint"),
+        (
+            "export",
+            "DIR|CHECKPOINT",
+            "write parameters by the model's names; of a directory, those of the newest checkpoint",
+        ),
     )
     # The placeholder is what an error says is missing.
     actions = parser.add_subparsers(dest="action", metavar="|".join(name for name, _, _ in rows), required=True)

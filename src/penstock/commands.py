@@ -112,7 +112,9 @@ def _asked_for(arguments: Namespace, dump: Dump | None, progress: Progress) -> P
     if arguments.plan is not None:
         return _planned(arguments, load, cluster, training, batch_dim, options)
     if arguments.schedule == "auto":
-        raise UsageError("--schedule auto leaves it to the planner, which needs to know the samples of a batch", hint="add --batch")
+        raise UsageError(
+            "--schedule auto leaves it to the planner, which needs to know the samples of a batch", hint="add --batch"
+        )
     model = load(None)
     for line in model.imported.report:
         say(line)
@@ -141,7 +143,11 @@ def _loader(arguments: Namespace, dims: Mapping[str, int], batch_dim: str | None
         own = dims if size is None or batch_dim is None else {**dims, batch_dim: size}
         with step_of(dump, "import") as said:
             model = api.from_onnx(
-                arguments.model, dims=own, known=known_of(arguments.known), frozen=arguments.frozen, trained=arguments.trained
+                arguments.model,
+                dims=own,
+                known=known_of(arguments.known),
+                frozen=arguments.frozen,
+                trained=arguments.trained,
             )
             said += model.imported.report
         return model
@@ -150,7 +156,12 @@ def _loader(arguments: Namespace, dims: Mapping[str, int], batch_dim: str | None
 
 
 def _planned(
-    arguments: Namespace, load: Load, cluster: Cluster, training: Training | None, batch_dim: str | None, options: dict[str, Any]
+    arguments: Namespace,
+    load: Load,
+    cluster: Cluster,
+    training: Training | None,
+    batch_dim: str | None,
+    options: dict[str, Any],
 ) -> Plan:
     """What a plan file says."""
     from penstock import api
@@ -161,10 +172,14 @@ def _planned(
     fixed = ("batch", "stages", "microbatches", "split_at", "replicas", "schedule", "recompute")
     given = [f"--{name.replace('_', '-')}" for name in fixed if getattr(arguments, name)]
     if given:
-        raise UsageError(f"{', '.join(given)} with --plan: the file says that", where=arguments.plan, hint="edit the file")
+        raise UsageError(
+            f"{', '.join(given)} with --plan: the file says that", where=arguments.plan, hint="edit the file"
+        )
     asked, samples = load_plan_file(arguments.plan, [device.name for device in cluster.devices])
     if arguments.precision is not None and asked.setdefault("precision", arguments.precision) != arguments.precision:
-        raise UsageError(f"--precision {arguments.precision}, but the plan is in {asked['precision']}", where=arguments.plan)
+        raise UsageError(
+            f"--precision {arguments.precision}, but the plan is in {asked['precision']}", where=arguments.plan
+        )
     if options.get("wire", wire := asked.setdefault("wire", options.get("wire", "f32"))) != wire:
         raise UsageError(f"--wire {options['wire']}, but values travel as {wire} in the plan", where=arguments.plan)
     if SCHEDULES[asked["schedule"]].trains != (training is not None):
@@ -173,7 +188,9 @@ def _planned(
     model = load(samples if batch_dim is not None else None)
     found = microbatch_size(model.module)
     if samples not in (None, found):
-        raise UsageError(f"the plan is for microbatches of {samples} samples, the model's are of {found}", where=arguments.plan)
+        raise UsageError(
+            f"the plan is for microbatches of {samples} samples, the model's are of {found}", where=arguments.plan
+        )
     for line in model.imported.report:
         say(line)
     if training is not None:
@@ -191,7 +208,9 @@ def _batch_dimension(arguments: Namespace, dims: dict[str, int]) -> str | None:
     return first if first is not None and not others else None
 
 
-def _best(arguments: Namespace, load: Load, cluster: Cluster, training: Training | None, free: bool, options: dict[str, Any]) -> Plan:
+def _best(
+    arguments: Namespace, load: Load, cluster: Cluster, training: Training | None, free: bool, options: dict[str, Any]
+) -> Plan:
     """What the planner chooses for batches of `--batch` samples."""
     from penstock.passes.planner.plan import SCHEDULES
     from penstock.planning import SYNCHRONOUS, other_sizes, plan_best, sizes_of
@@ -206,15 +225,23 @@ def _best(arguments: Namespace, load: Load, cluster: Cluster, training: Training
             hint="leave out one or the other; --dim beside --batch gives the size of a microbatch",
         )
     schedules = {None: SYNCHRONOUS, "auto": SCHEDULES}.get(arguments.schedule, (arguments.schedule,))
-    asked: dict[str, Any] = {"batch": arguments.batch, "schedules": schedules, "recompute": arguments.recompute or "auto"}
+    asked: dict[str, Any] = {
+        "batch": arguments.batch,
+        "schedules": schedules,
+        "recompute": arguments.recompute or "auto",
+    }
     asked |= {"replicas": arguments.replicas, "precision": arguments.precision}
     try:
-        plan = plan_best(load, cluster, training, sizes=sizes_of(arguments.batch, None) if free else (None,), **asked, **options)
+        plan = plan_best(
+            load, cluster, training, sizes=sizes_of(arguments.batch, None) if free else (None,), **asked, **options
+        )
     except DoesNotFit as error:
         others = other_sizes(arguments.batch) if free else ()
         found = None
         if others:
-            say(f"no plan fits with the sizes of microbatches that were tried first; trying {', '.join(map(str, others))}")
+            say(
+                f"no plan fits with the sizes of microbatches that were tried first; trying {', '.join(map(str, others))}"
+            )
             with suppress(DoesNotFit):
                 found = plan_best(load, cluster, training, sizes=others, explained=False, **asked, **options)
         elif not free and (smaller := _smaller_size(arguments, cluster, training, asked, options)):
@@ -227,7 +254,9 @@ def _best(arguments: Namespace, load: Load, cluster: Cluster, training: Training
     return plan
 
 
-def _smaller_size(arguments: Namespace, cluster: Cluster, training: Training, asked: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+def _smaller_size(
+    arguments: Namespace, cluster: Cluster, training: Training, asked: Mapping[str, Any], options: Mapping[str, Any]
+) -> str:
     """The option for smaller microbatches that there is a plan for, where an option gave their size; else nothing."""
     from penstock.planning import plan_best, sizes_of
 
@@ -239,7 +268,15 @@ def _smaller_size(arguments: Namespace, cluster: Cluster, training: Training, as
             continue
         try:
             quiet = {**options, "progress": None, "dump": None}
-            found = plan_best(_loader(arguments, others, name, None), cluster, training, sizes=sizes, explained=False, **asked, **quiet)
+            found = plan_best(
+                _loader(arguments, others, name, None),
+                cluster,
+                training,
+                sizes=sizes,
+                explained=False,
+                **asked,
+                **quiet,
+            )
         except PenstockError:
             return ""  # nothing is proposed that has not been planned; the error that is being told is of what was asked for
         assert found.search is not None
@@ -252,7 +289,9 @@ def dims_of(words: Iterable[str]) -> dict[str, int]:
     for word in words:
         name, equals, number = word.partition("=")
         if not equals or not (number.isascii() and number.isdecimal()) or not 1 <= int(number) < 2**31:
-            raise UsageError(f"bad --dim {word!r}, expected NAME=INT with a number from 1 to {2**31 - 1}, e.g. --dim batch=4")
+            raise UsageError(
+                f"bad --dim {word!r}, expected NAME=INT with a number from 1 to {2**31 - 1}, e.g. --dim batch=4"
+            )
         dims[name] = int(number)
     return dims
 
@@ -273,7 +312,9 @@ def known_of(words: Iterable[str]) -> dict[str, object]:
         try:
             found[name] = [_number(part.strip()) for part in text.split(",")] if text else []
         except ValueError:
-            raise UsageError(f"bad --known {word!r}: {text!r} is neither numbers between commas nor the path of a .npy file") from None
+            raise UsageError(
+                f"bad --known {word!r}: {text!r} is neither numbers between commas nor the path of a .npy file"
+            ) from None
     return found
 
 
@@ -304,7 +345,10 @@ def _training(arguments: Namespace) -> Training | None:
         }
         given = [flag for flag, value in flags.items() if value is not None]
         if given:
-            raise UsageError(f"{', '.join(given)} without a loss to train on", hint="add --loss, or --train with a file that names one")
+            raise UsageError(
+                f"{', '.join(given)} without a loss to train on",
+                hint="add --loss, or --train with a file that names one",
+            )
         return None
     optimizer = settings.optimizer if settings is not None else None
     if arguments.optimizer or arguments.lr is not None or arguments.weight_decay is not None:
@@ -379,7 +423,9 @@ def checkpoint_command(arguments: Namespace) -> None:
 def export_command(arguments: Namespace) -> None:
     from penstock.exporting import export
 
-    done = export(arguments.source, onnx=arguments.onnx, safetensors=arguments.safetensors, checkpoint=arguments.checkpoint)
+    done = export(
+        arguments.source, onnx=arguments.onnx, safetensors=arguments.safetensors, checkpoint=arguments.checkpoint
+    )
     age = "as compiled" if done.step is None else f"after {done.step} steps"
     say(f"wrote {', '.join(map(str, done.files))}: {done.tensors} tensors {age}")
 
@@ -439,7 +485,9 @@ def opt_command(arguments: Namespace) -> None:
     calls = parse_pipeline(text, PASSES, where)
     before = load_module(arguments.file)
     if arguments.dump_ir and Path(arguments.file).resolve().parent == Path(arguments.dump_ir).resolve():
-        raise UsageError(f"{arguments.file} lies in it, and a dump may take its place", where="--dump-ir", hint="give another folder")
+        raise UsageError(
+            f"{arguments.file} lies in it, and a dump may take its place", where="--dump-ir", hint="give another folder"
+        )
     verify_read(before, arguments.file)
     dump = dump_of(arguments)
     module = run_passes(before, calls, PASSES, dump=dump)

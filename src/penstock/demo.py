@@ -25,7 +25,9 @@ LEARNING_RATE = 3e-4
 
 def text_samples(count: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """`count` stretches of the shipped text as byte values, and for each position the byte that follows."""
-    text = np.frombuffer(resources.files("penstock").joinpath("demo_text.txt").read_bytes(), dtype=np.uint8).astype(np.int64)
+    text = np.frombuffer(resources.files("penstock").joinpath("demo_text.txt").read_bytes(), dtype=np.uint8).astype(
+        np.int64
+    )
     starts = np.random.default_rng(seed).integers(0, len(text) - length, size=count)
     windows = text[starts[:, None] + np.arange(length + 1)]
     return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
@@ -46,7 +48,9 @@ def run_demo(out: Path, *, steps: int, schedule: str, backend: str) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot use the folder: {error}", where=str(out)) from error
-    path = write_gpt(out / "gpt.onnx", layers=LAYERS, width=WIDTH, heads=HEADS, vocab=VOCAB, positions=POSITIONS, batch=None)
+    path = write_gpt(
+        out / "gpt.onnx", layers=LAYERS, width=WIDTH, heads=HEADS, vocab=VOCAB, positions=POSITIONS, batch=None
+    )
     model = api.from_onnx(path, dims={"batch": SEQUENCES})
     params = sum(v.type.size for v in model.module.vars.values() if v.role == "param")
     say(f"1. wrote {path}: {LAYERS} layers, width {WIDTH}, {params / 1e6:.1f} million parameters")
@@ -74,8 +78,14 @@ def run_demo(out: Path, *, steps: int, schedule: str, backend: str) -> int:
     )
     print(f"model {path}\nbundle {out / 'bundle'}\ndumps {dumps}\nmetrics {metrics}\ncheckpoint {out / 'checkpoint'}")
     command = "penstock" if shutil.which("penstock") else f"{quote(sys.executable)} -m penstock"
-    before_versions, after_versions = (quote(str(next(dumps.glob(f"*_{name}.ir")))) for name in ("schedule", "weight-versions"))
-    say(f"look around:\n  {command} inspect {quote(str(out / 'bundle'))} --schedule\n  {command} diff {before_versions} {after_versions}")
+    before_versions, after_versions = (
+        quote(str(next(dumps.glob(f"*_{name}.ir")))) for name in ("schedule", "weight-versions")
+    )
+    say(
+        f"look around:\n  {command} inspect {quote(str(out / 'bundle'))} --schedule\n  {command} diff {before_versions} {after_versions}"
+    )
     if not after < before:
-        raise VerifyError(f"the loss did not fall: {before:.3f} at the start, {after:.3f} at the end", hint="run more --steps")
+        raise VerifyError(
+            f"the loss did not fall: {before:.3f} at the start, {after:.3f} at the end", hint="run more --steps"
+        )
     return 0

@@ -56,7 +56,10 @@ def _threads(text: str | None) -> tuple[int, ...]:
 def _check_place(path: Path) -> None:
     """A minute of measuring should not end in a folder that is not there."""
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError("is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}", where=f"--cluster-out {path}")
+        raise UsageError(
+            "is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}",
+            where=f"--cluster-out {path}",
+        )
 
 
 def _plain(report: Report) -> dict[str, object]:
@@ -68,7 +71,9 @@ def _plain(report: Report) -> dict[str, object]:
             "hosts": [asdict(host) for host in report.cluster.hosts],
             "classes": {c.kind: c.fields() for c in report.cluster.classes},
         },
-        "pairs": [{"hosts": [report.hosts[i].name for i in pair], **wire._asdict()} for pair, wire in report.pairs.items()],
+        "pairs": [
+            {"hosts": [report.hosts[i].name for i in pair], **wire._asdict()} for pair, wire in report.pairs.items()
+        ],
         "problems": report.problems,
         "seconds": round(report.seconds, 3),
     }
@@ -126,7 +131,10 @@ def _lines(report: Report) -> list[str]:
     ]
     lines += [table(heads, rows), "", "columns products to elements: share of GFLOP/s that this work reaches", ""]
     wires = [[c.kind, f"{c.bandwidth / 1e9:.3g}", f"{c.latency * 1e6:.1f}"] for c in report.cluster.classes]
-    wires += [[f"{link.a} - {link.b}", f"{link.bandwidth / 1e9:.3g}", f"{link.latency * 1e6:.1f}"] for link in report.cluster.links]
+    wires += [
+        [f"{link.a} - {link.b}", f"{link.bandwidth / 1e9:.3g}", f"{link.latency * 1e6:.1f}"]
+        for link in report.cluster.links
+    ]
     if wires:
         lines += [table(["link", "GB/s", "latency us"], wires), ""]
     return [*lines, f"measured in {report.seconds:.0f} s"]

@@ -84,7 +84,9 @@ class Difference:
 def compare(a: Module, b: Module) -> Difference:
     """What differs, as data. What the two modules share as objects is not looked into."""
     shared = a.schedule is b.schedule
-    programs: list[Iterable[str]] = [print_schedule(m.schedule) if m.schedule is not None and not shared else [] for m in (a, b)]
+    programs: list[Iterable[str]] = [
+        print_schedule(m.schedule) if m.schedule is not None and not shared else [] for m in (a, b)
+    ]
     return Difference(
         _lines(_head(a, b), _head(b, a)),
         tuple(_graphs(a.graphs, b.graphs)),
@@ -115,7 +117,9 @@ def _listed(found: Difference) -> Iterator[str]:
     yield from _told(found.notes, str, "", "line")
 
 
-def _told(lines: Lines[T], show: Callable[[T], str], indent: str, what: str, between: Iterable[str] = ()) -> Iterator[str]:
+def _told(
+    lines: Lines[T], show: Callable[[T], str], indent: str, what: str, between: Iterable[str] = ()
+) -> Iterator[str]:
     yield from (f"{indent}- {show(line)}" for line in lines.gone)
     yield from between
     yield from _changed([(show(a), show(b)) for a, b in lines.changed], indent, what)
@@ -207,8 +211,12 @@ def _moved(before: Sequence[object], after: Sequence[object]) -> int:
 
 def _graphs(before: Mapping[str, Graph], after: Mapping[str, Graph]) -> Iterator[GraphDifference]:
     # Of graphs that both modules share nothing went, and nothing came into them; nor where all operations are in their places.
-    a, b = ({name: g for name, g in graphs.items() if before.get(name) is not after.get(name)} for graphs in (before, after))
-    placed = {name: pairs for name, graph in a.items() if name in b and (pairs := _in_place(graph, b[name])) is not None}
+    a, b = (
+        {name: g for name, g in graphs.items() if before.get(name) is not after.get(name)} for graphs in (before, after)
+    )
+    placed = {
+        name: pairs for name, graph in a.items() if name in b and (pairs := _in_place(graph, b[name])) is not None
+    }
     old, new = ({name: _operations(graph) for name, graph in graphs.items() if name not in placed} for graphs in (a, b))
     # Where operations may have come from, and gone to: graphs that have no more, or did not have yet, one of that name.
     gone = _elsewhere(old, new)
@@ -257,7 +265,11 @@ def _named_operations(graph: Graph) -> Operations:
 
 
 def _frames(before: Graph | None, after: Graph | None) -> Lines[str]:
-    if before is not None and after is not None and (before.ins, before.outs, before.saved) == (after.ins, after.outs, after.saved):
+    if (
+        before is not None
+        and after is not None
+        and (before.ins, before.outs, before.saved) == (after.ins, after.outs, after.saved)
+    ):
         return Lines()
     return _lines(*(_named_frame(graph) if graph is not None else {} for graph in (before, after)))
 
@@ -283,7 +295,11 @@ def _elsewhere(these: Mapping[str, Operations], others: Mapping[str, Operations]
 
 
 def _by_name(
-    name: str, old: Mapping[str, Operations], new: Mapping[str, Operations], gone: Mapping[object, str], come: Mapping[object, str]
+    name: str,
+    old: Mapping[str, Operations],
+    new: Mapping[str, Operations],
+    gone: Mapping[object, str],
+    come: Mapping[object, str],
 ) -> tuple[Lines[Op], Mapping[str, int], Mapping[str, int]]:
     """What differs in the operations of a graph, where they went, and where they came from."""
     before, after = old.get(name, {}), new.get(name, {})
@@ -343,4 +359,6 @@ def _replaced(old: list[str], new: list[str]) -> Words:
 
 
 def _shortened(words: list[str]) -> str:
-    return "".join(words if len(words) <= _SAME_WORDS else [*words[: _SAME_WORDS // 2], " ... ", *words[-_SAME_WORDS // 2 :]])
+    return "".join(
+        words if len(words) <= _SAME_WORDS else [*words[: _SAME_WORDS // 2], " ... ", *words[-_SAME_WORDS // 2 :]]
+    )

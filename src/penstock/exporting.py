@@ -49,7 +49,9 @@ def keep_source(imported: Imported, module: Module, folder: Path) -> Origin:
     """What a bundle of `module` keeps of its source: its names for variables, and for inputs and outputs that are spelled otherwise; and its files."""
     origin = _keep_variables(imported, module, folder)
     values = [*(value.name for value in module.data_inputs), *module.outputs]
-    return Origin({**{name: (imported.names[name],) for name in values if name in imported.names}, **origin.names}, origin.files)
+    return Origin(
+        {**{name: (imported.names[name],) for name in values if name in imported.names}, **origin.names}, origin.files
+    )
 
 
 def _keep_variables(imported: Imported, module: Module, folder: Path) -> Origin:
@@ -57,7 +59,12 @@ def _keep_variables(imported: Imported, module: Module, folder: Path) -> Origin:
     stored = stored_vars(module)
     structure, state = imported.structure, imported.state
     if state is not None:
-        lost = {name: imported.weights[variable] for variable, names in state.names.items() if variable not in stored for name in names}
+        lost = {
+            name: imported.weights[variable]
+            for variable, names in state.names.items()
+            if variable not in stored
+            for name in names
+        }
         path = folder / PurePosixPath(REST).name
         write_tensors(path, {**state.rest, **lost})
         return Origin({variable: names for variable, names in state.names.items() if variable in stored}, [path])
@@ -66,7 +73,11 @@ def _keep_variables(imported: Imported, module: Module, folder: Path) -> Origin:
     from penstock.frontends.onnx.structure import save_structure
 
     names = {variable: (theirs,) for variable, theirs in structure.initializers.items() if variable in stored}
-    rest = {theirs: imported.weights[variable] for variable, theirs in structure.initializers.items() if variable not in stored}
+    rest = {
+        theirs: imported.weights[variable]
+        for variable, theirs in structure.initializers.items()
+        if variable not in stored
+    }
     return Origin(names, save_structure(structure, folder, rest))
 
 
@@ -82,13 +93,19 @@ def export(
 
     `source` is a bundle, or a checkpoint whose bundle stands where it stood. Of a directory of checkpoints the newest is taken.
     `annotate` may write words into the ONNX model before it is written."""
-    outs = {flag: Path(os.path.realpath(path)) for flag, path in (("--onnx", onnx), ("--safetensors", safetensors)) if path is not None}
+    outs = {
+        flag: Path(os.path.realpath(path))
+        for flag, path in (("--onnx", onnx), ("--safetensors", safetensors))
+        if path is not None
+    }
     bundle, place = _find(Path(source), None if checkpoint is None else Path(checkpoint))
     changed = place is not None or annotate is not None
     _check_places(outs, bundle, changed)
     names = _names_of(bundle, onnx is None)
     if onnx is not None and bundle.source_structure is None:
-        raise UsageError("was not compiled from an ONNX model", where=str(bundle.path), hint="--safetensors writes its weights")
+        raise UsageError(
+            "was not compiled from an ONNX model", where=str(bundle.path), hint="--safetensors writes its weights"
+        )
     arrays, step = _weights(bundle, place)
     own = {name: arrays[variable] for variable, named in names.items() for name in named}
     files: list[Path] = []
@@ -110,7 +127,9 @@ def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:
     if not ((source / INDEX).exists() or (directory_meant(source) / LATEST).exists()):
         return open_bundle(source), None if checkpoint is None else find_checkpoint(checkpoint)
     if checkpoint is not None:
-        raise UsageError("is a checkpoint itself", where=str(source), hint=f"penstock export BUNDLE --checkpoint {source}")
+        raise UsageError(
+            "is a checkpoint itself", where=str(source), hint=f"penstock export BUNDLE --checkpoint {source}"
+        )
     place = find_checkpoint(source)
     there = read_index(place).bundle
     if not there or not Path(there).is_dir():
@@ -135,7 +154,9 @@ def _check_places(outs: Mapping[str, Path], bundle: Bundle, changed: bool) -> No
             problems.append(f"{flag} {path}: is inside the bundle, which would be damaged by it")
     for flag, path in outs.items():
         if (changed or flag != "--onnx") and _is_source(path, bundle):
-            problems.append(f"{flag} {path}: is the model that the bundle was compiled from, or a copy of it; give the result another name")
+            problems.append(
+                f"{flag} {path}: is the model that the bundle was compiled from, or a copy of it; give the result another name"
+            )
     if len({path for _, path in places}) < len(places):
         problems.append(f"{' and '.join(outs)} name the same file")
     if problems:
@@ -163,18 +184,29 @@ def _names_of(bundle: Bundle, alone: bool) -> dict[str, list[str]]:
     """The model's own names of its variables. A parameter of an ONNX model without one cannot be written back into it, but `alone`, by ours."""
     names = bundle.source_names
     if names is None:
-        raise UsageError("does not say what its weights are called in the model", where=str(bundle.path), hint="compile the model again")
+        raise UsageError(
+            "does not say what its weights are called in the model",
+            where=str(bundle.path),
+            hint="compile the model again",
+        )
     stored = stored_vars(bundle.module)
     names = {name: named for name, named in names.items() if name not in bundle.renamed}
     lost = [name for name, var in stored.items() if var.role == PARAM and name not in names]
     if lost and alone and bundle.source_structure is not None:
         names = {**names, **{name: [name] for name in lost}}
     elif lost:
-        raise UsageError(f"these parameters stand in no one place of the model: {', '.join(lost)}", where=str(bundle.path), hint=_HINT)
+        raise UsageError(
+            f"these parameters stand in no one place of the model: {', '.join(lost)}",
+            where=str(bundle.path),
+            hint=_HINT,
+        )
     strange = sorted(names.keys() - stored.keys())
     every = [name for named in names.values() for name in named]
     if strange or len(set(every)) < len(every):
-        raise VerifyError(f"names of variables do not fit the module: {', '.join(strange) or 'two have one name'}", where=str(bundle.path))
+        raise VerifyError(
+            f"names of variables do not fit the module: {', '.join(strange) or 'two have one name'}",
+            where=str(bundle.path),
+        )
     return names
 
 
@@ -202,5 +234,9 @@ def _write_safetensors(out: Path, arrays: Mapping[str, np.ndarray], bundle: Bund
 
         dtypes = element_types(bundle.source_structure)
     with replacing(out) as work:
-        write_tensors(work, {name: array.astype(dtypes.get(name, array.dtype), copy=False) for name, array in arrays.items()}, metadata)
+        write_tensors(
+            work,
+            {name: array.astype(dtypes.get(name, array.dtype), copy=False) for name, array in arrays.items()},
+            metadata,
+        )
     return out

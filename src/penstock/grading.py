@@ -97,7 +97,9 @@ def _key() -> str:
 
 def _run(bundle: Bundle, metrics: Path) -> str:
     """What tells a run from others: its bundle and its metrics, wherever they lie."""
-    return hashlib.sha256(f"{bundle.module_hash} {hashlib.sha256(metrics.read_bytes()).hexdigest()}".encode()).hexdigest()
+    return hashlib.sha256(
+        f"{bundle.module_hash} {hashlib.sha256(metrics.read_bytes()).hexdigest()}".encode()
+    ).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,9 @@ def grade(bundle: Bundle, metrics: Path, trace: Path | None = None, store: Store
     store = store if store is not None else table_of_user()
     predicted = bundle.plan.get("predicted", {}).get("step_s")
     if not isinstance(predicted, int | float) or not predicted > 0:
-        raise UsageError("the plan of this bundle predicts no step time", where=str(bundle.path), hint="compile it again")
+        raise UsageError(
+            "the plan of this bundle predicts no step time", where=str(bundle.path), hint="compile it again"
+        )
     times = step_times(metrics, _samples(bundle))
     measured = median(times)
     rows = [] if trace is None else _computing(bundle, trace)
@@ -137,7 +141,9 @@ def grade(bundle: Bundle, metrics: Path, trace: Path | None = None, store: Store
 def _promised(bundle: Bundle) -> tuple[dict[tuple[int, str], float], dict[tuple[int, str], float]]:
     """Plain estimates by rank and kind, as in the plan of a bundle, whatever was known where it was made; and
     what of them is no work of this machine."""
-    return rank_seconds(bundle.module), rank_seconds(bundle.module, Roofline(lambda device: 0.0 if is_here(device) else 1.0))
+    return rank_seconds(bundle.module), rank_seconds(
+        bundle.module, Roofline(lambda device: 0.0 if is_here(device) else 1.0)
+    )
 
 
 def _from_computing(bundle: Bundle, rows: Sequence[Row]) -> float | None:
@@ -197,20 +203,27 @@ def step_times(metrics: Path, samples: int | None = None) -> list[float]:
                     strange = row["samples"]
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
-            f"cannot read the metrics: {error}", where=str(metrics), hint="give a file that `penstock run --metrics` wrote"
+            f"cannot read the metrics: {error}",
+            where=str(metrics),
+            hint="give a file that `penstock run --metrics` wrote",
         ) from error
     if not found:
         raise UsageError("has no steps", where=str(metrics))
     if strange is not None:
         raise UsageError(
-            f"is not of a run of this bundle: its steps have {strange} samples, those of the plan {samples}", where=str(metrics)
+            f"is not of a run of this bundle: its steps have {strange} samples, those of the plan {samples}",
+            where=str(metrics),
         )
     return found[_WARM:] if len(found) > 2 * _WARM else found[1:] or found
 
 
 def _seconds(given: object, what: str) -> float:
     """A time of a file; ValueError for anything else."""
-    if isinstance(given, bool) or not isinstance(given, int | float) or not (math.isfinite(given) and 0 <= given <= _LONGEST):
+    if (
+        isinstance(given, bool)
+        or not isinstance(given, int | float)
+        or not (math.isfinite(given) and 0 <= given <= _LONGEST)
+    ):
         raise ValueError(f"{what} is {given!r}")
     return float(given)
 
@@ -250,7 +263,9 @@ def _keep_stages(bundle: Bundle, rows: Sequence[Row], store: Store) -> None:
             for kind, came in ((kind, came) for rank, kind, _, came in rows if rank == entry.rank):
                 seen.setdefault((entry.stage, entry.threads), {}).setdefault(kind, []).append(came)
     for (stage, threads), by_kind in seen.items():
-        table_of_times.keep_stage(bundle.module, stage, threads, {kind: median(times) for kind, times in by_kind.items()})
+        table_of_times.keep_stage(
+            bundle.module, stage, threads, {kind: median(times) for kind, times in by_kind.items()}
+        )
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -268,10 +283,13 @@ def grade_command(arguments: Namespace) -> None:
     if other:
         flags = ", ".join("--" + name.replace("_", "-") for name in other)
         raise UsageError(
-            f"{flags} with --grade: it compares a run with the plan of its bundle", hint="leave out all that asks for another plan"
+            f"{flags} with --grade: it compares a run with the plan of its bundle",
+            hint="leave out all that asks for another plan",
         )
     if not arguments.model or not Path(arguments.model).is_dir():
-        raise UsageError("--grade compares a run with the plan of its bundle", hint="penstock plan BUNDLE --grade metrics.jsonl")
+        raise UsageError(
+            "--grade compares a run with the plan of its bundle", hint="penstock plan BUNDLE --grade metrics.jsonl"
+        )
     bundle = open_bundle(arguments.model)
     found = grade(bundle, Path(arguments.grade), Path(arguments.trace) if arguments.trace else None)
     if arguments.json:
@@ -286,7 +304,13 @@ def grade_command(arguments: Namespace) -> None:
 
 
 def _told(what: str, kind: str, predicted: float, measured: float) -> list[str]:
-    return [what, kind, shown_seconds(predicted), shown_seconds(measured), f"{measured / predicted:.2f}" if predicted else "-"]
+    return [
+        what,
+        kind,
+        shown_seconds(predicted),
+        shown_seconds(measured),
+        f"{measured / predicted:.2f}" if predicted else "-",
+    ]
 
 
 def _kept(found: Graded, trace: str | None, bundle: Bundle) -> str:
@@ -315,5 +339,7 @@ def as_dict(found: Graded) -> dict[str, Any]:
         "ratio": found.measured / found.predicted,
         "steps": found.steps,
         "correction": found.factor if found.kept else None,
-        "computing": [{"rank": rank, "kind": kind, "predicted_s": a, "measured_s": b} for rank, kind, a, b in found.computing],
+        "computing": [
+            {"rank": rank, "kind": kind, "predicted_s": a, "measured_s": b} for rank, kind, a, b in found.computing
+        ],
     }

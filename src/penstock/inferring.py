@@ -109,11 +109,17 @@ def synthetic(module: Module, samples: int, seed: int) -> Arrays:
     return found
 
 
-def answer(job: Job, given: Arrays, size: int, mode: str, *, where: str = "inputs", keep: bool = True) -> tuple[Arrays, Report]:
+def answer(
+    job: Job, given: Arrays, size: int, mode: str, *, where: str = "inputs", keep: bool = True
+) -> tuple[Arrays, Report]:
     """All samples as requests of up to `size` samples, and their outputs one after the other, unless nobody keeps them."""
     inference = job.inference
     if inference is None:
-        raise UsageError("the bundle is for training", where=str(job.bundle.path), hint="compile the model without a loss for inference")
+        raise UsageError(
+            "the bundle is for training",
+            where=str(job.bundle.path),
+            hint="compile the model without a loss for inference",
+        )
     whole = inference.layout.request(given, where)
     requests = -(-whole.samples // size)
     # In latency mode nobody waits behind another one.
@@ -150,7 +156,16 @@ def answer(job: Job, given: Arrays, size: int, mode: str, *, where: str = "input
         line.close()
     seconds = answered[-1] - started
     found = {f"p{p}": float(np.percentile(latencies, p)) for p in PERCENTILES} | {"max": max(latencies)}
-    report = Report(mode, requests, whole.samples, size, inference.layout.samples, seconds, whole.samples / max(seconds, 1e-9), found)
+    report = Report(
+        mode,
+        requests,
+        whole.samples,
+        size,
+        inference.layout.samples,
+        seconds,
+        whole.samples / max(seconds, 1e-9),
+        found,
+    )
     names = pieces[0] if pieces else {}
     return {name: _joined([piece[name] for piece in pieces]) for name in names}, report
 

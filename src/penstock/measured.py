@@ -57,7 +57,11 @@ class Measured:
 
     def keep(self, kernel: Kernel, threads: int, seconds: float) -> None:
         """Write down what one call of a kernel took on this machine."""
-        self._put(_kernel_key(kernel, self.backend, threads), seconds, f"{kernel.body.name}: {' '.join(op.kind for op in kernel.ops)}")
+        self._put(
+            _kernel_key(kernel, self.backend, threads),
+            seconds,
+            f"{kernel.body.name}: {' '.join(op.kind for op in kernel.ops)}",
+        )
 
     def stage(self, module: Module, stage: int, device: Device) -> dict[str, float]:
         """Seconds by kind of graph, as far as they were measured."""
@@ -96,7 +100,9 @@ def _kernel_key(kernel: Kernel, backend: str, threads: int) -> str:
     return key_of("kernel", kernel.key, code, backend, str(threads), processor())
 
 
-def profile(bundle: Bundle, rehearse: Rehearse, table: Measured | None = None, *, anew: bool = False) -> dict[tuple[int, str], float]:
+def profile(
+    bundle: Bundle, rehearse: Rehearse, table: Measured | None = None, *, anew: bool = False
+) -> dict[tuple[int, str], float]:
     """Seconds of each kind of action of every rank, by rank and kind, as the ranks of the bundle would run them here: from the table, and
     what is not there (everything, if `anew`) measured by `rehearse`, one rank after the other."""
     table = table or Measured(bundle.manifest.backend)
@@ -114,7 +120,9 @@ def profile(bundle: Bundle, rehearse: Rehearse, table: Measured | None = None, *
     return found
 
 
-def stage_times(module: Module, table: Measured | None = None, prices: Prices = ROOFLINE) -> tuple[dict[tuple[int, str], float], int]:
+def stage_times(
+    module: Module, table: Measured | None = None, prices: Prices = ROOFLINE
+) -> tuple[dict[tuple[int, str], float], int]:
     """Seconds of the graphs of every rank: as measured where they were, else as estimated; and how many are estimates."""
     table = table or Measured()
     found = rank_seconds(module, prices)

@@ -8,9 +8,7 @@ import os
 
 from penstock.argument_types import device_list, positive_number
 
-RATE_HELP = (
-    "how the learning rate changes, e.g. constant{warmup=100}, linear{steps=1000}, cosine{steps=1000,warmup=100,end=0.1} or step{every=300}"
-)
+RATE_HELP = "how the learning rate changes, e.g. constant{warmup=100}, linear{steps=1000}, cosine{steps=1000,warmup=100,end=0.1} or step{every=300}"
 SCHEDULE_KINDS = ("1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b")
 
 
@@ -34,7 +32,11 @@ def _add_reading(parser: argparse.ArgumentParser, optional: bool, metavar: str) 
         help="N equal CPU devices on this machine, or a list of `cpu` and CUDA architectures, e.g. cpu,sm_90 (default: 1)",
     )
     parser.add_argument(
-        "--dim", action="append", default=[], metavar="NAME=INT", help="bind a symbolic dimension; the batch dimension is one microbatch"
+        "--dim",
+        action="append",
+        default=[],
+        metavar="NAME=INT",
+        help="bind a symbolic dimension; the batch dimension is one microbatch",
     )
     parser.add_argument(
         "--known",
@@ -44,7 +46,9 @@ def _add_reading(parser: argparse.ArgumentParser, optional: bool, metavar: str) 
         help="bind an input to numbers between commas or to FILE.npy, for models that take shapes, axes or counts as inputs",
     )
     parser.add_argument("--frozen", metavar="REGEX", help="parameters that are not trained")
-    parser.add_argument("--trained", metavar="REGEX", help="initializers that are trained although they hold a single number")
+    parser.add_argument(
+        "--trained", metavar="REGEX", help="initializers that are trained although they hold a single number"
+    )
     parser.add_argument(
         "--precision",
         choices=("f32", "bf16", "f16"),
@@ -79,14 +83,18 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "e.g. 'embed{kind=adamw,weight_decay=0}'; the first that matches counts",
     )
     training.add_argument("--weight-decay", type=float, metavar="X")
-    training.add_argument("--clip", type=float, metavar="X", help="scale the gradient down to this norm where it is longer")
+    training.add_argument(
+        "--clip", type=float, metavar="X", help="scale the gradient down to this norm where it is longer"
+    )
     training.add_argument(
         "--skip-nonfinite",
         action="store_true",
         default=None,
         help="leave out updates whose gradient is infinite or nan (with --clip and in f16 that is done in any case)",
     )
-    training.add_argument("--microbatches", type=positive_number, metavar="M", help="microbatches per batch (default: 1)")
+    training.add_argument(
+        "--microbatches", type=positive_number, metavar="M", help="microbatches per batch (default: 1)"
+    )
     training.add_argument(
         "--batch",
         type=positive_number,
@@ -122,7 +130,11 @@ def _add_dividing(parser: argparse.ArgumentParser) -> None:
         help="carry out this plan: what `penstock plan --json` printed, or the plan.json of a bundle, perhaps edited",
     )
     parser.add_argument(
-        "--stages", type=positive_number, default=0, metavar="N", help="pipeline stages (default: as many as the devices make)"
+        "--stages",
+        type=positive_number,
+        default=0,
+        metavar="N",
+        help="pipeline stages (default: as many as the devices make)",
     )
     parser.add_argument(
         "--replicas",
@@ -133,7 +145,11 @@ def _add_dividing(parser: argparse.ArgumentParser) -> None:
         "the most of one stage, by default any number)",
     )
     parser.add_argument(
-        "--split-at", action="append", default=[], metavar="NODE", help="start a new stage at this node or value instead of searching"
+        "--split-at",
+        action="append",
+        default=[],
+        metavar="NODE",
+        help="start a new stage at this node or value instead of searching",
     )
     parser.add_argument(
         "--hints",

@@ -72,12 +72,16 @@ class _Sheet:
         channels = self.tensors[f"{x}.weight"].shape[0]
         parts = [self.normal(f"{name}.{part}", (channels,), spread) for part in _NORM]
         for part, middle in zip(parts, (weight, 0.0, 0.0, 1.0), strict=True):
-            self.tensors[part] = (self.tensors[part] * (weight if part == parts[0] else 1.0) + middle).astype(self.dtype)
+            self.tensors[part] = (self.tensors[part] * (weight if part == parts[0] else 1.0) + middle).astype(
+                self.dtype
+            )
         # A variance has to stay above zero however it is drawn.
         self.tensors[parts[3]] = np.abs(self.tensors[parts[3]]) + self.dtype.type(spread)
         return self.node("BatchNormalization", (x, *parts), name, epsilon=1e-5)
 
-    def write(self, path: str | Path, name: str, x: tuple[str, np.dtype, Sequence[Batch]], y: tuple[str, Sequence[Batch]]) -> Path:
+    def write(
+        self, path: str | Path, name: str, x: tuple[str, np.dtype, Sequence[Batch]], y: tuple[str, Sequence[Batch]]
+    ) -> Path:
         import onnx
         from onnx import helper, numpy_helper
 
@@ -91,7 +95,9 @@ class _Sheet:
             [helper.make_tensor_value_info(y[0], element(self.dtype), list(y[1]))],
             [numpy_helper.from_array(array, key) for key, array in self.tensors.items()],
         )
-        model = helper.make_model(graph, producer_name="penstock", opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
+        model = helper.make_model(
+            graph, producer_name="penstock", opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10
+        )
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         if sum(array.nbytes for array in self.tensors.values()) > _EXTERNAL_FROM:
@@ -103,7 +109,9 @@ class _Sheet:
         return target
 
 
-def write_mlp(path: str | Path, sizes: Sequence[int], batch: int | None = None, *, seed: int = 0, dtype: str = "f32") -> Path:
+def write_mlp(
+    path: str | Path, sizes: Sequence[int], batch: int | None = None, *, seed: int = 0, dtype: str = "f32"
+) -> Path:
     """Linear layers of the given sizes with relu between them: input `x` [batch, sizes[0]], output `y` [batch, sizes[-1]]."""
     if len(sizes) < 2:
         raise ValueError(f"an MLP needs at least two sizes, got {list(sizes)}")
@@ -161,12 +169,23 @@ def write_gpt(
         scores = sheet.node("Mul", (sheet.node("MatMul", (q, k), f"{at}.attn.product"), "scale"), f"{at}.attn.scaled")
         masked = sheet.node("Where", ("causal", scores, "hidden"), f"{at}.attn.masked")
         weights = sheet.node("Softmax", (masked,), f"{at}.attn.softmax", axis=-1)
-        mixed = sheet.node("Transpose", (sheet.node("MatMul", (weights, v), f"{at}.attn.mix"),), f"{at}.attn.turned", perm=(0, 2, 1, 3))
+        mixed = sheet.node(
+            "Transpose", (sheet.node("MatMul", (weights, v), f"{at}.attn.mix"),), f"{at}.attn.turned", perm=(0, 2, 1, 3)
+        )
         merged = sheet.node("Reshape", (mixed, "merged.shape"), f"{at}.attn.merged")
-        x = sheet.node("Add", (x, sheet.linear(merged, f"{at}.attn.proj", width, width, residual)), f"{at}.attn.residual")
+        x = sheet.node(
+            "Add", (x, sheet.linear(merged, f"{at}.attn.proj", width, width, residual)), f"{at}.attn.residual"
+        )
         normed = sheet.norm(x, f"{at}.ln_2", width)
-        wide = sheet.node("Gelu", (sheet.linear(normed, f"{at}.mlp.fc", width, 4 * width, 0.02),), f"{at}.mlp.gelu", approximate="tanh")
-        x = sheet.node("Add", (x, sheet.linear(wide, f"{at}.mlp.proj", 4 * width, width, residual)), f"{at}.mlp.residual")
+        wide = sheet.node(
+            "Gelu",
+            (sheet.linear(normed, f"{at}.mlp.fc", width, 4 * width, 0.02),),
+            f"{at}.mlp.gelu",
+            approximate="tanh",
+        )
+        x = sheet.node(
+            "Add", (x, sheet.linear(wide, f"{at}.mlp.proj", 4 * width, width, residual)), f"{at}.mlp.residual"
+        )
     x = sheet.norm(x, "ln_f", width)
     sheet.node("MatMul", (x, sheet.normal("lm_head.weight", (width, vocab), 0.02)), "logits")
     open_batch: Batch = "batch" if batch is None else batch
@@ -193,7 +212,9 @@ def write_cnn(
     for i, (before, after) in enumerate(pairwise(channels)):
         at = f"block{i + 1}"
         weight = sheet.normal(f"{at}.conv.weight", (after, before, 3, 3), sqrt(2.0 / (9 * before)))
-        x = sheet.node("Conv", (x, weight, sheet.full(f"{at}.conv.bias", (after,), 0.0)), f"{at}.conv", pads=[1, 1, 1, 1])
+        x = sheet.node(
+            "Conv", (x, weight, sheet.full(f"{at}.conv.bias", (after,), 0.0)), f"{at}.conv", pads=[1, 1, 1, 1]
+        )
         parts = [sheet.full(f"{at}.norm.{part}", (after,), value) for part, value in _NORM.items()]
         x = sheet.node("BatchNormalization", (x, *parts), f"{at}.norm", epsilon=1e-5)
         x = sheet.node("Relu", (x,), f"{at}.relu")
@@ -205,7 +226,9 @@ def write_cnn(
     rows = channels[-1] * side * side
     sheet.linear(x, "y", rows, classes, sqrt(1.0 / rows))
     open_batch: Batch = "batch" if batch is None else batch
-    return sheet.write(path, "cnn", ("x", sheet.dtype, (open_batch, channels[0], size, size)), ("y", (open_batch, classes)))
+    return sheet.write(
+        path, "cnn", ("x", sheet.dtype, (open_batch, channels[0], size, size)), ("y", (open_batch, classes))
+    )
 
 
 def write_resnet(
@@ -233,7 +256,14 @@ def write_resnet(
         return sheet.node("Conv", (x, weight), name, kernel_shape=shape, pads=pads, strides=[stride, stride])
 
     x = sheet.scaled("stem.norm", conv("x", "stem.conv", 3, width, 7, 2), 1.0)
-    x = sheet.node("MaxPool", (sheet.node("Relu", (x,), "stem.relu"),), "stem.pool", kernel_shape=[3, 3], strides=[2, 2], pads=[1] * 4)
+    x = sheet.node(
+        "MaxPool",
+        (sheet.node("Relu", (x,), "stem.relu"),),
+        "stem.pool",
+        kernel_shape=[3, 3],
+        strides=[2, 2],
+        pads=[1] * 4,
+    )
     before = width
     for i, count in enumerate(blocks):
         inner = width * 2**i
@@ -283,7 +313,9 @@ def write_bert(
     sheet.scalar("scale", 1.0 / sqrt(size))
     sheet.node("Gather", (sheet.normal("word.weight", (vocab, width), 0.02), "tokens"), "word", axis=0)
     x = sheet.node("Add", ("word", sheet.normal("position.weight", (positions, width), 0.02)), "placed")
-    x = sheet.norm(sheet.node("Add", (x, sheet.normal("segment.weight", (1, width), 0.02)), "embedding"), "embedding.norm", width)
+    x = sheet.norm(
+        sheet.node("Add", (x, sheet.normal("segment.weight", (1, width), 0.02)), "embedding"), "embedding.norm", width
+    )
     for i in range(layers):
         at = f"layer.{i}"
         turned = []
@@ -295,7 +327,9 @@ def write_bert(
         q, k, v = turned
         scores = sheet.node("Mul", (sheet.node("MatMul", (q, k), f"{at}.product"), "scale"), f"{at}.scores")
         weights = sheet.node("Softmax", (scores,), f"{at}.softmax", axis=-1)
-        mixed = sheet.node("Transpose", (sheet.node("MatMul", (weights, v), f"{at}.mix"),), f"{at}.turned", perm=(0, 2, 1, 3))
+        mixed = sheet.node(
+            "Transpose", (sheet.node("MatMul", (weights, v), f"{at}.mix"),), f"{at}.turned", perm=(0, 2, 1, 3)
+        )
         merged = sheet.node("Reshape", (mixed, "merged.shape"), f"{at}.merged")
         y = sheet.linear(merged, f"{at}.output", width, width, 0.02)
         x = sheet.norm(sheet.node("Add", (x, y), f"{at}.sum1"), f"{at}.norm1", width)

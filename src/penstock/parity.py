@@ -49,7 +49,9 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.devices < 2:
-            raise UsageError(f"one device has no pipeline to compare, got {self.devices}", where="parity", hint="--devices 2 or more")
+            raise UsageError(
+                f"one device has no pipeline to compare, got {self.devices}", where="parity", hint="--devices 2 or more"
+            )
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,9 @@ def final_loss(losses: Sequence[float]) -> float:
     return statistics.fmean(losses[-max(1, len(losses) // TAIL) :])
 
 
-def compare(models: Callable[[int], Model], optimizers: Mapping[str, Optimizer], setting: Setting, seeds: Sequence[int]) -> list[Parity]:
+def compare(
+    models: Callable[[int], Model], optimizers: Mapping[str, Optimizer], setting: Setting, seeds: Sequence[int]
+) -> list[Parity]:
     """Train once per optimiser, seed and schedule; `models` gives the model of a seed."""
     made = {seed: models(seed) for seed in seeds}
     found = []
@@ -159,7 +163,9 @@ def _deviation(number: float) -> str:
     return "-" if math.isnan(number) else f"{number:.4f}"
 
 
-def verify_parity(models: Callable[[int], Model], optimizers: Mapping[str, Optimizer], setting: Setting, seeds: int) -> int:
+def verify_parity(
+    models: Callable[[int], Model], optimizers: Mapping[str, Optimizer], setting: Setting, seeds: int
+) -> int:
     """The command: run, and print the table. A gap is no failure: whether it matters is for the user to say."""
     rows = compare(models, optimizers, setting, range(seeds))
     print(table(list(HEADER), report(rows)))

@@ -29,12 +29,18 @@ def follow_hints(hints: Hints, module: Module, stages: int) -> tuple[Changes, li
     for name, stage_of in hints.pipelines.items():
         starts, problem = _pipeline_starts(chain, stage_of, stages)
         if not problem:
-            return {"split_at": _names(chain, starts)}, [*notes, f"stages are those of configuration {name!r} of the model"]
+            return {"split_at": _names(chain, starts)}, [
+                *notes,
+                f"stages are those of configuration {name!r} of the model",
+            ]
         notes.append(f"the pipeline stages of configuration {name!r} of the model are not followed: {problem}")
     if hints.layers:
         starts = _changes(chain, hints.layers)
         if len(starts) >= stages - 1:
-            return {"only_at": _names(chain, starts)}, [*notes, f"stages start between layers of the model, at one of {len(starts)} places"]
+            return {"only_at": _names(chain, starts)}, [
+                *notes,
+                f"stages start between layers of the model, at one of {len(starts)} places",
+            ]
         notes.append(
             f"the layers of the model are not followed: {stages} stages need {stages - 1} places between them, there are {len(starts)}"
         )
@@ -49,7 +55,9 @@ def _pipeline_starts(chain: Sequence[Op], stage_of: Mapping[str, int], stages: i
         return [], f"it has {count} stages, {stages} are asked for"
     for before, after in pairwise(hinted):
         if stage_of[after.loc] < stage_of[before.loc]:
-            found = f"{before.loc} of stage {stage_of[before.loc]} stands before {after.loc} of stage {stage_of[after.loc]}"
+            found = (
+                f"{before.loc} of stage {stage_of[before.loc]} stands before {after.loc} of stage {stage_of[after.loc]}"
+            )
             return [], f"its stages are not contiguous in the order of the model, {found}"
     return _changes(chain, stage_of), ""
 

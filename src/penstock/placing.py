@@ -39,12 +39,18 @@ def check_plan_arguments(arguments: Namespace) -> None:
     if arguments.model is not None:
         raise UsageError(f"{arguments.model} and --workload {arguments.workload}: a plan is for one of the two")
     foreign = [
-        f"--{name.replace('_', '-')}" for name, value in vars(arguments).items() if name not in (*_OWN, "json") and value != _plain(name)
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(arguments).items()
+        if name not in (*_OWN, "json") and value != _plain(name)
     ]
     if foreign:
-        raise UsageError(f"{', '.join(sorted(foreign))} with --workload: these are for models; the file says which devices there are")
+        raise UsageError(
+            f"{', '.join(sorted(foreign))} with --workload: these are for models; the file says which devices there are"
+        )
     if arguments.any and arguments.objective == "latency":
-        raise UsageError("--any with --objective latency: an accelerator takes one contiguous set and runs it as one call")
+        raise UsageError(
+            "--any with --objective latency: an accelerator takes one contiguous set and runs it as one call"
+        )
 
 
 def _plain(name: str) -> object:
@@ -92,7 +98,13 @@ def as_json(workload: Workload, found: Placement, objective: str, contiguous: bo
     """All of it; times and bytes in the units of the file."""
     problem, optimal = found.problem, found.gap <= PROVEN
     rows = [
-        {"name": name, "load": row.total, "transfer": row.transfer, "memory": row.memory, "nodes": _nodes(workload, found, d)}
+        {
+            "name": name,
+            "load": row.total,
+            "transfer": row.transfer,
+            "memory": row.memory,
+            "nodes": _nodes(workload, found, d),
+        }
         for d, (name, row) in enumerate(zip(problem.device_names(), loads(problem, found.device_of), strict=True))
     ]
     about = {
@@ -109,8 +121,16 @@ def as_json(workload: Workload, found: Placement, objective: str, contiguous: bo
 def as_text(workload: Workload, found: Placement, objective: str, contiguous: bool) -> str:
     """A line that says what was found, a table of devices, and the nodes of each."""
     problem, names = found.problem, found.problem.device_names()
-    what = "latency of one sample" if objective == "latency" else f"largest load, {'contiguous' if contiguous else 'any split'}"
-    sure = "the optimum" if found.gap <= PROVEN else f"at most {found.gap:.2%} above the optimum, which is at least {found.bound:.9g}"
+    what = (
+        "latency of one sample"
+        if objective == "latency"
+        else f"largest load, {'contiguous' if contiguous else 'any split'}"
+    )
+    sure = (
+        "the optimum"
+        if found.gap <= PROVEN
+        else f"at most {found.gap:.2%} above the optimum, which is at least {found.bound:.9g}"
+    )
     rows = loads(problem, found.device_of)
     if objective == "latency":
         header, cells = _calls(found)
@@ -142,7 +162,9 @@ def _calls(found: Placement) -> tuple[list[str], list[list[object]]]:
     kinds, cells = found.problem.devices, []
     for d, name in enumerate(found.problem.device_names()):
         mine = [times[n] for n, device in enumerate(found.device_of) if device == d]
-        memory = sum(node.memory for node, device in zip(found.problem.nodes, found.device_of, strict=True) if device == d)
+        memory = sum(
+            node.memory for node, device in zip(found.problem.nodes, found.device_of, strict=True) if device == d
+        )
         if found.problem.kinds[kinds[d]].pays_transfers or mine:
             begin, end = (f"{min(b for b, _ in mine):.9g}", f"{max(e for _, e in mine):.9g}") if mine else ("-", "-")
             cells.append([name, len(mine), begin, end, shown_bytes(memory)])

@@ -31,10 +31,14 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise UsageError(f"cannot read the plan: {error}", where=str(path), hint="`penstock plan --json` prints one") from error
+        raise UsageError(
+            f"cannot read the plan: {error}", where=str(path), hint="`penstock plan --json` prints one"
+        ) from error
     if not isinstance(found, dict):
         raise UsageError("is not a plan: expected an object", where=str(path), hint="`penstock plan --json` prints one")
-    problems = [f"unknown key {key!r}, expected {', '.join((*_READ, *_TOLD))}" for key in found if key not in (*_READ, *_TOLD)]
+    problems = [
+        f"unknown key {key!r}, expected {', '.join((*_READ, *_TOLD))}" for key in found if key not in (*_READ, *_TOLD)
+    ]
     problems += [f"{key} is missing" for key in ("schedule", "microbatches", "stages") if key not in found]
     if found.get("schedule", "1f1b") not in list(SCHEDULES):
         problems.append(f"schedule {found['schedule']!r} is none of {', '.join(SCHEDULES)}")
@@ -52,11 +56,17 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
     if found.get("wire", "f32") not in list(WIRES):
         problems.append(f"wire {found['wire']!r} is none of {', '.join(WIRES)}")
     stages = found.get("stages", [])
-    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages) or ("stages" in found and not stages):
+    if (
+        not isinstance(stages, list)
+        or not all(isinstance(stage, dict) for stage in stages)
+        or ("stages" in found and not stages)
+    ):
         problems.append("stages must be a list of objects, one or more")
         stages = []
     for number, stage in enumerate(stages):
-        problems += [f"stage {number}: {problem}" for problem in _stage_problems(number, stage, count if counts else None)]
+        problems += [
+            f"stage {number}: {problem}" for problem in _stage_problems(number, stage, count if counts else None)
+        ]
     problems += _device_problems(stages, devices)
     if problems:
         raise UsageError("the plan has problems:" + itemised(problems), where=str(path))
@@ -94,7 +104,11 @@ def _device_problems(stages: list[dict[str, Any]], known: Sequence[str]) -> list
     ]
     for name, numbers in seats.items():
         if len(numbers) > 1:
-            where = f"stages {', '.join(map(str, dict.fromkeys(numbers)))}" if len(set(numbers)) > 1 else f"stage {numbers[0]}"
+            where = (
+                f"stages {', '.join(map(str, dict.fromkeys(numbers)))}"
+                if len(set(numbers)) > 1
+                else f"stage {numbers[0]}"
+            )
             problems.append(f"{where}: device {name!r} is listed {len(numbers)} times, and can be one rank")
     return problems
 
@@ -110,7 +124,11 @@ def _stage_problems(number: int, stage: dict[str, Any], microbatches: int | None
     if not number and start is not None:
         problems.append(f"is the first and begins with the model, not at {start!r}")
     devices = stage.get("devices")
-    if not isinstance(devices, list) or not devices or not all(isinstance(name, str) and name and not name.split()[1:] for name in devices):
+    if (
+        not isinstance(devices, list)
+        or not devices
+        or not all(isinstance(name, str) and name and not name.split()[1:] for name in devices)
+    ):
         problems.append("needs `devices`, a list of names")
         return problems
     shares = stage.get("shares")
@@ -121,5 +139,7 @@ def _stage_problems(number: int, stage: dict[str, Any], microbatches: int | None
     elif microbatches is None:
         problems += ["`shares` must be 1 or more each"] if min(shares) < 1 else []
     elif sum(shares) != microbatches or min(shares) < 1:
-        problems.append(f"`shares` must be 1 or more each and {microbatches} together, got {', '.join(map(str, shares))}")
+        problems.append(
+            f"`shares` must be 1 or more each and {microbatches} together, got {', '.join(map(str, shares))}"
+        )
     return problems

@@ -136,7 +136,12 @@ def plan_best(
     def profile_in(precision: str | None, sizes: Sequence[int], progress: api.ProgressHook | None = None) -> Profile:
         modules = {
             size: api.before_partition(
-                models[size], cluster, alone, precision=precision, progress=progress and _for_size(progress, size), **library
+                models[size],
+                cluster,
+                alone,
+                precision=precision,
+                progress=progress and _for_size(progress, size),
+                **library,
             )
             for size in sizes
         }
@@ -154,32 +159,53 @@ def plan_best(
     too_large: dict[Chosen, DoesNotFit] = {}
     tried: set[Chosen] = set()
 
-    def carried_out(result: Result, tries: Iterable[_Try], refined: Mapping[str, Refined], more_memory: float = 1.0) -> api.Plan | None:
+    def carried_out(
+        result: Result, tries: Iterable[_Try], refined: Mapping[str, Refined], more_memory: float = 1.0
+    ) -> api.Plan | None:
         """The first that the passes accept."""
         for schedule, outcome, little in tries:
             if outcome.plan in tried:
                 continue
             tried.add(outcome.plan)
             try:
-                made = _carried_out(models[outcome.plan.size], cluster, training, outcome, profile, recompute, precision, progress, options)
+                made = _carried_out(
+                    models[outcome.plan.size],
+                    cluster,
+                    training,
+                    outcome,
+                    profile,
+                    recompute,
+                    precision,
+                    progress,
+                    options,
+                )
             except (VerifyError, DoesNotFit) as error:
                 refused.setdefault(schedule, error)
                 if isinstance(error, DoesNotFit) and error.excess:
                     too_large[outcome.plan] = error
                 continue
             told = {kind: str(error) for kind, error in refused.items()}
-            whole = (lambda: profile_in("bf16", profile.chain.sizes)) if (precision or training.precision) == "f32" else None
+            whole = (
+                (lambda: profile_in("bf16", profile.chain.sizes))
+                if (precision or training.precision) == "f32"
+                else None
+            )
             return replace(made, search=Search(profile, result, outcome, told, little, refined, whole, more_memory))
         return None
 
     try:
-        result = plan_chain(profile.chain, cluster, wanted, explained=explained, progress=progress and _of_planner(progress))
+        result = plan_chain(
+            profile.chain, cluster, wanted, explained=explained, progress=progress and _of_planner(progress)
+        )
     except DoesNotFit:
         for result, part in _with_more_memory(profile.chain, cluster, wanted):
             if (plan := carried_out(result, [(result.best.plan.schedule, result.best, [])], {}, part)) is not None:
                 return plan
         raise
-    spared = {kind: without_little_help(profile.chain, result.fleet, wanted, outcome) for kind, outcome in result.outcomes.items()}
+    spared = {
+        kind: without_little_help(profile.chain, result.fleet, wanted, outcome)
+        for kind, outcome in result.outcomes.items()
+    }
     refined = {}
     for kind, (outcome, little) in spared.items():
         # What was just left out for helping too little does not come back.
@@ -205,7 +231,10 @@ def _load_models(load: Load, sizes: Sequence[int | None], batch: int) -> dict[in
         model = load(size)
         found = microbatch_size(model.module)
         if size is not None and found != size:
-            raise UsageError(f"with microbatches of {size} the model's inputs are of {found} samples", hint="which dimension is the batch?")
+            raise UsageError(
+                f"with microbatches of {size} the model's inputs are of {found} samples",
+                hint="which dimension is the batch?",
+            )
         if batch % found:
             sizes_of(batch, found)
         models[found] = model
@@ -247,9 +276,15 @@ def _with_more_memory(chain: Chain, cluster: Cluster, wanted: Wanted) -> Iterato
 
 def _corrected(fleet: Fleet, plan: Chosen, error: DoesNotFit) -> Fleet:
     """A fleet with less memory on the devices of the stages that need more than they have, so that the formulas give them less."""
-    parts = {device: 1 / (error.excess[number] * _MARGIN) for number in error.excess for device in plan.stages[number].devices}
+    parts = {
+        device: 1 / (error.excess[number] * _MARGIN)
+        for number in error.excess
+        for device in plan.stages[number].devices
+    }
     devices = enumerate(fleet.devices)
-    return fleet.but([replace(d, spaces=tuple((name, int(size * parts.get(i, 1))) for name, size in d.spaces)) for i, d in devices])
+    return fleet.but(
+        [replace(d, spaces=tuple((name, int(size * parts.get(i, 1))) for name, size in d.spaces)) for i, d in devices]
+    )
 
 
 def _tries(
@@ -273,7 +308,10 @@ def _tries(
         least = LESS_MEMORY if limited else ()
         shared = len(outcome.plan.stages) < len(outcome.plan.devices)
         alone = replace(result.wanted, replicas=1)
-        for wanted, part in [*((result.wanted, part) for part in least), *((alone, part) for part in (1.0, *least) if shared)]:
+        for wanted, part in [
+            *((result.wanted, part) for part in least),
+            *((alone, part) for part in (1.0, *least) if shared),
+        ]:
             less = result.fleet.with_memory(part)
             found = Planner(profile.chain, less, wanted).best(schedule)
             if found is not None:

@@ -69,7 +69,9 @@ def _others(planner: Planner, plan: Plan, devices: Sequence[int]) -> Iterator[Pl
     found = [other.plan for other in planner.candidates(plan.schedule, _WITHIN) if {*other.plan.devices} <= {*devices}]
     found = [other for other in found if other.count * len(other.devices) <= _MOST_ACTIONS][:_MOST_LAYOUTS]
     yield from found
-    sizes = dict.fromkeys(other.size for other in (plan, *(other for other in found if len(other.stages) == len(other.devices))))
+    sizes = dict.fromkeys(
+        other.size for other in (plan, *(other for other in found if len(other.stages) == len(other.devices)))
+    )
     for size in [*sizes][:_SIZES]:
         yield from _orders(planner, plan.schedule, size, devices)
 
@@ -149,7 +151,9 @@ class _Judge:
             if action.kind in SENDS or action.kind in RECEIVES:
                 assert action.peer is not None
                 return self.cluster.message_overhead(device.name, devices[action.peer].name)
-            forward, backward, weight, again, update = (float(sums[stage.last] - sums[stage.first]) for sums in table.times(device))
+            forward, backward, weight, again, update = (
+                float(sums[stage.last] - sums[stage.first]) for sums in table.times(device)
+            )
             back = backward + (again if stage.recompute else 0.0) - (weight if parted else 0.0)
             found = {"F": forward, "B": back, "W": weight, "U": update}.get(action.kind)
             return 0.0 if found is None else found + device.call_overhead
@@ -160,7 +164,9 @@ class _Judge:
         def reduced(stage: int) -> float:
             return float(table.grads[plan.stages[stage].last] - table.grads[plan.stages[stage].first])
 
-        return simulate(program, BATCHES, seconds, nbytes, machine_of(self.cluster, names, seats), reduced=reduced).step_seconds
+        return simulate(
+            program, BATCHES, seconds, nbytes, machine_of(self.cluster, names, seats), reduced=reduced
+        ).step_seconds
 
 
 def _reads_what_is_made(schedule: Schedule, delay: int) -> bool:

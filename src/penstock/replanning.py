@@ -43,7 +43,9 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
     """Write the bundle for these devices; what was planned, in words."""
     reference, pipeline = bundle.reference, bundle.plan.get("pipeline")
     if reference is None or reference.cluster is None or not isinstance(pipeline, str):
-        raise UsageError("does not have the model before it was cut, so it cannot be planned anew", where=str(bundle.path))
+        raise UsageError(
+            "does not have the model before it was cut, so it cannot be planned anew", where=str(bundle.path)
+        )
     cluster = _without(reference.cluster, devices)
     schedule = bundle.module.schedule
     assert schedule is not None
@@ -53,7 +55,11 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
     module = run_passes(reference.but(cluster=cluster), calls, PASSES)
     weights = bundle.weights()
     source = sorted(name for name in bundle.manifest.files if name.startswith(f"{SOURCE}/") and name != NAMES)
-    origin = Origin(bundle.source_names or {}, [bundle.path / name for name in source]) if NAMES in bundle.manifest.files else None
+    origin = (
+        Origin(bundle.source_names or {}, [bundle.path / name for name in source])
+        if NAMES in bundle.manifest.files
+        else None
+    )
     before = parse_pipeline(pipeline, PASSES)
     told = describe_plan(module, reference, [*before[: len(before) - len(calls)], *calls])
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
@@ -94,7 +100,12 @@ def _calls(pipeline: str, groups: Sequence[Sequence[str]], shares: tuple[int, ..
     """The passes from `partition` on, for other devices."""
     calls = parse_pipeline(pipeline, PASSES)
     first = next(i for i, call in enumerate(calls) if call.name == "partition")
-    placed: dict[str, Any] = {"stages": 0, "split_at": (), "devices": tuple(" ".join(names) for names in groups), "shares": shares}
+    placed: dict[str, Any] = {
+        "stages": 0,
+        "split_at": (),
+        "devices": tuple(" ".join(names) for names in groups),
+        "shares": shares,
+    }
     changes: dict[str, dict[str, Any]] = {"partition": placed, "schedule": {"shares": shares}}
     return [Call(call.name, replace(call.options, **changes.get(call.name, {}))) for call in calls[first:]]
 
@@ -110,7 +121,10 @@ def main(argv: Sequence[str]) -> int:
     # Whoever asked may be killed, and nobody wants the answer then.
     threading.Thread(target=_end_with, args=(asked["parent"],), daemon=True).start()
     try:
-        found = {"bundle": asked["out"], "told": replan(open_bundle(asked["bundle"]), asked["devices"], Path(asked["out"]))}
+        found = {
+            "bundle": asked["out"],
+            "told": replan(open_bundle(asked["bundle"]), asked["devices"], Path(asked["out"])),
+        }
         code = 0
     except PenstockError as error:
         found = {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}

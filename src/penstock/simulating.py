@@ -59,7 +59,10 @@ class Forecast:
         """Live bytes of every rank over time."""
         found = {}
         for rank, row in measure_memory(self.module).items():
-            always, line = row.fixed + row.data, zip(self.found.lines[rank].finishes, self.courses[rank].held, strict=True)
+            always, line = (
+                row.fixed + row.data,
+                zip(self.found.lines[rank].finishes, self.courses[rank].held, strict=True),
+            )
             found[rank] = [(time, float(always + saved + passing)) for time, (saved, passing, _) in line]
         return found
 
@@ -75,7 +78,9 @@ def _waits_for_others(module: Module) -> bool:
     return len(module.stages) > 1 and any(value not in module.inputs for graph in graphs for value in graph.ins)
 
 
-def forecast(module: Module, seconds: Seconds, batches: int, change: Callable[[Route], Route] = lambda route: route) -> Forecast:
+def forecast(
+    module: Module, seconds: Seconds, batches: int, change: Callable[[Route], Route] = lambda route: route
+) -> Forecast:
     """Simulate a module on its cluster; `change` stands in for other links."""
     schedule, cluster = module.schedule, module.cluster
     if schedule is None or (not module.edges and _waits_for_others(module)):
@@ -85,16 +90,27 @@ def forecast(module: Module, seconds: Seconds, batches: int, change: Callable[[R
             hint="simulate needs a bundle, or a dump after `communicate`",
         )
     if cluster is None:
-        raise UsageError("names no devices", where=f"@{module.name}", hint="simulate needs a bundle, or a dump after `partition`")
+        raise UsageError(
+            "names no devices", where=f"@{module.name}", hint="simulate needs a bundle, or a dump after `partition`"
+        )
     devices = dict(enumerate(module.rank_devices()))
     sizes = {(e.phase, e.src, e.dst): sum(v.type.nbytes for v in e.values) for e in module.edges}
-    summed = {s.index: sum(module.vars[name].type.nbytes for name in summed_vars(module, s.index)) for s in module.stages}
+    summed = {
+        s.index: sum(module.vars[name].type.nbytes for name in summed_vars(module, s.index)) for s in module.stages
+    }
     seats = {rank: seat for rank, name in devices.items() if (seat := seat_of(cluster, name)) is not None}
     plain = machine_of(cluster, devices, seats)
     machine = replace(plain, route=lambda a, b: change(plain.route(a, b)))
 
     def run(count: int) -> Simulated:
-        return simulate(schedule, count, seconds, lambda phase, a, b: sizes[phase, a, b], machine, reduced=lambda stage: summed[stage])
+        return simulate(
+            schedule,
+            count,
+            seconds,
+            lambda phase, a, b: sizes[phase, a, b],
+            machine,
+            reduced=lambda stage: summed[stage],
+        )
 
     return Forecast(module, run(batches), devices, run(1).finish)
 
@@ -104,7 +120,9 @@ def seat_of(cluster: Cluster, name: str) -> Seat | None:
     device = cluster.device(name)
     if device.kind != "cpu":
         return None
-    return with_messages(Seat(device.host, usable_cores() if device.host == LOCAL else math.inf, device.threads), device)
+    return with_messages(
+        Seat(device.host, usable_cores() if device.host == LOCAL else math.inf, device.threads), device
+    )
 
 
 def times_of(module: Module, source: Path, costs: str) -> Seconds:
@@ -157,7 +175,9 @@ def simulate_command(arguments: Namespace) -> None:
     if arguments.cluster:
         module = module.but(cluster=_other_cluster(module, Cluster.load(arguments.cluster)))
     if arguments.costs == "measured" and not Path(arguments.file).is_dir():
-        raise UsageError("only a bundle can be measured", where=arguments.file, hint="compile it, or use --costs analytic")
+        raise UsageError(
+            "only a bundle can be measured", where=arguments.file, hint="compile it, or use --costs analytic"
+        )
     if arguments.bandwidth is not None and not (math.isfinite(arguments.bandwidth) and arguments.bandwidth > 0):
         raise UsageError(f"--bandwidth must be a positive number, got {arguments.bandwidth:g}")
     if arguments.latency is not None and not (math.isfinite(arguments.latency) and arguments.latency >= 0):
@@ -169,18 +189,23 @@ def simulate_command(arguments: Namespace) -> None:
         return Route(shares, route.latency if latency is None else latency)
 
     if module.schedule is None:
-        raise UsageError("has no schedule", where=arguments.file, hint="simulate needs a bundle, or a dump after `communicate`")
+        raise UsageError(
+            "has no schedule", where=arguments.file, hint="simulate needs a bundle, or a dump after `communicate`"
+        )
     made = forecast(module, times_of(module, Path(arguments.file), arguments.costs), arguments.batches, change)
     if arguments.gantt:
         from penstock.runtime.gantt import svg_gantt
 
-        Path(arguments.gantt).write_text(svg_gantt(made.found, f"{module.name}, {module.schedule.name}", made.curves()), encoding="utf-8")
+        Path(arguments.gantt).write_text(
+            svg_gantt(made.found, f"{module.name}, {module.schedule.name}", made.curves()), encoding="utf-8"
+        )
         say(f"wrote {arguments.gantt}")
     if arguments.trace:
         from penstock.runtime.trace import write_trace
 
         write_trace(
-            Path(arguments.trace), [[(str(a), start, end) for a, start, end in made.found.timed(rank)] for rank in made.found.lines]
+            Path(arguments.trace),
+            [[(str(a), start, end) for a, start, end in made.found.timed(rank)] for rank in made.found.lines],
         )
         say(f"wrote {arguments.trace}")
     if arguments.json:
@@ -193,7 +218,10 @@ def _other_cluster(module: Module, cluster: Cluster) -> Cluster:
     known = {device.name for device in cluster.devices}
     missing = sorted({*module.rank_devices()} - known)
     if missing:
-        raise UsageError(f"the cluster has no device {', '.join(missing)}, on which stages are", hint=f"it has {', '.join(sorted(known))}")
+        raise UsageError(
+            f"the cluster has no device {', '.join(missing)}, on which stages are",
+            hint=f"it has {', '.join(sorted(known))}",
+        )
     return cluster
 
 
@@ -210,9 +238,18 @@ def as_dict(made: Forecast) -> dict[str, Any]:
         "finish_s": found.finish,
         "samples_per_s": made.samples / found.step_seconds if found.step_seconds else None,
         "window": {"from_s": start, "to_s": end, "batches": count},
-        "ranks": [{**use._asdict(), "device": made.devices[use.rank], "peak_bytes": memory[use.rank].peak} for use in found.ranks],
+        "ranks": [
+            {**use._asdict(), "device": made.devices[use.rank], "peak_bytes": memory[use.rank].peak}
+            for use in found.ranks
+        ],
         "links": [
-            {"name": use.name, "bandwidth": use.bandwidth, "bytes": use.nbytes, "busy_s": use.busy, "busy": _share(use.busy, found.finish)}
+            {
+                "name": use.name,
+                "bandwidth": use.bandwidth,
+                "bytes": use.nbytes,
+                "busy_s": use.busy,
+                "busy": _share(use.busy, found.finish),
+            }
             for use in found.links
         ],
         "critical_path": found.critical_path,
@@ -267,7 +304,10 @@ def print_forecast(made: Forecast) -> None:
     ]
     print(table(["rank", "stage", "device", "busy", "waiting", "idle", "peak memory"], rows))
     if found.links:
-        links = [[u.name, f"{u.nbytes / found.batches / 1e6:.3f}", f"{_share(u.busy, found.finish):.1%}"] for u in found.links]
+        links = [
+            [u.name, f"{u.nbytes / found.batches / 1e6:.3f}", f"{_share(u.busy, found.finish):.1%}"]
+            for u in found.links
+        ]
         print(table(["link", "MB per batch", "busy"], links))
     print(
         text_gantt(found, until=found.ends[min(1, found.batches - 1)])

@@ -86,7 +86,9 @@ def terminal_width() -> int | None:
     return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None, cut: Sequence[int] = ()) -> str:
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None, cut: Sequence[int] = ()
+) -> str:
     """Columns under a header; numbers to the right. Where lines would be longer than `width`, the
     columns `cut` are, one after the other."""
     cells = [[visible(str(cell)) for cell in row] for row in rows]
@@ -95,12 +97,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | 
         over = sum(widths) + 2 * (len(widths) - 1) - (width or 0)
         widths[i] = max(len(header[i]), widths[i] - max(over, 0))
     numeric = [
-        all(isinstance(row[i], int | float) or _looks_numeric(str(row[i])) for row in rows) and bool(rows) for i in range(len(header))
+        all(isinstance(row[i], int | float) or _looks_numeric(str(row[i])) for row in rows) and bool(rows)
+        for i in range(len(header))
     ]
 
     def line(row: Sequence[str]) -> str:
         shown = [c if len(c) <= w else f"{c[: w - 3]}..." for c, w in zip(row, widths, strict=True)]
-        return "  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in zip(shown, widths, numeric, strict=True)).rstrip()
+        return "  ".join(
+            c.rjust(w) if right else c.ljust(w) for c, w, right in zip(shown, widths, numeric, strict=True)
+        ).rstrip()
 
     return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, cells)])
 

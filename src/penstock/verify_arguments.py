@@ -23,7 +23,9 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest relative error that passes (default: 1e-5; with 16-bit floats what their roundings do to this model; with --bisect "
         "and FILE.ir what rounding explains, which is printed)",
     )
-    checks.add_argument("--backend", choices=("tvm", "numpy"), help="what to check a model or an IR file with (default: tvm)")
+    checks.add_argument(
+        "--backend", choices=("tvm", "numpy"), help="what to check a model or an IR file with (default: tvm)"
+    )
     bisect = parser.add_argument_group("with --bisect (and the arguments of `compile`, for a model)")
     bisect.add_argument(
         "--bisect",
@@ -37,10 +39,18 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the smallest reproducer of what is wrong goes, or none (default: the name of what is checked, with .repro)",
     )
     bisect.add_argument(
-        "--shrink", type=float, metavar="S", help="how many seconds to make the reproducer smaller (default: 60; 0: leave it as it is)"
+        "--shrink",
+        type=float,
+        metavar="S",
+        help="how many seconds to make the reproducer smaller (default: 60; 0: leave it as it is)",
     )
     files = parser.add_argument_group("with FILE.ir")
-    files.add_argument("-p", "--passes", metavar="PIPELINE", help="run these passes, and compare what the module computes before and after")
+    files.add_argument(
+        "-p",
+        "--passes",
+        metavar="PIPELINE",
+        help="run these passes, and compare what the module computes before and after",
+    )
     parity = parser.add_argument_group("with --parity (and --loss, --microbatches and --devices)")
     parity.add_argument(
         "--parity",
@@ -52,7 +62,12 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|synthetic",
         help="npz with one array per input, shuffled (default: synthetic); with a model or FILE.ir the inputs.safetensors of a reproducer",
     )
-    parity.add_argument("--optimizers", metavar="LIST", help="kinds, each perhaps with its learning rate (default: momentum,adamw,muon)")
     parity.add_argument(
-        "--seeds", type=positive_number, metavar="N", help="runs of each, with other dropout and orders of samples (default: 3)"
+        "--optimizers", metavar="LIST", help="kinds, each perhaps with its learning rate (default: momentum,adamw,muon)"
+    )
+    parity.add_argument(
+        "--seeds",
+        type=positive_number,
+        metavar="N",
+        help="runs of each, with other dropout and orders of samples (default: 3)",
     )

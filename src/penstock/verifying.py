@@ -22,7 +22,20 @@ _OF_BISECT = ("repro", "shrink")
 # Arguments of `compile`, which --bisect takes for a model; these three --parity takes, too.
 _SHARED = ("loss", "microbatches", "devices")
 _OF_COMPILE = (
-    *("cluster", "frozen", "trained", "precision", "wire", "train", "optimizer", "lr", "lr_schedule", "group", "weight_decay", "clip"),
+    *(
+        "cluster",
+        "frozen",
+        "trained",
+        "precision",
+        "wire",
+        "train",
+        "optimizer",
+        "lr",
+        "lr_schedule",
+        "group",
+        "weight_decay",
+        "clip",
+    ),
     *("skip_nonfinite", "batch", "schedule", "recompute", "plan", "stages", "replicas", "split_at"),
 )
 
@@ -67,7 +80,9 @@ def _verify_folder(arguments: Namespace) -> int:
 
     if arguments.dim or arguments.known or arguments.backend:
         raise UsageError("--dim, --known and --backend are for models; a bundle has them built in")
-    return verify_bundle(arguments.model, steps=arguments.steps or 4, seed=arguments.seed or 0, tolerance=arguments.tolerance)
+    return verify_bundle(
+        arguments.model, steps=arguments.steps or 4, seed=arguments.seed or 0, tolerance=arguments.tolerance
+    )
 
 
 def _verify_model(arguments: Namespace) -> int:
@@ -91,7 +106,9 @@ def _verify_ir(arguments: Namespace) -> int:
     from penstock.bisecting.reproducer import verify_ir
 
     if arguments.bisect or arguments.dim or arguments.known:
-        raise UsageError("--bisect, --dim and --known are for models; an IR file is compared with -p, or with its compiled kernels")
+        raise UsageError(
+            "--bisect, --dim and --known are for models; an IR file is compared with -p, or with its compiled kernels"
+        )
     backend = arguments.backend or "tvm"
     if arguments.passes is None:
         check_cache(backend)
@@ -116,12 +133,15 @@ def _verify_parity(arguments: Namespace) -> int:
     given = [f"--{name}" for name in ("seed", "tolerance") if getattr(arguments, name) is not None]
     if given:
         raise UsageError(
-            f"{', '.join(given)} with --parity", hint="--seeds says how many runs there are of each; a gap is reported, not judged"
+            f"{', '.join(given)} with --parity",
+            hint="--seeds says how many runs there are of each; a gap is reported, not judged",
         )
     if arguments.loss is None:
         raise UsageError("--parity needs a loss to train on", hint="add --loss")
     if isinstance(arguments.devices, str):
-        raise UsageError(f"--devices {arguments.devices} with --parity", hint="a number of CPU devices, one for each stage")
+        raise UsageError(
+            f"--devices {arguments.devices} with --parity", hint="a number of CPU devices, one for each stage"
+        )
     backend = arguments.backend or "tvm"
     check_cache(backend)
     optimizers = optimizers_of(arguments.optimizers or "momentum,adamw,muon")
@@ -192,7 +212,9 @@ def _of_model(arguments: Namespace) -> Iterator[Trail]:
         def load() -> api.Model:
             return api.from_onnx(arguments.model, dims=dims_of(arguments.dim), known=known_of(arguments.known), **names)
 
-        with model_trail(arguments.model, lambda: plan_of(arguments, Dump(folder)), load, folder, arguments.backend) as trail:
+        with model_trail(
+            arguments.model, lambda: plan_of(arguments, Dump(folder)), load, folder, arguments.backend
+        ) as trail:
             yield trail
 
 

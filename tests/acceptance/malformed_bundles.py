@@ -207,7 +207,9 @@ def forged_bundles() -> Iterator[Case]:
         "structure-text": ("source/model.onnx", b"not a model", "onnx"),
     }.items():
 
-        def make(folder: Path, good: Good, file: str = file, content: bytes = content, command: str = command) -> list[str]:
+        def make(
+            folder: Path, good: Good, file: str = file, content: bytes = content, command: str = command
+        ) -> list[str]:
             bundle = copy_of(good.bundle, folder)
             (bundle / file).write_bytes(content)
             seal(bundle)

@@ -33,7 +33,10 @@ def _safetensors(header: bytes, data: bytes = b"", length: int | None = None) ->
 
 def _tensor(**change: object) -> bytes:
     entry = {"dtype": "F32", "shape": [8, 4], "data_offsets": [0, 128]} | change
-    return _safetensors(json.dumps({"x": entry, "labels": {"dtype": "I64", "shape": [8], "data_offsets": [128, 192]}}).encode(), bytes(192))
+    return _safetensors(
+        json.dumps({"x": entry, "labels": {"dtype": "I64", "shape": [8], "data_offsets": [128, 192]}}).encode(),
+        bytes(192),
+    )
 
 
 _X = {"x": np.zeros((8, 4), np.float32), "labels": np.zeros(8, np.int64)}
@@ -90,7 +93,9 @@ _DATA: dict[str, Callable[[Path], object]] = {
     "f64": _with(x=np.zeros((8, 4))),
     "header-huge": _as_zip({"x.npy": _npy(_HUGE), "labels.npy": _npy(_HUGE)}),
     "header-huge-packed": _as_zip({"x.npy": _npy(_HUGE), "labels.npy": _npy(_HUGE)}, zipfile.ZIP_DEFLATED),
-    "header-negative": _as_zip({"x.npy": _npy("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 4), }"), "labels.npy": b""}),
+    "header-negative": _as_zip(
+        {"x.npy": _npy("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 4), }"), "labels.npy": b""}
+    ),
     "header-code": _as_zip({"x.npy": _npy("__import__('os').getcwd()"), "labels.npy": b""}),
     "header-deep": _as_zip({"x.npy": _npy("[" * 9000), "labels.npy": b""}),
     "header-version": _as_zip({"x.npy": _npy(_HUGE, version=b"\x09\0"), "labels.npy": b""}),
@@ -115,12 +120,21 @@ _DATA: dict[str, Callable[[Path], object]] = {
 
 def data() -> Iterator[Case]:
     for name, write in _DATA.items():
-        yield Case(f"data-{name}", lambda folder, good, write=write: ["run", str(good.bundle), "--data", str(write(folder))])
+        yield Case(
+            f"data-{name}", lambda folder, good, write=write: ["run", str(good.bundle), "--data", str(write(folder))]
+        )
     for name in ("text", "header-huge", "header-negative", "missing", "header-code"):
         write = _DATA[name]
         yield Case(
             f"input-{name}",
-            lambda folder, good, write=write: ["infer", str(good.forward), "--input", str(write(folder)), "--output", str(folder / "y")],
+            lambda folder, good, write=write: [
+                "infer",
+                str(good.forward),
+                "--input",
+                str(write(folder)),
+                "--output",
+                str(folder / "y"),
+            ],
         )
 
 
@@ -159,7 +173,11 @@ _CHECKPOINTS: dict[str, Callable[[Path], object]] = {
     "files-none": _index(lambda i: i | {"files": {}}),
     "files-out": _index(lambda i: i | {"files": {"../../x": next(iter(i["files"].values()))}}),
     "more": _index(lambda i: i | {"more": 1}),
-    "types": _index(lambda i: i | {"files": {k: v | {"tensors": dict.fromkeys(v["tensors"], "q9[1]")} for k, v in i["files"].items()}}),
+    "types": _index(
+        lambda i: (
+            i | {"files": {k: v | {"tensors": dict.fromkeys(v["tensors"], "q9[1]")} for k, v in i["files"].items()}}
+        )
+    ),
     "tables": _index(lambda i: i | {"tables": {"lr": "fast"}}),
 }
 
@@ -178,6 +196,13 @@ def checkpoints() -> Iterator[Case]:
         def make(folder: Path, good: Good, change: Any = _CHECKPOINTS[name]) -> list[str]:
             place = copy_of(good.checkpoint, folder)
             change(next(path for path in place.iterdir() if path.name.startswith("step-")))
-            return ["export", str(good.bundle), "--checkpoint", str(place), "--safetensors", str(folder / "out.safetensors")]
+            return [
+                "export",
+                str(good.bundle),
+                "--checkpoint",
+                str(place),
+                "--safetensors",
+                str(folder / "out.safetensors"),
+            ]
 
         yield Case(f"export-{name}", make)

@@ -24,7 +24,10 @@ def _model(folder: Path, change: Callable[[Any], object]) -> Path:
     from onnx import TensorProto, helper, numpy_helper
 
     weight = numpy_helper.from_array(np.zeros((4, 4), np.float32), "w")
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"], name="first"), helper.make_node("Relu", ["h"], ["y"], name="second")]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], name="first"),
+        helper.make_node("Relu", ["h"], ["y"], name="second"),
+    ]
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4]) for name in "xy"]
     graph = helper.make_graph(nodes, "main", values[:1], values[1:], [weight])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
@@ -71,14 +74,30 @@ _MODELS: dict[str, Callable[[Any], object]] = {
     "result": _both(_UNKNOWN_OP, _set("node.0.output.0"), _set("node.1.input.0")),
     "operand": _set("node.0.input.1"),
     "dimension": _set("input.0.type.tensor_type.shape.dim.0.dim_param"),
-    "input-dimension": _both(_set("input.0.name"), _set("node.0.input.0"), _set("input.0.type.tensor_type.shape.dim.0.dim_param")),
-    "input-type": _both(_set("input.0.name"), _set("node.0.input.0"), lambda m: setattr(m.graph.input[0].type.tensor_type, "elem_type", 8)),
+    "input-dimension": _both(
+        _set("input.0.name"), _set("node.0.input.0"), _set("input.0.type.tensor_type.shape.dim.0.dim_param")
+    ),
+    "input-type": _both(
+        _set("input.0.name"),
+        _set("node.0.input.0"),
+        lambda m: setattr(m.graph.input[0].type.tensor_type, "elem_type", 8),
+    ),
     "output": _set("output.0.name"),
-    "weight": _both(_set("initializer.0.name"), _set("node.0.input.1"), lambda m: setattr(m.graph.initializer[0], "raw_data", b"\0" * 9)),
-    "weight-type": _both(_set("initializer.0.name"), _set("node.0.input.1"), lambda m: setattr(m.graph.initializer[0], "data_type", 14)),
+    "weight": _both(
+        _set("initializer.0.name"),
+        _set("node.0.input.1"),
+        lambda m: setattr(m.graph.initializer[0], "raw_data", b"\0" * 9),
+    ),
+    "weight-type": _both(
+        _set("initializer.0.name"), _set("node.0.input.1"), lambda m: setattr(m.graph.initializer[0], "data_type", 14)
+    ),
     "external": _external,
     "attribute": lambda m: m.graph.node[0].attribute.add(name=HOSTILE, type=2, i=1),
-    "function": lambda m: (m.functions.add(name=HOSTILE, domain=HOSTILE), _set("node.0.op_type")(m), _set("node.0.domain")(m)),
+    "function": lambda m: (
+        m.functions.add(name=HOSTILE, domain=HOSTILE),
+        _set("node.0.op_type")(m),
+        _set("node.0.domain")(m),
+    ),
     "twice": _both(_set("node.0.output.0", "y"), _set("node.0.name"), _set("node.1.name")),
 }
 
@@ -116,7 +135,9 @@ _CHECKPOINTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "schedule": lambda i: i | {"schedule": HOSTILE, "microbatches": 3, "format": 1},
     "file": lambda i: i | {"files": {HOSTILE: next(iter(i["files"].values()))}},
     "tensors": lambda i: i | {"files": {k: v | {"tensors": {HOSTILE: "f32[1]"}} for k, v in i["files"].items()}},
-    "types": lambda i: i | {"files": {k: v | {"tensors": dict.fromkeys(v["tensors"], HOSTILE)} for k, v in i["files"].items()}},
+    "types": lambda i: (
+        i | {"files": {k: v | {"tensors": dict.fromkeys(v["tensors"], HOSTILE)} for k, v in i["files"].items()}}
+    ),
     "field": lambda i: i | {HOSTILE: 1},
 }
 
@@ -168,20 +189,48 @@ def _bundles() -> Iterator[Case]:
 
 _TOML = _QUOTED.replace("\\u007f", "\\u007F")
 _FILES: dict[str, tuple[str, str, list[str]]] = {
-    "cluster-key": ("c.toml", f'[[device]]\nname = "cpu:0"\n{_TOML} = 1\n', ["plan", "MODEL", "--dim", "batch=2", "--cluster", "FILE"]),
-    "cluster-device": ("c.toml", f"[[device]]\nname = {_TOML}\n" * 2, ["plan", "MODEL", "--dim", "batch=2", "--cluster", "FILE"]),
-    "cluster-kind": ("c.toml", f'[[device]]\nname = "cpu:0"\nkind = {_TOML}\n', ["plan", "MODEL", "--dim", "batch=2", "--cluster", "FILE"]),
+    "cluster-key": (
+        "c.toml",
+        f'[[device]]\nname = "cpu:0"\n{_TOML} = 1\n',
+        ["plan", "MODEL", "--dim", "batch=2", "--cluster", "FILE"],
+    ),
+    "cluster-device": (
+        "c.toml",
+        f"[[device]]\nname = {_TOML}\n" * 2,
+        ["plan", "MODEL", "--dim", "batch=2", "--cluster", "FILE"],
+    ),
+    "cluster-kind": (
+        "c.toml",
+        f'[[device]]\nname = "cpu:0"\nkind = {_TOML}\n',
+        ["plan", "MODEL", "--dim", "batch=2", "--cluster", "FILE"],
+    ),
     "cluster-unit": (
         "c.toml",
         f'[[device]]\nname = "cpu:0"\nmemory = {_TOML}\n',
         ["plan", "MODEL", "--dim", "batch=2", "--cluster", "FILE"],
     ),
     "cluster-table": ("c.toml", f"[{_TOML}]\na = 1\n", ["simulate", "BUNDLE", "--cluster", "FILE"]),
-    "cluster-yaml": ("c.yaml", f"device:\n- name: cpu:0\n  {_QUOTED}: 1\n", ["plan", "MODEL", "--dim", "batch=2", "--cluster", "FILE"]),
-    "cluster-yaml-twice": ("c.yaml", f"{_QUOTED}: 1\n{_QUOTED}: 1\n", ["plan", "MODEL", "--dim", "batch=2", "--cluster", "FILE"]),
-    "cluster-yaml-tag": ("c.yaml", "device: !<tag:x%1b%5b31m> 1\n", ["plan", "MODEL", "--dim", "batch=2", "--cluster", "FILE"]),
+    "cluster-yaml": (
+        "c.yaml",
+        f"device:\n- name: cpu:0\n  {_QUOTED}: 1\n",
+        ["plan", "MODEL", "--dim", "batch=2", "--cluster", "FILE"],
+    ),
+    "cluster-yaml-twice": (
+        "c.yaml",
+        f"{_QUOTED}: 1\n{_QUOTED}: 1\n",
+        ["plan", "MODEL", "--dim", "batch=2", "--cluster", "FILE"],
+    ),
+    "cluster-yaml-tag": (
+        "c.yaml",
+        "device: !<tag:x%1b%5b31m> 1\n",
+        ["plan", "MODEL", "--dim", "batch=2", "--cluster", "FILE"],
+    ),
     "training-loss": ("t.toml", f"loss = {_TOML}\n", ["plan", "MODEL", "--dim", "batch=2", "--train", "FILE"]),
-    "training-key": ("t.toml", f'loss = "mse"\n{_TOML} = 1\n', ["plan", "MODEL", "--dim", "batch=2", "--train", "FILE"]),
+    "training-key": (
+        "t.toml",
+        f'loss = "mse"\n{_TOML} = 1\n',
+        ["plan", "MODEL", "--dim", "batch=2", "--train", "FILE"],
+    ),
     "training-optimizer": (
         "t.toml",
         f'loss = "mse"\n[optimizer]\nkind = {_TOML}\n',
@@ -198,8 +247,16 @@ _FILES: dict[str, tuple[str, str, list[str]]] = {
         ["plan", "MODEL", "--dim", "batch=2", "--loss", "cross_entropy", "--plan", "FILE"],
     ),
     "plan-key": ("p.json", json.dumps({HOSTILE: 1}), ["plan", "MODEL", "--dim", "batch=2", "--plan", "FILE"]),
-    "plan-schedule": ("p.json", json.dumps({"schedule": HOSTILE, "stages": 2}), ["plan", "MODEL", "--dim", "batch=2", "--plan", "FILE"]),
-    "workload": ("w.json", json.dumps({"nodes": [{"id": HOSTILE}], "edges": [HOSTILE], HOSTILE: 1}), ["plan", "--workload", "FILE"]),
+    "plan-schedule": (
+        "p.json",
+        json.dumps({"schedule": HOSTILE, "stages": 2}),
+        ["plan", "MODEL", "--dim", "batch=2", "--plan", "FILE"],
+    ),
+    "workload": (
+        "w.json",
+        json.dumps({"nodes": [{"id": HOSTILE}], "edges": [HOSTILE], HOSTILE: 1}),
+        ["plan", "--workload", "FILE"],
+    ),
     "metrics": ("m.jsonl", json.dumps({"step": HOSTILE, HOSTILE: 1}) + "\n", ["plan", "BUNDLE", "--grade", "FILE"]),
     "trace": (
         "t.json",

@@ -26,7 +26,10 @@ _CLUSTERS: dict[str, tuple[str, bytes]] = {
     "yaml-syntax": ("c.yaml", b"device: [: : :"),
     "yaml-deep": ("c.yaml", b"[" * 20_000),
     "yaml-object": ("c.yaml", b"device: !!python/object/apply:os.getcwd []"),
-    "yaml-bomb": ("c.yaml", b"a: &a [x,x]\n" + b"".join(b"%c: &%c [*%c,*%c]\n" % (98 + i, 98 + i, 97 + i, 97 + i) for i in range(20))),
+    "yaml-bomb": (
+        "c.yaml",
+        b"a: &a [x,x]\n" + b"".join(b"%c: &%c [*%c,*%c]\n" % (98 + i, 98 + i, 97 + i, 97 + i) for i in range(20)),
+    ),
     "yaml-anchor": ("c.yaml", b"&a [*a]"),
     "yaml-list": ("c.yaml", b"- 1\n- 2\n"),
 }
@@ -53,7 +56,9 @@ _TRAININGS: dict[str, bytes] = {
 def clusters() -> Iterator[Case]:
     for i, (name, (file, content)) in enumerate(_CLUSTERS.items()):
 
-        def make(folder: Path, good: Good, file: str = file, content: bytes = content, simulate: bool = i % 3 == 2) -> list[str]:
+        def make(
+            folder: Path, good: Good, file: str = file, content: bytes = content, simulate: bool = i % 3 == 2
+        ) -> list[str]:
             if not file.startswith("none"):
                 (folder / file).write_bytes(content)
             words = ["simulate", str(good.bundle)] if simulate else ["plan", str(good.model), "--dim", "batch=2"]
@@ -75,9 +80,18 @@ def trainings() -> Iterator[Case]:
 _OTHERS: dict[str, tuple[bytes, list[str]]] = {
     "plan-text": (b"{", ["plan", "MODEL", "--dim", "batch=2", "--plan", "FILE"]),
     "plan-deep": (b"[" * DEEP, ["plan", "MODEL", "--dim", "batch=2", "--plan", "FILE"]),
-    "plan-stages": (b'{"schedule": "forward", "microbatches": 1, "stages": [{"devices": [[]]}]}', ["plan", "MODEL", "--plan", "FILE"]),
-    "plan-schedule": (b'{"schedule": [], "microbatches": 1, "stages": [{"devices": ["cpu:0"]}]}', ["plan", "MODEL", "--plan", "FILE"]),
-    "plan-recompute": (b'{"schedule": "1f1b", "recompute": {}, "microbatches": 1, "stages": 1}', ["plan", "MODEL", "--plan", "FILE"]),
+    "plan-stages": (
+        b'{"schedule": "forward", "microbatches": 1, "stages": [{"devices": [[]]}]}',
+        ["plan", "MODEL", "--plan", "FILE"],
+    ),
+    "plan-schedule": (
+        b'{"schedule": [], "microbatches": 1, "stages": [{"devices": ["cpu:0"]}]}',
+        ["plan", "MODEL", "--plan", "FILE"],
+    ),
+    "plan-recompute": (
+        b'{"schedule": "1f1b", "recompute": {}, "microbatches": 1, "stages": 1}',
+        ["plan", "MODEL", "--plan", "FILE"],
+    ),
     "metrics-text": (b"hello\n", ["plan", "BUNDLE", "--grade", "FILE"]),
     "metrics-bytes": (b"\xff\n", ["plan", "BUNDLE", "--grade", "FILE"]),
     "metrics-nan": (b'{"step": 0, "step_s": NaN}\n' * 9, ["plan", "BUNDLE", "--grade", "FILE"]),
@@ -127,8 +141,12 @@ def environments() -> Iterator[Case]:
     for i, change in enumerate([{"RANK": "abc"}, {"WORLD_SIZE": "x"}, {"MASTER_PORT": "x"}]):
         yield Case(f"doctor-{i}", lambda folder, good: ["doctor"], _GROUP | change)
     compile_words = ["--dim", "batch=2", "-o"]
-    for i, change in enumerate([{"PENSTOCK_CACHE_SIZE": text} for text in ("lots", "-1", "nan", "9" * 5000, "1 parsec")]):
-        yield Case(f"cache-{i}", lambda folder, good: ["compile", str(good.model), *compile_words, str(folder / "b")], change)
+    for i, change in enumerate(
+        [{"PENSTOCK_CACHE_SIZE": text} for text in ("lots", "-1", "nan", "9" * 5000, "1 parsec")]
+    ):
+        yield Case(
+            f"cache-{i}", lambda folder, good: ["compile", str(good.model), *compile_words, str(folder / "b")], change
+        )
     yield Case(
         "dump", lambda folder, good: ["compile", str(good.model), *compile_words, str(folder / "b"), "--backend", "numpy"],
         {"PENSTOCK_DUMP": "/dev/null/x"},

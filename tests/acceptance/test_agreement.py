@@ -57,7 +57,12 @@ def test_copies_of_a_tied_parameter_stay_equal(tmp_path: Path, d: int, m: int, s
     cuts = [f"layers.{2 * i}/linear_{2 * i}" for i in range(1, d)]
     plan = ps.plan(model, ps.Cluster.local(d), training, schedule=schedule, split_at=cuts)
     assert any("each has a copy" in note.text for note in plan.module.notes)
-    assert not any("wte" in v.name and v.type.dims == (VOCAB, WIDTH) for e in plan.module.edges if e.phase in "FB" for v in e.values)
+    assert not any(
+        "wte" in v.name and v.type.dims == (VOCAB, WIDTH)
+        for e in plan.module.edges
+        if e.phase in "FB"
+        for v in e.values
+    )
     data = batches(m)
     with ps.open(ps.compile(plan, tmp_path / "bundle")) as job:
         found = [loss for step in job.steps(data) for loss in step.losses]
@@ -106,7 +111,9 @@ def train_guarded(
     folder: Path, d: int, m: int, schedule: str, precision: str, recompute: str = "none"
 ) -> tuple[list[ps.Step], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Steps of a run, the parameters before the spoiled batch, and those at the end."""
-    training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=3e-3), microbatches=m, precision=precision, clip=0.5, seed=4)
+    training = ps.Training(
+        loss="cross_entropy", optimizer=ps.AdamW(lr=3e-3), microbatches=m, precision=precision, clip=0.5, seed=4
+    )
     cuts = [f"body.layers.{8 * i // d}/linear_{8 * i // d}" for i in range(1, d)]
     plan = ps.plan(guarded(), ps.Cluster.local(d), training, schedule=schedule, split_at=cuts, recompute=recompute)
     again = sum("recompute" in op.attrs for graph in plan.module.graphs.values() for op in graph.ops)
@@ -124,7 +131,8 @@ def train_guarded(
 
 
 SLOW = [
-    pytest.param(schedule, m, (2, 4), marks=pytest.mark.slow) for schedule, m in (("1f1b", 2), ("2bw", 3), ("eager-2bw", 6), ("zb-1f1b", 2))
+    pytest.param(schedule, m, (2, 4), marks=pytest.mark.slow)
+    for schedule, m in (("1f1b", 2), ("2bw", 3), ("eager-2bw", 6), ("zb-1f1b", 2))
 ]
 
 
@@ -158,7 +166,9 @@ def test_recomputation_changes_none_of_that(tmp_path: Path, schedule: str, m: in
 
 
 def last_losses_without_limit(folder: Path, m: int, schedule: str) -> tuple[float, ...]:
-    training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=3e-3), microbatches=m, skip_nonfinite=True, seed=4)
+    training = ps.Training(
+        loss="cross_entropy", optimizer=ps.AdamW(lr=3e-3), microbatches=m, skip_nonfinite=True, seed=4
+    )
     plan = ps.plan(guarded(), ps.Cluster.local(1), training, schedule=schedule)
     with ps.open(ps.compile(plan, folder / "free")) as job:
         return list(job.steps(guarded_batches(m)))[-1].losses

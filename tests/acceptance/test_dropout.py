@@ -39,7 +39,10 @@ def network() -> Network:
 def batches(microbatches: int) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(3)
     rows = ROWS * microbatches
-    return [{"x": rng.standard_normal((rows, 12)).astype(np.float32), "labels": rng.integers(0, 5, rows)} for _ in range(BATCHES)]
+    return [
+        {"x": rng.standard_normal((rows, 12)).astype(np.float32), "labels": rng.integers(0, 5, rows)}
+        for _ in range(BATCHES)
+    ]
 
 
 def by_torch(microbatches: int, delay: int, seed: int) -> list[float]:
@@ -54,7 +57,9 @@ def by_torch(microbatches: int, delay: int, seed: int) -> list[float]:
             for k in range(microbatches):
                 draws.begin(t * microbatches + k)
                 rows = slice(k * ROWS, (k + 1) * ROWS)
-                loss = nn.functional.cross_entropy(model(torch.tensor(batch["x"][rows]).double()), torch.tensor(batch["labels"][rows]))
+                loss = nn.functional.cross_entropy(
+                    model(torch.tensor(batch["x"][rows]).double()), torch.tensor(batch["labels"][rows])
+                )
                 (loss / microbatches).backward()
                 losses.append(float(loss.detach()))
             versions.append([old - RATE * p.grad for old, p in zip(versions[-1], model.parameters(), strict=True)])
@@ -68,7 +73,9 @@ def imported() -> ps.Model:
 
 def bundle(folder: Path, stages: int, schedule: str, microbatches: int, seed: int = 0, backend: str = "tvm") -> Path:
     training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=RATE), microbatches=microbatches, seed=seed)
-    plan = ps.plan(imported(), ps.Cluster.local(stages), training, stages=stages, schedule=schedule, microbatches=microbatches)
+    plan = ps.plan(
+        imported(), ps.Cluster.local(stages), training, stages=stages, schedule=schedule, microbatches=microbatches
+    )
     return ps.compile(plan, folder / "bundle", backend=backend)
 
 
@@ -78,7 +85,14 @@ def trained(made: Path, microbatches: int) -> list[float]:
 
 
 # Schedules decide when masks are drawn, the backend with which bits: compiled stages in half of the cases, in all of them among the slow tests.
-CASES = [(1, "1f1b", 2, 0), (2, "1f1b", 3, 0), (2, "2bw", 2, 7), (3, "gpipe", 2, 2**32 - 1), (3, "zb-1f1b", 3, 0), (2, "eager-2bw", 2, 7)]
+CASES = [
+    (1, "1f1b", 2, 0),
+    (2, "1f1b", 3, 0),
+    (2, "2bw", 2, 7),
+    (3, "gpipe", 2, 2**32 - 1),
+    (3, "zb-1f1b", 3, 0),
+    (2, "eager-2bw", 2, 7),
+]
 LATER = [CASES[1], CASES[4], CASES[5]]
 BACKED = [pytest.param(*case, "tvm", marks=pytest.mark.slow if case in LATER else ()) for case in CASES] + [
     (*case, "numpy") for case in LATER
@@ -86,11 +100,15 @@ BACKED = [pytest.param(*case, "tvm", marks=pytest.mark.slow if case in LATER els
 
 
 @pytest.mark.parametrize(("stages", "schedule", "microbatches", "seed", "backend"), BACKED)
-def test_the_masks_are_the_same_for_all(stages: int, schedule: str, microbatches: int, seed: int, backend: str, tmp_path: Path) -> None:
+def test_the_masks_are_the_same_for_all(
+    stages: int, schedule: str, microbatches: int, seed: int, backend: str, tmp_path: Path
+) -> None:
     found = trained(bundle(tmp_path, stages, schedule, microbatches, seed, backend), microbatches)
     delay = SCHEDULES[schedule].delay
     np.testing.assert_allclose(found, by_torch(microbatches, delay, seed), rtol=1e-5)
-    assert not np.allclose(found, by_torch(microbatches, delay, seed ^ 1), rtol=1e-3), "control: other masks give other losses"
+    assert not np.allclose(found, by_torch(microbatches, delay, seed ^ 1), rtol=1e-3), (
+        "control: other masks give other losses"
+    )
 
 
 def test_masks_go_on_where_training_was_interrupted(tmp_path: Path) -> None:
@@ -112,11 +130,17 @@ def test_masks_go_on_under_another_plan(tmp_path: Path) -> None:
     with ps.open(bundle(tmp_path / "four", 2, "1f1b", 4, seed=7, backend="numpy"), timeout=TIMEOUT) as job:
         losses = [loss for step in job.steps(batches(4)[:1]) for loss in step.losses]
         place = job.save(tmp_path / "checkpoint")
-    with ps.open(bundle(tmp_path / "two", 1, "gpipe", 2, seed=3, backend="numpy"), timeout=TIMEOUT, resume=place) as job:
+    with ps.open(
+        bundle(tmp_path / "two", 1, "gpipe", 2, seed=3, backend="numpy"), timeout=TIMEOUT, resume=place
+    ) as job:
         losses += [loss for step in job.steps(halves[2:4]) for loss in step.losses]
         place = job.save(tmp_path / "checkpoint")
-        assert any("random draws go on with seed 7 of the checkpoint, not with 3" in warning for warning in job.warnings)
-    with ps.open(bundle(tmp_path / "again", 3, "1f1b", 2, seed=7, backend="numpy"), timeout=TIMEOUT, resume=place) as job:
+        assert any(
+            "random draws go on with seed 7 of the checkpoint, not with 3" in warning for warning in job.warnings
+        )
+    with ps.open(
+        bundle(tmp_path / "again", 3, "1f1b", 2, seed=7, backend="numpy"), timeout=TIMEOUT, resume=place
+    ) as job:
         losses += [loss for step in job.steps(halves[4:]) for loss in step.losses]
         assert not any("seed" in warning for warning in job.warnings)
 
@@ -140,8 +164,12 @@ def test_masks_go_on_under_another_plan(tmp_path: Path) -> None:
 
     np.testing.assert_allclose(losses, judged(7, list(range(12))), rtol=1e-5)
     counted_by_steps = [0, 1, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert not np.allclose(losses, judged(7, counted_by_steps), rtol=1e-3), "control: masks of other numbers give other losses"
-    assert not np.allclose(losses[4:], judged(3, list(range(12)))[4:], rtol=1e-3), "control: and so do those of the compiled seed"
+    assert not np.allclose(losses, judged(7, counted_by_steps), rtol=1e-3), (
+        "control: masks of other numbers give other losses"
+    )
+    assert not np.allclose(losses[4:], judged(3, list(range(12)))[4:], rtol=1e-3), (
+        "control: and so do those of the compiled seed"
+    )
 
 
 def test_data_give_no_numbers_of_microbatches(tmp_path: Path) -> None:

@@ -19,7 +19,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model and its data; every name in it is hostile."""
     folder = tmp_path_factory.mktemp("hostile") / HOSTILE
     folder.mkdir()
-    name = {what: f"{HOSTILE}{what}" for what in ("in", "w", "v", "h", "r", "out", "first", "second", "third", "graph", "rows")}
+    name = {
+        what: f"{HOSTILE}{what}"
+        for what in ("in", "w", "v", "h", "r", "out", "first", "second", "third", "graph", "rows")
+    }
     random = np.random.default_rng(0)
     weights = [numpy_helper.from_array(random.standard_normal((8, 8)).astype(np.float32), name[key]) for key in "wv"]
     nodes = [
@@ -60,7 +63,16 @@ def _commands(place: Path) -> Iterator[list[str]]:
     yield ["inspect", bundle, "--params", "--checkpoint", str(place / "c")]
     yield ["inspect", bundle, "--why", f"{HOSTILE}first"]
     yield ["inspect", str(place / "dumps")]
-    yield ["inspect", bundle, "--html", str(place / "r.html"), "--export", str(place / "g.dot"), "--export", str(place / "n.onnx")]
+    yield [
+        "inspect",
+        bundle,
+        "--html",
+        str(place / "r.html"),
+        "--export",
+        str(place / "g.dot"),
+        "--export",
+        str(place / "n.onnx"),
+    ]
     yield ["diff", bundle, str(next((place / "dumps").glob("*_split.ir")))]
     yield ["simulate", bundle]
     yield ["plan", bundle, "--grade", str(place / "m.jsonl")]
@@ -78,7 +90,9 @@ def test_nothing_that_is_accepted_steers_a_terminal(place: Path, capfd: pytest.C
         printed += heard.out + heard.err
         if code or obeyed(heard.out) or obeyed(heard.err):
             said = (heard.out + heard.err)[-600:] if code else ""
-            wrong.append(f"{words[0]} {' '.join(words[2:])!r}: {code}, {obeyed(heard.out)!r}, {obeyed(heard.err)!r} {said!r}")
+            wrong.append(
+                f"{words[0]} {' '.join(words[2:])!r}: {code}, {obeyed(heard.out)!r}, {obeyed(heard.err)!r} {said!r}"
+            )
     assert not wrong, "\n".join(wrong)
     # The control: the names are there, in the form in which they do no harm.
     assert "\\x1b[31mb" in printed

@@ -38,7 +38,14 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
         plan = ps.plan(model, ps.Cluster.local(2), training, schedule="1f1b")
         bundles[name] = ps.compile(plan, folder / name, backend="numpy")
     np.savez(folder / "data.npz", x=np.zeros((8, 4), np.float32), labels=np.zeros(8, np.int64))
-    run_bundle(bundles["bundle"], data=folder / "data.npz", steps=1, checkpoint=folder / "checkpoint", progress=False, timeout=20)
+    run_bundle(
+        bundles["bundle"],
+        data=folder / "data.npz",
+        steps=1,
+        checkpoint=folder / "checkpoint",
+        progress=False,
+        timeout=20,
+    )
     return Good(folder / "mlp.onnx", bundles["bundle"], bundles["forward"], folder / "data.npz", folder / "checkpoint")
 
 
@@ -59,7 +66,11 @@ def tried(good, tmp_path, monkeypatch, capfd):
     def late(*given):
         raise AssertionError(f"took more than {SECONDS} s")
 
-    for place in ("penstock.runtime.job.Workers", "penstock.runtime.options.os.execve", "penstock.runtime.doctor.measure"):
+    for place in (
+        "penstock.runtime.job.Workers",
+        "penstock.runtime.options.os.execve",
+        "penstock.runtime.doctor.measure",
+    ):
         monkeypatch.setattr(place, accept, raising=False)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "PENSTOCK_TRACEBACK"):
         monkeypatch.delenv(name, raising=False)
@@ -104,7 +115,11 @@ def tried(good, tmp_path, monkeypatch, capfd):
         said = heard.err
         if code not in range(2, 7):
             return f"ended with {code}: {said[-300:]}"
-        if "Traceback" in said or "internal error" in said or not any(line.startswith("penstock: error: ") for line in said.split("\n")):
+        if (
+            "Traceback" in said
+            or "internal error" in said
+            or not any(line.startswith("penstock: error: ") for line in said.split("\n"))
+        ):
             return f"said {said[:300]}"
         if found := obeyed(said + heard.out):
             return f"printed {found} in {said[:300]!r}"
@@ -125,8 +140,13 @@ def test_malformed(case, tried):
 
 def test_control_the_harness_sees_what_it_should(tried, monkeypatch):
     """A bug is seen, what is good is accepted, and other exit codes are none of ours."""
-    assert tried(Case("good", lambda folder, good: ["run", str(good.bundle), "--data", str(good.data)])) == "was accepted"
-    assert tried(Case("resume", lambda folder, good: ["run", str(good.bundle), "--resume", str(good.checkpoint)])) == "was accepted"
+    assert (
+        tried(Case("good", lambda folder, good: ["run", str(good.bundle), "--data", str(good.data)])) == "was accepted"
+    )
+    assert (
+        tried(Case("resume", lambda folder, good: ["run", str(good.bundle), "--resume", str(good.checkpoint)]))
+        == "was accepted"
+    )
     assert tried(Case("inspect", lambda folder, good: ["inspect", str(good.bundle)])).startswith("ended with 0")
 
     def broken(*given):
@@ -167,7 +187,12 @@ def test_errors_tell_no_secrets(good, tmp_path):
 
 def _process(words: list[str], **environment: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "penstock", *words], capture_output=True, text=True, timeout=100, env=os.environ | environment, check=False
+        [sys.executable, "-m", "penstock", *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | environment,
+        check=False,
     )
     return done.returncode, done.stderr
 

@@ -35,7 +35,11 @@ from penstock.runtime.job import Job
 STEPS = 50
 GPT = {"layers": 4, "width": 32, "heads": 4, "vocab": 61, "positions": 12}
 MLP = [20, 48, 40, 32, 32, 10]
-SETTINGS = {"sgd": {"lr": 0.05}, "momentum": {"lr": 0.02, "beta": 0.9}, "adamw": {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-5}}
+SETTINGS = {
+    "sgd": {"lr": 0.05},
+    "momentum": {"lr": 0.02, "beta": 0.9},
+    "adamw": {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-5},
+}
 Weights = dict[str, torch.Tensor]
 Loss = Callable[[Weights, dict[str, torch.Tensor]], torch.Tensor]
 
@@ -60,7 +64,11 @@ def gpt_loss(w: Weights, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             part.view(rows, length, heads, width // heads).transpose(1, 2)
             for part in (n @ w[f"{h}.attn.qkv.weight"] + w[f"{h}.attn.qkv.bias"]).split(width, dim=-1)
         )
-        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, width)
+        mixed = (
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(rows, length, width)
+        )
         x = x + mixed @ w[f"{h}.attn.proj.weight"] + w[f"{h}.attn.proj.bias"]
         n = torch.nn.functional.layer_norm(x, (width,), w[f"{h}.ln_2.weight"], w[f"{h}.ln_2.bias"])
         wide = torch.nn.functional.gelu(n @ w[f"{h}.mlp.fc.weight"] + w[f"{h}.mlp.fc.bias"], approximate="tanh")
@@ -103,7 +111,9 @@ def judge(
     found = []
     for t, batch in enumerate(batches):
         leaves = {n: w.clone().requires_grad_() for n, w in history[max(t - delay, 0)].items()}
-        parts = {n: torch.from_numpy(a).double() if a.dtype == np.float32 else torch.from_numpy(a) for n, a in batch.items()}
+        parts = {
+            n: torch.from_numpy(a).double() if a.dtype == np.float32 else torch.from_numpy(a) for n, a in batch.items()
+        }
         for i in range(m):
             value = loss(leaves, {n: a.chunk(m)[i] for n, a in parts.items()})
             found.append(value.item())
@@ -143,7 +153,9 @@ class Case:
         self.batches = []
         for _ in range(steps):
             batch = {
-                n: rng.standard_normal(s).astype(np.float64 if dtype == "f64" else np.float32) if n == "x" else rng.integers(0, classes, s)
+                n: rng.standard_normal(s).astype(np.float64 if dtype == "f64" else np.float32)
+                if n == "x"
+                else rng.integers(0, classes, s)
                 for n, s in shapes.items()
             }
             self.batches.append({**batch, "labels": rng.integers(0, classes, label_shape)})
@@ -264,7 +276,9 @@ def test_backward_on_the_newest_version_is_noticed(tmp_path: Path) -> None:
     case = Case(tmp_path, "mlp", 2, 2, "sgd", "2bw")
     module = case.plan.module
     graphs = {
-        name: rewrite(g, lambda op: [op.with_attrs(version="latest")] if op.kind == "read" else None) if name.endswith(".B") else g
+        name: rewrite(g, lambda op: [op.with_attrs(version="latest")] if op.kind == "read" else None)
+        if name.endswith(".B")
+        else g
         for name, g in module.graphs.items()
     }
     with pytest.raises(ps.PenstockError, match="version"):
@@ -278,7 +292,10 @@ def test_without_retirement_three_versions_are_alive(tmp_path: Path) -> None:
     case = Case(tmp_path, "mlp", 2, 2, "sgd", "2bw", steps=6)
     seen: list[int] = []
     case.run(
-        backend="numpy", audit=True, retire=False, look=lambda job: seen.extend(n for a in job.audit() for n in a.live_versions.values())
+        backend="numpy",
+        audit=True,
+        retire=False,
+        look=lambda job: seen.extend(n for a in job.audit() for n in a.live_versions.values()),
     )
     assert max(seen) > 2
 

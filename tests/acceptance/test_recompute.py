@@ -21,7 +21,12 @@ ROWS, MICROBATCHES, BATCHES, TIMEOUT = 8, 4, 5, 60
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down, self.dropout = nn.LayerNorm(width), nn.Linear(width, 64), nn.Linear(64, width), nn.Dropout(0.2)
+        self.norm, self.up, self.down, self.dropout = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 64),
+            nn.Linear(64, width),
+            nn.Dropout(0.2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
@@ -29,7 +34,9 @@ class Block(nn.Module):
 
 def model() -> ps.Model:
     torch.manual_seed(2)
-    return ps.from_torch(nn.Sequential(*(Block(24) for _ in range(4)), nn.Linear(24, 5)).train(), (torch.zeros(ROWS, 24),))
+    return ps.from_torch(
+        nn.Sequential(*(Block(24) for _ in range(4)), nn.Linear(24, 5)).train(), (torch.zeros(ROWS, 24),)
+    )
 
 
 def planned(stages: int, schedule: str, recompute: str) -> ps.Plan:
@@ -44,7 +51,10 @@ def trained(plan: ps.Plan, folder: Path, backend: str) -> tuple[list[float], dic
     """The loss of every microbatch, and the most bytes of values that each rank's store held."""
     rng = np.random.default_rng(4)
     data = [
-        {"input": rng.standard_normal((ROWS * MICROBATCHES, 24)).astype(np.float32), "labels": rng.integers(0, 5, ROWS * MICROBATCHES)}
+        {
+            "input": rng.standard_normal((ROWS * MICROBATCHES, 24)).astype(np.float32),
+            "labels": rng.integers(0, 5, ROWS * MICROBATCHES),
+        }
         for _ in range(BATCHES)
     ]
     with ps.open(ps.compile(plan, folder, backend=backend), timeout=TIMEOUT) as job:

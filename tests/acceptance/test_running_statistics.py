@@ -23,7 +23,10 @@ ROWS, BATCHES, RATE, TIMEOUT = 6, 4, 0.05, 60
 class Block(nn.Module):
     def __init__(self, channels: int, momentum: float | None) -> None:
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels, momentum=momentum)
+        self.conv1, self.norm1 = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels, momentum=momentum),
+        )
         self.conv2, self.norm2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +73,9 @@ def by_torch(microbatches: int, model: Residual) -> dict[str, np.ndarray]:
         optimizer.zero_grad()
         for k in range(microbatches):
             rows = slice(k * ROWS, (k + 1) * ROWS)
-            loss = nn.functional.cross_entropy(model(torch.tensor(batch["x"][rows]).double()), torch.tensor(batch["labels"][rows]))
+            loss = nn.functional.cross_entropy(
+                model(torch.tensor(batch["x"][rows]).double()), torch.tensor(batch["labels"][rows])
+            )
             (loss / microbatches).backward()
         optimizer.step()
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
@@ -91,7 +96,9 @@ def planned(stages: int, microbatches: int, schedule: str, recompute: str = "non
     training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=RATE), microbatches=microbatches, **settings)  # type: ignore[arg-type]
     convolutions = [op.loc for op in model.module.graphs["main"].ops if op.kind == "conv"]
     cuts = tuple(convolutions[i] for i in CUTS[stages])
-    return ps.plan(model, ps.Cluster.local(stages), training, schedule=schedule, stages=stages, split_at=cuts, recompute=recompute)
+    return ps.plan(
+        model, ps.Cluster.local(stages), training, schedule=schedule, stages=stages, split_at=cuts, recompute=recompute
+    )
 
 
 def close(found: dict[str, np.ndarray] | Run, expected: dict[str, np.ndarray], rtol: float) -> None:
@@ -120,32 +127,46 @@ def test_one_version_of_the_weights_is_torch(stages: int, microbatches: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "microbatches"), [("2bw", 1, 1), ("2bw", 2, 1), ("2bw", 2, 4), ("2bw", 4, 4), ("eager-2bw", 2, 4)]
+    ("schedule", "stages", "microbatches"),
+    [("2bw", 1, 1), ("2bw", 2, 1), ("2bw", 2, 4), ("2bw", 4, 4), ("eager-2bw", 2, 4)],
 )
 def test_two_versions_are_the_recurrence(schedule: str, stages: int, microbatches: int) -> None:
     plan = planned(stages, microbatches, schedule)
     delay = SCHEDULES[schedule].delay
     weights, data = plan.model.imported.weights, batches(microbatches)
-    run, recurrence = run_schedule(plan.module, weights, data), run_recurrence(plan.reference, weights, data, delay=delay)
+    run, recurrence = (
+        run_schedule(plan.module, weights, data),
+        run_recurrence(plan.reference, weights, data, delay=delay),
+    )
     moving = {name for name, var in plan.module.vars.items() if var.role == BUFFER and not name.startswith("stored")}
     assert len(moving) == 15
     for name in (*moving, "head.weight"):
         np.testing.assert_array_equal(run.variables[name], recurrence.variables[name], err_msg=name)
     plain = run_recurrence(plan.reference, weights, data, delay=0)
     with pytest.raises(AssertionError):  # control: without the delay they are others, because the weights are
-        np.testing.assert_allclose(run.variables["two.norm2.running_var"], plain.variables["two.norm2.running_var"], rtol=1e-6)
+        np.testing.assert_allclose(
+            run.variables["two.norm2.running_var"], plain.variables["two.norm2.running_var"], rtol=1e-6
+        )
 
 
 @pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "all"), ("2bw", "all"), ("zb-1f1b", "none")])
 def test_what_backward_computes_again_does_not_move_them_twice(schedule: str, recompute: str) -> None:
     plan, kept = planned(2, 4, schedule, recompute), planned(2, 4, schedule.removeprefix("zb-"))
     weights, data = plan.model.imported.weights, batches(4)
-    again = [op for name, graph in plan.module.graphs.items() if name.endswith(".B") for op in graph.ops if "recompute" in op.attrs]
+    again = [
+        op
+        for name, graph in plan.module.graphs.items()
+        if name.endswith(".B")
+        for op in graph.ops
+        if "recompute" in op.attrs
+    ]
     assert bool(again) == (recompute == "all")
     run, expected = run_schedule(plan.module, weights, data), run_schedule(kept.module, weights, data)
     for name in plan.reference.vars:
         if ".grad" not in name:
-            np.testing.assert_allclose(run.variables[name], expected.variables[name], rtol=1e-9, atol=1e-12, err_msg=name)
+            np.testing.assert_allclose(
+                run.variables[name], expected.variables[name], rtol=1e-9, atol=1e-12, err_msg=name
+            )
 
 
 def test_every_statistic_is_on_one_stage_and_written_by_its_forward() -> None:
@@ -161,7 +182,9 @@ def test_every_statistic_is_on_one_stage_and_written_by_its_forward() -> None:
     assert len({graphs[0] for graphs in writers.values()}) == 4
 
 
-@pytest.mark.parametrize(("backend", "schedule"), [pytest.param("tvm", "1f1b", marks=pytest.mark.slow), ("numpy", "2bw")])
+@pytest.mark.parametrize(
+    ("backend", "schedule"), [pytest.param("tvm", "1f1b", marks=pytest.mark.slow), ("numpy", "2bw")]
+)
 def test_processes_and_a_resume_and_an_export(backend: str, schedule: str, tmp_path: Path) -> None:
     """Real stages in float32, interrupted after two batches; the weights back in torch, which then evaluates with the statistics."""
     microbatches = 4
@@ -182,7 +205,9 @@ def test_processes_and_a_resume_and_an_export(backend: str, schedule: str, tmp_p
         found[name] = load_file(tmp_path / f"{name}.safetensors")
     assert all(torch.equal(found["whole"][name], tensor) for name, tensor in found["rest"].items())
 
-    expected = run_recurrence(plan.reference, plan.model.imported.weights, data, delay=SCHEDULES[schedule].delay).variables
+    expected = run_recurrence(
+        plan.reference, plan.model.imported.weights, data, delay=SCHEDULES[schedule].delay
+    ).variables
     arrays = {name: tensor.numpy() for name, tensor in found["whole"].items()}
     close(arrays, {name: expected[name] for name in plan.reference.vars if name in arrays}, 2e-4)
     assert arrays["norm.num_batches_tracked"] == 2 * BATCHES * microbatches
@@ -234,7 +259,11 @@ def test_results_may_depend_on_a_buffer_that_moves() -> None:
     training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.1), microbatches=3)
     rng = np.random.default_rng(0)
     data = [
-        {"x": rng.standard_normal((12, 3)).astype(np.float32), "labels": rng.standard_normal((12, 2)).astype(np.float32)} for _ in range(3)
+        {
+            "x": rng.standard_normal((12, 3)).astype(np.float32),
+            "labels": rng.standard_normal((12, 2)).astype(np.float32),
+        }
+        for _ in range(3)
     ]
     plan = ps.plan(model, ps.Cluster.local(2), training, stages=2)
     run = run_schedule(plan.module, model.imported.weights, data)
@@ -272,4 +301,6 @@ def test_a_cut_between_the_read_and_the_write_of_a_statistic() -> None:
     value = next(op.ins[0].name for op in main.ops if op.kind == "write" and op.var == "1.running_mean")
     with pytest.raises(UsageError, match=r"@1\.running_mean is read, and behind it written"):
         ps.plan(model, ps.Cluster.local(2), training, split_at=(value,))
-    assert ps.plan(model, ps.Cluster.local(2), training, split_at=("2/linear_1",)).module.vars["1.running_mean"].stage == 0
+    assert (
+        ps.plan(model, ps.Cluster.local(2), training, split_at=("2/linear_1",)).module.vars["1.running_mean"].stage == 0
+    )

@@ -32,7 +32,9 @@ def plan_of(folder: Path, stages: int, schedule: str, groups: tuple[ps.Group, ..
     return ps.plan(model, ps.Cluster.local(stages), training, schedule=schedule)
 
 
-def trained(plan: ps.Plan, folder: Path, backend: str = "numpy") -> tuple[list[float], dict[str, np.ndarray], list[float | None]]:
+def trained(
+    plan: ps.Plan, folder: Path, backend: str = "numpy"
+) -> tuple[list[float], dict[str, np.ndarray], list[float | None]]:
     with Job(open_bundle(ps.compile(plan, folder, backend=backend))) as job:
         steps = list(job.steps(batches()))
         return [loss for step in steps for loss in step.losses], job.parameters(), [step.lr for step in steps]
@@ -79,7 +81,18 @@ def test_the_rate_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     def call(*words: object) -> int:
         return main([str(word) for word in words])
 
-    words = ["compile", path, "-o", tmp_path / "bundle", "--dim", f"batch={ROWS}", "--loss", "cross_entropy", "--backend", "numpy"]
+    words = [
+        "compile",
+        path,
+        "-o",
+        tmp_path / "bundle",
+        "--dim",
+        f"batch={ROWS}",
+        "--loss",
+        "cross_entropy",
+        "--backend",
+        "numpy",
+    ]
     words += ["--optimizer", "momentum{nesterov=true}", "--lr", "0.5", "--lr-schedule", "step{every=2,factor=0.5}"]
     assert call(*words, "--group", "bias{weight_decay=0.5,lr=2}", "--group", "^y{frozen=true}") == 0
     capsys.readouterr()

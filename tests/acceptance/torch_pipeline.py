@@ -40,13 +40,17 @@ class Part(torch.nn.Module):
 
 def run(rank: int, world: int, port: int, source: str, target: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
     data = np.load(source)
     m, layers, lr = int(data["microbatches"]), int(data["layers"]), float(data["lr"])
     names = ["y" if i == layers - 1 else f"fc{i + 1}" for i in range(layers)]
     mine = names[rank * layers // world : (rank + 1) * layers // world]
     part = Part(
-        [torch.from_numpy(data[f"{n}.weight"]) for n in mine], [torch.from_numpy(data[f"{n}.bias"]) for n in mine], rank == world - 1
+        [torch.from_numpy(data[f"{n}.weight"]) for n in mine],
+        [torch.from_numpy(data[f"{n}.bias"]) for n in mine],
+        rank == world - 1,
     )
     stage = PipelineStage(part, rank, world, torch.device("cpu"))
     schedule = Schedule1F1B(stage, m, loss_fn=torch.nn.functional.cross_entropy, scale_grads=True)
@@ -54,7 +58,10 @@ def run(rank: int, world: int, port: int, source: str, target: str) -> None:
     found: list[float] = []
     rows = int(data["rows"]) * m
     for start in range(0, len(data["x"]), rows):
-        x, labels = torch.from_numpy(data["x"][start : start + rows]), torch.from_numpy(data["labels"][start : start + rows])
+        x, labels = (
+            torch.from_numpy(data["x"][start : start + rows]),
+            torch.from_numpy(data["labels"][start : start + rows]),
+        )
         losses: list[torch.Tensor] = []
         optimizer.zero_grad()
         schedule.step(*([x] if rank == 0 else []), target=labels if rank == world - 1 else None, losses=losses)

@@ -82,7 +82,9 @@ class SourceProgram:
         for i, graph in enumerate(graphs):
             (step,) = plan_kernels(graph, device_machine("sm_90")).steps
             self.kernels[graph.name] = (f"k{i}", graph, step.kernel)
-        functions = {name: kernel.function.with_attr("global_symbol", name) for name, _, kernel in self.kernels.values()}
+        functions = {
+            name: kernel.function.with_attr("global_symbol", name) for name, _, kernel in self.kernels.values()
+        }
         target = cuda_target("sm_90")
         with target:
             built = tvm.tirx.build(tvm.IRModule(functions), target=target, pipeline=PIPELINE)
@@ -94,7 +96,11 @@ class SourceProgram:
             self.parameters[name] = [parameter.removesuffix("_ptr") for _, parameter in pairs]
             casts = ", ".join(f"({kind.replace('__restrict__', '')})a[{i}]" for i, (kind, _) in enumerate(pairs))
             wrappers.append(f'extern "C" void run_{name}(void** a) {{ {name}({casts}); }}')
-        self.together = {n for n, _ in _SIGNATURE.findall(source) if "__syncthreads" in source.split(f" {n}(", 2)[2].split('extern "C"')[0]}
+        self.together = {
+            n
+            for n, _ in _SIGNATURE.findall(source)
+            if "__syncthreads" in source.split(f" {n}(", 2)[2].split('extern "C"')[0]
+        }
         (folder / "kernels.cpp").write_text("\n".join([_FRONT, source, *wrappers, _BACK]))
         command = ["g++", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", "-o", "kernels.so", "kernels.cpp"]
         subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
@@ -116,7 +122,12 @@ class SourceProgram:
                 size, kind = int(statement.buffer.shape[0]), getattr(torch, str(statement.buffer.dtype))
                 memory[statement.buffer.name] = torch.full((size,), 77, dtype=kind)
             elif isinstance(statement, tirx.AttrStmt):
-                self._launch(f"{name}_kernel" + (f"_{number}" if number else ""), memory, int(statement.value), int(statement.body.value))
+                self._launch(
+                    f"{name}_kernel" + (f"_{number}" if number else ""),
+                    memory,
+                    int(statement.value),
+                    int(statement.body.value),
+                )
                 number += 1
         found = dict(zip(kernel.outs, outs, strict=True))
         return [found[v] for v in owner.outs]

@@ -154,7 +154,9 @@ class _Serial:
             elif count_barriers(part):
                 assert isinstance(part, tirx.For), "a barrier that not all threads reach"
                 close()
-                done.append(tirx.For(part.loop_var, part.min, part.extent, part.kind, _sequence(self.cut(part.body, kept))))
+                done.append(
+                    tirx.For(part.loop_var, part.min, part.extent, part.kind, _sequence(self.cut(part.body, kept)))
+                )
             else:
                 run += self.whole(part)
         close()
@@ -176,6 +178,7 @@ def serial_function(function: Any, forwards: bool = True, drop_barriers: bool = 
 def serial_module(module: Any, forwards: bool = True, drop_barriers: bool = False) -> Any:
     """Every kernel of a lowered module, for CPUs."""
     functions = {
-        name: serial_function(f, forwards, drop_barriers) if isinstance(f, tirx.PrimFunc) else f for name, f in module.functions_items()
+        name: serial_function(f, forwards, drop_barriers) if isinstance(f, tirx.PrimFunc) else f
+        for name, f in module.functions_items()
     }
     return tvm.IRModule(functions, attrs=module.attrs)

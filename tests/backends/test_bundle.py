@@ -72,7 +72,9 @@ def test_written_and_read(write, module, weights):
         assert arrays.keys() == {f"w{stage}"}
         np.testing.assert_array_equal(arrays[f"w{stage}"], weights[f"w{stage}"])
     listed = {name: entry.sha256 for name, entry in found.manifest.files.items()}
-    assert listed == {n: hashlib.sha256(b).hexdigest() for n, b in all_files(path).items() if not n.startswith("manifest")}
+    assert listed == {
+        n: hashlib.sha256(b).hexdigest() for n, b in all_files(path).items() if not n.startswith("manifest")
+    }
 
 
 def test_same_inputs_same_bytes_and_movable(write, tmp_path):
@@ -133,7 +135,9 @@ def test_every_damaged_file_is_refused_by_name(write, tmp_path, damage, monkeypa
         else:
             data[len(data) // 2] ^= 1
             (copy / name).write_bytes(
-                {"truncate": data[: len(data) - 1 if len(data) % 2 else len(data) // 2], "flip": data, "empty": b""}[damage]
+                {"truncate": data[: len(data) - 1 if len(data) % 2 else len(data) // 2], "flip": data, "empty": b""}[
+                    damage
+                ]
             )
         with pytest.raises(VerifyError) as caught:
             open_bundle(copy)
@@ -191,7 +195,10 @@ def rewrite_manifest(path: Path, change) -> None:
         (lambda m: m["files"].update({"../secret": m["files"]["module.ir"]}), "not a relative name"),
         (lambda m: m["files"].update({"/etc/passwd": m["files"]["module.ir"]}), "not a relative name"),
         (lambda m: m["files"].update({"a\\b": m["files"]["module.ir"]}), "not a relative name"),
-        (lambda m: m["ranks"][1]["files"].append("stages/other.so"), "rank 1: needs 'stages/other.so', which is not listed"),
+        (
+            lambda m: m["ranks"][1]["files"].append("stages/other.so"),
+            "rank 1: needs 'stages/other.so', which is not listed",
+        ),
         (lambda m: m["ranks"].reverse(), "expected rank 0 here"),
         (lambda m: m["files"].pop("module.ir"), "not listed"),
         (lambda m: m["files"]["module.ir"].update(sha256="0" * 64), "expected " + "0" * 64),
@@ -240,8 +247,15 @@ def test_tensor_file_holds_every_type(tmp_path):
     import ml_dtypes
 
     random = np.random.default_rng(0)
-    arrays = {f"t{i}": random.integers(0, 2, (3, 5)).astype(t) for i, t in enumerate(["f4", "f2", "f8", "i8", "i4", "i1", "u1", "?"])}
-    arrays |= {"scalar": np.float32(3.5), "empty": np.zeros((0, 2), np.float32), "turned": random.standard_normal((4, 6)).T}
+    arrays = {
+        f"t{i}": random.integers(0, 2, (3, 5)).astype(t)
+        for i, t in enumerate(["f4", "f2", "f8", "i8", "i4", "i1", "u1", "?"])
+    }
+    arrays |= {
+        "scalar": np.float32(3.5),
+        "empty": np.zeros((0, 2), np.float32),
+        "turned": random.standard_normal((4, 6)).T,
+    }
     digest, size = write_tensors(tmp_path / "t.safetensors", arrays)
     data = (tmp_path / "t.safetensors").read_bytes()
     assert (digest, size) == (hashlib.sha256(data).hexdigest(), len(data))

@@ -40,7 +40,10 @@ def device_code(library: Path) -> Iterator[tuple[int, list[str]]]:
             rows = [struct.unpack_from("<IIQQQQ", data, at + sections + i * size) for i in range(count)]
             start = at + rows[names_at][4]
             names = [(data[start + row[0] : data.index(b"\0", start + row[0])].decode(), row[5]) for row in rows]
-            yield flags >> 8 & 0xFF, [name.removeprefix(".text.") for name, length in names if name.startswith(".text.") and length]
+            yield (
+                flags >> 8 & 0xFF,
+                [name.removeprefix(".text.") for name, length in names if name.startswith(".text.") and length],
+            )
         at += 4
 
 
@@ -102,12 +105,16 @@ def test_a_missing_compiler_is_said_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @needs_nvcc
-def test_a_cache_that_cannot_be_written_is_said_and_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_said_and_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("no folder")
     said: list[str] = []
     for folder, troubled in ((tmp_path / "file" / "cache", True), (tmp_path / "cache", False)):
         monkeypatch.setenv("PENSTOCK_CACHE", str(folder))
-        built = cuda_build.build_graphs([chain()], tmp_path / "a.so", CompileOptions("sm_90", progress=lambda *x: said.append(x[2])))
+        built = cuda_build.build_graphs(
+            [chain()], tmp_path / "a.so", CompileOptions("sm_90", progress=lambda *x: said.append(x[2]))
+        )
         assert not built.cached
         assert said[-1].startswith("compiled s0.F")
         assert ("(the cache cannot be" in said[-1]) == troubled
@@ -126,7 +133,9 @@ def test_what_nvcc_says_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """An nvcc that fails: its message, and the graphs it was about, come out as one error."""
     fake = tmp_path / "bin"
     fake.mkdir()
-    script = f'#!/bin/sh\ncase "$1" in --cubin) echo "no room left" >&2; exit 3;; esac\nexec {shutil.which("nvcc")} "$@"\n'
+    script = (
+        f'#!/bin/sh\ncase "$1" in --cubin) echo "no room left" >&2; exit 3;; esac\nexec {shutil.which("nvcc")} "$@"\n'
+    )
     (fake / "nvcc").write_text(script)
     (fake / "nvcc").chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake}{os.pathsep}{os.environ['PATH']}")

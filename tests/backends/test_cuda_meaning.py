@@ -43,11 +43,15 @@ from penstock.runtime.store import as_array
 UNOPTIMISED = tvm.target.Target({"kind": "llvm", "mcpu": PORTABLE, "opt-level": 0})
 
 
-def build_serial(graphs: Sequence[Graph], folder: Path, *, forwards: bool = True, drop_barriers: bool = False) -> TvmProgram:
+def build_serial(
+    graphs: Sequence[Graph], folder: Path, *, forwards: bool = True, drop_barriers: bool = False
+) -> TvmProgram:
     """GPU kernels of graphs as a program for this machine."""
     module = serial_module(lower_for_device(graphs), forwards, drop_barriers)
     library = folder / f"serial{forwards}{drop_barriers}.so"
-    tvm.compile(module, target=UNOPTIMISED, relax_pipeline="default_build", tir_pipeline=PIPELINE).export_library(str(library))
+    tvm.compile(module, target=UNOPTIMISED, relax_pipeline="default_build", tir_pipeline=PIPELINE).export_library(
+        str(library)
+    )
     return TvmProgram(library, graphs)
 
 
@@ -89,12 +93,17 @@ TOGETHER = ("matmul", "softmax", "layer_norm", "sum", "cross_entropy", "layer_no
 
 
 def some_results(program: TvmProgram, graphs: Sequence[Graph], samples: Sequence[Sample]) -> list[bytes]:
-    calls = [program.call(g.name, [to_tensor(a, program.device) for a in s.arrays()]) for g, s in zip(graphs, samples, strict=True)]
+    calls = [
+        program.call(g.name, [to_tensor(a, program.device) for a in s.arrays()])
+        for g, s in zip(graphs, samples, strict=True)
+    ]
     return [as_array(x).tobytes() for results in calls for x in results]
 
 
 def test_the_order_of_threads_between_barriers_does_not_matter(tmp_path: Path) -> None:
-    samples = [s for kind in TOGETHER for s in samples_of(kind)[:4] if s.dtype == "f32" and all(v.type.size for v in s.op.ins)]
+    samples = [
+        s for kind in TOGETHER for s in samples_of(kind)[:4] if s.dtype == "f32" and all(v.type.size for v in s.op.ins)
+    ]
     graphs = [s.graph(f"s0.g{i}") for i, s in enumerate(samples)]
     functions = [f for _, f in lower_for_device(graphs).functions_items() if isinstance(f, tirx.PrimFunc)]
     barriers = sum(count_barriers(f.body) for f in functions)
@@ -134,7 +143,9 @@ def test_attention_forward_by_torch_and_backward_by_either(causal: bool, backwar
     q, k, v, dy = (Value(name, parse_type("f32[2,3,37,16]")) for name in ("q", "k", "v", "dy"))
     forward = make("attention", [q, k, v], ["y", "largest", "sum"], "", scale=0.25, causal=causal, library="torch")
     gradients = make("attention_grad", [dy, q, k, v, *forward.outs], ["dq", "dk", "dv"], "", scale=0.25, causal=causal)
-    graph = Graph("s0.F", (q, k, v, dy), (forward.outs[0], *gradients.outs), (forward, gradients.with_attrs(library=backward)))
+    graph = Graph(
+        "s0.F", (q, k, v, dy), (forward.outs[0], *gradients.outs), (forward, gradients.with_attrs(library=backward))
+    )
     assert not compare(build_serial([graph], tmp_path), graph, make_args(graph, np.random.default_rng(5)))
 
 
@@ -143,7 +154,9 @@ def test_layout_changes_in_front_of_library_calls_are_views(tmp_path: Path) -> N
     x, w = Value("x", parse_type("f32[6,8,10]")), Value("w", parse_type("f32[1,5,12]"))
     split = make("reshape", [x], ["a"], "", shape=(6, 8, 2, 5), kernel="inline0")
     turned = make("transpose", split.outs, ["b"], "", perm=(2, 0, 1, 3), kernel="inline1")
-    part = make("slice", turned.outs, ["c"], "", start=(0, 1, 0, 0), stop=(2, 6, 8, 5), step=(1, 2, 1, 1), kernel="inline2")
+    part = make(
+        "slice", turned.outs, ["c"], "", start=(0, 1, 0, 0), stop=(2, 6, 8, 5), step=(1, 2, 1, 1), kernel="inline2"
+    )
     spread = make("broadcast", [w], ["d"], "", shape=(3, 5, 12), kernel="inline3")
     product = make("matmul", [part.outs[0], spread.outs[0]], ["y"], "", library="torch", kernel="k0")
     graph = Graph("s0.F", (x, w), product.outs, (split, turned, part, spread, product))
@@ -188,7 +201,9 @@ def initial_state(plan: api.Plan) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(array) for name, array in arrays.items()}
 
 
-def one_step(program: StageProgram, graphs: Sequence[Graph], fed: dict[str, np.ndarray], state: dict[str, torch.Tensor]) -> torch.Tensor:
+def one_step(
+    program: StageProgram, graphs: Sequence[Graph], fed: dict[str, np.ndarray], state: dict[str, torch.Tensor]
+) -> torch.Tensor:
     """Forward, backward and update; gives the loss."""
     held = {name: torch.tensor(array) for name, array in fed.items()}
     losses = []

@@ -45,7 +45,9 @@ def check(samples: Sequence[Sample], folder: Path) -> list[str]:
         return [f"{s} {w}" for s, g in zip(samples, graphs, strict=True) for w in wrong_results(program, g, s.arrays())]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in SOME else pytest.mark.slow) for kind in sorted(KINDS)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in SOME else pytest.mark.slow) for kind in sorted(KINDS)]
+)
 def test_the_source_of_every_row(kind: str, tmp_path: Path) -> None:
     samples = [s for s in samples_of(kind) if runnable(s)]
     assert not check(samples if kind not in SOME else samples[:8], tmp_path)

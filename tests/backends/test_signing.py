@@ -46,11 +46,15 @@ def test_a_signature_is_what_openssl_computes(signed: Path) -> None:
     if shutil.which("openssl") is None:
         expected = hmac.digest(KEY.encode(), told, "sha256").hex()
     else:
-        expected = subprocess.run(command, input=told, capture_output=True, check=True, timeout=30).stdout.split()[-1].decode()
+        expected = (
+            subprocess.run(command, input=told, capture_output=True, check=True, timeout=30).stdout.split()[-1].decode()
+        )
     assert (signed / SIGNATURE).read_text() == f"{expected}\n"
 
 
-def test_where_signatures_are_demanded(signed: Path, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_signatures_are_demanded(
+    signed: Path, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = tmp_path / "other.key"
     other.write_text("b0b" * 12)
     monkeypatch.setenv(KEY_VARIABLE, str(key))
@@ -85,7 +89,9 @@ def test_a_forged_bundle_is_refused(signed: Path, key: Path, file: str, monkeypa
         open_bundle(signed, 0)
 
 
-def test_signatures_are_files_of_their_own(signed: Path, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signatures_are_files_of_their_own(
+    signed: Path, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(KEY_VARIABLE, str(key))
     (tmp_path / "elsewhere").write_bytes((signed / SIGNATURE).read_bytes())
     (signed / SIGNATURE).unlink()

@@ -33,12 +33,25 @@ def value_of(name: str, array: np.ndarray) -> Value:
     return Value(name, TensorType(dtype_of(array.dtype), array.shape))
 
 
-def case(q: tuple[int, ...], keys: int, value_depth: int, causal: bool, mask: np.ndarray | None = None, dtype: str = "float32"):
+def case(
+    q: tuple[int, ...],
+    keys: int,
+    value_depth: int,
+    causal: bool,
+    mask: np.ndarray | None = None,
+    dtype: str = "float32",
+):
     """Operands of attention, and of its gradient: those, what it gives in float64, and a gradient."""
-    arrays = [normal(*q, dtype=dtype), normal(*q[:2], keys, q[3], dtype=dtype), normal(*q[:2], keys, value_depth, dtype=dtype)]
+    arrays = [
+        normal(*q, dtype=dtype),
+        normal(*q[:2], keys, q[3], dtype=dtype),
+        normal(*q[:2], keys, value_depth, dtype=dtype),
+    ]
     masks = [] if mask is None else [mask if mask.dtype == bool else mask.astype(dtype)]
     attrs = {"causal": causal, "scale": 0.3}
-    op = make("attention", [value_of(f"x{i}", x) for i, x in enumerate([*arrays, *masks])], ["y", "top", "total"], **attrs)
+    op = make(
+        "attention", [value_of(f"x{i}", x) for i, x in enumerate([*arrays, *masks])], ["y", "top", "total"], **attrs
+    )
     results = apply_op(op, [*arrays, *masks], "f64")
     statistics = [x.astype(dtype) for x in results]
     dy = normal(*results[0].shape, dtype=dtype)
@@ -68,7 +81,9 @@ CASES = {
     "mask of pairs": case((2, 2, 40, 16), 70, 16, False, hidden(40, 70)),
     "mask and causal": case((2, 2, 130, 16), 130, 16, True, hidden(2, 1, 130, 130)),
     "numbers added": case((2, 2, 40, 16), 70, 16, False, normal(2, 1, 70) * 3),
-    "numbers that hide": case((2, 1, 40, 16), 70, 16, False, np.where(hidden(2, 1, 40, 70), 0.0, np.finfo(np.float32).min)),
+    "numbers that hide": case(
+        (2, 1, 40, 16), 70, 16, False, np.where(hidden(2, 1, 40, 70), 0.0, np.finfo(np.float32).min)
+    ),
     "infinite numbers": case((2, 1, 40, 16), 70, 16, False, np.where(hidden(2, 1, 40, 70), 0.0, -np.inf)),
     "large scores": case((1, 1, 20, 64), 20, 4, False, normal(20, 20) * 50),
 }
@@ -102,7 +117,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory):
     return made
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_kernels_equal_the_interpreter(name: str, programs) -> None:
     program, graphs = programs(name in QUICK)
     for op, arrays in CASES[name]:
@@ -152,7 +169,9 @@ def test_other_instruction_sets(target: str, name: str, tmp_path: Path) -> None:
     ],
     ids=["causal", "masked", "numbers added"],
 )
-def test_long_sums_are_done_in_blocks_of_keys(operands: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_sums_are_done_in_blocks_of_keys(
+    operands: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a limit of 64 keys: the largest score and the sums are carried from block to block."""
     monkeypatch.setattr(attention, "_KEYS", 64)
     monkeypatch.setattr(attention_grad, "_QUERIES", 24)

@@ -40,9 +40,13 @@ from penstock.ir.optimizers import optimizer_of
 from penstock.models import write_cnn, write_gpt, write_mlp
 
 
-def build_counted(folder: Path, *graphs: Graph, apart: bool = True, jobs: int | None = None) -> tuple[list[Built], Counts]:
+def build_counted(
+    folder: Path, *graphs: Graph, apart: bool = True, jobs: int | None = None
+) -> tuple[list[Built], Counts]:
     """One library per graph, or one for all."""
-    parts = [Part((g,), folder / f"{i}.so") for i, g in enumerate(graphs)] if apart else [Part(graphs, folder / "all.so")]
+    parts = (
+        [Part((g,), folder / f"{i}.so") for i, g in enumerate(graphs)] if apart else [Part(graphs, folder / "all.so")]
+    )
     with Builder(CompileOptions(jobs=jobs)) as builder:
         return builder.build(parts), builder.counts
 
@@ -58,7 +62,9 @@ def planned(folder: Path, which: str) -> list[Graph]:
     }
     optimizer = {"gpt": "adamw", "mlp": "sgd", "cnn": "momentum"}[which]
     training = ps.Training(loss="cross_entropy", optimizer=optimizer_of(optimizer, lr=1e-2), microbatches=2)
-    module = ps.plan(ps.from_onnx(writers[which](), dims={"batch": 3}), ps.Cluster.local(2), training, schedule="2bw").module
+    module = ps.plan(
+        ps.from_onnx(writers[which](), dims={"batch": 3}), ps.Cluster.local(2), training, schedule="2bw"
+    ).module
     return [graph for stage in (0, 1) for graph in stage_graphs(module, stage)]
 
 
@@ -144,7 +150,9 @@ def whole_module(graphs: Sequence[Graph], out: Path) -> Path:
     """A stage as TVM builds it by itself: all kernels in the module of its Relax functions."""
     machine = machine_of("host")
     module = relax_module([plan_kernels(graph, machine) for graph in graphs], declared=False)
-    tvm.compile(module, target=tvm_target(machine.name), relax_pipeline="default_build", tir_pipeline=PIPELINE).export_library(str(out))
+    tvm.compile(
+        module, target=tvm_target(machine.name), relax_pipeline="default_build", tir_pipeline=PIPELINE
+    ).export_library(str(out))
     return out
 
 
@@ -174,7 +182,10 @@ def test_memory_is_planned_without_the_code_as_with_it(tmp_path: Path) -> None:
     machine, graphs = machine_of("host"), planned(tmp_path, "gpt")[:2]
     lowered = [plan_kernels(graph, machine) for graph in graphs]
     named = [
-        replace(p, steps=tuple(replace(s, name=f"k{hashlib.md5(rename(s.group).text.encode()).hexdigest()}") for s in p.steps))
+        replace(
+            p,
+            steps=tuple(replace(s, name=f"k{hashlib.md5(rename(s.group).text.encode()).hexdigest()}") for s in p.steps),
+        )
         for p in lowered
     ]
     whole = storages(lowered, declared=False)
@@ -186,7 +197,11 @@ def test_memory_is_planned_without_the_code_as_with_it(tmp_path: Path) -> None:
 
 def test_progress_counts_kernels_and_libraries(tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
-    build_graphs([chain("s0.F", "exp", "tanh", "sqrt", "exp")], tmp_path / "a.so", CompileOptions(progress=lambda *x: seen.append(x)))
+    build_graphs(
+        [chain("s0.F", "exp", "tanh", "sqrt", "exp")],
+        tmp_path / "a.so",
+        CompileOptions(progress=lambda *x: seen.append(x)),
+    )
     assert [done for done, _, _ in seen] == [0, 1, 2, 3, 4]
     assert {total for _, total, _ in seen[1:]} == {4}
     assert sorted(what for _, _, what in seen[1:-1]) == ["kernel exp", "kernel sqrt", "kernel tanh"]
@@ -266,13 +281,17 @@ def test_the_bound_is_read_from_the_environment(text: str, expected: int, monkey
         store.cache_bound()
 
 
-def test_a_cache_that_cannot_be_written_is_said_and_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_said_and_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file" / "cache"))
     said: list[str] = []
     graph = chain("s0.F", "exp")
     for name in ("a.so", "b.so"):
-        built = build_graphs([graph], tmp_path / name, CompileOptions(progress=lambda done, total, what: said.append(what)))
+        built = build_graphs(
+            [graph], tmp_path / name, CompileOptions(progress=lambda done, total, what: said.append(what))
+        )
         assert not built.cached
         assert "the cache cannot be" in said[-1]
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))

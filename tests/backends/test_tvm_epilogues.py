@@ -92,7 +92,12 @@ def alone(name: str) -> Graph:
 
 def behind(name: str) -> Graph:
     """The function behind a product and its bias, as one kernel."""
-    a, b, row, other = value("a", f"f32[{M},{K}]"), value("b", f"f32[{K},{N}]"), value("row", f"f32[{N}]"), value("other", f"f32[{M},{N}]")
+    a, b, row, other = (
+        value("a", f"f32[{M},{K}]"),
+        value("b", f"f32[{K},{N}]"),
+        value("row", f"f32[{N}]"),
+        value("other", f"f32[{M},{N}]"),
+    )
     p = make("matmul", (a, b), ["p"], "", kernel="k0")
     total = make("add", (p.outs[0], row), ["t"], "", kernel="k0")
     op = function_of(name, total.outs[0], other, "k0")
@@ -123,7 +128,9 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def operands(name: str) -> np.ndarray:
     """4096 numbers between -1000 and 1000 whose results are normal, or 0 as nearly as can be told."""
-    drawn = np.concatenate([np.linspace(-1000, 1000, 8001), np.linspace(-20, 20, 8001), [-math.inf, math.inf]]).astype(np.float32)
+    drawn = np.concatenate([np.linspace(-1000, 1000, 8001), np.linspace(-20, 20, 8001), [-math.inf, math.inf]]).astype(
+        np.float32
+    )
     with np.errstate(all="ignore"):
         size = np.abs(MEANING[name](drawn.astype(np.float64)))
     kept = drawn[~((size > 1e-47) & (size < 1e-35))]

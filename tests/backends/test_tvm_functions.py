@@ -31,11 +31,38 @@ FUNCTIONS = {
     "pow": np.power,
 }
 # Largest error in units in the last place of the exact result, which is rounded to f32 for them.
-ULPS = {"exp": 1.3, "log": 1.3, "sqrt": 0.6, "rsqrt": 1.5, "sin": 2, "cos": 2, "tanh": 6, "sigmoid": 4, "erf": 8, "pow": 1.5}
+ULPS = {
+    "exp": 1.3,
+    "log": 1.3,
+    "sqrt": 0.6,
+    "rsqrt": 1.5,
+    "sin": 2,
+    "cos": 2,
+    "tanh": 6,
+    "sigmoid": 4,
+    "erf": 8,
+    "pow": 1.5,
+}
 # What they are multiples of below this size: eigen's erf of denormals is 0 where it should be one, and 1 + exp(-x) gives no denormals.
 LEAST = {"erf": 1e-30, "sigmoid": 1e-30}
 SMALL = [0.0, 1e-45, 1e-40, 1.1754944e-38, 1e-30, 0.5, 0.99999994, 1, 1.0000001, 1.5, 2, 3, 4, 9]
-LARGE = [87.4, 88.7, 88.73, 103.9, 104.5, 131072, 131073, 16777215, 16777216, 16777217, 1e10, 1e30, 3.4e38, math.inf, math.nan]
+LARGE = [
+    87.4,
+    88.7,
+    88.73,
+    103.9,
+    104.5,
+    131072,
+    131073,
+    16777215,
+    16777216,
+    16777217,
+    1e10,
+    1e30,
+    3.4e38,
+    math.inf,
+    math.nan,
+]
 SPECIAL = np.array([*SMALL, *LARGE], np.float32)
 SIGNED = np.concatenate([SPECIAL, -SPECIAL])
 
@@ -66,7 +93,10 @@ def operands(kind: str) -> dict[str, tuple[np.ndarray, ...]]:
             "usual": (rng.standard_normal(COUNT) * 4,),
             "near one": (1 + rng.standard_normal(COUNT) * 1e-3,),
             "denormal": (
-                (rng.integers(0, 2**23, COUNT).astype(np.uint32) | (rng.integers(0, 2, COUNT).astype(np.uint32) << 31)).view(np.float32),
+                (
+                    rng.integers(0, 2**23, COUNT).astype(np.uint32)
+                    | (rng.integers(0, 2, COUNT).astype(np.uint32) << 31)
+                ).view(np.float32),
             ),
             "small results": (-rng.uniform(80, 105, COUNT),),
             "large": (rng.uniform(-131072, 131072, COUNT),),

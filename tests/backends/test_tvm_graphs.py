@@ -70,7 +70,12 @@ def agrees(graph: Graph, folder: Path, shared: bool = True, seed: int = 0) -> li
 def test_a_product_with_everything_behind_it_is_one_kernel(m: int, n: int, k: int, tmp_path: Path) -> None:
     """Bias, saved pre-activation, gelu, residual, scaling: two results from one kernel."""
     w = Writer()
-    x, weight, bias, rest = value("x", f"f32[{m},{k}]"), value("w", f"f32[{k},{n}]"), value("b", f"f32[{n}]"), value("r", f"f32[{m},{n}]")
+    x, weight, bias, rest = (
+        value("x", f"f32[{m},{k}]"),
+        value("w", f"f32[{k},{n}]"),
+        value("b", f"f32[{n}]"),
+        value("r", f"f32[{m},{n}]"),
+    )
     u = w("add", w("matmul", x, weight), bias)
     half = w("const", value=0.5, dtype="f32", shape=())
     y = w("mul", w("add", w("gelu", u, approximate="tanh"), rest), half)
@@ -115,7 +120,9 @@ def test_a_gradient_is_added_to_its_variable_by_the_product_itself(m: int, n: in
 
 
 @pytest.mark.parametrize("geometry", [(5, 40, 3, 1), (20, 48, 3, 2), (24, 30, 1, 1), (6, 4, 3, 1)])
-def test_a_convolution_with_everything_behind_it_is_one_kernel(geometry: tuple[int, int, int, int], tmp_path: Path) -> None:
+def test_a_convolution_with_everything_behind_it_is_one_kernel(
+    geometry: tuple[int, int, int, int], tmp_path: Path
+) -> None:
     """Bias, normalisation with known statistics, residual, relu, with the sum saved: channels in lanes, positions in lanes, one tap."""
     channels, filters, kernel, stride = geometry
     w = Writer()
@@ -133,7 +140,9 @@ def test_a_convolution_with_everything_behind_it_is_one_kernel(geometry: tuple[i
 
 
 @pytest.mark.parametrize(("groups", "channels", "filters"), [(1, 20, 40), (1, 40, 20), (2, 36, 72), (12, 12, 12)])
-def test_a_gradient_is_added_to_its_variable_by_the_convolution_itself(groups: int, channels: int, filters: int, tmp_path: Path) -> None:
+def test_a_gradient_is_added_to_its_variable_by_the_convolution_itself(
+    groups: int, channels: int, filters: int, tmp_path: Path
+) -> None:
     w = Writer()
     x, dy = value("x", f"f32[3,{channels},9,11]"), value("dy", f"f32[3,{filters},9,11]")
     shape = (filters, channels // groups, 3, 3)
@@ -285,7 +294,12 @@ def test_a_gradient_read_twice_is_zeroed_after_both(tmp_path: Path) -> None:
 def test_two_gradients_of_one_variable_are_both_added(tmp_path: Path) -> None:
     """A tied embedding: a lookup's gradient and a product's go to the same variable."""
     w = Writer()
-    dy, places, x, dz = value("dy", "f32[6,24]"), value("i", "i64[6]"), value("x", "f32[6,24]"), value("dz", "f32[6,11]")
+    dy, places, x, dz = (
+        value("dy", "f32[6,24]"),
+        value("i", "i64[6]"),
+        value("x", "f32[6,24]"),
+        value("dz", "f32[6,11]"),
+    )
     w.state("accum", "e.grad", w("gather_grad", dy, places, shape=(11, 24)))
     w.state("accum", "e.grad", w("matmul", dz, x, ta=True))
     graph = fused(w.graph((dy, places, x, dz), ()))
@@ -416,7 +430,14 @@ def test_arguments_are_checked(small: Graph, tmp_path: Path) -> None:
     with pytest.raises(VerifyError, match=r"buffer of @w.grad is not contiguous\n"):
         program.call("s0.B", [flat[:20], spread[::2]])
     assert not spread.any()
-    wrong = [crooked.double(), flat[:80].view(5, 16), flat[:76].view(4, 19), flat[:80], flat[:80].view(4, 20, 1), flat[:0].view(0, 20)]
+    wrong = [
+        crooked.double(),
+        flat[:80].view(5, 16),
+        flat[:76].view(4, 19),
+        flat[:80],
+        flat[:80].view(4, 20, 1),
+        flat[:0].view(0, 20),
+    ]
     for x in wrong:
         with pytest.raises(VerifyError, match=r"argument 0 must be f32\[4,20\], it is torch\.float") as error:
             program.call("s0.F", [x])
@@ -436,7 +457,9 @@ def test_arguments_are_checked(small: Graph, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trusting", [True, False])
-def test_kernels_look_at_no_arguments(trusting: bool, small: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_look_at_no_arguments(
+    trusting: bool, small: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which is told by what they would say; without the pass that takes the checks out, it is there."""
     monkeypatch.setenv("PENSTOCK_CACHE", "off")
     if not trusting:
@@ -449,7 +472,9 @@ def test_settings_that_cannot_be(small: Graph, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown target CPU 'z80'"):
         build_graphs([small], tmp_path / "a.so", CompileOptions("z80"))
     with pytest.raises(UsageError, match="unknown target CPU 'sm_90'"):
-        backend_of("tvm").compile_stages(Module("m", graphs={small.name: small}), [0], tmp_path, CompileOptions("sm_90"))
+        backend_of("tvm").compile_stages(
+            Module("m", graphs={small.name: small}), [0], tmp_path, CompileOptions("sm_90")
+        )
     with pytest.raises(UsageError, match="threads"):
         backend_of("tvm").load_stage(Module("m"), 0, [tmp_path / "a.so"], threads=0)
     with pytest.raises(PenstockError, match="has no graphs"):

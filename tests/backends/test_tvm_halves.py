@@ -44,7 +44,11 @@ def excess(found: np.ndarray, exact: np.ndarray, half: str) -> float:
     if not np.array_equal(np.isnan(found), np.isnan(exact)):
         return float("inf")
     finite = np.isfinite(exact) & np.isfinite(found)
-    limit = UNIT_ROUNDOFF[half] * np.abs(exact) + TOLERANCE["f32"] * np.abs(exact[finite]).max(initial=0.0) + SMALLEST[half] / 2
+    limit = (
+        UNIT_ROUNDOFF[half] * np.abs(exact)
+        + TOLERANCE["f32"] * np.abs(exact[finite]).max(initial=0.0)
+        + SMALLEST[half] / 2
+    )
     # Past the largest number results are infinite.
     largest = float(ml_dtypes.finfo(numpy_dtype(half)).max)
     overflown = np.isinf(found) & ~np.isinf(exact) & (np.abs(exact) > largest * (1 - UNIT_ROUNDOFF[half]))
@@ -64,7 +68,11 @@ def problems(program, graph: Graph, arrays: Sequence[np.ndarray]) -> list[str]:
             wrong += [f"%{v.name} is {off:.2f} times as far off as it may be"] if off > 1 else []
         elif v.type.dtype in FLOATS:
             scale = np.abs(b).max(initial=1e-30)
-            wrong += [f"%{v.name} differs"] if np.abs(widened(a) - b).max(initial=0.0) > TOLERANCE[v.type.dtype] * scale else []
+            wrong += (
+                [f"%{v.name} differs"]
+                if np.abs(widened(a) - b).max(initial=0.0) > TOLERANCE[v.type.dtype] * scale
+                else []
+            )
         else:
             wrong += [f"%{v.name} differs"] if not np.array_equal(a.numpy(), b) else []
     return wrong
@@ -117,7 +125,9 @@ PRODUCTS = [
     ((1700, 70), (1700, 45), "a"),
 ]
 TILED = [
-    OpCase("matmul", tuple(f"bf16[{','.join(map(str, d))}]" for d in (a, b)), {"ta": "a" in turned, "tb": "b" in turned}).graph(f"s0.p{i}")
+    OpCase(
+        "matmul", tuple(f"bf16[{','.join(map(str, d))}]" for d in (a, b)), {"ta": "a" in turned, "tb": "b" in turned}
+    ).graph(f"s0.p{i}")
     for i, (a, b, turned) in enumerate(PRODUCTS)
 ]
 COUNT, LONG = 64, 4096
@@ -129,7 +139,13 @@ def convert(a: str, b: str) -> Graph:
     return OpCase("cast", (f"{a}[{COUNT}]",), {"dtype": b}).graph(f"s0.{a}_{b}")
 
 
-CONVERSIONS = [convert("f32", "bf16"), convert("bf16", "f32"), convert("f32", "f16"), convert("f16", "f32"), convert("bf16", "f16")]
+CONVERSIONS = [
+    convert("f32", "bf16"),
+    convert("bf16", "f32"),
+    convert("f32", "f16"),
+    convert("f16", "f32"),
+    convert("bf16", "f16"),
+]
 
 
 def chain() -> Graph:
@@ -156,7 +172,9 @@ def accumulation() -> Graph:
     x, dy = value("x", "bf16[50,20]"), value("dy", "bf16[50,33]")
     product = make("matmul", [x, dy], ["p"], ta=True, kernel="k0")
     wide = make("cast", product.outs, ["w"], dtype="f32", kernel="k0")
-    return Graph("s0.accumulation", (x, dy), (), (product, wide, Op("accum", wide.outs, (), {"var": "g", "kernel": "k0"})))
+    return Graph(
+        "s0.accumulation", (x, dy), (), (product, wide, Op("accum", wide.outs, (), {"var": "g", "kernel": "k0"}))
+    )
 
 
 def rounded_weight() -> Graph:
@@ -226,19 +244,28 @@ def test_operands_that_a_product_computes_are_not_cut_off(tmp_path: Path) -> Non
 
 def test_operands_that_a_convolution_computes_are_not_cut_off(tmp_path: Path) -> None:
     """The same for a convolution and its gradient for the weight."""
-    x, c, w, g = (value(n, f"bf16[{t}]") for n, t in (("x", "2,64,20,20"), ("c", "2,64,20,20"), ("w", "64,64,3,3"), ("g", "2,64,20,20")))
+    x, c, w, g = (
+        value(n, f"bf16[{t}]")
+        for n, t in (("x", "2,64,20,20"), ("c", "2,64,20,20"), ("w", "64,64,3,3"), ("g", "2,64,20,20"))
+    )
     attrs = {"strides": (1, 1), "pads": (1, 1, 1, 1), "groups": 1, "kernel": "k0"}
     scaled = make("mul", [x, c], ["s"], kernel="k0")
     forward = make("conv", [*scaled.outs, w], ["y"], **attrs)
     backward = make("conv_grad_weight", [*scaled.outs, g], ["d"], shape=(64, 64, 3, 3), **attrs)
-    graphs = [Graph("s0.F", (x, c, w), forward.outs, (scaled, forward)), Graph("s0.B", (x, c, g), backward.outs, (scaled, backward))]
+    graphs = [
+        Graph("s0.F", (x, c, w), forward.outs, (scaled, forward)),
+        Graph("s0.B", (x, c, g), backward.outs, (scaled, backward)),
+    ]
     a, b, v, d = (torch.rand(t.type.dims).add(0.5).to(torch.bfloat16) for t in (x, c, w, g))
     program = build(graphs, tmp_path)
     weight = v.double().requires_grad_()
     y = torch.nn.functional.conv2d(a.double() * b.double(), weight, padding=1)
     y.backward(d.double())
     assert weight.grad is not None
-    for (found,), exact in ((program.call("s0.F", [a, b, v]), y.detach()), (program.call("s0.B", [a, b, d]), weight.grad)):
+    for (found,), exact in (
+        (program.call("s0.F", [a, b, v]), y.detach()),
+        (program.call("s0.B", [a, b, d]), weight.grad),
+    ):
         assert abs(float(((found.double() - exact) / exact).mean())) < 2.0**-11
 
 
@@ -279,7 +306,16 @@ def test_sums_in_16_bits_would_be_noticed(graph: Graph, program) -> None:
 
 
 BITS = np.array(
-    [0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF]  # zeros, infinities, nans that carry
+    [
+        0,
+        0x80000000,
+        0x7F800000,
+        0xFF800000,
+        0x7FC00000,
+        0x7F800001,
+        0xFFFFFFFF,
+        0x7FFFFFFF,
+    ]  # zeros, infinities, nans that carry
     + [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0xBF808000, 0xBF818000]  # ties to even, and their neighbours
     + [0x7F7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0xFF7FFFFF]  # past the largest bf16, and just not
     + [0x00000001, 0x00008000, 0x00018000, 0x00400000, 0x807FFFFF]  # denormals
@@ -326,7 +362,10 @@ def test_weight_gradients_reach_their_variable_unrounded(program) -> None:
 
 def test_weights_are_rounded_where_a_product_packs_them(program) -> None:
     rng = np.random.default_rng(5)
-    x, w = torch.from_numpy(rng.standard_normal((20, 48))).to(torch.bfloat16), torch.from_numpy(rng.standard_normal((48, 40))).float()
+    x, w = (
+        torch.from_numpy(rng.standard_normal((20, 48))).to(torch.bfloat16),
+        torch.from_numpy(rng.standard_normal((48, 40))).float(),
+    )
     (found,) = program.call("s0.weight", [x, w])
     exact = (x.double() @ w.to(torch.bfloat16).double()).numpy()
     assert excess(widened(found), exact, "bf16") <= 1

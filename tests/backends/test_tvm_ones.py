@@ -13,7 +13,19 @@ from penstock.ir.graph import Graph, Op, Value
 from penstock.ir.ops import make
 
 # Every second one, from the first as from the second, has ones at all places.
-SHAPES = ((8, 1), (33, 1), (1, 3, 1), (1, 8), (5, 1, 20), (3, 1, 5), (2, 3, 1, 1), (8, 1, 1), (40, 1, 1), (3, 5, 1), (1, 1))
+SHAPES = (
+    (8, 1),
+    (33, 1),
+    (1, 3, 1),
+    (1, 8),
+    (5, 1, 20),
+    (3, 1, 5),
+    (2, 3, 1, 1),
+    (8, 1, 1),
+    (40, 1, 1),
+    (3, 5, 1),
+    (1, 1),
+)
 
 
 class Writer:
@@ -44,7 +56,9 @@ def elementwise(shape: tuple[int, ...]) -> Graph:
     x, row, column = shaped("x", shape), shaped("row", shape[-1:]), shaped("column", (*shape[:-1], 1))
     w = Writer(x, row, column)
     w.add("exp", w.add("neg", w.add("relu", x)))
-    w.add("where", w.add("less", x, row), w.add("mul", x, column), w.add("add", x, w.add("const", value=2.0, dtype="f32")))
+    w.add(
+        "where", w.add("less", x, row), w.add("mul", x, column), w.add("add", x, w.add("const", value=2.0, dtype="f32"))
+    )
     return w.graph("s0.F")
 
 
@@ -123,7 +137,15 @@ def updates(shape: tuple[int, ...]) -> Graph:
     w.ops.append(step)
     for var, out in zip(("b", "b.m"), step.outs, strict=True):
         w.state("write", var, out)
-    ins = [w.state("read", "c"), w.state("take", "gc"), w.state("read", "c.adam_m"), w.state("read", "c.adam_v"), rate, rate, rate]
+    ins = [
+        w.state("read", "c"),
+        w.state("take", "gc"),
+        w.state("read", "c.adam_m"),
+        w.state("read", "c.adam_v"),
+        rate,
+        rate,
+        rate,
+    ]
     step = make("adamw", ins, ["c1", "cm1", "cv1"])
     w.ops.append(step)
     for var, out in zip(("c", "c.adam_m", "c.adam_v"), step.outs, strict=True):
@@ -131,17 +153,31 @@ def updates(shape: tuple[int, ...]) -> Graph:
     return w.graph("s0.U", x)
 
 
-FAMILIES: list[Callable[[tuple[int, ...]], Graph]] = [elementwise, layout, rows, reductions, products, lookups, effects, updates]
+FAMILIES: list[Callable[[tuple[int, ...]], Graph]] = [
+    elementwise,
+    layout,
+    rows,
+    reductions,
+    products,
+    lookups,
+    effects,
+    updates,
+]
 
 
 @pytest.mark.parametrize(
     ("family", "shapes"),
     [
         *(pytest.param(family, SHAPES[i % 2 :: 2], id=family.__name__) for i, family in enumerate(FAMILIES)),
-        *(pytest.param(f, SHAPES[1 - i % 2 :: 2], id=f"{f.__name__}-rest", marks=pytest.mark.slow) for i, f in enumerate(FAMILIES)),
+        *(
+            pytest.param(f, SHAPES[1 - i % 2 :: 2], id=f"{f.__name__}-rest", marks=pytest.mark.slow)
+            for i, f in enumerate(FAMILIES)
+        ),
     ],
 )
-def test_sizes_of_one(family: Callable[[tuple[int, ...]], Graph], shapes: Sequence[tuple[int, ...]], tmp_path: Path) -> None:
+def test_sizes_of_one(
+    family: Callable[[tuple[int, ...]], Graph], shapes: Sequence[tuple[int, ...]], tmp_path: Path
+) -> None:
     graphs = []
     for i, shape in enumerate(shapes):
         graph = family(shape)

@@ -68,7 +68,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory):
 
 def kinds_of(part: str) -> list[object]:
     marks = pytest.mark.slow if part == "rest" else ()
-    return [pytest.param(part, kind, marks=marks, id=f"{part}-{kind}") for kind in sorted({s.kind for s, _ in PARTS[part]})]
+    return [
+        pytest.param(part, kind, marks=marks, id=f"{part}-{kind}") for kind in sorted({s.kind for s, _ in PARTS[part]})
+    ]
 
 
 def test_every_row_of_the_table_has_a_kernel() -> None:

@@ -60,7 +60,9 @@ def linear(rows: int, columns: int, length: int, turned: bool, dtype: str = "f32
     return w.fused((x,), (w("add", made, w.read("b", f"{dtype}[{columns}]")),))
 
 
-def convolution(channels: int, filters: int, size: int, window: int, stride: int, groups: int = 1, images: int = 2) -> Graph:
+def convolution(
+    channels: int, filters: int, size: int, window: int, stride: int, groups: int = 1, images: int = 2
+) -> Graph:
     w = Writer()
     x = value("x", f"f32[{images},{channels},{size},{size + 2}]")
     weight = w.read("w", f"f32[{filters},{channels // groups},{window},{window}]")
@@ -173,7 +175,10 @@ def test_held_weights_are_packed_once(tmp_path: Path) -> None:
     assert not torch.equal(program.call(graph.name, [x, weight, bias])[0], before)
     # Both ways in say the same of what does not fit.
     for wrong in (weight.double(), weight[1:].clone()):
-        for way in (lambda wrong: program.hold(graph.name, [wrong, bias]), lambda wrong: program.call(graph.name, [x, wrong, bias])):
+        for way in (
+            lambda wrong: program.hold(graph.name, [wrong, bias]),
+            lambda wrong: program.call(graph.name, [x, wrong, bias]),
+        ):
             with pytest.raises(VerifyError, match=r"argument 1 must be f32\[.*\], it is torch\.float"):
                 way(wrong)
     with pytest.raises(VerifyError, match="argument 2 is on meta"):

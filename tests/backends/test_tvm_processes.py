@@ -84,7 +84,9 @@ def test_workers_make_the_bytes_that_this_process_makes(workers: list[Any], tmp_
         assert (tmp_path / f"{kind}.o").read_bytes() == (tmp_path / "apart" / f"{kind}.o").read_bytes()
 
 
-def test_one_core_means_at_most_one_process(workers: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_core_means_at_most_one_process(
+    workers: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pool, "usable_cores", lambda: 1)
     with Pool() as alone:
         assert alone.most == 1
@@ -102,7 +104,10 @@ SAY_HELLO = "import json,sys; print(json.dumps({'type':'Hello','fingerprint':sys
     [
         ("sys.stdin.readline(); sys.exit(3)", "ended with exit code 3 on kernel exp"),
         ("import os; sys.stdin.readline(); os.kill(os.getpid(), 9)", "was ended by SIGKILL on kernel exp"),
-        ("import os; sys.stdin.readline(); os.write(1, b'{'); os.close(1); sys.stdin.read()", "closed its output on kernel exp"),
+        (
+            "import os; sys.stdin.readline(); os.write(1, b'{'); os.close(1); sys.stdin.read()",
+            "closed its output on kernel exp",
+        ),
     ],
 )
 def test_a_worker_that_dies_is_one_clear_error(
@@ -129,7 +134,10 @@ def test_a_worker_that_hangs_is_ended(
 ) -> None:
     code = "import os,time;" + (SAY_HELLO + does if does else "time.sleep(600)")
     monkeypatch.setattr(pool, patience, 0.3)
-    with Pool(command=[sys.executable, "-c", code, fingerprint.source_fingerprint()]) as crew, pytest.raises(BuildError, match=says):
+    with (
+        Pool(command=[sys.executable, "-c", code, fingerprint.source_fingerprint()]) as crew,
+        pytest.raises(BuildError, match=says),
+    ):
         crew.run([job("exp", tmp_path)] * 12)
     assert len(workers) == 2
 
@@ -144,7 +152,9 @@ def test_control_patience_is_for_each_job(workers: list[Any], tmp_path: Path, mo
     assert answers == [Refused("slowly")] * 16
 
 
-def test_what_a_hung_worker_started_is_ended_with_it(workers: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_hung_worker_started_is_ended_with_it(
+    workers: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "pid"
     code = f"import subprocess,time; {SAY_HELLO} open({str(file)!r}, 'a').write(f'{{subprocess.Popen([\"sleep\", \"600\"]).pid}} '); time.sleep(600)"
     monkeypatch.setattr(pool, "_COMPILES_S", 1.0)
@@ -161,7 +171,10 @@ def test_a_worker_of_other_sources_is_refused(workers: list[Any], tmp_path: Path
     command = [sys.executable, "-c", SAY_HELLO + "sys.stdin.read()", "other sources"]
     with Pool(command=command) as crew, pytest.raises(BuildError, match="sources of the compiler changed"):
         crew.run([job("exp", tmp_path)] * 12)
-    with Pool(command=[sys.executable, "-c", "raise SystemExit(1)"]) as crew, pytest.raises(BuildError, match="exit code 1 as it started"):
+    with (
+        Pool(command=[sys.executable, "-c", "raise SystemExit(1)"]) as crew,
+        pytest.raises(BuildError, match="exit code 1 as it started"),
+    ):
         crew.run([job("exp", tmp_path)] * 12)
 
 
@@ -177,7 +190,9 @@ def test_a_rule_that_makes_no_kernel_is_told_by_its_operation(
     """Whether it fails by itself or where its result is used, for who compiles and for who asks what there is. Without one the operation is not supported."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))  # refusals are kept
     assert main(["ops", "exp"]) == 0
-    assert "kernels for CPUs: a rule, and on a small example it gave a kernel\n" in capsys.readouterr().out, "the control"
+    assert "kernels for CPUs: a rule, and on a small example it gave a kernel\n" in capsys.readouterr().out, (
+        "the control"
+    )
     for rule, told in (
         (lambda f, a, x: x.nothing, "AttributeError"),
         (lambda f, a, x: f.larger(x, "1"), ""),
@@ -186,7 +201,9 @@ def test_a_rule_that_makes_no_kernel_is_told_by_its_operation(
         monkeypatch.setitem(elements.POINTWISE, "exp", rule)
         with (
             Pool() as crew,
-            pytest.raises(BuildError, match=rf"^kernel exp: no kernel can be made of exp: {told}.* \(backends/tvm/\S+:\d+\)\n") as caught,
+            pytest.raises(
+                BuildError, match=rf"^kernel exp: no kernel can be made of exp: {told}.* \(backends/tvm/\S+:\d+\)\n"
+            ) as caught,
         ):
             crew.run([job("exp", tmp_path)])
         assert "Traceback" in str(caught.value.__cause__)
@@ -194,7 +211,8 @@ def test_a_rule_that_makes_no_kernel_is_told_by_its_operation(
         assert "kernels for CPUs: no: no kernel can be made of exp: " in capsys.readouterr().out
     monkeypatch.delitem(elements.POINTWISE, "exp")
     with pytest.raises(
-        UnsupportedModel, match=r"there is no kernel for exp of f32\[.*\] that gives f32\[.*\]: exp is not an elementwise"
+        UnsupportedModel,
+        match=r"there is no kernel for exp of f32\[.*\] that gives f32\[.*\]: exp is not an elementwise",
     ) as refused:
         build_graphs((chain("s0.F", "exp"),), tmp_path / "s0.so", CompileOptions(jobs=1))
     assert "`penstock ops exp`" in refused.value.hint
@@ -231,7 +249,9 @@ def many_kernels(folder: Path, graphs: int = 6) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+)
 def test_an_interrupted_compile_leaves_no_process(number: int, code: int, kept: Path, tmp_path: Path) -> None:
     """By the interrupt key, and by signals that leave no time for anything: then workers see the end of their input."""
     compiler = compile_apart(many_kernels(tmp_path), tmp_path / "a.so")

@@ -59,7 +59,10 @@ def worst(program, graph: Graph) -> float:
         assert signature(graph).slots == (Slot("w", ""),)
         results = [args[2]]
     allowed = CLOSE[graph.ins[0].type.dtype]
-    errors = [np.abs(r.double().numpy() - e).max() / max(np.abs(e).max(), 1e-30) / allowed for r, e in zip(results, expected, strict=True)]
+    errors = [
+        np.abs(r.double().numpy() - e).max() / max(np.abs(e).max(), 1e-30) / allowed
+        for r, e in zip(results, expected, strict=True)
+    ]
     return float(max(errors))
 
 
@@ -99,7 +102,8 @@ NARROW = [(40, 1, 33), (50, 2, 64), (29, 65, 31), (13, 68, 16), (45, 7, 19), (33
 
 
 @pytest.mark.parametrize(
-    ("target", "every"), [("host", 2), *(pytest.param(target, 1, marks=pytest.mark.slow) for target in ("host", "x86-64-v3", "x86-64-v2"))]
+    ("target", "every"),
+    [("host", 2), *(pytest.param(target, 1, marks=pytest.mark.slow) for target in ("host", "x86-64-v3", "x86-64-v2"))],
 )
 def test_products_with_few_columns_at_the_end(target: str, every: int, tmp_path: Path) -> None:
     graphs = [product(f"s0.NN{i}", "NN", *size) for i, size in enumerate(NARROW)]
@@ -120,7 +124,8 @@ def test_nothing_is_multiplied_that_a_row_does_not_have(place: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("form", "every"), [("NN", 1), ("TN", 3), *(pytest.param(form, 1, marks=pytest.mark.slow) for form in ("TN", "NT", "TT"))]
+    ("form", "every"),
+    [("NN", 1), ("TN", 3), *(pytest.param(form, 1, marks=pytest.mark.slow) for form in ("TN", "NT", "TT"))],
 )
 def test_products_of_few_and_many_rows(form: str, every: int, tmp_path: Path) -> None:
     few = FEW if form in ("NN", "NT") else FEW[::4]
@@ -130,7 +135,11 @@ def test_products_of_few_and_many_rows(form: str, every: int, tmp_path: Path) ->
 def stores(statement: object) -> Iterator[tirx.BufferStore]:
     if isinstance(statement, tirx.BufferStore):
         yield statement
-    for part in (*getattr(statement, "seq", ()), getattr(statement, "body", None), getattr(statement, "then_case", None)):
+    for part in (
+        *getattr(statement, "seq", ()),
+        getattr(statement, "body", None),
+        getattr(statement, "then_case", None),
+    ):
         if part is not None:
             yield from stores(part)
 
@@ -140,7 +149,11 @@ def over_the_end(graph: Graph) -> list[str]:
     found = []
     for store in stores(plan_kernels(graph, machine_of("host")).steps[0].kernel.function.body):
         place, size = store.indices[0], store.buffer.shape[0]
-        if isinstance(place, tirx.Ramp) and isinstance(place.base, tirx.IntImm) and int(place.base) + int(place.lanes) > int(size):
+        if (
+            isinstance(place, tirx.Ramp)
+            and isinstance(place.base, tirx.IntImm)
+            and int(place.base) + int(place.lanes) > int(size)
+        ):
             found.append(f"{place.lanes} at {place.base} of {store.buffer.name}, which has {size}")
     return found
 
@@ -161,7 +174,10 @@ def test_products_of_batches_and_doubles(whole: bool, tmp_path: Path) -> None:
     batches, rows = ((3, 20, 70, 9), (2, 3, 150, 20)), (2, 9, 33)
     graphs = []
     for i, form in enumerate(FORMS):
-        graphs += [product(f"s0.b{form}{b}", form, m, n, k, "f32", (b,)) for b, m, n, k in (batches if whole else batches[i % 2 :][:1])]
+        graphs += [
+            product(f"s0.b{form}{b}", form, m, n, k, "f32", (b,))
+            for b, m, n, k in (batches if whole else batches[i % 2 :][:1])
+        ]
         graphs += [product(f"s0.d{form}{m}", form, m, 83, 30, "f64") for m in (rows if whole else rows[i % 3 :][:1])]
     assert not wrong(graphs, tmp_path)
 
@@ -170,7 +186,9 @@ def test_products_of_batches_and_doubles(whole: bool, tmp_path: Path) -> None:
 def test_products_added_to_variables(whole: bool, tmp_path: Path) -> None:
     sizes = ((3, 140), (40, 131), (770, 30))
     graphs = [
-        gradient(f"s0.g{form}{m}", form, m, n, 21) for i, form in enumerate(FORMS) for m, n in (sizes if whole else sizes[i % 3 :][:1])
+        gradient(f"s0.g{form}{m}", form, m, n, 21)
+        for i, form in enumerate(FORMS)
+        for m, n in (sizes if whole else sizes[i % 3 :][:1])
     ]
     # Larger than what stays in cache, so that their lines are asked for beforehand.
     graphs += [gradient(f"s0.large{form}", form, 661, 405, 24) for form in ("NN", "TN")]

@@ -36,7 +36,9 @@ def by_tvm(graph: Graph) -> list[int]:
     # Kernels of one name count as one: here names do not tell shapes apart.
     steps = tuple(replace(step, name=f"{step.name}_{i}") for i, step in enumerate(lowered.steps))
     with tvm.target.Target("llvm"):
-        text = relax.get_pipeline("default_build")(relax_module([replace(lowered, steps=steps)], declared=True)).script()
+        text = relax.get_pipeline("default_build")(
+            relax_module([replace(lowered, steps=steps)], declared=True)
+        ).script()
     return sorted(int(size) for size in re.findall(r"vm\.alloc_storage\(R\.shape\(\[(\d+)\]\)", text))
 
 

@@ -188,7 +188,15 @@ def test_results_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
     arrays = {f"{g.name}:{i}": a for g in graphs for i, a in enumerate(make_args(g, rng))}
     np.savez(tmp_path / "run.in.npz", **arrays)
     for threads in ("1", "2"):
-        command = [sys.executable, "-c", THREADS, str(built.path), str(tmp_path / "module.ir"), str(tmp_path / "run"), threads]
+        command = [
+            sys.executable,
+            "-c",
+            THREADS,
+            str(built.path),
+            str(tmp_path / "module.ir"),
+            str(tmp_path / "run"),
+            threads,
+        ]
         subprocess.run(command, check=True, timeout=120)
     one, two = (np.load(tmp_path / f"run.{threads}.npz") for threads in ("1", "2"))
     assert set(one) == set(two)
@@ -206,7 +214,10 @@ def test_a_loss_is_the_mean_of_its_rows_to_the_last_digit(rows: int, tmp_path: P
     w.ops.append(make("cross_entropy", [logits, labels], ["loss", "lse"], ""))
     graph = fused(w.graph((logits, labels), (w.ops[-1].outs[0],)))
     random = np.random.default_rng(rows)
-    given = [torch.tensor(random.standard_normal((rows, 11)) * 4, dtype=torch.float32), torch.tensor(random.integers(0, 11, rows))]
+    given = [
+        torch.tensor(random.standard_normal((rows, 11)) * 4, dtype=torch.float32),
+        torch.tensor(random.integers(0, 11, rows)),
+    ]
     expected = torch.nn.functional.cross_entropy(given[0].double(), given[1], reduction="none")
     found = build([graph], tmp_path).call(graph.name, given)[0]
     assert abs(float(found) / float(expected.mean()) - 1) < 1e-7

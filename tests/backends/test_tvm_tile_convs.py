@@ -46,7 +46,9 @@ CASES = {
     "bf16": ConvCase((2, 64, 29, 31), (96, 64, 3, 3), pads=(1, 1, 1, 1), dtype="bf16"),
 }
 GRAPHS = {
-    (n, g): c.graph(f"s0.{'d' if g else 'f'}_{n.replace(' ', '_').replace(',', '')}", g) for n, c in CASES.items() for g in (False, True)
+    (n, g): c.graph(f"s0.{'d' if g else 'f'}_{n.replace(' ', '_').replace(',', '')}", g)
+    for n, c in CASES.items()
+    for g in (False, True)
 }
 FAST = ("whole", "narrow", "stride two", "dilations", "one tap", "one tap, stride two", "few positions")
 

@@ -28,7 +28,10 @@ SIZES = {"whole": (128, 160, 128), "ragged": (141, 151, 109), "long": (128, 141,
 
 def product(name: str, form: str, m: int, n: int, k: int) -> Graph:
     ta, tb = form[0] == "T", form[1] == "T"
-    a, b = value("a", f"f32[{k},{m}]" if ta else f"f32[{m},{k}]"), value("b", f"f32[{n},{k}]" if tb else f"f32[{k},{n}]")
+    a, b = (
+        value("a", f"f32[{k},{m}]" if ta else f"f32[{m},{k}]"),
+        value("b", f"f32[{n},{k}]" if tb else f"f32[{k},{n}]"),
+    )
     op = make("matmul", [a, b], ["p"], ta=ta, tb=tb, kernel="k0")
     return Graph(name, (a, b), op.outs, (op,))
 
@@ -69,7 +72,9 @@ DRAWN: dict[str, Callable[[np.random.Generator, tuple[int, int]], np.ndarray]] =
     "of many magnitudes": lambda rng, shape: rng.standard_normal(shape) * 2.0 ** rng.integers(-20, 20, shape),
     "all bits used": lambda rng, shape: 1 + rng.integers(0, 1 << 23, shape) * 2.0**-23,
     # Just below and above the middle between two bf16, in the first and in the second part.
-    "between bf16": lambda rng, shape: 1 + 2.0**-8 + rng.integers(-2, 3, shape) * 2.0**-23 + rng.integers(0, 2, shape) * 2.0**-16,
+    "between bf16": lambda rng, shape: (
+        1 + 2.0**-8 + rng.integers(-2, 3, shape) * 2.0**-23 + rng.integers(0, 2, shape) * 2.0**-16
+    ),
     # The first part is 1, the second 2**-9, the third positive.
     "third parts agree": lambda rng, shape: 1 + 2.0**-9 + rng.integers(38, 60, shape) * 2.0**-23,
 }
@@ -104,7 +109,10 @@ def test_fewer_parts_would_be_noticed(pairs, tmp_path: Path, monkeypatch: pytest
 
 def test_whole_numbers_are_exact(program) -> None:
     rng = np.random.default_rng(3)
-    a, b = rng.integers(-4000, 4000, (128, 128)).astype(np.float32), rng.integers(-16, 16, (128, 160)).astype(np.float32)
+    a, b = (
+        rng.integers(-4000, 4000, (128, 128)).astype(np.float32),
+        rng.integers(-16, 16, (128, 160)).astype(np.float32),
+    )
     assert np.array_equal(run(program, "NN_whole", a, b), a.astype(np.float64) @ b.astype(np.float64))
 
 

@@ -44,7 +44,11 @@ def numbered(shape: Shape, dtype: str) -> np.ndarray:
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    return torch.tensor(array.view(np.int16)).view(torch.bfloat16) if array.dtype == numpy_dtype("bf16") else torch.tensor(array)
+    return (
+        torch.tensor(array.view(np.int16)).view(torch.bfloat16)
+        if array.dtype == numpy_dtype("bf16")
+        else torch.tensor(array)
+    )
 
 
 def wrong(program: TvmProgram, name: str, array: np.ndarray, perm: Shape) -> bool:
@@ -57,19 +61,27 @@ def wrong(program: TvmProgram, name: str, array: np.ndarray, perm: Shape) -> boo
 def transposes(cases: list[tuple[Shape, Shape]], dtype: str, folder: Path, target: str = "host") -> TvmProgram:
     types = [f"{dtype}[{','.join(map(str, shape))}]" for shape, _ in cases]
     graphs = [
-        OpCase("transpose", (t,), {"perm": perm}).graph(f"s0.c{i}") for i, (t, (_, perm)) in enumerate(zip(types, cases, strict=True))
+        OpCase("transpose", (t,), {"perm": perm}).graph(f"s0.c{i}")
+        for i, (t, (_, perm)) in enumerate(zip(types, cases, strict=True))
     ]
     return build(graphs, folder, target)
 
 
-def failures(cases: list[tuple[Shape, Shape]], dtype: str, folder: Path, target: str = "host") -> list[tuple[Shape, Shape]]:
+def failures(
+    cases: list[tuple[Shape, Shape]], dtype: str, folder: Path, target: str = "host"
+) -> list[tuple[Shape, Shape]]:
     program = transposes(cases, dtype, folder, target)
     return [case for i, case in enumerate(cases) if wrong(program, f"s0.c{i}", numbered(case[0], dtype), case[1])]
 
 
 @pytest.mark.parametrize(
     ("target", "every"),
-    [("host", 1), ("portable", 3), ("x86-64", 3), *(pytest.param(t, 1, marks=pytest.mark.slow) for t in ("portable", "x86-64"))],
+    [
+        ("host", 1),
+        ("portable", 3),
+        ("x86-64", 3),
+        *(pytest.param(t, 1, marks=pytest.mark.slow) for t in ("portable", "x86-64")),
+    ],
 )
 def test_every_element_is_in_its_place(target: str, every: int, tmp_path: Path) -> None:
     assert not failures(CASES[::every], "f32", tmp_path, target)
@@ -87,7 +99,9 @@ def test_dimensions_taken_as_one_give_the_same_transposition(data: st.DataObject
     perm = tuple(data.draw(st.permutations(range(len(dims)))))
     fewer, moved = turn.merged(dims, perm)
     elements = np.arange(np.prod(dims))
-    assert np.array_equal(elements.reshape(fewer).transpose(moved).ravel(), elements.reshape(dims).transpose(perm).ravel())
+    assert np.array_equal(
+        elements.reshape(fewer).transpose(moved).ravel(), elements.reshape(dims).transpose(perm).ravel()
+    )
     assert all(b != a + 1 for a, b in itertools.pairwise(moved))
 
 

@@ -23,7 +23,13 @@ from penstock.passes.fuse import FuseOptions, fuse
 from penstock.passes.optimizers import OptimizerOptions, optimizer
 from penstock.passes.simplify import SimplifyOptions, simplify
 
-SHAPES: dict[str, tuple[int, ...]] = {"wide": (24, 70), "tall": (70, 24), "bias": (37,), "filter": (5, 3, 2, 2), "one": ()}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "wide": (24, 70),
+    "tall": (70, 24),
+    "bias": (37,),
+    "filter": (5, 3, 2, 2),
+    "one": (),
+}
 STEPS = 4
 
 
@@ -89,7 +95,9 @@ def test_control_a_wrong_rule_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
     """The moments exchanged. Compiled in this process, and not found in a cache, or nobody would see the wrong rule."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     right = POINTWISE["adamw"]
-    monkeypatch.setitem(POINTWISE, "adamw", lambda f, a, *x: right(f, {**a, "beta1": a["beta2"], "beta2": a["beta1"]}, *x))
+    monkeypatch.setitem(
+        POINTWISE, "adamw", lambda f, a, *x: right(f, {**a, "beta1": a["beta2"], "beta2": a["beta1"]}, *x)
+    )
     module = module_of(kind="adamw")
     graph = graph_of(module)
     built = build_graphs([graph], tmp_path / "stage.so", CompileOptions("host", jobs=1))

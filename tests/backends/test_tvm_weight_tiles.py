@@ -73,14 +73,19 @@ class Case:
         channels, filters = self.channels // self.groups, self.filters // self.groups
         for tap in np.ndindex(*self.kernel):
             where = tuple(
-                slice(t * d, t * d + (o - 1) * s + 1, s) for t, d, s, o in zip(tap, self.dilations, self.strides, dy.shape[2:], strict=True)
+                slice(t * d, t * d + (o - 1) * s + 1, s)
+                for t, d, s, o in zip(tap, self.dilations, self.strides, dy.shape[2:], strict=True)
             )
             for g in range(self.groups):
-                part = padded[(slice(None), slice(g * channels, (g + 1) * channels), *where)].reshape(self.images, channels, -1)
+                part = padded[(slice(None), slice(g * channels, (g + 1) * channels), *where)].reshape(
+                    self.images, channels, -1
+                )
                 outs = dy[:, g * filters : (g + 1) * filters].astype(np.float64).reshape(self.images, filters, -1)
                 # One sum for each pair: a product of matrices may go another way for infinities.
                 with np.errstate(invalid="ignore"):
-                    found[(slice(g * filters, (g + 1) * filters), slice(None), *tap)] = np.einsum("nop,ncp->oc", outs, part)
+                    found[(slice(g * filters, (g + 1) * filters), slice(None), *tap)] = np.einsum(
+                        "nop,ncp->oc", outs, part
+                    )
         return found
 
 
@@ -189,7 +194,10 @@ def test_a_wrong_border_would_be_noticed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def layouts(case: Case) -> list[Layout]:
-    axes = [Axis(*n) for n in zip(case.sizes, case.dy[2:], case.kernel, case.strides, case.dilations, case.pads[:2], strict=True)]
+    axes = [
+        Axis(*n)
+        for n in zip(case.sizes, case.dy[2:], case.kernel, case.strides, case.dilations, case.pads[:2], strict=True)
+    ]
     return list(conv_weight_lines._layouts(axes[0], axes[1], case.images))
 
 

@@ -26,7 +26,8 @@ def pooled(x: tuple[int, ...], window: dict[str, tuple[int, ...]]) -> tuple[int,
         window.get(k, (d,) * n) for k, d, n in (("strides", 1, rank), ("dilations", 1, rank), ("pads", 0, 2 * rank))
     )
     extents = (
-        n + p + q - d * (k - 1) - 1 for n, p, q, d, k in zip(x[2:], pads[:rank], pads[rank:], dilations, window["window"], strict=True)
+        n + p + q - d * (k - 1) - 1
+        for n, p, q, d, k in zip(x[2:], pads[:rank], pads[rank:], dilations, window["window"], strict=True)
     )
     return (*x[:2], *(e // s + 1 for e, s in zip(extents, strides, strict=True)))
 
@@ -39,9 +40,14 @@ def text(dims: tuple[int, ...]) -> str:
 def test_gradients_of_pooling(x: tuple[int, ...], window: dict[str, tuple[int, ...]], tmp_path: Path) -> None:
     rng = np.random.default_rng(7)
     y = text(pooled(x, window))
-    graphs = [OpCase("max_pool", (text(x),), window).graph("s0.y"), OpCase("max_pool_grad", (text(x), y, y), window).graph("s0.max")]
+    graphs = [
+        OpCase("max_pool", (text(x),), window).graph("s0.y"),
+        OpCase("max_pool_grad", (text(x), y, y), window).graph("s0.max"),
+    ]
     for counted in (False, True):
-        graphs.append(OpCase("avg_pool_grad", (y,), {**window, "shape": x, "include_pad": counted}).graph(f"s0.mean{counted}"))
+        graphs.append(
+            OpCase("avg_pool_grad", (y,), {**window, "shape": x, "include_pad": counted}).graph(f"s0.mean{counted}")
+        )
     program = build(graphs, tmp_path)
     # Few different values, so that windows have ties.
     given = rng.integers(0, 3, x).astype(np.float32)

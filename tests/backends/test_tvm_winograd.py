@@ -27,7 +27,9 @@ from penstock.ir.graph import Graph, Op
 from penstock.ir.ops import make
 from penstock.passes.cost import CONVOLUTIONS, SQUARES, family_of
 
-pytestmark = pytest.mark.skipif(machine_of("host").lanes <= 4, reason="convolutions by squares are for vectors of eight floats or more")
+pytestmark = pytest.mark.skipif(
+    machine_of("host").lanes <= 4, reason="convolutions by squares are for vectors of eight floats or more"
+)
 
 SAME = (1, 1, 1, 1)
 CASES = {
@@ -44,7 +46,9 @@ CASES = {
     "long rows": ConvCase((1, 32, 6, 300), (32, 32, 3, 3), pads=SAME),
     "double": ConvCase((1, 32, 13, 16), (40, 32, 3, 3), pads=SAME, dtype="f64"),
 }
-GRAPHS = {(n, g): c.graph(f"s0.{'d' if g else 'f'}{i}", g) for i, (n, c) in enumerate(CASES.items()) for g in (False, True)}
+GRAPHS = {
+    (n, g): c.graph(f"s0.{'d' if g else 'f'}{i}", g) for i, (n, c) in enumerate(CASES.items()) for g in (False, True)
+}
 
 
 def is_by_squares(graph: Graph, target: str = "host") -> bool:
@@ -97,7 +101,9 @@ def test_whole_numbers_are_exact(name: str, gradient: bool, programs: Callable[[
 
 
 @EVERY_CASE
-def test_other_numbers_are_within_rounding(name: str, gradient: bool, programs: Callable[[str, bool], TvmProgram]) -> None:
+def test_other_numbers_are_within_rounding(
+    name: str, gradient: bool, programs: Callable[[str, bool], TvmProgram]
+) -> None:
     graph = GRAPHS[name, gradient]
     assert not compare(programs(name, gradient), graph, make_args(graph, np.random.default_rng(4)))
 
@@ -115,7 +121,12 @@ def test_half_precision_is_rounded_once(dtype: str, tmp_path: Path) -> None:
 
 def behind(residual: bool) -> Graph:
     """A convolution of what a relu leaves, with a bias, a residual and a relu behind it."""
-    x, w, b, r = value("x", "f32[2,32,15,14]"), value("w", "f32[48,32,3,3]"), value("b", "f32[48,1,1]"), value("r", "f32[2,48,15,14]")
+    x, w, b, r = (
+        value("x", "f32[2,32,15,14]"),
+        value("w", "f32[48,32,3,3]"),
+        value("b", "f32[48,1,1]"),
+        value("r", "f32[2,48,15,14]"),
+    )
     ops: list[Op] = []
 
     def then(kind: str, *ins: object, **attrs: object) -> object:

@@ -72,7 +72,9 @@ class ConvCase:
         rank = len(self.strides)
         # torch wants the last dimension first.
         border = [self.pads[i + side] for i in reversed(range(rank)) for side in (0, rank)]
-        return (F.conv2d if rank == 2 else F.conv1d)(F.pad(x, border), w, None, self.strides, 0, self.dilations, self.groups)  # type: ignore[operator]
+        return (F.conv2d if rank == 2 else F.conv1d)(
+            F.pad(x, border), w, None, self.strides, 0, self.dilations, self.groups
+        )  # type: ignore[operator]
 
     def backward(self, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         x = torch.zeros(self.x, dtype=dy.dtype, requires_grad=True)
@@ -80,8 +82,17 @@ class ConvCase:
         return dx
 
     def graph(self, name: str, gradient: bool) -> Graph:
-        attrs = {"strides": self.strides, "pads": self.pads, "dilations": self.dilations, "groups": self.groups, "kernel": "k0"}
-        x, w = value("x", f"{self.dtype}[{','.join(map(str, self.x))}]"), value("w", f"{self.dtype}[{','.join(map(str, self.w))}]")
+        attrs = {
+            "strides": self.strides,
+            "pads": self.pads,
+            "dilations": self.dilations,
+            "groups": self.groups,
+            "kernel": "k0",
+        }
+        x, w = (
+            value("x", f"{self.dtype}[{','.join(map(str, self.x))}]"),
+            value("w", f"{self.dtype}[{','.join(map(str, self.w))}]"),
+        )
         op = make("conv", [x, w], ["y"], **attrs)
         if gradient:
             dy = value("dy", str(op.outs[0].type))
@@ -100,7 +111,11 @@ def random_array(rng: np.random.Generator, t: TensorType, positive: bool = False
 
 def to_torch(array: np.ndarray) -> torch.Tensor:
     """A tensor of torch's own memory, which is aligned."""
-    return torch.tensor(array.view(np.int16)).view(torch.bfloat16) if array.dtype == numpy_dtype("bf16") else torch.tensor(array)
+    return (
+        torch.tensor(array.view(np.int16)).view(torch.bfloat16)
+        if array.dtype == numpy_dtype("bf16")
+        else torch.tensor(array)
+    )
 
 
 def make_args(graph: Graph, rng: np.random.Generator, positive: bool = False, shared: bool = True) -> list[np.ndarray]:

@@ -21,7 +21,11 @@ def in_graph(name: str, change: Change) -> Break:
         if graph is None:
             return module
         ops = tuple(change(list(graph.ops)))
-        return module if ops == graph.ops else module.with_graph(Graph(graph.name, graph.ins, graph.outs, ops, graph.saved))
+        return (
+            module
+            if ops == graph.ops
+            else module.with_graph(Graph(graph.name, graph.ins, graph.outs, ops, graph.saved))
+        )
 
     return broken
 
@@ -41,7 +45,14 @@ def in_schedule(change: Callable[[list[Action]], list[Action]], rank: int = 0) -
 
 def at(ops: list[Op], name: str) -> int | None:
     """The operation that makes a value, or works on a variable."""
-    return next((i for i, op in enumerate(ops) if name in (*(v.name for v in op.outs), op.attrs.get("var") if not op.outs else None)), None)
+    return next(
+        (
+            i
+            for i, op in enumerate(ops)
+            if name in (*(v.name for v in op.outs), op.attrs.get("var") if not op.outs else None)
+        ),
+        None,
+    )
 
 
 def where(name: str, change: Callable[[list[Op], int], list[Op]]) -> Change:

@@ -15,7 +15,10 @@ def write_tied(path: Path) -> Path:
     """A table that is read at both ends: as embedding and, turned, as head."""
     source = np.random.default_rng(0)
     shapes = {"wte": (12, 8), "fc.weight": (8, 8), "fc.bias": (8,)}
-    weights = [numpy_helper.from_array(source.standard_normal(shape).astype(np.float32) * 0.5, name) for name, shape in shapes.items()]
+    weights = [
+        numpy_helper.from_array(source.standard_normal(shape).astype(np.float32) * 0.5, name)
+        for name, shape in shapes.items()
+    ]
     nodes = [
         helper.make_node("Gather", ["wte", "tokens"], ["h"], name="h"),
         helper.make_node("MatMul", ["h", "fc.weight"], ["fc.product"], name="fc.product"),
@@ -57,5 +60,16 @@ ARGUMENTS = {
         "2bw",
     ],
     "mlp": ["--devices", "2"],
-    "tied": ["--devices", "2", "--split-at", "logits", "--loss", "cross_entropy", "--microbatches", "2", "--schedule", "2bw"],
+    "tied": [
+        "--devices",
+        "2",
+        "--split-at",
+        "logits",
+        "--loss",
+        "cross_entropy",
+        "--microbatches",
+        "2",
+        "--schedule",
+        "2bw",
+    ],
 }

@@ -24,9 +24,18 @@ TORCH = {"f32": torch.float32, "bf16": torch.bfloat16}
 def chain(dtype: str, width: int, depth: int) -> Graph:
     """tanh of products, one after the other."""
     x = f"{dtype}[8,{width}]"
-    lines = [f"    %p{i} : {x} = matmul(%{f't{i - 1}' if i else 'x'}, %w)\n    %t{i} : {x} = tanh(%p{i})" for i in range(depth)]
+    lines = [
+        f"    %p{i} : {x} = matmul(%{f't{i - 1}' if i else 'x'}, %w)\n    %t{i} : {x} = tanh(%p{i})"
+        for i in range(depth)
+    ]
     head = f"  graph @main(%x : {x}, %w : {dtype}[{width},{width}]) {{"
-    text = ["module @chain {", f"  input %x : {x}", f"  input %w : {dtype}[{width},{width}]", f"  output %t{depth - 1}", head]
+    text = [
+        "module @chain {",
+        f"  input %x : {x}",
+        f"  input %w : {dtype}[{width},{width}]",
+        f"  output %t{depth - 1}",
+        head,
+    ]
     return parse_module("\n".join([*text, *lines, f"    return %t{depth - 1}", "  }", "}"])).graphs["main"]
 
 

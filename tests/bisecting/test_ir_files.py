@@ -28,14 +28,27 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dumps")
     model = write_mlp(folder / "mlp.onnx", [6, 8, 8, 4], batch=8)
     for name, words in (("training", TRAINING), ("inference", [])):
-        command = ["compile", str(model), "-o", str(folder / f"{name}.bundle"), "--backend", "numpy", "--devices", "2", *words]
+        command = [
+            "compile",
+            str(model),
+            "-o",
+            str(folder / f"{name}.bundle"),
+            "--backend",
+            "numpy",
+            "--devices",
+            "2",
+            *words,
+        ]
         assert main([*command, "--dump-ir", str(folder / name)]) == 0
     return folder
 
 
 def rewritten(module: Module) -> Module:
     """Another object with the same operations: passes that change nothing are not even run."""
-    return module.but(notes=(*module.notes, Note("test", "written anew")), graphs={name: replace(g) for name, g in module.graphs.items()})
+    return module.but(
+        notes=(*module.notes, Note("test", "written anew")),
+        graphs={name: replace(g) for name, g in module.graphs.items()},
+    )
 
 
 def broken(module: Module) -> Module:
@@ -43,14 +56,18 @@ def broken(module: Module) -> Module:
     for name in ("B", "s0.B", "main", "s0.F"):
         if name in module.graphs:
             ops = [
-                op for op in module.graphs[name].ops if op.ins and op.outs and op.ins[0].type == op.outs[0].type and op.kind != "reduce_sum"
+                op
+                for op in module.graphs[name].ops
+                if op.ins and op.outs and op.ins[0].type == op.outs[0].type and op.kind != "reduce_sum"
             ]
             return in_graph(name, passed_by(ops[0].outs[0].name))(module)
     return module
 
 
 @pytest.mark.parametrize("kind", ["training", "inference"])
-@pytest.mark.parametrize(("change", "code", "said"), [(rewritten, 0, "stay what they were"), (broken, 5, "changes what mlp computes")])
+@pytest.mark.parametrize(
+    ("change", "code", "said"), [(rewritten, 0, "stay what they were"), (broken, 5, "changes what mlp computes")]
+)
 def test_passes_of_dumps(
     kind: str,
     change: Callable[[Module], Module],

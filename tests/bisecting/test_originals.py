@@ -34,7 +34,9 @@ class Small(torch.nn.Module):
 def bisected(**more: object) -> int:
     training = ps.Training(loss="mse", microbatches=2)
     module = Small().eval()
-    return bisect_torch(module, (torch.randn(3, 6),), cluster=ps.Cluster.local(2), training=training, backend="numpy", **more)
+    return bisect_torch(
+        module, (torch.randn(3, 6),), cluster=ps.Cluster.local(2), training=training, backend="numpy", **more
+    )
 
 
 def test_a_module_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +63,9 @@ def test_a_pass_of_a_module_of_torch(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "tensor   %loss.grad" in capsys.readouterr().out
 
 
-def test_models_that_draw_are_not_compared_with_another_runtime(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_draw_are_not_compared_with_another_runtime(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Masks of two runtimes are two masks. The control is the same model at rest."""
     for on, code in ((1, 2), (0, 0)):
         text = f"""<ir_version: 8, opset_import: ["" : 13]> m (float[4, 6] x) => (float[4, 6] y) <bool on = {{{on}}}> {{ y = Dropout(x, , on) }}"""

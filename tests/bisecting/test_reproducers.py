@@ -42,11 +42,23 @@ def command_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_a_reproducer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reproducer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     bug = next(bug for bug in BUGS if bug.name == name)
     model = write_models(tmp_path)[bug.model]
     place = tmp_path / "it is here"
-    words = ["verify", str(model), "--bisect", *ARGUMENTS[bug.model], "--repro", str(place), "--shrink", "20", *bug.more]
+    words = [
+        "verify",
+        str(model),
+        "--bisect",
+        *ARGUMENTS[bug.model],
+        "--repro",
+        str(place),
+        "--shrink",
+        "20",
+        *bug.more,
+    ]
     words += [] if bug.compiles else ["--backend", "numpy"]
     monkeypatch.setattr(pool, "usable_cores", lambda: 1)
     with monkeypatch.context() as patch:
@@ -115,7 +127,9 @@ TWO = """module @two {
 
 
 @pytest.mark.parametrize("words", [["-p", "simplify"], ["--backend", "numpy"]])
-def test_data_that_do_not_fit_are_nobodys_fault(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_do_not_fit_are_nobodys_fault(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "two.ir").write_text(TWO)
     fit = {"%x": np.ones((1, 2, 3), np.float32), "@a": np.eye(3, dtype=np.float32), "@b": np.ones((3, 3), np.float32)}
     command = ["verify", str(tmp_path / "two.ir"), *words, "--data", str(tmp_path / "d.safetensors")]

@@ -40,7 +40,13 @@ def found(bug: Bug, out: str, err: str) -> Row:
     if refused := re.search(r"^refused by the verifier after: ([\w-]+)", out, re.MULTILINE):
         told = err[err.index("error: ") :]
         tensor = re.search(re.escape(bug.tensor) + r"[\w./:<>@-]*", told)
-        return {"bug": bug.name, "found by": "verifier", "place": f"pass {refused[1]}", "tensor": tensor[0] if tensor else "", "error": ""}
+        return {
+            "bug": bug.name,
+            "found by": "verifier",
+            "place": f"pass {refused[1]}",
+            "tensor": tensor[0] if tensor else "",
+            "error": "",
+        }
     first = re.search(r"^first wrong(?: after)?: (?:the )?(.*)$", out, re.MULTILINE)
     assert first is not None, out
     place = first[1] if first[1] == "import" else re.split(r"[{ ]", first[1])[0]
@@ -74,7 +80,9 @@ def test_a_bug_is_found(bug: Bug, models: dict[str, Path], tmp_path: Path) -> No
     assert (row["found by"] == "verifier") == bug.refused
     assert row["place"] == bug.place
     assert bug.tensor in row["tensor"]
-    assert row in json.loads(RECORD.read_text(encoding="utf-8")), "python tests/bisecting/test_seeded_bugs.py writes the record again"
+    assert row in json.loads(RECORD.read_text(encoding="utf-8")), (
+        "python tests/bisecting/test_seeded_bugs.py writes the record again"
+    )
 
 
 @pytest.mark.parametrize("model", list(ARGUMENTS))

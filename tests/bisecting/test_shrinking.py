@@ -49,7 +49,9 @@ def cases(draw: st.DrawFn) -> Case:
     outs = tuple(dict.fromkeys([known[-1], *draw(st.lists(st.sampled_from(known[1:]), max_size=2))]))
     graph = Graph("main", (x,), outs, tuple(ops))
     module = Module("drawn", (x,), tuple(v.name for v in outs), vars=held, graphs={"main": graph})
-    batches = [{"x": source.standard_normal((2 * rows, width)).astype(np.float32)} for _ in range(draw(st.integers(1, 3)))]
+    batches = [
+        {"x": source.standard_normal((2 * rows, width)).astype(np.float32)} for _ in range(draw(st.integers(1, 3)))
+    ]
     verify(module)
     return Case(module, weights, batches)
 
@@ -69,9 +71,14 @@ def differs(kind: str) -> Callable[[Case], bool]:
     def fails(case: Case) -> bool:
         graph = case.module.graphs["main"]
         rows = graph.ins[0].type.dims[0]
-        changed = replace(graph, ops=tuple(make("detach", op.ins[:1], [op.outs[0].name]) if op.kind == kind else op for op in graph.ops))
+        changed = replace(
+            graph,
+            ops=tuple(make("detach", op.ins[:1], [op.outs[0].name]) if op.kind == kind else op for op in graph.ops),
+        )
         right, wrong = (_results(replace(case, module=case.module.with_graph(g)), g, rows) for g in (graph, changed))
-        return any(not np.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True) for a, b in zip(right, wrong, strict=True))
+        return any(
+            not np.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True) for a, b in zip(right, wrong, strict=True)
+        )
 
     return fails
 
@@ -136,7 +143,9 @@ def chain() -> Case:
     for i, kind in enumerate(("exp", "neg", "sigmoid", "tanh")):
         ops.append(make(kind, ops[-1].outs, [f"b{i}"]))
     graph = Graph("main", (x,), ops[-1].outs, tuple(ops))
-    return Case(Module("chain", (x,), (ops[-1].outs[0].name,), graphs={"main": graph}), {}, [{"x": np.ones((2, 4), np.float32)}])
+    return Case(
+        Module("chain", (x,), (ops[-1].outs[0].name,), graphs={"main": graph}), {}, [{"x": np.ones((2, 4), np.float32)}]
+    )
 
 
 def test_what_is_illegal_is_never_taken() -> None:

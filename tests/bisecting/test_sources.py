@@ -23,7 +23,19 @@ def bug_named(name: str) -> Bug:
 
 def compiled(model: Path, folder: Path, *more: str) -> Path:
     assert (
-        main(["compile", str(model), "-o", str(folder / "bundle"), *ARGUMENTS[model.stem], "--dump-ir", str(folder / "dumps"), *more]) == 0
+        main(
+            [
+                "compile",
+                str(model),
+                "-o",
+                str(folder / "bundle"),
+                *ARGUMENTS[model.stem],
+                "--dump-ir",
+                str(folder / "dumps"),
+                *more,
+            ]
+        )
+        == 0
     )
     return folder / "bundle"
 
@@ -60,7 +72,9 @@ def test_code_in_a_bundle_that_is_older_than_the_compiler(
     assert "graphs of 2 stages compiled by tvm" in told
 
 
-def test_passes_of_a_bundle_are_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_passes_of_a_bundle_are_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     bug = bug_named("operands the wrong way round")
     model = write_models(tmp_path)[bug.model]
     with monkeypatch.context() as patch:

@@ -33,7 +33,8 @@ _NUMBERS: dict[str, tuple[int, ...]] = {
 }
 # fmt: on
 _WHOLE = {
-    onnx.TensorProto.DataType.Value(kind) for kind in ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64", "BOOL")
+    onnx.TensorProto.DataType.Value(kind)
+    for kind in ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64", "BOOL")
 }
 
 

@@ -92,7 +92,9 @@ def compiled(imported: Imported, inputs: Arrays, folder: Path) -> list[np.ndarra
     graph = plan.module.graphs["s0.F"]
     convention = signature(graph)
     args = [fill(allocate(v.type, CPU), np.asarray(inputs[v.name])) for v in convention.ins]
-    args += [fill(allocate(plan.module.vars[slot.var].type, CPU), imported.weights[slot.var]) for slot in convention.slots]
+    args += [
+        fill(allocate(plan.module.vars[slot.var].type, CPU), imported.weights[slot.var]) for slot in convention.slots
+    ]
     results = dict(zip((v.name for v in convention.results), program.call(graph.name, args), strict=True))
     # An output that is an input is not a result of the stage.
     return [as_array(results[name]) if name in results else np.asarray(inputs[name]) for name in plan.module.outputs]
@@ -116,7 +118,12 @@ def _reason(error: PenstockError) -> str:
 
 def _mismatch(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    for word, said in (("shape", "shape"), ("dtype", "element type"), ("nan", "nan in other places"), ("inf", "inf in other places")):
+    for word, said in (
+        ("shape", "shape"),
+        ("dtype", "element type"),
+        ("nan", "nan in other places"),
+        ("inf", "inf in other places"),
+    ):
         if any(word in line for line in lines[:3]):
             return said
     if any("ACTUAL" in line for line in lines) and not any("Mismatched" in line for line in lines):

@@ -49,7 +49,9 @@ def operators() -> dict[str, dict[str, list[str]]]:
             if PLAIN not in members(case):
                 continue
             # A test of several nodes is one of the operator that its name begins with, which the last of its nodes mostly is.
-            row = table.setdefault(case.model.graph.node[-1].op_type, {"tests": set(), "kinds": set(), "floats": set(), "flat": set()})
+            row = table.setdefault(
+                case.model.graph.node[-1].op_type, {"tests": set(), "kinds": set(), "floats": set(), "flat": set()}
+            )
             row["tests"].add(case.name)
             found = imported(case, Path(folder) / "case.onnx")
             if found is not None:

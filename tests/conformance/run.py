@@ -68,7 +68,10 @@ def run_cases(cases: Sequence[Case], way: str, jobs: int, seconds: float | None 
             status, reason = json.loads(outcome.text)
             found[index] = (status, reason)
         else:
-            found[index] = (FAILED, f"{outcome.ended}: {outcome.text.splitlines()[0][:140] if outcome.text else 'killed'}")
+            found[index] = (
+                FAILED,
+                f"{outcome.ended}: {outcome.text.splitlines()[0][:140] if outcome.text else 'killed'}",
+            )
         if sys.stderr.isatty():
             print(f"\r{len(found)}/{len(cases)} {cases[index].name:<80.80}", end="", file=sys.stderr)
         elif len(found) % _TOLD == 0:
@@ -82,7 +85,9 @@ def summary(cases: Sequence[Case], results: Mapping[str, Result]) -> list[str]:
         chosen = [case.name for case in cases if name in members(case)]
         count = Counter(results[case][0] for case in chosen)
         passed = len(chosen) - count[FAILED]
-        lines.append(f"{name:<10}{len(chosen):>6}{passed:>8}{count[PASSED]:>10}{count[KNOWN]:>7}{count[FOLDED]:>8}{count[FAILED]:>8}")
+        lines.append(
+            f"{name:<10}{len(chosen):>6}{passed:>8}{count[PASSED]:>10}{count[KNOWN]:>7}{count[FOLDED]:>8}{count[FAILED]:>8}"
+        )
     reasons = Counter(reason for status, reason in results.values() if status == FAILED)
     return [*lines, "", *(f"{count:5}  {reason}" for reason, count in reasons.most_common())]
 
@@ -97,7 +102,9 @@ def by_operator(cases: Sequence[Case], results: Mapping[str, Result]) -> str:
             operator = plain.get(case.name.split("_expanded")[0], "other expansions")
             rows.setdefault(operator, []).append(f"{case.name}: {reason}")
     ordered = sorted(rows.items(), key=lambda row: -len(row[1]))
-    return "".join(f"{operator}: {len(tests)}\n" + "".join(f"    {test}\n" for test in tests) for operator, tests in ordered)
+    return "".join(
+        f"{operator}: {len(tests)}\n" + "".join(f"    {test}\n" for test in tests) for operator, tests in ordered
+    )
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -129,7 +136,11 @@ def main(words: Sequence[str] | None = None) -> int:
         write_gaps(file_of(way), way, listed)
         return 0
     before = read_gaps(file_of(way))
-    here = {name: result for name, result in before.items() if name in listed or not (given.only or given.set or given.every > 1)}
+    here = {
+        name: result
+        for name, result in before.items()
+        if name in listed or not (given.only or given.set or given.every > 1)
+    }
     differing = changes(here, listed)
     print("", *differing, f"{len(differing)} tests are not as listed in {file_of(way).name}", sep="\n")
     return 1 if differing else 0

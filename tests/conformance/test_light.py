@@ -42,7 +42,11 @@ def with_random_weights(name: str) -> tuple[onnx.ModelProto, tuple[int, ...]]:
             kept.append(node)
             continue
         shape = tuple(int(n) for n in stored[node.input[0]])
-        drawn = random.standard_normal(shape) / np.sqrt(np.prod(shape[1:]) / 2) if len(shape) > 1 else random.uniform(0.5, 1.5, shape)
+        drawn = (
+            random.standard_normal(shape) / np.sqrt(np.prod(shape[1:]) / 2)
+            if len(shape) > 1
+            else random.uniform(0.5, 1.5, shape)
+        )
         graph.initializer.append(numpy_helper.from_array(drawn.astype(np.float32), node.output[0]))
         graph.input.append(
             onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.FLOAT, shape)

@@ -88,7 +88,9 @@ def _operators_looked_up_once() -> Iterator[None]:
 def same(tmp_path: Path) -> Callable[..., Imported]:
     """same(text, opset): inputs are drawn by their types; those whose name begins with w, or all if `constant`, are initializers instead."""
 
-    def check_text(text: str, opset: int = 20, tolerance: float = 2e-5, constant: bool = False, **options: object) -> Imported:
+    def check_text(
+        text: str, opset: int = 20, tolerance: float = 2e-5, constant: bool = False, **options: object
+    ) -> Imported:
         path = write_model(tmp_path / "mini.onnx", text, opset)
         model = onnx.load(path)
         feeds: Arrays = {}

@@ -30,9 +30,15 @@ def with_random_weights(path: Path, out: Path) -> tuple[Path, dict[str, np.ndarr
         name, shape = node.output[0], tuple(shapes[node.input[0]].tolist())
         drawn = np.random.default_rng([*name.encode()]).standard_normal(shape, np.float32)
         scale = (2 / max(1, int(np.prod(shape[1:])))) ** 0.5 if len(shape) > 1 else 0.1
-        array = np.abs(drawn) * np.float32(0.1) + 1 if name in variances else drawn * np.float32(scale) + np.float32(len(shape) == 1)
+        array = (
+            np.abs(drawn) * np.float32(0.1) + 1
+            if name in variances
+            else drawn * np.float32(scale) + np.float32(len(shape) == 1)
+        )
         model.graph.initializer.append(numpy_helper.from_array(array.astype(np.float32), name))
-        model.graph.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))  # as IR 3 wants it
+        model.graph.input.append(
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        )  # as IR 3 wants it
     if kept[-1].op_type == "Softmax":  # it makes of large numbers a one and zeros, whatever they are
         model.graph.output[0].name = kept.pop().input[0]
     del model.graph.node[:]
@@ -49,7 +55,10 @@ def with_random_weights(path: Path, out: Path) -> tuple[Path, dict[str, np.ndarr
 def test_light_models_agree_with_onnxruntime(tmp_path: Path, name: str) -> None:
     path, feeds = with_random_weights(FOLDER / f"light_{name}.onnx", tmp_path / "model.onnx")
     imported = import_onnx(path)
-    (found,), (expected,) = run(imported, {imported.module.inputs[0].name: next(iter(feeds.values()))}), judge(path, feeds)
+    (found,), (expected,) = (
+        run(imported, {imported.module.inputs[0].name: next(iter(feeds.values()))}),
+        judge(path, feeds),
+    )
     assert found.shape == expected.shape
     assert expected.std() > 1e-5  # a result that depends on nothing would prove nothing
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())

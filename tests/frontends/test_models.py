@@ -80,7 +80,9 @@ def test_bert(tmp_path: Path) -> None:
     imported = compare(path, tokens(), 1e-4)
     per_block = 4 * (16 * 16 + 16) + (16 * 64 + 64) + (64 * 16 + 16) + 4 * 16
     params = [var for var in imported.module.vars.values() if var.role == "param"]
-    assert sum(var.type.size for var in params) == (29 + 8 + 1) * 16 + 2 * 16 + 2 * per_block + (16 * 16 + 16) + (16 * 3 + 3)
+    assert sum(var.type.size for var in params) == (29 + 8 + 1) * 16 + 2 * 16 + 2 * per_block + (16 * 16 + 16) + (
+        16 * 3 + 3
+    )
     with pytest.raises(ValueError, match="heads"):
         write_bert(tmp_path / "bert.onnx", **sizes | {"heads": 3})
 
@@ -102,7 +104,8 @@ def test_cnn(tmp_path: Path) -> None:
 
 def test_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     first, again, other = (
-        write_gpt(tmp_path / f"{i}" / "gpt.onnx", batch=3, seed=seed, **GPT).read_bytes() for i, seed in enumerate((7, 7, 8))
+        write_gpt(tmp_path / f"{i}" / "gpt.onnx", batch=3, seed=seed, **GPT).read_bytes()
+        for i, seed in enumerate((7, 7, 8))
     )
     assert first == again != other
 

@@ -47,14 +47,20 @@ CASES = """
 ROWS = [tuple(part.strip() for part in line.split("|")) for line in CASES.strip().splitlines()]
 
 
-@pytest.mark.parametrize(("opset", "signature", "body"), ROWS, ids=[f"{opset}-{i}" for i, (opset, _, _) in enumerate(ROWS)])
+@pytest.mark.parametrize(
+    ("opset", "signature", "body"), ROWS, ids=[f"{opset}-{i}" for i, (opset, _, _) in enumerate(ROWS)]
+)
 def test_written_out_it_agrees_with_onnxruntime(tmp_path: Path, opset: str, signature: str, body: str) -> None:
     ins, outs = signature.split("=>")
     path = _written(tmp_path, f"({ins}) => ({outs}) {{ {body} }}", int(opset))
     model = onnx.load(path)
     kinds = {v.name: v.type.tensor_type for v in model.graph.input}
     feeds = {
-        name: draw(name, np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)), tuple(d.dim_value for d in kind.shape.dim))
+        name: draw(
+            name,
+            np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)),
+            tuple(d.dim_value for d in kind.shape.dim),
+        )
         for name, kind in kinds.items()
     }
     conditions = [name for name, array in feeds.items() if array.dtype == np.bool_]
@@ -91,7 +97,11 @@ def test_a_known_condition_imports_its_branch_alone(tmp_path: Path) -> None:
     assert [op.kind for op in import_onnx(path, known={"c": True}).module.graphs["main"].ops] == ["relu"]
     assert [op.kind for op in import_onnx(path, known={"c": False}).module.graphs["main"].ops] == ["neg"]
     both = import_onnx(path).module.graphs["main"].ops
-    assert [(op.kind, op.loc) for op in both] == [("relu", "If_0/then/Relu_0"), ("neg", "If_0/else/Neg_0"), ("where", "If_0")]
+    assert [(op.kind, op.loc) for op in both] == [
+        ("relu", "If_0/then/Relu_0"),
+        ("neg", "If_0/else/Neg_0"),
+        ("where", "If_0"),
+    ]
 
 
 def test_weights_of_a_body_are_one_variable_over_all_iterations(tmp_path: Path) -> None:
@@ -122,12 +132,20 @@ LOOP = "{0} {{ y = Loop(n, {1}, x)<body = b (int64 i, bool c, float[2] s) => (bo
             (),
         ),
         (
-            LOOP.format("(float[2] x) => (float[2] y) <int64 n = {3}>", "", "d = Identity(c) t = MaxRoiPool<pooled_shape = [1, 1]>(s, s)"),
+            LOOP.format(
+                "(float[2] x) => (float[2] y) <int64 n = {3}>",
+                "",
+                "d = Identity(c) t = MaxRoiPool<pooled_shape = [1, 1]>(s, s)",
+            ),
             r"Loop_0/0/MaxRoiPool_1 \(ai.onnx MaxRoiPool\): no rule",
             (),
         ),
         (
-            LOOP.format("(float[2] x, bool k) => (float[2] y) <int64 n = {3}>", "k", "d = Identity(c) t = Concat<axis = 0>(s, s)"),
+            LOOP.format(
+                "(float[2] x, bool k) => (float[2] y) <int64 n = {3}>",
+                "k",
+                "d = Identity(c) t = Concat<axis = 0>(s, s)",
+            ),
             r"a condition at run time chooses between f32\[4\] and f32\[2\]",
             (),
         ),
@@ -146,8 +164,16 @@ LOOP = "{0} {{ y = Loop(n, {1}, x)<body = b (int64 i, bool c, float[2] s) => (bo
             "the position in the sequence is computed at run time from k",
             ("k",),
         ),
-        ("(float[2] x) => (seq(float[2]) s) { s = SequenceConstruct(x, x) }", "output s: sequences and optionals cannot be results", ()),
-        ("(float[2] x) => (float[2] y) { s = SequenceConstruct(x, x) y = Relu(s) }", "not a valid ONNX model|operand 0 is a sequence", ()),
+        (
+            "(float[2] x) => (seq(float[2]) s) { s = SequenceConstruct(x, x) }",
+            "output s: sequences and optionals cannot be results",
+            (),
+        ),
+        (
+            "(float[2] x) => (float[2] y) { s = SequenceConstruct(x, x) y = Relu(s) }",
+            "not a valid ONNX model|operand 0 is a sequence",
+            (),
+        ),
     ],
 )
 def test_what_cannot_be_written_out_says_why(tmp_path: Path, text: str, said: str, needs: tuple[str, ...]) -> None:
@@ -205,7 +231,9 @@ def test_training_through_a_loop_that_ends_early(tmp_path: Path, limit: float, i
     assert ran == iterations
 
     training = ps.Training(loss="output:loss", optimizer=ps.SGD(lr=0.1), microbatches=1)
-    bundle = ps.compile(ps.plan(ps.from_onnx(path), ps.Cluster.local(1), training), tmp_path / "bundle", backend="numpy")
+    bundle = ps.compile(
+        ps.plan(ps.from_onnx(path), ps.Cluster.local(1), training), tmp_path / "bundle", backend="numpy"
+    )
     with ps.open(bundle) as job:
         assert job.step({"x": x}) == pytest.approx(loss.item(), rel=1e-6)
         np.testing.assert_allclose(job.parameters()["w"], (weight - 0.1 * weight.grad).detach().numpy(), rtol=1e-5)

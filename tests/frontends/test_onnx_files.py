@@ -39,11 +39,17 @@ def test_open_dimensions_are_all_named_with_their_flags(tmp_path: Path) -> None:
 
 def test_operators_that_nobody_has_are_named_beside_open_dimensions(tmp_path: Path) -> None:
     """Which needs no sizes; one of the domain's own, in a branch that may not be taken, is left to the import itself."""
-    nodes = [helper.make_node("Relu", ["x"], ["h"]), helper.make_node("Magic", ["h"], ["y"], name="wand", domain="nobody")]
+    nodes = [
+        helper.make_node("Relu", ["x"], ["h"]),
+        helper.make_node("Magic", ["h"], ["y"], name="wand", domain="nobody"),
+    ]
     kinds = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["B", 3]) for name in "xy"]
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("nobody", 1)]
     path = tmp_path / "both.onnx"
-    onnx.save(helper.make_model(helper.make_graph(nodes, "both", kinds[:1], kinds[1:]), opset_imports=opsets, ir_version=10), path)
+    onnx.save(
+        helper.make_model(helper.make_graph(nodes, "both", kinds[:1], kinds[1:]), opset_imports=opsets, ir_version=10),
+        path,
+    )
     with pytest.raises(CannotImport) as caught:
         import_onnx(path)
     text = str(caught.value)
@@ -58,7 +64,8 @@ def test_operators_that_nobody_has_are_named_beside_open_dimensions(tmp_path: Pa
 def test_unknown_and_impossible_dimensions_are_errors(tmp_path: Path) -> None:
     path = write_model(tmp_path / "open.onnx", OPEN)
     with pytest.raises(
-        UsageError, match=r"--dim batch=2: there is no such dimension, the model has B, T\n.*--dim T=0: a size must be 1 or more"
+        UsageError,
+        match=r"--dim batch=2: there is no such dimension, the model has B, T\n.*--dim T=0: a size must be 1 or more",
     ):
         import_onnx(path, dims={"B": 2, "batch": 2, "T": 0})
     static = write_model(tmp_path / "static.onnx", "(float[2,3] x) => (float[2,3] y) { y = Relu(x) }")
@@ -128,7 +135,9 @@ def test_shapes_computed_from_data_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_huge_dimension_is_not_turned_round(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "a.onnx", "(float[1099511627776] x) => (int64[1] y) { y = ArgMax<select_last_index = 1>(x) }")
+    path = write_model(
+        tmp_path / "a.onnx", "(float[1099511627776] x) => (int64[1] y) { y = ArgMax<select_last_index = 1>(x) }"
+    )
     with pytest.raises(CannotImport, match="1099511627776 numbers would have to be made at import"):
         import_onnx(path)
 
@@ -183,7 +192,9 @@ def test_other_opsets_are_refused(tmp_path: Path, opset: int) -> None:
 # ---------------------------------------------------------------------------------------- broken files
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00" * 64, b"not a model at all", None], ids=["empty", "zeros", "text", "missing"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x00" * 64, b"not a model at all", None], ids=["empty", "zeros", "text", "missing"]
+)
 def test_a_file_that_is_no_model_is_a_usage_error(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "bad.onnx"
     if content is not None:
@@ -237,7 +248,9 @@ def _external(folder: Path, location: str, **fields: int) -> Path:
     """A model whose weight lies at `location`; the bytes lie in folder/data.bin."""
     weight = np.arange(600, dtype=np.float32).reshape(20, 30)
     (folder / "data.bin").write_bytes(b"pad!" + weight.tobytes())
-    model = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 20]> g (float[2,20] x) => (float[2,30] y) { y = MatMul(x, w) }')
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 20]> g (float[2,20] x) => (float[2,30] y) { y = MatMul(x, w) }'
+    )
     tensor = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[20, 30], data_location=TensorProto.EXTERNAL)
     for key, value in {"location": location, "offset": 4, "length": weight.nbytes, **fields}.items():
         tensor.external_data.add(key=key, value=str(value))
@@ -258,7 +271,8 @@ def test_external_data_is_mapped_and_hashed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "location", ["../data.bin", "a/../../data.bin", "/etc/hostname", "C:\\data.bin", "..\\data.bin", "", "absent.bin", "."]
+    "location",
+    ["../data.bin", "a/../../data.bin", "/etc/hostname", "C:\\data.bin", "..\\data.bin", "", "absent.bin", "."],
 )
 def test_external_data_elsewhere_is_refused(tmp_path: Path, location: str) -> None:
     folder = tmp_path / "model"
@@ -317,7 +331,9 @@ def test_odd_names_are_respelled_without_meeting(tmp_path: Path) -> None:
     imported = import_onnx(path)
     assert imported.module.name == "my_model"
     assert parse_module(print_module(imported.module)) == imported.module
-    np.testing.assert_allclose(run(imported, {imported.module.inputs[0].name: x})[0], judge(path, {"in put": x})[0], rtol=1e-6)
+    np.testing.assert_allclose(
+        run(imported, {imported.module.inputs[0].name: x})[0], judge(path, {"in put": x})[0], rtol=1e-6
+    )
     original = {imported.names.get(name, name): array for name, array in imported.weights.items()}
     assert original.keys() == weights.keys()
     for name, array in weights.items():
@@ -336,7 +352,12 @@ def test_imports_are_deterministic(tmp_path: Path) -> None:
     code = f"from penstock.frontends.onnx import CannotImport, import_onnx\nfrom penstock.ir.text import print_module\ni = import_onnx({str(path)!r})\nprint(print_module(i.module), i.report, i.source_hash)"
     texts = {
         subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True, timeout=60
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
         ).stdout
         for seed in ("1", "2")
     }

@@ -75,7 +75,9 @@ def test_frozen_initializers_are_constants_and_folded(tmp_path: Path) -> None:
 
 def test_single_numbers_are_constants_unless_named(tmp_path: Path) -> None:
     arrays = {"scale": np.array(2.5, F32), "eps": np.array(0.5, F32)}
-    path = write_model(tmp_path / "a.onnx", "(float[2] x) => (float[2] y) { a = Mul(x, scale) y = Add(a, eps) }", arrays=arrays)
+    path = write_model(
+        tmp_path / "a.onnx", "(float[2] x) => (float[2] y) { a = Mul(x, scale) y = Add(a, eps) }", arrays=arrays
+    )
     feeds = {"x": draw("x", F32, (2,))}
     assert roles(compare(path, feeds, 1e-6)) == {}
     assert roles(compare(path, feeds, 1e-6, trained="^scale$")) == {"scale": "param"}
@@ -86,7 +88,8 @@ def test_single_numbers_are_constants_unless_named(tmp_path: Path) -> None:
 def test_a_tied_weight_is_one_variable_read_once(tmp_path: Path) -> None:
     text = "(int64[2,3] ids) => (float[2,3,9] y) { e = Gather(emb, ids) alias = Identity(emb) t = Transpose(alias) y = MatMul(e, t) }"
     imported = compare(
-        write_model(tmp_path / "a.onnx", text, arrays={"emb": draw("e", F32, (9, 4))}), {"ids": np.array([[0, 3, 8], [1, 1, 2]])}
+        write_model(tmp_path / "a.onnx", text, arrays={"emb": draw("e", F32, (9, 4))}),
+        {"ids": np.array([[0, 3, 8], [1, 1, 2]])},
     )
     assert roles(imported) == {"emb": "param"}
     assert [op.kind for op in imported.module.graphs["main"].ops].count("read") == 1
@@ -94,7 +97,9 @@ def test_a_tied_weight_is_one_variable_read_once(tmp_path: Path) -> None:
 
 def test_initializers_listed_as_inputs_are_not_fed(tmp_path: Path) -> None:
     path = write_model(
-        tmp_path / "a.onnx", "(float[2,3] x, float[3] w) => (float[2,3] y) { y = Add(x, w) }", arrays={"w": draw("w", F32, (3,))}
+        tmp_path / "a.onnx",
+        "(float[2,3] x, float[3] w) => (float[2,3] y) { y = Add(x, w) }",
+        arrays={"w": draw("w", F32, (3,))},
     )
     assert [v.name for v in compare(path, {"x": draw("x", F32, (2, 3))}).module.inputs] == ["x"]
 
@@ -139,8 +144,14 @@ def test_a_causal_mask_computed_from_shapes_is_a_comparison(tmp_path: Path) -> N
 
 def test_constants_are_ops_when_small_or_even_and_buffers_otherwise(tmp_path: Path) -> None:
     text = "(float[4,5] x) => (float[4,5] a, float[4,5] b, float[4,5] c) { a = Where(even, x, x) b = Add(x, few) c = Where(many, x, b) }"
-    arrays = {"even": np.ones((4, 5), np.bool_), "few": np.arange(5, dtype=np.float32), "many": draw("m", np.dtype(np.bool_), (4, 5))}
-    imported = compare(write_model(tmp_path / "a.onnx", text, arrays=arrays), {"x": draw("x", F32, (4, 5))}, frozen="few")
+    arrays = {
+        "even": np.ones((4, 5), np.bool_),
+        "few": np.arange(5, dtype=np.float32),
+        "many": draw("m", np.dtype(np.bool_), (4, 5)),
+    }
+    imported = compare(
+        write_model(tmp_path / "a.onnx", text, arrays=arrays), {"x": draw("x", F32, (4, 5))}, frozen="few"
+    )
     assert roles(imported) == {"many": "buffer"}
     consts = {op.outs[0].name: op.attrs["value"] for op in imported.module.graphs["main"].ops if op.kind == "const"}
     assert consts == {"even": True, "few": (0.0, 1.0, 2.0, 3.0, 4.0)}
@@ -150,7 +161,9 @@ def test_outputs_may_be_inputs_weights_constants_and_each_other(tmp_path: Path) 
     text = """(float[2,3] x, float[3] w) => (float[2,3] p, float[3] q, int64[2] r, float[2,3] s, float[2,3] t, float[2,3] h) {
       p = Identity(x) q = Identity(w) r = Shape(x) h = Relu(x) s = Identity(h) t = Identity(h)
     }"""
-    imported = compare(write_model(tmp_path / "a.onnx", text, arrays={"w": draw("w", F32, (3,))}), {"x": draw("x", F32, (2, 3))})
+    imported = compare(
+        write_model(tmp_path / "a.onnx", text, arrays={"w": draw("w", F32, (3,))}), {"x": draw("x", F32, (2, 3))}
+    )
     assert imported.module.outputs == ("p", "q", "r", "s", "t", "h")
 
 
@@ -169,7 +182,9 @@ def test_results_are_checked_against_shape_inference(tmp_path: Path, monkeypatch
 
     path = write_model(tmp_path / "a.onnx", "(float[2,3] x) => (float[3,2] y) { y = Transpose(x) }")
     monkeypatch.setitem(RULES, "Transpose", lambda n: n.value())
-    with pytest.raises(UnsupportedModel, match=r"result y comes out as f32\[2,3\], but shape inference says f32\[3,2\]"):
+    with pytest.raises(
+        UnsupportedModel, match=r"result y comes out as f32\[2,3\], but shape inference says f32\[3,2\]"
+    ):
         import_onnx(path)
 
 
@@ -263,8 +278,18 @@ def test_what_torch_exports(tmp_path: Path, build, opset: int) -> None:
     path = tmp_path / "model.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.onnx.export(model.eval(), arguments, str(path), input_names=list(axes), dynamic_axes=axes, opset_version=opset, dynamo=False)
-    sizes = {name: a.shape[axis] for a, names in zip(arguments, axes.values(), strict=True) for axis, name in names.items()}
+        torch.onnx.export(
+            model.eval(),
+            arguments,
+            str(path),
+            input_names=list(axes),
+            dynamic_axes=axes,
+            opset_version=opset,
+            dynamo=False,
+        )
+    sizes = {
+        name: a.shape[axis] for a, names in zip(arguments, axes.values(), strict=True) for axis, name in names.items()
+    }
     imported = compare(path, {n: a.numpy() for n, a in zip(axes, arguments, strict=True)}, 1e-5, dims=sizes)
     read = {op.var for op in imported.module.graphs["main"].ops if op.kind == "read"}
     assert read == set(imported.module.vars)
@@ -276,7 +301,12 @@ def test_what_torch_exports(tmp_path: Path, build, opset: int) -> None:
 
 def test_what_the_exporter_says_of_weights_counts(tmp_path: Path) -> None:
     text = "(float[2] x) => (float[2] y) { a = Mul(x, scale) b = Add(a, eps) c = Mul(b, table) y = Mul(c, weight) }"
-    arrays = {"scale": np.array(2.5, F32), "eps": np.array(0.5, F32), "table": draw("t", F32, (2,)), "weight": draw("w", F32, (2,))}
+    arrays = {
+        "scale": np.array(2.5, F32),
+        "eps": np.array(0.5, F32),
+        "table": draw("t", F32, (2,)),
+        "weight": draw("w", F32, (2,)),
+    }
     path = write_model(tmp_path / "a.onnx", text, arrays=arrays)
     feeds = {"x": draw("x", F32, (2,))}
     assert roles(compare(path, feeds, 1e-6)) == {"table": "param", "weight": "param"}

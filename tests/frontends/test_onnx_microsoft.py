@@ -79,7 +79,9 @@ def _model(path: Path, signature: str, body: str) -> tuple[Path, dict[str, np.nd
     """The model and its feeds; the masks, lengths and quantisation parameters among the inputs are initializers."""
     ins, outs = signature.split("=>")
     body = re.sub(r"= (\w+)", r"= com.microsoft.\1", body, count=1)
-    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 17, "com.microsoft" : 1]> mini ({ins}) => ({outs}) {{ {body} }}')
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 17, "com.microsoft" : 1]> mini ({ins}) => ({outs}) {{ {body} }}'
+    )
     feeds = {}
     for value in list(model.graph.input):
         kind = value.type.tensor_type
@@ -112,7 +114,9 @@ def _feed(name: str, dtype: np.dtype, dims: tuple[int, ...]) -> np.ndarray:
     return np.asarray(drawn * dtype.type(0.05)) if name in ("p", "ps", "pt", "pu") and dtype == np.float32 else drawn
 
 
-@pytest.mark.parametrize(("signature", "body"), ROWS, ids=[f"{i}-{re.split(' = |<|[(]', body)[1]}" for i, (_, body) in enumerate(ROWS)])
+@pytest.mark.parametrize(
+    ("signature", "body"), ROWS, ids=[f"{i}-{re.split(' = |<|[(]', body)[1]}" for i, (_, body) in enumerate(ROWS)]
+)
 def test_it_agrees_with_onnxruntime(tmp_path: Path, signature: str, body: str) -> None:
     path, feeds = _model(tmp_path / "mini.onnx", signature, body)
     compare(path, feeds, 3e-5)
@@ -124,13 +128,15 @@ def test_every_rule_has_a_case() -> None:
 
 @pytest.mark.parametrize("opset", [12, 17])
 @pytest.mark.parametrize(
-    "node", ["SimplifiedLayerNormalization<axis = -1, epsilon = 0.01>(x, w)", "LayerNormalization<axis = -1, epsilon = 0.01>(x, w, b)"]
+    "node",
+    [
+        "SimplifiedLayerNormalization<axis = -1, epsilon = 0.01>(x, w)",
+        "LayerNormalization<axis = -1, epsilon = 0.01>(x, w, b)",
+    ],
 )
 def test_normalisations_that_onnxruntime_puts_into_the_default_domain(tmp_path: Path, node: str, opset: int) -> None:
     path = tmp_path / "mini.onnx"
-    text = (
-        f'<ir_version: 8, opset_import: ["" : {opset}]> mini (float[2,4,8] x, float[8] w, float[8] b) => (float[2,4,8] y) {{ y = {node} }}'
-    )
+    text = f'<ir_version: 8, opset_import: ["" : {opset}]> mini (float[2,4,8] x, float[8] w, float[8] b) => (float[2,4,8] y) {{ y = {node} }}'
     onnx.save(onnx.parser.parse_model(text), path)
     compare(path, {name: draw(name, np.dtype(np.float32), (2, 4, 8) if name == "x" else (8,)) for name in "xwb"})
 
@@ -156,7 +162,11 @@ def test_a_wrong_mask_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ),
         ("float[2,5,2,3,4] x => float[2,5,8] y", "y = MultiHeadAttention<num_heads = 2>(x)", "packed"),
         ("float[2,3] x => float[2,3] y", "y = Inverse(x)", r"com\.microsoft Inverse\): no rule"),
-        ("float[2,3] x, float[3,4] w, float[4] b => float[2,4] y", 'y = FusedGemm<activation = "Swirl">(x, w, b)', "activation=Swirl"),
+        (
+            "float[2,3] x, float[3,4] w, float[4] b => float[2,4] y",
+            'y = FusedGemm<activation = "Swirl">(x, w, b)',
+            "activation=Swirl",
+        ),
     ],
 )
 def test_what_is_not_supported_says_why(tmp_path: Path, signature: str, body: str, said: str) -> None:
@@ -176,7 +186,9 @@ def test_models_that_onnxruntime_optimised(tmp_path: Path) -> None:
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    fused = {node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node if node.domain == "com.microsoft"}
+    fused = {
+        node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node if node.domain == "com.microsoft"
+    }
     assert fused
     tokens = {"tokens": np.random.default_rng(0).integers(0, 29, (3, 8))}
     found = run(import_onnx(tmp_path / "optimised.onnx"), tokens)

@@ -354,7 +354,9 @@ def test_gradients_of_what_has_no_length_are_zero(tmp_path: Path, node: str, mea
     x, w = draw("x", np.dtype(np.float32), (5, 4)), draw("w", np.dtype(np.float32), (4, 3))
     x[2] = 0.0
     imported = import_onnx(
-        write_model(tmp_path / "m.onnx", f"(float[5,4] x) => (float[] y) {{ h = MatMul(x, w) y = {node}(h) }}", 17, {"w": w})
+        write_model(
+            tmp_path / "m.onnx", f"(float[5,4] x) => (float[] y) {{ h = MatMul(x, w) y = {node}(h) }}", 17, {"w": w}
+        )
     )
     fed, weight = torch.from_numpy(x), torch.from_numpy(w).requires_grad_()
     torch.nn.functional.mse_loss(measure(fed @ weight), torch.from_numpy(labels_of(imported.module))).backward()
@@ -385,12 +387,22 @@ def test_a_chain_reads_the_same_at_every_opset(same, opset: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "wrong"),
     [
-        ("Sub", "(float[2,3] x, float[3] z) => (float[] y) { y = Sub(x, z) }", lambda n: n.emit("sub", n.value(1), n.value(0))),
-        ("Gelu", "(float[2,3] x) => (float[] y) { y = Gelu(x) }", lambda n: n.emit("gelu", n.value(), approximate="tanh")),
+        (
+            "Sub",
+            "(float[2,3] x, float[3] z) => (float[] y) { y = Sub(x, z) }",
+            lambda n: n.emit("sub", n.value(1), n.value(0)),
+        ),
+        (
+            "Gelu",
+            "(float[2,3] x) => (float[] y) { y = Gelu(x) }",
+            lambda n: n.emit("gelu", n.value(), approximate="tanh"),
+        ),
         ("Neg", "(float[2,3] x) => (float[] y) { y = Neg(x) }", lambda n: n.tensor(0)),
     ],
 )
-def test_the_comparison_catches_a_wrong_rule(same, monkeypatch: pytest.MonkeyPatch, kind: str, text: str, wrong) -> None:
+def test_the_comparison_catches_a_wrong_rule(
+    same, monkeypatch: pytest.MonkeyPatch, kind: str, text: str, wrong
+) -> None:
     def rule(n: Node):
         n.ignore("approximate")
         return wrong(n)

@@ -49,7 +49,9 @@ ROWS = [tuple(part.strip() for part in line.split("|")) for line in CASES.strip(
 
 def _model(path: Path, opset: str, signature: str, body: str) -> tuple[Path, dict[str, np.ndarray]]:
     ins, outs = signature.split("=>")
-    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}]> mini ({ins}) => ({outs}) {{ {body} }}')
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : {opset}]> mini ({ins}) => ({outs}) {{ {body} }}'
+    )
     onnx.save(model, path)
     feeds = {}
     for value in model.graph.input:
@@ -107,12 +109,17 @@ def test_half_precision_is_divided_in_f32(tmp_path: Path) -> None:
 
 def test_rounding_the_other_way_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, feeds = _model(
-        tmp_path / "mini.onnx", "13", "float[5] x, float s => int8[5] y", "z = Constant<value = int8 {0}>() y = QuantizeLinear(x, s, z)"
+        tmp_path / "mini.onnx",
+        "13",
+        "float[5] x, float s => int8[5] y",
+        "z = Constant<value = int8 {0}>() y = QuantizeLinear(x, s, z)",
     )
     feeds = {"x": np.array([0.5, 1.5, 2.5, -0.5, -1.5], np.float32), "s": np.array(1.0, np.float32)}
     compare(path, feeds)
     monkeypatch.setattr(
-        quantised, "_saturated", lambda n, x, zero, dtype: n.emit("cast", n.emit("floor", n.emit("add", x, 0.5)), dtype=dtype)
+        quantised,
+        "_saturated",
+        lambda n, x, zero, dtype: n.emit("cast", n.emit("floor", n.emit("add", x, 0.5)), dtype=dtype),
     )
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         compare(path, feeds)
@@ -124,14 +131,22 @@ def test_constant_weights_of_few_bits_are_made_floats_at_import(tmp_path: Path, 
     """The judge does not optimise: with weights of 4 and 2 bits it would round the other operand of the product, too."""
     random = np.random.default_rng(0)
     low, high = {"INT4": (-8, 8), "UINT4": (0, 16), "INT2": (-2, 2), "UINT2": (0, 4)}.get(kind, (-3, 4))
-    weights = [helper.make_tensor("w", TensorProto.DataType.Value(kind), [8, 8], random.integers(low, high, 64).tolist())]
+    weights = [
+        helper.make_tensor("w", TensorProto.DataType.Value(kind), [8, 8], random.integers(low, high, 64).tolist())
+    ]
     scale = [onnx.numpy_helper.from_array(np.float32(0.1), "s")]
-    to_float = helper.make_node("Cast", ["w"], ["f"], to=TensorProto.FLOAT) if how == "Cast" else helper.make_node(how, ["w", "s"], ["f"])
+    to_float = (
+        helper.make_node("Cast", ["w"], ["f"], to=TensorProto.FLOAT)
+        if how == "Cast"
+        else helper.make_node(how, ["w", "s"], ["f"])
+    )
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 8]) for name in "xy")
     nodes = [to_float, helper.make_node("MatMul", ["x", "f"], ["y"])]
     graph = helper.make_graph(nodes, "few", [x], [y], weights + (scale if how != "Cast" else []))
     opset = 25 if kind.endswith("T2") else 21
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=12), tmp_path / "few.onnx")
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=12), tmp_path / "few.onnx"
+    )
     imported = import_onnx(tmp_path / "few.onnx")
     assert [var.role for var in imported.module.vars.values()] == ["buffer"]
     fed = random.standard_normal((4, 8)).astype(np.float32)
@@ -145,13 +160,22 @@ def test_constant_weights_of_few_bits_are_made_floats_at_import(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("(float[4] x, float s) => (int4[4] y) { y = QuantizeLinear<output_dtype = 22>(x, s) }", "element type int4 has no counterpart"),
+        (
+            "(float[4] x, float s) => (int4[4] y) { y = QuantizeLinear<output_dtype = 22>(x, s) }",
+            "element type int4 has no counterpart",
+        ),
         (
             "(float[4] x, float s) => (float8e4m3fn[4] y) { y = QuantizeLinear<output_dtype = 17>(x, s) }",
             "element type float8e4m3fn has no counterpart",
         ),
-        ("(int4[4] x, float s) => (float[4] y) { y = DequantizeLinear(x, s) }", "input x: element type int4 has no counterpart"),
-        ("(float[2,4] x, float[3] s) => (uint8[2,4] y) { y = QuantizeLinear(x, s) }", r"does not fit axis 1 of f32\[2,4\]"),
+        (
+            "(int4[4] x, float s) => (float[4] y) { y = DequantizeLinear(x, s) }",
+            "input x: element type int4 has no counterpart",
+        ),
+        (
+            "(float[2,4] x, float[3] s) => (uint8[2,4] y) { y = QuantizeLinear(x, s) }",
+            r"does not fit axis 1 of f32\[2,4\]",
+        ),
     ],
 )
 def test_what_is_not_supported_says_why(tmp_path: Path, text: str, said: str) -> None:

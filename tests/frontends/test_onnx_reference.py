@@ -74,7 +74,9 @@ def compare(path: Path, signature: str, body: str, opset: int) -> None:
     with np.errstate(all="ignore"):
         expected = ReferenceEvaluator(model).run(None, feeds)
     for value, array in zip(model.graph.output, expected, strict=True):  # the format wants shapes on outputs
-        value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, np.shape(array)))
+        value.CopyFrom(
+            onnx.helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, np.shape(array))
+        )
     onnx.save(model, path)
     imported = import_onnx(path)
     check(imported.module, ("typed",))

@@ -97,7 +97,9 @@ def test_ir_versions_and_versions_of_other_domains_are_checked(tmp_path: Path) -
 
 # ---------------------------------------------------------------------------------------- inputs bound to values
 
-RESHAPED = "(float[2,6] x, int64[2] s, int64 unused) => (float[a,b] y) { t = Add(s, s) h = Div(t, two) y = Reshape(x, h) }"
+RESHAPED = (
+    "(float[2,6] x, int64[2] s, int64 unused) => (float[a,b] y) { t = Add(s, s) h = Div(t, two) y = Reshape(x, h) }"
+)
 
 
 def _reshaped(path: Path) -> Path:
@@ -107,14 +109,26 @@ def _reshaped(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("text", "said", "needs"),
     [
-        ("(int64 a, int64 b, int64 c) => (int64[?] y) { y = Range(a, b, c) }", "the start, the limit, the step are computed", "abc"),
+        (
+            "(int64 a, int64 b, int64 c) => (int64[?] y) { y = Range(a, b, c) }",
+            "the start, the limit, the step are computed",
+            "abc",
+        ),
         (
             "(float[4,5] x, int64[1] s, int64[1] e, int64[1] a) => (float[?,?] y) { y = Slice(x, s, e, a) }",
             "the list of starts, the list of ends, the list of axes are computed",
             "sea",
         ),
-        ("(float[4,5] x, int64[1] a, int64[2] p) => (float[?,?] y) { y = Pad(x, p, , a) }", "the padding, the list of axes are", "pa"),
-        ("(float[1,8,1] x, int64 l, int64 a) => (float[?,?,2] y) { y = DFT(x, l, a) }", "the length, the axis are computed", "la"),
+        (
+            "(float[4,5] x, int64[1] a, int64[2] p) => (float[?,?] y) { y = Pad(x, p, , a) }",
+            "the padding, the list of axes are",
+            "pa",
+        ),
+        (
+            "(float[1,8,1] x, int64 l, int64 a) => (float[?,?,2] y) { y = DFT(x, l, a) }",
+            "the length, the axis are computed",
+            "la",
+        ),
     ],
 )
 def test_all_operands_that_have_to_be_known_are_named_at_once(tmp_path: Path, text: str, said: str, needs: str) -> None:
@@ -122,7 +136,9 @@ def test_all_operands_that_have_to_be_known_are_named_at_once(tmp_path: Path, te
     with pytest.raises(CannotImport) as caught:
         import_onnx(path)
     assert said in str(caught.value)
-    assert f"they have to be known at import: {' '.join(f'--known {name}=VALUES' for name in needs)}" in str(caught.value)
+    assert f"they have to be known at import: {' '.join(f'--known {name}=VALUES' for name in needs)}" in str(
+        caught.value
+    )
     assert caught.value.needs == tuple(needs)
 
 
@@ -176,7 +192,9 @@ def test_shapes_that_the_model_does_not_say_follow_from_its_inputs(tmp_path: Pat
         import_onnx(path)
     imported = import_onnx(path, known={"z": [1, 2, 3]})
     x = draw("x", np.dtype(np.float32), (2, 3))
-    np.testing.assert_array_equal(run(imported, {"x": x})[0], judge(path, {"x": x, "z": np.array([1, 2, 3], np.float32)})[0])
+    np.testing.assert_array_equal(
+        run(imported, {"x": x})[0], judge(path, {"x": x, "z": np.array([1, 2, 3], np.float32)})[0]
+    )
 
 
 # ---------------------------------------------------------------------------------------- functions
@@ -215,7 +233,9 @@ def test_functions_of_one_name_are_told_apart_by_their_overload(tmp_path: Path) 
         graph = helper.make_graph([helper.make_node("F", ["x"], ["y"], domain="my", overload="one")], "g", [x], [y])
         opsets = [helper.make_opsetid("", 20), helper.make_opsetid("my", 1)]
         path = tmp_path / "a.onnx"
-        path.write_bytes(helper.make_model(graph, ir_version=10, opset_imports=opsets, functions=functions).SerializeToString())
+        path.write_bytes(
+            helper.make_model(graph, ir_version=10, opset_imports=opsets, functions=functions).SerializeToString()
+        )
         return path
 
     x = draw("x", np.dtype(np.float32), (2, 3))
@@ -230,7 +250,9 @@ def test_errors_inside_of_functions_say_where(tmp_path: Path) -> None:
         import_onnx(_with_functions(tmp_path / "a.onnx", "broken"))
 
 
-def test_operators_without_a_rule_are_written_out_by_their_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_without_a_rule_are_written_out_by_their_definition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from penstock.frontends.onnx import table
 
     for kind, text in {

@@ -35,13 +35,17 @@ class Attention(nn.Module):
 def weights_dropped(draws, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
     """Attention as its definition has it."""
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-    return draws.dropout(torch.softmax(scores if hidden is None else scores.masked_fill(hidden, -torch.inf), -1), 0.4) @ v
+    return (
+        draws.dropout(torch.softmax(scores if hidden is None else scores.masked_fill(hidden, -torch.inf), -1), 0.4) @ v
+    )
 
 
 def run(imported, inputs: list[Tensor], microbatch: int) -> list[Tensor]:
     names = [v.name for v in imported.module.inputs if v.name != MICROBATCH]
     fed = {**dict(zip(names, inputs, strict=True)), MICROBATCH: np.array(microbatch)}
-    return [torch.from_numpy(x) for x in run_graph(imported.module.graphs["main"], fed, DictStore(imported.weights), "f64")]
+    return [
+        torch.from_numpy(x) for x in run_graph(imported.module.graphs["main"], fed, DictStore(imported.weights), "f64")
+    ]
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.75, 1.0])
@@ -54,7 +58,9 @@ def test_dropout_equals_torch_with_the_same_masks(p: float) -> None:
         found = run(imported, [x], microbatch)[0]
         with drawn() as draws:
             draws.begin(microbatch)
-            torch.testing.assert_close(found, model(x.double()), rtol=1e-6, atol=1e-9, msg=lambda said, at=microbatch: f"{at}: {said}")
+            torch.testing.assert_close(
+                found, model(x.double()), rtol=1e-6, atol=1e-9, msg=lambda said, at=microbatch: f"{at}: {said}"
+            )
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "mask"])
@@ -68,7 +74,9 @@ def test_dropout_of_the_weights_of_attention(kind: str) -> None:
     found = run(import_torch(model, tuple(given_)), given_, 2)[0]
     with drawn() as draws:
         draws.begin(2)
-        torch.testing.assert_close(found, weights_dropped(draws, q.double(), k.double(), v.double(), hidden), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(
+            found, weights_dropped(draws, q.double(), k.double(), v.double(), hidden), rtol=1e-6, atol=1e-9
+        )
 
 
 def test_dropout_between_recurrent_layers() -> None:
@@ -77,7 +85,9 @@ def test_dropout_between_recurrent_layers() -> None:
     found = run(import_torch(model, (x,)), [x], 1)
     below, above = nn.LSTM(4, 5).double(), nn.LSTM(5, 5).double()
     for layer, single in enumerate((below, above)):
-        single.load_state_dict({name: getattr(model, name.replace("l0", f"l{layer}")).detach().double() for name in single.state_dict()})
+        single.load_state_dict(
+            {name: getattr(model, name.replace("l0", f"l{layer}")).detach().double() for name in single.state_dict()}
+        )
     with drawn() as draws:
         draws.begin(1)
         expected = above(draws.dropout(below(x.double())[0], 0.5))[0]
@@ -97,15 +107,15 @@ def test_dropout_of_onnx_in_training_mode(ratio: str, tmp_path: Path) -> None:
         draws.begin(5)
         expected = draws.kept(x.shape, float(ratio or 0.5))
     assert torch.equal(kept, expected)
-    torch.testing.assert_close(y, torch.where(expected, x.double() / (1 - float(ratio or 0.5)), 0.0), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        y, torch.where(expected, x.double() / (1 - float(ratio or 0.5)), 0.0), rtol=1e-6, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("node", ["Dropout(c, , on)", "RandomNormalLike(c)", "RandomUniformLike(c)", "Bernoulli(c)"])
 def test_nothing_is_drawn_at_import(node: str, tmp_path: Path) -> None:
     """Not of constants either: they are drawn for each microbatch."""
-    body = (
-        f"(float[3] x) => (float[3] y) <bool on = {{1}}> {{ c = Constant<value = float[3] {{0.1, 0.2, 0.3}}>() d = {node} y = Add(x, d) }}"
-    )
+    body = f"(float[3] x) => (float[3] y) <bool on = {{1}}> {{ c = Constant<value = float[3] {{0.1, 0.2, 0.3}}>() d = {node} y = Add(x, d) }}"
     path = tmp_path / "draws.onnx"
     path.write_bytes(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> m {body}').SerializeToString())
     assert {"random", "random_key"} <= {op.kind for op in import_onnx(path).module.graphs["main"].ops}
@@ -116,7 +126,8 @@ def test_evaluation_draws_nothing() -> None:
     imported = import_torch(nn.Sequential(*list(model)[:2]), (torch.randn(2, 3),))
     assert [v.name for v in imported.module.inputs] == ["input"]
     assert (
-        import_torch(model[2], (torch.randn(2, 1, 3),)).module.data_inputs == import_torch(model[2], (torch.randn(2, 1, 3),)).module.inputs
+        import_torch(model[2], (torch.randn(2, 1, 3),)).module.data_inputs
+        == import_torch(model[2], (torch.randn(2, 1, 3),)).module.inputs
     )
 
 

@@ -59,7 +59,10 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "gru unbiased": (lambda: Recurrent(nn.GRU, bias=False, batch_first=True), lambda: (torch.randn(2, 3, 6),)),
     "rnn": (lambda: Recurrent(nn.RNN), lambda: (torch.randn(4, 6),)),
     "rnn relu": (lambda: Recurrent(nn.RNN, nonlinearity="relu"), lambda: (torch.randn(4, 2, 6),)),
-    "encoder layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), lambda: (torch.randn(2, 5, 8),)),
+    "encoder layer": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        lambda: (torch.randn(2, 5, 8),),
+    ),
     "attention": (lambda: SelfAttention(), lambda: (torch.randn(2, 5, 8),)),
 }
 

@@ -30,7 +30,13 @@ def check_case(function: Callable[..., Any], operands: tuple[Tensor, ...], train
 def check_translated(found: Translated, trains: bool = True) -> None:
     fed, first = found.call.fed, found.expected[0]
     judge(found.imported, fed, found.expected)
-    trains = trains and first.dtype == torch.float32 and first.requires_grad and first.numel() > 0 and bool(first.isfinite().all())
+    trains = (
+        trains
+        and first.dtype == torch.float32
+        and first.requires_grad
+        and first.numel() > 0
+        and bool(first.isfinite().all())
+    )
     if not trains:
         return
     ours, loss = gradients(found.imported, fed)
@@ -86,7 +92,9 @@ def test_row(index: int) -> None:
 def test_a_fault_in_a_program_of_several_calls_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: in one program, the wrong rule's results alone are wrong, and its row alone is asked there."""
     monkeypatch.setattr(calls, "RULES", {**RULES, "tanh": lambda n: n.emit("mul", n.emit("tanh", n.value()), 1.001)})
-    right, wrong, also_right = translate([(torch.sigmoid, (f(3),)), (torch.tanh, (f(3),)), (torch.add, (f(2, 3), i(0, 5, 3)))])
+    right, wrong, also_right = translate(
+        [(torch.sigmoid, (f(3),)), (torch.tanh, (f(3),)), (torch.add, (f(2, 3), i(0, 5, 3)))]
+    )
     check_translated(right)
     check_translated(also_right)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
@@ -123,7 +131,12 @@ def test_an_argument_that_no_rule_asked_for_is_refused(monkeypatch: pytest.Monke
 def test_element_types(dtype: torch.dtype) -> None:
     layer = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.SiLU()).to(dtype)
     x = f(2, 3).to(dtype)
-    judge(import_torch(layer, (x,)), x, [layer(x)], {torch.float64: 1e-12, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype])
+    judge(
+        import_torch(layer, (x,)),
+        x,
+        [layer(x)],
+        {torch.float64: 1e-12, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype],
+    )
 
 
 def test_transforms_to_complex_numbers_are_refused_by_that_reason() -> None:

@@ -105,7 +105,9 @@ def test_parameters_side_by_side_are_two(a: Callable[[Tensor], Tensor], b: Calla
 @pytest.mark.parametrize("buffer", [False, True])
 def test_one_memory_that_is_trained_and_is_not_is_refused(buffer: bool) -> None:
     whole = torch.randn(4)
-    with pytest.raises(UnsupportedModel, match="b: shares memory with a, and one of them alone is a parameter that requires a gradient"):
+    with pytest.raises(
+        UnsupportedModel, match="b: shares memory with a, and one of them alone is a parameter that requires a gradient"
+    ):
         import_torch(Pair(whole, whole, buffer, trained=False), (torch.randn(4),))
     compare(Pair(whole, whole, buffer, trained=False), (torch.randn(4),), frozen="a")
     assert set(import_torch(Pair(whole, whole), (torch.randn(4),)).module.vars) == {"a"}
@@ -280,5 +282,9 @@ def test_exporters_forget_that_batch_norms_train(tmp_path: Path) -> None:
     net, example = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).train(), (torch.zeros(8, 4),)
     torch.onnx.export(net, example, str(tmp_path / "net.onnx"), dynamo=True, optimize=False, verbose=False)
     assert not written_vars(import_onnx(tmp_path / "net.onnx").module.graphs["main"])
-    assert written_vars(import_torch(net, example).module.graphs["main"]) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert written_vars(import_torch(net, example).module.graphs["main"]) == {
+        "1.running_mean",
+        "1.running_var",
+        "1.num_batches_tracked",
+    }
     assert not written_vars(import_torch(net.eval(), example).module.graphs["main"])

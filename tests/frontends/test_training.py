@@ -52,7 +52,9 @@ def test_cross_entropy_is_torch_s(tmp_path: Path) -> None:
     assert trained.outputs == ("loss",)
     assert set(trained.vars) == {"w"}  # what the loss does not need is gone
     x, labels = draw("x", F32, (2, 3, 4)), np.array([[0, 4, 2], [1, 1, 3]])
-    expected = torch.nn.functional.cross_entropy(torch.from_numpy(x @ weights["w"]).reshape(6, 5), torch.from_numpy(labels).reshape(6))
+    expected = torch.nn.functional.cross_entropy(
+        torch.from_numpy(x @ weights["w"]).reshape(6, 5), torch.from_numpy(labels).reshape(6)
+    )
     assert value_of(trained, weights, {"x": x, "labels": labels}) == pytest.approx(float(expected), rel=1e-5)
     wrong = torch.nn.functional.cross_entropy(
         torch.from_numpy(x @ weights["w"]).reshape(6, 5), torch.from_numpy(labels[::-1].copy()).reshape(6)
@@ -105,16 +107,18 @@ def test_outputs_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
 def test_settings_of_the_wrong_type_are_told_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         Training("mse", optimizer="adamw", rate="cosine", groups=Group("x", frozen=True))  # type: ignore[arg-type]
-    for said in ("optimizer must be an optimiser such as", "rate must be a schedule such as", "groups must be a tuple of"):
+    for said in (
+        "optimizer must be an optimiser such as",
+        "rate must be a schedule such as",
+        "groups must be a tuple of",
+    ):
         assert said in str(caught.value)
     with pytest.raises(UsageError, match="an empty pattern would match every parameter"):
         Group("", frozen=True)
 
 
 def test_parameters_of_f16_are_refused(tmp_path: Path) -> None:
-    body = (
-        "(float[2, 3] x) => (float[2, 3] y) <float16[3, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}> { c = Cast<to: int = 1>(w) y = MatMul(x, c) }"
-    )
+    body = "(float[2, 3] x) => (float[2, 3] y) <float16[3, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}> { c = Cast<to: int = 1>(w) y = MatMul(x, c) }"
     path = tmp_path / "half.onnx"
     path.write_bytes(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> m {body}').SerializeToString())
     module = import_onnx(path).module
@@ -123,11 +127,16 @@ def test_parameters_of_f16_are_refused(tmp_path: Path) -> None:
 
 
 def test_labels_of_the_model_are_not_overwritten(tmp_path: Path) -> None:
-    taken = import_onnx(write_model(tmp_path / "a.onnx", "(float[2,5] labels) => (float[2,5] y) { y = Relu(labels) }")).module
+    taken = import_onnx(
+        write_model(tmp_path / "a.onnx", "(float[2,5] labels) => (float[2,5] y) { y = Relu(labels) }")
+    ).module
     with pytest.raises(UsageError, match="adds an input labels"):
         attach_loss(taken, train("mse"))
     inside = import_onnx(
-        write_model(tmp_path / "a.onnx", "(float[2,5] x) => (float[2,5] y) { labels = Neg(x) loss = Exp(labels) y = Relu(loss) }")
+        write_model(
+            tmp_path / "a.onnx",
+            "(float[2,5] x) => (float[2,5] y) { labels = Neg(x) loss = Exp(labels) y = Relu(loss) }",
+        )
     )
     trained = attach_loss(inside.module, train("mse"))
     check(trained, ("typed",))
@@ -152,11 +161,18 @@ def test_a_training_file_gives_the_settings(tmp_path: Path) -> None:
 
 def test_all_errors_of_a_training_file_come_at_once(tmp_path: Path) -> None:
     path = tmp_path / "train.toml"
-    path.write_text('microbatches = 0\nlos = "mse"\n[optimizer]\nkind = "sgd"\nlr = -1.0\nbeta = 0.9\nweight_decay = "much"\n')
+    path.write_text(
+        'microbatches = 0\nlos = "mse"\n[optimizer]\nkind = "sgd"\nlr = -1.0\nbeta = 0.9\nweight_decay = "much"\n'
+    )
     with pytest.raises(UsageError) as caught:
         load_training(path)
     text = str(caught.value)
-    for said in ("los is not known", "loss is missing", "microbatches must be 1 to 65536, got 0", "optimizer.beta is not known"):
+    for said in (
+        "los is not known",
+        "loss is missing",
+        "microbatches must be 1 to 65536, got 0",
+        "optimizer.beta is not known",
+    ):
         assert said in text
     assert "optimizer.weight_decay must be a number, got 'much'" in text
     assert "optimizer.lr must be 0 or more, got -1.0" in text
@@ -184,20 +200,32 @@ def test_a_loss_beside_the_file_stands_in_for_that_of_the_file(tmp_path: Path) -
             'loss = "mse"\n[optimizer]\nkind = "adan"',
             "optimizer.kind must be one of sgd, momentum, adam, adamw, adagrad, lion, muon, got 'adan'",
         ),
-        ('loss = "mse"\n[optimizer]\nkind = "muon"\nadjust = "no"', "optimizer.adjust must be one of original, match_rms_adamw, got 'no'"),
+        (
+            'loss = "mse"\n[optimizer]\nkind = "muon"\nadjust = "no"',
+            "optimizer.adjust must be one of original, match_rms_adamw, got 'no'",
+        ),
         ('loss = "mse"\n[optimizer]\nkind = "muon"\nlr = 0', "optimizer.lr must be above 0"),
         ('loss = "mse"\nrate = "cosine"', "rate must be a table"),
         ('loss = "mse"\n[rate]\nkind = "cosine"\nwarmup = -1', "rate.steps is missing"),
         ('loss = "mse"\n[rate]\nkind = "linear"\nsteps = 3\nwarmup = 3', "rate.steps must be more than warmup, got 3"),
-        ('loss = "mse"\n[rate]\nkind = "square"', "rate.kind must be one of constant, linear, cosine, step, got 'square'"),
+        (
+            'loss = "mse"\n[rate]\nkind = "square"',
+            "rate.kind must be one of constant, linear, cosine, step, got 'square'",
+        ),
         ('loss = "mse"\ngroup = [3]', "group[0] must be a table, got 3"),
         ('loss = "mse"\n[[group]]\nname = "a"\n[[group]]\nname = "("\nlr = 2', "group[0].nothing is different in it"),
         ('loss = "mse"\n[[group]]\nname = "a"\n[[group]]\nname = "("\nlr = 2', "group[1].bad pattern '('"),
         ('loss = "mse"\n[[group]]\nlr = 2', "group[0].name is missing"),
         ('loss = "mse"\n[[group]]\nname = "a"\nfrozen = true\nlr = 2', "group[0].frozen stands alone"),
-        ('loss = "mse"\n[optimizer]\nkind = "adamw"\nbeta1 = 1.0', "optimizer.beta1 must be at least 0 and below 1, got 1.0"),
+        (
+            'loss = "mse"\n[optimizer]\nkind = "adamw"\nbeta1 = 1.0',
+            "optimizer.beta1 must be at least 0 and below 1, got 1.0",
+        ),
         ('loss = "mse"\n[optimizer]\nkind = "sgd"\nlr = nan', "optimizer.lr must be 0 or more, got nan"),
-        ('loss = "mse"\n[optimizer]\nkind = "momentum"\nnesterov = 1', "optimizer.nesterov must be true or false, got 1"),
+        (
+            'loss = "mse"\n[optimizer]\nkind = "momentum"\nnesterov = 1',
+            "optimizer.nesterov must be true or false, got 1",
+        ),
     ],
 )
 def test_errors_of_a_training_file(tmp_path: Path, text: str, said: str) -> None:
@@ -244,12 +272,19 @@ def test_frozen_groups_are_no_parameters(tmp_path: Path) -> None:
     body = "(float[2, 3] x) => (float[2, 3] y) <float[3, 3] w1 = {1, 2, 3, 4, 5, 6, 7, 8, 9}, float[3, 3] w2 = {1, 2, 3, 4, 5, 6, 7, 8, 9}> { h = MatMul(x, w1) y = MatMul(h, w2) }"
     path = tmp_path / "two.onnx"
     path.write_bytes(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> m {body}').SerializeToString())
-    frozen = attach_loss(import_onnx(path).module, Training("mse", groups=(Group("^w1$", frozen=True), Group("w", lr=2.0))))
+    frozen = attach_loss(
+        import_onnx(path).module, Training("mse", groups=(Group("^w1$", frozen=True), Group("w", lr=2.0)))
+    )
     imported = attach_loss(import_onnx(path, frozen="^w1$").module, Training("mse"))
     assert {name: var.role for name, var in frozen.vars.items()} == {"w1": "buffer", "w2": "param"}
     one, other = (autodiff(module, AutodiffOptions()) for module in (frozen, imported))
     assert [op.kind for op in one.graphs["B"].ops] == [op.kind for op in other.graphs["B"].ops]
     assert "w2.grad" in one.vars
     assert "w1.grad" not in one.vars
-    with pytest.raises(UsageError, match="'v' matches no parameter; 'w2' matches no parameter that the groups before it leave"):
-        attach_loss(import_onnx(path).module, Training("mse", groups=(Group("v", lr=2.0), Group("w", frozen=True), Group("w2", lr=2.0))))
+    with pytest.raises(
+        UsageError, match="'v' matches no parameter; 'w2' matches no parameter that the groups before it leave"
+    ):
+        attach_loss(
+            import_onnx(path).module,
+            Training("mse", groups=(Group("v", lr=2.0), Group("w", frozen=True), Group("w2", lr=2.0))),
+        )

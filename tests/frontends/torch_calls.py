@@ -103,5 +103,7 @@ def _part(whole: Imported, ins: Sequence[Value], outs: Sequence[Value]) -> Impor
     graph = replace(main, ins=tuple(ins), outs=tuple(outs), ops=tuple(live_ops(main.ops, outs)))
     read = touched_vars(graph, "read")
     variables = {name: var for name, var in whole.module.vars.items() if name in read}
-    module = whole.module.but(inputs=tuple(ins), outputs=tuple(v.name for v in outs), vars=variables, graphs={"main": graph})
+    module = whole.module.but(
+        inputs=tuple(ins), outputs=tuple(v.name for v in outs), vars=variables, graphs={"main": graph}
+    )
     return replace(whole, module=module, weights={name: whole.weights[name] for name in variables})

@@ -27,11 +27,17 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 def run(imported: Imported, fed: Any) -> list[np.ndarray]:
     with np.errstate(all="ignore"):
-        return run_graph(imported.module.graphs["main"], [array_of(t) for t in tensors(fed)], DictStore(dict(imported.weights)))
+        return run_graph(
+            imported.module.graphs["main"], [array_of(t) for t in tensors(fed)], DictStore(dict(imported.weights))
+        )
 
 
 def compare(
-    source: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, tolerance: float = 2e-5, **options: Any
+    source: torch.nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    tolerance: float = 2e-5,
+    **options: Any,
 ) -> Imported:
     """Import, check, print and parse, run, and compare every output with torch's."""
     kwargs = kwargs or {}
@@ -77,7 +83,9 @@ def _backward(module: Module, imported: Imported, feeds: Sequence[np.ndarray]) -
         results = run_graph(forward, list(feeds), store, "f64")
         values = {v.name: x for v, x in zip((*forward.ins, *forward.results), (*feeds, *results), strict=True)}
         run_graph(backward, [values[v.name] for v in backward.ins], store, "f64")
-    return {name: store.arrays[f"{name}.grad"] for name in imported.module.vars if f"{name}.grad" in store.arrays}, float(results[0])
+    return {
+        name: store.arrays[f"{name}.grad"] for name in imported.module.vars if f"{name}.grad" in store.arrays
+    }, float(results[0])
 
 
 def compare_gradients(source: torch.nn.Module, args: Sequence[Any], imported: Imported | None = None) -> Imported:
@@ -91,7 +99,9 @@ def compare_gradients(source: torch.nn.Module, args: Sequence[Any], imported: Im
     assert abs(loss - torch_loss.item()) < 1e-4 * max(1.0, abs(loss))
     theirs = {name: p.grad for name, p in source.named_parameters() if p.grad is not None}
     ours = {theirs: name for name, theirs in imported.names.items()}
-    assert {name for name, var in imported.module.vars.items() if var.role == "param"} == {ours.get(name, name) for name in theirs}
+    assert {name for name, var in imported.module.vars.items() if var.role == "param"} == {
+        ours.get(name, name) for name in theirs
+    }
     for name, grad in theirs.items():
         want = array_of(grad)
         scale = max(float(np.abs(want).max(initial=0.0)), 1e-3)

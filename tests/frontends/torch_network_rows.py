@@ -140,7 +140,14 @@ ATTENTION: list[Case] = [
 
 
 def stepped(op: Any, states: int, **options: Any) -> Callable[..., Any]:
-    given = {"has_biases": True, "num_layers": 1, "dropout": 0.0, "train": False, "bidirectional": False, "batch_first": False} | options
+    given = {
+        "has_biases": True,
+        "num_layers": 1,
+        "dropout": 0.0,
+        "train": False,
+        "bidirectional": False,
+        "batch_first": False,
+    } | options
 
     def call(x: Tensor, *rest: Tensor) -> Any:
         hidden: Any = list(rest[:2]) if states == 2 else rest[0]

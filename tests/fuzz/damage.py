@@ -13,7 +13,26 @@ from typing import Any
 import onnx
 from google.protobuf.message import DecodeError, EncodeError, Message
 
-_WHOLE = (0, 1, -1, 2, 3, 7, 16, 255, 65536, 2**31 - 1, 2**31, -(2**31), 10**9, 10**12, 2**53, 2**62, 2**63 - 1, -(2**63))
+_WHOLE = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    16,
+    255,
+    65536,
+    2**31 - 1,
+    2**31,
+    -(2**31),
+    10**9,
+    10**12,
+    2**53,
+    2**62,
+    2**63 - 1,
+    -(2**63),
+)
 _REAL = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, 1e30, 3.4e38, float("inf"), float("-inf"), float("nan"), 1e9)
 _LOCATIONS = (
     "", ".", "..", "/", "//", "../data.bin", "more/../data.bin", "more/../../data.bin", "/etc/passwd", "/dev/zero", "/dev/stdin", "/proc/self/mem",
@@ -35,7 +54,12 @@ def damaged(content: bytes, draw: Draw) -> bytes:
             model.ParseFromString(content)
             draw.choice(_ON_MODELS)(model, draw)
             content = model.SerializeToString()
-        except (DecodeError, EncodeError, ValueError, TypeError):  # what went before left no model, or text that cannot be stored
+        except (
+            DecodeError,
+            EncodeError,
+            ValueError,
+            TypeError,
+        ):  # what went before left no model, or text that cannot be stored
             content = draw.choice(_ON_BYTES)(content, draw)
     return content
 
@@ -168,7 +192,16 @@ def _attributes(model: Model, draw: Draw) -> None:
     schema = onnx.defs.get_schema(node.op_type)
     name = draw.choice([*schema.attributes, *(a.name for a in node.attribute), "axis"])
     value: Any = draw.choice(
-        (draw.choice(_WHOLE), draw.choice(_REAL), "text", [1, 2], [draw.choice(_WHOLE) for _ in range(3)], [0.5], b"\xff", ["a"])
+        (
+            draw.choice(_WHOLE),
+            draw.choice(_REAL),
+            "text",
+            [1, 2],
+            [draw.choice(_WHOLE) for _ in range(3)],
+            [0.5],
+            b"\xff",
+            ["a"],
+        )
     )
     for old in [a for a in node.attribute if a.name == name]:
         node.attribute.remove(old)
@@ -190,7 +223,11 @@ def _shapes(model: Model, draw: Draw) -> None:
 def _numbers(model: Model, draw: Draw) -> None:
     """Other elements in a small tensor of integers: sizes, axes, indices, repetitions."""
     kinds = {onnx.TensorProto.INT64: 8, onnx.TensorProto.INT32: 4}
-    tensors = [t for t in _of(model, onnx.TensorProto) if t.data_type in kinds and (t.int64_data or t.int32_data or len(t.raw_data) >= 8)]
+    tensors = [
+        t
+        for t in _of(model, onnx.TensorProto)
+        if t.data_type in kinds and (t.int64_data or t.int32_data or len(t.raw_data) >= 8)
+    ]
     if not tensors:
         return _shapes(model, draw)
     tensor, value = draw.choice(tensors), draw.choice(_WHOLE)
@@ -198,7 +235,9 @@ def _numbers(model: Model, draw: Draw) -> None:
     small = max(-(1 << (8 * width - 1)), min((1 << (8 * width - 1)) - 1, value))
     if tensor.raw_data:
         at = draw.randrange(max(1, len(tensor.raw_data) // width)) * width
-        tensor.raw_data = tensor.raw_data[:at] + small.to_bytes(width, "little", signed=True) + tensor.raw_data[at + width :]
+        tensor.raw_data = (
+            tensor.raw_data[:at] + small.to_bytes(width, "little", signed=True) + tensor.raw_data[at + width :]
+        )
     else:
         data = tensor.int64_data if tensor.int64_data else tensor.int32_data
         data[draw.randrange(len(data))] = small
@@ -223,7 +262,9 @@ def _locations(model: Model, draw: Draw) -> None:
     if kind <= 1:
         fields["location"] = draw.choice(_LOCATIONS)
     else:
-        fields[draw.choice(("offset", "length"))] = draw.choice((*map(str, _WHOLE), "", "x", "1e3", "0x10", " 5", "٣", "9" * 5000))
+        fields[draw.choice(("offset", "length"))] = draw.choice(
+            (*map(str, _WHOLE), "", "x", "1e3", "0x10", " 5", "٣", "9" * 5000)
+        )
     tensor.data_location = onnx.TensorProto.EXTERNAL
     del tensor.external_data[:]
     for key, text in fields.items():

@@ -86,9 +86,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--keep", metavar="FOLDER", help="where to leave the files of those that fail, or of the only one")
+    parser.add_argument(
+        "--keep", metavar="FOLDER", help="where to leave the files of those that fail, or of the only one"
+    )
     parser.add_argument("--json", metavar="FILE", help="write counts and failures")
-    parser.add_argument("--seeds", metavar="FILE", help="what `write_seeds` wrote, in place of making the models that are damaged")
+    parser.add_argument(
+        "--seeds", metavar="FILE", help="what `write_seeds` wrote, in place of making the models that are damaged"
+    )
     given = parser.parse_args(words)
     names = read_seeds(Path(given.seeds)) if given.seeds else seeds()
     began = time.monotonic()

@@ -100,9 +100,13 @@ def read_seeds(path: Path) -> Seeds:
 def external() -> Files:
     """A product and a sum whose weights lie in two files."""
     weight, bias = np.arange(600, dtype=np.float32).reshape(20, 30), np.ones(30, np.float32)
-    model = onnx.parser.parse_model(f"{_HEADER} external (float[2,20] x) => (float[2,30] y) {{ h = MatMul(x, w) y = Add(h, b) }}")
+    model = onnx.parser.parse_model(
+        f"{_HEADER} external (float[2,20] x) => (float[2,30] y) {{ h = MatMul(x, w) y = Add(h, b) }}"
+    )
     for name, array, location, offset in (("w", weight, "data.bin", 64), ("b", bias, "more/bias.bin", 0)):
-        tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=array.shape, data_location=TensorProto.EXTERNAL)
+        tensor = TensorProto(
+            name=name, data_type=TensorProto.FLOAT, dims=array.shape, data_location=TensorProto.EXTERNAL
+        )
         for key, value in {"location": location, "offset": offset, "length": array.nbytes}.items():
             tensor.external_data.add(key=key, value=str(value))
         model.graph.initializer.append(tensor)

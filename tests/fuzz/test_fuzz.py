@@ -25,7 +25,17 @@ RUN = Path(fuzz_run.__file__)
 
 def execute(tmp_path: Path, count: int, minutes: int, *options: str) -> dict:
     report = tmp_path / "report.json"
-    words = [sys.executable, str(RUN), "--count", str(count), "--jobs", str(len(os.sched_getaffinity(0))), "--json", str(report), *options]
+    words = [
+        sys.executable,
+        str(RUN),
+        "--count",
+        str(count),
+        "--jobs",
+        str(len(os.sched_getaffinity(0))),
+        "--json",
+        str(report),
+        *options,
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=minutes * 60, check=False)
     assert report.exists(), done.stderr
     found: dict = json.loads(report.read_text())
@@ -133,12 +143,17 @@ def _functions(count: int, calls: int, cycle: bool = False) -> bytes:
             for k in range(calls)
         ]
         bodies.append(
-            helper.make_function("own", f"f{i}", ["a"], [names[-1]], nodes, [helper.make_opsetid("", 21), helper.make_opsetid("own", 1)])
+            helper.make_function(
+                "own", f"f{i}", ["a"], [names[-1]], nodes, [helper.make_opsetid("", 21), helper.make_opsetid("own", 1)]
+            )
         )
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("f0", ["x"], ["y"], domain="own")], "g", values[:1], values[1:])
     model = helper.make_model(
-        graph, opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("own", 1)], functions=bodies, ir_version=10
+        graph,
+        opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("own", 1)],
+        functions=bodies,
+        ir_version=10,
     )
     content: bytes = model.SerializeToString()
     return content

@@ -18,11 +18,15 @@ from penstock.runtime.running import run_bundle
 STEPS = 4
 
 
-def losses(model: api.Model, cluster: Cluster, folder: Path, schedule: str, precision: str = "f32", library: str = "torch") -> list[float]:
+def losses(
+    model: api.Model, cluster: Cluster, folder: Path, schedule: str, precision: str = "f32", library: str = "torch"
+) -> list[float]:
     training = Training(loss="cross_entropy", optimizer=AdamW(lr=1e-3), microbatches=2)
     plan = api.plan(model, cluster, training, schedule=schedule, precision=precision, cuda_libraries=library)
     bundle = api.compile(plan, folder / "bundle")
-    run_bundle(bundle, data="synthetic", steps=STEPS, metrics=folder / "metrics.jsonl", checkpoint=folder / "checkpoint")
+    run_bundle(
+        bundle, data="synthetic", steps=STEPS, metrics=folder / "metrics.jsonl", checkpoint=folder / "checkpoint"
+    )
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

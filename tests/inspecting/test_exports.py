@@ -30,7 +30,9 @@ _ARROW = re.compile(rf"^\s*{_STRING} -> {_STRING}", re.MULTILINE)
 def test_the_picture_has_stages_as_clusters_and_the_flow_as_arrows(bundle: Subject) -> None:
     module = bundle.module
     text = dot_text(module)
-    makers = {v.name: f"s{s}.F/{i}" for s in (0, 1) for i, op in enumerate(module.graphs[f"s{s}.F"].ops) for v in op.outs}
+    makers = {
+        v.name: f"s{s}.F/{i}" for s in (0, 1) for i, op in enumerate(module.graphs[f"s{s}.F"].ops) for v in op.outs
+    }
     makers |= {v.name: f"input {v.name}" for v in module.inputs}
     arrows, boxes = set(), {}
     for s in (0, 1):
@@ -83,7 +85,10 @@ def test_the_trace_is_the_simulated_run(built: Path, bundle: Subject, tmp_path: 
     for rank in (0, 1):
         spans = [(e["name"], e["ts"]) for e in events if e["ph"] == "X" and e["pid"] == rank]
         assert spans == [(str(a), pytest.approx(start * 1e6, abs=0.1)) for a, start, _ in made.found.timed(rank)]
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0 (stage 0, cpu:0)", "rank 1 (stage 1, cpu:1)"}
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "rank 0 (stage 0, cpu:0)",
+        "rank 1 (stage 1, cpu:1)",
+    }
     assert len([e for e in events if e["ph"] == "s"]) == len([e for e in events if e["ph"] == "f"]) > 0
 
 
@@ -161,8 +166,16 @@ def test_a_program_without_a_source_is_a_model_to_look_at(dumps: Subject) -> Non
         onnx.checker.check_model(broken)
 
 
-def test_places_where_nothing_can_be_written_are_refused_together(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = [str(tmp_path / "x.png"), str(built / "bundle" / "x.dot"), str(tmp_path), str(tmp_path / "a.csv"), str(tmp_path / "a.csv")]
+def test_places_where_nothing_can_be_written_are_refused_together(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = [
+        str(tmp_path / "x.png"),
+        str(built / "bundle" / "x.dot"),
+        str(tmp_path),
+        str(tmp_path / "a.csv"),
+        str(tmp_path / "a.csv"),
+    ]
     assert main(["inspect", str(built / "bundle"), *(word for path in wrong for word in ("--export", path))]) == 2
     said = capsys.readouterr().err
     assert "x.png: expected a name that ends in" in said
@@ -171,7 +184,9 @@ def test_places_where_nothing_can_be_written_are_refused_together(built: Path, t
     assert not (tmp_path / "a.csv").exists()
 
 
-def test_no_file_replaces_what_is_read_or_another_one(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_file_replaces_what_is_read_or_another_one(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     module = next((built / "dumps").glob("*_simplify.ir"))
     ir = tmp_path / "x.ir"
     ir.write_bytes(module.read_bytes())
@@ -193,7 +208,9 @@ def test_no_file_replaces_what_is_read_or_another_one(built: Path, tmp_path: Pat
     ):
         assert main(["inspect", *words]) == 2, words
         assert said in capsys.readouterr().err
-    assert {path: path.read_bytes() for folder in (tmp_path, built) for path in folder.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for folder in (tmp_path, built) for path in folder.rglob("*") if path.is_file()
+    } == before
     # Control: beside them there is room, in a folder that is not there yet, too.
     assert main(["inspect", str(ir), "--html", str(tmp_path / "new" / "x.html")]) == 0
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["x.html"]
@@ -205,7 +222,9 @@ def test_empty_names_are_no_names(built: Path, capsys: pytest.CaptureFixture[str
         assert f"--{name} without a name" in capsys.readouterr().err
 
 
-def test_more_batches_than_anybody_would_see_are_refused(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_batches_than_anybody_would_see_are_refused(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words in (["--schedule"], ["--memory"], ["--export", str(tmp_path / "s.csv")]):
         assert main(["inspect", str(built / "bundle"), *words, "--batches", "100000000"]) == 2
         assert "can be shown" in capsys.readouterr().err

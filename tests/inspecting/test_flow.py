@@ -75,7 +75,9 @@ def flows(graph: Graph, lines: Sequence[Line]) -> set[tuple[int, int]]:
 @given(graphs("g"), st.integers(1, 6))
 def test_rails_say_how_values_flow(graph: Graph, most: int) -> None:
     lines = draw(graph, most)
-    assert [line.op for line in lines if line.op is not None] == [op for op in graph.ops if op.kind not in ("read", "const")]
+    assert [line.op for line in lines if line.op is not None] == [
+        op for op in graph.ops if op.kind not in ("read", "const")
+    ]
     assert read_off([line.rails for line in lines]) == flows(graph, lines)
     assert all(len(line.rails) <= 2 * (most + 1 + max((len(op.outs) for op in graph.ops), default=0)) for line in lines)
 

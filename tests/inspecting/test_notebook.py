@@ -22,7 +22,23 @@ from penstock.ir.graph import Graph, Module, Note, Op, Value, Var
 from penstock.ir.text import print_module
 from penstock.ir.types import parse_type
 
-_KNOWN = {"div", "b", "table", "thead", "tbody", "tr", "th", "td", "details", "summary", "pre", "svg", "text", "rect", "title"}
+_KNOWN = {
+    "div",
+    "b",
+    "table",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+    "details",
+    "summary",
+    "pre",
+    "svg",
+    "text",
+    "rect",
+    "title",
+}
 HOSTILE = '<script>alert(1)</script><img src=x onerror="alert(2)">&amp;\'"'
 
 
@@ -67,7 +83,9 @@ class Reader(HTMLParser):
 def hostile_module() -> Module:
     """Names that no parser would let through, but Python does."""
     value = Value(HOSTILE, parse_type("f32[2]"))
-    graph = Graph(HOSTILE, (value,), (value,), (Op(HOSTILE, (value,), (Value("y", value.type),), {"a": HOSTILE}, HOSTILE),))
+    graph = Graph(
+        HOSTILE, (value,), (value,), (Op(HOSTILE, (value,), (Value("y", value.type),), {"a": HOSTILE}, HOSTILE),)
+    )
     return Module(
         HOSTILE,
         (value,),
@@ -110,7 +128,9 @@ def test_every_module_can_be_shown(module: Module) -> None:
 def test_a_large_module_is_cut() -> None:
     value = parse_type("f32[2]")
     ops = tuple(Op("relu", (Value(f"v{i}", value),), (Value(f"v{i + 1}", value),)) for i in range(50_000))
-    module = Module("large", graphs={f"g{i}": Graph(f"g{i}", (Value("v0", value),), (), ops if not i else ()) for i in range(100)})
+    module = Module(
+        "large", graphs={f"g{i}": Graph(f"g{i}", (Value("v0", value),), (), ops if not i else ()) for i in range(100)}
+    )
     shown = module._repr_html_()
     assert len(shown) < 100_000
     assert "and 40 more rows" in shown

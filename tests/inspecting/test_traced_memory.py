@@ -78,7 +78,9 @@ def test_facts_of_a_run(files):
         assert sum(kind.count for kind in found.kinds) == len(found.blocks)
         slow = replace(module, cluster=Cluster(tuple(replace(d, bandwidth=1.0) for d in module.cluster.devices)))
         # Control: by a way as slow as that nothing is worth moving.
-        assert not any(k.candidate or k.at_peak for k in traced_memory(slow, read_trace(folder / "t.json"), "t.json")[rank].kinds)
+        assert not any(
+            k.candidate or k.at_peak for k in traced_memory(slow, read_trace(folder / "t.json"), "t.json")[rank].kinds
+        )
 
 
 def test_the_command(files, capsys):
@@ -107,7 +109,10 @@ def test_a_block_that_leaks_is_named(files):
 
 def test_traces_of_something_else_are_refused(files, tmp_path, capsys):
     folder, module = files
-    for stages, kind, said in ((1, "2bw", "the trace has 2 ranks, the module 1"), (2, "forward", "which it never does in the module")):
+    for stages, kind, said in (
+        (1, "2bw", "the trace has 2 ranks, the module 1"),
+        (2, "forward", "which it never does in the module"),
+    ):
         (tmp_path / "m.ir").write_text(print_module(classifier(stages, kind, 2)))
         assert main(["inspect", str(tmp_path / "m.ir"), "--memory", "--trace", str(folder / "t.json")]) == 2
         assert said in capsys.readouterr().err

@@ -43,9 +43,16 @@ def test_colours_change_no_letter(module: Module) -> None:
     assert _plain(colours.paint_changes(text)) == text
 
 
-@pytest.mark.parametrize(("no_color", "term", "expected"), [("", "xterm", True), ("1", "xterm", False), ("", "dumb", False)])
+@pytest.mark.parametrize(
+    ("no_color", "term", "expected"), [("", "xterm", True), ("1", "xterm", False), ("", "dumb", False)]
+)
 def test_colours_are_for_terminals_that_want_them(
-    no_color: str, term: str, expected: bool, built: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    no_color: str,
+    term: str,
+    expected: bool,
+    built: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", term)
@@ -78,7 +85,9 @@ def test_every_view_of_every_dump(built: Path, capsys: pytest.CaptureFixture[str
         assert main(["inspect", str(path)]) == 0
         assert main(["inspect", str(path), "--params", "--op", "matmul"]) == 0
     # From the pass `schedule` on: what a plan that does not fit leaves ends before drops are known.
-    curves = {path.name: main(["inspect", str(path), "--memory"]) for path in sorted((built / "dumps").glob("[01][0-9]_*.ir"))}
+    curves = {
+        path.name: main(["inspect", str(path), "--memory"]) for path in sorted((built / "dumps").glob("[01][0-9]_*.ir"))
+    }
     first = next(i for i, name in enumerate(curves) if "_schedule" in name)
     assert list(curves.values()) == [2] * first + [0] * (len(curves) - first)
     capsys.readouterr()
@@ -99,7 +108,9 @@ def test_curves_are_those_of_the_simulation(bundle: Subject) -> None:
         assert max(p.held for p in curve.points) <= curve.memory.peak
     # Before messages are made there are no times, but the same actions.
     untimed = memory_curves(module.but(cluster=None), 2)
-    assert [[p.action for p in c.points] for c in untimed] == [[p.action for p in c.points] for c in memory_curves(module, 2)]
+    assert [[p.action for p in c.points] for c in untimed] == [
+        [p.action for p in c.points] for c in memory_curves(module, 2)
+    ]
     assert not untimed[0].timed
 
 
@@ -120,7 +131,8 @@ def test_a_grid_that_is_too_wide_goes_on_below(bundle: Subject) -> None:
     assert max(map(len, wrapped.splitlines()[:-1])) <= 60 < max(map(len, whole.splitlines()))
     for rank in schedule.ranks:
         cells = [
-            " ".join(x.partition("| ")[2] for x in text.splitlines() if x.startswith(f"rank {rank} |")).split() for text in (whole, wrapped)
+            " ".join(x.partition("| ")[2] for x in text.splitlines() if x.startswith(f"rank {rank} |")).split()
+            for text in (whole, wrapped)
         ]
         assert cells[0] == cells[1]
 
@@ -141,7 +153,9 @@ def test_looking_loads_none_of_the_heavy_libraries(built: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_stages_on_several_devices_and_programs_that_do_not_train(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_on_several_devices_and_programs_that_do_not_train(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     common = ["compile", str(built / "gpt.onnx"), "--dim", "batch=2", "--backend", "numpy"]
     training = ["--loss", "mse", "--devices", "4", "--stages", "2", "--replicas", "2", "--microbatches", "4"]
     assert main([*common, *training, "-o", str(tmp_path / "replicas")]) == 0
@@ -151,9 +165,27 @@ def test_stages_on_several_devices_and_programs_that_do_not_train(built: Path, t
     assert [row.devices for row in facts.stages] == [("cpu:0", "cpu:1"), ("cpu:2", "cpu:3")]
     assert [curve.device for curve in memory_curves(module, 1)] == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
     for name in ("replicas", "forward"):
-        exported = [word for suffix in ("dot", "onnx", "csv", "json") for word in ("--export", str(tmp_path / f"{name}.{suffix}"))]
+        exported = [
+            word
+            for suffix in ("dot", "onnx", "csv", "json")
+            for word in ("--export", str(tmp_path / f"{name}.{suffix}"))
+        ]
         assert (
-            main(["inspect", str(tmp_path / name), "--memory", "--params", "--schedule", "--flow", "s1", "--why", "logits", *exported]) == 0
+            main(
+                [
+                    "inspect",
+                    str(tmp_path / name),
+                    "--memory",
+                    "--params",
+                    "--schedule",
+                    "--flow",
+                    "s1",
+                    "--why",
+                    "logits",
+                    *exported,
+                ]
+            )
+            == 0
         )
         out = capsys.readouterr().out
         assert "@s1.F" in out

@@ -24,7 +24,8 @@ FLOATS = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from([0.0, -0.0, m
 
 @settings(deadline=None)
 @given(
-    arrays.arrays(np.float32, arrays.array_shapes(min_dims=0, max_dims=3, min_side=0), elements=FLOATS), st.sampled_from([1, 3, 1 << 20])
+    arrays.arrays(np.float32, arrays.array_shapes(min_dims=0, max_dims=3, min_side=0), elements=FLOATS),
+    st.sampled_from([1, 3, 1 << 20]),
 )
 def test_statistics_are_those_of_the_whole_array(array: np.ndarray, part: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -54,7 +55,9 @@ def test_a_small_spread_beside_a_large_mean_is_not_lost(monkeypatch: pytest.Monk
     found = statistics(values)
     assert found.std == pytest.approx(math.sqrt(variance), rel=1e-6)
     # The control: sums of squares alone lose it.
-    assert math.sqrt(max(0.0, float(np.mean(values**2) - np.mean(values) ** 2))) != pytest.approx(math.sqrt(variance), rel=1e-6)
+    assert math.sqrt(max(0.0, float(np.mean(values**2) - np.mean(values) ** 2))) != pytest.approx(
+        math.sqrt(variance), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int64, np.uint8, np.bool_])
@@ -74,7 +77,9 @@ def test_params_shows_what_the_bundle_holds(built: Path, bundle: Subject, capsys
     assert next(line for line in lines if line.startswith("wte.weight.grad ")).split()[-7:] == ["-"] * 7
 
 
-def test_params_of_a_checkpoint_has_the_state_of_the_optimiser(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_params_of_a_checkpoint_has_the_state_of_the_optimiser(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["run", str(built / "bundle"), "--steps", "2", "--checkpoint", str(tmp_path / "ck"), "--timeout", "60"]
     assert main(words) == 0
     capsys.readouterr()
@@ -85,6 +90,12 @@ def test_params_of_a_checkpoint_has_the_state_of_the_optimiser(built: Path, tmp_
     found = json.loads(captured.out)
     assert "after 2 steps" in captured.err
     assert found["step"]["most"] == 2
-    assert any(row["norm"] > 0 for name, row in found.items() if name not in ("step", "wte.weight") and name.startswith("wte.weight."))
+    assert any(
+        row["norm"] > 0
+        for name, row in found.items()
+        if name not in ("step", "wte.weight") and name.startswith("wte.weight.")
+    )
     # Of another program it is refused.
-    assert main(["inspect", str(built / "dumps" / "00_input.ir"), "--params", "--checkpoint", str(tmp_path / "ck")]) == 5
+    assert (
+        main(["inspect", str(built / "dumps" / "00_input.ir"), "--params", "--checkpoint", str(tmp_path / "ck")]) == 5
+    )

@@ -43,7 +43,9 @@ def test_a_value_a_variable_a_kernel_a_node_and_a_module(bundle: Subject) -> Non
     assert look_up(module, "%wte.weight.nowhere") is None
 
 
-def test_a_wrong_name_is_answered_with_those_like_it(bundle: Subject, built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_name_is_answered_with_those_like_it(
+    bundle: Subject, built: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UsageError) as caught:
         find(bundle.module, "h.0.atn.residul")
     assert "%h.0.attn.residual" in caught.value.hint
@@ -69,7 +71,12 @@ def test_every_pass_that_touched_an_operation_is_named(dumps: Subject) -> None:
     name = "h.1.attn.residual"
     texts = []
     for dump in dumps.dumps:
-        made = [f"{g.name}: {print_op(op)}" for g in dump.module.graphs.values() for op in g.ops if name in [v.name for v in op.outs]]
+        made = [
+            f"{g.name}: {print_op(op)}"
+            for g in dump.module.graphs.values()
+            for op in g.ops
+            if name in [v.name for v in op.outs]
+        ]
         carried = [f"{e.src}>{e.dst} {e.phase}" for e in dump.module.edges if name in [v.name for v in e.values]]
         texts.append((dump.number, made + carried))
     expected = [number for (_, before), (number, after) in pairwise(texts) if before != after]
@@ -92,9 +99,15 @@ def test_what_is_said_of_a_value_that_travels(bundle: Subject) -> None:
     assert part.kernel.calls == 3, "one per microbatch"
     assert set(part.kernel.elsewhere) == {"cpu:1"}
     sent = [
-        c for e in module.edges for v in e.values for c in why(bundle, f"%{v.name}").crossings if (c.source, c.target) == (e.src, e.dst)
+        c
+        for e in module.edges
+        for v in e.values
+        for c in why(bundle, f"%{v.name}").crossings
+        if (c.source, c.target) == (e.src, e.dst)
     ]
-    assert {(c.value, c.nbytes, c.times) for c in sent} == {(v.name, v.type.nbytes, 3) for e in module.edges for v in e.values}
+    assert {(c.value, c.nbytes, c.times) for c in sent} == {
+        (v.name, v.type.nbytes, 3) for e in module.edges for v in e.values
+    }
 
 
 def test_the_source_is_the_node_of_the_model(bundle: Subject, built: Path) -> None:
@@ -110,7 +123,11 @@ def test_what_a_pass_removed_is_told_by_that_pass(dumps: Subject) -> None:
     first, last = dumps.dumps[0].module, dumps.module
     left = {v.name for g in last.graphs.values() for op in g.ops for v in op.outs}
     gone = next(
-        v.name for g in first.graphs.values() for op in g.ops for v in op.outs if v.name not in left and look_up(last, v.name) is None
+        v.name
+        for g in first.graphs.values()
+        for op in g.ops
+        for v in op.outs
+        if v.name not in left and look_up(last, v.name) is None
     )
     found = why(dumps, gone)
     assert found.gone
@@ -129,7 +146,15 @@ def test_without_a_record_that_is_said(built: Path, tmp_path: Path) -> None:
 def test_why_prints_and_is_json(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(built / "bundle"), "--why", "h.0.mlp.gelu", "--dumps", str(built / "dumps")]) == 0
     out = capsys.readouterr().out
-    for word in ("ONNX node h.0.mlp.gelu", "stage 0 on cpu:0", "kernel s0.F/", "roofline", "why stage 0", "fuse", "kernel="):
+    for word in (
+        "ONNX node h.0.mlp.gelu",
+        "stage 0 on cpu:0",
+        "kernel s0.F/",
+        "roofline",
+        "why stage 0",
+        "fuse",
+        "kernel=",
+    ):
         assert word in out
     assert main(["inspect", str(built / "bundle"), "--why", "h.0.mlp.gelu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "value"
@@ -145,7 +170,18 @@ def test_options_that_do_not_go_together_are_refused_at_once(built: Path, capsys
 
 def test_what_the_planner_would_have_taken_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_mlp(tmp_path / "mlp.onnx", [16, 32, 32, 8])
-    words = ["compile", str(tmp_path / "mlp.onnx"), "-o", str(tmp_path / "b"), "--devices", "2", "--batch", "16", "--schedule", "auto"]
+    words = [
+        "compile",
+        str(tmp_path / "mlp.onnx"),
+        "-o",
+        str(tmp_path / "b"),
+        "--devices",
+        "2",
+        "--batch",
+        "16",
+        "--schedule",
+        "auto",
+    ]
     assert main([*words, "--loss", "mse", "--backend", "numpy"]) == 0
     subject = open_subject(tmp_path / "b")
     planner = subject.plan["planner"]
@@ -158,11 +194,20 @@ def test_what_the_planner_would_have_taken_otherwise(tmp_path: Path, capsys: pyt
         assert sum(reason.startswith(f"what if: {name}: ") for reason in reasons) == 1
     assert not any("no plans were compared" in reason for reason in reasons)
     schedule, usual = subject.plan["schedule"], planner["schedules"][subject.plan["schedule"]]
-    assert any(re.search(rf"no plan of {schedule} (for what was given is faster|takes less)", reason) for reason in reasons)
+    assert any(
+        re.search(rf"no plan of {schedule} (for what was given is faster|takes less)", reason) for reason in reasons
+    )
     # One that was chosen by simulation: formulas are compared with formulas, and what they would have taken is told.
-    slower = planner | {"step_s": 1.1 * usual, "proven": False, "passed_over": "but not when it is simulated", "simulated": {"2bw": 1.0}}
+    slower = planner | {
+        "step_s": 1.1 * usual,
+        "proven": False,
+        "passed_over": "but not when it is simulated",
+        "simulated": {"2bw": 1.0},
+    }
     slower["what_if"] = {"schedule 2bw": 0.9 * usual, "memory without limit": usual}
-    told = stage_reasons(subject.module, 0, subject.plan | {"schedule": "1f1b", "planner": slower | {"schedules": {"1f1b": usual}}})
+    told = stage_reasons(
+        subject.module, 0, subject.plan | {"schedule": "1f1b", "planner": slower | {"schedules": {"1f1b": usual}}}
+    )
     assert f"by these formulas another plan of 1f1b takes {shown_seconds(usual)}, but not when it is simulated" in told
     assert f"what if: memory without limit: {shown_seconds(usual)} per batch, +0.0%" in told
     assert f"what if: schedule 2bw: {shown_seconds(0.9 * usual)} per batch, -10.0%, but 1.000 s simulated" in told
@@ -195,7 +240,9 @@ def test_a_module_of_torch_is_found_by_its_path(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     inner = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU())
     net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), inner, torch.nn.Linear(16, 4))
-    plan = ps.plan(ps.from_torch(net, (torch.randn(4, 8),)), ps.Cluster.local(2), ps.Training(loss="mse", microbatches=2), stages=2)
+    plan = ps.plan(
+        ps.from_torch(net, (torch.randn(4, 8),)), ps.Cluster.local(2), ps.Training(loss="mse", microbatches=2), stages=2
+    )
     subject = open_subject(ps.compile(plan, tmp_path / "b", backend="numpy"))
     found = why(subject, "2.1")
     assert [(source.kind, source.op_type, source.module) for source in found.sources] == [("torch call", "gelu", "2.1")]

@@ -25,7 +25,9 @@ def test_a_list_names_processors_and_architectures() -> None:
 
 def test_a_file_gives_the_architecture_of_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
-    file.write_text('[[device]]\nname = "a"\nkind = "gpu"\narch = "sm_90"\nmemory = "80 GiB"\n\n[[device]]\nname = "b"\n')
+    file.write_text(
+        '[[device]]\nname = "a"\nkind = "gpu"\narch = "sm_90"\nmemory = "80 GiB"\n\n[[device]]\nname = "b"\n'
+    )
     cluster = Cluster.load(file)
     first = cluster.device("a")
     assert (first.kind, first.target, first.spaces) == ("cuda", "sm_90", (("hbm", 80 * 2**30),))

@@ -19,10 +19,12 @@ names = st.from_regex(r"[a-zA-Z][\w./:\-]{0,6}", fullmatch=True)
 rates = st.floats(1.0, 1e18)
 seconds = st.floats(0.0, 10.0)
 sizes = st.integers(1, 1 << 50)
-spaces = st.dictionaries(st.sampled_from(["ram", "hbm", "pinned", "disk"]), sizes, max_size=3).map(lambda d: tuple(d.items()))
-shares = st.dictionaries(st.sampled_from(["products", "products.bf16", "elements.bytes", "layout"]), st.floats(1e-3, 20.0), max_size=3).map(
+spaces = st.dictionaries(st.sampled_from(["ram", "hbm", "pinned", "disk"]), sizes, max_size=3).map(
     lambda d: tuple(d.items())
 )
+shares = st.dictionaries(
+    st.sampled_from(["products", "products.bf16", "elements.bytes", "layout"]), st.floats(1e-3, 20.0), max_size=3
+).map(lambda d: tuple(d.items()))
 
 
 @st.composite
@@ -38,7 +40,9 @@ def clusters(draw: st.DrawFn) -> Cluster:
     chosen = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
     links = tuple(Link(a, b, draw(rates), draw(seconds), draw(names | st.just(""))) for a, b in chosen)
     kinds = draw(st.lists(st.sampled_from(sorted(CLASSES)), unique=True))
-    return Cluster(tuple(devices), links, tuple(hosts), tuple(LinkClass(kind, draw(rates), draw(seconds)) for kind in kinds))
+    return Cluster(
+        tuple(devices), links, tuple(hosts), tuple(LinkClass(kind, draw(rates), draw(seconds)) for kind in kinds)
+    )
 
 
 @given(clusters())
@@ -161,7 +165,10 @@ def test_paths_say_what_they_share(tmp_path: Path) -> None:
     # A link of its own shares what it says, here nothing.
     assert cluster.path("left/cpu:0", "right/gpu") == (1e6, 0.0, (), math.inf)
     assert cluster.path("left/cpu:0", "left/cpu:1").shares == ()
-    assert (cluster.path("left/cpu:0", "left/cpu:1").summing, cluster.shares_memory("left/cpu:0", "left/cpu:1")) == (2.2e9, True)
+    assert (cluster.path("left/cpu:0", "left/cpu:1").summing, cluster.shares_memory("left/cpu:0", "left/cpu:1")) == (
+        2.2e9,
+        True,
+    )
     assert not cluster.shares_memory("left/cpu:1", "right/gpu")
     assert not cluster.is_shared
     # Without anything said, the rate of the cards is better than a guess.
@@ -182,7 +189,9 @@ def test_named_cards_are_shared_by_their_links() -> None:
 
 
 def test_a_gpu_and_its_host_have_a_link_of_their_kind() -> None:
-    cluster = Cluster((Device("c"), Device("g", "cuda", target="sm_90"), Device("h", "cuda", host="other", target="sm_90")))
+    cluster = Cluster(
+        (Device("c"), Device("g", "cuda", target="sm_90"), Device("h", "cuda", host="other", target="sm_90"))
+    )
     assert [cluster.link(a, b).bandwidth for a, b in ("cg", "gc", "gh")] == [1e10, 1e10, 1e9]
 
 
@@ -279,17 +288,29 @@ bandwidth = "10 GHz"
             "device 'a': a memory space needs a name of letters, digits and _, got 'my ram'",
         ),
         ('[[device]]\nname = "a"\nspaces = 7', "device 'a': spaces must be a table, got 7"),
-        ('[[device]]\nname = "a"\nefficiency = { products = 0 }', "device 'a', efficiency: products must be positive and finite, got 0"),
+        (
+            '[[device]]\nname = "a"\nefficiency = { products = 0 }',
+            "device 'a', efficiency: products must be positive and finite, got 0",
+        ),
         ('[[device]]\nname = "a"\nefficiency = { "a b" = 1 }', "device 'a', efficiency: 'a b' is no family of work"),
-        ('[[device]]\nname = "a"\nkind = "gpu"\narch = "sm_90"\ntarget = "sm_80"', "device 'a': arch is 'sm_90', but target is 'sm_80'"),
+        (
+            '[[device]]\nname = "a"\nkind = "gpu"\narch = "sm_90"\ntarget = "sm_80"',
+            "device 'a': arch is 'sm_90', but target is 'sm_80'",
+        ),
         ('[[device]]\nname = "a"\n[[device]]\nname = "b"\n[[link]]\na = "a"', "link 0: b is missing"),
         ('links = 3\n[[device]]\nname = "a"', "[links] must be a table of classes of links"),
-        ('[[device]]\nname = "a"\n[links]\nsame-host = 3', "[links]: same-host must be a table with bandwidth and latency, got 3"),
+        (
+            '[[device]]\nname = "a"\n[links]\nsame-host = 3',
+            "[links]: same-host must be a table with bandwidth and latency, got 3",
+        ),
         (
             '[[device]]\nname = "a"\n[[device]]\nname = "b"\n[[link]]\na = "a"\nb = "b"\n[[link]]\na = "b"\nb = "a"',
             "link 1: 'b' and 'a' are linked twice",
         ),
-        ('[[host]]\nname = "x"\n[[host]]\nname = "y"\n[[device]]\nname = "a"', "device 'a': needs a host, as there are several: x, y"),
+        (
+            '[[host]]\nname = "x"\n[[host]]\nname = "y"\n[[device]]\nname = "a"',
+            "device 'a': needs a host, as there are several: x, y",
+        ),
     ],
 )
 def test_each_problem_by_itself(tmp_path: Path, text: str, expected: str) -> None:
@@ -343,7 +364,9 @@ def test_this_machine_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     (cpu,) = Cluster.detect().devices
     assert (cpu.kind, cpu.threads) == ("cpu", usable_cores())
     monkeypatch.setattr(data, "gpus", lambda: ([Gpu(0, "H", "sm_90", 80 << 30, 79 << 30, 3e12, 5e10)], ""))
-    assert [(d.name, d.target, d.memory, d.bandwidth) for d in Cluster.detect().devices[1:]] == [("cuda:0", "sm_90", 80 << 30, 3e12)]
+    assert [(d.name, d.target, d.memory, d.bandwidth) for d in Cluster.detect().devices[1:]] == [
+        ("cuda:0", "sm_90", 80 << 30, 3e12)
+    ]
 
 
 def test_what_cannot_be_is_told_at_once(tmp_path: Path) -> None:
@@ -355,7 +378,14 @@ def test_what_cannot_be_is_told_at_once(tmp_path: Path) -> None:
     assert [line.split(": ")[1].split()[0] for line in found] == list(bad)
     assert "device 'a': flops must be from 1 to 1e+24, got 1e+300" in found
     assert "device 'a': threads must be from 1 to 65536, got 65537" in found
-    good = {"flops": "1e24", "bandwidth": "1", "threads": "65536", "memory": f"{2**60}", "overhead": "1e6", "socket_bandwidth": '"1 B/s"'}
+    good = {
+        "flops": "1e24",
+        "bandwidth": "1",
+        "threads": "65536",
+        "memory": f"{2**60}",
+        "overhead": "1e6",
+        "socket_bandwidth": '"1 B/s"',
+    }
     load(tmp_path, '[[device]]\nname = "a"\n' + "\n".join(f"{key} = {value}" for key, value in good.items()))
 
 

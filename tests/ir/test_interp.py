@@ -85,7 +85,9 @@ def stale_training(delay, lr=0.05):
             loss = torch_loss(used, x, labels)
             (loss / M).backward()
             losses.append(loss.item())
-        history.append({name: x if used[name].grad is None else x - lr * used[name].grad for name, x in history[-1].items()})
+        history.append(
+            {name: x if used[name].grad is None else x - lr * used[name].grad for name, x in history[-1].items()}
+        )
     return losses, {name: x.numpy() for name, x in history[-1].items()}
 
 
@@ -206,7 +208,9 @@ def test_forward_only():
     assert [entry[2] for entry in run.log] == ["F"] * (M * BATCHES)
     assert run.outputs[3]["y"].shape == (2, 3)
     with pytest.raises(VerifyError, match="no weights for @w1; @b1 is"):
-        run_recurrence(parse_module(TEXT), {**{k: v for k, v in weights.items() if k != "w1"}, "b1": np.zeros(3)}, batches)
+        run_recurrence(
+            parse_module(TEXT), {**{k: v for k, v in weights.items() if k != "w1"}, "b1": np.zeros(3)}, batches
+        )
 
 
 # ---------------------------------------------------------------------------------------- schedules
@@ -323,9 +327,21 @@ BROKEN = [
         "does not hold|next message",
     ),
     ("no update", lambda r, actions: [a for a in actions if a.kind != "U"], "version 1 of @w. is asked for"),
-    ("a version too new", lambda r, actions: [a._replace(version=a.version + 1) if a.kind == "F" else a for a in actions], "is asked for"),
-    ("an update twice", lambda r, actions: [b for a in actions for b in ([a, a] if a.kind == "U" else [a])], "is written, the newest is"),
-    ("an unknown graph", lambda r, actions: [a._replace(kind="W") if a.kind == "B" else a for a in actions], "no graph @s"),
+    (
+        "a version too new",
+        lambda r, actions: [a._replace(version=a.version + 1) if a.kind == "F" else a for a in actions],
+        "is asked for",
+    ),
+    (
+        "an update twice",
+        lambda r, actions: [b for a in actions for b in ([a, a] if a.kind == "U" else [a])],
+        "is written, the newest is",
+    ),
+    (
+        "an unknown graph",
+        lambda r, actions: [a._replace(kind="W") if a.kind == "B" else a for a in actions],
+        "no graph @s",
+    ),
 ]
 
 
@@ -359,7 +375,9 @@ def test_unwired_deadlock_names_what_is_missing(toy):
 
 
 def test_unreceived_messages_are_noticed(toy):
-    module = edited(wired(toy, "gpipe"), lambda r, actions: [a for a in actions if not (a.kind in ("RB", "B", "D") and r == 0)])
+    module = edited(
+        wired(toy, "gpipe"), lambda r, actions: [a for a in actions if not (a.kind in ("RB", "B", "D") and r == 0)]
+    )
     with pytest.raises(VerifyError, match="never received: 1B>0"):
         run_toy(module)
 

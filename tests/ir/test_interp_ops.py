@@ -32,7 +32,9 @@ def normal(*shape: int) -> np.ndarray:
     return RNG.normal(size=shape)
 
 
-def run(kind: str, arrays: list[np.ndarray], results: int = 1, precision: str = "typed", **attrs: object) -> tuple[np.ndarray, ...]:
+def run(
+    kind: str, arrays: list[np.ndarray], results: int = 1, precision: str = "typed", **attrs: object
+) -> tuple[np.ndarray, ...]:
     ins = [Value(f"x{i}", TensorType(dtype_of(x.dtype), x.shape)) for i, x in enumerate(arrays)]
     return apply_op(make(kind, ins, [f"y{i}" for i in range(results)], **attrs), arrays, precision)
 
@@ -40,9 +42,13 @@ def run(kind: str, arrays: list[np.ndarray], results: int = 1, precision: str = 
 def in_torch(s: Sample, arrays: list[np.ndarray]) -> list[np.ndarray]:
     """The results of a sample as torch sees it, in float64 where they are floats."""
     dtypes = [parse_type(t).dtype for t in s.types]
-    wide = [np.float64 if d in FLOATS else np.int64 if d in FEW else a.dtype for a, d in zip(arrays, dtypes, strict=True)]
+    wide = [
+        np.float64 if d in FLOATS else np.int64 if d in FEW else a.dtype for a, d in zip(arrays, dtypes, strict=True)
+    ]
     if s.kind == "bitcast":  # is about the bits as they are
-        found = MEANING["bitcast"](fill(torch.empty(arrays[0].shape, dtype=TORCH_DTYPES[dtypes[0]]), arrays[0]), **s.attrs)
+        found = MEANING["bitcast"](
+            fill(torch.empty(arrays[0].shape, dtype=TORCH_DTYPES[dtypes[0]]), arrays[0]), **s.attrs
+        )
         return [found.double().numpy() if found.is_floating_point() else found.numpy()]
     tensors = [torch.tensor(a.astype(w)) for a, w in zip(arrays, wide, strict=True)]
     attrs = {name: "i64" if value in FEW else value for name, value in complete_attrs(s.op).items()}

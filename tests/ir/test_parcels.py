@@ -9,7 +9,9 @@ from penstock.ir.graph import Value
 from penstock.ir.parcels import TOGETHER, parcels
 from penstock.ir.types import TensorType
 
-SIZES = st.lists(st.sampled_from([0, 1, 63, 64, 65, 1000, TOGETHER - 1, TOGETHER, TOGETHER + 1, 4 * TOGETHER]), max_size=8)
+SIZES = st.lists(
+    st.sampled_from([0, 1, 63, 64, 65, 1000, TOGETHER - 1, TOGETHER, TOGETHER + 1, 4 * TOGETHER]), max_size=8
+)
 
 
 @given(SIZES)

@@ -52,7 +52,10 @@ def test_a_sum_begins_when_the_last_rank_is_there_and_goes_on_in_the_background(
 
 def test_microbatches_in_flight_are_those_between_forward_and_the_end_of_backward() -> None:
     assert most_in_flight(map(Action.parse, ["0F0", "0F1", "0B0", "0F2", "0F3", "0B1", "0U0", "0B2", "0B3"])) == 3
-    assert most_in_flight(map(Action.parse, ["0F0", "0F1", "0B0", "0F2", "0B1", "0W0", "0F3", "0W1", "0D1", "0B2", "0W2"])) == 3
+    assert (
+        most_in_flight(map(Action.parse, ["0F0", "0F1", "0B0", "0F2", "0B1", "0W0", "0F3", "0W1", "0D1", "0B2", "0W2"]))
+        == 3
+    )
     assert most_in_flight([]) == 0
 
 

@@ -26,7 +26,12 @@ def test_every_row_is_sampled_and_refuses_something() -> None:
 
 
 def test_every_file_of_samples_is_read() -> None:
-    files = {path.stem for path in Path(samples.__file__).parent.glob("*.py")} - {"__init__", "data", "related", "table"}
+    files = {path.stem for path in Path(samples.__file__).parent.glob("*.py")} - {
+        "__init__",
+        "data",
+        "related",
+        "table",
+    }
     assert files == {family.__name__.rpartition(".")[2] for family in FAMILIES}
 
 
@@ -109,4 +114,6 @@ def test_a_sample_always_draws_the_same_operands() -> None:
             assert a.dtype == numpy_dtype(parse_type(t).dtype)
             assert a.tobytes() == b.tobytes()
     assert complete_attrs(SAMPLES[0].op)
-    assert np.isnan(next(s for s in SAMPLES if s.kind == "maximum" and s.draws and s.draws[0].__name__ == "nasty").arrays()[0]).any()
+    assert np.isnan(
+        next(s for s in SAMPLES if s.kind == "maximum" and s.draws and s.draws[0].__name__ == "nasty").arrays()[0]
+    ).any()

@@ -55,7 +55,9 @@ def test_actions_round_trip(action: Action) -> None:
     assert Action.parse(str(action)) == action
 
 
-@pytest.mark.parametrize("text", ["", "F", "0F", "0X1", "0F1@", "0SF1", "0SF1<2", "0RF1>2", "0F1>2", "0F1@-1", " 0F1", "0F1 "])
+@pytest.mark.parametrize(
+    "text", ["", "F", "0F", "0X1", "0F1@", "0SF1", "0SF1<2", "0RF1>2", "0F1>2", "0F1@-1", " 0F1", "0F1 "]
+)
 def test_bad_actions_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="bad action"):
         Action.parse(text)

@@ -88,17 +88,32 @@ TYPED = [
         lambda op: replace(op, ins=op.ins[::-1]),
         ["@F op 1 (matmul from layer0): inner sizes differ: 4 of f32[3,4] and 2 of f32[2,3]"],
     ),
-    ("F", 2, lambda op: replace(op, ins=(Value("z", op.ins[0].type),)), ["@F op 2 (relu): operand %z is not defined above"]),
+    (
+        "F",
+        2,
+        lambda op: replace(op, ins=(Value("z", op.ins[0].type),)),
+        ["@F op 2 (relu): operand %z is not defined above"],
+    ),
     ("F", 2, lambda op: replace(op, ins=(Value("h", VECTOR),)), ["operand %h is used as f32[4], defined as f32[2,4]"]),
     ("F", 2, lambda op: replace(op, outs=(Value("y", VECTOR),)), ["result %y is declared f32[4], expected f32[2,4]"]),
     ("F", 2, lambda op: replace(op, outs=(Value("h", op.outs[0].type),)), ["%h is defined twice"]),
-    ("F", 2, lambda op: replace(op, outs=op.outs * 2), ["declares 2 results, the op table says 1", "%y is defined twice"]),
+    (
+        "F",
+        2,
+        lambda op: replace(op, outs=op.outs * 2),
+        ["declares 2 results, the op table says 1", "%y is defined twice"],
+    ),
     ("F", 2, lambda op: replace(op, kind="rleu"), ["unknown operation 'rleu'"]),
     ("F", 2, lambda op: replace(op, attrs={"slope": 1.0}), ["relu has no attribute 'slope'"]),
     ("F", 2, lambda op: replace(op, ins=op.ins * 2), ["takes 1 operands, got 2"]),
     ("F", 0, lambda op: op.with_attrs(var="v"), ["no variable @v in the module"]),
     ("F", 0, lambda op: op.with_attrs(version="newest"), ["reads version newest, expected mb or latest"]),
-    ("B", 3, lambda op: replace(op, ins=(Value("h", parse_type("f32[2,4]")),)), ["@w.grad is f32[3,4], the operand is f32[2,4]"]),
+    (
+        "B",
+        3,
+        lambda op: replace(op, ins=(Value("h", parse_type("f32[2,4]")),)),
+        ["@w.grad is f32[3,4], the operand is f32[2,4]"],
+    ),
 ]
 
 
@@ -125,9 +140,13 @@ def test_the_operations_around_are_shown(whole):
 def test_results_inputs_and_saved_values(whole):
     forward = whole.graphs["F"]
     ghost = Value("ghost", VECTOR)
-    assert "@F: returns %ghost, which is not defined in it" in message(whole.with_graph(replace(forward, outs=(ghost,))))
+    assert "@F: returns %ghost, which is not defined in it" in message(
+        whole.with_graph(replace(forward, outs=(ghost,)))
+    )
     assert "@F: saves %ghost, which is not defined in it" in message(whole.with_graph(replace(forward, saved=(ghost,))))
-    assert "@F: returns %y as f32[4], defined as f32[2,4]" in message(whole.with_graph(replace(forward, outs=(Value("y", VECTOR),))))
+    assert "@F: returns %y as f32[4], defined as f32[2,4]" in message(
+        whole.with_graph(replace(forward, outs=(Value("y", VECTOR),)))
+    )
     assert "@F: saves a value twice: %h, %h" in message(whole.with_graph(replace(forward, saved=forward.saved[1:] * 2)))
     assert "@F: input %x is listed twice" in message(whole.with_graph(replace(forward, ins=forward.ins * 2)))
 
@@ -135,12 +154,18 @@ def test_results_inputs_and_saved_values(whole):
 def test_equal_names_in_different_graphs_are_equal_tensors(whole):
     backward = whole.graphs["B"]
     other = replace(backward, ins=(backward.ins[0], Value("h", VECTOR)), ops=())
-    assert "@B: %h is f32[4] here and f32[2,4] in @F; equal names mean equal tensors" in message(whole.with_graph(other))
+    assert "@B: %h is f32[4] here and f32[2,4] in @F; equal names mean equal tensors" in message(
+        whole.with_graph(other)
+    )
 
 
 def test_variables_and_graphs_lie_under_their_names(whole):
-    assert "the variable stored under this name is called @w" in message(whole.but(vars={**whole.vars, "v": whole.vars["w"]}))
-    assert "the graph stored under this name is called @F" in message(whole.but(graphs={**whole.graphs, "G": whole.graphs["F"]}))
+    assert "the variable stored under this name is called @w" in message(
+        whole.but(vars={**whole.vars, "v": whole.vars["w"]})
+    )
+    assert "the graph stored under this name is called @F" in message(
+        whole.but(graphs={**whole.graphs, "G": whole.graphs["F"]})
+    )
     strange = {**whole.vars, "w": replace(whole.vars["w"], versions=0)}
     assert "@w: role param, 0 versions; expected one of param" in message(whole.but(vars=strange))
     strange = {**whole.vars, "w": replace(whole.vars["w"], role="weight")}
@@ -181,7 +206,9 @@ def test_backward_takes_exactly_what_forward_saves(whole):
     forward = whole.graphs["F"]
     text = message(whole.with_graph(replace(forward, saved=forward.saved[::-1])))
     assert "@B: takes %x, %h, expected what @F saves, in order: %h, %x" in text
-    assert "@m graphs: no backward graph, expected B or s0.B, ...; there is @F" in message(whole.but(graphs={"F": forward}))
+    assert "@m graphs: no backward graph, expected B or s0.B, ...; there is @F" in message(
+        whole.but(graphs={"F": forward})
+    )
     nothing = replace(whole.graphs["B"], ins=(), ops=())
     assert message(whole.with_graph(nothing), "differentiated").splitlines()[1:] == [
         "1. @B: takes nothing, expected what @F saves, in order: %x, %h",
@@ -203,7 +230,9 @@ def test_a_stage_may_have_nothing_to_train(toy):
     first, last = (replace(module.graphs[name], saved=saved, outs=outs) for name, saved, outs in (
         ("s0.F", (), module.graphs["s0.F"].outs), ("s1.B", (), ())))  # fmt: skip
     kept = {name: graph for name, graph in module.graphs.items() if name not in ("s0.B", "s0.U")}
-    frozen = module.but(graphs={**kept, "s0.F": first, "s1.B": last}, vars={n: v for n, v in module.vars.items() if n != "w0.grad"})
+    frozen = module.but(
+        graphs={**kept, "s0.F": first, "s1.B": last}, vars={n: v for n, v in module.vars.items() if n != "w0.grad"}
+    )
     verify(frozen)
     useless = {name: graph for name, graph in module.graphs.items() if name != "s1.U"}
     said = "@s1.B: gradient @w1.grad is accumulated here and never taken by the update graph, which is missing,"
@@ -218,7 +247,9 @@ NORM = """  var @squares : f32[3,4] grad init zeros
 
 def test_the_norm_reads_gradients_and_adds_to_a_sum_that_the_update_takes():
     """And no gradient but that of a parameter has to lead to a new value."""
-    text = WHOLE.replace("  graph @F", NORM + "  graph @F").replace("    save", "    %s : f32[3,4] = read(@scale)\n    save")
+    text = WHOLE.replace("  graph @F", NORM + "  graph @F").replace(
+        "    save", "    %s : f32[3,4] = read(@scale)\n    save"
+    )
     text = text.replace("    accum", "    accum(%w.grad, @scale.grad)\n    accum")
     text = text.replace("    %lr", "    %q : f32[3,4] = take(@squares)\n    %r : f32[3,4] = take(@scale.grad)\n    %lr")
     norm = "  graph @N() {\n    %sum : f32[3,4] = read(@w.grad)\n    accum(%sum, @squares)\n    return\n  }\n"
@@ -242,10 +273,20 @@ EFFECTS = [
         Op("read", (), (Value("w", parse_type("f32[3,4]")),), {"var": "w.grad"}),
         "@w.grad is a grad, expected param or state or buffer or table",
     ),
-    ("B", 3, Op("write", (Value("w.grad", parse_type("f32[3,4]")),), (), {"var": "w"}), "write is not allowed here, only read, accum"),
+    (
+        "B",
+        3,
+        Op("write", (Value("w.grad", parse_type("f32[3,4]")),), (), {"var": "w"}),
+        "write is not allowed here, only read, accum",
+    ),
     ("B", 3, Op("accum", (Value("w.grad", parse_type("f32[3,4]")),), (), {"var": "w"}), "@w is a param, expected grad"),
     ("U", 1, Op("take", (), (Value("g", parse_type("f32[3,4]")),), {"var": "w.m"}), "@w.m is a state, expected grad"),
-    ("U", 6, Op("write", (Value("m1", parse_type("f32[3,4]")),), (), {"var": "w"}), "@w was already changed by write above"),
+    (
+        "U",
+        6,
+        Op("write", (Value("m1", parse_type("f32[3,4]")),), (), {"var": "w"}),
+        "@w was already changed by write above",
+    ),
     (
         "U",
         6,
@@ -258,7 +299,12 @@ EFFECTS = [
         Op("take", (), (Value("g2", parse_type("f32[3,4]")),), {"var": "w.grad"}),
         "@w.grad was already changed by take above",
     ),
-    ("U", 6, Op("read", (), (Value("w2", parse_type("f32[3,4]")),), {"var": "w"}), "@w was already changed by write above"),
+    (
+        "U",
+        6,
+        Op("read", (), (Value("w2", parse_type("f32[3,4]")),), {"var": "w"}),
+        "@w was already changed by write above",
+    ),
 ]
 
 
@@ -269,11 +315,21 @@ def test_effects_stand_where_they_may(whole, graph, at, op, said):
 
 def test_gradients_are_taken_and_parameters_written_exactly_once(whole):
     assert "@B: gradient @w.grad is accumulated here and never taken by @U" in message(
-        with_op(whole, "U", 1, Op("const", (), (Value("g", parse_type("f32[3,4]")),), {"value": 0.0, "shape": (3, 4), "dtype": "f32"}))
+        with_op(
+            whole,
+            "U",
+            1,
+            Op("const", (), (Value("g", parse_type("f32[3,4]")),), {"value": 0.0, "shape": (3, 4), "dtype": "f32"}),
+        )
     )
     assert "@U: gradient @w.grad is taken here and never accumulated by @B" in message(with_op(whole, "B", 3, None))
     assert "@U: does not write @w, though its gradient is accumulated" in message(with_op(whole, "U", 5, None))
-    unread = with_op(whole, "F", 0, Op("const", (), (Value("w", parse_type("f32[3,4]")),), {"value": 0.0, "shape": (3, 4), "dtype": "f32"}))
+    unread = with_op(
+        whole,
+        "F",
+        0,
+        Op("const", (), (Value("w", parse_type("f32[3,4]")),), {"value": 0.0, "shape": (3, 4), "dtype": "f32"}),
+    )
     assert "@U: writes @w, which neither forward nor backward of this stage reads" in message(unread)
 
 
@@ -291,7 +347,9 @@ def test_every_input_has_a_provider(toy):
 def test_every_value_has_one_maker_and_one_stage(toy):
     module = toy(3)
     last = module.graphs["s2.F"]
-    again = replace(last, ops=(*last.ops, Op("neg", (last.ins[0],), (Value("h0", VECTOR),))), outs=(*last.outs, Value("h0", VECTOR)))
+    again = replace(
+        last, ops=(*last.ops, Op("neg", (last.ins[0],), (Value("h0", VECTOR),))), outs=(*last.outs, Value("h0", VECTOR))
+    )
     text = message(module.with_graph(again))
     assert "%h0: is returned by @s0.F and @s2.F, expected one maker" in text
     assert "@s2.F op 2 (neg): %h0 is computed by @s0.F as well, expected one stage" in text
@@ -322,12 +380,16 @@ def test_variables_live_on_the_stage_that_uses_them(toy):
 def test_stages_and_their_graphs(toy):
     module = toy(2)
     assert "stages: found stages [1], expected 0, 1, 2, ..." in message(module.but(stages=module.stages[1:]))
-    assert "@main: is on no stage; expected only s<stage>.F, .B, .W, .P, .N and .U" in message(module.with_graph(Graph("main", (), (), ())))
+    assert "@main: is on no stage; expected only s<stage>.F, .B, .W, .P, .N and .U" in message(
+        module.with_graph(Graph("main", (), (), ()))
+    )
     assert "@m stages: found stages [], expected 0, 1, 2, ..." in message(Module("m", facts=("staged",)))
     assert "@s2.F: there is no stage 2, only 0 .. 1" in message(module.with_graph(Graph("s2.F", (), (), ())))
     graphs = {n: g for n, g in module.graphs.items() if n != "s1.F"}
     assert "stage 1: has no forward graph @s1.F" in message(module.but(graphs=graphs))
-    assert "stage 1: is on cpu:1, which is no device or mesh; there are cpu:0" in message(module.but(cluster=Cluster.local(1)))
+    assert "stage 1: is on cpu:1, which is no device or mesh; there are cpu:0" in message(
+        module.but(cluster=Cluster.local(1))
+    )
 
 
 def test_a_name_is_one_place(toy):
@@ -342,15 +404,23 @@ def test_a_name_is_one_place(toy):
 
 
 def test_a_mesh_is_made_of_devices_that_can_run_the_same_code(toy):
-    module = toy(2).but(cluster=Cluster((Device("cpu:0"), Device("cpu:1"), Device("gpu:0", kind="cuda"), Device("cpu:2", target="armv8"))))
+    module = toy(2).but(
+        cluster=Cluster(
+            (Device("cpu:0"), Device("cpu:1"), Device("gpu:0", kind="cuda"), Device("cpu:2", target="armv8"))
+        )
+    )
 
     def said(*devices):
         return message(module.but(meshes=(Mesh("both", (("dp", 2),), devices),)), "staged")
 
     check(module.but(meshes=(Mesh("both", (("dp", 2),), ("cpu:0", "cpu:1")),)), ["staged"])
-    assert "mesh @both: has cpu:7, cpu:8, which is no device; there are cpu:0, cpu:1, gpu:0, cpu:2" in said("cpu:7", "cpu:8")
+    assert "mesh @both: has cpu:7, cpu:8, which is no device; there are cpu:0, cpu:1, gpu:0, cpu:2" in said(
+        "cpu:7", "cpu:8"
+    )
     assert "mesh @both: has axes of 2 and devices cpu:0, expected as many different ones" in said("cpu:0")
-    assert "mesh @both: has axes of 2 and devices cpu:0, cpu:0, expected as many different ones" in said("cpu:0", "cpu:0")
+    assert "mesh @both: has axes of 2 and devices cpu:0, cpu:0, expected as many different ones" in said(
+        "cpu:0", "cpu:0"
+    )
     assert "mesh @both: mixes devices that need different code: cpu native, cuda native" in said("cpu:0", "gpu:0")
     assert "mesh @both: mixes devices that need different code: cpu armv8, cpu native" in said("cpu:0", "cpu:2")
 
@@ -451,7 +521,9 @@ def test_a_graph_that_was_found_right_is_judged_again_by_other_variables(whole):
     verify(whole)
     wider = {**whole.vars, "w": replace(whole.vars["w"], type=parse_type("f32[3,5]"))}
     assert "expected f32[3,5]" in message(whole.but(vars=wider))
-    assert "no variable @w.m in the module" in message(whole.but(vars={n: v for n, v in whole.vars.items() if n != "w.m"}), "typed")
+    assert "no variable @w.m in the module" in message(
+        whole.but(vars={n: v for n, v in whole.vars.items() if n != "w.m"}), "typed"
+    )
     every = {n: replace(v, type=parse_type("f32[7]"), init="zeros") for n, v in whole.vars.items()}
     assert "expected f32[7]" in message(whole.but(vars=every), "typed")
     # What is wrong is told each time, and the graphs are right where they were.
@@ -467,7 +539,13 @@ def test_fifty_thousand_operations_are_checked_without_recursion_or_quadratic_wo
     for i in range(50_000):
         values.append(Value(f"v{i}", VECTOR))
         ops.append(Op("add", (values[-2], values[max(0, i - 1)]), (values[-1],), {"kernel": f"k{i // 3}"}))
-    module = Module("big", (x,), (values[-1].name,), graphs={"main": Graph("main", (x,), (values[-1],), tuple(ops))}, facts=("fused",))
+    module = Module(
+        "big",
+        (x,),
+        (values[-1].name,),
+        graphs={"main": Graph("main", (x,), (values[-1],), tuple(ops))},
+        facts=("fused",),
+    )
     verify(module)
     broken = with_op(module, "main", 40_000, replace(ops[40_000], kind="mystery"))
     assert "@main op 40000 (mystery): unknown operation" in message(broken)

@@ -26,7 +26,13 @@ def test_the_module_these_tests_edit_is_legal() -> None:
 
 LEGAL = [
     ("s1.U", [("momentum(%t, %scaled, %m, %rate)", "momentum(%t, %scaled, %m, %rate, kernel=k0)")]),
-    ("", [("@t : f32[4] param", "@t : f32[4] param versions 2"), ("@t.grad : f32[4] grad", "@t.grad : f32[4] grad versions 2")]),
+    (
+        "",
+        [
+            ("@t : f32[4] param", "@t : f32[4] param versions 2"),
+            ("@t.grad : f32[4] grad", "@t.grad : f32[4] grad versions 2"),
+        ],
+    ),
     ("", [("output %b", "output %b\n  output %x")]),
 ]
 
@@ -88,7 +94,9 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("graph", "old", "new", "said"), FAULTS, ids=[f"{graph} {said[:60]}" for graph, _, _, said in FAULTS])
+@pytest.mark.parametrize(
+    ("graph", "old", "new", "said"), FAULTS, ids=[f"{graph} {said[:60]}" for graph, _, _, said in FAULTS]
+)
 def test_each_fault_is_told(graph: str, old: str, new: str, said: str) -> None:
     assert said in message(edited((old, new), graph=graph))
 
@@ -107,7 +115,9 @@ def test_an_input_that_nobody_provides_is_told_with_all_who_could(graph: str, tr
     module = parse_module(AGREED)
     old = module.graphs[graph]
     text = message(module.with_graph(replace(old, ins=(*old.ins, replace(module.inputs[0], name="ghost")))))
-    assert f"@{graph}: takes %ghost : f32[4], which nobody provides: not an input of the module{tried}" == re.sub("^@m ", "", text)
+    assert f"@{graph}: takes %ghost : f32[4], which nobody provides: not an input of the module{tried}" == re.sub(
+        "^@m ", "", text
+    )
 
 
 @pytest.mark.parametrize(("graph", "returned"), [("s1.F", "return %b"), ("s1.B", "return %a.grad")])

@@ -62,7 +62,9 @@ def test_forward_alone_touches_it(toy):
     assert "reads @s, which forward changes with every microbatch" in message(with_ops(module, "s0.U", read(), at=0))
     again = read(value=Value("s.again", VECTOR))
     assert "@s was already changed by write above" in message(with_ops(module, "s0.F", again))
-    assert "@s was already changed by write above" in message(with_ops(module, "s0.F", Op("write", (NEW,), (), {"var": "s"})))
+    assert "@s was already changed by write above" in message(
+        with_ops(module, "s0.F", Op("write", (NEW,), (), {"var": "s"}))
+    )
     assert "write is not allowed here, only read, accum" in message(
         with_ops(module, "s0.B", Op("write", (Value("x", VECTOR),), (), {"var": "s"}))
     )
@@ -80,7 +82,9 @@ def test_it_is_on_one_stage(toy):
     other = with_ops(module, "s1.F", read())
     assert "@s: is on stage 0, but used by stage 0 and stage 1" in message(other)
     nowhere = other.but(vars={**other.vars, "s": Var("s", VECTOR, "buffer")})
-    assert "@s: is changed by the forward of stage 0, but used by stage 0 and stage 1; expected one stage" in message(nowhere)
+    assert "@s: is changed by the forward of stage 0, but used by stage 0 and stage 1; expected one stage" in message(
+        nowhere
+    )
     constant = nowhere.with_graph(toy(2).graphs["s0.F"])
     verify(constant.with_graph(_reading(constant.graphs["s0.F"])))  # what nobody changes may be on both
 
@@ -103,6 +107,8 @@ def test_microbatches_run_forward_in_order(toy):
         if legal:
             verify(done)
         else:
-            assert "(0F0@0): comes after microbatch 1; @s, which every forward changes, needs them in order" in message(done)
+            assert "(0F0@0): comes after microbatch 1; @s, which every forward changes, needs them in order" in message(
+                done
+            )
             other = with_ops(done, "s0.F", Op("write", (NEW,), (), {"var": "a"}))
             assert "@a, which every" in message(other.but(vars={**other.vars, "a": Var("a", VECTOR, "buffer", 0)}))

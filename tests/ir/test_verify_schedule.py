@@ -62,8 +62,13 @@ def two(toy):
 
 def test_the_text_these_tests_edit(two):
     verify(two)
-    assert " ".join(map(str, two.schedule.ranks[0].batch)) == ("0F2@1 0SF2>1 0F3@1 0SF3>1 0RB2<1 0B2@1 0D2 0RB3<1 0B3@1 0D3 0U1@2")
-    assert " ".join(map(str, two.schedule.ranks[1].batch)) == "1RF2<0 1F2@1 1B2@1 1SB2>0 1D2 1RF3<0 1F3@1 1B3@1 1SB3>0 1D3 1U1@2"
+    assert " ".join(map(str, two.schedule.ranks[0].batch)) == (
+        "0F2@1 0SF2>1 0F3@1 0SF3>1 0RB2<1 0B2@1 0D2 0RB3<1 0B3@1 0D3 0U1@2"
+    )
+    assert (
+        " ".join(map(str, two.schedule.ranks[1].batch))
+        == "1RF2<0 1F2@1 1B2@1 1SB2>0 1D2 1RF3<0 1F3@1 1B3@1 1SB3>0 1D3 1U1@2"
+    )
 
 
 # rank, (old, new) words, what the message must say
@@ -74,9 +79,17 @@ FAULTS = [
     (0, [("0B2@1 0D2", "0D2"), ("0B3@1 0D3", "0D3")], ["uses the gradients of microbatches none, expected 0..1"]),
     (0, [("0D2 ", "0D2 0AR2 ")], ["(0AR1): stage 0 has no gradients that several ranks add to"]),
     (0, [("0D2 ", "0D2 0W2@1 ")], ["(0W0@0): there is no graph @s0.W"]),
-    (0, [(" 0U1@2", ""), ("0RB3<1 0B3@1", "0U1@2 0RB3<1 0B3@1")], ["(0U0@1): uses the gradients of microbatches 0, expected 0..1"]),
+    (
+        0,
+        [(" 0U1@2", ""), ("0RB3<1 0B3@1", "0U1@2 0RB3<1 0B3@1")],
+        ["(0U0@1): uses the gradients of microbatches 0, expected 0..1"],
+    ),
     (0, [(" 0U1@2", "")], ["never runs @s0.U for batch 0"]),
-    (0, [("0F2@1 0SF2>1 ", ""), ("0D2", "0D2 0F2@1 0SF2>1")], ["(0B0@0): microbatch 0 has not run forward on stage 0 yet"]),
+    (
+        0,
+        [("0F2@1 0SF2>1 ", ""), ("0D2", "0D2 0F2@1 0SF2>1")],
+        ["(0B0@0): microbatch 0 has not run forward on stage 0 yet"],
+    ),
     (0, [("0F2@1", "0F2@1 0F1@1")], ["(0F1@1): was already done at step 2"]),
     (0, [("0F2@1", "0F2@0")], ["(1F2@1): reads version 1, but microbatch 2 has version 0 in rank 0 step 11 (0F2@0)"]),
     (0, [("0B2@1", "0B2@0")], ["(0B2@0): reads version 0", "microbatch 2 has version 1 in rank 0"]),
@@ -92,11 +105,23 @@ FAULTS = [
             "rank 1 step 0 (1RF0<0): deadlock: waits for something that no rank ever does",
         ],
     ),
-    (1, [("1RF2<0 ", "")], ["(1F0@0): runs before its inputs from stage 0 have arrived (1RF0<0)", "rank 1 never receives this message"]),
+    (
+        1,
+        [("1RF2<0 ", "")],
+        ["(1F0@0): runs before its inputs from stage 0 have arrived (1RF0<0)", "rank 1 never receives this message"],
+    ),
     (1, [("1RF2<0", "1RF2<0 1RF2<0")], ["rank 1 step 1 (1RF0<0): was already done at step 0"]),
     (0, [("0F2@1 0SF2>1", "0SF2>1 0F2@1")], ["(0SF0>1): sends what 0F0 has not computed yet"]),
-    (0, [("0SF2>1 0F3@1 0SF3>1", "0F3@1 0SF3>1 0SF2>1")], ["(1RF0<0): receives F0 where rank 0 step 2 (0SF1>1) sends F1"]),
-    (0, [("0SF2>1", "0SF2>1 0SF2>7")], ["(0SF0>7): there is no F edge between stages 0 and the stage of rank 7 in that direction"]),
+    (
+        0,
+        [("0SF2>1 0F3@1 0SF3>1", "0F3@1 0SF3>1 0SF2>1")],
+        ["(1RF0<0): receives F0 where rank 0 step 2 (0SF1>1) sends F1"],
+    ),
+    (
+        0,
+        [("0SF2>1", "0SF2>1 0SF2>7")],
+        ["(0SF0>7): there is no F edge between stages 0 and the stage of rank 7 in that direction"],
+    ),
     (0, [("0SF2>1", "0SF2>1 0SB2>1")], ["(0SB0>1)", "there is no B edge between stages 0 and 1 in that direction"]),
     (0, [("0D2 ", "")], ["microbatch 0 is never dropped on stage 0 (no 0D0)"]),
     (0, [("0D2 ", "0D2 0D2 ")], ["(0D0): microbatch 0 was dropped at step 6, and this drops it a second time"]),
@@ -198,7 +223,10 @@ def test_a_version_that_was_overwritten_before_the_run_is_told(toy):
 
     verify(early(1))
     text = message(early(0), "versioned")
-    assert "from batch 2, rank 0 step 0 (0F4@1): reads version 1 of @count, which version 2 has overwritten; 1 kept" in text
+    assert (
+        "from batch 2, rank 0 step 0 (0F4@1): reads version 1 of @count, which version 2 has overwritten; 1 kept"
+        in text
+    )
     assert "hint: keep 2 versions" in text
 
 
@@ -217,7 +245,9 @@ def test_what_a_stage_has_already_does_not_travel(toy):
 def test_a_fault_is_shown_with_three_steps_around(two):
     text = message(edited(two, 0, ("0U1@2", "0U1@3")))
     assert text.splitlines()[1:] == ["        7 | 0RB1<1", "        8 | 0B1@0", "        9 | 0D1", "  >    10 | 0U0@2"]
-    assert text.startswith("@toy schedule 1f1b, run of 1 batch from batch 0, rank 0 step 10 (0U0@2): makes version 2, expected 1")
+    assert text.startswith(
+        "@toy schedule 1f1b, run of 1 batch from batch 0, rank 0 step 10 (0U0@2): makes version 2, expected 1"
+    )
 
 
 def test_a_gap_in_a_list_of_microbatches_is_told(toy):
@@ -229,16 +259,21 @@ def test_a_deadlock_is_told_as_a_circle(two):
     crossed = edited(two, 0, ("0F2@1 0SF2>1 0F3@1 0SF3>1 0RB2<1", "0F2@1 0RB2<1 0SF2>1 0F3@1 0SF3>1"))
     text = message(crossed)
     assert (
-        "deadlock: rank 0 step 1 (0RB0<1) waits for rank 1 step 3 (1SB0>0), rank 1 step 0 (1RF0<0) waits for rank 0 step 2 (0SF0>1)" in text
+        "deadlock: rank 0 step 1 (0RB0<1) waits for rank 1 step 3 (1SB0>0), rank 1 step 0 (1RF0<0) waits for rank 0 step 2 (0SF0>1)"
+        in text
     )
     assert "  >     1 | 0RB0<1" in text
     assert "  >     0 | 1RF0<0" in text
 
 
 def test_with_sends_a_deadlock_is_one_of_messages(two):
-    late = edited(two, 0, ("0F2@1 0SF2>1 0F3@1 0SF3>1 0RB2<1 0B2@1 0D2 ", "0F2@1 0SF2>1 0RB2<1 0B2@1 0D2 0F3@1 0SF3>1 "))
+    late = edited(
+        two, 0, ("0F2@1 0SF2>1 0F3@1 0SF3>1 0RB2<1 0B2@1 0D2 ", "0F2@1 0SF2>1 0RB2<1 0B2@1 0D2 0F3@1 0SF3>1 ")
+    )
     first, second = "1RF2<0 1F2@1 1B2@1 1SB2>0 1D2 ", "1RF3<0 1F3@1 1B3@1 1SB3>0 1D3 "
-    assert "deadlock: rank 0 step 2 (0RB0<1) waits for rank 1 step 8 (1SB0>0)" in message(edited(late, 1, (first + second, second + first)))
+    assert "deadlock: rank 0 step 2 (0RB0<1) waits for rank 1 step 8 (1SB0>0)" in message(
+        edited(late, 1, (first + second, second + first))
+    )
 
 
 def test_a_deadlock_shows_before_sends_exist(toy):
@@ -251,7 +286,10 @@ def test_a_deadlock_shows_before_sends_exist(toy):
 
 def test_one_slot_is_not_enough_for_2bw(toy):
     text = message(pipeline(toy(3), "2bw", 2, versions=1, checked=False))
-    assert "rank 0 step 14 (0U0@1): makes version 1 of @w0 in the slot of version 0, which rank 0 step 19 (0B3@0) still reads" in text
+    assert (
+        "rank 0 step 14 (0U0@1): makes version 1 of @w0 in the slot of version 0, which rank 0 step 19 (0B3@0) still reads"
+        in text
+    )
     assert "still reads; 1 version is kept" in text
     assert "hint: keep 2 versions or schedule 1f1b" in text
     assert "has overwritten" not in text
@@ -297,26 +335,38 @@ def test_a_read_that_does_not_follow_the_microbatch_is_told(two):
     assert "@s1.B op 1: reads @w1 in version latest, expected version=mb" in text
     graph = two.graphs["s1.U"]
     ops = tuple(op.with_attrs(version="mb") if op.kind == "read" else op for op in graph.ops)
-    assert "@s1.U op 0: reads @w1 in version mb, expected version=latest" in message(two.with_graph(replace(graph, ops=ops)))
+    assert "@s1.U op 0: reads @w1 in version mb, expected version=latest" in message(
+        two.with_graph(replace(graph, ops=ops))
+    )
 
 
 def test_edges_must_be_what_the_graphs_need(two):
     forward, backward = two.edges
-    assert "edge 1>0 B: there is none, but @s0.B takes %h0.grad : f32[4] from @s1.B" in message(two.but(edges=(forward,)))
-    assert "edge 0>1 F: carries nothing, expected %h0 : f32[4]" in message(two.but(edges=(replace(forward, values=()), backward)))
+    assert "edge 1>0 B: there is none, but @s0.B takes %h0.grad : f32[4] from @s1.B" in message(
+        two.but(edges=(forward,))
+    )
+    assert "edge 0>1 F: carries nothing, expected %h0 : f32[4]" in message(
+        two.but(edges=(replace(forward, values=()), backward))
+    )
     one = two.graphs["s0.F"].ops[0].outs[0]
-    assert "edge 0>1 F: carries %w : f32[4], expected %h0 : f32[4]" in message(two.but(edges=(replace(forward, values=(one,)), backward)))
+    assert "edge 0>1 F: carries %w : f32[4], expected %h0 : f32[4]" in message(
+        two.but(edges=(replace(forward, values=(one,)), backward))
+    )
     assert "edge 1>0 F: carries %h0 : f32[4], which @s0.F does not take" in message(
         two.but(edges=(*two.edges, Edge(1, 0, "F", forward.values)))
     )
     handed = Edge(0, 1, "P", forward.values)
-    assert "edge 0>1 P: carries %h0 : f32[4], which @s1.N or @s1.U does not take" in message(two.but(edges=(*two.edges, handed)))
+    assert "edge 0>1 P: carries %h0 : f32[4], which @s1.N or @s1.U does not take" in message(
+        two.but(edges=(*two.edges, handed))
+    )
     assert "@toy edges: two edges have the same" in message(two.but(edges=(*two.edges, forward)))
 
 
 def test_stages_and_ranks_belong_together(two):
     ranks = two.schedule.ranks
-    assert "stage 1: runs on no rank, expected rank 1 on cpu:1" in message(two.but(schedule=Schedule("1f1b", 2, {0: ranks[0]})))
+    assert "stage 1: runs on no rank, expected rank 1 on cpu:1" in message(
+        two.but(schedule=Schedule("1f1b", 2, {0: ranks[0]}))
+    )
     doubled = Schedule("1f1b", 2, {**ranks, 2: ranks[1]})
     assert "stage 1: runs on ranks 1, 2, expected rank 1 on cpu:1" in message(two.but(schedule=doubled))
     assert "rank 0: runs stages 0, 1, expected one" in message(edited(two, 0, ("0D2 ", "0D2 1F2@1 ")))
@@ -342,7 +392,10 @@ def test_parameters_of_two_stages_need_the_whole_gradient(two):
     tied = two.but(graphs=graphs, vars=shared)
     text = message(tied)
     for stage, source in product(range(2), repeat=2):
-        assert f"@s{stage}.U: updates @w0 without the part of its gradient from stage {source}; stages [0, 1] update it" in text
+        assert (
+            f"@s{stage}.U: updates @w0 without the part of its gradient from stage {source}; stages [0, 1] update it"
+            in text
+        )
 
 
 def test_sums_of_ranks_in_different_orders_are_told(toy):
@@ -367,11 +420,19 @@ def test_the_text_of_batches_these_tests_edit(agreed):
 
 # rank, (old, new) words, what the message must say
 ONCE_PER_BATCH = [
-    (0, ("0P1 0SP1>1 0RP1<1 0N1 0SN1>1", "0RP1<1 0N1 0SN1>1 0P1 0SP1>1"), "(0N0): comes before 0P0, whose results it may use"),
+    (
+        0,
+        ("0P1 0SP1>1 0RP1<1 0N1 0SN1>1", "0RP1<1 0N1 0SN1>1 0P1 0SP1>1"),
+        "(0N0): comes before 0P0, whose results it may use",
+    ),
     (0, ("0N1 0SN1>1 0RN1<1 0U1@2", "0U1@2 0N1 0SN1>1 0RN1<1"), "(0U0@1): comes before 0N0, whose results it may use"),
     (0, ("0N1 0SN1>1 ", ""), "rank 0: never runs @s0.N for batch 0"),
     (1, ("1W3@1 1D3 1P1", "1P1 1W3@1 1D3"), "(1P0): uses the gradients of microbatches 0, expected 0..1"),
-    (1, ("1B2@1 1SB2>0 1RF3<0", "1SB2>0 1RF3<0 1W2@1 1B2@1"), "(1W0@0): microbatch 0 has not run backward on stage 1 yet"),
+    (
+        1,
+        ("1B2@1 1SB2>0 1RF3<0", "1SB2>0 1RF3<0 1W2@1 1B2@1"),
+        "(1W0@0): microbatch 0 has not run backward on stage 1 yet",
+    ),
     (0, ("0RP1<1 ", ""), "(0N0): runs before its inputs from stage 1 have arrived (0RP0<1)"),
     (0, ("0RN1<1 ", ""), "(0U0@1): runs before its inputs from stage 1 have arrived (0RN0<1)"),
     (1, ("1RP1<0 ", ""), "(1U0@1): runs before its inputs from stage 0 have arrived (1RP0<0)"),
@@ -399,7 +460,9 @@ def test_weight_gradients_are_not_added_to_a_sum_that_was_not_taken(agreed):
     between = edited(pipeline(parse_module(AGREED), "zb-1f1b", 2, delay=1), 1, (" 1U1@2", ""), ("1B2@0", "1B2@0 1U0@1"))
     check(between, ("versioned",))
     plain = edited(agreed, 0, (" 0U1@2", ""), (" 0P1 ", " "), ("0B2@1", "0B2@1 0P0 0U0@1"))
-    assert "adds to @t.grad before the sum of batch 0 was taken from that buffer; 1 buffer is kept" in message(plain, "versioned")
+    assert "adds to @t.grad before the sum of batch 0 was taken from that buffer; 1 buffer is kept" in message(
+        plain, "versioned"
+    )
     spare = {name: replace(var, versions=2) if var.role == "grad" else var for name, var in late.vars.items()}
     assert "adds to" not in message(late.but(vars=spare), "versioned")
 
@@ -410,8 +473,9 @@ def test_edges_of_what_is_handed_out_once_per_batch(agreed):
         taker = {"P": {0: "N", 1: "U"}[edge.dst], "N": "U"}[edge.phase]
         (value,) = edge.values
         place = f"edge {edge.src}>{edge.dst} {edge.phase}"
-        assert f"{place}: there is none, but @s{edge.dst}.{taker} takes {value!r} from @s{edge.src}.{edge.phase}" in message(
-            agreed.but(edges=left)
+        assert (
+            f"{place}: there is none, but @s{edge.dst}.{taker} takes {value!r} from @s{edge.src}.{edge.phase}"
+            in message(agreed.but(edges=left))
         )
 
 
@@ -429,7 +493,9 @@ def test_the_fewest_versions_of_a_stage_count(toy):
     forward, update = module.graphs["s0.F"], module.graphs["s0.U"]
     read = replace(forward.ops[0], outs=(replace(forward.ops[0].outs[0], name="z"),)).with_attrs(var="z")
     write = update.ops[-1].with_attrs(var="z")
-    module = module.with_graph(replace(forward, ops=(*forward.ops, read))).with_graph(replace(update, ops=(*update.ops, write)))
+    module = module.with_graph(replace(forward, ops=(*forward.ops, read))).with_graph(
+        replace(update, ops=(*update.ops, write))
+    )
     kept = module.vars["w0"]
     for fewest, other in (("w0", "z"), ("z", "w0")):
         pair = {fewest: replace(kept, name=fewest, versions=1), other: replace(kept, name=other)}
@@ -454,7 +520,9 @@ def test_the_shortest_run_that_shows_a_fault_is_told(toy, monkeypatch):
         count = sum(1 for _ in module.schedule.actions())
         for limit, (batches, first) in ((count, few), (count - 1, many)):
             monkeypatch.setattr(verify_schedule, "MANY_ACTIONS", limit)
-            assert f"run of {batches} batch{'es' * (batches > 1)} from batch {first}, rank" in message(module, "versioned")
+            assert f"run of {batches} batch{'es' * (batches > 1)} from batch {first}, rank" in message(
+                module, "versioned"
+            )
 
 
 def test_memory_over_the_budget_of_a_device_is_told(two):
@@ -470,7 +538,9 @@ def test_memory_over_the_budget_of_a_device_is_told(two):
     assert f"device cpu:0: needs {needs} at the worst moment, it has {has}\n  rank 0: {listed}\n" in f"{told}\n"
     together = cluster(peak).but(stages=tuple(replace(stage, place="cpu:0") for stage in two.stages))
     both = re.escape(f"(rank 0 {shown_bytes(peak)} + rank 1 ")
-    assert re.search(rf"device cpu:0: needs .* at the worst moment {both}.*\), it has {re.escape(needs)}", message(together))
+    assert re.search(
+        rf"device cpu:0: needs .* at the worst moment {both}.*\), it has {re.escape(needs)}", message(together)
+    )
 
 
 def _fits(module):

@@ -81,13 +81,17 @@ def build(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
     return model.eval(), inputs
 
 
-def _text(model_class: str, config_class: str, output: str = "logits", fixed: Mapping[str, Any] | None = None, **config: Any) -> Any:
+def _text(
+    model_class: str, config_class: str, output: str = "logits", fixed: Mapping[str, Any] | None = None, **config: Any
+) -> Any:
     """A text model of transformers."""
     import transformers
 
     made = getattr(transformers, config_class)(vocab_size=VOCAB, **config)
     model = getattr(transformers, model_class)(made)
-    return Outputs(model, ("input_ids",), output, **({"use_cache": False} if fixed is None else fixed)), {"input_ids": tokens()}
+    return Outputs(model, ("input_ids",), output, **({"use_cache": False} if fixed is None else fixed)), {
+        "input_ids": tokens()
+    }
 
 
 def _vision(model_class: str, config_class: str, size: int = 32, output: str = "logits", **config: Any) -> Any:
@@ -98,7 +102,13 @@ def _vision(model_class: str, config_class: str, size: int = 32, output: str = "
     return Outputs(enliven(model), ("pixel_values",), output), {"pixel_values": image(size)}
 
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64}
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
 
 # ---------------------------------------------------------------------------------------- the families of the first round
 
@@ -120,7 +130,14 @@ def _llama() -> Any:
 
 @family("mixtral")
 def _mixtral() -> Any:
-    model, inputs = _text("MixtralForCausalLM", "MixtralConfig", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **SMALL)
+    model, inputs = _text(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        **SMALL,
+    )
     model.m.set_experts_implementation("batched_mm")
     return model, inputs
 
@@ -142,7 +159,13 @@ def _vit() -> Any:
 
 @family("resnet")
 def _resnet() -> Any:
-    return _vision("ResNetForImageClassification", "ResNetConfig", embedding_size=16, hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1])
+    return _vision(
+        "ResNetForImageClassification",
+        "ResNetConfig",
+        embedding_size=16,
+        hidden_sizes=[16, 32, 48, 64],
+        depths=[1, 1, 1, 1],
+    )
 
 
 @family("convnext")
@@ -153,17 +176,34 @@ def _convnext() -> Any:
 
 @family("mobilenetv2")
 def _mobilenet() -> Any:
-    return _vision("MobileNetV2ForImageClassification", "MobileNetV2Config", image_size=64, size=64, depth_multiplier=0.35, num_labels=10)
+    return _vision(
+        "MobileNetV2ForImageClassification",
+        "MobileNetV2Config",
+        image_size=64,
+        size=64,
+        depth_multiplier=0.35,
+        num_labels=10,
+    )
 
 
 @family("whisper")
 def _whisper() -> Any:
     import transformers
 
-    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))}
+    sizes = {
+        f"{side}_{what}": n
+        for side in ("encoder", "decoder")
+        for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))
+    }
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1}
     config = transformers.WhisperConfig(
-        vocab_size=VOCAB, d_model=32, num_mel_bins=8, max_source_positions=16, max_target_positions=16, **sizes, **special
+        vocab_size=VOCAB,
+        d_model=32,
+        num_mel_bins=8,
+        max_source_positions=16,
+        max_target_positions=16,
+        **sizes,
+        **special,
     )
     model = transformers.WhisperForConditionalGeneration(config)
     wrapped = Outputs(model, ("input_features", "decoder_input_ids"), "logits", use_cache=False)
@@ -179,7 +219,10 @@ def _clip() -> Any:
     model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
     ids = tokens()
     ids[:, -1] = VOCAB - 1
-    return Outputs(model, ("input_ids", "pixel_values"), "logits_per_image"), {"input_ids": ids, "pixel_values": image()}
+    return Outputs(model, ("input_ids", "pixel_values"), "logits_per_image"), {
+        "input_ids": ids,
+        "pixel_values": image(),
+    }
 
 
 @family("mamba")
@@ -199,7 +242,9 @@ class Recommender(nn.Module):
 
     def forward(self, dense: Tensor, first: Tensor, second: Tensor) -> Tensor:
         looked = [table(ids) for table, ids in zip(self.tables, (first, second), strict=True)]
-        found = [x if isinstance(table, nn.EmbeddingBag) else x.sum(1) for table, x in zip(self.tables, looked, strict=True)]
+        found = [
+            x if isinstance(table, nn.EmbeddingBag) else x.sum(1) for table, x in zip(self.tables, looked, strict=True)
+        ]
         x = self.bottom(dense)
         vectors = torch.stack([x, *found], 1)
         rows, columns = torch.tril_indices(3, 3, -1)
@@ -305,13 +350,22 @@ def _unet() -> Any:
 
 
 def _sizes() -> dict[str, Any]:
-    return {name: SMALL[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
+    return {
+        name: SMALL[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    }
 
 
 @family("distilbert")
 def _distilbert() -> Any:
     return _text(
-        "DistilBertForMaskedLM", "DistilBertConfig", fixed={}, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=64
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        fixed={},
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        hidden_dim=64,
+        max_position_embeddings=64,
     )
 
 
@@ -343,7 +397,13 @@ def _deberta() -> Any:
 
 @family("opt")
 def _opt() -> Any:
-    config = {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 64, "num_attention_heads": 4, "max_position_embeddings": 64}
+    config = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "ffn_dim": 64,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    }
     return _text("OPTForCausalLM", "OPTConfig", word_embed_proj_dim=32, **config)
 
 
@@ -381,7 +441,11 @@ def _phi() -> Any:
 def _bart() -> Any:
     import transformers
 
-    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))}
+    sizes = {
+        f"{side}_{what}": n
+        for side in ("encoder", "decoder")
+        for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))
+    }
     model = transformers.BartForConditionalGeneration(
         transformers.BartConfig(vocab_size=VOCAB, d_model=32, max_position_embeddings=64, **sizes)
     )
@@ -406,13 +470,23 @@ def _swin() -> Any:
 @family("regnet")
 def _regnet() -> Any:
     return _vision(
-        "RegNetForImageClassification", "RegNetConfig", embedding_size=8, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], groups_width=8
+        "RegNetForImageClassification",
+        "RegNetConfig",
+        embedding_size=8,
+        hidden_sizes=[16, 16, 32, 32],
+        depths=[1, 1, 1, 1],
+        groups_width=8,
     )
 
 
 @family("segformer")
 def _segformer() -> Any:
-    sizes = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4], "decoder_hidden_size": 32}
+    sizes = {
+        "hidden_sizes": [8, 16, 24, 32],
+        "depths": [1, 1, 1, 1],
+        "num_attention_heads": [1, 2, 2, 4],
+        "decoder_hidden_size": 32,
+    }
     return _vision("SegformerForSemanticSegmentation", "SegformerConfig", 64, **sizes)
 
 
@@ -424,4 +498,6 @@ def _wav2vec2() -> Any:
         vocab_size=32, conv_dim=(16, 16), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=8,
         num_conv_pos_embedding_groups=4, apply_spec_augment=False, **_sizes(),
     )  # fmt: skip
-    return Outputs(transformers.Wav2Vec2ForCTC(config), ("input_values",), "logits"), {"input_values": torch.randn(BATCH, 400)}
+    return Outputs(transformers.Wav2Vec2ForCTC(config), ("input_values",), "logits"), {
+        "input_values": torch.randn(BATCH, 400)
+    }

@@ -82,13 +82,17 @@ def matched(model: Model, module: nn.Module) -> dict[str, nn.Parameter]:
     pairs = {names[name]: parameter for known, parameter in parameters(module) for name in known if name in names}
     assert set(pairs) == set(names.values()), f"not torch's: {set(names.values()) - set(pairs)}"
     missing = [
-        known for known, parameter in parameters(module) if known.isdisjoint(names) and parameter.grad is not None and parameter.grad.any()
+        known
+        for known, parameter in parameters(module)
+        if known.isdisjoint(names) and parameter.grad is not None and parameter.grad.any()
     ]
     assert not missing, f"lost: {missing}"
     return pairs
 
 
-def batches(family: str, inputs: Mapping[str, Tensor], output: Tensor, count: int) -> list[list[tuple[list[Tensor], Tensor]]]:
+def batches(
+    family: str, inputs: Mapping[str, Tensor], output: Tensor, count: int
+) -> list[list[tuple[list[Tensor], Tensor]]]:
     """For each step, the arguments and labels of each microbatch."""
     generator = torch.Generator().manual_seed(7)
 
@@ -176,7 +180,11 @@ def check_family(
     with ps.open(ps.compile(ps.plan(model, cluster, settings, stages=2), folder / "adam")) as job:
         assert list(job.run(joined(model, step) for step in steps)) == pytest.approx(losses, rel=1e-4)
         after = job.parameters()
-    wrong = {name: off for name, p in pairs.items() if not (off := error(after[name], p.detach().numpy(), floors[name])) <= 1e-4}
+    wrong = {
+        name: off
+        for name, p in pairs.items()
+        if not (off := error(after[name], p.detach().numpy(), floors[name])) <= 1e-4
+    }
     assert not wrong, f"after {STEPS} steps: {wrong}"
 
 

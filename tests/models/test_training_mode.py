@@ -31,7 +31,14 @@ class Logits(nn.Module):
 
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=LENGTH, n_embd=32, n_layer=3, n_head=2, use_cache=False, bos_token_id=0, eos_token_id=0
+        vocab_size=VOCAB,
+        n_positions=LENGTH,
+        n_embd=32,
+        n_layer=3,
+        n_head=2,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     # Torch's own attention draws by itself; written out, it asks for the masks.
     config._attn_implementation = "eager"
@@ -40,7 +47,12 @@ def gpt2() -> nn.Module:
 
 def bert() -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, max_position_embeddings=LENGTH
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=LENGTH,
     )
     config._attn_implementation = "eager"
     return transformers.BertForMaskedLM(config)  # type: ignore[no-any-return]
@@ -50,7 +62,9 @@ def bert() -> nn.Module:
 def test_training_with_dropout(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = Logits(make()).train()
-    batches = [(torch.randint(0, VOCAB, (BATCH, LENGTH)), torch.randint(0, VOCAB, (BATCH, LENGTH))) for _ in range(STEPS)]
+    batches = [
+        (torch.randint(0, VOCAB, (BATCH, LENGTH)), torch.randint(0, VOCAB, (BATCH, LENGTH))) for _ in range(STEPS)
+    ]
     model = ps.from_torch(module, (batches[0][0],))
     training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=RATE), seed=11)
     with ps.open(ps.compile(ps.plan(model, ps.Cluster.local(2), training, stages=2), tmp_path / "bundle")) as job:

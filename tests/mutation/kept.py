@@ -24,7 +24,9 @@ class Kept:
         self._tests = {test: _digest((ROOT / test).read_text(encoding="utf-8")) for test in tests}
         self._budget = budget
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        self._rows: dict[tuple[str, str], Mapping[str, str]] = {(row["path"], row["name"]): row for row in map(json.loads, lines)}
+        self._rows: dict[tuple[str, str], Mapping[str, str]] = {
+            (row["path"], row["name"]): row for row in map(json.loads, lines)
+        }
 
     def find(self, target: Target, mutant: Mutant) -> Verdict | None:
         row = self._rows.get((target.path, mutant.name))
@@ -34,7 +36,13 @@ class Kept:
 
     def add(self, verdict: Verdict) -> None:
         words = self._words(verdict.mutant, verdict.ended, verdict.by)
-        row = {"path": verdict.target.path, "name": verdict.mutant.name, "ended": verdict.ended, "by": verdict.by, "words": words}
+        row = {
+            "path": verdict.target.path,
+            "name": verdict.mutant.name,
+            "ended": verdict.ended,
+            "by": verdict.by,
+            "words": words,
+        }
         self._rows[row["path"], row["name"]] = row
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a", encoding="utf-8") as lines:
@@ -42,7 +50,11 @@ class Kept:
 
     def _words(self, mutant: Mutant, ended: str, by: str) -> str:
         test = by.split("::")[0]
-        tests = [self._tests[test]] if ended == KILLED and test in self._tests else [f"{self._budget}", *self._tests.values()]
+        tests = (
+            [self._tests[test]]
+            if ended == KILLED and test in self._tests
+            else [f"{self._budget}", *self._tests.values()]
+        )
         return _digest("\n".join([_mutated(mutant), *tests]))
 
 

@@ -68,7 +68,9 @@ def mutants(source: str) -> Iterator[Mutant]:
             seen[name] += 1
             name += f" ({seen[name]})" if seen[name] > 1 else ""
             span, importing = place.span, place.during_import
-            if isinstance(place.node, ast.FunctionDef):  # its line runs when it is defined, its first statement when it is called
+            if isinstance(
+                place.node, ast.FunctionDef
+            ):  # its line runs when it is defined, its first statement when it is called
                 span, importing = _span(_statements(place.node)[0]), False
             line = getattr(place.node, "lineno", span.start)
             yield Mutant(name, kind, place.function, line, span, importing, changed)
@@ -114,7 +116,9 @@ def _span(node: ast.stmt) -> range:
     return range(node.lineno, last + 1)
 
 
-def _places_of_function(node: ast.FunctionDef, path: tuple[Step, ...], function: str, during_import: bool, span: range) -> Iterator[_Place]:
+def _places_of_function(
+    node: ast.FunctionDef, path: tuple[Step, ...], function: str, during_import: bool, span: range
+) -> Iterator[_Place]:
     """Its body runs when it is called; defaults and decorators when it is defined."""
     for place in _places(node, path, function, during_import, span):
         in_body = place.path[len(path)][0] == "body"
@@ -157,7 +161,12 @@ def _changes(node: ast.AST, context: str) -> Iterator[tuple[str, ast.AST]]:
             for i, op in enumerate(node.ops):
                 for table in (_NEGATED, _BORDER):
                     if type(op) in table:
-                        yield "compare", ast.Compare(node.left, [*node.ops[:i], table[type(op)](), *node.ops[i + 1 :]], node.comparators)
+                        yield (
+                            "compare",
+                            ast.Compare(
+                                node.left, [*node.ops[:i], table[type(op)](), *node.ops[i + 1 :]], node.comparators
+                            ),
+                        )
         case ast.BoolOp():
             yield "logic", ast.BoolOp(ast.And() if isinstance(node.op, ast.Or) else ast.Or(), node.values)
             for i in range(len(node.values)):
@@ -184,7 +193,9 @@ def _changes(node: ast.AST, context: str) -> Iterator[tuple[str, ast.AST]]:
             yield "call", ast.Call(ast.Name(_CALLS[name], ast.Load()), node.args, node.keywords)
     if context in ("test", "ifs") and not isinstance(node, ast.Compare | ast.UnaryOp | ast.Constant):
         yield "condition", ast.UnaryOp(ast.Not(), node)
-    if isinstance(node, _DROPPED) or (isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Name | ast.Tuple)):
+    if isinstance(node, _DROPPED) or (
+        isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Name | ast.Tuple)
+    ):
         yield "statement", ast.Pass()
     if isinstance(node, ast.FunctionDef):
         early = copy.copy(node)
@@ -194,7 +205,10 @@ def _changes(node: ast.AST, context: str) -> Iterator[tuple[str, ast.AST]]:
 
 def _is_text(node: ast.BinOp) -> bool:
     """Whether something is put together for people to read."""
-    return any(isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Constant) and isinstance(n.value, str)) for n in ast.walk(node))
+    return any(
+        isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Constant) and isinstance(n.value, str))
+        for n in ast.walk(node)
+    )
 
 
 def _replaced(tree: ast.Module, path: tuple[Step, ...], new: ast.AST) -> ast.Module:

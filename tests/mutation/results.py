@@ -17,14 +17,18 @@ def read_results() -> dict[str, dict[str, object]]:
 def write_results(found: Mapping[str, Mapping[str, object]], order: Sequence[str]) -> None:
     """Rows of these files; those of others stay. `order` has all files."""
     rows = {**read_results(), **found}
-    RESULTS.write_text(json.dumps({path: rows[path] for path in order if path in rows}, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(
+        json.dumps({path: rows[path] for path in order if path in rows}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def table(results: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
     """A table in Markdown."""
     yield "| file | mutants | killed | equivalent | survived | killed of those that differ |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"
-    rows = {path: [row["mutants"], row["killed"], row["equivalent"], len(row["survived"])] for path, row in results.items()}  # type: ignore[arg-type]
+    rows = {
+        path: [row["mutants"], row["killed"], row["equivalent"], len(row["survived"])] for path, row in results.items()
+    }  # type: ignore[arg-type]
     rows["all"] = [sum(column) for column in zip(*rows.values(), strict=True)]  # type: ignore[arg-type]
     for path, (count, killed, same, survived) in rows.items():  # type: ignore[misc]
         share = killed / (count - same) if count > same else 1.0  # type: ignore[operator]

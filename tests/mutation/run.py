@@ -70,7 +70,9 @@ PARTS = {
                 Target,
                 (
                     "ir/simulate.py",
-                    *_files(_SCHEDULES, "__init__", "dealing", "delayed_2bw", "eager_2bw", "flush_1f1b", "forward", "gpipe"),
+                    *_files(
+                        _SCHEDULES, "__init__", "dealing", "delayed_2bw", "eager_2bw", "flush_1f1b", "forward", "gpipe"
+                    ),
                     *_files(_SCHEDULES, "kind", "zero_bubble"),
                 ),
             )
@@ -88,9 +90,14 @@ def chosen(part: Part, only: str = "", sample: int = 0) -> dict[Target, list[Mut
     if only:
         found = {target: [m for m in ms if re.search(only, f"{target.path} {m.name}")] for target, ms in found.items()}
     if sample:
-        drawn = sorted(hashlib.sha256(f"{t.path} {m.name}".encode()).digest() for t, ms in found.items() for m in ms)[:sample]
+        drawn = sorted(hashlib.sha256(f"{t.path} {m.name}".encode()).digest() for t, ms in found.items() for m in ms)[
+            :sample
+        ]
         least = drawn[-1]
-        found = {t: [m for m in ms if hashlib.sha256(f"{t.path} {m.name}".encode()).digest() <= least] for t, ms in found.items()}
+        found = {
+            t: [m for m in ms if hashlib.sha256(f"{t.path} {m.name}".encode()).digest() <= least]
+            for t, ms in found.items()
+        }
     return found
 
 
@@ -121,7 +128,9 @@ def summary(verdicts: Iterable[Verdict], equivalent: Mapping[tuple[str, str], st
         target.path: {
             "mutants": len(by_target[target]),
             "killed": sum(v.ended == KILLED for v in by_target[target]),
-            "equivalent": sum(v.ended != KILLED and (target.path, v.mutant.name) in equivalent for v in by_target[target]),
+            "equivalent": sum(
+                v.ended != KILLED and (target.path, v.mutant.name) in equivalent for v in by_target[target]
+            ),
             "survived": sorted(
                 f"line {v.mutant.line} {v.mutant.name}" + ("" if v.ended == "survived" else f" ({v.ended})")
                 for v in by_target[target]
@@ -137,9 +146,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--only", metavar="REGEX", default="")
     parser.add_argument("--sample", metavar="N", type=int, default=0)
-    parser.add_argument("--budget", metavar="S", type=float, default=6.0, help="seconds of tests that a mutant is tried with (6)")
+    parser.add_argument(
+        "--budget", metavar="S", type=float, default=6.0, help="seconds of tests that a mutant is tried with (6)"
+    )
     parser.add_argument("--jobs", metavar="N", type=int, default=1)
-    parser.add_argument("--seconds", metavar="S", type=float, default=float("inf"), help="begin with no mutant later than this")
+    parser.add_argument(
+        "--seconds", metavar="S", type=float, default=float("inf"), help="begin with no mutant later than this"
+    )
     given = parser.parse_args(words)
     part = PARTS[given.part]
     began, equivalent = time.monotonic(), read_equivalent()
@@ -163,14 +176,18 @@ def main(words: Sequence[str] | None = None) -> int:
         kept.add(verdict)
         if given.only or (verdict.ended != KILLED and (verdict.target.path, verdict.mutant.name) not in equivalent):
             place = f"{verdict.target.path}:{verdict.mutant.line}"
-            print(f"{place} {verdict.mutant.name}: {verdict.ended}{f' by {verdict.by}' if verdict.by else ''}", flush=True)
+            print(
+                f"{place} {verdict.mutant.name}: {verdict.ended}{f' by {verdict.by}' if verdict.by else ''}", flush=True
+            )
 
     if left:
         preload()
         tests = Tests(part.tests, " and ".join(f"not {name}" for name in part.without))
         try_mutants(left, tests, given.budget, given.jobs, tell, lambda: time.monotonic() - began > given.seconds)
     print(*table(summary(verdicts, equivalent)), sep="\n")
-    print(f"{len(verdicts) - earlier} mutants in {time.monotonic() - began:.0f} s with {given.jobs} at a time, {earlier} earlier")
+    print(
+        f"{len(verdicts) - earlier} mutants in {time.monotonic() - began:.0f} s with {given.jobs} at a time, {earlier} earlier"
+    )
     if given.only or given.sample:
         return 0
     unknown = sum(map(len, wanted.values())) - len(verdicts)

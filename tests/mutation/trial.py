@@ -91,7 +91,9 @@ def try_mutants(
     if importing:
         same = [(importing[0][0], unchanged(importing[0][0]))]
         wrong = [
-            v for v in _verdicts(same, lambda pair: _run_imported(*pair, tests, budget), SECONDS_IMPORTED, jobs) if v.ended != SURVIVED
+            v
+            for v in _verdicts(same, lambda pair: _run_imported(*pair, tests, budget), SECONDS_IMPORTED, jobs)
+            if v.ended != SURVIVED
         ]
         if wrong:
             raise RuntimeError(f"tests fail without any mutant: {', '.join(f'{v.target.path} {v.by}' for v in wrong)}")
@@ -155,13 +157,19 @@ def _verdicts(
             ended, _, by = outcome.text.partition(" by ")
             yield Verdict(*pairs[index], ended, by)
         else:
-            yield Verdict(*pairs[index], KILLED, "the limit of time" if outcome.ended == HUNG else f"{outcome.ended} {outcome.text}")
+            yield Verdict(
+                *pairs[index],
+                KILLED,
+                "the limit of time" if outcome.ended == HUNG else f"{outcome.ended} {outcome.text}",
+            )
 
 
 def _prepare_hypothesis() -> None:
     """The same examples for every mutant; one that fails is enough, however large."""
     phases, checks = (Phase.explicit, Phase.generate), list(HealthCheck)
-    settings.register_profile("mutation", phases=phases, suppress_health_check=checks, derandomize=True, deadline=None, database=None)
+    settings.register_profile(
+        "mutation", phases=phases, suppress_health_check=checks, derandomize=True, deadline=None, database=None
+    )
 
 
 # ---------------------------------------------------------------------------------------- what runs at import
@@ -238,7 +246,9 @@ class _Passage:
     lines: Mapping[str, set[int]]
 
 
-def _try_called(session: pytest.Session, pairs: Sequence[tuple[Target, Mutant]], budget: float, jobs: int) -> Iterator[Verdict]:
+def _try_called(
+    session: pytest.Session, pairs: Sequence[tuple[Target, Mutant]], budget: float, jobs: int
+) -> Iterator[Verdict]:
     passages = _passages(session, sorted({target.file for target, _ in pairs}))
     quickest = sorted(range(len(passages)), key=lambda i: passages[i].seconds)
 
@@ -270,7 +280,10 @@ def _passages(session: pytest.Session, files: Sequence[str]) -> list[_Passage]:
     ((_, outcome),) = each(lambda _: _watched(session, files), [None], seconds=1800.0, growth=GROWTH)
     if outcome.ended != ANSWERED:
         raise RuntimeError(f"the tests without any mutant: {outcome.ended} {outcome.text}")
-    return [_Passage(seconds, {file: set(found) for file, found in lines.items()}) for seconds, lines in json.loads(outcome.text)]
+    return [
+        _Passage(seconds, {file: set(found) for file, found in lines.items()})
+        for seconds, lines in json.loads(outcome.text)
+    ]
 
 
 def _watched(session: pytest.Session, files: Sequence[str]) -> str:
@@ -302,7 +315,12 @@ def _swap(target: Target, mutant: Mutant) -> None:
     names: list[str] = []
     for name in mutant.function.split("."):
         holder, names = vars(holder)[name], [*names, name]
-        holder = getattr(holder, "fget", None) or getattr(holder, "__func__", None) or getattr(holder, "func", None) or holder
+        holder = (
+            getattr(holder, "fget", None)
+            or getattr(holder, "__func__", None)
+            or getattr(holder, "func", None)
+            or holder
+        )
         if isinstance(holder, FunctionType):
             break
     assert isinstance(holder, FunctionType), mutant.name

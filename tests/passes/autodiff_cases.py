@@ -58,7 +58,9 @@ def gradients(module, arrays, microbatches=1):
     results = run_graph(forward, {v.name: arrays[v.name] for v in forward.ins}, store, "f64")
     values = {**arrays, **{v.name: x for v, x in zip(forward.results, results, strict=True)}}
     run_graph(backward, [values[v.name] for v in backward.ins], store, "f64")
-    return {name: store.arrays[f"{name}.grad"] for name in module.vars if f"{name}.grad" in store.arrays}, float(results[0])
+    return {name: store.arrays[f"{name}.grad"] for name in module.vars if f"{name}.grad" in store.arrays}, float(
+        results[0]
+    )
 
 
 def image(*shape):
@@ -138,7 +140,12 @@ CASES = [
     ("mean", (normal(2, 3, 4),), {"axes": (1,), "keep": True}, lambda x: x.mean(1, keepdim=True)),
     ("mean", (normal(2, 3, 4),), {"axes": (0, 1, 2)}, lambda x: x.mean()),
     ("max", (image(2, 3, 4),), {"axes": (-1, 0)}, lambda x: x.amax((-1, 0))),
-    ("max", (np.array([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]]),), {"axes": (1,), "keep": True}, lambda x: x.amax(1, keepdim=True)),
+    (
+        "max",
+        (np.array([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]]),),
+        {"axes": (1,), "keep": True},
+        lambda x: x.amax(1, keepdim=True),
+    ),
     ("matmul", (normal(3, 4), normal(4, 2)), {}, torch.matmul),
     ("matmul", (normal(4, 3), normal(4, 2)), {"ta": True}, lambda a, b: a.mT @ b),
     ("matmul", (normal(3, 4), normal(2, 4)), {"tb": True}, lambda a, b: a @ b.mT),
@@ -148,11 +155,31 @@ CASES = [
     ("matmul", (normal(5, 4, 3), normal(2, 4)), {"ta": True, "tb": True}, lambda a, b: a.mT @ b.mT),
     ("matmul", (normal(3, 4), normal(5, 4, 2)), {}, torch.matmul),
     ("matmul", (normal(1, 2, 3, 4), normal(5, 1, 4, 2)), {}, torch.matmul),
-    ("conv", (normal(2, 3, 9), normal(5, 3, 4)), {"strides": (3,), "pads": (2, 2)}, lambda x, w: F.conv1d(x, w, None, 3, 2)),
-    ("conv", (normal(2, 4, 7, 6), normal(6, 2, 3, 2)), CONV, lambda x, w: F.conv2d(x, w, None, (2, 1), (1, 2), (2, 1), 2)),
+    (
+        "conv",
+        (normal(2, 3, 9), normal(5, 3, 4)),
+        {"strides": (3,), "pads": (2, 2)},
+        lambda x, w: F.conv1d(x, w, None, 3, 2),
+    ),
+    (
+        "conv",
+        (normal(2, 4, 7, 6), normal(6, 2, 3, 2)),
+        CONV,
+        lambda x, w: F.conv2d(x, w, None, (2, 1), (1, 2), (2, 1), 2),
+    ),
     ("max_pool", (image(2, 2, 7, 6),), POOL, lambda x: F.max_pool2d(x, (3, 2), (2, 1), (1, 1))),
-    ("avg_pool", (normal(2, 2, 7, 6),), POOL, lambda x: F.avg_pool2d(x, (3, 2), (2, 1), (1, 1), count_include_pad=False)),
-    ("avg_pool", (normal(2, 2, 7, 6),), {**POOL, "include_pad": True}, lambda x: F.avg_pool2d(x, (3, 2), (2, 1), (1, 1))),
+    (
+        "avg_pool",
+        (normal(2, 2, 7, 6),),
+        POOL,
+        lambda x: F.avg_pool2d(x, (3, 2), (2, 1), (1, 1), count_include_pad=False),
+    ),
+    (
+        "avg_pool",
+        (normal(2, 2, 7, 6),),
+        {**POOL, "include_pad": True},
+        lambda x: F.avg_pool2d(x, (3, 2), (2, 1), (1, 1)),
+    ),
     ("softmax", (normal(2, 3, 4),), {"axis": 1}, lambda x: F.softmax(x, 1)),
     ("log_softmax", (normal(2, 3, 4),), {"axis": -2}, lambda x: F.log_softmax(x, -2)),
     (
@@ -165,7 +192,12 @@ CASES = [
     ("gather", (normal(6, 2), INDEX), {}, lambda x, i: x[i]),
     ("mse", (normal(3, 4), normal(3, 4)), {}, F.mse_loss),
     ("cumsum", (normal(3, 4),), {"axis": 1}, lambda x: x.cumsum(1)),
-    ("cumsum", (normal(3, 4),), {"axis": 0, "reverse": True, "exclusive": True}, lambda x: x.flip(0).cumsum(0).flip(0) - x),
+    (
+        "cumsum",
+        (normal(3, 4),),
+        {"axis": 0, "reverse": True, "exclusive": True},
+        lambda x: x.flip(0).cumsum(0).flip(0) - x,
+    ),
     ("scatter", (normal(5, 4), np.array([3, 0]), normal(2, 4)), {}, lambda x, i, u: x.index_copy(0, i, u)),
     ("scatter", (normal(3, 5), INDEX, normal(3, 2, 3)), {"axis": 1, "add": True}, scatter_add),
     (

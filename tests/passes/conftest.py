@@ -50,7 +50,9 @@ def _update(stage, weights, gradients):
 
 def _initial(module, first, delay):
     """Weights before batch `first`: opaque history, so that a run may start anywhere."""
-    return {s.index: {v: TERMS("W", s.index, v) for v in range(max(0, first - delay), first + 1)} for s in module.stages}
+    return {
+        s.index: {v: TERMS("W", s.index, v) for v in range(max(0, first - delay), first + 1)} for s in module.stages
+    }
 
 
 def recurrence(module, first, batches, delay):
@@ -155,7 +157,14 @@ def run(module, first, batches):
                 moved = True
     if any(programs.values()):
         raise Wrong("deadlock")
-    if kept or inbox or waiting or any(channels.values()) or any(sums.values()) or any(n != first + batches for n in newest.values()):
+    if (
+        kept
+        or inbox
+        or waiting
+        or any(channels.values())
+        or any(sums.values())
+        or any(n != first + batches for n in newest.values())
+    ):
         raise Wrong("something is left over")
     return {s: buffers[s].get(newest[s] % slots[s]) for s in stages}, losses
 

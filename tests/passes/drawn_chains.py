@@ -36,7 +36,13 @@ def chain_model(widths: list[int], skips: list[tuple[int, int]], tied: bool = Fa
                 out = ops[-1].outs[0]
         layers.append(out)
     ops.append(make("mse", (layers[-1], labels), ["loss"]))
-    return Module("chain", (x, labels), ("loss",), vars=vars, graphs={"main": Graph("main", (x, labels), ops[-1].outs, tuple(ops))})
+    return Module(
+        "chain",
+        (x, labels),
+        ("loss",),
+        vars=vars,
+        graphs={"main": Graph("main", (x, labels), ops[-1].outs, tuple(ops))},
+    )
 
 
 def differentiate(module: Module) -> Module:

@@ -121,7 +121,9 @@ def where(draw: Draw) -> Drawn:
 @st.composite
 def gelu(draw: Draw) -> Drawn:
     approximate = draw(st.sampled_from(["none", "tanh"]))
-    return Drawn((normal(rng(draw), draw(SHAPES)),), lambda x: F.gelu(x, approximate=approximate), {"approximate": approximate})
+    return Drawn(
+        (normal(rng(draw), draw(SHAPES)),), lambda x: F.gelu(x, approximate=approximate), {"approximate": approximate}
+    )
 
 
 @st.composite
@@ -147,7 +149,9 @@ def reshape(draw: Draw) -> Drawn:
     shape = draw(SHAPES)
     size = math.prod(shape)
     first = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
-    new = draw(st.sampled_from([(size,), (first, size // first), (1, first, 1, size // first), *([()] if size == 1 else [])]))
+    new = draw(
+        st.sampled_from([(size,), (first, size // first), (1, first, 1, size // first), *([()] if size == 1 else [])])
+    )
     return Drawn((normal(rng(draw), shape),), lambda x: x.reshape(new), {"shape": new})
 
 
@@ -211,7 +215,9 @@ def reduction(draw: Draw, function: Callable[..., Any], make: Callable[..., Arra
     axes = draw(st.lists(st.integers(0, len(shape) - 1), min_size=1, unique=True))
     axes = [i - len(shape) if draw(st.booleans()) else i for i in axes]
     keep = draw(st.booleans())
-    return Drawn((make(rng(draw), shape),), lambda x: function(x, dim=axes, keepdim=keep), {"axes": tuple(axes), "keep": keep})
+    return Drawn(
+        (make(rng(draw), shape),), lambda x: function(x, dim=axes, keepdim=keep), {"axes": tuple(axes), "keep": keep}
+    )
 
 
 @st.composite
@@ -291,7 +297,8 @@ def sides(draw: Draw, window: dict[str, Any], kernel: tuple[int, ...]) -> tuple[
     """Sizes of images that the window fits into."""
     n = len(kernel)
     least = [
-        (k - 1) * d + 1 - a - b for k, d, a, b in zip(kernel, window["dilations"], window["pads"][:n], window["pads"][n:], strict=True)
+        (k - 1) * d + 1 - a - b
+        for k, d, a, b in zip(kernel, window["dilations"], window["pads"][:n], window["pads"][n:], strict=True)
     ]
     return tuple(max(1, size) + draw(st.integers(0, 2)) for size in least)
 

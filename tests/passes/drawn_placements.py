@@ -33,11 +33,24 @@ def draw_problem(seed: int, most: int = 12) -> Problem:
         if backward:
             # Its forward node's, one of its own, or none.
             mate = rng.randrange(forward)
-            colour = rng.choice((nodes[mate].colour, nodes[mate].colour, 200 + i, None)) if rng.random() < 0.8 else nodes[mate].colour
+            colour = (
+                rng.choice((nodes[mate].colour, nodes[mate].colour, 200 + i, None))
+                if rng.random() < 0.8
+                else nodes[mate].colour
+            )
         time = rng.choice((0.0, rng.randint(1, 40) * steps))
-        times = tuple(inf if rng.random() < 0.08 and kind.name != "CPU" else time * rng.choice((0.5, 1, 2, 10)) for kind in kinds)
+        times = tuple(
+            inf if rng.random() < 0.08 and kind.name != "CPU" else time * rng.choice((0.5, 1, 2, 10)) for kind in kinds
+        )
         nodes.append(
-            Node(str(i), times, float(rng.choice((0, rng.randint(1, 20)))), rng.choice((0.0, rng.randint(1, 20) * steps)), colour, backward)
+            Node(
+                str(i),
+                times,
+                float(rng.choice((0, rng.randint(1, 20)))),
+                rng.choice((0.0, rng.randint(1, 20) * steps)),
+                colour,
+                backward,
+            )
         )
         first = forward if backward else 0
         edges += [(j, i) for j in range(first, i) if rng.random() < density]
@@ -50,15 +63,25 @@ def _draw_kinds(rng: random.Random) -> tuple[Kind, ...]:
     limit = rng.choice((inf, float(rng.randint(15, 80))))
     first = Kind("accelerator", rng.randint(0, 3), limit)
     if rng.random() < 0.25:
-        return (first, Kind("slow", rng.randint(0, 1), rng.choice((inf, 30.0)), rng.random() < 0.5), Kind("CPU", 1, pays_transfers=False))
-    return (first, Kind("CPU", rng.randint(0 if first.count else 1, 4 - first.count if first.count else 2), pays_transfers=False))
+        return (
+            first,
+            Kind("slow", rng.randint(0, 1), rng.choice((inf, 30.0)), rng.random() < 0.5),
+            Kind("CPU", 1, pays_transfers=False),
+        )
+    return (
+        first,
+        Kind("CPU", rng.randint(0 if first.count else 1, 4 - first.count if first.count else 2), pays_transfers=False),
+    )
 
 
 def try_all(problem: Problem, contiguous: bool = True) -> float:
     """The smallest largest load of all placements, infinity where none fits."""
     colours: dict[object, int] = {}
     colour_of = np.array(
-        [colours.setdefault(("own", i) if n.colour is None else n.colour, len(colours)) for i, n in enumerate(problem.nodes)]
+        [
+            colours.setdefault(("own", i) if n.colour is None else n.colour, len(colours))
+            for i, n in enumerate(problem.nodes)
+        ]
     )
     kinds = problem.devices
     # One row per assignment. Devices of a kind are equal, so the first colour need not try them all.
@@ -106,20 +129,32 @@ def _circles(problem: Problem, device_of: np.ndarray, devices: int) -> np.ndarra
 def try_all_latencies(problem: Problem) -> float:
     """The smallest latency of all placements of an inference problem, infinity where none fits. Times follow what waits for what, back from the ends."""
     colours: dict[object, int] = {}
-    colour_of = [colours.setdefault(("own", i) if n.colour is None else n.colour, len(colours)) for i, n in enumerate(problem.nodes)]
+    colour_of = [
+        colours.setdefault(("own", i) if n.colour is None else n.colour, len(colours))
+        for i, n in enumerate(problem.nodes)
+    ]
     kinds = problem.devices
     # Of host devices of a kind the first stands for all.
     places = [d for d, k in enumerate(kinds) if problem.kinds[k].pays_transfers or kinds[d] not in kinds[:d]]
-    return min((_latency(problem, [chosen[c] for c in colour_of]) for chosen in product(places, repeat=len(colours))), default=inf)
+    return min(
+        (_latency(problem, [chosen[c] for c in colour_of]) for chosen in product(places, repeat=len(colours))),
+        default=inf,
+    )
 
 
 def _latency(problem: Problem, device_of: list[int]) -> float:
     kind_of = [problem.kinds[problem.devices[d]] for d in device_of]
     for d in set(device_of):
         kind = problem.kinds[problem.devices[d]]
-        if kind.pays_transfers and sum(n.memory for n, where in zip(problem.nodes, device_of, strict=True) if where == d) > kind.memory:
+        if (
+            kind.pays_transfers
+            and sum(n.memory for n, where in zip(problem.nodes, device_of, strict=True) if where == d) > kind.memory
+        ):
             return inf
-    call = [{j for j, d in enumerate(device_of) if d == device_of[i]} if kind.pays_transfers else {i} for i, kind in enumerate(kind_of)]
+    call = [
+        {j for j, d in enumerate(device_of) if d == device_of[i]} if kind.pays_transfers else {i}
+        for i, kind in enumerate(kind_of)
+    ]
     known: dict[frozenset[int], float] = {}
 
     def end_of(members: frozenset[int], waiting: tuple[frozenset[int], ...]) -> float:
@@ -150,6 +185,14 @@ def as_file(problem: Problem) -> dict[str, object]:
         }
         row |= {"fpgaLatency": min(node.times[0], 1e6), "isBackwardNode": int(node.backward), "size": node.memory}
         nodes.append(row if node.colour is None else row | {"colorClass": node.colour})
-    edges = [{"sourceId": 10 + 3 * a, "destId": 10 + 3 * b, "cost": problem.nodes[a].transfer} for a, b in problem.edges]
+    edges = [
+        {"sourceId": 10 + 3 * a, "destId": 10 + 3 * b, "cost": problem.nodes[a].transfer} for a, b in problem.edges
+    ]
     limit = accelerator.memory if accelerator.memory < inf else 1e18
-    return {"maxSizePerFPGA": limit, "maxFPGAs": accelerator.count, "maxCPUs": cpu.count, "nodes": nodes, "edges": edges}
+    return {
+        "maxSizePerFPGA": limit,
+        "maxFPGAs": accelerator.count,
+        "maxCPUs": cpu.count,
+        "nodes": nodes,
+        "edges": edges,
+    }

@@ -21,9 +21,17 @@ def class_order(fleet: Fleet) -> list[int]:
     def same(a: int, b: int) -> bool:
         swap = {a: b, b: a}
         alike = replace(fleet.devices[a], name="", host="") == replace(fleet.devices[b], name="", host="")
-        return alike and all(fleet.path(i, j) == fleet.path(swap.get(i, i), swap.get(j, j)) for i in range(n) for j in range(n) if i != j)
+        return alike and all(
+            fleet.path(i, j) == fleet.path(swap.get(i, i), swap.get(j, j)) for i in range(n) for j in range(n) if i != j
+        )
 
-    return [j for i in range(n) if not any(same(h, i) for h in range(i)) for j in range(n) if j == i or (j > i and same(i, j))]
+    return [
+        j
+        for i in range(n)
+        if not any(same(h, i) for h in range(i))
+        for j in range(n)
+        if j == i or (j > i and same(i, j))
+    ]
 
 
 def arrangements(devices: Sequence[int], order: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -53,12 +61,17 @@ def best_of_all(chain: Chain, fleet: Fleet, wanted: Wanted, schedule: str, recom
     found = inf
     for mode in modes:
         if found == inf:
-            found = min(Brute(chain, fleet, schedule, b, wanted.batch // b, wanted.base, mode).run() for b in wanted.microbatch_sizes())
+            found = min(
+                Brute(chain, fleet, schedule, b, wanted.batch // b, wanted.base, mode).run()
+                for b in wanted.microbatch_sizes()
+            )
     return found
 
 
 class Brute:
-    def __init__(self, chain: Chain, fleet: Fleet, schedule: str, b: int, m: int, base: int, recompute: str, nics: bool = True) -> None:
+    def __init__(
+        self, chain: Chain, fleet: Fleet, schedule: str, b: int, m: int, base: int, recompute: str, nics: bool = True
+    ) -> None:
         self.layers, self.chain, self.fleet, self.schedule = chain.layers, chain, fleet, schedule
         self.b, self.m, self.base, self.nics = b, m, base, nics
         self.times: list[Times] = [chain.timer(chain, d, b) for d in fleet.devices]
@@ -132,7 +145,9 @@ class Brute:
                     for device in group:
                         t = self.times[device]
                         span = range(first, last)
-                        seconds.append(sum(t.forward[i] + t.backward[i] + (t.again[i] if recompute else 0) for i in span))
+                        seconds.append(
+                            sum(t.forward[i] + t.backward[i] + (t.again[i] if recompute else 0) for i in span)
+                        )
                         weights.append(sum(t.weight[i] for i in span))
                         updates.append(sum(t.update[i] for i in span))
                     found.append((recompute, shares, seconds, weights, updates))
@@ -142,7 +157,9 @@ class Brute:
     def _again(self, first: int, last: int, held: int, coming: int) -> int:
         """Bytes of what is computed again: with every choice of cuts between parts, or with none."""
         found, inner = [], range(first + 1, last)
-        for cuts in (cuts for count in range(last - first if self.in_parts else 1) for cuts in combinations(inner, count)):
+        for cuts in (
+            cuts for count in range(last - first if self.in_parts else 1) for cuts in combinations(inner, count)
+        ):
             ends = (first, *cuts, last)
             parts = [sum(x.saved.at(self.b) for x in self.layers[a:z]) for a, z in pairwise(ends)]
             found.append(held * (coming + sum(self.layers[c - 1].out.at(self.b) for c in cuts)) + max(parts))
@@ -168,7 +185,9 @@ class Brute:
             + self.base
         )
 
-    def _boundary(self, left: tuple[int, ...], right: tuple[int, ...], at: int, used: dict[str, float]) -> tuple[float, float]:
+    def _boundary(
+        self, left: tuple[int, ...], right: tuple[int, ...], at: int, used: dict[str, float]
+    ) -> tuple[float, float]:
         out, back = self.layers[at - 1].out.at(self.b), self.layers[at - 1].back.at(self.b)
         kinds = [{replace(self.fleet.devices[d], name="", host="") for d in group} for group in (left, right)]
         aligned = len(left) == len(right) and len(kinds[0]) == len(kinds[1]) == 1

@@ -11,7 +11,10 @@ from penstock.passes.planner.fleet import Fleet, fleet_of
 
 def draw_chain(rng: Random, layers: int) -> Chain:
     def work(flops: tuple[int, int]) -> Work:
-        return Work(Amount(rng.randrange(0, 10**6), rng.randint(*flops)), Amount(rng.randrange(0, 10**5), rng.randrange(10**4, 10**6)))
+        return Work(
+            Amount(rng.randrange(0, 10**6), rng.randint(*flops)),
+            Amount(rng.randrange(0, 10**5), rng.randrange(10**4, 10**6)),
+        )
 
     made = []
     for i in range(layers):
@@ -52,7 +55,12 @@ def draw_fleet(rng: Random, devices: int, nics: bool) -> Fleet:
         kind = rng.choice(kinds)
         made.append(
             Device(
-                f"d{i}", host=f"h{rng.randrange(hosts)}", target=kind.target, flops=kind.flops, bandwidth=kind.bandwidth, spaces=kind.spaces
+                f"d{i}",
+                host=f"h{rng.randrange(hosts)}",
+                target=kind.target,
+                flops=kind.flops,
+                bandwidth=kind.bandwidth,
+                spaces=kind.spaces,
             )
         )
     links = []
@@ -62,5 +70,13 @@ def draw_fleet(rng: Random, devices: int, nics: bool) -> Fleet:
         for j in range(i + 1, devices):
             across = made[i].host != made[j].host
             speed = speeds[across] if few else rng.choice(speeds)
-            links.append(Link(f"d{i}", f"d{j}", speed, rng.choice([0.0, 1e-3]) if not few else 1e-4, "nic" if nics and across else ""))
+            links.append(
+                Link(
+                    f"d{i}",
+                    f"d{j}",
+                    speed,
+                    rng.choice([0.0, 1e-3]) if not few else 1e-4,
+                    "nic" if nics and across else "",
+                )
+            )
     return fleet_of(Cluster(tuple(made), tuple(links)))

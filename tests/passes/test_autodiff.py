@@ -82,7 +82,9 @@ def torch_loss(a):
 def test_model_equals_torch_with_tied_weights_and_fan_in():
     module, arrays = model_arrays()
     found, loss = gradients(module, arrays, microbatches=4)
-    tensors = {name: torch.tensor(x, requires_grad=name in ("w1", "b1", "g", "w2", "table")) for name, x in arrays.items()}
+    tensors = {
+        name: torch.tensor(x, requires_grad=name in ("w1", "b1", "g", "w2", "table")) for name, x in arrays.items()
+    }
     expected = torch_loss(tensors)
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-12)
@@ -109,10 +111,26 @@ def test_what_backward_looks_like():
     assert backward.ins == forward.saved
     assert backward.outs == ()
     accumulated = [op.var for op in backward.ops if op.kind == "accum"]
-    assert sorted(accumulated) == ["b1.grad", "g.grad", "table.grad", "w1.grad", "w2.grad"]  # once each, the tied one as well
+    assert sorted(accumulated) == [
+        "b1.grad",
+        "g.grad",
+        "table.grad",
+        "w1.grad",
+        "w2.grad",
+    ]  # once each, the tied one as well
     assert all(found.vars[name].role == "grad" and found.vars[name].init == "zeros" for name in accumulated)
     saved = {v.name for v in forward.saved}
-    assert not saved & {"w1", "b1", "g", "g2", "w2", "wt", "again", "table", "mean"}  # depends on variables only: computed again
+    assert not saved & {
+        "w1",
+        "b1",
+        "g",
+        "g2",
+        "w2",
+        "wt",
+        "again",
+        "table",
+        "mean",
+    }  # depends on variables only: computed again
     assert any("@unused" in note.text for note in found.notes)
     made = {v.name for op in backward.ops for v in op.outs}
     assert {"loss.grad", "y.grad", "r.grad", "qkv.grad", "w1.grad"} <= made
@@ -266,7 +284,9 @@ def test_refused_modules():
     with pytest.raises(UsageError, match="no graph main"):
         autodiff(autodiff(good, AutodiffOptions()), AutodiffOptions())
     with pytest.raises(UsageError, match=r"names @w\.grad"):
-        autodiff(good.but(vars={**good.vars, "w.grad": Var("w.grad", good.vars["w"].type, "buffer")}), AutodiffOptions())
+        autodiff(
+            good.but(vars={**good.vars, "w.grad": Var("w.grad", good.vars["w"].type, "buffer")}), AutodiffOptions()
+        )
 
 
 # ---------------------------------------------------------------------------------------- random graphs
@@ -289,7 +309,9 @@ SHAPES = [(), (3,), (1,), (2, 3), (2, 1), (4, 2, 3), (4, 1, 1)]
 def random_models(draw):
     """Elementwise graphs with broadcasting and values used several times, with their torch meaning."""
     leaves = draw(st.lists(st.sampled_from(SHAPES), min_size=2, max_size=4))
-    ops = [Op("read", (), (Value(f"p{i}", TensorType("f64", shape)),), {"var": f"p{i}"}) for i, shape in enumerate(leaves)]
+    ops = [
+        Op("read", (), (Value(f"p{i}", TensorType("f64", shape)),), {"var": f"p{i}"}) for i, shape in enumerate(leaves)
+    ]
     values = [op.outs[0] for op in ops]
     steps = []
     for n in range(draw(st.integers(1, 10))):

@@ -58,7 +58,12 @@ def sampled(kind):
         twice = kind == "scatter" and not s.attrs.get("add") and len(np.unique(s.arrays()[1])) < s.arrays()[1].size
         if twice:
             continue
-        if floats and s.dtype == "f32" and nasty not in s.draws and max(v.type.size for v in (*s.op.ins, *s.op.outs)) <= 6000:
+        if (
+            floats
+            and s.dtype == "f32"
+            and nasty not in s.draws
+            and max(v.type.size for v in (*s.op.ins, *s.op.outs)) <= 6000
+        ):
             yield s
 
 
@@ -85,7 +90,9 @@ def test_gradient_of_every_sample_equals_torch(kind):
         grads = torch.autograd.grad(sum(terms), [x for x in leaves if x.requires_grad], allow_unused=True)
         for name, wanted in zip([f"x{i}" for i, x in enumerate(leaves) if x.requires_grad], grads, strict=True):
             expected = np.zeros_like(arrays[int(name[1:])]) if wanted is None else wanted.numpy()
-            np.testing.assert_allclose(found.get(name, 0 * expected), expected, rtol=1e-8, atol=1e-10, err_msg=f"{s} {name}")
+            np.testing.assert_allclose(
+                found.get(name, 0 * expected), expected, rtol=1e-8, atol=1e-10, err_msg=f"{s} {name}"
+            )
 
 
 @pytest.mark.parametrize("axis", [-1, 1])
@@ -119,7 +126,9 @@ MASKS = {
 
 
 # Causal and with "bool, per row", some rows see nothing: for these torch gives nan.
-@pytest.mark.parametrize(("mask", "causal"), [(m, c) for m in MASKS for c in (True, False) if not (c and m == "bool, per row")])
+@pytest.mark.parametrize(
+    ("mask", "causal"), [(m, c) for m in MASKS for c in (True, False) if not (c and m == "bool, per row")]
+)
 def test_attention(mask, causal):
     """Against torch's attention; a mask of floats is a parameter too, and its gradient is summed to its shape."""
 
@@ -129,11 +138,20 @@ def test_attention(mask, causal):
             added = torch.where(mask, 0.0, -torch.inf) if mask is not None and mask.dtype == torch.bool else mask
             mask = hidden if mask is None else added + hidden
         elif mask is not None:
-            mask = mask & torch.ones(6, 6).bool() if mask.dtype == torch.bool else mask + torch.zeros(6, 6, dtype=torch.float64)
+            mask = (
+                mask & torch.ones(6, 6).bool()
+                if mask.dtype == torch.bool
+                else mask + torch.zeros(6, 6, dtype=torch.float64)
+            )
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.4)
 
     given = MASKS[mask]
-    arrays = (normal(2, 3, 6, 5), normal(2, 3, 6, 5), normal(2, 3, 6, 4), *(() if given is None else (np.ascontiguousarray(given),)))
+    arrays = (
+        normal(2, 3, 6, 5),
+        normal(2, 3, 6, 5),
+        normal(2, 3, 6, 4),
+        *(() if given is None else (np.ascontiguousarray(given),)),
+    )
     compare("attention", arrays, {"causal": causal, "scale": 0.4}, function, outs=3, read=1)
 
 
@@ -180,7 +198,11 @@ def test_control_a_wrong_rule_is_noticed(kind, monkeypatch):
         return [doubled(rule) for rule in right(b, op, *grads)]
 
     monkeypatch.setitem(VJP, kind, wrong)
-    tests = [lambda c=c: compare(*c) for c in CASES if c[0] == kind and all(x.size > 0 for x in c[1]) and c[2].get("stop", (2,))[0] != 1]
+    tests = [
+        lambda c=c: compare(*c)
+        for c in CASES
+        if c[0] == kind and all(x.size > 0 for x in c[1]) and c[2].get("stop", (2,))[0] != 1
+    ]
     tests += [lambda: test_layer_norm_with_all_results_used(1)] if kind == "layer_norm" else []
     tests += [lambda: test_gradient_of_the_largest_values(0, False)] if kind == "topk" else []
     tests += [test_cross_entropy_with_both_results_used] if kind == "cross_entropy" else []

@@ -37,7 +37,9 @@ TYPE = TensorType("f64", (ROWS, SIZE))
 def tied_models(draw: st.DrawFn) -> tuple[Module, list[tuple[str, list[int]]], int]:
     """Values are the parameters, then the input, then what is made of these: any of them may be used again much later."""
     shapes = [draw(st.sampled_from([(SIZE,), (1,), (ROWS, SIZE), ()])) for _ in range(draw(st.integers(1, 3)))]
-    ops = [Op("read", (), (Value(f"p{i}", TensorType("f64", shape)),), {"var": f"p{i}"}) for i, shape in enumerate(shapes)]
+    ops = [
+        Op("read", (), (Value(f"p{i}", TensorType("f64", shape)),), {"var": f"p{i}"}) for i, shape in enumerate(shapes)
+    ]
     x = Value("x", TYPE)
     values, steps = [*(op.outs[0] for op in ops), x], []
     last = x
@@ -56,7 +58,9 @@ def tied_models(draw: st.DrawFn) -> tuple[Module, list[tuple[str, list[int]]], i
     return Module("m", (x,), ("loss",), vars=variables, graphs={"main": main}), steps, draw(st.integers(0, 1000))
 
 
-def trained(module: Module, arrays: dict[str, np.ndarray], x: np.ndarray, cuts: Sequence[int]) -> tuple[dict[str, np.ndarray], Module]:
+def trained(
+    module: Module, arrays: dict[str, np.ndarray], x: np.ndarray, cuts: Sequence[int]
+) -> tuple[dict[str, np.ndarray], Module]:
     """Variables after one step of two microbatches, on stages that start at these places of the simplified model, in percent."""
     calls = training_pipeline({"kind": "sgd", "lr": 1.0}, {}, "1f1b", 2)
 
@@ -65,7 +69,9 @@ def trained(module: Module, arrays: dict[str, np.ndarray], x: np.ndarray, cuts: 
             return call
         chain = chain_of(before)
         starts = sorted({1 + percent * (len(chain) - 1) // 100 for percent in cuts if len(chain) > 1})
-        return Call(call.name, PartitionOptions(split_at=tuple(chain[i].outs[0].name for i in starts), stages=len(starts) + 1))
+        return Call(
+            call.name, PartitionOptions(split_at=tuple(chain[i].outs[0].name for i in starts), stages=len(starts) + 1)
+        )
 
     found = run_passes(module.but(cluster=Cluster.local(len(cuts) + 1)), calls, PASSES, before=cut)
     return run_schedule(found, arrays, [{"x": x}]).variables, found
@@ -73,7 +79,9 @@ def trained(module: Module, arrays: dict[str, np.ndarray], x: np.ndarray, cuts: 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(tied_models(), st.data())
-def test_random_graphs_on_stages_equal_torch(model: tuple[Module, list[tuple[str, list[int]]], int], data: st.DataObject) -> None:
+def test_random_graphs_on_stages_equal_torch(
+    model: tuple[Module, list[tuple[str, list[int]]], int], data: st.DataObject
+) -> None:
     module, steps, seed = model
     rng = np.random.default_rng(seed)
     if not module.vars:
@@ -88,12 +96,18 @@ def test_random_graphs_on_stages_equal_torch(model: tuple[Module, list[tuple[str
         for kind, picks in steps:
             values.append({**UNARY, **BINARY}[kind](*(values[i] for i in picks)))
         total = total + (values[-1] * values[-1]).mean() / 2
-    grads = {f"p{i}": grad for i, grad in enumerate(torch.autograd.grad(total, leaves, allow_unused=True)) if grad is not None}
+    grads = {
+        f"p{i}": grad
+        for i, grad in enumerate(torch.autograd.grad(total, leaves, allow_unused=True))
+        if grad is not None
+    }
     for cuts in ([], [50], data.draw(st.lists(st.integers(0, 99), min_size=3, max_size=3))):
         found, planned = trained(module, arrays, x, cuts)
         assert set(grads) == set(arrays)
         for name, array in arrays.items():
-            np.testing.assert_allclose(array - found[name], grads[name].numpy(), rtol=1e-6, atol=1e-10, err_msg=f"{name}, cuts {cuts}")
+            np.testing.assert_allclose(
+                array - found[name], grads[name].numpy(), rtol=1e-6, atol=1e-10, err_msg=f"{name}, cuts {cuts}"
+            )
         _check_graphs(planned)
 
 
@@ -103,7 +117,9 @@ def _check_graphs(module: Module) -> None:
         if not graph.name.endswith((".B", ".W")):
             continue
         needed = {*graph.outs, *graph.saved, *(v for op in graph.ops for v in op.ins)}
-        assert all(needed.intersection(op.outs) for op in graph.ops if op.outs), f"{graph.name} computes what nobody uses"
+        assert all(needed.intersection(op.outs) for op in graph.ops if op.outs), (
+            f"{graph.name} computes what nobody uses"
+        )
         zeros = [op for op in graph.ops if op.kind == "const" and op.attrs["value"] == 0]
         assert not zeros, f"{graph.name} keeps zeros"
         added = [op.var for op in graph.ops if op.kind == "accum"]
@@ -116,7 +132,11 @@ def test_control_a_gradient_that_is_summed_twice(monkeypatch: pytest.MonkeyPatch
     ops = [Op("read", (), (p,), {"var": "p"}), make("mul", [x, p], ["a"]), make("mul", [Value("a", TYPE), p], ["b"])]
     ops.append(make("mean", [Value("b", TYPE)], ["loss"], axes=(0, 1)))
     module = Module(
-        "m", (x,), ("loss",), vars={"p": Var("p", p.type, "param")}, graphs={"main": Graph("main", (x,), (ops[-1].outs[0],), tuple(ops))}
+        "m",
+        (x,),
+        ("loss",),
+        vars={"p": Var("p", p.type, "param")},
+        graphs={"main": Graph("main", (x,), (ops[-1].outs[0],), tuple(ops))},
     )
     arrays, batch = {"p": np.full(SIZE, 2.0)}, np.ones((2 * ROWS, SIZE))
     found, planned = trained(module, arrays, batch, [0])
@@ -146,7 +166,11 @@ def test_integers_and_shapes_are_left_alone() -> None:
     count = emit("cast", emit("sum", places, axes=(0,)), dtype="f64")
     chosen = emit("where", emit("less", rows, emit("const", value=0.0, dtype="f64")), emit("neg", rows), rows)
     best = emit("cast", emit("argmax", i, axis=0), dtype="f64")
-    loss = emit("mean", emit("add", emit("div", chosen, emit("add", count, emit("const", value=1.0, dtype="f64"))), best), axes=(0, 1))
+    loss = emit(
+        "mean",
+        emit("add", emit("div", chosen, emit("add", count, emit("const", value=1.0, dtype="f64"))), best),
+        axes=(0, 1),
+    )
     variables = {v.name: Var(v.name, v.type, "param") for v in (table, scale)}
     module = Module("m", (i,), (loss.name,), vars=variables, graphs={"main": Graph("main", (i,), (loss,), tuple(ops))})
     rng = np.random.default_rng(0)
@@ -158,7 +182,10 @@ def test_integers_and_shapes_are_left_alone() -> None:
     total = torch.zeros((), dtype=torch.float64)
     for part in np.split(batch, 2):
         p = (torch.tensor(part) * 2 + 2) % 5
-        total = total + ((leaves["table"][p] * leaves["scale"]).abs() / (p.sum() + 1) + torch.tensor(part).argmax()).mean() / 2
+        total = (
+            total
+            + ((leaves["table"][p] * leaves["scale"]).abs() / (p.sum() + 1) + torch.tensor(part).argmax()).mean() / 2
+        )
     total.backward()
     for name, leaf in leaves.items():
         assert leaf.grad is not None
@@ -188,7 +215,13 @@ def test_all_that_breaks_a_path_is_named_at_once() -> None:
         (loss,) = emit("add", loss, part)
     (chosen,) = emit("where", emit("slice", fine, start=(0, 0, 0), stop=(1, 1, 1), step=(1, 1, 1))[0], loss, loss)
     (loss,) = emit("sum", chosen, axes=(0, 1, 2))
-    module = Module("m", (), (loss.name,), vars={"q": Var("q", q.type, "param")}, graphs={"main": Graph("main", (), (loss,), tuple(ops))})
+    module = Module(
+        "m",
+        (),
+        (loss.name,),
+        vars={"q": Var("q", q.type, "param")},
+        graphs={"main": Graph("main", (), (loss,), tuple(ops))},
+    )
     with pytest.raises(UnsupportedModel) as caught:
         autodiff(module, AutodiffOptions())
     said = str(caught.value)

@@ -38,7 +38,9 @@ def test_several_values_travel_together_in_the_order_of_their_maker(toy):
     module = toy(2)
     first, last = module.graphs["s0.F"], module.graphs["s1.F"]
     w = first.ops[0].outs[0]
-    wide = module.with_graph(replace(first, outs=(*first.outs, w))).with_graph(replace(last, ins=(w, *last.ins), ops=last.ops[1:]))
+    wide = module.with_graph(replace(first, outs=(*first.outs, w))).with_graph(
+        replace(last, ins=(w, *last.ins), ops=last.ops[1:])
+    )
     assert edges(wide)[0] == "0>1 F h0 w"
 
 
@@ -80,8 +82,14 @@ def test_inputs_that_nobody_provides_are_all_listed(toy):
     with pytest.raises(VerifyError) as caught:
         find_edges(module)
     text = str(caught.value)
-    assert "@s1.F takes %ghost : f32[2], which is no input of the module, and not returned by the forward graph of another stage" in text
-    assert "@s2.B takes %ghost : f32[2], which is no input of the module, not saved by @s2.F and not returned by the backward graph" in text
+    assert (
+        "@s1.F takes %ghost : f32[2], which is no input of the module, and not returned by the forward graph of another stage"
+        in text
+    )
+    assert (
+        "@s2.B takes %ghost : f32[2], which is no input of the module, not saved by @s2.F and not returned by the backward graph"
+        in text
+    )
 
 
 def test_two_makers_and_unequal_types_are_refused(toy):

@@ -70,8 +70,12 @@ def test_a_kernel_is_its_work_by_the_shares_of_its_device() -> None:
     by_hand = max(flops / (1e9 * 0.5) + 64 * 128 / (1e9 * 0.1), moved / (1e8 * 0.25)) + 1e-3
     assert cost(first, DEVICE) == pytest.approx((by_hand, moved), rel=1e-12)
     # The sum reads the result through the transpose, which has no memory.
-    assert cost(second, DEVICE) == pytest.approx((4 * (64 * 128 + 64) / (1e8 * 0.5) + 1e-3, 4 * (64 * 128 + 64)), rel=1e-12)
-    assert graph_seconds(layer(), DEVICE) == pytest.approx(5e-2 + sum(cost(k, DEVICE).seconds for k in (first, second)), rel=1e-12)
+    assert cost(second, DEVICE) == pytest.approx(
+        (4 * (64 * 128 + 64) / (1e8 * 0.5) + 1e-3, 4 * (64 * 128 + 64)), rel=1e-12
+    )
+    assert graph_seconds(layer(), DEVICE) == pytest.approx(
+        5e-2 + sum(cost(k, DEVICE).seconds for k in (first, second)), rel=1e-12
+    )
     # Bound by arithmetic when memory is fast; and the bound is below every price.
     fast = replace(DEVICE, bandwidth=1e15)
     assert cost(first, fast).seconds == pytest.approx(flops / 5e8 + 64 * 128 / 1e8 + 1e-3, rel=1e-9)
@@ -152,12 +156,18 @@ def test_the_work_of_kernels_is_that_of_the_graph(trained: Module, name: str) ->
     graph = trained.graphs[name]
     kernels = kernels_of(graph)
     counted = sum(flops for kernel in kernels for _, _, flops in work_of(kernel).flops)
-    computed_where_read = {v for op in graph.ops if str(op.attrs.get("kernel", "")).startswith("inline") for v in op.outs}
+    computed_where_read = {
+        v for op in graph.ops if str(op.attrs.get("kernel", "")).startswith("inline") for v in op.outs
+    }
     once = sum(cost_of(op).flops for op in graph.ops if not computed_where_read.issuperset(op.outs) or not op.outs)
     assert counted == pytest.approx(once, rel=1e-12)
-    assert sum(op_seconds(graph, DEVICE)) == pytest.approx(graph_seconds(graph, DEVICE) - DEVICE.call_overhead, rel=1e-9)
+    assert sum(op_seconds(graph, DEVICE)) == pytest.approx(
+        graph_seconds(graph, DEVICE) - DEVICE.call_overhead, rel=1e-9
+    )
     # The control: a kernel less is seen.
-    assert sum(flops for kernel in kernels[1:] for _, _, flops in work_of(kernel).flops) != pytest.approx(once, rel=1e-12)
+    assert sum(flops for kernel in kernels[1:] for _, _, flops in work_of(kernel).flops) != pytest.approx(
+        once, rel=1e-12
+    )
 
 
 def test_before_fusion_a_graph_costs_what_it_costs_after(trained: Module) -> None:
@@ -167,7 +177,10 @@ def test_before_fusion_a_graph_costs_what_it_costs_after(trained: Module) -> Non
         fused = trained.graphs[name]
         plain = replace(fused, ops=tuple(op.with_attrs(kernel=None, packed=None) for op in fused.ops))
         assert graph_seconds(plain, DEVICE) == pytest.approx(graph_seconds(fused, DEVICE), rel=1e-9)
-        apart = replace(plain, ops=tuple(op if op.kind == "read" else op.with_attrs(kernel=f"k{i}") for i, op in enumerate(plain.ops)))
+        apart = replace(
+            plain,
+            ops=tuple(op if op.kind == "read" else op.with_attrs(kernel=f"k{i}") for i, op in enumerate(plain.ops)),
+        )
         spent["fused"] += graph_seconds(fused, free)
         spent["apart"] += graph_seconds(apart, free)
     # The control: without kernels it would cost much more.
@@ -206,14 +219,23 @@ def test_sources_are_asked_in_turn_and_gaps_are_told() -> None:
     assert InTurn([Fixed(7.0)]).told() == ""
     # A source by itself that does not know is an estimate too.
     assert cost(second, DEVICE, Fixed(7.0)) == cost(second, DEVICE)
-    assert graph_seconds(layer(), DEVICE, prices) == pytest.approx(7.0 + cost(second, DEVICE).seconds + DEVICE.call_overhead)
+    assert graph_seconds(layer(), DEVICE, prices) == pytest.approx(
+        7.0 + cost(second, DEVICE).seconds + DEVICE.call_overhead
+    )
 
 
 def test_kernels_that_differ_in_names_are_asked_for_once() -> None:
     once, twice = layer(), layer()
     again = {v: Value(v.name + "2", v.type) for op in twice.ops for v in (*op.ins, *op.outs)}
-    ops = tuple(replace(op, ins=tuple(again[v] for v in op.ins), outs=tuple(again[v] for v in op.outs)) for op in twice.ops)
-    both = Graph("main", (*once.ins, *(again[v] for v in once.ins)), (*once.outs, *(again[v] for v in once.outs)), (*once.ops, *ops))
+    ops = tuple(
+        replace(op, ins=tuple(again[v] for v in op.ins), outs=tuple(again[v] for v in op.outs)) for op in twice.ops
+    )
+    both = Graph(
+        "main",
+        (*once.ins, *(again[v] for v in once.ins)),
+        (*once.outs, *(again[v] for v in once.outs)),
+        (*once.ops, *ops),
+    )
     source = Fixed(1.0)
     assert graph_seconds(both, DEVICE, source) - DEVICE.call_overhead == pytest.approx(
         2 * (graph_seconds(once, DEVICE, Fixed(1.0)) - DEVICE.call_overhead)
@@ -227,6 +249,9 @@ def test_what_was_measured_of_a_device_survives_the_text() -> None:
     module = Module("m", cluster=Cluster((DEVICE, Device("plain"))))
     text = print_module(module)
     assert "efficiency.products=0.5 efficiency.products.bf16=2.0" in text
-    assert "  device plain kind=cpu host=localhost target=native threads=1 flops=50000000000.0 bandwidth=10000000000.0\n" in text
+    assert (
+        "  device plain kind=cpu host=localhost target=native threads=1 flops=50000000000.0 bandwidth=10000000000.0\n"
+        in text
+    )
     assert parse_module(text) == module
     assert parse_module(text.replace("efficiency.products=0.5", "efficiency.products=0.6")) != module

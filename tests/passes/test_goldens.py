@@ -58,7 +58,9 @@ def test_pass_makes_its_golden_in_another_pipeline(step: tuple[Call, Path, Path]
 
 def test_there_are_no_other_goldens() -> None:
     assert sorted(GOLDENS.glob("*.ir")) == sorted([*files(), GOLDENS / "input.ir"])
-    assert sorted(path for folder, _, _ in OTHERS for path in folder.glob("*.ir")) == sorted(after for _, _, after in other_steps())
+    assert sorted(path for folder, _, _ in OTHERS for path in folder.glob("*.ir")) == sorted(
+        after for _, _, after in other_steps()
+    )
 
 
 def test_a_changed_golden_is_noticed() -> None:

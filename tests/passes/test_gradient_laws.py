@@ -114,7 +114,9 @@ def test_control_a_wrong_sign_is_noticed(kind: str, judge: str, monkeypatch: pyt
         hold(kind, CHECKS[judge], 8)
 
 
-@pytest.mark.parametrize("kind", ["add", "sub", "mul", "div", "pow", "rem", "minimum", "maximum", "where", "matmul", "broadcast"])
+@pytest.mark.parametrize(
+    "kind", ["add", "sub", "mul", "div", "pow", "rem", "minimum", "maximum", "where", "matmul", "broadcast"]
+)
 def test_the_shapes_do_broadcast(kind: str) -> None:
     """Among the cases are operands with fewer dimensions than the result, and with a 1 where the result has more."""
     seen = set()
@@ -143,7 +145,9 @@ def differentiable() -> Iterator[str]:
         if second or row.effect or row.family == "optimizer":
             continue
         ops = [s.op for s in samples_of(kind)]
-        if any(any(v.type.dtype in FLOATS for v in op.ins) and any(v.type.dtype in FLOATS for v in op.outs) for op in ops):
+        if any(
+            any(v.type.dtype in FLOATS for v in op.ins) and any(v.type.dtype in FLOATS for v in op.outs) for op in ops
+        ):
             yield kind
 
 

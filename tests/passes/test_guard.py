@@ -47,7 +47,9 @@ def network(widths: list[int] = WIDTHS, *, tied: bool = False) -> Module:
         ops.append(make("tanh", ops[-1].outs, [f"a{i}"]))
         value = ops[-1].outs[0]
     ops.append(make("mse", (value, labels), ["loss"]))
-    return Module("net", (x, labels), ("loss",), vars=vars, graphs={"main": Graph("main", (x, labels), ops[-1].outs, tuple(ops))})
+    return Module(
+        "net", (x, labels), ("loss",), vars=vars, graphs={"main": Graph("main", (x, labels), ops[-1].outs, tuple(ops))}
+    )
 
 
 def weights_of(module: Module) -> Arrays:
@@ -59,14 +61,17 @@ def batches_of(count: int, spoiled: int | None = None) -> list[Arrays]:
     """Batches of noise; that of number `spoiled` has one infinite element in its second microbatch."""
     rng = np.random.default_rng(2)
     found = [
-        {"x": rng.standard_normal((ROWS * M, WIDTHS[0])), "labels": 3 * rng.standard_normal((ROWS * M, WIDTHS[-1]))} for _ in range(count)
+        {"x": rng.standard_normal((ROWS * M, WIDTHS[0])), "labels": 3 * rng.standard_normal((ROWS * M, WIDTHS[-1]))}
+        for _ in range(count)
     ]
     if spoiled is not None:
         found[spoiled]["labels"][ROWS + 1, 2] = np.inf
     return found
 
 
-def by_torch(start: Arrays, batches: list[Arrays], delay: int, clip: float, make_optimizer) -> tuple[list[float], Arrays, list[float]]:
+def by_torch(
+    start: Arrays, batches: list[Arrays], delay: int, clip: float, make_optimizer
+) -> tuple[list[float], Arrays, list[float]]:
     """Losses, last weights and norms of plain training, the gradient `delay` updates late, without the updates that are not finite."""
     now = {n: torch.tensor(w, dtype=torch.float64).requires_grad_() for n, w in start.items()}
     update = make_optimizer(list(now.values()))
@@ -91,7 +96,9 @@ def by_torch(start: Arrays, batches: list[Arrays], delay: int, clip: float, make
     return losses, {n: w.detach().numpy() for n, w in now.items()}, norms
 
 
-def staged(module: Module, stages: int, schedule: str, options: dict | None, kind: str = "adamw") -> tuple[Module, Module]:
+def staged(
+    module: Module, stages: int, schedule: str, options: dict | None, kind: str = "adamw"
+) -> tuple[Module, Module]:
     """The program of every rank, and the module before it was cut."""
     seen: list[Module] = []
 
@@ -101,7 +108,9 @@ def staged(module: Module, stages: int, schedule: str, options: dict | None, kin
         return call
 
     cuts = {2: ("layer2",), 4: ("layer1", "layer2", "layer3")}.get(stages, ())
-    calls = training_pipeline({"kind": kind, "lr": 0.03}, {"stages": stages, "split_at": cuts}, schedule, M, guard=options)
+    calls = training_pipeline(
+        {"kind": kind, "lr": 0.03}, {"stages": stages, "split_at": cuts}, schedule, M, guard=options
+    )
     return run_passes(module.but(cluster=Cluster.local(stages)), calls, PASSES, before=remember), seen[0]
 
 
@@ -111,30 +120,44 @@ def test_clipping_and_skipping_are_those_of_torch(clip: float, delay: int) -> No
     module = network()
     start, batches = weights_of(module), batches_of(24, spoiled=17)
     guarded = guard(
-        optimizer(autodiff(module, AutodiffOptions(M)), OptimizerOptions(kind="adamw", lr=0.03, weight_decay=0.0)), GuardOptions(clip)
+        optimizer(autodiff(module, AutodiffOptions(M)), OptimizerOptions(kind="adamw", lr=0.03, weight_decay=0.0)),
+        GuardOptions(clip),
     )
     found = run_recurrence(guarded, start, batches, delay=delay)
-    losses, last, norms = by_torch(start, batches, delay, clip, lambda p: torch.optim.AdamW(p, lr=0.03, weight_decay=0.0))
+    losses, last, norms = by_torch(
+        start, batches, delay, clip, lambda p: torch.optim.AdamW(p, lr=0.03, weight_decay=0.0)
+    )
     assert not np.isfinite(norms[17])
     assert max(n for i, n in enumerate(norms) if i != 17) > 0.5
     np.testing.assert_allclose(found.losses, losses, rtol=1e-9)
     for name, array in last.items():
         np.testing.assert_allclose(found.variables[name], array, rtol=1e-9)
     np.testing.assert_allclose(
-        [float(found.told[t]["gradient.norm"]) for t in range(24) if t != 17], [n for i, n in enumerate(norms) if i != 17], rtol=1e-9
+        [float(found.told[t]["gradient.norm"]) for t in range(24) if t != 17],
+        [n for i, n in enumerate(norms) if i != 17],
+        rtol=1e-9,
     )
     # Controls: another limit, and no guard at all.
     other = run_recurrence(
-        guard(optimizer(autodiff(module, AutodiffOptions(M)), OptimizerOptions(kind="adamw", lr=0.03)), GuardOptions(0.2)), start, batches
+        guard(
+            optimizer(autodiff(module, AutodiffOptions(M)), OptimizerOptions(kind="adamw", lr=0.03)), GuardOptions(0.2)
+        ),
+        start,
+        batches,
     )
     assert not np.allclose(other.losses[-1], losses[-1], rtol=1e-6)
     bare = run_recurrence(
-        optimizer(autodiff(module, AutodiffOptions(M)), OptimizerOptions(kind="adamw", lr=0.03)), start, batches, delay=delay
+        optimizer(autodiff(module, AutodiffOptions(M)), OptimizerOptions(kind="adamw", lr=0.03)),
+        start,
+        batches,
+        delay=delay,
     )
     assert not np.isfinite(bare.losses[-1])
 
 
-def run_staged(module: Module, stages: int, schedule: str, spoiled: int | None, options: dict) -> tuple[Run, Run, Module]:
+def run_staged(
+    module: Module, stages: int, schedule: str, spoiled: int | None, options: dict
+) -> tuple[Run, Run, Module]:
     program, whole = staged(module, stages, schedule, options)
     start, batches = weights_of(module), batches_of(10, spoiled)
     delay = 0 if schedule in ("1f1b", "gpipe", "zb-1f1b") else 1
@@ -143,7 +166,8 @@ def run_staged(module: Module, stages: int, schedule: str, spoiled: int | None, 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(
-    ("stages", "schedule"), [(1, "2bw"), (2, "1f1b"), (2, "2bw"), (4, "gpipe"), (4, "2bw"), (2, "eager-2bw"), (4, "zb-1f1b")]
+    ("stages", "schedule"),
+    [(1, "2bw"), (2, "1f1b"), (2, "2bw"), (4, "gpipe"), (4, "2bw"), (2, "eager-2bw"), (4, "zb-1f1b")],
 )
 def test_stages_clip_and_skip_as_one(stages: int, schedule: str, tied: bool) -> None:
     found, expected, program = run_staged(network(tied=tied), stages, schedule, 7, {"clip": 0.5})
@@ -190,7 +214,8 @@ def test_the_loss_scale_halves_doubles_and_changes_no_gradient(stages: int, sche
     start, batches = weights_of(module), batches_of(20, spoiled=5)
     delay = 0 if schedule == "1f1b" else 1
     scaled = guard(
-        optimizer(autodiff(module, AutodiffOptions(M, loss_scale=1024.0)), OptimizerOptions(kind="sgd", lr=0.1)), GuardOptions(grow_every=4)
+        optimizer(autodiff(module, AutodiffOptions(M, loss_scale=1024.0)), OptimizerOptions(kind="sgd", lr=0.1)),
+        GuardOptions(grow_every=4),
     )
     plain = guard(optimizer(autodiff(module, AutodiffOptions(M)), OptimizerOptions(kind="sgd", lr=0.1)), GuardOptions())
     expected = run_recurrence(plain, start, batches, delay=delay)
@@ -236,15 +261,26 @@ def test_2bw_does_not_wait_for_the_norm(latency: float) -> None:
 @pytest.mark.parametrize("frozen", [("w0",), ("w3",), ("w1", "w2")], ids="-".join)
 def test_stages_without_parameters_agree_too(frozen: tuple[str, ...], schedule: str) -> None:
     module = network()
-    module = module.but(vars={name: replace(var, role="buffer") if name in frozen else var for name, var in module.vars.items()})
+    module = module.but(
+        vars={name: replace(var, role="buffer") if name in frozen else var for name, var in module.vars.items()}
+    )
     found, expected, _ = run_staged(module, 4, schedule, 7, {"clip": 0.5})
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
-    np.testing.assert_allclose([t["gradient.norm"] for t in found.told.values()], [t["gradient.norm"] for t in expected.told.values()])
+    np.testing.assert_allclose(
+        [t["gradient.norm"] for t in found.told.values()], [t["gradient.norm"] for t in expected.told.values()]
+    )
 
 
-@given(st.integers(1, 5), st.integers(1, 9), st.sampled_from([name for name, kind in SCHEDULES.items() if kind.trains]), st.booleans())
+@given(
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.sampled_from([name for name, kind in SCHEDULES.items() if kind.trains]),
+    st.booleans(),
+)
 @settings(max_examples=15, deadline=None)
-def test_late_updates_are_legal_where_the_schedule_is_and_cost_nothing(stages: int, m: int, kind: str, tied: bool) -> None:
+def test_late_updates_are_legal_where_the_schedule_is_and_cost_nothing(
+    stages: int, m: int, kind: str, tied: bool
+) -> None:
     module = network([6] + [8] * stages + [5], tied=tied)
     cuts = tuple(f"layer{i}" for i in range(1, stages))
 
@@ -283,7 +319,9 @@ def test_a_penalty_on_weights_is_part_of_the_loss(penalised: tuple[str, ...], st
         ops.append(make("add", (total, ops[-1].outs[0]), [f"{name}.total"]))
         total = ops[-1].outs[0]
     graph = Graph("main", module.graphs["main"].ins, (total,), tuple(ops))
-    found, expected, _ = run_staged(module.but(outputs=(total.name,), graphs={"main": graph}), stages, schedule, None, {"clip": 0.5})
+    found, expected, _ = run_staged(
+        module.but(outputs=(total.name,), graphs={"main": graph}), stages, schedule, None, {"clip": 0.5}
+    )
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
     assert not np.allclose(found.losses, losses_without_penalty(), rtol=1e-3)
 
@@ -313,15 +351,24 @@ def test_stages_that_do_not_agree_are_refused() -> None:
     own = Op("read", (), (Value("own", TensorType("f32", (8, 8))),), {"var": "shared.grad"})
     norm = program.graphs["s0.N"]
     faults = [
-        (changed(program, "s1.U", lambda op: renamed(op, squares[0], squares[1])), "%gradients.squares is computed otherwise by @s0.U"),
+        (
+            changed(program, "s1.U", lambda op: renamed(op, squares[0], squares[1])),
+            "%gradients.squares is computed otherwise by @s0.U",
+        ),
         (changed(program, "s1.U", swapped), "%shared.total is computed otherwise by @s0.U"),
         (
             changed(program, "s1.U", lambda op: without(op, "write", "shared.adam_m")),
             "does not write @shared.adam_m, a copy of what stages [0]",
         ),
         (program.with_graph(replace(norm, ops=(own, *norm.ops))), "@s0.N: uses @shared.grad, which @s0.P has taken"),
-        (program.but(vars={**program.vars, "w0.adam_m": replace(program.vars["w0.adam_m"], versions=2)}), "state has 2 versions"),
-        (program.but(vars={n: replace(v, versions=1) if v.role == "grad" else v for n, v in program.vars.items()}), "1 buffer is kept"),
+        (
+            program.but(vars={**program.vars, "w0.adam_m": replace(program.vars["w0.adam_m"], versions=2)}),
+            "state has 2 versions",
+        ),
+        (
+            program.but(vars={n: replace(v, versions=1) if v.role == "grad" else v for n, v in program.vars.items()}),
+            "1 buffer is kept",
+        ),
     ]
     written = next(op for op in program.graphs["s0.U"].ops if op.kind == "write" and op.var == "w0")
     chosen = next(op for op in program.graphs["s0.U"].ops if written.ins[0] in op.outs)

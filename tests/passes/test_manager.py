@@ -70,7 +70,9 @@ def test_pipeline_text_round_trips_and_hides_defaults() -> None:
     calls = parse_pipeline(text, TABLE)
     assert calls[0] == Call("note", Options(3, "a,b}", 2.0, ("p", "q")))
     assert print_pipeline(calls) == text
-    assert parse_pipeline(" note{ needed=1 , on=false } , idle{} ", TABLE) == parse_pipeline("note{needed=1},idle", TABLE)
+    assert parse_pipeline(" note{ needed=1 , on=false } , idle{} ", TABLE) == parse_pipeline(
+        "note{needed=1},idle", TABLE
+    )
     assert parse_pipeline("", TABLE) == []
     assert str(parse_pipeline("note{needed=1,name=2bw}", TABLE)[0]) == "note{needed=1,name=2bw}"
     assert parse_pipeline('note{needed=1,name="true"}', TABLE)[0].options.name == "true"
@@ -93,7 +95,9 @@ def test_all_problems_of_a_pipeline_are_listed_at_once() -> None:
 def test_passes_must_agree_on_the_number_of_microbatches() -> None:
     """Gradients are divided by the number of one pass and added up as often as another says."""
     text = "autodiff{microbatches=4},split,schedule{kind=gpipe,microbatches=2}"
-    with pytest.raises(UsageError, match="microbatches must be one number in all passes: autodiff has 4, schedule has 2"):
+    with pytest.raises(
+        UsageError, match="microbatches must be one number in all passes: autodiff has 4, schedule has 2"
+    ):
         parse_pipeline(text, PASSES)
     assert len(parse_pipeline(text.replace("=2", "=4"), PASSES)) == 3
     with pytest.raises(UsageError, match="autodiff has 1, schedule has 2"):
@@ -114,7 +118,9 @@ def test_facts_are_needed_and_given() -> None:
 
 
 def test_every_dump_parses_and_can_be_continued(tmp_path: Path) -> None:
-    final = run_passes(module(), parse_pipeline("note{needed=1},idle,note{needed=2},give", TABLE), TABLE, dump=Dump(tmp_path))
+    final = run_passes(
+        module(), parse_pipeline("note{needed=1},idle,note{needed=2},give", TABLE), TABLE, dump=Dump(tmp_path)
+    )
     assert sorted(p.name for p in tmp_path.glob("*.ir")) == ["00_input.ir", "01_note.ir", "03_note.ir", "04_give.ir"]
     rows = [line.split("\t") for line in (tmp_path / "passes.tsv").read_text().splitlines()[1:]]
     for row in rows:

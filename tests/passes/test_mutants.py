@@ -61,7 +61,9 @@ COUNTS = {"caught": 0, "harmless": 0}
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b"])
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
 @given(data=st.data())
 def test_mutants_are_caught_or_harmless(toy, brute, kind, data):
     d, m = data.draw(st.sampled_from([(1, 2), (2, 1), (2, 3), (3, 2), (4, 3)]))

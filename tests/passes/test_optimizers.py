@@ -141,7 +141,10 @@ CASES = [
     (OptimizerOptions("sgd", 0.1), lambda t: torch.optim.SGD(every(t), 0.1)),
     (OptimizerOptions("sgd", 0.1, weight_decay=0.2), lambda t: torch.optim.SGD(every(t), 0.1, weight_decay=0.2)),
     (OptimizerOptions("momentum", 0.05), lambda t: torch.optim.SGD(every(t), 0.05, momentum=0.9)),
-    (OptimizerOptions("momentum", 0.05, 0.1, beta=0.7), lambda t: torch.optim.SGD(every(t), 0.05, momentum=0.7, weight_decay=0.1)),
+    (
+        OptimizerOptions("momentum", 0.05, 0.1, beta=0.7),
+        lambda t: torch.optim.SGD(every(t), 0.05, momentum=0.7, weight_decay=0.1),
+    ),
     (
         OptimizerOptions("momentum", 0.05, 0.1, nesterov=True),
         lambda t: torch.optim.SGD(every(t), 0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
@@ -157,7 +160,10 @@ CASES = [
         lambda t: torch.optim.AdamW(every(t), 0.03, (0.8, 0.95), 1e-6, 0.1),
     ),
     (OptimizerOptions("adagrad", 0.1), lambda t: torch.optim.Adagrad(every(t), 0.1)),
-    (OptimizerOptions("adagrad", 0.1, 0.05, eps=1e-3), lambda t: torch.optim.Adagrad(every(t), 0.1, weight_decay=0.05, eps=1e-3)),
+    (
+        OptimizerOptions("adagrad", 0.1, 0.05, eps=1e-3),
+        lambda t: torch.optim.Adagrad(every(t), 0.1, weight_decay=0.05, eps=1e-3),
+    ),
     (OptimizerOptions("lion", 0.003), lambda t: Lion(every(t), 0.003, (0.9, 0.99), 0.0)),
     (OptimizerOptions("lion", 0.003, 0.2, beta1=0.8, beta2=0.95), lambda t: Lion(every(t), 0.003, (0.8, 0.95), 0.2)),
     (OptimizerOptions("muon", 0.02), lambda t: muon(t, 0.02, 3e-4)),
@@ -189,7 +195,10 @@ def test_training_equals_torch(options, make):
     ("options", "make", "changed"),
     [
         (*CASES[8], {"beta1": 0.95, "beta2": 0.8}),
-        *((*CASES[8], change) for change in ({"lr": 0.031}, {"weight_decay": 0.11}, {"beta1": 0.81}, {"beta2": 0.951}, {"eps": 1e-5})),
+        *(
+            (*CASES[8], change)
+            for change in ({"lr": 0.031}, {"weight_decay": 0.11}, {"beta1": 0.81}, {"beta2": 0.951}, {"eps": 1e-5})
+        ),
         (*CASES[6], {"kind": "adamw"}),
         (*CASES[10], {"weight_decay": 0.06}),
         (*CASES[12], {"beta1": 0.95, "beta2": 0.8}),
@@ -220,7 +229,9 @@ def test_simplifying_changes_nothing():
 
 def test_groups_are_those_of_torch():
     """First match wins: @u is in the first group, though the last one names it, too."""
-    options = OptimizerOptions("adamw", 0.03, 0.1, groups=("^u{lr=0.1}", "b|idle{weight_decay=0.0}", "w|u{lr=2.0,weight_decay=0.3}"))
+    options = OptimizerOptions(
+        "adamw", 0.03, 0.1, groups=("^u{lr=0.1}", "b|idle{weight_decay=0.0}", "w|u{lr=2.0,weight_decay=0.3}")
+    )
 
     def make(t):
         groups = [
@@ -236,7 +247,9 @@ def test_groups_are_those_of_torch():
 
 def test_a_group_may_have_an_optimiser_of_its_own():
     """The matrix @u with adamw beside muon, as an embedding would be, and lion for a vector."""
-    options = OptimizerOptions("muon", 0.02, adamw_lr=0.005, groups=("^u${kind=adamw,weight_decay=0.1,lr=2.0}", "^b${kind=lion,lr=0.1}"))
+    options = OptimizerOptions(
+        "muon", 0.02, adamw_lr=0.005, groups=("^u${kind=adamw,weight_decay=0.1,lr=2.0}", "^b${kind=lion,lr=0.1}")
+    )
 
     def make(t):
         return [
@@ -345,14 +358,24 @@ def plain(rate, t):
         case Steps():
             return rate.factor ** (t // rate.every)
     done = min(t / (rate.steps - rate.warmup), 1)
-    return 1 + (rate.end - 1) * done if isinstance(rate, Linear) else rate.end + (1 - rate.end) * (1 + np.cos(np.pi * done)) / 2
+    return (
+        1 + (rate.end - 1) * done
+        if isinstance(rate, Linear)
+        else rate.end + (1 - rate.end) * (1 + np.cos(np.pi * done)) / 2
+    )
 
 
 warmups = st.integers(0, 50)
 ends = st.floats(0, 2)
 rates = st.one_of(
     st.builds(Constant, warmup=warmups),
-    st.builds(lambda kind, n, w, end: kind(n + w, w, end), st.sampled_from([Linear, Cosine]), st.integers(1, 200), warmups, ends),
+    st.builds(
+        lambda kind, n, w, end: kind(n + w, w, end),
+        st.sampled_from([Linear, Cosine]),
+        st.integers(1, 200),
+        warmups,
+        ends,
+    ),
     st.builds(Steps, every=st.integers(1, 50), factor=st.floats(0.1, 1.5), warmup=warmups),
 )
 
@@ -381,7 +404,9 @@ def test_state_and_names():
     assert sum(op.kind == "pow" for op in update.ops) == 2  # the corrections are computed once, not per parameter
     assert sum(op.kind == "ramp" for op in update.ops) == 1
     names = {v.name for g in (module.graphs["F"], module.graphs["B"]) for op in g.ops for v in op.outs}
-    assert not names & {v.name for op in update.ops for v in op.outs}  # the newest version is another tensor than the microbatch's
+    assert not names & {
+        v.name for op in update.ops for v in op.outs
+    }  # the newest version is another tensor than the microbatch's
     assert print_module(parse_module(print_module(module))) == print_module(module)
 
 
@@ -412,7 +437,9 @@ def test_an_update_is_one_kernel_for_each_parameter(kind):
     ops = module.graphs["s0.U"].ops
     for name in (var.name for var in module.vars.values() if var.role == PARAM):
         whole = [
-            op for op in ops if any(v.type == module.vars[name].type for v in op.outs) or op.attrs.get("var", "").startswith(f"{name}.")
+            op
+            for op in ops
+            if any(v.type == module.vars[name].type for v in op.outs) or op.attrs.get("var", "").startswith(f"{name}.")
         ]
         assert len({op.attrs["kernel"] for op in whole if op.kind != "read"}) == 1
 
@@ -430,9 +457,19 @@ def test_bad_options_are_listed_together():
     module = autodiff(parse_module(TEXT), AutodiffOptions())
     with pytest.raises(UsageError) as caught:
         optimizer(
-            module, OptimizerOptions("adamw", -1.0, beta1=1.0, rate="cosine{warmup=x}", groups=("w{lr=-1,kind=foo}", "b{frozen=true}"))
+            module,
+            OptimizerOptions(
+                "adamw", -1.0, beta1=1.0, rate="cosine{warmup=x}", groups=("w{lr=-1,kind=foo}", "b{frozen=true}")
+            ),
         )
-    for part in ("lr must be 0 or more", "beta1", "steps is missing", "group 'w': lr", "got 'foo'", "warmup must be a whole number"):
+    for part in (
+        "lr must be 0 or more",
+        "beta1",
+        "steps is missing",
+        "group 'w': lr",
+        "got 'foo'",
+        "warmup must be a whole number",
+    ):
         assert part in str(caught.value)
     with pytest.raises(UsageError, match="adamax"):
         optimizer(module, OptimizerOptions("adamax"))

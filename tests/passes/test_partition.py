@@ -53,7 +53,9 @@ untied = st.builds(
 
 @given(untied, rates, st.sampled_from([1e6, 1e8]))
 @settings(max_examples=30, deadline=None)
-def test_half_of_the_bytes_are_links_of_twice_the_bandwidth(model: Module, speeds: list[float], bandwidth: float) -> None:
+def test_half_of_the_bytes_are_links_of_twice_the_bandwidth(
+    model: Module, speeds: list[float], bandwidth: float
+) -> None:
     module = differentiate(model)
     short = partition(module.but(cluster=cluster_of(speeds, bandwidth)), PartitionOptions(wire="bf16"))
     fast = partition(module.but(cluster=cluster_of(speeds, 2 * bandwidth)), PartitionOptions())
@@ -88,10 +90,14 @@ def test_splitting_conserves_operations_and_meaning(model: Module, count: int) -
         assert sorted(repr(op.outs) + op.kind for op in found if not copied.issuperset(op.outs or ("",))) == expected
     updated = [op.var for s in range(count) for op in parts.graphs[f"s{s}.U"].ops if op.kind == "write"]
     assert {*updated} == {op.var for op in whole.graphs["U"].ops if op.kind == "write"}
-    assert all(updated.count(name) == 1 for name, var in whole.vars.items() if var.role == "param" and var.stage is not None)
+    assert all(
+        updated.count(name) == 1 for name, var in whole.vars.items() if var.role == "param" and var.stage is not None
+    )
     rng = np.random.default_rng(0)
     arrays = {
-        n: rng.standard_normal(v.type.shape).astype(np.float32) if v.init == "file" else np.zeros(v.type.shape, np.float32)
+        n: rng.standard_normal(v.type.shape).astype(np.float32)
+        if v.init == "file"
+        else np.zeros(v.type.shape, np.float32)
         for n, v in whole.vars.items()
     }
     values = {v.name: rng.standard_normal(v.type.shape).astype(np.float32) for v in whole.inputs}
@@ -104,20 +110,30 @@ def test_splitting_conserves_operations_and_meaning(model: Module, count: int) -
         values |= zip((v.name for v in graph.results), run_graph(graph, values, several), strict=True)
     assert values["loss"] == expected_values["loss"]
     for name, array in one.arrays.items():
-        np.testing.assert_allclose(several.arrays[name], array, rtol=1e-5 if whole.vars[name].stage is None else 0, atol=1e-6)
+        np.testing.assert_allclose(
+            several.arrays[name], array, rtol=1e-5 if whole.vars[name].stage is None else 0, atol=1e-6
+        )
 
 
 def test_stages_that_read_one_parameter_have_copies_and_exchange_gradients() -> None:
     module = differentiate(chain_model([8, 16, 16, 16, 16, 8], [], tied=True))
     whole = partition(module, PartitionOptions(split_at=("layer2", "layer4")))
-    assert whole.vars["shared16"].stage is whole.vars["shared16.grad"].stage is whole.vars["shared16.adam_m"].stage is None
+    assert (
+        whole.vars["shared16"].stage is whole.vars["shared16.grad"].stage is whole.vars["shared16.adam_m"].stage is None
+    )
     told = "@shared16 is read on stages 0, 1: each has a copy of its 1.0 KiB, and they exchange gradients of that size once per batch"
     assert any(told in note.text for note in whole.notes)
     graphs = split(whole, SplitOptions()).graphs
     reads = {name for name, g in graphs.items() if any(op.kind == "read" and op.var == "shared16" for op in g.ops)}
     assert reads == {f"s{s}.{kind}" for s in range(2) for kind in "FBU"}
     # Nothing but activations and their gradients travels with a microbatch.
-    assert {v.name for g in graphs.values() for v in g.outs if g.name[-1] in "FB"} == {"a1", "a3", "a1.grad", "a3.grad", "loss"}
+    assert {v.name for g in graphs.values() for v in g.outs if g.name[-1] in "FB"} == {
+        "a1",
+        "a3",
+        "a1.grad",
+        "a3.grad",
+        "loss",
+    }
     parts = [v.name for s in range(2) for v in graphs[f"s{s}.P"].outs]
     assert parts == ["shared16.grad.s0", "shared16.grad.s1"]
     assert all({v.name for v in graphs[f"s{s}.U"].ins} == set(parts) for s in range(2))

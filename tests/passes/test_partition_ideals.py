@@ -59,7 +59,13 @@ def drawn_model(seed: int, count: int = 7) -> Module:
         add(make("add", (a, b), [f"v{len(ops)}"]), a, b)
     (last,) = unused
     ops.append(make("mse", (last, labels), ["loss"]))
-    return Module("drawn", (x, labels), ("loss",), vars=vars, graphs={"main": Graph("main", (x, labels), ops[-1].outs, tuple(ops))})
+    return Module(
+        "drawn",
+        (x, labels),
+        ("loss",),
+        vars=vars,
+        graphs={"main": Graph("main", (x, labels), ops[-1].outs, tuple(ops))},
+    )
 
 
 def branches(length: int = 4) -> Module:
@@ -78,12 +84,20 @@ def branches(length: int = 4) -> Module:
             ends[name] = ops[-1].outs[0]
     ops.append(make("add", tuple(ends.values()), ["sum"]))
     ops.append(make("mse", (ops[-1].outs[0], labels), ["loss"]))
-    return Module("branches", (x, labels), ("loss",), vars=vars, graphs={"main": Graph("main", (x, labels), ops[-1].outs, tuple(ops))})
+    return Module(
+        "branches",
+        (x, labels),
+        ("loss",),
+        vars=vars,
+        graphs={"main": Graph("main", (x, labels), ops[-1].outs, tuple(ops))},
+    )
 
 
 def cluster_of(rates: list[float], bandwidth: float = 1e8) -> Cluster:
     devices = tuple(Device(f"cpu:{i}", flops=rate, bandwidth=1e9) for i, rate in enumerate(rates))
-    return Cluster(devices, tuple(Link(a.name, b.name, bandwidth=bandwidth, latency=1e-6) for a, b in pairwise(devices)))
+    return Cluster(
+        devices, tuple(Link(a.name, b.name, bandwidth=bandwidth, latency=1e-6) for a, b in pairwise(devices))
+    )
 
 
 class Slow:
@@ -103,7 +117,9 @@ class Slow:
                         spent[owner] += time
             self.seconds.append([spent[name] for name in names])
         self.readers = {op.outs[0]: op.var for op in module.graphs["F"].ops if op.kind == "read"}
-        self.edges = [(i, j) for i, a in enumerate(self.chain) for j, b in enumerate(self.chain) if set(a.outs) & set(b.ins)]
+        self.edges = [
+            (i, j) for i, a in enumerate(self.chain) for j, b in enumerate(self.chain) if set(a.outs) & set(b.ins)
+        ]
 
     def value(self, stages: tuple[int, ...]) -> float:
         cluster = self.module.cluster
@@ -173,7 +189,10 @@ def test_training_means_the_same(schedule: str, delay: int) -> None:
     model = branches().but(cluster=cluster_of([1e6, 1e6], 1e6))
     calls = training_pipeline({"kind": "momentum", "lr": 0.1}, {"stages": 2}, schedule, 2)
     trained = train(model, calls, seed=0, samples=8, batches=3)
-    homes = {branch: {v.stage for name, v in trained.module.vars.items() if name[0] == branch and v.role == "param"} for branch in "ab"}
+    homes = {
+        branch: {v.stage for name, v in trained.module.vars.items() if name[0] == branch and v.role == "param"}
+        for branch in "ab"
+    }
     assert sorted(map(sorted, homes.values())) == [[0], [1]]
     np.testing.assert_allclose(trained.found.losses, trained.expected(delay).losses, rtol=1e-12)
 

@@ -76,18 +76,28 @@ def values(module: Module, stages: int, schedule: str, recompute: str) -> Iterat
             plain, again = needed(module, chain[a:b], schedule, in_flight(schedule, s, stages))
             forward = sum(spent[s][at[op.outs[0].name]] for op in chain[a:b])
             fits = limit is None or (plain <= limit and recompute != "all")
-            extra.append(0.0 if fits else forward if recompute != "none" and limit is not None and again <= limit else float("inf"))
+            extra.append(
+                0.0
+                if fits
+                else forward
+                if recompute != "none" and limit is not None and again <= limit
+                else float("inf")
+            )
         yield bottleneck(module, cuts, extra, MICROBATCHES), cuts
 
 
 @given(
     models,
-    st.lists(st.tuples(st.sampled_from([None, 4_000, 12_000, 40_000]), st.sampled_from([1e7, 3e7])), min_size=2, max_size=3),
+    st.lists(
+        st.tuples(st.sampled_from([None, 4_000, 12_000, 40_000]), st.sampled_from([1e7, 3e7])), min_size=2, max_size=3
+    ),
     st.sampled_from(["1f1b", "gpipe", "2bw"]),
     st.sampled_from(["auto", "none", "all"]),
 )
 @settings(max_examples=30, deadline=None)
-def test_cuts_are_the_best_that_fit(model: Module, devices: list[tuple[int | None, float]], schedule: str, recompute: str) -> None:
+def test_cuts_are_the_best_that_fit(
+    model: Module, devices: list[tuple[int | None, float]], schedule: str, recompute: str
+) -> None:
     module = differentiate(model).but(cluster=cluster_of(*map(list, zip(*devices, strict=True))))  # type: ignore[arg-type]
     options = PartitionOptions(microbatches=MICROBATCHES, schedule=schedule, recompute=recompute)
     found = stages_of(partition(module, options), "F")

@@ -20,7 +20,10 @@ from penstock.passes.placement.problem import Kind, Node, Placement, Problem, fi
 from penstock.passes.placement.units import absorb, units_of
 from penstock.passes.placement.workload import load_workload, read_workload
 
-SAMPLES = Path(os.environ.get("PENSTOCK_PLACEMENT_SAMPLES") or Path(__file__).resolve().parents[3] / "shared" / "data" / "placement")
+SAMPLES = Path(
+    os.environ.get("PENSTOCK_PLACEMENT_SAMPLES")
+    or Path(__file__).resolve().parents[3] / "shared" / "data" / "placement"
+)
 KNOWN = {"bert24_inference": 17.78990625, "bert24_training": 41.7458125, "bert_l-3_inference": 27.9185676799}
 
 
@@ -117,7 +120,10 @@ def test_memory_decides_where_nothing_fits() -> None:
     lumps = Problem((Kind("accelerator", 2, 5.0),), tuple(Node(str(i), (1.0,), memory=3.0) for i in range(3)), ())
     with pytest.raises(DoesNotFit, match="no contiguous split fits"):
         split_contiguously(lumps)
-    lost = replace(path(3), nodes=tuple(replace(n, times=tuple(inf for _ in n.times)) if n.name == "1" else n for n in path(3).nodes))
+    lost = replace(
+        path(3),
+        nodes=tuple(replace(n, times=tuple(inf for _ in n.times)) if n.name == "1" else n for n in path(3).nodes),
+    )
     with pytest.raises(DoesNotFit, match=r"fits:\n  - node 1 is supported by no device\n"):
         split_contiguously(lost)
 
@@ -148,7 +154,9 @@ def test_ideals_are_as_many_as_antichains() -> None:
         assert len(set(found.sets)) == len(found) == len(antichains)
         assert enumerate_ideals(before, after, len(found) - 1) is None
         rows = found.rows()
-        assert [[u for u in range(len(units)) if rows[u, i]] for i in range(len(found))] == [list(bits(s)) for s in found.sets]
+        assert [[u for u in range(len(units)) if rows[u, i]] for i in range(len(found))] == [
+            list(bits(s)) for s in found.sets
+        ]
 
 
 def test_prefixes_hold_each_other() -> None:
@@ -162,7 +170,9 @@ def test_sources_that_cost_nothing_are_absorbed_where_memory_is_no_matter() -> N
     """Ten weights in front of one node each: 2^10 times as many ideals without that."""
     chain = path(10)
     nodes = (*chain.nodes, *(Node(f"w{i}", (0.0, 0.0), memory=5.0, transfer=0.5) for i in range(10)))
-    problem = Problem((Kind("accelerator", 2, 100.0), chain.kinds[1]), nodes, chain.edges + tuple((10 + i, i) for i in range(10)))
+    problem = Problem(
+        (Kind("accelerator", 2, 100.0), chain.kinds[1]), nodes, chain.edges + tuple((10 + i, i) for i in range(10))
+    )
     units = units_of(problem)
     assert len(absorb(units)) == 10
     tight = units_of(replace(problem, kinds=(Kind("accelerator", 2, 59.0), chain.kinds[1])))

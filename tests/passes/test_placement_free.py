@@ -70,7 +70,9 @@ def test_without_a_solution_of_the_programme_the_contiguous_split_stands(monkeyp
 def test_what_fits_only_in_pieces_is_found_without_contiguity() -> None:
     """Bytes 4 4 2 2 along a chain on two devices of 6: no two stretches fit, but every second node does."""
     chain = ((0, 1), (1, 2), (2, 3))
-    problem = Problem((Kind("accelerator", 2, 6.0),), tuple(Node(str(i), (1.0,), float(m)) for i, m in enumerate((4, 4, 2, 2))), chain)
+    problem = Problem(
+        (Kind("accelerator", 2, 6.0),), tuple(Node(str(i), (1.0,), float(m)) for i, m in enumerate((4, 4, 2, 2))), chain
+    )
     with pytest.raises(DoesNotFit):
         split_contiguously(problem)
     assert split_freely(problem).value == 2.0

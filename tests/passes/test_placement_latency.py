@@ -18,7 +18,11 @@ HOST = Kind("CPU", 1, pays_transfers=False)
 
 
 def inference(seeds: range, most: int) -> list[Problem]:
-    return [problem for problem in (draw_problem(seed, most) for seed in seeds) if not any(node.backward for node in problem.nodes)]
+    return [
+        problem
+        for problem in (draw_problem(seed, most) for seed in seeds)
+        if not any(node.backward for node in problem.nodes)
+    ]
 
 
 def compare(problems: list[Problem], **options: int) -> list[str]:

@@ -10,7 +10,15 @@ import pytest
 from penstock.ir.errors import UsageError
 from penstock.passes.placement.workload import load_workload, read_workload
 
-NODE = {"id": 1, "supportedOnFpga": 1, "cpuLatency": 2.0, "fpgaLatency": 1.0, "isBackwardNode": False, "size": 3.0, "colorClass": 7}
+NODE = {
+    "id": 1,
+    "supportedOnFpga": 1,
+    "cpuLatency": 2.0,
+    "fpgaLatency": 1.0,
+    "isBackwardNode": False,
+    "size": 3.0,
+    "colorClass": 7,
+}
 FILE = {
     "maxSizePerFPGA": 100.0,
     "maxFPGAs": 2,
@@ -42,7 +50,13 @@ def test_all_problems_are_reported_at_once() -> None:
     data = {
         "maxSizePerFPGA": -1,
         "maxFPGAs": True,
-        "nodes": [NODE, NODE, NODE | {"id": 2, "cpuLatency": float("nan"), "supportedOnFpga": 2, "size": "large"}, {"id": 3}, 4],
+        "nodes": [
+            NODE,
+            NODE,
+            NODE | {"id": 2, "cpuLatency": float("nan"), "supportedOnFpga": 2, "size": "large"},
+            {"id": 3},
+            4,
+        ],
         "edges": [
             {"sourceId": 1, "destId": 9, "cost": 1.0},
             {"sourceId": 1, "destId": 2, "cost": 2.0},

@@ -38,7 +38,11 @@ def draw(seed: int, nics: bool = False) -> tuple[Chain, Fleet, Wanted]:
     chain, fleet = draw_chain(rng, rng.randint(1, 6)), draw_fleet(rng, rng.choice([1, 2, 3, 3, 4, 4]), nics)
     batch, schedule = rng.choice([2, 4, 6, 8]), rng.choice(SCHEDULES)
     recompute = rng.choice(["auto", "auto", "none", "all"])
-    return chain, fleet, Wanted(batch, (schedule,), recompute, tuple(b for b in (1, 2) if batch % b == 0), base=BASE, tolerance=1e-11)
+    return (
+        chain,
+        fleet,
+        Wanted(batch, (schedule,), recompute, tuple(b for b in (1, 2) if batch % b == 0), base=BASE, tolerance=1e-11),
+    )
 
 
 def planned(chain: Chain, fleet: Fleet, wanted: Wanted) -> float:
@@ -75,7 +79,9 @@ def test_parts_equal_looking_at_every_cut_between_them() -> None:
         chain, fleet, wanted = draw(seed)
         wanted = replace(wanted, recompute="parts")
         for part in (0.5, 0.7):
-            tight = fleet.but([replace(d, spaces=(("ram", int((d.memory or 5_000_000) * part)),)) for d in fleet.devices])
+            tight = fleet.but(
+                [replace(d, spaces=(("ram", int((d.memory or 5_000_000) * part)),)) for d in fleet.devices]
+            )
             best = best_of_all(chain, tight, wanted, wanted.schedules[0])
             assert planned(chain, tight, wanted) == pytest.approx(best, rel=1e-9), seed
             compared += best < inf
@@ -110,7 +116,12 @@ def reached_and_found(seed: int) -> list[tuple[bool, bool]]:
                 stages = planner._stages(schedule, b, len(fleet))
                 for layout in planner.layouts():
                     ends = list(range(1, len(layout.last)))
-                    found.append((reaches(stages, layout, ends), Search(planner.table(b), fleet, stages, layout, ends).any() is not None))
+                    found.append(
+                        (
+                            reaches(stages, layout, ends),
+                            Search(planner.table(b), fleet, stages, layout, ends).any() is not None,
+                        )
+                    )
     return found
 
 
@@ -173,7 +184,10 @@ def test_nics_of_several_stages() -> None:
     proven = above = 0
     for seed in range(500, 580):
         chain, fleet, wanted = draw(seed, nics=True)
-        found, best = Planner(chain, fleet, wanted).best(wanted.schedules[0]), best_of_all(chain, fleet, wanted, wanted.schedules[0])
+        found, best = (
+            Planner(chain, fleet, wanted).best(wanted.schedules[0]),
+            best_of_all(chain, fleet, wanted, wanted.schedules[0]),
+        )
         if found is None:
             assert best == inf
             continue
@@ -203,7 +217,9 @@ def test_larger_fleets_in_rows_stay_between_bound_and_best(monkeypatch: pytest.M
 # ------------------------------------------------------------------------------------------------ formulas
 
 
-def simulated(kind: str, m: int, forward: list[float], backward: list[float], weight: list[float], latency: float) -> float:
+def simulated(
+    kind: str, m: int, forward: list[float], backward: list[float], weight: list[float], latency: float
+) -> float:
     """Seconds of a batch (of one more batch in a long run, where nothing drains), stage by stage, message by message."""
     schedule = build_schedule(kind, len(forward), m)
 
@@ -236,7 +252,9 @@ def simulated(kind: str, m: int, forward: list[float], backward: list[float], we
     return (finish(24) - finish(12)) / 12 if kind in ("2bw", "eager-2bw") else finish(1)
 
 
-def judged(kind: str, m: int, forward: list[float], backward: list[float], weight: list[float], latency: float) -> float:
+def judged(
+    kind: str, m: int, forward: list[float], backward: list[float], weight: list[float], latency: float
+) -> float:
     d = len(forward)
     zeros = (0.0,) * d
     table = TimeTable({("native", 1): Times(tuple(forward), tuple(backward), tuple(weight), zeros, zeros)})
@@ -301,9 +319,13 @@ def test_formulas_of_replicas_against_simulation(kind: str) -> None:
         layers = tuple(Layer(f"layer{i}", out=Amount(1), back=Amount(1)) for i in range(len(counts)))
         cluster = equal_hosts(1, sum(counts), Device(""), (1e15, 0.02), (1e15, 0.02))
         at = [sum(counts[:s]) for s in range(len(counts))]
-        stages = tuple(StagePlan(s, s + 1, tuple(range(at[s], at[s] + r)), equal_shares(r, m)) for s, r in enumerate(counts))
+        stages = tuple(
+            StagePlan(s, s + 1, tuple(range(at[s], at[s] + r)), equal_shares(r, m)) for s, r in enumerate(counts)
+        )
         table, plan = Table(Chain(layers, timer=TimeTable({("native", 1): row})), 1), Plan(kind, 1, m, stages)
-        wired = wire_chain(sum_late(build_schedule(kind, len(counts), m, [x.shares for x in stages]), SCHEDULE_KINDS[kind].delay))
+        wired = wire_chain(
+            sum_late(build_schedule(kind, len(counts), m, [x.shares for x in stages]), SCHEDULE_KINDS[kind].delay)
+        )
 
         def seconds(rank: int, action: Action, row: Times = row) -> float:
             backward = row.backward[action.stage] - (row.weight[action.stage] if kind == "zb-1f1b" else 0.0)
@@ -316,9 +338,13 @@ def test_formulas_of_replicas_against_simulation(kind: str) -> None:
         if not judgement.against:
             ratios.append(judgement.step / played.step_seconds)
     assert len(ratios) >= 15
-    low, high = {"2bw": (0.999, 1.03), "eager-2bw": (0.999, 1.03), "1f1b": (0.95, 1.09), "gpipe": (0.93, 1.05), "zb-1f1b": (0.93, 1.07)}[
-        kind
-    ]
+    low, high = {
+        "2bw": (0.999, 1.03),
+        "eager-2bw": (0.999, 1.03),
+        "1f1b": (0.95, 1.09),
+        "gpipe": (0.93, 1.05),
+        "zb-1f1b": (0.93, 1.07),
+    }[kind]
     assert low <= min(ratios) <= max(ratios) <= high, (min(ratios), max(ratios))
 
 
@@ -355,7 +381,11 @@ def test_unequal_devices_get_unequal_shares() -> None:
 
 
 def test_a_device_that_does_not_help_is_left_out() -> None:
-    devices = (Device("a", flops=1e6, bandwidth=1e12), Device("b", flops=1e6, bandwidth=1e12), Device("snail", flops=1e3, bandwidth=1e12))
+    devices = (
+        Device("a", flops=1e6, bandwidth=1e12),
+        Device("b", flops=1e6, bandwidth=1e12),
+        Device("snail", flops=1e3, bandwidth=1e12),
+    )
     found = Planner(equal_chain(4), fleet_of(Cluster(devices)), Wanted(8, ("1f1b",), tolerance=1e-9)).best("1f1b")
     assert found is not None
     assert set(found.plan.devices) == {0, 1}
@@ -364,7 +394,9 @@ def test_a_device_that_does_not_help_is_left_out() -> None:
 def test_recomputes_only_where_memory_asks_for_it() -> None:
     """Under 1f1b the first stage holds the most microbatches."""
     chain = equal_chain(4, params=10, saved=1000)
-    found = Planner(chain, host(4, memory=3300), Wanted(8, ("1f1b",), sizes=(1,), replicas=1, tolerance=1e-9)).best("1f1b")
+    found = Planner(chain, host(4, memory=3300), Wanted(8, ("1f1b",), sizes=(1,), replicas=1, tolerance=1e-9)).best(
+        "1f1b"
+    )
     assert found is not None
     assert [x.recompute for x in found.plan.stages] == [True, False, False, False]
 

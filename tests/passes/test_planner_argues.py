@@ -48,7 +48,9 @@ def test_counterfactuals_are_what_planning_again_gives() -> None:
                     best_of_all(result.chain, result.fleet, result.wanted, schedule, change.name.split()[-1]), rel=1e-9
                 )
             elif change.name.startswith("schedule"):
-                assert step == pytest.approx(best_of_all(result.chain, result.fleet, result.wanted, change.name.split()[-1]), rel=1e-9)
+                assert step == pytest.approx(
+                    best_of_all(result.chain, result.fleet, result.wanted, change.name.split()[-1]), rel=1e-9
+                )
             elif change.name.startswith("without"):
                 lost = next(i for i, d in enumerate(result.fleet.devices) if d.name == change.name.split()[1])
                 rest = result.fleet.only([i for i in range(3) if i != lost])
@@ -64,9 +66,13 @@ def test_counterfactuals_are_what_planning_again_gives() -> None:
 
 def test_other_times_and_words() -> None:
     """Half the operations, as with 16-bit floats, are a chain of their own."""
-    layers = tuple(Layer(f"l{i}", 10, 10, 0, forward=Work(Amount(0, 1000)), backward=Work(Amount(0, 2000))) for i in range(4))
+    layers = tuple(
+        Layer(f"l{i}", 10, 10, 0, forward=Work(Amount(0, 1000)), backward=Work(Amount(0, 2000))) for i in range(4)
+    )
     half = Chain(tuple(replace(x, forward=Work(Amount(0, 500)), backward=Work(Amount(0, 1000))) for x in layers))
-    result = plan_chain(Chain(layers), Cluster((Device("a", flops=1e6, bandwidth=1e12),)), Wanted(4, ("1f1b",), sizes=(1,)))
+    result = plan_chain(
+        Chain(layers), Cluster((Device("a", flops=1e6, bandwidth=1e12),)), Wanted(4, ("1f1b",), sizes=(1,))
+    )
     (change,) = [c for c in counterfactuals(result, {"bf16": half}) if c.name == "bf16"]
     assert change.step == pytest.approx(result.best.step / 2, rel=1e-3)
     assert change.against(result.best.step) == "bf16: 24.000 ms per batch, -50.0%"
@@ -83,8 +89,14 @@ def test_rows_say_what_each_device_does() -> None:
 
 
 def test_one_of_a_kind_is_no_plural() -> None:
-    layers = tuple(Layer(f"l{i}", 10, 10, 0, forward=Work(Amount(0, 1000)), backward=Work(Amount(0, 2000))) for i in range(4))
-    for devices, said in ((1, []), (2, ["without d0 (or the other one like it)"]), (3, ["without d0 (or one of 2 like it)"])):
+    layers = tuple(
+        Layer(f"l{i}", 10, 10, 0, forward=Work(Amount(0, 1000)), backward=Work(Amount(0, 2000))) for i in range(4)
+    )
+    for devices, said in (
+        (1, []),
+        (2, ["without d0 (or the other one like it)"]),
+        (3, ["without d0 (or one of 2 like it)"]),
+    ):
         fleet = fleet_of(Cluster(tuple(Device(f"d{i}", flops=1e6, bandwidth=1e12) for i in range(devices))))
         result = plan_chain(Chain(layers), fleet, Wanted(24, ("1f1b",)))
         assert [c.name for c in counterfactuals(result) if "like it" in c.name] == said
@@ -96,10 +108,14 @@ def test_says_why_devices_are_left_out() -> None:
         Device("tiny", flops=1e6, bandwidth=1e12, spaces=(("ram", 10),)),
         Device("snail", flops=10.0, bandwidth=1e12),
     )
-    layers = tuple(Layer(f"l{i}", 1000, 1000, 0, forward=Work(Amount(0, 1000)), backward=Work(Amount(0, 2000))) for i in range(4))
+    layers = tuple(
+        Layer(f"l{i}", 1000, 1000, 0, forward=Work(Amount(0, 1000)), backward=Work(Amount(0, 2000))) for i in range(4)
+    )
     result = plan_chain(Chain(layers), fleet_of(Cluster(devices)), Wanted(4, ("1f1b",)))
     assert result.left_out["tiny"] == "no plan that uses it fits"
-    assert re.fullmatch(r"a batch would take \d+\.\d{3} m?s with it instead of \d+\.\d{3} m?s", result.left_out["snail"])
+    assert re.fullmatch(
+        r"a batch would take \d+\.\d{3} m?s with it instead of \d+\.\d{3} m?s", result.left_out["snail"]
+    )
     assert result.left_out.keys() == {"tiny", "snail"}
 
 
@@ -120,13 +136,18 @@ def test_what_does_not_fit_says_what_would() -> None:
         factor, hint = float(said.what.split("with ")[1].split()[0]), said.hint
         # What fills the device is all of what it holds, but for what is rounded to tenths of a unit; the control is what was listed once.
         rows = re.findall(r"(holds|\n[a-z]+) +([\d.]+) (B|KiB|MiB)\b", said.what)
-        held, rounded = {name.strip(): float(n) * units[unit] for name, n, unit in rows}, sum(0.05 * units[unit] for _, _, unit in rows)
+        held, rounded = (
+            {name.strip(): float(n) * units[unit] for name, n, unit in rows},
+            sum(0.05 * units[unit] for _, _, unit in rows),
+        )
         whole = held.pop("holds")
         assert abs(whole - sum(held.values())) <= rounded
         short += whole - sum(held.get(name, 0.0) for name in ("weights", "gradients", "state", "activations")) > rounded
         named |= held.keys()
         for part, fits in ((factor, True), (factor * 0.99, False)):
-            grown = fleet.but([replace(d, spaces=(("ram", int(d.memory * part)),)) if d.memory else d for d in fleet.devices])
+            grown = fleet.but(
+                [replace(d, spaces=(("ram", int(d.memory * part)),)) if d.memory else d for d in fleet.devices]
+            )
             assert (best_of_all(chain, grown, wanted, "2bw", "none") < inf) == fits
         spared = re.search(r"give \S+ and the others ([\d.]+) times their memory, \S+ ([\d.]+) (B|KiB|MiB)$", hint)
         assert spared is not None
@@ -157,14 +178,21 @@ def test_memory_is_named_where_sizes_have_rows_of_their_own() -> None:
     speed = {("A", 1): 1.0, ("B", 1): 2.0, ("C", 1): 3.0, ("A", 8): 3.0, ("B", 8): 2.0, ("C", 8): 1.0}
     memory, several = {"A": 800_000, "B": 20, "C": 400_000}, {"A": 3, "B": 30, "C": 3}
     layers = tuple(
-        Layer(f"l{i}", params=10**6, grads=10**6, saved=Amount(10**6, 50_000), out=Amount(0, 1000), back=Amount(0, 1000)) for i in range(6)
+        Layer(
+            f"l{i}", params=10**6, grads=10**6, saved=Amount(10**6, 50_000), out=Amount(0, 1000), back=Amount(0, 1000)
+        )
+        for i in range(6)
     )
 
     def timer(chain: Chain, device: Device, b: int) -> Times:
         t, count = b * 1e-3 / speed[device.target, b], len(chain.layers)
         return Times((t,) * count, (2 * t,) * count, (t,) * count, (t,) * count, (0.0,) * count)
 
-    devices = [Device(f"{k}{i}", host=f"h{k}", target=k, spaces=(("ram", memory[k]),)) for k in "BAC" for i in range(several[k])]
+    devices = [
+        Device(f"{k}{i}", host=f"h{k}", target=k, spaces=(("ram", memory[k]),))
+        for k in "BAC"
+        for i in range(several[k])
+    ]
     wanted = Wanted(8, ("gpipe",), "none", (1, 8), replicas=1)
     with pytest.raises(DoesNotFit, match=r"with [\d.]+ times of it something would"):
         plan_chain(Chain(layers, timer=timer), Cluster(tuple(devices)), wanted)
@@ -184,7 +212,11 @@ def test_what_is_looked_for_is_told() -> None:
     cases = {f"{schedule}, microbatches of {b}" for schedule in ("1f1b", "2bw") for b in (1, 2)}
     assert {what for _, _, what in told[False]} == cases
     asked = {what.split("? ")[0] for _, _, what in told[True]} - cases
-    assert {"nothing fits; more devices", "nothing fits; more memory", "nothing fits; keep one version of the weights (1f1b)"} <= asked
+    assert {
+        "nothing fits; more devices",
+        "nothing fits; more memory",
+        "nothing fits; keep one version of the weights (1f1b)",
+    } <= asked
 
 
 def test_what_was_given_is_not_proposed() -> None:

@@ -48,7 +48,9 @@ def test_layers_hold_all_there_is(gpt):
         assert all(w <= b for w, b in zip(times.weight, times.backward, strict=True))
     params = sum(v.type.nbytes for v in module.vars.values() if v.role == PARAM)
     tied = next(v.type.nbytes for v in module.vars.values() if v.role == PARAM and v.type.dims == (128, 32))
-    assert params <= sum(x.params for x in few.chain.layers) <= sum(x.params for x in whole.chain.layers) <= params + tied
+    assert (
+        params <= sum(x.params for x in few.chain.layers) <= sum(x.params for x in whole.chain.layers) <= params + tied
+    )
 
 
 def test_bytes_grow_with_the_microbatch(gpt):
@@ -56,7 +58,9 @@ def test_bytes_grow_with_the_microbatch(gpt):
     for b, module in gpt.items():
         alone = profile_chain({b: module}, DEVICE, most=8).chain
         # The cuts of both are those of the larger size, so only the whole can be compared where they differ.
-        assert sum(x.saved.at(b) for x in both.layers) == pytest.approx(sum(x.saved.at(b) for x in alone.layers), rel=0.02)
+        assert sum(x.saved.at(b) for x in both.layers) == pytest.approx(
+            sum(x.saved.at(b) for x in alone.layers), rel=0.02
+        )
     with pytest.raises(UsageError, match="microbatches of 3 samples were not profiled, only 2, 4"):
         both.timer(both, DEVICE, 3)
 
@@ -87,7 +91,9 @@ def test_clustering_costs_at_most_a_layer_per_stage(gpt, schedule):
 def test_no_cut_where_a_variable_changes(tmp_path):
     """Between the operations that read and write a running statistic no stage may start; elsewhere it may."""
     path = write_cnn(tmp_path / "c.onnx", channels=(3, 8), size=8, classes=4, batch=2)
-    module = before_partition(ps.from_onnx(path), Cluster((DEVICE,)), ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.1)))
+    module = before_partition(
+        ps.from_onnx(path), Cluster((DEVICE,)), ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.1))
+    )
     profile = profile_chain({2: module}, DEVICE, most=10**6)
     moving = {op.var for op in chain_of(module) if op.kind == "write"}
     inside = 0
@@ -117,7 +123,11 @@ def test_sizes_that_make_other_models_are_left_out(tmp_path, gpt):
     """Those stay that most sizes make, of as many the larger ones; the rest have no times."""
     other = write_mlp(tmp_path / "m.onnx", [8, 8, 4], batch=8)
     module = before_partition(ps.from_onnx(other), Cluster((DEVICE,)), TRAINING)
-    for modules, kept, left in (({4: gpt[4], 8: module}, (8,), (4,)), ({**gpt, 8: module}, (2, 4), (8,)), (gpt, (2, 4), ())):
+    for modules, kept, left in (
+        ({4: gpt[4], 8: module}, (8,), (4,)),
+        ({**gpt, 8: module}, (2, 4), (8,)),
+        (gpt, (2, 4), ()),
+    ):
         found = profile_chain(modules, DEVICE)
         assert (found.chain.sizes, found.left_out) == (kept, left)
         alone = profile_chain({b: modules[b] for b in kept}, DEVICE)

@@ -48,7 +48,9 @@ def trained(model: api.Model, compute: str, stages: int = 2, until: str = "") ->
 
 
 def types(module: Module, *kinds: str) -> set[str]:
-    return {v.type.dtype for g in module.graphs.values() for op in g.ops if op.kind in kinds for v in (*op.ins, *op.outs)}
+    return {
+        v.type.dtype for g in module.graphs.values() for op in g.ops if op.kind in kinds for v in (*op.ins, *op.outs)
+    }
 
 
 def test_products_and_activations_are_low_and_state_is_not(gpt: api.Model) -> None:
@@ -56,7 +58,9 @@ def test_products_and_activations_are_low_and_state_is_not(gpt: api.Model) -> No
     assert types(module, "matmul") == {"bf16"}
     assert types(module, "layer_norm", "layer_norm_grad", "adamw") <= {"f32"}
     assert types(module, "cross_entropy", "accum") <= {"f32", "i64"}
-    assert {v.type.dtype for v in module.vars.values() if v.role == PARAM or v.name.endswith((".grad", "adam_m", "adam_v"))} == {"f32"}
+    assert {
+        v.type.dtype for v in module.vars.values() if v.role == PARAM or v.name.endswith((".grad", "adam_m", "adam_v"))
+    } == {"f32"}
     assert module.inputs == trained(gpt, "f32").inputs
     assert module.outputs == ("loss",)
 
@@ -84,7 +88,9 @@ def inputs_of(module: Module, seed: int, count: int = 1) -> dict[str, np.ndarray
     found = {}
     for v in module.inputs:
         shape = (v.type.dims[0] * count, *v.type.dims[1:])
-        found[v.name] = rng.integers(0, 10, shape) if v.type.dtype == "i64" else rng.standard_normal(shape).astype(np.float32)
+        found[v.name] = (
+            rng.integers(0, 10, shape) if v.type.dtype == "i64" else rng.standard_normal(shape).astype(np.float32)
+        )
     return found
 
 

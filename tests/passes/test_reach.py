@@ -70,7 +70,9 @@ def test_nothing_or_everything_is_near() -> None:
 
 
 def test_a_cache_makes_a_graph_faster_up_to_its_rate() -> None:
-    plain = Device("d", flops=1e15, bandwidth=1e9, overhead=0.0, call_overhead=0.0, efficiency=(("elements.bytes", 1.0),))
+    plain = Device(
+        "d", flops=1e15, bandwidth=1e9, overhead=0.0, call_overhead=0.0, efficiency=(("elements.bytes", 1.0),)
+    )
     cost = GraphCost(chain([0, 1, 2, 0]))
     slow, fast = cost.seconds(plain), cost.seconds(replace(plain, cache=1 << 30, cache_bandwidth=4e9))
     assert slow == pytest.approx(cost.moved / 1e9, rel=1e-3)

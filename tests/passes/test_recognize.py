@@ -70,7 +70,10 @@ FOUND = {
     "erf, half last": ([*ERF_DIV, "%p : T = mul(%x, %g)", "%out : T = mul(%p, %half)"], "gelu"),
     "erf, half first": ([*ERF_MUL, "%p : T = mul(%half, %x)", "%out : T = mul(%p, %g)"], "gelu"),
     "erf, half with the gate": ([*ERF_MUL, "%p : T = mul(%half, %g)", "%out : T = mul(%p, %x)"], "gelu"),
-    "erf, halved by division": ([*ERF_MUL, *consts(two=2.0), "%p : T = mul(%x, %g)", "%out : T = div(%p, %two)"], "gelu"),
+    "erf, halved by division": (
+        [*ERF_MUL, *consts(two=2.0), "%p : T = mul(%x, %g)", "%out : T = div(%p, %two)"],
+        "gelu",
+    ),
     "tanh": ([*TANH, "%p : T = mul(%half, %x)", "%out : T = mul(%p, %g)"], "gelu"),
     "tanh, factored": ([*TANH_FACTORED, "%p : T = mul(%half, %x)", "%out : T = mul(%p, %g)"], "gelu"),
     "layer_norm": (NORM, "layer_norm"),
@@ -104,7 +107,9 @@ MISSES = {
 def module_of(lines):
     body = "\n".join(lines).replace(" T ", " f32[2,4,4] ").replace(" R ", " f32[2,4,1] ")
     if "axes=[1]" in body:
-        body = "\n".join(line.replace("f32[2,4,1]", "f32[2,1,4]") if "axes=[1]" in line else line for line in body.split("\n"))
+        body = "\n".join(
+            line.replace("f32[2,4,1]", "f32[2,1,4]") if "axes=[1]" in line else line for line in body.split("\n")
+        )
         body = body.replace("%ve : f32[2,4,1]", "%ve : f32[2,1,4]").replace("%r : f32[2,4,1]", "%r : f32[2,1,4]")
     return main_of("%x : f32[2,4,4], %z : f32[2,4,4], %scale : f32[4], %bias : f32[4]", body)
 

@@ -48,7 +48,12 @@ FOUND = {
     "no scale": ([f"%m : {S} = matmul(%q, %k, tb=true)", *END], False, ""),
     "keys lie turned": ([*SCALE, f"%p : {S} = matmul(%q, %kt)", f"%m : {S} = mul(%p, %scale)", *END], False, ""),
     "divided": (
-        ["%root : f32[] = const(value=2.5, dtype=f32)", f"%p : {S} = matmul(%q, %k, tb=true)", f"%m : {S} = div(%p, %root)", *END],
+        [
+            "%root : f32[] = const(value=2.5, dtype=f32)",
+            f"%p : {S} = matmul(%q, %k, tb=true)",
+            f"%m : {S} = div(%p, %root)",
+            *END,
+        ],
         False,
         "",
     ),
@@ -66,17 +71,36 @@ FOUND = {
     "causal, -inf": ([*SCORES, *TRIANGLE, *where("%earlier", -np.inf), *END], True, ""),
     "causal, lowest": ([*SCORES, *TRIANGLE, *where("%earlier", float(np.finfo(np.float32).min)), *END], True, ""),
     "causal, later hidden": (
-        [*SCORES, *TRIANGLE[:2], "%later : bool[6,8] = less(%row, %column)", fill(-1e4), f"%m : {S} = where(%later, %fill, %s)", *END],
+        [
+            *SCORES,
+            *TRIANGLE[:2],
+            "%later : bool[6,8] = less(%row, %column)",
+            fill(-1e4),
+            f"%m : {S} = where(%later, %fill, %s)",
+            *END,
+        ],
         True,
         "",
     ),
     "causal, a listed constant added": (
-        [*SCORES, f"%tri : f32[6,8] = const(value=[{LISTED}], dtype=f32, shape=[6,8])", f"%m : {S} = add(%tri, %s)", *END],
+        [
+            *SCORES,
+            f"%tri : f32[6,8] = const(value=[{LISTED}], dtype=f32, shape=[6,8])",
+            f"%m : {S} = add(%tri, %s)",
+            *END,
+        ],
         True,
         "",
     ),
     "everything seen": (
-        [*SCORES, *TRIANGLE[:2], "%b : i32[] = const(value=9, dtype=i32)", "%c : bool[1,8] = less(%column, %b)", *where("%c", -1e9), *END],
+        [
+            *SCORES,
+            *TRIANGLE[:2],
+            "%b : i32[] = const(value=9, dtype=i32)",
+            "%c : bool[1,8] = less(%column, %b)",
+            *where("%c", -1e9),
+            *END,
+        ],
         False,
         "",
     ),
@@ -102,7 +126,11 @@ FOUND = {
     ),
     "guarded against nan": ([*SCORES, *where("%seen", -np.inf), *GUARDED], False, "bool[2,1,1,8]"),
     "guarded where nothing is hidden": ([*SCORES, *TRIANGLE, *where("%earlier", -np.inf), *GUARDED], True, ""),
-    "a mask and causal by -inf": ([*BOTH[:-2], fill(-np.inf), BOTH[-1], f"%m : {S} = add(%h, %bias)", *END], True, "f32[3,6,8]"),
+    "a mask and causal by -inf": (
+        [*BOTH[:-2], fill(-np.inf), BOTH[-1], f"%m : {S} = add(%h, %bias)", *END],
+        True,
+        "f32[3,6,8]",
+    ),
     "a mask and causal by -1e9": ([*BOTH, f"%m : {S} = where(%seen, %h, %fill)", *END], False, "bool[2,1,6,8]"),
     "numbers and causal by -1e9": ([*BOTH, f"%m : {S} = add(%h, %bias)", *END], False, "f32[3,6,8]"),
 }
@@ -132,7 +160,13 @@ MISSES = {
         f"%m : {S} = mul(%h, %scale)",
         *END,
     ],
-    "shares are masked, too": [*plain(SCORES), END[0], fill(0.0), f"%u : {S} = where(%seen, %w, %fill)", f"%out : {Y} = matmul(%u, %v)"],
+    "shares are masked, too": [
+        *plain(SCORES),
+        END[0],
+        fill(0.0),
+        f"%u : {S} = where(%seen, %w, %fill)",
+        f"%out : {Y} = matmul(%u, %v)",
+    ],
     "guarded, but hidden by a number": [*SCORES, *where("%seen", -1e9), *GUARDED],
     "guarded otherwise": [
         *SCORES,

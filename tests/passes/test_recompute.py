@@ -88,9 +88,15 @@ class Plans:
         cuts: list[str] = []
         if memory != UNLIMITED:
             free = self(name, stages, schedule, "none").module
-            starts = [note.text.rpartition(" ")[2] for note in free.notes if note.origin == "partition" and " starts at " in note.text]
+            starts = [
+                note.text.rpartition(" ")[2]
+                for note in free.notes
+                if note.origin == "partition" and " starts at " in note.text
+            ]
             cuts = starts[1:]
-        return ps.plan(self.model(name), cluster(stages, memory), training, schedule=schedule, recompute=mode, split_at=cuts)
+        return ps.plan(
+            self.model(name), cluster(stages, memory), training, schedule=schedule, recompute=mode, split_at=cuts
+        )
 
 
 def batches(plan: ps.Plan, count: int) -> list[dict[str, np.ndarray]]:
@@ -98,7 +104,10 @@ def batches(plan: ps.Plan, count: int) -> list[dict[str, np.ndarray]]:
     found = []
     for _ in range(count):
         shapes = {v: (v.type.dims[0] * MICROBATCHES, *v.type.dims[1:]) for v in plan.module.data_inputs}
-        arrays = {v.name: rng.integers(0, 3, s) if v.type.dtype == "i64" else rng.standard_normal(s).astype("f") for v, s in shapes.items()}
+        arrays = {
+            v.name: rng.integers(0, 3, s) if v.type.dtype == "i64" else rng.standard_normal(s).astype("f")
+            for v, s in shapes.items()
+        }
         found.append(arrays)
     return found
 
@@ -125,7 +134,9 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (2, "2bw"), (4, "1f1b"), (4, "2bw"), (2, "gpipe"), (2, "eager-2bw")])
+@pytest.mark.parametrize(
+    ("stages", "schedule"), [(2, "1f1b"), (2, "2bw"), (4, "1f1b"), (4, "2bw"), (2, "gpipe"), (2, "eager-2bw")]
+)
 def test_training_is_the_same_bit_for_bit(planned: Plans, model: str, stages: int, schedule: str) -> None:
     whole, everything = (planned(model, stages, schedule, mode) for mode in ("none", "all"))
     budget = between(max(peaks(everything).values()), max(peaks(whole).values()), 0.5)
@@ -158,7 +169,9 @@ def test_a_copy_that_reads_other_weights_is_noticed(planned: Plans) -> None:
 
 def test_draws_and_statistics_are_never_done_again(planned: Plans) -> None:
     module = planned("noisy", 2, "1f1b", "all").module
-    forward, backward = ([graph.ops for name, graph in module.graphs.items() if name.endswith(kind)] for kind in (".F", ".B"))
+    forward, backward = (
+        [graph.ops for name, graph in module.graphs.items() if name.endswith(kind)] for kind in (".F", ".B")
+    )
     done = [op.kind for ops in forward for op in ops]
     again = [op.kind for op in copies(module)]
     assert {"random", "write"} <= set(done)
@@ -208,7 +221,10 @@ def test_a_budget_is_met_with_the_time_it_takes(planned: Plans, part: float) -> 
     assert peaks(plan)[0] <= budget < high
     notes = [note.text for note in plan.module.notes if note.origin == "recompute"]
     assert notes[0].startswith("stage 0 on cpu:0 computes again in the backward pass: ")
-    assert f"predicted peak {shown_bytes(peaks(plan)[0])} instead of {shown_bytes(high)}, budget {shown_bytes(budget)}" in notes[0]
+    assert (
+        f"predicted peak {shown_bytes(peaks(plan)[0])} instead of {shown_bytes(high)}, budget {shown_bytes(budget)}"
+        in notes[0]
+    )
     assert seconds_of(plan.module, plain) < seconds_of(planned("gpt", 2, "2bw", "all").module, plain)
 
 
@@ -224,13 +240,19 @@ def seconds_of(module: Module, plain: Module) -> float:
     """What copies cost: as the operations that they are copies of, in a module that does nothing twice."""
     (device,) = cluster(1).devices
     forward = [graph for name, graph in plain.graphs.items() if name.endswith(".F")]
-    price = {op.outs[0]: s for graph in forward for op, s in zip(graph.ops, op_seconds(graph, device), strict=True) if op.outs}
+    price = {
+        op.outs[0]: s
+        for graph in forward
+        for op, s in zip(graph.ops, op_seconds(graph, device), strict=True)
+        if op.outs
+    }
     return sum(price[op.outs[0]] for op in copies(module))
 
 
 def test_what_fits_nowhere_is_refused_with_the_best_that_there_is(planned: Plans) -> None:
     with pytest.raises(
-        DoesNotFit, match=r"stage 0 on cpu:0 needs .* \(\d+ bytes\) .* operations are done again .* it has 8\.8 KiB \(9000 bytes\)"
+        DoesNotFit,
+        match=r"stage 0 on cpu:0 needs .* \(\d+ bytes\) .* operations are done again .* it has 8\.8 KiB \(9000 bytes\)",
     ) as caught:
         planned("gpt", 2, "1f1b", "auto", 9000)
     assert caught.value.exit_code == 4

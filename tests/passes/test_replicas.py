@@ -153,7 +153,9 @@ def two_by_two(toy, kind="1f1b", shares=((2, 2), (3, 1))):
 def without(module, rank, unwanted):
     """The module without some actions of one rank."""
     old = module.schedule
-    programs = {r: Program(p.start, tuple(a for a in p.batch if r != rank or not unwanted(a))) for r, p in old.ranks.items()}
+    programs = {
+        r: Program(p.start, tuple(a for a in p.batch if r != rank or not unwanted(a))) for r, p in old.ranks.items()
+    }
     return module.but(schedule=Schedule(old.name, old.microbatches, programs))
 
 
@@ -176,7 +178,14 @@ def test_the_text_form_survives(toy):
     module = two_by_two(toy)
     assert "mesh @s0 (dp=2) cpu:0.0 cpu:0.1" in print_module(module)
     assert print_module(parse_module(print_module(module))) == print_module(module)
-    assert [str(a) for a in module.schedule.ranks[0].batch][:6] == ["0F4@1", "0SF4>2", "0F6@1", "0SF6>3", "0RB4<2", "0B4@1"]
+    assert [str(a) for a in module.schedule.ranks[0].batch][:6] == [
+        "0F4@1",
+        "0SF4>2",
+        "0F6@1",
+        "0SF6>3",
+        "0RB4<2",
+        "0B4@1",
+    ]
     assert "0AR1 0U1@2" in " ".join(map(str, module.schedule.ranks[0].batch))
 
 
@@ -193,7 +202,9 @@ def test_without_the_sum_copies_differ(toy):
 
 def test_faults_are_told_with_their_place(toy):
     module = two_by_two(toy)
-    assert re.search(r"comes before 0AR\d, whose results it may use", message(replaced(module, 0, "0AR1 0U1@2", "0U1@2 0AR1")))
+    assert re.search(
+        r"comes before 0AR\d, whose results it may use", message(replaced(module, 0, "0AR1 0U1@2", "0U1@2 0AR1"))
+    )
     assert "rank 1: never sums up the gradients for batch 0" in message(without(module, 1, lambda a: a.kind == "AR"))
     twice = replaced(module, 1, "0F5@1 0SF5>2", "0F4@1 0SF4>2")
     assert "microbatch 0 of a batch is run by ranks 0, 1, expected one of them" in message(twice)
@@ -211,7 +222,8 @@ def test_versions_are_kept_apart_while_a_sum_is_under_way(toy):
     assert re.search(r"0U0@1 .*0AR1", program)
     single = module.but(
         vars={
-            name: var if not name.endswith("grad") else type(var)(**{**fields_of(var), "versions": 1}) for name, var in module.vars.items()
+            name: var if not name.endswith("grad") else type(var)(**{**fields_of(var), "versions": 1})
+            for name, var in module.vars.items()
         }
     )
     assert "before the sum of batch" in message(single)
@@ -222,13 +234,21 @@ def fields_of(var):
 
 
 def test_what_every_forward_changes_is_on_one_device(toy):
-    text = print_module(toy(1, devices=(2,), trains=False)).replace("  var @w0", "  var @count : f32[4] stage 0 buffer\n  var @w0")
+    text = print_module(toy(1, devices=(2,), trains=False)).replace(
+        "  var @w0", "  var @count : f32[4] stage 0 buffer\n  var @w0"
+    )
     text = text.replace(
         "    return %h0",
         "    %seen : f32[4] = read(@count)\n    %more : f32[4] = add(%seen, %h0)\n    write(%more, @count)\n    return %h0",
     )
-    with pytest.raises(VerifyError, match="@count changes with every microbatch, so each of the 2 ranks would have another one"):
-        verify(communicate(weight_versions(schedule(parse_module(text), ScheduleOptions("forward", 2)))).but(facts=("scheduled",)))
+    with pytest.raises(
+        VerifyError, match="@count changes with every microbatch, so each of the 2 ranks would have another one"
+    ):
+        verify(
+            communicate(weight_versions(schedule(parse_module(text), ScheduleOptions("forward", 2)))).but(
+                facts=("scheduled",)
+            )
+        )
 
 
 def test_shares_that_do_not_fit_are_refused(toy):
@@ -252,10 +272,19 @@ def test_no_rank_runs_two_things_at_once_and_all_ends(shares):
 
 
 @pytest.mark.parametrize("kind", ["2bw", "eager-2bw"])
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2, 1), (1, 3, 4), (2, 3, 1), (4, 4, 2), (3, 2, 2, 1), (1, 2, 1, 2, 2), (4, 1, 3)])
+@pytest.mark.parametrize(
+    "ranks", [(2, 1), (1, 2, 1), (1, 3, 4), (2, 3, 1), (4, 4, 2), (3, 2, 2, 1), (1, 2, 1, 2, 2), (4, 1, 3)]
+)
 def test_stages_with_unequal_numbers_of_ranks_wait_for_nobody(kind: str, ranks: tuple[int, ...]) -> None:
     """As many ranks as a stage is slow: a batch takes no longer than each stage alone, message by message."""
     m = 24
-    wired = wire_chain(sum_late(build_schedule(kind, len(ranks), m, [equal_shares(n, m) for n in ranks]), SCHEDULES[kind].delay))
-    played = play(wired, 8, lambda rank, action: {"F": 1.0, "B": 2.0}.get(action.kind, 0.0) * ranks[action.stage], lambda *edge: 0.0)
+    wired = wire_chain(
+        sum_late(build_schedule(kind, len(ranks), m, [equal_shares(n, m) for n in ranks]), SCHEDULES[kind].delay)
+    )
+    played = play(
+        wired,
+        8,
+        lambda rank, action: {"F": 1.0, "B": 2.0}.get(action.kind, 0.0) * ranks[action.stage],
+        lambda *edge: 0.0,
+    )
     assert played.step_seconds == pytest.approx(3 * m)

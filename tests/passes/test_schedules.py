@@ -106,8 +106,12 @@ def test_the_lists_of_three_stages_and_microbatches(kind):
 
 
 def test_fewer_microbatches_than_stages():
-    assert [" ".join(f"{a.kind}{a.mb}" for a in p.batch) for p in build_schedule("zb-1f1b", 3, 1).ranks.values()] == ["F1 B1 W1 U1"] * 3
-    assert [" ".join(f"{a.kind}{a.mb}" for a in p.batch) for p in build_schedule("1f1b", 3, 1).ranks.values()] == ["F1 B1 U1"] * 3
+    assert [" ".join(f"{a.kind}{a.mb}" for a in p.batch) for p in build_schedule("zb-1f1b", 3, 1).ranks.values()] == [
+        "F1 B1 W1 U1"
+    ] * 3
+    assert [" ".join(f"{a.kind}{a.mb}" for a in p.batch) for p in build_schedule("1f1b", 3, 1).ranks.values()] == [
+        "F1 B1 U1"
+    ] * 3
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -119,7 +123,9 @@ def test_time_per_batch_and_in_flight_follow_the_formulas(kind, d, m, tw, f, b):
     found = build_schedule(kind, d, m)
     assert time_per_batch(found, tf, tb, tw) == LAWS[kind].per_batch(d, m, tf, tb, tw)
     if kind != "forward":
-        assert [most_in_flight(found.expand(s, 4)) for s in range(d)] == [LAWS[kind].in_flight(d, m, s) for s in range(d)]
+        assert [most_in_flight(found.expand(s, 4)) for s in range(d)] == [
+            LAWS[kind].in_flight(d, m, s) for s in range(d)
+        ]
 
 
 @pytest.mark.parametrize(("d", "m", "ratio"), [(2, 2, 1.5), (4, 4, 1.75), (4, 8, 1.375), (8, 8, 1.875), (8, 32, 1.219)])
@@ -161,7 +167,8 @@ def test_every_legal_combination_verifies_and_every_other_is_refused(toy, kind, 
                 pipeline(source, kind, m)
             text = str(caught.value)
             assert re.search(
-                r"rank 0 step \d+ \(0F\d+@1\): reads version 1 of @w0, which is made only later by rank 0 step \d+ \(0U0@1\)", text
+                r"rank 0 step \d+ \(0F\d+@1\): reads version 1 of @w0, which is made only later by rank 0 step \d+ \(0U0@1\)",
+                text,
             )
             fewest = LAWS[kind].fewest(d)
             assert f"microbatches >= {fewest} or schedule 1f1b" in text
@@ -171,7 +178,9 @@ def test_every_legal_combination_verifies_and_every_other_is_refused(toy, kind, 
 def test_eager_2bw_needs_three_versions_just_below_its_limit(toy):
     with pytest.raises(VerifyError) as caught:
         pipeline(toy(4), "eager-2bw", 5)
-    assert "6 forwards run ahead, a delay of 1 at 5 microbatches allows 5; this would need 3 live versions" in str(caught.value)
+    assert "6 forwards run ahead, a delay of 1 at 5 microbatches allows 5; this would need 3 live versions" in str(
+        caught.value
+    )
     assert "microbatches >= 6 or schedule 1f1b" in str(caught.value)
 
 
@@ -203,7 +212,9 @@ def test_zb_1f1b_leaves_a_third_of_the_bubble_of_1f1b_at_equal_times():
 
 
 def test_a_module_whose_backwards_are_split_wants_a_schedule_that_runs_their_rest(toy):
-    with pytest.raises(UsageError, match="schedule: schedule 1f1b runs whole backwards, but the module has weight gradients apart"):
+    with pytest.raises(
+        UsageError, match="schedule: schedule 1f1b runs whole backwards, but the module has weight gradients apart"
+    ):
         schedule(split_backward(toy(3)), ScheduleOptions("1f1b", 2))
 
 
@@ -228,7 +239,10 @@ def test_a_stage_with_nothing_to_train_only_runs_forward(toy):
 
 
 def test_options_that_make_no_sense_are_refused(toy):
-    with pytest.raises(UsageError, match="schedule: unknown schedule '3bw', expected one of 1f1b, gpipe, 2bw, eager-2bw, zb-1f1b, forward"):
+    with pytest.raises(
+        UsageError,
+        match="schedule: unknown schedule '3bw', expected one of 1f1b, gpipe, 2bw, eager-2bw, zb-1f1b, forward",
+    ):
         schedule(toy(2), ScheduleOptions("3bw", 2))
     with pytest.raises(UsageError, match="at least one stage and one microbatch, got 2 and 0"):
         schedule(toy(2), ScheduleOptions("1f1b", 0))
@@ -249,7 +263,12 @@ def test_sizes_have_bounds(monkeypatch):
 
 def test_the_simulation_says_who_waits():
     crossed = Schedule(
-        "crossed", 1, {0: Program((), (Action("B", 0, 1), Action("F", 0, 1))), 1: Program((), (Action("F", 1, 1), Action("B", 1, 1)))}
+        "crossed",
+        1,
+        {
+            0: Program((), (Action("B", 0, 1), Action("F", 0, 1))),
+            1: Program((), (Action("F", 1, 1), Action("B", 1, 1))),
+        },
     )
     with pytest.raises(VerifyError, match=r"rank 0 at step 0 \(0B0\), rank 1 at step 0 \(1F0\)"):
         simulate(crossed, 1)

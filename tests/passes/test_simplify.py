@@ -62,19 +62,34 @@ RULES = [
     ("%c : f32[] = const(value=2.5, dtype=f32)\n%out : f32[2,3] = pow(%x, %c)", ["const", "pow"]),
     (f"{ONE}\n%s : f32[2,3] = sqrt(%x)\n%out : f32[2,3] = div(%c, %s)", ["rsqrt"]),
     ("%a : f32[2,3] = maximum(%x, %x)\n%out : f32[2,3] = exp(%a)", ["exp"]),
-    ("%c : bool[] = const(value=true, dtype=bool)\n%a : f32[2,3] = where(%c, %x, %y)\n%out : f32[2,3] = exp(%a)", ["exp"]),
+    (
+        "%c : bool[] = const(value=true, dtype=bool)\n%a : f32[2,3] = where(%c, %x, %y)\n%out : f32[2,3] = exp(%a)",
+        ["exp"],
+    ),
     ("%a : f64[2,3] = cast(%x, dtype=f64)\n%b : f32[2,3] = cast(%a, dtype=f32)\n%out : f32[2,3] = exp(%b)", ["exp"]),
-    ("%a : f16[2,3] = cast(%x, dtype=f16)\n%b : f32[2,3] = cast(%a, dtype=f32)\n%out : f32[2,3] = exp(%b)", ["cast", "cast", "exp"]),
+    (
+        "%a : f16[2,3] = cast(%x, dtype=f16)\n%b : f32[2,3] = cast(%a, dtype=f32)\n%out : f32[2,3] = exp(%b)",
+        ["cast", "cast", "exp"],
+    ),
     ("%a : f32[2,3] = cast(%x, dtype=f32)\n%out : f32[2,3] = exp(%a)", ["exp"]),
     ("%a : f32[6] = reshape(%x, shape=[6])\n%out : f32[3,2] = reshape(%a, shape=[3,2])", ["reshape"]),
-    ("%a : f32[6] = reshape(%x, shape=[6])\n%b : f32[2,3] = reshape(%a, shape=[2,3])\n%out : f32[2,3] = exp(%b)", ["exp"]),
-    ("%a : f32[3,2] = transpose(%x, perm=[1,0])\n%b : f32[2,3] = transpose(%a, perm=[1,0])\n%out : f32[2,3] = exp(%b)", ["exp"]),
+    (
+        "%a : f32[6] = reshape(%x, shape=[6])\n%b : f32[2,3] = reshape(%a, shape=[2,3])\n%out : f32[2,3] = exp(%b)",
+        ["exp"],
+    ),
+    (
+        "%a : f32[3,2] = transpose(%x, perm=[1,0])\n%b : f32[2,3] = transpose(%a, perm=[1,0])\n%out : f32[2,3] = exp(%b)",
+        ["exp"],
+    ),
     ("%a : f32[2,1,3] = reshape(%x, shape=[2,1,3])\n%out : f32[1,2,3] = transpose(%a, perm=[1,0,2])", ["reshape"]),
     ("%a : f32[2,3] = slice(%x, start=[0,0], stop=[2,3], step=[1,1])\n%out : f32[2,3] = exp(%a)", ["exp"]),
     ("%a : f32[2,3] = pad(%x, low=[0,0], high=[0,0])\n%out : f32[2,3] = exp(%a)", ["exp"]),
     ("%a : f32[2,3] = concat(%x, axis=0)\n%out : f32[2,3] = exp(%a)", ["exp"]),
     ("%a : f32[4,3] = concat(%x, %y, axis=0)\n%out : f32[6,3] = concat(%a, %x, axis=-2)", ["concat"]),
-    ("%a : f32[4,2,3] = broadcast(%x, shape=[4,2,3])\n%out : f32[5,4,2,3] = broadcast(%a, shape=[5,4,2,3])", ["broadcast"]),
+    (
+        "%a : f32[4,2,3] = broadcast(%x, shape=[4,2,3])\n%out : f32[5,4,2,3] = broadcast(%a, shape=[5,4,2,3])",
+        ["broadcast"],
+    ),
     (
         "%s : f32[2] = sum(%x, axes=[1])\n%k : f32[2,1] = reshape(%s, shape=[2,1])\n%b : f32[2,3] = broadcast(%k, shape=[2,3])\n%out : f32[2,3] = mul(%y, %b)",
         ["sum", "reshape", "mul"],
@@ -98,7 +113,9 @@ def test_rule(body, expected):
     assert kinds(lines) == expected
     rng = np.random.default_rng(0)
     x, y = rng.uniform(0.5, 2.0, (2, 2, 3)).astype(np.float32)
-    before, after = (run_graph(m.graphs["main"], [x, y]) for m in (module_of(body), simplify(module_of(body), SimplifyOptions())))
+    before, after = (
+        run_graph(m.graphs["main"], [x, y]) for m in (module_of(body), simplify(module_of(body), SimplifyOptions()))
+    )
     np.testing.assert_allclose(after[0], before[0], rtol=3e-7)
 
 
@@ -177,7 +194,13 @@ def test_state_is_not_merged_across_a_write():
     %dead : f32[2,3] = read(@w)
     %out : f32[2,3] = sub(%c, %a)"""
     lines = simplified(body)
-    assert [line.split(" = ")[-1] for line in lines] == ["read(@w)", "add(%a, %a)", "write(%s, @w)", "read(@w)", "sub(%c, %a)"]
+    assert [line.split(" = ")[-1] for line in lines] == [
+        "read(@w)",
+        "add(%a, %a)",
+        "write(%s, @w)",
+        "read(@w)",
+        "sub(%c, %a)",
+    ]
 
 
 def test_effects_and_versions_are_kept():
@@ -309,7 +332,11 @@ def random_graphs(draw):
             case 4:
                 add(draw(st.sampled_from(UNARY[:-1])), x)
             case 5:
-                add("reshape", x, shape=draw(st.sampled_from([(int(np.prod(shape)),), (1, *shape), tuple(reversed(shape))])))
+                add(
+                    "reshape",
+                    x,
+                    shape=draw(st.sampled_from([(int(np.prod(shape)),), (1, *shape), tuple(reversed(shape))])),
+                )
             case 6 if shape:
                 add("transpose", x, perm=tuple(draw(st.permutations(range(len(shape))))))
             case 7:
@@ -338,7 +365,11 @@ def random_graphs(draw):
             case 11 if shape:
                 add("concat", x, other, axis=draw(st.integers(0, len(shape) - 1)))
     count = draw(st.integers(1, 3))
-    outs = tuple(dict.fromkeys(values[-1 - draw(st.integers(0, min(4, len(ops) - 1)))] for _ in range(count))) if ops else ()
+    outs = (
+        tuple(dict.fromkeys(values[-1 - draw(st.integers(0, min(4, len(ops) - 1)))] for _ in range(count)))
+        if ops
+        else ()
+    )
     outs = tuple(v for v in outs if v not in ins)
     return Module("m", ins, graphs={"main": Graph("main", ins, outs, tuple(ops))})
 

@@ -29,7 +29,10 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ps.Plan]:
     path = write_gpt(tmp_path_factory.mktemp("model") / "gpt.onnx", **GPT, seed=1)
     model = ps.from_onnx(path, dims={"batch": 2})
     training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=0.01), microbatches=MICROBATCHES)
-    return {kind: ps.plan(model, ps.Cluster.local(3), training, schedule=kind, split_at=CUTS, hints=False) for kind in ("1f1b", "zb-1f1b")}
+    return {
+        kind: ps.plan(model, ps.Cluster.local(3), training, schedule=kind, split_at=CUTS, hints=False)
+        for kind in ("1f1b", "zb-1f1b")
+    }
 
 
 def batches(count: int) -> list[dict[str, np.ndarray]]:
@@ -44,7 +47,9 @@ def backward_parts(module: Module) -> dict[int, list[Graph]]:
 
 
 def test_training_is_the_same_bit_for_bit(plans: dict[str, ps.Plan]) -> None:
-    runs = {kind: run_schedule(p.module, p.model.imported.weights, batches(3), precision=TYPED) for kind, p in plans.items()}
+    runs = {
+        kind: run_schedule(p.module, p.model.imported.weights, batches(3), precision=TYPED) for kind, p in plans.items()
+    }
     whole, apart = runs["1f1b"], runs["zb-1f1b"]
     assert whole.losses == apart.losses
     assert whole.variables.keys() == apart.variables.keys()
@@ -166,7 +171,9 @@ def backward_of_gpt(plans: dict[str, ps.Plan]) -> tuple[Graph, dict[str, np.ndar
     """The backward graph of the whole model, what it takes, and all variables."""
     plan = plans["1f1b"]
     weights = plan.model.imported.weights
-    variables = {n: weights[n] if v.init == "file" else np.zeros(v.type.dims, np.float32) for n, v in plan.reference.vars.items()}
+    variables = {
+        n: weights[n] if v.init == "file" else np.zeros(v.type.dims, np.float32) for n, v in plan.reference.vars.items()
+    }
     forward, backward = plan.reference.graphs["F"], plan.reference.graphs["B"]
     fed = {name: array[:2] for name, array in batches(1)[0].items()}
     results = run_graph(forward, fed, DictStore(variables))

@@ -36,7 +36,10 @@ def planned(model: ps.Model, kind: str = "1f1b", dtype: str = "bf16") -> ps.Plan
 def drawn(count: int) -> list[dict[str, np.ndarray]]:
     random, rows = np.random.default_rng(5), ROWS * PARTS
     return [
-        {"x": random.standard_normal((rows, SIZES[0])).astype(np.float32), "labels": random.integers(0, SIZES[-1], rows)}
+        {
+            "x": random.standard_normal((rows, SIZES[0])).astype(np.float32),
+            "labels": random.integers(0, SIZES[-1], rows),
+        }
         for _ in range(count)
     ]
 
@@ -92,7 +95,10 @@ def test_training_is_torch_with_the_same_roundings(model: ps.Model, kind: str, d
     # Controls: the roundings are seen, and without the pass there are none.
     assert np.abs(found - plain).max() > 1e-5
     whole = planned(model, kind, "f32").module
-    assert np.abs(np.array(run_schedule(whole, model.imported.weights, batches, precision=TYPED).losses) - plain).max() < 1e-6
+    assert (
+        np.abs(np.array(run_schedule(whole, model.imported.weights, batches, precision=TYPED).losses) - plain).max()
+        < 1e-6
+    )
 
 
 def test_the_text_says_it_and_messages_have_half_the_bytes(model: ps.Model) -> None:
@@ -123,7 +129,9 @@ def test_the_whole_model_with_round_trips_is_about_as_far_off(model: ps.Model) -
         )
     )
     rounding = round_trips(plan.reference, plan.module)
-    casts = [sum(op.kind == "cast" for graph in m.graphs.values() for op in graph.ops) for m in (plan.reference, rounding)]
+    casts = [
+        sum(op.kind == "cast" for graph in m.graphs.values() for op in graph.ops) for m in (plan.reference, rounding)
+    ]
     assert casts[1] - casts[0] == 2 * 4
     near = np.array(run_recurrence(rounding, model.imported.weights, batches, precision=TYPED).losses)
     assert np.abs(found - whole).max() < 4 * np.abs(near - whole).max() < 0.1

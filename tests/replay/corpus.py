@@ -17,7 +17,12 @@ from penstock.passes.pipelines import PASSES, inference_pipeline, training_pipel
 from . import models
 
 DEVICES = Path(__file__).with_name("cluster.toml")
-PAIR, FOUR, SMALL, GPUS = ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1", "cpu:2", "cpu:3"), ("small:0", "small:1"), ("cuda:0", "cuda:1")
+PAIR, FOUR, SMALL, GPUS = (
+    ("cpu:0", "cpu:1"),
+    ("cpu:0", "cpu:1", "cpu:2", "cpu:3"),
+    ("small:0", "small:1"),
+    ("cuda:0", "cuda:1"),
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,9 @@ class Case:
     library: str = ""
 
 
-def trained(optimizer: object = None, loss: str = "cross_entropy", microbatches: int = 2, **options: object) -> ps.Training:
+def trained(
+    optimizer: object = None, loss: str = "cross_entropy", microbatches: int = 2, **options: object
+) -> ps.Training:
     return ps.Training(loss, optimizer or ps.SGD(lr=0.1), microbatches, **options)  # type: ignore[arg-type]
 
 
@@ -49,19 +56,32 @@ CASES: dict[str, Case] = {
     # Every schedule, every optimiser.
     "mlp-1f1b": Case(lambda: models.mlp(*WIDE), trained(microbatches=4), devices=FOUR),
     "mlp-gpipe": Case(lambda: models.mlp(*WIDE), trained(ps.Adagrad(), rate=ps.Steps(every=10)), "gpipe"),
-    "mlp-2bw": Case(lambda: models.mlp(*WIDE), trained(ADAMW, rate=ps.Cosine(steps=100, warmup=5), microbatches=4), "2bw", FOUR),
+    "mlp-2bw": Case(
+        lambda: models.mlp(*WIDE), trained(ADAMW, rate=ps.Cosine(steps=100, warmup=5), microbatches=4), "2bw", FOUR
+    ),
     "mlp-eager-2bw": Case(lambda: models.mlp(*WIDE), trained(ps.Lion(), microbatches=3), "eager-2bw"),
     "mlp-zb-1f1b": Case(lambda: models.mlp(*WIDE), trained(MOMENTUM, microbatches=3), "zb-1f1b", FOUR[:3]),
     "mlp-groups": Case(lambda: models.mlp(*WIDE), trained(ADAMW, groups=GROUPS, clip=1.0, rate=ps.Linear(steps=9))),
-    "mlp-f64": Case(lambda: models.mlp(*WIDE, dtype="f64"), trained(ps.Adam(weight_decay=0.1), loss="mse"), devices=FOUR[:1]),
+    "mlp-f64": Case(
+        lambda: models.mlp(*WIDE, dtype="f64"), trained(ps.Adam(weight_decay=0.1), loss="mse"), devices=FOUR[:1]
+    ),
     "mlp-muon": Case(lambda: models.mlp(*WIDE), trained(ps.Muon(adjust="match_rms_adamw"), skip_nonfinite=True)),
     # Unequal devices, several devices for a stage, a host elsewhere, little memory.
     "mlp-unequal": Case(lambda: models.mlp(32, 256, 256, 256, 10), trained(microbatches=4), devices=("fast", "cpu:0")),
     "mlp-replicas": Case(
-        lambda: models.mlp(*WIDE), trained(microbatches=6), "2bw", FOUR[:3], groups=("cpu:0 cpu:1", "cpu:2"), shares=(4, 2, 6)
+        lambda: models.mlp(*WIDE),
+        trained(microbatches=6),
+        "2bw",
+        FOUR[:3],
+        groups=("cpu:0 cpu:1", "cpu:2"),
+        shares=(4, 2, 6),
     ),
     "mlp-replicas-zb": Case(
-        lambda: models.mlp(*WIDE), trained(ADAMW, clip=0.5, microbatches=4), "zb-1f1b", FOUR, ("cpu:0 cpu:1", "cpu:2 cpu:3")
+        lambda: models.mlp(*WIDE),
+        trained(ADAMW, clip=0.5, microbatches=4),
+        "zb-1f1b",
+        FOUR,
+        ("cpu:0 cpu:1", "cpu:2 cpu:3"),
     ),
     "cnn-hosts": Case(models.cnn, trained(MOMENTUM, microbatches=4), "2bw", ("cpu:0", "away"), wire="bf16"),
     "gpt-little-memory": Case(lambda: models.gpt(4), trained(ADAMW, microbatches=4), devices=SMALL),
@@ -70,7 +90,9 @@ CASES: dict[str, Case] = {
     "resnet-1f1b": Case(models.resnet, trained(MOMENTUM), devices=FOUR[:3]),
     "resnet-bf16": Case(models.resnet, trained(), "2bw", precision="bf16"),
     "gpt-2bw": Case(lambda: models.gpt(), trained(ADAMW, microbatches=4), "2bw"),
-    "gpt-recomputed": Case(lambda: models.gpt(), trained(ADAMW, microbatches=4), "zb-1f1b", recompute="all", precision="bf16", wire="f16"),
+    "gpt-recomputed": Case(
+        lambda: models.gpt(), trained(ADAMW, microbatches=4), "zb-1f1b", recompute="all", precision="bf16", wire="f16"
+    ),
     "gpt-f16": Case(lambda: models.gpt(), trained(ADAMW), "gpipe", precision="f16"),
     "gpt-inference": Case(lambda: models.gpt(), None, "forward", precision="bf16"),
     "gpt-cuda": Case(lambda: models.gpt(), trained(ADAMW, microbatches=4), "2bw", GPUS, library="torch"),
@@ -135,4 +157,6 @@ def _start(case: Case) -> tuple[Module, list[Call]]:
         return module, inference_pipeline(cuts, 3, case.precision, case.library, case.shares, case.wire)
     module = attach_loss(module, case.training, model.imported.names)
     rest = (case.precision, case.library, case.training.guard_options(), case.recompute, case.shares, case.wire)
-    return module, training_pipeline(case.training.pass_options(), cuts, case.schedule, case.training.microbatches, *rest)
+    return module, training_pipeline(
+        case.training.pass_options(), cuts, case.schedule, case.training.microbatches, *rest
+    )

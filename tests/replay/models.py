@@ -158,13 +158,18 @@ class Rotated(nn.Module):
         self.q = nn.Linear(width, width, bias=False)
         self.k, self.v = (nn.Linear(width, width * shared // heads, bias=False) for _ in range(2))
         self.o = nn.Linear(width, width, bias=False)
-        self.gate, self.up, self.down = nn.Linear(width, 24, bias=False), nn.Linear(width, 24, bias=False), nn.Linear(24, width, bias=False)
+        self.gate, self.up, self.down = (
+            nn.Linear(width, 24, bias=False),
+            nn.Linear(width, 24, bias=False),
+            nn.Linear(24, width, bias=False),
+        )
         self.register_buffer("angles", torch.zeros(8, width // heads), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
         q, k, v = (
-            f(h).unflatten(-1, (n, -1)).transpose(1, 2) for f, n in ((self.q, self.heads), (self.k, self.shared), (self.v, self.shared))
+            f(h).unflatten(-1, (n, -1)).transpose(1, 2)
+            for f, n in ((self.q, self.heads), (self.k, self.shared), (self.v, self.shared))
         )
         q, k = (self._rotated(part) for part in (q, k))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -202,7 +207,9 @@ class Translator(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.embed, self.distance = nn.Embedding(29, width), nn.Embedding(15, 2)
-        self.encoder, self.decoder, self.across = (nn.ModuleList(self._attention(width) for _ in range(2)) for _ in range(3))
+        self.encoder, self.decoder, self.across = (
+            nn.ModuleList(self._attention(width) for _ in range(2)) for _ in range(3)
+        )
         self.forwards = nn.ModuleList(
             nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, width)) for _ in range(4)
         )
@@ -216,7 +223,9 @@ class Translator(nn.Module):
 
     def _attend(self, part: nn.ModuleDict, x: Tensor, source: Tensor | None, bias: Tensor | None) -> Tensor:
         h = part["norm"](x)
-        q, k, v = (part[n](h if n == "q" or source is None else source).unflatten(-1, (2, -1)).transpose(1, 2) for n in "qkv")
+        q, k, v = (
+            part[n](h if n == "q" or source is None else source).unflatten(-1, (2, -1)).transpose(1, 2) for n in "qkv"
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         return x + part["o"](mixed.transpose(1, 2).flatten(2))
 
@@ -247,7 +256,10 @@ class Experts(nn.Module):
         super().__init__()
         self.count = count
         self.router, self.norm = nn.Linear(width, count, bias=False), nn.LayerNorm(width)
-        self.up, self.down = nn.Parameter(torch.zeros(count, width, inner)), nn.Parameter(torch.zeros(count, inner, width))
+        self.up, self.down = (
+            nn.Parameter(torch.zeros(count, width, inner)),
+            nn.Parameter(torch.zeros(count, inner, width)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)

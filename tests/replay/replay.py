@@ -106,7 +106,15 @@ def keep_of_revision(name: str, revision: str, folder: Path) -> None:
     subprocess.run(["git", "-C", ROOT, "archive", "--format=tar", "-o", archive, revision], check=True)
     with tarfile.open(archive) as packed:
         packed.extractall(code, filter="data")
-    command = [sys.executable, "-W", "ignore", code / "tests" / "replay" / "replay.py", "--keep", folder / "before", name]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        code / "tests" / "replay" / "replay.py",
+        "--keep",
+        folder / "before",
+        name,
+    ]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(code / "src")})
 
 

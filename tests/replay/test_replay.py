@@ -51,10 +51,14 @@ def test_a_changed_pass_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def mutated(module: Module) -> Module:
         graph = module.graphs["s0.F"]
         ops = (*graph.ops[:-1], graph.ops[-1].with_attrs(kernel="another"))
-        return module.but(graphs={**module.graphs, "s0.F": type(graph)(graph.name, graph.ins, graph.outs, ops, graph.saved)})
+        return module.but(
+            graphs={**module.graphs, "s0.F": type(graph)(graph.name, graph.ins, graph.outs, ops, graph.saved)}
+        )
 
     row = PASSES["fuse"]
-    monkeypatch.setitem(PASSES, "fuse", type(row)(row.name, lambda m, o: mutated(row.run(m, o)), row.options, row.needs, row.gives))
+    monkeypatch.setitem(
+        PASSES, "fuse", type(row)(row.name, lambda m, o: mutated(row.run(m, o)), row.options, row.needs, row.gives)
+    )
     assert changed(KNOWN[SMALL], hashes_of(SMALL)) == "first change: 12 fuse"
 
 

@@ -81,7 +81,9 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         os.close(self._write)
         try:
             self._process.wait(5)
@@ -96,7 +98,9 @@ class Browser:
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Ask for something, and wait for the answer; what happens meanwhile is put into `events`."""
         self._number += 1
-        message = {"id": self._number, "method": method, "params": parameters} | ({"sessionId": self._session} if self._session else {})
+        message = {"id": self._number, "method": method, "params": parameters} | (
+            {"sessionId": self._session} if self._session else {}
+        )
         os.write(self._write, json.dumps(message).encode() + b"\0")
         end = time.monotonic() + SECONDS
         while True:
@@ -125,7 +129,9 @@ class Browser:
 
     def open(self, page: Path, width: int = 1280, height: int = 860, scheme: str = "light", fragment: str = "") -> None:
         """Open a file as a new visitor would, and wait until it says that it is ready."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Page.navigate", url="about:blank")
         self.events.clear()
@@ -163,7 +169,13 @@ class Browser:
             "End": 35,
         }.get(name, 0)
         text = text or ("\r" if name == "Enter" else name if len(name) == 1 else "")
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=name, windowsVirtualKeyCode=code, **({"text": text} if text else {}))
+        self.call(
+            "Input.dispatchKeyEvent",
+            type="keyDown",
+            key=name,
+            windowsVirtualKeyCode=code,
+            **({"text": text} if text else {}),
+        )
         self.call("Input.dispatchKeyEvent", type="keyUp", key=name, windowsVirtualKeyCode=code)
 
     def type(self, text: str) -> None:
@@ -205,4 +217,6 @@ class Browser:
 
     def requests(self) -> list[str]:
         """Addresses that were asked for since the page was opened."""
-        return [event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
+        return [
+            event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"
+        ]

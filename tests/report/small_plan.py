@@ -30,11 +30,15 @@ def plan_in(folder: Path) -> Planned:
     write_gpt(folder / "gpt.onnx", layers=2, width=16, heads=2, vocab=24, positions=6, batch=2)
     dump = Dump(folder / "dumps")
     training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(), microbatches=4)
-    plan = ps.plan(ps.from_onnx(folder / "gpt.onnx"), ps.Cluster.local(2), training, schedule="2bw", stages=2, dump=dump)
+    plan = ps.plan(
+        ps.from_onnx(folder / "gpt.onnx"), ps.Cluster.local(2), training, schedule="2bw", stages=2, dump=dump
+    )
     found = predict(plan.module, plain=True).forecast.found
     ranks = [[(str(a), SLOWER * start, SLOWER * end) for a, start, end in found.timed(rank)] for rank in found.lines]
     write_trace(folder / "trace.json", ranks, module=plan.module)
     steps = tuple(Step(*row) for row in dump.passes)
     sources = {"s0.F/k0": "def kernel():\n    return 1  # the source of k0\n"}
     trace = trace_of(folder / "trace.json", plan.module)
-    return Planned(plan, folder / "dumps", folder / "trace.json", Material(plan.module, steps, plan.as_dict(), trace, sources))
+    return Planned(
+        plan, folder / "dumps", folder / "trace.json", Material(plan.module, steps, plan.as_dict(), trace, sources)
+    )

@@ -84,7 +84,8 @@ LINKS = (
 
 
 @pytest.mark.parametrize(
-    "spoil", [*map(linked, LINKS), *map(names, ("/", "../../../secret.txt", "kernels/../../../../secret.txt")), linked_folder]
+    "spoil",
+    [*map(linked, LINKS), *map(names, ("/", "../../../secret.txt", "kernels/../../../../secret.txt")), linked_folder],
 )
 def test_nothing_outside_of_a_dump_gets_into_a_report(
     dump: Path, tmp_path: Path, spoil: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
@@ -125,7 +126,15 @@ def test_what_is_damaged_is_one_error(
         assert part in capsys.readouterr().err
 
 
-PLANNER = {"step_s": 1.0, "bound_s": 1.0, "proven": True, "schedules": {"2bw": 1.0}, "refused": {}, "left_out": [], "what_if": {"x": None}}
+PLANNER = {
+    "step_s": 1.0,
+    "bound_s": 1.0,
+    "proven": True,
+    "schedules": {"2bw": 1.0},
+    "refused": {},
+    "left_out": [],
+    "what_if": {"x": None},
+}
 
 
 @pytest.mark.parametrize(
@@ -157,11 +166,15 @@ def test_plans_are_checked_where_they_are_read(
         read_material(open_subject(dump))
     assert part in str(caught.value)
     # As well where the dump lies beside what is looked at.
-    assert main(["inspect", str(dump / "00_input.ir"), "--dumps", str(dump), "--html", str(tmp_path / "page.html")]) == 5
+    assert (
+        main(["inspect", str(dump / "00_input.ir"), "--dumps", str(dump), "--html", str(tmp_path / "page.html")]) == 5
+    )
     assert part in capsys.readouterr().err
 
 
-def test_plans_that_are_written_are_as_expected(planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_that_are_written_are_as_expected(
+    planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Those of stages that were asked for, and those that were searched for."""
     model = write_mlp(tmp_path / "mlp.onnx", [8, 8, 4], batch=2)
     assert main(["plan", str(model), "--loss", "mse", "--devices", "2", "--batch", "8", "--json"]) == 0

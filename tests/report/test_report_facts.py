@@ -46,7 +46,9 @@ def test_memory_is_what_is_predicted_and_adds_up_at_every_moment(planned: Planne
         for time, activations, boundary, _ in points[:: max(1, len(points) // 20)]:
             # Of actions that end at the same time only the last can be told by it.
             if sum(point[0] == time for point in points) == 1:
-                live = sum(nbytes for _, _, _, nbytes, taken, given in lives if taken <= time and (given < 0 or given > time))
+                live = sum(
+                    nbytes for _, _, _, nbytes, taken, given in lives if taken <= time and (given < 0 or given > time)
+                )
                 assert live == activations + boundary
 
 
@@ -61,7 +63,9 @@ def test_timelines_are_those_of_the_simulator_and_of_the_trace(planned: Planned,
             # A trace has tenths of microseconds of its own.
             expected = [slower * (end - start) * TICKS for _, start, end in actions]
             assert [row[5] for row in rows] == pytest.approx(expected, abs=1.1)
-    assert {round(measured / predicted, 2) for _, _, predicted, measured in schedule["measured"]["compared"]} == {SLOWER}
+    assert {round(measured / predicted, 2) for _, _, predicted, measured in schedule["measured"]["compared"]} == {
+        SLOWER
+    }
 
 
 def steps(times: list[float], sizes: list[int]) -> list[tuple[float, int]]:
@@ -108,7 +112,10 @@ def test_every_operation_that_a_pass_made_removed_or_changed_is_told(planned: Pl
     strings = facts["strings"]
     modules = [step.module for step in planned.material.steps]
     for (before, after), told in zip(pairwise(_filled(modules)), facts["passes"][1:], strict=True):
-        lines = [{op.outs[0].name: print_op(op) for g in m.graphs.values() for op in g.ops if op.outs} for m in (before, after)]
+        lines = [
+            {op.outs[0].name: print_op(op) for g in m.graphs.values() for op in g.ops if op.outs}
+            for m in (before, after)
+        ]
         expected = {name for name in {*lines[0], *lines[1]} if lines[0].get(name) != lines[1].get(name)}
         found = {strings[name] for part in told["parts"] for row in part["rows"] for name in row[1]}
         assert expected <= found
@@ -131,7 +138,9 @@ def test_graphs_and_kernels_are_those_of_the_module(planned: Planned, facts: dic
         for row, op in zip(graph["ops"], ops, strict=True):
             assert [strings[values[v][0]] for v in row[2]] == [v.name for v in op.ins]
     rows = kernel_rows(module)
-    assert [(row["graph"], row["names"]) for row in facts["kernels"]["rows"]] == [(row.graph, list(row.names)) for row in rows]
+    assert [(row["graph"], row["names"]) for row in facts["kernels"]["rows"]] == [
+        (row.graph, list(row.names)) for row in rows
+    ]
     for stage in module.stages:
         assert sum(row["share"] for row in facts["kernels"]["rows"] if row["stage"] == stage.index) == pytest.approx(1)
 
@@ -140,7 +149,9 @@ def test_a_number_that_is_not_finite_is_null(facts: dict[str, Any], tmp_path: Pa
     (tmp_path / "page.html").write_text(
         render({**facts, "links": [np.float64(0.5), math.nan, -math.inf, "</script>", 1]}), encoding="utf-8"
     )
-    assert facts_of(tmp_path / "page.html") == json.loads(json.dumps({**facts, "links": [0.5, None, None, "</script>", 1]}))
+    assert facts_of(tmp_path / "page.html") == json.loads(
+        json.dumps({**facts, "links": [0.5, None, None, "</script>", 1]})
+    )
 
 
 def test_the_same_module_has_the_same_page(planned: Planned) -> None:
@@ -181,13 +192,18 @@ def test_the_commands_write_pages(planned: Planned, tmp_path: Path, capsys: pyte
     first = next(planned.folder.glob("00_*.ir"))
     assert main(["opt", str(first), "-p", "schedule", "--dump-ir", str(tmp_path / "failed")]) == 2
     assert "needs the fact" in facts_of(tmp_path / "failed" / "index.html")["failure"]
-    assert main(["opt", str(first), "-p", "simplify", "--dump-ir", str(tmp_path / "made"), "-o", str(tmp_path / "out.ir")]) == 0
+    assert (
+        main(["opt", str(first), "-p", "simplify", "--dump-ir", str(tmp_path / "made"), "-o", str(tmp_path / "out.ir")])
+        == 0
+    )
     assert [step["name"] for step in facts_of(tmp_path / "made" / "index.html")["passes"]] == ["input", "simplify"]
 
 
 def facts_of(page: Path) -> dict[str, Any]:
     """The facts that a page holds."""
-    found = re.search(r'<script id="facts" type="application/json">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
+    found = re.search(
+        r'<script id="facts" type="application/json">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL
+    )
     assert found is not None
     facts: dict[str, Any] = json.loads(found[1])
     return facts
@@ -198,7 +214,8 @@ def slice_of(name: str, at: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "events", ["no JSON", "[]", "{}", '{"traceEvents": []}', slice_of("0F0", "NaN"), slice_of("9F0", "0"), slice_of("<b>", "0")]
+    "events",
+    ["no JSON", "[]", "{}", '{"traceEvents": []}', slice_of("0F0", "NaN"), slice_of("9F0", "0"), slice_of("<b>", "0")],
 )
 def test_what_is_no_trace_of_this_program_is_refused(planned: Planned, tmp_path: Path, events: str) -> None:
     (tmp_path / "t.json").write_text(events)

@@ -67,7 +67,9 @@ def test_the_checks_see_an_error_a_request_and_a_script_that_was_smuggled_in(
     (tmp_path / "error.html").write_text(text.replace(script, broken).replace(policy_hash(script), policy_hash(broken)))
     with pytest.raises(PageError, match="undefinedName is not defined"):
         browser.open(tmp_path / "error.html")
-    smuggled = text.replace('<main id="main"', '<img src="picture.png"><script>window.smuggled = 1</script><main id="main"')
+    smuggled = text.replace(
+        '<main id="main"', '<img src="picture.png"><script>window.smuggled = 1</script><main id="main"'
+    )
     (tmp_path / "smuggled.html").write_text(smuggled)
     browser.open(tmp_path / "smuggled.html")
     assert len([line for line in browser.complaints() if "Content Security Policy" in line]) == 2
@@ -88,7 +90,9 @@ def test_search_finds_an_operation_and_tells_its_way_to_the_kernel(browser: Brow
         assert part in shown(browser, "#details .chain")
     assert browser.js("document.querySelectorAll('#view-graph .node.selected').length") == 1
     # From there to the kernel, and back with the keyboard.
-    browser.js("[...document.querySelectorAll('#details button.link')].find((b) => /^s\\d\\.F\\/k/.test(b.textContent)).click()")
+    browser.js(
+        "[...document.querySelectorAll('#details button.link')].find((b) => /^s\\d\\.F\\/k/.test(b.textContent)).click()"
+    )
     assert browser.js("document.getElementById('view-kernels').hidden") is False
     assert ".F/k" in shown(browser, ".kernel-detail h3")
     browser.key("Escape")
@@ -113,7 +117,9 @@ def test_the_slider_goes_through_the_passes(browser: Browser, page: Path, facts:
         browser.key("ArrowRight")
     names = [told["name"] for told in facts["passes"]]
     browser.js(f"document.querySelectorAll('.pass-list button')[{names.index('fuse')}].click()")
-    browser.js("(() => { const f = document.getElementById('pass-filter'); f.value = 'lm_head'; f.dispatchEvent(new Event('input')) })()")
+    browser.js(
+        "(() => { const f = document.getElementById('pass-filter'); f.value = 'lm_head'; f.dispatchEvent(new Event('input')) })()"
+    )
     lines = browser.js("[...document.querySelectorAll('.changes .line')].map((line) => line.textContent)")
     assert lines
     assert any("kernel=" in line for line in lines)
@@ -127,8 +133,15 @@ def test_pointing_at_an_action_follows_its_microbatch(browser: Browser, page: Pa
     assert browser.js("document.getElementById('tip').hidden") is False
     assert "forward" in shown(browser, "#tip")
     assert "microbatch" in shown(browser, "#tip")
-    assert browser.js("[...new Set([...document.querySelectorAll('.gantt .slice.lit')].map((box) => box.slice.number))].length") == 1
-    ranks = browser.js("[...new Set([...document.querySelectorAll('.gantt .slice.lit')].map((box) => box.slice.rank))].length")
+    assert (
+        browser.js(
+            "[...new Set([...document.querySelectorAll('.gantt .slice.lit')].map((box) => box.slice.number))].length"
+        )
+        == 1
+    )
+    ranks = browser.js(
+        "[...new Set([...document.querySelectorAll('.gantt .slice.lit')].map((box) => box.slice.rank))].length"
+    )
     assert ranks == len(facts["placement"]["ranks"])
     # By keys: along a rank, and to the measured line below it.
     browser.js("document.querySelector('.gantt').focus()")
@@ -143,7 +156,9 @@ def test_pointing_at_an_action_follows_its_microbatch(browser: Browser, page: Pa
     assert browser.js("document.getElementById('tip').hidden") is True
 
 
-def test_a_trace_with_a_warm_up_opens_where_it_can_be_compared(browser: Browser, planned: Planned, tmp_path: Path) -> None:
+def test_a_trace_with_a_warm_up_opens_where_it_can_be_compared(
+    browser: Browser, planned: Planned, tmp_path: Path
+) -> None:
     """A first forward that takes longer than all else would be all that one sees from the beginning of batch 0."""
     assert planned.material.trace is not None
     warm = {
@@ -165,7 +180,10 @@ def test_a_trace_with_a_warm_up_opens_where_it_can_be_compared(browser: Browser,
 
 def test_a_run_far_from_its_plan_is_compared_batch_by_batch(browser: Browser, planned: Planned, tmp_path: Path) -> None:
     assert planned.material.trace is not None
-    slow = {rank: [(a, 20 * start, 20 * took) for a, start, took in line] for rank, line in planned.material.trace.actions.items()}
+    slow = {
+        rank: [(a, 20 * start, 20 * took) for a, start, took in line]
+        for rank, line in planned.material.trace.actions.items()
+    }
     facts = gather(replace(planned.material, trace=Trace(slow, {})), plain=True)
     (tmp_path / "slow.html").write_text(render(facts), encoding="utf-8")
     browser.open(tmp_path / "slow.html", fragment="#schedule")
@@ -180,7 +198,9 @@ def test_a_run_far_from_its_plan_is_compared_batch_by_batch(browser: Browser, pl
             break
     assert f"{took * 1e6:.1f} µs, planned" in shown(browser, "#tip")
     # The control: at one scale, planned actions are narrow.
-    browser.js("[...document.querySelectorAll('#view-schedule .choice input')].find((each) => each.value === 'same').click()")
+    browser.js(
+        "[...document.querySelectorAll('#view-schedule .choice input')].find((each) => each.value === 'same').click()"
+    )
     assert browser.js(f"{widths}(24)") < browser.js(f"{widths}(15)") / 10
     assert not browser.complaints()
 
@@ -189,8 +209,12 @@ def test_stages_have_other_hues_than_actions(browser: Browser, page: Path) -> No
     for scheme in ("light", "dark"):
         browser.open(page, scheme=scheme)
         read = "((name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim())"
-        stages, kinds = ([browser.js(f"{read}('--{name}')") for name in names] for names in ([f"s{i}" for i in range(8)], "fbwup"))
-        apart = [abs(_hue(a) - _hue(b)) for a in stages for b in kinds] + [abs(_hue(a) - _hue(b)) for a, b in combinations(stages, 2)]
+        stages, kinds = (
+            [browser.js(f"{read}('--{name}')") for name in names] for names in ([f"s{i}" for i in range(8)], "fbwup")
+        )
+        apart = [abs(_hue(a) - _hue(b)) for a in stages for b in kinds] + [
+            abs(_hue(a) - _hue(b)) for a, b in combinations(stages, 2)
+        ]
         assert min(min(each, 360 - each) for each in apart) > 18
 
 
@@ -198,7 +222,9 @@ def _hue(colour: str) -> float:
     return 360 * colorsys.rgb_to_hls(*(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)))[0]
 
 
-def test_arrows_say_per_what_and_bars_of_a_column_begin_together(browser: Browser, page: Path, facts: dict[str, Any]) -> None:
+def test_arrows_say_per_what_and_bars_of_a_column_begin_together(
+    browser: Browser, page: Path, facts: dict[str, Any]
+) -> None:
     browser.open(page)
     sent = [(edge["per"], sum(size for _, _, size in edge["values"])) for edge in facts["links"]["edges"]]
     told = browser.js("[...document.querySelectorAll('#view-overview .flow-text')].map((line) => line.textContent)")
@@ -211,18 +237,24 @@ def test_arrows_say_per_what_and_bars_of_a_column_begin_together(browser: Browse
         assert all(row == rows[0] for row in rows)
 
 
-def test_the_roofline_has_kernels_that_were_timed(browser: Browser, page: Path, facts: dict[str, Any], tmp_path: Path) -> None:
+def test_the_roofline_has_kernels_that_were_timed(
+    browser: Browser, page: Path, facts: dict[str, Any], tmp_path: Path
+) -> None:
     browser.open(page, fragment="#kernels")
     assert "none of these was timed" in shown(browser, "#view-kernels")
     assert browser.js("document.querySelectorAll('.spot').length") == 0
-    work = browser.js("[...document.querySelectorAll('#view-kernels tbody td:nth-child(4)')].map((cell) => cell.textContent)")
+    work = browser.js(
+        "[...document.querySelectorAll('#view-kernels tbody td:nth-child(4)')].map((cell) => cell.textContent)"
+    )
     assert work
     assert all(re.fullmatch(r"–|[\d.]{1,4} [kMGT]?FLOP", each) for each in work)
     rows = copy.deepcopy(facts["kernels"]["rows"])
     timed = [row for row in rows if row["flops"] and row["bytes"]][:3]
     for row in timed:
         row["measured"] = 2 * row["roofline"]
-    (tmp_path / "timed.html").write_text(render(facts | {"kernels": facts["kernels"] | {"rows": rows}}), encoding="utf-8")
+    (tmp_path / "timed.html").write_text(
+        render(facts | {"kernels": facts["kernels"] | {"rows": rows}}), encoding="utf-8"
+    )
     browser.open(tmp_path / "timed.html", fragment="#kernels")
     assert browser.js("document.querySelectorAll('.spot').length") == len(timed)
     assert "3 of" in shown(browser, "#view-kernels .hint")
@@ -321,7 +353,12 @@ HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=2
 def hostile(module: Module) -> Module:
     """The same program with what is dangerous elsewhere in everything that takes any text."""
     graphs = {
-        name: replace(graph, ops=tuple(replace(op, loc=f"{HOSTILE}/{op.loc}" if i % 3 == 0 else HOSTILE) for i, op in enumerate(graph.ops)))
+        name: replace(
+            graph,
+            ops=tuple(
+                replace(op, loc=f"{HOSTILE}/{op.loc}" if i % 3 == 0 else HOSTILE) for i, op in enumerate(graph.ops)
+            ),
+        )
         for name, graph in module.graphs.items()
     }
     return module.but(name=HOSTILE, graphs=graphs, notes=(*module.notes, Note("partition", HOSTILE)))
@@ -331,13 +368,19 @@ def test_hostile_names_are_inert(browser: Browser, planned: Planned, tmp_path: P
     material = replace(
         planned.material,
         module=hostile(planned.material.module),
-        steps=(*planned.material.steps[:-1], replace(planned.material.steps[-1], call=HOSTILE, module=hostile(planned.material.module))),
+        steps=(
+            *planned.material.steps[:-1],
+            replace(planned.material.steps[-1], call=HOSTILE, module=hostile(planned.material.module)),
+        ),
         sources={"s0.F/k0": HOSTILE},
         failure=HOSTILE,
     )
     facts = gather(material, plain=True)
     # Names of values cannot be such text in a file; the page does not rely on it.
-    facts["strings"] = [f"{text}<img src=x onerror=alert(1)>" if i % 5 == 1 else text for i, text in enumerate(copy.copy(facts["strings"]))]
+    facts["strings"] = [
+        f"{text}<img src=x onerror=alert(1)>" if i % 5 == 1 else text
+        for i, text in enumerate(copy.copy(facts["strings"]))
+    ]
     path = tmp_path / "hostile.html"
     path.write_text(render(facts), encoding="utf-8")
     browser.open(path)
@@ -349,7 +392,9 @@ def test_hostile_names_are_inert(browser: Browser, planned: Planned, tmp_path: P
     for i in range(len(facts["passes"])):
         browser.js(f"document.querySelectorAll('.pass-list button')[{i}].click()")
     browser.js("document.getElementById('tab-kernels').click()")
-    browser.js("[...document.querySelectorAll('#view-kernels button.link')].find((b) => b.textContent.startsWith('s0.F/k0')).click()")
+    browser.js(
+        "[...document.querySelectorAll('#view-kernels button.link')].find((b) => b.textContent.startsWith('s0.F/k0')).click()"
+    )
     browser.wait("document.querySelector('.program') !== null")
     assert browser.js("document.querySelector('.program').textContent") == HOSTILE
     browser.js("document.getElementById('search').focus()")

@@ -32,7 +32,11 @@ def classifier_text(stages: int, m: int, trains: bool = True) -> str:
     wide = [CLASSES if i == last else WIDTH for i in range(stages)]
     lines = [f"module @classifier facts({'differentiated, ' if trains else ''}staged) {{"]
     lines += [f"  device cpu:{i}" for i in range(stages)] + [f"  stage {i} on cpu:{i}" for i in range(stages)]
-    lines += [f"  input %x : {h}"] + ([f"  input %labels : i64[{ROWS}]", "  output %loss"] if trains else []) + ["  output %logits"]
+    lines += (
+        [f"  input %x : {h}"]
+        + ([f"  input %labels : i64[{ROWS}]", "  output %loss"] if trains else [])
+        + ["  output %logits"]
+    )
     for i in range(stages):
         lines.append(f"  var @w{i} : f32[{WIDTH},{wide[i]}] stage {i} param")
         if trains:
@@ -42,7 +46,10 @@ def classifier_text(stages: int, m: int, trains: bool = True) -> str:
             ]
     if trains:
         lines += [f"  var @lr : f64[] table init {print_literal((RATE,))}"]
-        lines += [f"  var @lr.curve : f64[4,5] table init {print_literal(Constant().table())}", "  var @step : i64[] state init zeros"]
+        lines += [
+            f"  var @lr.curve : f64[4,5] table init {print_literal(Constant().table())}",
+            "  var @step : i64[] state init zeros",
+        ]
     for i in range(stages):
         w, z, source = f"f32[{WIDTH},{wide[i]}]", f"f32[{ROWS},{wide[i]}]", "x" if i == 0 else f"h{i - 1}"
         product = "logits" if i == last else f"z{i}"
@@ -61,7 +68,11 @@ def classifier_text(stages: int, m: int, trains: bool = True) -> str:
         lines += ["    return " + (f"%h{i}" if i < last else "%loss, %logits" if trains else "%logits"), "  }"]
         if not trains:
             continue
-        given = f"%labels : i64[{ROWS}], %logits : {z}, %lse : f32[{ROWS}]" if i == last else f"%z{i} : {z}, %h{i}.grad : {h}"
+        given = (
+            f"%labels : i64[{ROWS}], %logits : {z}, %lse : f32[{ROWS}]"
+            if i == last
+            else f"%z{i} : {z}, %h{i}.grad : {h}"
+        )
         lines.append(f"  graph @s{i}.B(%{source} : {h}, {given}) {{")
         if i == last:
             lines.append(f"    %one : f32[] = const(value={1 / m!r}, shape=[], dtype=f32)")
@@ -96,7 +107,13 @@ def classifier_text(stages: int, m: int, trains: bool = True) -> str:
             "    %after : i64[] = add(%step, %one)",
             f"    %w1 : {w}, %m1 : {w} = momentum(%w, %g, %m, %lr, beta={BETA})",
         ]
-        lines += [f"    write(%w1, @w{i})", f"    write(%m1, @w{i}.momentum)", "    write(%after, @step)", "    return", "  }"]
+        lines += [
+            f"    write(%w1, @w{i})",
+            f"    write(%m1, @w{i}.momentum)",
+            "    write(%after, @step)",
+            "    return",
+            "  }",
+        ]
     return "\n".join([*lines, "}"]) + "\n"
 
 
@@ -119,9 +136,17 @@ def write_classifier(folder: Path, stages: int, kind: str, m: int) -> Bundle:
     files = {}
     for i in range(stages):
         (compiled / str(i)).mkdir(parents=True)
-        files[i] = [compiled / str(i) / name for name in backend_of("numpy").compile_stages(module, [i], compiled / str(i))[i]]
+        files[i] = [
+            compiled / str(i) / name for name in backend_of("numpy").compile_stages(module, [i], compiled / str(i))[i]
+        ]
     return write_bundle(
-        folder / "bundle", module, files, initial_weights(stages), backend="numpy", plan={"stages": stages}, source_hash="0" * 64
+        folder / "bundle",
+        module,
+        files,
+        initial_weights(stages),
+        backend="numpy",
+        plan={"stages": stages},
+        source_hash="0" * 64,
     )
 
 
@@ -129,7 +154,8 @@ def make_batches(count: int, m: int, seed: int = 0) -> list[dict[str, np.ndarray
     random = np.random.default_rng(seed)
     rows = ROWS * m
     return [
-        {"x": random.standard_normal((rows, WIDTH)).astype(np.float32), "labels": random.integers(0, CLASSES, rows)} for _ in range(count)
+        {"x": random.standard_normal((rows, WIDTH)).astype(np.float32), "labels": random.integers(0, CLASSES, rows)}
+        for _ in range(count)
     ]
 
 

@@ -49,7 +49,11 @@ def private_bytes(pids: Sequence[int]) -> int:
 
 def grown(before: Counter[str], after: Counter[str], maps: int = 0) -> dict[str, int]:
     """What there is more of; allocators may keep so many more maps."""
-    return {what: after[what] - before[what] for what in after if after[what] > before[what] + (maps if what == "maps" else 0)}
+    return {
+        what: after[what] - before[what]
+        for what in after
+        if after[what] > before[what] + (maps if what == "maps" else 0)
+    }
 
 
 def _listed(folder: Path) -> list[str]:

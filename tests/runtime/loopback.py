@@ -99,7 +99,9 @@ def traced(module: Module, runs: Sequence[tuple[int, int]], store_kind: type[Sto
         return _traced(patch, module, runs, store_kind)
 
 
-def _traced(monkeypatch: pytest.MonkeyPatch, module: Module, runs: Sequence[tuple[int, int]], store_kind: type[Store]) -> list[RankTrace]:
+def _traced(
+    monkeypatch: pytest.MonkeyPatch, module: Module, runs: Sequence[tuple[int, int]], store_kind: type[Store]
+) -> list[RankTrace]:
     mail, members = Mail(), module.schedule.members()
     loss = next(v for graph in module.graphs.values() for v in graph.outs if v.name == module.outputs[0])
     monkeypatch.setattr(transports, "_world", lambda: mail)

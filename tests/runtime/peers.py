@@ -27,12 +27,18 @@ from penstock.runtime.transport import Transport
 
 KINDS = ("f32", "f16", "bf16", "f64", "i64", "i32", "i8", "u8", "bool")
 MANY = tuple(Value(f"v{k}", parse_type(f"{k}[3,5]")) for k in KINDS)
-ODD = (Value("scalar", parse_type("f32[]")), Value("empty", parse_type("f32[0,4]")), Value("plain", parse_type("f32[2]")))
+ODD = (
+    Value("scalar", parse_type("f32[]")),
+    Value("empty", parse_type("f32[0,4]")),
+    Value("plain", parse_type("f32[2]")),
+)
 EDGES = (Edge(0, 1, "F", MANY), Edge(1, 0, "B", ODD), Edge(0, 1, "B", ODD))
 
 
 def content(values, mb, salt):
-    return {v.name: (torch.arange(v.type.size).reshape(v.type.dims) * 3 + mb + salt).to(allocate_like(v)) for v in values}
+    return {
+        v.name: (torch.arange(v.type.size).reshape(v.type.dims) * 3 + mb + salt).to(allocate_like(v)) for v in values
+    }
 
 
 def allocate_like(value):
@@ -157,7 +163,13 @@ def raw_tags(rank, group):
             works.append(dist.irecv(found[name], 0, tag=tag))
         for work in reversed(works):
             work.wait(timedelta(seconds=10))
-        assert {n: t[0].item() for n, t in found.items()} == {"first": 7, "eight": 108, "second": 207, "nine": 309, "third": 407}
+        assert {n: t[0].item() for n, t in found.items()} == {
+            "first": 7,
+            "eight": 108,
+            "second": 207,
+            "nine": 309,
+            "third": 407,
+        }
     group.gather("end", b"")
 
 
@@ -396,4 +408,7 @@ def speak(scenario, rank, port, log):
 
 
 SHARED = (shared_memory, shared_deaf, shared_gone, shared_mixed_up)
-SCENARIOS = {f.__name__: f for f in (exchange, slow_exchange, together, raw_tags, team, agree, silent, deaf, gone, absent, *SHARED)}
+SCENARIOS = {
+    f.__name__: f
+    for f in (exchange, slow_exchange, together, raw_tags, team, agree, silent, deaf, gone, absent, *SHARED)
+}

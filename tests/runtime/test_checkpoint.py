@@ -30,8 +30,16 @@ def saved(bundle_of, tmp_path_factory):
     """A 2bw run of 7 steps, with checkpoints after 3, 6 and 7; its directory, data and losses."""
     folder = tmp_path_factory.mktemp("saved")
     np.savez(folder / "data.npz", **{n: np.concatenate([b[n] for b in make_batches(5, 2)]) for n in ("x", "labels")})
-    options = {"data": str(folder / "data.npz"), "shuffle": True, "seed": 5, "timeout": TIMEOUT, "metrics": folder / "m.jsonl"}
-    summary = run_bundle(bundle_of(2, "2bw", 2).path, steps=7, checkpoint=folder / "ckpt", checkpoint_every=3, **options)
+    options = {
+        "data": str(folder / "data.npz"),
+        "shuffle": True,
+        "seed": 5,
+        "timeout": TIMEOUT,
+        "metrics": folder / "m.jsonl",
+    }
+    summary = run_bundle(
+        bundle_of(2, "2bw", 2).path, steps=7, checkpoint=folder / "ckpt", checkpoint_every=3, **options
+    )
     return folder / "ckpt", options, summary.losses
 
 
@@ -41,7 +49,9 @@ def test_what_is_written(saved):
     assert (root / "latest").read_text() == "step-000007\n"
     index = checkpoints.read_index(root / "step-000003")
     assert (index.step, index.schedule, index.microbatches) == (3, "2bw", 2)
-    newest, older = (load_file(root / "step-000003" / name) for name in ("rank0.safetensors", "rank0.older.safetensors"))
+    newest, older = (
+        load_file(root / "step-000003" / name) for name in ("rank0.safetensors", "rank0.older.safetensors")
+    )
     assert newest.keys() == {"w0", "w0.momentum", "step"}
     assert older.keys() == {"w0"}
     assert not np.array_equal(newest["w0"], older["w0"])
@@ -95,8 +105,14 @@ def test_tensors_are_found_by_name_over_all_files(saved):
     """A bundle that has all variables on other stages finds them as well."""
     index = checkpoints.read_index(saved[0] / "step-000003")
     names = {"w0", "w1", "w1.momentum", "other"}
-    assert checkpoints.files_for(index, names, 3) == {"rank0.safetensors": {"w0"}, "rank1.safetensors": {"w1", "w1.momentum"}}
-    assert checkpoints.files_for(index, names, 2) == {"rank0.older.safetensors": {"w0"}, "rank1.older.safetensors": {"w1"}}
+    assert checkpoints.files_for(index, names, 3) == {
+        "rank0.safetensors": {"w0"},
+        "rank1.safetensors": {"w1", "w1.momentum"},
+    }
+    assert checkpoints.files_for(index, names, 2) == {
+        "rank0.older.safetensors": {"w0"},
+        "rank1.older.safetensors": {"w1"},
+    }
 
 
 def check_all(path):
@@ -168,7 +184,9 @@ def test_what_does_not_fit_is_refused_and_what_differs_is_told(saved):
     (file,) = (name for name in index.files if name == "rank0.safetensors")
     many = msgspec.structs.replace(index.files[file], tensors={f"extra{i}": "f32[2]" for i in range(70)})
     with pytest.raises(VerifyError) as caught:
-        resuming.check_resume(msgspec.structs.replace(index, files=index.files | {"more": many}), classifier(2, "2bw", 2), None, "here")
+        resuming.check_resume(
+            msgspec.structs.replace(index, files=index.files | {"more": many}), classifier(2, "2bw", 2), None, "here"
+        )
     assert len(str(caught.value).splitlines()) == 11
     assert "and 62 more such variables" in str(caught.value)
     old = msgspec.structs.replace(index, format=1, samples=None)
@@ -183,7 +201,11 @@ def test_finding_checkpoints(saved, tmp_path):
     assert find_checkpoint(root / "step-000003") == root / "step-000003"
     # The pointer stands for the directory; what only looks like a checkpoint is answered with what there is.
     assert find_checkpoint(root / "latest") == root / "step-000007"
-    for given, told in (("step-7", "nothing is there"), ("newest", "nothing is there"), ("latest/step-7", "nothing is there")):
+    for given, told in (
+        ("step-7", "nothing is there"),
+        ("newest", "nothing is there"),
+        ("latest/step-7", "nothing is there"),
+    ):
         with pytest.raises(UsageError, match=told) as caught:
             find_checkpoint(root / given)
         known = f"{root} stands for its newest checkpoint; it has step-000007, step-000006, step-000003"
@@ -235,10 +257,15 @@ def test_training_goes_on_with_parameters_that_are_frozen_now(tmp_path):
     with ps.open(_frozen_plan(tmp_path, "some", group="fc1"), data="synthetic", resume=tmp_path / "ckpt") as job:
         list(job.steps_from_data(2))
         job.save(tmp_path / "later")
-    later = {name: array for path in (tmp_path / "later").glob("step-*/rank?.safetensors") for name, array in load_file(path).items()}
+    later = {
+        name: array
+        for path in (tmp_path / "later").glob("step-*/rank?.safetensors")
+        for name, array in load_file(path).items()
+    }
     for name, array in trained.items():
         assert np.array_equal(later[name], array) == name.startswith("fc1")
     with pytest.raises(
-        VerifyError, match=r"fc1.bias: the bundle has no such variable(.|\n)*a small one that is frozen by --frozen is a constant"
+        VerifyError,
+        match=r"fc1.bias: the bundle has no such variable(.|\n)*a small one that is frozen by --frozen is a constant",
     ):
         ps.open(_frozen_plan(tmp_path, "flag", flag="fc1"), data="synthetic", resume=tmp_path / "ckpt")

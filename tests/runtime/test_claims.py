@@ -22,9 +22,7 @@ from penstock.runtime.running import run_bundle
 
 from .conftest import make_batches
 
-HOLD = (
-    "import sys, time; from penstock.runtime.claims import Claims; Claims().hold(sys.argv[1]); print('held', flush=True); time.sleep(600)"
-)
+HOLD = "import sys, time; from penstock.runtime.claims import Claims; Claims().hold(sys.argv[1]); print('held', flush=True); time.sleep(600)"
 
 
 def holder(directory: Path) -> Holder:
@@ -124,7 +122,9 @@ def test_one_of_several_that_wait_takes_it_over(tmp_path: Path, elsewhere: Claim
     elsewhere.close()
 
 
-def test_the_next_start_of_a_run_waits_for_the_one_before(tmp_path: Path, elsewhere: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_start_of_a_run_waits_for_the_one_before(
+    tmp_path: Path, elsewhere: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run of another name does not."""
     timer = threading.Timer(0.5, elsewhere.close)
     timer.start()
@@ -176,7 +176,9 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(fcntl, "flock", refuse)
     first, second = Claims(), Claims()
     for own in (first, second):
-        assert own.hold(tmp_path) == [f"{tmp_path}: its file system has no locks; make sure that no other run saves there"]
+        assert own.hold(tmp_path) == [
+            f"{tmp_path}: its file system has no locks; make sure that no other run saves there"
+        ]
         assert own.hold(tmp_path) == []
     first.close()
     second.close()
@@ -207,4 +209,9 @@ def test_runs_do_not_save_into_one_directory(bundle_of, tmp_path: Path) -> None:
         job.save(tmp_path / "ckpt")
     found = run_bundle(bundle.path, steps=1, resume=tmp_path / "ckpt", checkpoint=tmp_path / "ckpt", progress=False)
     assert found.first_step == 2
-    assert sorted(p.name for p in (tmp_path / "ckpt").iterdir()) == ["latest", "step-000001", "step-000002", "step-000003"]
+    assert sorted(p.name for p in (tmp_path / "ckpt").iterdir()) == [
+        "latest",
+        "step-000001",
+        "step-000002",
+        "step-000003",
+    ]

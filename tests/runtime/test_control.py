@@ -38,7 +38,9 @@ def test_messages_and_arrays_round_trip():
         "big": np.random.default_rng(0).standard_normal(300_000),
         "half": np.array([1.5, 2.5], ml_dtypes.bfloat16),
     }
-    thread = threading.Thread(target=lambda: [left.send(m) for m in messages] + [left.send(Batch(7), arrays), left.close()])
+    thread = threading.Thread(
+        target=lambda: [left.send(m) for m in messages] + [left.send(Batch(7), arrays), left.close()]
+    )
     thread.start()
     for message in messages:
         assert right.receive() == (message, {})
@@ -105,7 +107,9 @@ def test_metrics_after_a_resume_replace_the_steps_that_are_run_again(tmp_path, c
     assert "step 6/6  loss 0.1667  8.0 samples/s  0s left" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (61, "1m01s"), (3600, "1h00m"), (90061, "25h01m")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (61, "1m01s"), (3600, "1h00m"), (90061, "25h01m")]
+)
 def test_times_for_people(seconds, text):
     assert format_seconds(seconds) == text
 

@@ -22,7 +22,10 @@ def module():
 
 
 def samples_of(count):
-    return {"x": np.arange(count * WIDTH, dtype=np.float32).reshape(count, WIDTH), "labels": np.arange(count, dtype=np.int64) % CLASSES}
+    return {
+        "x": np.arange(count * WIDTH, dtype=np.float32).reshape(count, WIDTH),
+        "labels": np.arange(count, dtype=np.int64) % CLASSES,
+    }
 
 
 @pytest.fixture
@@ -48,7 +51,12 @@ def test_in_order_and_wrapping_round(module, save, count, compressed):
 
 def test_arrays_are_written_whatever_their_names(tmp_path):
     """Also those that numpy.savez takes for its own arguments, and those with a folder's separator."""
-    arrays = {"file": np.arange(6).reshape(2, 3), "allow_pickle": np.float32(1.5), "a/b c": np.zeros((0, 4), bool), "x": np.arange(5)[::2]}
+    arrays = {
+        "file": np.arange(6).reshape(2, 3),
+        "allow_pickle": np.float32(1.5),
+        "a/b c": np.zeros((0, 4), bool),
+        "x": np.arange(5)[::2],
+    }
     with (tmp_path / "out.npz").open("wb") as file:
         write_npz(file, arrays)
     for found in (read_npz(tmp_path / "out.npz"), np.load(tmp_path / "out.npz")):
@@ -96,13 +104,22 @@ def test_shuffling_is_a_permutation_per_epoch_and_a_function_of_the_place(module
     [
         ({"labels": None}, ["labels: missing, expected i64[4]"]),
         ({"y": np.zeros(8)}, ["y: the model has no such input, it has x, labels"]),
-        ({"labels": np.zeros(8, np.int32)}, ["labels: element type is i32, expected i64 (array.astype('int64') converts)"]),
+        (
+            {"labels": np.zeros(8, np.int32)},
+            ["labels: element type is i32, expected i64 (array.astype('int64') converts)"],
+        ),
         ({"x": np.zeros((8, 3), np.float32)}, ["x: shape is [8, 3], expected [8, 8]"]),
         ({"x": np.zeros(8, np.float32)}, ["x: shape is [8], expected [8, 8]"]),
         ({"labels": np.zeros(7, np.int64)}, ["numbers of samples differ: x has 8, labels has 7"]),
-        ({"labels": np.zeros(8), "x": np.zeros((8, 2))}, ["labels: element type is f64", "x: element type is f64", "x: shape is [8, 2]"]),
+        (
+            {"labels": np.zeros(8), "x": np.zeros((8, 2))},
+            ["labels: element type is f64", "x: element type is f64", "x: shape is [8, 2]"],
+        ),
         ({"labels": np.array(["a"] * 8)}, ["labels: element type str"]),
-        ({"labels": np.zeros(0, np.int64), "x": np.zeros((0, WIDTH), np.float32)}, ["x: has no whole number of samples"]),
+        (
+            {"labels": np.zeros(0, np.int64), "x": np.zeros((0, WIDTH), np.float32)},
+            ["x: has no whole number of samples"],
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(module, save, change, messages):
@@ -125,7 +142,11 @@ def test_batches_are_checked_alike(module):
 
 
 def test_unreadable_files(module, tmp_path, save):
-    for name, data in (("none.npz", None), ("text.npz", b"hello"), ("torn.npz", save(samples_of(8)).read_bytes()[:-30])):
+    for name, data in (
+        ("none.npz", None),
+        ("text.npz", b"hello"),
+        ("torn.npz", save(samples_of(8)).read_bytes()[:-30]),
+    ):
         path = tmp_path / name
         if data is not None:
             path.write_bytes(data)
@@ -224,7 +245,9 @@ def test_labels_out_of_range_are_refused_when_they_are_reached(module, save, val
     for mb in range(4):
         found.microbatch(mb, "x")
         if mb != hit:
-            np.testing.assert_array_equal(found.microbatch(mb, "labels"), arrays["labels"][order[mb * ROWS : (mb + 1) * ROWS]])
+            np.testing.assert_array_equal(
+                found.microbatch(mb, "labels"), arrays["labels"][order[mb * ROWS : (mb + 1) * ROWS]]
+            )
             continue
         with pytest.raises(UsageError) as caught:
             found.microbatch(mb, "labels")
@@ -259,7 +282,11 @@ def test_inputs_with_more_rows_per_sample(save):
         "  graph @main(%a : f32[2,3], %b : f32[6], %s : f32[]) {\n    return %a\n  }\n}\n",
         "m.ir",
     )
-    arrays = {"a": np.arange(15, dtype=np.float32).reshape(5, 3), "b": np.arange(15, dtype=np.float32), "s": np.float32(2)}
+    arrays = {
+        "a": np.arange(15, dtype=np.float32).reshape(5, 3),
+        "b": np.arange(15, dtype=np.float32),
+        "s": np.float32(2),
+    }
     for shuffle in (False, True):
         found = FileSamples(module, DataSpec(str(save(arrays)), shuffle), list(arrays))
         for mb in range(7):

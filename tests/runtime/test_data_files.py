@@ -79,7 +79,8 @@ def as_parquet(path):
     found = arrays()
     flat = pyarrow.array(found["x"].reshape(-1))
     write_parquet(
-        path / "d.parquet", {"more": ["a"] * COUNT, "labels": found["labels"], "x": pyarrow.FixedSizeListArray.from_arrays(flat, WIDTH)}
+        path / "d.parquet",
+        {"more": ["a"] * COUNT, "labels": found["labels"], "x": pyarrow.FixedSizeListArray.from_arrays(flat, WIDTH)},
     )
     return path / "d.parquet"
 
@@ -100,7 +101,9 @@ def test_every_format_gives_the_same_samples(module, tmp_path, write, shuffle):
     spec, expected = DataSpec(str(write(tmp_path)), shuffle, 3), arrays()
     assert check_data(module, spec) == COUNT
     found = FileSamples(module, spec, ["x", "labels"])
-    order = np.concatenate([np.random.default_rng([3, e]).permutation(COUNT) if shuffle else np.arange(COUNT) for e in range(3)])
+    order = np.concatenate(
+        [np.random.default_rng([3, e]).permutation(COUNT) if shuffle else np.arange(COUNT) for e in range(3)]
+    )
     for mb in range(3 * COUNT // ROWS):
         for name, array in expected.items():
             one = found.microbatch(mb, name)
@@ -195,7 +198,9 @@ def test_tokens_that_do_not_fit(language, module, tmp_path):
     (tmp_path / "odd.bin").write_bytes(bytes(15))
     assert "15 bytes are no whole number of tokens of 2" in said(f"{tmp_path}/odd.bin:u16", language)
     (tmp_path / "short.bin").write_bytes(bytes(6))
-    assert f"targets: {tmp_path}/short.bin has 3 tokens, a sample takes 4" in said(f"{tmp_path}/short.bin:u16", language)
+    assert f"targets: {tmp_path}/short.bin has 3 tokens, a sample takes 4" in said(
+        f"{tmp_path}/short.bin:u16", language
+    )
     assert f"{tmp_path}/none.bin: cannot read the data" in said(f"{tmp_path}/none.bin:u16", language)
     high = tmp_path / "high.bin"
     np.array([0, 1, 2, 3, 4, 5, 60, 7], "<u2").tofile(high)
@@ -240,9 +245,18 @@ def test_all_problems_of_several_files_are_one_error(module, tmp_path):
         (lambda p: os.mkfifo(p / "d.npz") or p / "d.npz", "is not a plain file"),
         (lambda p: p, "has no .npy files"),
         (lambda p: (p / "d.npz").write_bytes(b"PK\3\4") and p / "d.npz", "cannot read the data"),
-        (lambda p: np.save(p / "x.npy", np.zeros(3)) or p / "x.npy", "has one array, the model has the inputs x, labels"),
-        (lambda p: np.save(p / "x.npy", np.array([{}]), allow_pickle=True) or f"x={p}/x.npy", "arrays of Python objects are not read"),
-        (lambda p: (p / "d.safetensors").write_bytes(b"\xff" * 20) and p / "d.safetensors", "not a readable safetensors file"),
+        (
+            lambda p: np.save(p / "x.npy", np.zeros(3)) or p / "x.npy",
+            "has one array, the model has the inputs x, labels",
+        ),
+        (
+            lambda p: np.save(p / "x.npy", np.array([{}]), allow_pickle=True) or f"x={p}/x.npy",
+            "arrays of Python objects are not read",
+        ),
+        (
+            lambda p: (p / "d.safetensors").write_bytes(b"\xff" * 20) and p / "d.safetensors",
+            "not a readable safetensors file",
+        ),
         (lambda p: "", "names no file"),
         (lambda p: "x\0.npz", "cannot read the data"),
     ],

@@ -47,7 +47,9 @@ def seconds_of(rates: Rates) -> dict[str, float]:
             "updates.bytes": lambda moved=moved: moved / (rates.bandwidth * rates.efficiency["updates.bytes"]),
             "flops": lambda op=op: cost_of(op).flops / rates.flops,
             "bandwidth": lambda moved=moved: moved / rates.bandwidth,
-            "cache": lambda moved=moved: moved / (rates.cache_bandwidth if moved * 2 / 3 <= rates.cache else rates.bandwidth),
+            "cache": lambda moved=moved: (
+                moved / (rates.cache_bandwidth if moved * 2 / 3 <= rates.cache else rates.bandwidth)
+            ),
             "layout.bytes": lambda moved=moved: moved / (rates.cache_bandwidth * rates.efficiency["layout.bytes"]),
         }
         other = lambda op=op, key=stick.key: cost_of(op).flops / (rates.flops * rates.efficiency[key])  # noqa: E731
@@ -68,7 +70,11 @@ def test_rates_are_found_again() -> None:
 def test_a_machine_whose_memory_is_as_fast_has_no_cache_worth_telling() -> None:
     times = seconds_of(RATES)
     flat = {name: t for name, t in times.items() if not name.startswith("sum")}
-    flat |= {s.name: RATES.call_overhead + 3 * sum(v.type.nbytes for v in s.graph.ins) / 1e10 for s in yardsticks() if s.key == "cache"}
+    flat |= {
+        s.name: RATES.call_overhead + 3 * sum(v.type.nbytes for v in s.graph.ins) / 1e10
+        for s in yardsticks()
+        if s.key == "cache"
+    }
     found = rates_of(flat, 1)
     assert (found.cache, found.cache_bandwidth) == (0, 0.0)
 
@@ -90,7 +96,10 @@ def host(name: str, devices: list[Device], loopback: tuple[float, float] | None 
 
 
 def test_hosts_become_a_cluster(tmp_path: Path) -> None:
-    devices = [Device("cpu:0", flops=1e11, efficiency=(("products", 0.9),)), Device("cpu:1", spaces=(("ram", 1 << 30),))]
+    devices = [
+        Device("cpu:0", flops=1e11, efficiency=(("products", 0.9),)),
+        Device("cpu:1", spaces=(("ram", 1 << 30),)),
+    ]
     hosts = [host("a", devices), host("b", devices[:1], (4e9, 7e-5)), host("c", devices[:1], None)]
     pairs = {(0, 1): Wire(1e9, 1e-4), (0, 2): Wire(1.1e9, 1e-4), (1, 2): Wire(1e8, 9e-4)}
     cluster = cluster_of(hosts, pairs)
@@ -99,8 +108,15 @@ def test_hosts_become_a_cluster(tmp_path: Path) -> None:
     assert cluster.link_class("same-host") == (3e9, 6e-5)
     assert cluster.link_class("other-host") == (1e9, 1e-4)
     # The pair that is unlike the others has links of its own; the others go by class, through their hosts' cards.
-    assert [(link.a, link.b, link.bandwidth, link.latency) for link in cluster.links] == [("b/cpu:0", "c/cpu:0", 1e8, 9e-4)]
-    assert cluster.path("a/cpu:1", "c/cpu:0") == (1e9, 1e-4, (("nic of a out", 1.1e9), ("nic of c in", 1.1e9)), math.inf)
+    assert [(link.a, link.b, link.bandwidth, link.latency) for link in cluster.links] == [
+        ("b/cpu:0", "c/cpu:0", 1e8, 9e-4)
+    ]
+    assert cluster.path("a/cpu:1", "c/cpu:0") == (
+        1e9,
+        1e-4,
+        (("nic of a out", 1.1e9), ("nic of c in", 1.1e9)),
+        math.inf,
+    )
     file = tmp_path / "cluster.toml"
     file.write_text(cluster.to_toml(), encoding="utf-8")
     assert Cluster.load(file) == cluster
@@ -149,7 +165,10 @@ def test_gpus_are_asked_what_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
         (1, "Card", "sm_90", 80 << 30, 0.0),
     ]
     assert found[0].pcie == pytest.approx(6.3e10, rel=0.01)
-    for fails, expected in (("nvmlInit", "no NVIDIA driver answers"), ("nvmlDeviceGetCount", "does not say what devices")):
+    for fails, expected in (
+        ("nvmlInit", "no NVIDIA driver answers"),
+        ("nvmlDeviceGetCount", "does not say what devices"),
+    ):
         monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(1, fails=fails))
         found, why = machine.gpus()
         assert found == []
@@ -164,24 +183,39 @@ def test_gpus_are_asked_what_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled, and nothing but the pretended machine is measured."""
     monkeypatch.setattr(doctor, "compile_yardsticks", lambda folder: None)
-    monkeypatch.setattr(doctor, "_run_yardsticks", lambda folder, threads, part: [rates_of(seconds_of(RATES), n) for n in threads])
-    loopback = Loopback([(n, 5e-5 + n / 2e9) for n in SIZES], [(n, 4e-5 + n / 3e9) for n in SIZES], [(n, 1e-5 + n / 16e9) for n in SIZES])
+    monkeypatch.setattr(
+        doctor, "_run_yardsticks", lambda folder, threads, part: [rates_of(seconds_of(RATES), n) for n in threads]
+    )
+    loopback = Loopback(
+        [(n, 5e-5 + n / 2e9) for n in SIZES],
+        [(n, 4e-5 + n / 3e9) for n in SIZES],
+        [(n, 1e-5 + n / 16e9) for n in SIZES],
+    )
     monkeypatch.setattr(doctor, "measure_loopback", lambda timeout: loopback)
     monkeypatch.setattr(machine, "gpus", lambda: ([], "nvidia-ml-py is not installed"))
     monkeypatch.delenv("RANK", raising=False)
 
 
-def test_the_command_writes_a_file_that_plans_take(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_file_that_plans_take(
+    quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("cluster.toml", "cluster.yaml"):
         assert main(["doctor", "--threads", "1,2", "--cluster-out", str(tmp_path / name), "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         cluster = Cluster.load(tmp_path / name)
         assert [d.threads for d in cluster.devices] == [1, 2]
-        assert all((d.flops, d.bandwidth, dict(d.efficiency)) == (RATES.flops, RATES.bandwidth, RATES.efficiency) for d in cluster.devices)
+        assert all(
+            (d.flops, d.bandwidth, dict(d.efficiency)) == (RATES.flops, RATES.bandwidth, RATES.efficiency)
+            for d in cluster.devices
+        )
         assert cluster.link_class("same-host") == pytest.approx((2e9, 5e-5), rel=1e-3)
-        assert all((d.message_overhead, d.socket_bandwidth) == pytest.approx((4e-5, 3e9), rel=1e-3) for d in cluster.devices)
+        assert all(
+            (d.message_overhead, d.socket_bandwidth) == pytest.approx((4e-5, 3e9), rel=1e-3) for d in cluster.devices
+        )
         # One of the two ends copies.
-        assert all((d.shared_overhead, d.copy_bandwidth) == pytest.approx((1e-5, 8e9), rel=1e-3) for d in cluster.devices)
+        assert all(
+            (d.shared_overhead, d.copy_bandwidth) == pytest.approx((1e-5, 8e9), rel=1e-3) for d in cluster.devices
+        )
         assert told["cluster"]["devices"][1]["threads"] == 2
         assert told["hosts"][0]["cores"] == machine.usable_cores()
     assert main(["doctor", "--devices", "2"]) == 0
@@ -190,13 +224,19 @@ def test_the_command_writes_a_file_that_plans_take(quick: None, tmp_path: Path, 
 
 def test_a_quota_makes_ends_of_messages_longer(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = []
-    monkeypatch.setattr(doctor, "_run_yardsticks", lambda folder, threads, part: [parts.append(part), rates_of(seconds_of(RATES), 1)][1:])
+    monkeypatch.setattr(
+        doctor,
+        "_run_yardsticks",
+        lambda folder, threads, part: [parts.append(part), rates_of(seconds_of(RATES), 1)][1:],
+    )
     for quota, times in ((None, 1), (2.0, 1), (0.5, 2)):
         monkeypatch.setattr(machine, "core_quota", lambda quota=quota: quota)
         report = examine([1])
         assert report is not None
         (device,) = report.cluster.devices
-        assert (device.message_overhead, device.socket_bandwidth) == pytest.approx((4e-5 * times, 3e9 / times), rel=1e-2)
+        assert (device.message_overhead, device.socket_bandwidth) == pytest.approx(
+            (4e-5 * times, 3e9 / times), rel=1e-2
+        )
     assert parts == [1.0, 1.0, 0.5]
 
 
@@ -213,7 +253,9 @@ def test_an_end_of_a_message_is_one_thread(quick: None, monkeypatch: pytest.Monk
         report = examine([4, 4])
         assert report is not None
         for device in report.cluster.devices:
-            assert (device.message_overhead, device.socket_bandwidth) == pytest.approx((4e-5 * times, 3e9 / times), rel=1e-2)
+            assert (device.message_overhead, device.socket_bandwidth) == pytest.approx(
+                (4e-5 * times, 3e9 / times), rel=1e-2
+            )
     assert parts == [0.25, 0.125]
 
 
@@ -238,7 +280,9 @@ def test_quotas_of_both_kinds_of_control_groups(tmp_path: Path, monkeypatch: pyt
     assert machine.core_quota() == 0.05
 
 
-def test_all_problems_are_said(quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_said(
+    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from penstock.ir.errors import PenstockError
 
     def broken(*given: object) -> list[object]:
@@ -275,7 +319,9 @@ def test_all_problems_are_said(quick: None, monkeypatch: pytest.MonkeyPatch, cap
         (["--cluster-out", "/"], "is a folder"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_measuring(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_makes_no_sense_is_refused_before_measuring(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", *words]) == 2
     assert expected in capsys.readouterr().err
 
@@ -289,7 +335,9 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def doctors(folder: Path, prefixes: list[list[str]], address: str, interfaces: list[str]) -> list[subprocess.Popen[bytes]]:
+def doctors(
+    folder: Path, prefixes: list[list[str]], address: str, interfaces: list[str]
+) -> list[subprocess.Popen[bytes]]:
     """One doctor per host, as torchrun would start them."""
     port = free_port()
     running = []
@@ -314,7 +362,13 @@ def doctors(folder: Path, prefixes: list[list[str]], address: str, interfaces: l
             str(folder / "cluster.toml"),
         ]
         running.append(
-            subprocess.Popen(command, env=os.environ | group, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            subprocess.Popen(
+                command,
+                env=os.environ | group,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
         )
     return running
 
@@ -383,7 +437,21 @@ def test_the_wire_between_two_namespaces_is_measured(tmp_path: Path) -> None:
     try:
         for space in spaces:
             ip("ip", "netns", "add", space)
-        ip("ip", "link", "add", ends[0], "netns", spaces[0], "type", "veth", "peer", "name", ends[1], "netns", spaces[1])
+        ip(
+            "ip",
+            "link",
+            "add",
+            ends[0],
+            "netns",
+            spaces[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            ends[1],
+            "netns",
+            spaces[1],
+        )
         for i, (space, end) in enumerate(zip(spaces, ends, strict=True)):
             ip("ip", "-n", space, "addr", "add", f"10.213.7.{i + 1}/24", "dev", end)
             for device in (end, "lo"):

@@ -81,7 +81,13 @@ def losing(tmp_path, monkeypatch):
 def test_a_run_goes_on_without_a_device_that_does_not_come_back(compiled, tmp_path, monkeypatch, capsys, schedule):
     expected = run_bundle(compiled(THREE, schedule), steps=300, progress=False).losses
     losing(tmp_path, monkeypatch)
-    options = {"steps": 300, "checkpoint": tmp_path / "ckpt", "checkpoint_every": 50, "metrics": tmp_path / "m.jsonl", "progress": False}
+    options = {
+        "steps": 300,
+        "checkpoint": tmp_path / "ckpt",
+        "checkpoint_every": 50,
+        "metrics": tmp_path / "m.jsonl",
+        "progress": False,
+    }
     found = run_bundle(compiled(THREE, schedule), max_restarts=1, elastic=True, **options)
     said = capsys.readouterr().err
     told = re.search(
@@ -96,7 +102,10 @@ def test_a_run_goes_on_without_a_device_that_does_not_come_back(compiled, tmp_pa
     assert found.restarts == 1
     # Under the plan of all devices up to the checkpoint, then as a run on the devices that are left, planned without any of this.
     assert found.losses[:first] == expected[:first]
-    assert found.losses[first:] == run_bundle(compiled(TWO, schedule), steps=300 - first, resume=told[2], progress=False).losses
+    assert (
+        found.losses[first:]
+        == run_bundle(compiled(TWO, schedule), steps=300 - first, resume=told[2], progress=False).losses
+    )
     records = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(300))
     assert [record["loss"] for record in records] == found.losses
@@ -105,7 +114,14 @@ def test_a_run_goes_on_without_a_device_that_does_not_come_back(compiled, tmp_pa
 def test_without_elastic_it_ends_with_one_error_that_names_it(compiled, tmp_path, monkeypatch):
     losing(tmp_path, monkeypatch)
     with pytest.raises(PeerLost, match=r"rank 1 .* was killed by SIGKILL") as caught:
-        run_bundle(compiled(THREE), steps=300, checkpoint=tmp_path / "ckpt", checkpoint_every=50, max_restarts=1, progress=False)
+        run_bundle(
+            compiled(THREE),
+            steps=300,
+            checkpoint=tmp_path / "ckpt",
+            checkpoint_every=50,
+            max_restarts=1,
+            progress=False,
+        )
     assert "--elastic gives cpu:1 up and plans anew on what is left" in caught.value.hint
 
 
@@ -117,10 +133,15 @@ def test_a_group_with_fewer_ranks(compiled, tmp_path):
     assert "".join(said).count("penstock: error") == 1
     assert "the bundle is for 3 ranks, 2 were started" in said[0]
     assert "or fewer with --elastic" in said[0]
-    running = start(path, tmp_path, 10, more=("--checkpoint", str(ckpt), "--resume", str(ckpt / "step-000010"), "--elastic"))
+    running = start(
+        path, tmp_path, 10, more=("--checkpoint", str(ckpt), "--resume", str(ckpt / "step-000010"), "--elastic")
+    )
     said = finish(running, 120)
     assert [process.returncode for process in running] == [0, 0], said
-    assert "2 of 3 ranks are there; planned anew without device cpu:2 of rank 2: 2 stages on cpu:0 cpu:1, schedule 2bw" in said[0]
+    assert (
+        "2 of 3 ranks are there; planned anew without device cpu:2 of rank 2: 2 stages on cpu:0 cpu:1, schedule 2bw"
+        in said[0]
+    )
     losses = [json.loads(line)["loss"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     expected = run_bundle(compiled(("cpu:0", "cpu:1")), steps=10, resume=ckpt / "step-000010", progress=False).losses
     assert losses == expected
@@ -161,7 +182,19 @@ def test_which_devices_are_left(compiled):
 
 
 def test_what_it_needs(compiled, tmp_path):
-    options = RunOptions(str(compiled(THREE)), data_spec("synthetic", False, 0), 5, None, None, None, None, None, 60.0, False, elastic=True)
+    options = RunOptions(
+        str(compiled(THREE)),
+        data_spec("synthetic", False, 0),
+        5,
+        None,
+        None,
+        None,
+        None,
+        None,
+        60.0,
+        False,
+        elastic=True,
+    )
     with pytest.raises(UsageError, match=r"--elastic needs --checkpoint DIR; --elastic needs --max-restarts N"):
         options.check()
 
@@ -182,9 +215,31 @@ def test_torchrun_loses_a_host(compiled, tmp_path):
         "--max-restarts=3",
         "--rdzv-backend=c10d",
     ]
-    command += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job", "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1"]
-    command += ["--local-addr=127.0.0.1", "--no-python", sys.executable, "-m", "penstock", "run", str(path), "--steps", str(steps)]
-    command += ["--metrics", str(metrics), "--checkpoint", str(tmp_path / "ckpt"), "--checkpoint-every", "100", "--elastic"]
+    command += [
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=job",
+        "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1",
+    ]
+    command += [
+        "--local-addr=127.0.0.1",
+        "--no-python",
+        sys.executable,
+        "-m",
+        "penstock",
+        "run",
+        str(path),
+        "--steps",
+        str(steps),
+    ]
+    command += [
+        "--metrics",
+        str(metrics),
+        "--checkpoint",
+        str(tmp_path / "ckpt"),
+        "--checkpoint-every",
+        "100",
+        "--elastic",
+    ]
     agents, logs = [], []
     try:
         for number in range(2):

@@ -46,10 +46,14 @@ def test_portions_hold_every_sample_once_and_their_mean_is_that_of_all(samples, 
     cut, values = portions(samples, size), np.random.default_rng(samples).standard_normal(samples)
     assert [i for first, number in cut for i in range(first, first + number)] == list(range(samples))
     assert all(size % number == 0 for _, number in cut)
-    filled = {i: float(np.tile(values[p.first : p.first + p.number], size // p.number).mean()) for i, p in enumerate(cut)}
+    filled = {
+        i: float(np.tile(values[p.first : p.first + p.number], size // p.number).mean()) for i, p in enumerate(cut)
+    }
     assert mean_loss(samples, size, filled) == pytest.approx(values.mean(), abs=1e-12)
     if samples % size:  # control: a plain mean over microbatches is another number
-        assert Portion(0, size) not in cut or float(np.mean(list(filled.values()))) != pytest.approx(values.mean(), abs=1e-12)
+        assert Portion(0, size) not in cut or float(np.mean(list(filled.values()))) != pytest.approx(
+            values.mean(), abs=1e-12
+        )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,9 @@ def test_the_newest_weights_are_evaluated_and_training_stays_bit_for_bit(bundle_
             found.append(job.evaluate())
             weights = job.parameters()
             assert found[-1].samples == 11
-            assert found[-1].loss == pytest.approx(plain_loss([weights[f"w{i}"] for i in range(stages)], arrays), rel=1e-5)
+            assert found[-1].loss == pytest.approx(
+                plain_loss([weights[f"w{i}"] for i in range(stages)], arrays), rel=1e-5
+            )
         assert job.evaluate() == found[-1]
     assert len({evaluation.loss for evaluation in found}) == 3
     with open_job(path, timeout=TIMEOUT, data=data, shuffle=True) as job:
@@ -89,18 +95,35 @@ def test_rows_of_metrics_alone_and_under_torchrun(bundle_of, tmp_path):
     options = {"steps": 5, "eval_data": str(held), "eval_every": 2, "timeout": TIMEOUT}
     run_bundle(path, metrics=tmp_path / "local", progress=False, log=[f"prometheus:{tmp_path}/local.prom"], **options)
     run_bundle(path, metrics=tmp_path / "plain", progress=False, steps=5, timeout=TIMEOUT)
-    code, log = torchrun(tmp_path, 2, path=path, metrics=str(tmp_path / "joined"), log=[f"prometheus:{tmp_path}/joined.prom"], **options)
+    code, log = torchrun(
+        tmp_path, 2, path=path, metrics=str(tmp_path / "joined"), log=[f"prometheus:{tmp_path}/joined.prom"], **options
+    )
     assert code == 0, log
     for name in ("local", "plain", "joined"):
         rows[name] = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-    assert [(r["step"], "eval_loss" in r) for r in rows["local"]] == [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (3, 1), (4, 0), (4, 1)]
-    evaluations = {name: [(r["step"], r["eval_loss"], r["eval_samples"]) for r in rows[name] if "eval_loss" in r] for name in rows}
+    assert [(r["step"], "eval_loss" in r) for r in rows["local"]] == [
+        (0, 0),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (3, 0),
+        (3, 1),
+        (4, 0),
+        (4, 1),
+    ]
+    evaluations = {
+        name: [(r["step"], r["eval_loss"], r["eval_samples"]) for r in rows[name] if "eval_loss" in r] for name in rows
+    }
     assert evaluations["local"] == evaluations["joined"]
     assert evaluations["plain"] == []
     for name in ("local", "joined"):
         step, evaluation = rows[name][-2:]
         lines = (tmp_path / f"{name}.prom").read_text().splitlines()
-        assert {f"penstock_loss {step['loss']!r}", f"penstock_eval_loss {evaluation['eval_loss']!r}", "penstock_step 4.0"} <= set(lines)
+        assert {
+            f"penstock_loss {step['loss']!r}",
+            f"penstock_eval_loss {evaluation['eval_loss']!r}",
+            "penstock_step 4.0",
+        } <= set(lines)
     assert [r["loss"] for r in rows["local"] if "loss" in r] == [r["loss"] for r in rows["plain"]]
     assert len({loss for _, loss, _ in evaluations["local"]}) == 3
 
@@ -113,7 +136,10 @@ def test_replicas_share_portions_out(tmp_path):
     for replicas in (1, 2):
         plan = ps.plan(model, ps.Cluster.local(2 * replicas), training, stages=2, replicas=replicas)
         with open_job(
-            ps.compile(plan, tmp_path / f"b{replicas}", backend="numpy"), timeout=TIMEOUT, data="synthetic", eval_data=held
+            ps.compile(plan, tmp_path / f"b{replicas}", backend="numpy"),
+            timeout=TIMEOUT,
+            data="synthetic",
+            eval_data=held,
         ) as job:
             list(job.steps_from_data(2))
             found.append(job.evaluate().loss)
@@ -138,7 +164,10 @@ def test_what_cannot_be_evaluated_is_refused(bundle_of, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("    %m : f32[4,8] = read(@mean)\n    %n : f32[4,8] = add(%x, %m)\n    write(%n, @mean)", "changes what it has stored"),
+        (
+            "    %m : f32[4,8] = read(@mean)\n    %n : f32[4,8] = add(%x, %m)\n    write(%n, @mean)",
+            "changes what it has stored",
+        ),
         (None, "draws random numbers"),
     ],
 )
@@ -150,7 +179,9 @@ def test_a_forward_that_depends_on_more_is_refused(tmp_path, line, said):
     if line is None:
         text = text.replace(head, head.replace("(", "(%microbatch.number : i64[], ", 1), 1)
     else:
-        text = text.replace(head, f"{head}\n{line}", 1).replace("  var @w0 ", "  var @mean : f32[4,8] stage 0 buffer\n  var @w0 ", 1)
+        text = text.replace(head, f"{head}\n{line}", 1).replace(
+            "  var @w0 ", "  var @mean : f32[4,8] stage 0 buffer\n  var @w0 ", 1
+        )
     held, _ = write(tmp_path / "eval.npz", 7, 2)
     count_evaluation(classifier(2, "1f1b", 2), data_spec(held, False, 0), {})
     with pytest.raises(UsageError, match=said):

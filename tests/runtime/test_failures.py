@@ -115,7 +115,9 @@ def test_a_worker_that_is_stopped_as_it_starts(bundle_of, monkeypatch):
 
     monkeypatch.setattr(launch, "fork_rank", stopped)
     begin = time.monotonic()
-    with pytest.raises(PeerLost, match=r"rank 1 \(stage 1, process \d+ on .*\) is stopped: no sign of life for [2-9] s"):
+    with pytest.raises(
+        PeerLost, match=r"rank 1 \(stage 1, process \d+ on .*\) is stopped: no sign of life for [2-9] s"
+    ):
         Job(bundle_of(2, "2bw", 3), timeout=600, heartbeat=2)
     assert time.monotonic() - begin < BOUND
 
@@ -158,7 +160,9 @@ def test_who_waits_for_whom():
     assert waits_for(0, {0: "0RB3<1", 1: "1RF3<0"}) == 1
     failed = Failed("PeerLost", "rank 1 did not answer")
     error = error_of(failed, "rank 0", doing, 0, "last finished step 4")
-    assert str(error).startswith("rank 0: rank 1 did not answer; all wait for rank 2, which was at 2F5@1 (forward of microbatch 5); last")
+    assert str(error).startswith(
+        "rank 0: rank 1 did not answer; all wait for rank 2, which was at 2F5@1 (forward of microbatch 5); last"
+    )
 
 
 @pytest.mark.parametrize("data", [struct.pack("<II", 3, 0) + b"abc", struct.pack("<II", 2**31, 0)])
@@ -191,7 +195,14 @@ def spoiled(tmp_path_factory):
 
 def test_a_loss_that_is_not_finite(bundle_of, spoiled, tmp_path):
     """`stop` ends the run at that step, before a checkpoint of it; `warn` goes on; `skip` needs a bundle that can."""
-    options = {"data": spoiled, "steps": 12, "timeout": 20, "progress": False, "checkpoint": tmp_path / "ckpt", "checkpoint_every": 3}
+    options = {
+        "data": spoiled,
+        "steps": 12,
+        "timeout": 20,
+        "progress": False,
+        "checkpoint": tmp_path / "ckpt",
+        "checkpoint_every": 3,
+    }
     # A run that ends with an error does not wait for a checkpoint that is being written.
     options["checkpoint_wait"] = True
     path = bundle_of(2, "2bw", 2).path
@@ -229,7 +240,14 @@ class Killer:
 def test_recovery(bundle_of, tmp_path, monkeypatch, capfd, kind):
     """Killed before and after the first checkpoint, and stopped: the run computes what it would have anyway, and tells each step once."""
     path = bundle_of(2, kind, 2).path
-    options = {"steps": 12, "timeout": 60, "heartbeat": 2, "progress": False, "checkpoint_every": 4, "checkpoint_wait": True}
+    options = {
+        "steps": 12,
+        "timeout": 60,
+        "heartbeat": 2,
+        "progress": False,
+        "checkpoint_every": 4,
+        "checkpoint_wait": True,
+    }
     expected = run_bundle(path, steps=12, timeout=60, progress=False)
     killer = Killer(monkeypatch, 1, signal.SIGKILL if kind == "1f1b" else signal.SIGSTOP, [2, 6])
     found = run_bundle(path, checkpoint=tmp_path / "ckpt", metrics=tmp_path / "m.jsonl", max_restarts=2, **options)
@@ -262,7 +280,9 @@ def test_a_worker_that_hangs_alone(bundle_of):
     assert not is_running(pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_no_orphans_when_the_launcher_ends(bundle_of, tmp_path, number):
     script = (
         # Whoever started the tests in the background may have left the interrupt ignored, which children inherit.
@@ -275,7 +295,8 @@ def test_no_orphans_when_the_launcher_ends(bundle_of, tmp_path, number):
     )
     pids = tmp_path / "pids.done"
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(bundle_of(2, "1f1b", 2).path), str(tmp_path / "pids")], stderr=subprocess.DEVNULL
+        [sys.executable, "-c", script, str(bundle_of(2, "1f1b", 2).path), str(tmp_path / "pids")],
+        stderr=subprocess.DEVNULL,
     )
     try:
         assert wait_until(pids.exists, 60)
@@ -322,7 +343,9 @@ def test_a_port_on_loopback_only(bundle_of):
                 target = os.readlink(descriptor)
                 if target.startswith("socket:["):
                     owned.add(target[8:-1])
-        rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+        rows = [
+            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        ]
         listening = {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in owned}
     assert listening == {"0100007F"}
 
@@ -332,7 +355,8 @@ def test_bundles_of_another_size(bundle_of):
     one = Bundle(
         bundle.path,
         type(bundle.manifest)(
-            **{f: getattr(bundle.manifest, f) for f in bundle.manifest.__struct_fields__} | {"ranks": bundle.manifest.ranks[:1]}
+            **{f: getattr(bundle.manifest, f) for f in bundle.manifest.__struct_fields__}
+            | {"ranks": bundle.manifest.ranks[:1]}
         ),
     )
     with pytest.raises(VerifyError, match="lists other ranks than module"):

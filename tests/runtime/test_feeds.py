@@ -109,7 +109,9 @@ def module():
         dict,
         lambda b: (b["x"], b["labels"]),
         lambda b: [torch.from_numpy(b["x"]), torch.from_numpy(b["labels"])],
-        lambda b: {name: torch.from_numpy(array).requires_grad_(array.dtype == np.float32) for name, array in b.items()},
+        lambda b: {
+            name: torch.from_numpy(array).requires_grad_(array.dtype == np.float32) for name, array in b.items()
+        },
         lambda b: (b["x"].T.copy().T, torch.from_numpy(np.repeat(b["labels"], 2))[::2]),
     ],
 )
@@ -156,5 +158,10 @@ def test_a_data_loader(bundle_of):
         assert list(job.run(DataLoader(data, batch_size=2 * ROWS, drop_last=True))) == expected
         with pytest.raises(UsageError) as caught:
             list(job.run(DataLoader(data, batch_size=2 * ROWS)))
-    for text in ("batch 6: does not fit", "x: shape is [7, 8], expected [8, 8]", "a batch has 8 samples", "drop_last=True"):
+    for text in (
+        "batch 6: does not fit",
+        "x: shape is [7, 8], expected [8, 8]",
+        "a batch has 8 samples",
+        "drop_last=True",
+    ):
         assert text in str(caught.value)

@@ -177,7 +177,9 @@ if "penstock.runtime.forkserver" in sys.orig_argv:
 """
 
 
-@pytest.mark.parametrize("code", [NO_FORK, NO_FORK.replace("raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))", "os._exit(7)")])
+@pytest.mark.parametrize(
+    "code", [NO_FORK, NO_FORK.replace("raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))", "os._exit(7)")]
+)
 def test_a_system_that_starts_no_process(bundle_of, tmp_path, monkeypatch, code):
     """The server says so, or ends at it: one error, and no endless tries."""
     (tmp_path / "sitecustomize.py").write_text(code)

@@ -43,11 +43,26 @@ needs_namespaces = pytest.mark.skipif(bool(NO_NAMESPACES), reason=f"no network n
 
 
 def test_places_of_torchrun_and_srun():
-    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
+    torchrun = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "29500",
+        "LOCAL_RANK": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+    }
     found = place_of(torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert found == Place(3, 4, 1, "a", 29500, socket.gethostname(), "torchrun", served=True)
-    srun = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_NODELIST": "n[07-08]", "SLURM_LOCALID": "1", "SLURMD_NODENAME": "n08"}
-    assert place_of(srun | {"SLURM_JOB_ID": "10012", "SLURM_STEP_ID": "0"}) == Place(3, 4, 1, "n07", 20012, "n08", "srun")
+    srun = {
+        "SLURM_PROCID": "3",
+        "SLURM_NTASKS": "4",
+        "SLURM_NODELIST": "n[07-08]",
+        "SLURM_LOCALID": "1",
+        "SLURMD_NODENAME": "n08",
+    }
+    assert place_of(srun | {"SLURM_JOB_ID": "10012", "SLURM_STEP_ID": "0"}) == Place(
+        3, 4, 1, "n07", 20012, "n08", "srun"
+    )
     named = {"MASTER_ADDR": "b", "MASTER_PORT": "1234"}
     assert place_of(srun | named) == Place(3, 4, 1, "b", 1234, "n08", "srun")
     # torchrun inside of a Slurm job: its own variables count.
@@ -74,13 +89,19 @@ def test_who_is_in_a_group(environment, expected):
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"RANK": "x", "WORLD_SIZE": "2"}, ["MASTER_ADDR is not set", "MASTER_PORT is not set", "RANK is 'x', expected a number"]),
+        (
+            {"RANK": "x", "WORLD_SIZE": "2"},
+            ["MASTER_ADDR is not set", "MASTER_PORT is not set", "RANK is 'x', expected a number"],
+        ),
         (
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "0"},
             ["RANK is 2, but WORLD_SIZE is 2", "expected 1 to 65535"],
         ),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, ["MASTER_ADDR is not set", "MASTER_PORT is not set"]),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n[1-x]"}, ["cannot read the list of nodes: '1-x'"]),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n[1-x]"},
+            ["cannot read the list of nodes: '1-x'"],
+        ),
     ],
 )
 def test_environments_that_say_too_little(environment, said):
@@ -92,7 +113,11 @@ def test_environments_that_say_too_little(environment, said):
 
 
 @given(
-    st.lists(st.tuples(st.from_regex(r"[a-z]{1,4}-?", fullmatch=True), st.lists(st.integers(0, 120), max_size=4)), min_size=1, max_size=4)
+    st.lists(
+        st.tuples(st.from_regex(r"[a-z]{1,4}-?", fullmatch=True), st.lists(st.integers(0, 120), max_size=4)),
+        min_size=1,
+        max_size=4,
+    )
 )
 def test_lists_of_nodes(groups):
     """Written as Slurm does, with ranges where numbers follow each other; read back one by one."""
@@ -118,7 +143,8 @@ def test_interfaces():
     place = Place(0, 2, 0, "127.0.0.1", 29500, "here", "torchrun")
     assert choose_interface(place, "", {}).name == "lo"
     with pytest.raises(
-        UsageError, match=r"interface eth9, chosen by GLOO_SOCKET_IFNAME, is not on this host .* there are: lo \(127.0.0.1\)"
+        UsageError,
+        match=r"interface eth9, chosen by GLOO_SOCKET_IFNAME, is not on this host .* there are: lo \(127.0.0.1\)",
     ):
         choose_interface(place, "", {"GLOO_SOCKET_IFNAME": "eth9"})
     with pytest.raises(UsageError, match="interface ib7, chosen by the cluster file"):
@@ -154,8 +180,9 @@ def test_hosts_that_fit():
 def test_hosts_in_the_wrong_order():
     with pytest.raises(UsageError) as caught:
         check_hosts(planned("a", "a", "b"), present("b", "a", "a"))
-    assert "rank 0: the bundle has it on a, it was started on b\n  - rank 2: the bundle has it on b, it was started on a" in str(
-        caught.value
+    assert (
+        "rank 0: the bundle has it on a, it was started on b\n  - rank 2: the bundle has it on b, it was started on a"
+        in str(caught.value)
     )
     assert "rank 1" not in str(caught.value)
     assert "start the hosts in the order a, b" in caught.value.hint
@@ -164,7 +191,8 @@ def test_hosts_in_the_wrong_order():
 def test_another_number_of_ranks():
     place = Place(0, 3, 0, "a", 1, "a", "srun")
     with pytest.raises(
-        UsageError, match=r"for 2 ranks, 3 were started by srun:\n  - rank 0: stage 0 on cpu:0 of host a\n  - rank 1: stage 1"
+        UsageError,
+        match=r"for 2 ranks, 3 were started by srun:\n  - rank 0: stage 0 on cpu:0 of host a\n  - rank 1: stage 1",
     ):
         check_world("bundle", planned("a", "b").manifest.ranks, place)
     check_world("bundle", planned("a", "b", "c").manifest.ranks, place)
@@ -182,8 +210,14 @@ def listening(pids):
     found = set()
     for pid in pids:
         try:
-            owned = {os.readlink(d)[8:-1] for d in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(d).startswith("socket:[")}
-            rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+            owned = {
+                os.readlink(d)[8:-1] for d in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(d).startswith("socket:[")
+            }
+            rows = [
+                line.split()
+                for name in ("tcp", "tcp6")
+                for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+            ]
         except OSError:
             continue
         hosts = [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in owned]
@@ -216,13 +250,25 @@ def run_on(hosts, commands, environments, folder, seconds=90):
 @needs_namespaces
 def test_srun_on_two_hosts(bundle_of, tmp_path):
     path, steps = str(bundle_of(2, "2bw", 2).path), 40
-    command = [sys.executable, "-m", "penstock", "run", path, "--steps", str(steps), "--metrics", str(tmp_path / "m.jsonl")]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "run",
+        path,
+        "--steps",
+        str(steps),
+        "--metrics",
+        str(tmp_path / "m.jsonl"),
+    ]
     slurm = {"SLURM_NTASKS": "2", "SLURM_NODELIST": "n[1-2]", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
     with Hosts(["n1", "n2"]) as hosts:
         places = [slurm | {"SLURM_PROCID": str(i)} for i in range(2)]
         codes, said, heard = run_on(hosts, [command, command], places, tmp_path)
     assert codes == [0, 0], said
-    assert "2 ranks on 2 hosts: n1 eth0 10.77.0.1: 0; n2 eth0 10.77.0.2: 1 (interface chosen on the way to n1)" in said[0]
+    assert (
+        "2 ranks on 2 hosts: n1 eth0 10.77.0.1: 0; n2 eth0 10.77.0.2: 1 (interface chosen on the way to n1)" in said[0]
+    )
     assert "the bundle was planned for 1 host, the ranks are on 2 hosts" in said[0]
     assert "hosts" not in said[1]
     assert heard == {"10.77.0.1", "10.77.0.2"}
@@ -243,8 +289,30 @@ def test_torchrun_on_two_hosts(bundle_of, tmp_path, kind):
         commands = []
         for i in range(2):
             own = [f"--local-addr={hosts.address(i)}", *([f"--node-rank={i}"] if kind == "static" else [])]
-            run = ["--no-python", sys.executable, "-m", "penstock", "run", path, "--steps", "3", "--metrics", str(tmp_path / "m.jsonl")]
-            commands.append([sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *meeting, *own, *run])
+            run = [
+                "--no-python",
+                sys.executable,
+                "-m",
+                "penstock",
+                "run",
+                path,
+                "--steps",
+                "3",
+                "--metrics",
+                str(tmp_path / "m.jsonl"),
+            ]
+            commands.append(
+                [
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes=2",
+                    "--nproc-per-node=1",
+                    *meeting,
+                    *own,
+                    *run,
+                ]
+            )
         codes, said, _ = run_on(hosts, commands, [{}, {}], tmp_path)
     assert codes == [0, 0], said
     assert "2 ranks on 2 hosts" in "".join(said)
@@ -258,10 +326,21 @@ def test_one_host_says_that_the_world_does_not_match(bundle_of, tmp_path):
     path = str(bundle_of(2, "1f1b", 2).path)
     said, told = [], []
     for local in ("0", "1", "2"):
-        group = {"RANK": local, "WORLD_SIZE": "3", "LOCAL_RANK": local, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        group = {
+            "RANK": local,
+            "WORLD_SIZE": "3",
+            "LOCAL_RANK": local,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+        }
         group["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / local)
         done = subprocess.run(
-            [sys.executable, "-m", "penstock", "run", path], env=os.environ | group, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-m", "penstock", "run", path],
+            env=os.environ | group,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert done.returncode == 2
         said.append(done.stderr)

@@ -143,7 +143,9 @@ def test_a_full_queue_pushes_back_and_waiting_requests_can_be_cancelled(bundle_o
 
 def test_options_that_mean_nothing(bundle_of, monkeypatch):
     monkeypatch.setattr("penstock.runtime.job.Workers", lambda *given: pytest.fail("started workers"))
-    with pytest.raises(UsageError, match=r"one of throughput, latency, got 'fast'; the queue must hold 1 to 1000000 requests, got 0"):
+    with pytest.raises(
+        UsageError, match=r"one of throughput, latency, got 'fast'; the queue must hold 1 to 1000000 requests, got 0"
+    ):
         open_job(bundle_of(2, "forward", 1).path, mode="fast", queue=0)
 
 
@@ -182,7 +184,10 @@ def test_four_stages_with_devices_that_share_them_equal_onnxruntime(tmp_path):
     bundle = ps.compile(plan, tmp_path / "bundle")
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (input_,), (output,) = session.get_inputs(), session.get_outputs()
-    given = [np.random.default_rng(i).standard_normal((count, 6)).astype(np.float32) for i, count in enumerate((1, 7, 2, 13, 1, 1, 4))]
+    given = [
+        np.random.default_rng(i).standard_normal((count, 6)).astype(np.float32)
+        for i, count in enumerate((1, 7, 2, 13, 1, 1, 4))
+    ]
     with ps.open(bundle, timeout=TIMEOUT) as job:
         for found, x in zip(job.stream({input_.name: x} for x in given), given, strict=True):
             (reference,) = session.run(None, {input_.name: x})

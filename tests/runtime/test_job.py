@@ -27,7 +27,16 @@ def losses_of(job, batches):
 
 @pytest.mark.parametrize(
     ("stages", "kind", "m"),
-    [(1, "1f1b", 2), (2, "1f1b", 2), (4, "gpipe", 4), (2, "2bw", 1), (2, "2bw", 4), (4, "2bw", 3), (3, "eager-2bw", 4), (3, "zb-1f1b", 4)],
+    [
+        (1, "1f1b", 2),
+        (2, "1f1b", 2),
+        (4, "gpipe", 4),
+        (2, "2bw", 1),
+        (2, "2bw", 4),
+        (4, "2bw", 3),
+        (3, "eager-2bw", 4),
+        (3, "zb-1f1b", 4),
+    ],
 )
 def test_every_microbatch_loss_and_every_version(bundle_of, stages, kind, m):
     batches, delay = make_batches(STEPS, m), SCHEDULES[kind].delay
@@ -42,7 +51,9 @@ def test_every_microbatch_loss_and_every_version(bundle_of, stages, kind, m):
         assert set(audit.live_versions.values()) == set(audit.buffers.values()) == {1 + delay}
         used = [(e.stage, e.mb, e.phase, e.version) for e in audit.log if e.phase != "U"]
         phases = "FBW" if SCHEDULES[kind].splits and stage else "FB"
-        assert sorted(used) == sorted((stage, k, phase, max(k // m - delay, 0)) for k in range(STEPS * m) for phase in phases)
+        assert sorted(used) == sorted(
+            (stage, k, phase, max(k // m - delay, 0)) for k in range(STEPS * m) for phase in phases
+        )
         assert [(e.mb, e.version) for e in audit.log if e.phase == "U"] == [(t, t + 1) for t in range(STEPS)]
     assert parameters.keys() == initial_weights(stages).keys()
 
@@ -182,7 +193,9 @@ def test_values_out_of_range_end_the_job_with_their_place(bundle_of, tmp_path, s
     batches[2]["labels"] = np.full_like(batches[2]["labels"], 7)
     path = tmp_path / "data.npz"
     np.savez(path, **{name: np.concatenate([b[name] for b in batches]) for name in batches[0]})
-    with pytest.raises(UsageError, match=f"labels: sample {2 * ROWS * 2} has the value 7, the model takes 0 to 4") as caught:
+    with pytest.raises(
+        UsageError, match=f"labels: sample {2 * ROWS * 2} has the value 7, the model takes 0 to 4"
+    ) as caught:
         run_bundle(bundle.path, data=str(path), steps=4, timeout=TIMEOUT, metrics=tmp_path / "m.jsonl", progress=False)
     assert str(caught.value).startswith(f"rank {stages - 1}, stage {stages - 1}, action {stages - 1}F4")
     assert str(path) in str(caught.value)

@@ -51,9 +51,17 @@ def torchrun(tmp_path, processes, seconds=90, **options):
         "--master-addr=127.0.0.1",
         "--master-port=0",
     ]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", str(script), json.dumps(options)]
+    command += [
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        "--local-addr=127.0.0.1",
+        str(script),
+        json.dumps(options),
+    ]
     with (tmp_path / "log").open("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
         try:
             code = process.wait(seconds)
         finally:
@@ -65,7 +73,11 @@ def torchrun(tmp_path, processes, seconds=90, **options):
 
 def test_the_same_losses_as_a_local_run(bundle_of, tmp_path):
     path = str(bundle_of(2, "2bw", 2).path)
-    files = {"metrics": str(tmp_path / "m.jsonl"), "checkpoint": str(tmp_path / "ckpt"), "trace": str(tmp_path / "t.json")}
+    files = {
+        "metrics": str(tmp_path / "m.jsonl"),
+        "checkpoint": str(tmp_path / "ckpt"),
+        "trace": str(tmp_path / "t.json"),
+    }
     code, log = torchrun(tmp_path, 2, path=path, steps=5, checkpoint_every=3, timeout=20, **files)
     assert code == 0, log
     expected = run_bundle(path, steps=5, timeout=20, progress=False)
@@ -87,7 +99,9 @@ def test_the_same_norms_as_a_local_run(tmp_path):
     rows, m, steps, spoiled = 4, 2, 4, 2
     model = ps.from_onnx(write_mlp(tmp_path / "mlp.onnx", [6, 8, 5], None, seed=1), dims={"batch": rows})
     training = ps.Training("cross_entropy", ps.SGD(lr=0.1), m, clip=0.5)
-    path = str(ps.compile(ps.plan(model, ps.Cluster.local(2), training, schedule="2bw"), tmp_path / "bundle", backend="numpy"))
+    path = str(
+        ps.compile(ps.plan(model, ps.Cluster.local(2), training, schedule="2bw"), tmp_path / "bundle", backend="numpy")
+    )
     rng = np.random.default_rng(3)
     x = rng.standard_normal((steps * rows * m, 6)).astype(np.float32)
     x[spoiled * rows * m + 1, 2] = np.nan
@@ -96,7 +110,10 @@ def test_the_same_norms_as_a_local_run(tmp_path):
     code, log = torchrun(tmp_path, 2, path=path, metrics=str(tmp_path / "joined"), **options)
     assert code == 0, log
     run_bundle(path, metrics=str(tmp_path / "local"), progress=False, **options)
-    joined, local = ([json.loads(line)["grad_norm"] for line in (tmp_path / name).read_text().splitlines()] for name in ("joined", "local"))
+    joined, local = (
+        [json.loads(line)["grad_norm"] for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("joined", "local")
+    )
     assert joined == local
     assert [isinstance(norm, float) for norm in joined] == [i != spoiled for i in range(steps)]
     assert joined[spoiled] == "nan"
@@ -125,7 +142,9 @@ def test_ranks_with_different_bundles(bundle_of, tmp_path):
     for rank, path in enumerate(paths):
         group = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [sys.executable, str(script), json.dumps({"path": path, "steps": 1, "timeout": 20})]
-        processes.append(subprocess.Popen(command, env=os.environ | group | thread_environment(1), stderr=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(command, env=os.environ | group | thread_environment(1), stderr=subprocess.PIPE, text=True)
+        )
     try:
         said = [process.communicate(timeout=60)[1] for process in processes]
     finally:

@@ -64,9 +64,13 @@ def test_many_trials():
 def test_who_is_ended_leaves_no_namespaces(number):
     """Nor what ran in them."""
     script = "import time; from namespaces import Hosts\nwith Hosts(['a']) as hosts:\n"
-    script += "    print(hosts._prefix, hosts.start(0, ['sleep', '100'], {}, None).pid, flush=True)\n    time.sleep(100)"
+    script += (
+        "    print(hosts._prefix, hosts.start(0, ['sleep', '100'], {}, None).pid, flush=True)\n    time.sleep(100)"
+    )
     folder = Path(failures.__file__).parent
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         prefix, sleeper = process.stdout.readline().split()
@@ -103,14 +107,27 @@ def start(path, folder, steps, *, heartbeat=3, timeout=60, more=()):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "penstock", "run", str(path), "--steps", str(steps), "--metrics", str(folder / "m.jsonl")]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "run",
+        str(path),
+        "--steps",
+        str(steps),
+        "--metrics",
+        str(folder / "m.jsonl"),
+    ]
     command += ["--heartbeat", str(heartbeat), "--timeout", str(timeout)]
     # The same for all, or a list of what each of them gets.
     own = more if isinstance(more, list) and more and isinstance(more[0], tuple) else [more, more]
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PENSTOCK_RUN_ID": "test"}
     return [
         subprocess.Popen(
-            [*command, *words], env=os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+            [*command, *words],
+            env=os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank, words in enumerate(own)
     ]
@@ -149,7 +166,9 @@ def test_an_exception_is_told_once(bundle_of, tmp_path):
     arrays = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     arrays["x"][20] = np.nan
     np.savez(tmp_path / "data.npz", **arrays)
-    running = start(bundle_of(2, "1f1b", 2).path, tmp_path, 20, more=("--nan", "stop", "--data", str(tmp_path / "data.npz")))
+    running = start(
+        bundle_of(2, "1f1b", 2).path, tmp_path, 20, more=("--nan", "stop", "--data", str(tmp_path / "data.npz"))
+    )
     said = finish(running)
     assert [process.returncode for process in running] == [5, 5]
     assert "".join(said).count("penstock: error") == 1
@@ -171,7 +190,8 @@ def test_a_group_goes_on_where_it_was(bundle_of, tmp_path):
     said = finish(running)
     assert [process.returncode for process in running] == [143, 143]
     assert re.search(
-        rf"penstock: ended by SIGTERM: last finished step \d+, newest checkpoint .*; --resume {tmp_path}/ckpt goes on", said[0]
+        rf"penstock: ended by SIGTERM: last finished step \d+, newest checkpoint .*; --resume {tmp_path}/ckpt goes on",
+        said[0],
     )
     assert "ended by" not in said[1]
     assert (tmp_path / "ckpt" / restarts.FILE).exists()
@@ -188,7 +208,9 @@ def test_a_group_goes_on_where_it_was(bundle_of, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=job"], ["--master-port=29631"]])
+@pytest.mark.parametrize(
+    "more", [["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=job"], ["--master-port=29631"]]
+)
 def test_torchrun_starts_again(bundle_of, tmp_path, more):
     """A worker is killed; torchrun starts everybody again, and the run goes on as if nothing had been."""
     path, steps, metrics = str(bundle_of(2, "2bw", 2).path), 2000, tmp_path / "m.jsonl"
@@ -201,7 +223,18 @@ def test_torchrun_starts_again(bundle_of, tmp_path, more):
         "--max-restarts=2",
         "--local-addr=127.0.0.1",
     ]
-    command += ["--master-addr=127.0.0.1", *more, "--no-python", sys.executable, "-m", "penstock", "run", path, "--steps", str(steps)]
+    command += [
+        "--master-addr=127.0.0.1",
+        *more,
+        "--no-python",
+        sys.executable,
+        "-m",
+        "penstock",
+        "run",
+        path,
+        "--steps",
+        str(steps),
+    ]
     command += ["--metrics", str(metrics), "--checkpoint", str(tmp_path / "ckpt"), "--checkpoint-every", "100"]
     with (tmp_path / "log").open("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -251,7 +284,10 @@ def test_which_run_is_unfinished(tmp_path):
     # torchrun's usual name says nothing, its count does.
     restarts.write(options, restarts.Unfinished("", 5, 10))
     assert restarts.find_unfinished(options, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}) is None
-    assert restarts.find_unfinished(options, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"}) is not None
+    assert (
+        restarts.find_unfinished(options, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"})
+        is not None
+    )
 
 
 def test_saves_that_came_to_their_places(tmp_path):
@@ -265,7 +301,10 @@ def test_saves_that_came_to_their_places(tmp_path):
     restarts.write(options, record)
 
     def finished(record):
-        return [place.name for place in restarts.finished_saves((tmp_path / save.name, save.before) for save in record.saves)]
+        return [
+            place.name
+            for place in restarts.finished_saves((tmp_path / save.name, save.before) for save in record.saves)
+        ]
 
     assert finished(record) == []
     (tmp_path / "step-000001").mkdir()

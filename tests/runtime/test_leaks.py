@@ -43,7 +43,9 @@ def _no_server_of_others():
     assert wait_until(lambda: all(server.lost for server in servers))
 
 
-def _after(work: Callable[[], object], settle: int = 1, rounds: int = 1, patience: float = PATIENCE) -> tuple[dict[str, int], int]:
+def _after(
+    work: Callable[[], object], settle: int = 1, rounds: int = 1, patience: float = PATIENCE
+) -> tuple[dict[str, int], int]:
     """What rounds of work left, and by how much memory grew; rounds to settle come first. Threads that have done their work may need
     a moment to end. What a library starts once, whenever it likes, is not left by rounds: the same rounds again would leave more."""
     for _ in range(settle):

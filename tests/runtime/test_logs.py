@@ -52,7 +52,9 @@ def test_every_line_is_shown_once_with_its_rank(written):
         lines = whole.split(b"\n")
         lines = lines[:-1] if not lines[-1] else lines
         expected = [f"[rank {rank}, stage {stage}] {line.decode('utf-8', 'replace').rstrip()}" for line in lines]
-        assert [line for line in said.split("\n") if line.startswith(f"[rank {rank}, ")] == ([] if rank == 1 else expected)
+        assert [line for line in said.split("\n") if line.startswith(f"[rank {rank}, ")] == (
+            [] if rank == 1 else expected
+        )
         if whole.strip(b"\n") and b"\r" not in whole:
             assert tail(files[rank]).split("\n")[-1].startswith("  | ")
     for file in files.values():
@@ -79,7 +81,10 @@ def test_shares_are_of_the_last_seconds():
         # What lies before the window does not count any more.
         recent = min(i, WINDOW_SECONDS)
         assert shares == pytest.approx(
-            [(recent + 0.5 * (WINDOW_SECONDS - recent)) / WINDOW_SECONDS, 0.5 * (WINDOW_SECONDS - recent) / WINDOW_SECONDS]
+            [
+                (recent + 0.5 * (WINDOW_SECONDS - recent)) / WINDOW_SECONDS,
+                0.5 * (WINDOW_SECONDS - recent) / WINDOW_SECONDS,
+            ]
         )
     assert found.text().startswith("busy 1")
     assert re.fullmatch(r"busy \d+% \d+%", found.text()) or found.text() == ""

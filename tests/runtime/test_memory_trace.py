@@ -43,7 +43,9 @@ TRAINING = [kind for kind, row in SCHEDULES.items() if row.trains]
 def accounts(module, runs, store_kind=Store):
     """As planned and as measured, of every rank."""
     found = traced(module, runs, store_kind)
-    return [(planned_beside(module, rank, trace), measured_account(module, rank, trace)) for rank, trace in enumerate(found)]
+    return [
+        (planned_beside(module, rank, trace), measured_account(module, rank, trace)) for rank, trace in enumerate(found)
+    ]
 
 
 def check(module, runs, store_kind=Store):
@@ -82,7 +84,9 @@ def test_blocks_are_taken_and_given_back_as_planned(kind, ranks, each, skip, bat
 
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory):
-    path = write_gpt(tmp_path_factory.mktemp("memory") / "gpt.onnx", layers=2, width=16, heads=2, vocab=24, positions=8, batch=2)
+    path = write_gpt(
+        tmp_path_factory.mktemp("memory") / "gpt.onnx", layers=2, width=16, heads=2, vocab=24, positions=8, batch=2
+    )
     return ps.from_onnx(path)
 
 
@@ -171,7 +175,9 @@ def test_control_what_lives_too_long_is_named(store_kind):
 def test_control_a_version_that_is_kept_too_long_is_named():
     module = classifier(1, "1f1b", 2)
     ((planned, measured),) = accounts(module, [(0, 3)])
-    late = replace(measured, versions=tuple(v if v.version != 1 else replace(v, retired=v.retired + 1) for v in measured.versions))
+    late = replace(
+        measured, versions=tuple(v if v.version != 1 else replace(v, retired=v.retired + 1) for v in measured.versions)
+    )
     assert "retire version 1 of @w0" in str(first_difference(planned, late))
 
 
@@ -183,7 +189,11 @@ def written(trace, module, rank: int, batch: int):
     for e in trace.entries:
         if begin <= e.step < begin + len(program.batch) and e.what != "sent":
             place = (
-                (e.version - batch, e.block) if e.what in ("write", "retire") else e.owner - batch * m if e.owner >= 0 else e.owner + batch
+                (e.version - batch, e.block)
+                if e.what in ("write", "retire")
+                else e.owner - batch * m
+                if e.owner >= 0
+                else e.owner + batch
             )
             found.append((e.step - begin, e.what, e.name, place, e.nbytes))
     return found
@@ -199,7 +209,17 @@ def shape(account: Account, module, batch: int, copies: bool):
     for h in account.happenings():
         if begin <= h.step < end:
             owner = None if h.owner is None else h.owner - batch * m if h.owner >= 0 else h.owner + batch
-            found.append((h.step - begin, h.what, h.names, owner, h.copy if copies else 0, h.version - batch if h.version else 0, h.nbytes))
+            found.append(
+                (
+                    h.step - begin,
+                    h.what,
+                    h.names,
+                    owner,
+                    h.copy if copies else 0,
+                    h.version - batch if h.version else 0,
+                    h.nbytes,
+                )
+            )
     return sorted(found, key=str)
 
 
@@ -253,7 +273,8 @@ def test_a_trace_file_says_all_that_a_job_does(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"traceEvents": [{}]}', '{"traceEvents": []}', json.dumps({"traceEvents": [{"name": "x"}]})]
+    "text",
+    ["", "[]", "{}", '{"traceEvents": [{}]}', '{"traceEvents": []}', json.dumps({"traceEvents": [{"name": "x"}]})],
 )
 def test_what_is_no_trace_is_refused(tmp_path, text):
     path = tmp_path / "t.json"
@@ -288,7 +309,9 @@ def test_uses_are_those_of_the_graphs():
     """By hand: two stages, 1f1b, the weights of stage 0 are read by F and B of its version and by U, its momentum by U alone."""
     module = classifier(2, "2bw", 2)
     planned, _ = accounts(module, [(0, 2)])[0]
-    of = {life.label: [str(planned.actions[step]) for step in life.uses] for life in planned.lives if life.owner is None}
+    of = {
+        life.label: [str(planned.actions[step]) for step in life.uses] for life in planned.lives if life.owner is None
+    }
     assert of["@w0.momentum#0"] == ["0U0@1", "0U1@2"]
     assert of["@w0#1"] == [str(a) for a in planned.actions if a.kind == "U"]
     assert set(of["@w0#0"]) == {str(a) for a in planned.actions if a.kind in "FU"}
@@ -298,7 +321,9 @@ def test_uses_are_those_of_the_graphs():
 @pytest.mark.parametrize("kind", ["2bw", "zb-1f1b"])
 def test_compiled_code_in_processes_does_so_too(gpt, tmp_path, kind):
     """Temporaries as TVM's virtual machine tells of them, results as they come from it, messages over gloo."""
-    bundle = open_bundle(ps.compile(ps.plan(gpt, Cluster.local(2), TRAINING_OF_GPT, schedule=kind, wire="bf16"), tmp_path / "bundle"))
+    bundle = open_bundle(
+        ps.compile(ps.plan(gpt, Cluster.local(2), TRAINING_OF_GPT, schedule=kind, wire="bf16"), tmp_path / "bundle")
+    )
     run_bundle(bundle.path, steps=4, trace=tmp_path / "t.json", timeout=60)
     seen = []
     for rank, trace in enumerate(read_trace(tmp_path / "t.json")):

@@ -91,7 +91,9 @@ def test_places_inside_each_other(refuse, tmp_path):
     place = tmp_path / "x"
     refuse(f"--metrics {place} cannot be a file and the place of --trace {place}", metrics=place, trace=place)
     refuse(f"--metrics {place} cannot be a file and the place of --checkpoint {place}", metrics=place, checkpoint=place)
-    refuse(f"--trace {place} cannot be a file and the place of --checkpoint {place}/c", trace=place, checkpoint=place / "c")
+    refuse(
+        f"--trace {place} cannot be a file and the place of --checkpoint {place}/c", trace=place, checkpoint=place / "c"
+    )
 
 
 def test_places_that_can_be_written(tmp_path):

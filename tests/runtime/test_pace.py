@@ -39,7 +39,11 @@ def test_a_slow_pipeline_computes_the_same_and_is_slow(bundle_of):
 
 def test_without_weight_gradients_apart_b_is_the_whole_backward():
     whole, parted = Pace({"B": 0.04, "W": 0.01}, ("F", "B")), Pace({"B": 0.04, "W": 0.01}, ("F", "B", "W"))
-    assert (whole.least(Action("B", 0, 0)), parted.least(Action("B", 0, 0)), parted.least(Action("W", 0, 0))) == (0.04, 0.03, 0.01)
+    assert (whole.least(Action("B", 0, 0)), parted.least(Action("B", 0, 0)), parted.least(Action("W", 0, 0))) == (
+        0.04,
+        0.03,
+        0.01,
+    )
     assert whole.least(Action("SF", 0, 0, peer=1)) == 0
 
 

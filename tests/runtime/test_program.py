@@ -52,7 +52,14 @@ def versioned(kind, stages, m):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 6), st.integers(0, 3), st.integers(1, 4), st.integers(1, 9))
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.integers(1, 9),
+)
 def test_stream_is_expand(kind, stages, m, first, batches, ahead):
     found = versioned(kind, stages, m)
     if found is None:
@@ -71,7 +78,14 @@ def test_stream_is_expand(kind, stages, m, first, batches, ahead):
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.sampled_from(KINDS), st.integers(2, 4), st.integers(1, 6), st.integers(0, 3), st.integers(1, 4), st.integers(1, 9))
+@given(
+    st.sampled_from(KINDS),
+    st.integers(2, 4),
+    st.integers(1, 6),
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.integers(1, 9),
+)
 def test_receives_are_told_of_when_they_come_into_sight(kind, stages, m, first, batches, ahead):
     """Each once, in order, never later than its turn; as soon as it is in sight where it is known how many batches there are."""
     found = versioned(kind, stages, m)

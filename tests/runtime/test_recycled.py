@@ -30,7 +30,9 @@ def through_dlpack(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "alias", [as_array, torch.Tensor.detach, lambda x: x[2:], through_dlpack], ids=["array", "detached", "part", "dlpack"]
+    "alias",
+    [as_array, torch.Tensor.detach, lambda x: x[2:], through_dlpack],
+    ids=["array", "detached", "part", "dlpack"],
 )
 def test_whoever_shares_it_holds_it(alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
     recycled = Recycled()

@@ -66,7 +66,9 @@ def alone(mlp, tmp_path_factory):
     def run(schedule, **options):
         key = (schedule, *options.items())
         if key not in known:
-            known[key] = trained(compiled(mlp, tmp_path_factory.mktemp("alone") / "bundle", schedule, replicas=1, **options))
+            known[key] = trained(
+                compiled(mlp, tmp_path_factory.mktemp("alone") / "bundle", schedule, replicas=1, **options)
+            )
         return known[key]
 
     return run
@@ -80,7 +82,8 @@ def agree(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "backend"), [("2bw", "tvm"), *(pytest.param("1f1b", backend, marks=pytest.mark.slow) for backend in ("numpy", "tvm"))]
+    ("schedule", "backend"),
+    [("2bw", "tvm"), *(pytest.param("1f1b", backend, marks=pytest.mark.slow) for backend in ("numpy", "tvm"))],
 )
 def test_two_stages_of_two_devices_equal_two_of_one(mlp, alone, tmp_path, schedule, backend):
     """With equal shares and with unequal ones, which differ from stage to stage."""
@@ -101,7 +104,9 @@ def test_a_batch_that_is_not_shared_out_gives_another_result(mlp, alone, tmp_pat
         agree(trained(without), alone("1f1b", backend="numpy"))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eager-2bw", "zb-1f1b", "gpipe"))])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eager-2bw", "zb-1f1b", "gpipe"))]
+)
 def test_clipping_sees_the_gradient_of_the_whole_batch(mlp, alone, tmp_path, schedule):
     expected = alone(schedule, clip=0.05)
     # Of four microbatches eager-2bw cannot have as many in hand as a rank that runs one of them asks for.
@@ -147,7 +152,9 @@ def test_faster_devices_take_more_microbatches(mlp):
 def test_inference_is_shared_out(mlp, tmp_path):
     def outputs(replicas):
         cluster = Cluster(tuple(Device(f"cpu:{i}") for i in range(2 * replicas)))
-        plan = ps.plan(ps.from_onnx(mlp), cluster, stages=2, replicas=replicas, microbatches=3, split_at=["fc2.product"])
+        plan = ps.plan(
+            ps.from_onnx(mlp), cluster, stages=2, replicas=replicas, microbatches=3, split_at=["fc2.product"]
+        )
         with ps.open(ps.compile(plan, tmp_path / f"infer{replicas}", backend="numpy")) as job:
             inputs = {job.module.data_inputs[0].name: np.random.default_rng(1).normal(size=(50, 16)).astype(np.float32)}
             return job.infer(inputs)
@@ -177,7 +184,17 @@ def test_under_torchrun(mlp, tmp_path):
     path = compiled(mlp, tmp_path / "bundle", shares=UNEQUAL)
     expected = run_bundle(path, steps=3, progress=False)
     metrics = tmp_path / "metrics.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--no-python", sys.executable, "-m", "penstock"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "4",
+        "--no-python",
+        sys.executable,
+        "-m",
+        "penstock",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     options = ["--standalone"]
     done = subprocess.run(

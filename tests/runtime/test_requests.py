@@ -57,7 +57,11 @@ def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.lists(st.tuples(st.integers(1, 7), st.sampled_from([1.0, 2.0])), min_size=1, max_size=9), st.booleans(), st.randoms())
+@given(
+    st.lists(st.tuples(st.integers(1, 7), st.sampled_from([1.0, 2.0])), min_size=1, max_size=9),
+    st.booleans(),
+    st.randoms(),
+)
 def test_every_request_gets_its_own_rows(sizes, shares, order):
     layout, random = layout_of(), np.random.default_rng(0)
     given_ = [inputs_of(random, samples, scale) for samples, scale in sizes]

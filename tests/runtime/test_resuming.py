@@ -70,7 +70,9 @@ def test_a_checkpoint_goes_on_under_any_other_plan(tmp_path, data):
         bundle = chain_bundle(tmp_path / str(number), ranks, kind, m, rows)
         found, before, after, warnings = train(bundle, spec, steps, resume, tmp_path / "ckpt")
         size = m * rows
-        batches = [{n: a[position + i * size : position + (i + 1) * size] for n, a in stream.items()} for i in range(steps)]
+        batches = [
+            {n: a[position + i * size : position + (i + 1) * size] for n, a in stream.items()} for i in range(steps)
+        ]
         # The control: a recurrence that still had the version before, where it was not saved, gives another loss.
         other = list(recurrence.copy().train(batches, delay, 0)) if first else []
         np.testing.assert_allclose(found, list(recurrence.train(batches, delay, first)), rtol=1e-6)
@@ -88,7 +90,10 @@ def test_a_checkpoint_goes_on_under_any_other_plan(tmp_path, data):
 def test_compiled_plans_go_on_with_the_same_loss(tmp_path):
     """From 4 ranks under 2bw to 2 and 1 without a delay and back: microbatches of 64 to 512 samples, a loss of the same samples, the same weights."""
     samples, random = 512, np.random.default_rng(3)
-    arrays = {"x": random.standard_normal((8 * samples, 8)).astype(np.float32), "labels": random.integers(0, 8, 8 * samples)}
+    arrays = {
+        "x": random.standard_normal((8 * samples, 8)).astype(np.float32),
+        "labels": random.integers(0, 8, 8 * samples),
+    }
     np.savez(tmp_path / "data.npz", **arrays)
     spec = DataSpec(str(tmp_path / "data.npz"))
     plans = {"many": (4, "2bw", 8), "two": (2, "1f1b", 2), "one": (1, "1f1b", 1), "late": (1, "2bw", 2)}
@@ -98,14 +103,18 @@ def test_compiled_plans_go_on_with_the_same_loss(tmp_path):
         h = torch.tensor(arrays["x"][position : position + samples], dtype=torch.float64)
         for i in range(4):
             h = torch.relu(h @ torch.tensor(tensors[f"w{i}"], dtype=torch.float64))
-        return float(torch.nn.functional.cross_entropy(h, torch.tensor(arrays["labels"][position : position + samples])))
+        return float(
+            torch.nn.functional.cross_entropy(h, torch.tensor(arrays["labels"][position : position + samples]))
+        )
 
     def go_on(place, names, position, tensors):
         """The next loss under every plan, and the parameters that each of them begins with."""
         for name in names:
             with Job(bundles[name], timeout=TIMEOUT, data=spec, resume=place) as job:
                 assert equal(job.parameters(), newest)
-                assert next(iter(list(job.steps_from_data(1)))).loss == pytest.approx(expected(position, tensors), rel=1e-6, abs=0)
+                assert next(iter(list(job.steps_from_data(1)))).loss == pytest.approx(
+                    expected(position, tensors), rel=1e-6, abs=0
+                )
 
     _, _, newest, _ = train(bundles["many"], spec, 3, save=tmp_path / "first")
     place = find_checkpoint(tmp_path / "first")
@@ -131,7 +140,9 @@ def test_an_older_version_that_is_another_changes_the_loss(tmp_path, data):
         newest = load_file(changed / older.replace(".older", ""))
         save_file({name: newest[name] for name in load_file(changed / older)}, changed / older)
         content = (changed / older).read_bytes()
-        files[older] = msgspec.structs.replace(files[older], sha256=hashlib.sha256(content).hexdigest(), size=len(content))
+        files[older] = msgspec.structs.replace(
+            files[older], sha256=hashlib.sha256(content).hexdigest(), size=len(content)
+        )
     saving.write_index(changed, msgspec.structs.replace(index, files=files))
     as_it_was, _, _, _ = train(bundle, spec, 1, tmp_path / "ckpt" / "step-000003", tmp_path / "one")
     as_changed, _, _, _ = train(bundle, spec, 1, changed, tmp_path / "two")

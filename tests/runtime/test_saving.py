@@ -41,7 +41,9 @@ def write_one(directory, step, keep_last=None):
     work = saving.start_save(directory, step)
     digest, size = write_tensors(work / "rank0.safetensors", {"w": np.full(1000, step, np.float32)})
     files = {"rank0.safetensors": SavedFile(digest, size, step, {"w": "f32[1000]"})}
-    return saving.finish_save(work, directory, Index(FORMAT, step, "m", "1f1b", 1, None, files, samples=step), keep_last)
+    return saving.finish_save(
+        work, directory, Index(FORMAT, step, "m", "1f1b", 1, None, files, samples=step), keep_last
+    )
 
 
 def flip(path):
@@ -73,7 +75,9 @@ def test_rank_0_waits_until_all_have_heard(bundle_of, tmp_path, monkeypatch, hea
     bundle, board = bundle_of(2, "1f1b", 2), Board()
     status = Status(None, 0)
     group = SimpleNamespace(world=2, store=None)
-    saver = saving.Saver(bundle, 0, group, Setup(str(bundle.path), TIMEOUT), SimpleNamespace(variables={}, older=dict), status)
+    saver = saving.Saver(
+        bundle, 0, group, Setup(str(bundle.path), TIMEOUT), SimpleNamespace(variables={}, older=dict), status
+    )
     monkeypatch.setattr(saving.Saver, "_exchange", board)
     writing = saving._Writing(3, tmp_path, 0, work=saving.start_save(tmp_path, 3))
     board |= {"s/part/1": b"{}", **({"s/heard/1": b""} if heard else {})}
@@ -134,7 +138,9 @@ def test_a_damaged_newest_one_is_passed_over_with_a_word(tmp_path, damage):
     chosen = choose(tmp_path)
     assert chosen.place.name == "step-000002"
     (word,) = chosen.words
-    assert word.startswith(f"checkpoint step-000003 is damaged ({'index.json' if damage in ('index', 'hash') else 'rank0.safetensors'}: ")
+    assert word.startswith(
+        f"checkpoint step-000003 is damaged ({'index.json' if damage in ('index', 'hash') else 'rank0.safetensors'}: "
+    )
     assert word.endswith("); going on from step-000002")
     with pytest.raises(VerifyError, match="the checkpoint is damaged"):
         choose(newest)
@@ -166,7 +172,9 @@ def test_all_ranks_go_on_from_what_rank_0_chose(tmp_path):
         def ask(rank, store=store, found=found, path=path):
             try:
                 group = Group(store.clone(), rank, 2, TIMEOUT)
-                found[rank] = decide_together(group, "place", lambda: Beginning(choose(path).place.name, None, False, []), Beginning).resume
+                found[rank] = decide_together(
+                    group, "place", lambda: Beginning(choose(path).place.name, None, False, []), Beginning
+                ).resume
             except VerifyError as error:
                 found[rank] = type(error)
 
@@ -288,7 +296,9 @@ def test_without_a_copy_the_file_would_have_what_comes_later(ranks, monkeypatch)
     """The control: a save in the background that copies nothing."""
     for saver in ranks.savers:
         parts = type(saver)._parts
-        monkeypatch.setattr(saver, "_parts", lambda step, copied, saver=saver, parts=parts: parts(saver, step, copied=False))
+        monkeypatch.setattr(
+            saver, "_parts", lambda step, copied, saver=saver, parts=parts: parts(saver, step, copied=False)
+        )
     ranks.may_write.clear()
     ranks.together(lambda saver: saver.save(ranks.directory, 1, background=True))
     for store in ranks.stores:
@@ -369,7 +379,13 @@ def test_a_run_that_fails_leaves_the_checkpoint_that_it_was_writing(bundle_of, t
     arrays = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     arrays["x"][len(arrays["x"]) // 2 :] = np.nan
     np.savez(tmp_path / "data.npz", **arrays)
-    options = {"data": tmp_path / "data.npz", "checkpoint": tmp_path / "ckpt", "checkpoint_every": 1, "nan": "stop", "progress": False}
+    options = {
+        "data": tmp_path / "data.npz",
+        "checkpoint": tmp_path / "ckpt",
+        "checkpoint_every": 1,
+        "nan": "stop",
+        "progress": False,
+    }
     with pytest.raises(PenstockError, match=r"step 1 has a loss nan.*newest checkpoint .*step-000001"):
         run_bundle(bundle_of(2, "1f1b", 2).path, steps=2, **options)
     assert damage_of(tmp_path / "ckpt" / "step-000001") == []
@@ -396,7 +412,9 @@ def test_an_interrupted_run_leaves_the_checkpoint_that_it_was_writing(bundle_of,
     told = interrupted(bundle_of(2, "1f1b", 2), tmp_path / "ckpt", monkeypatch, moment)
     assert f"; the newest checkpoint is {tmp_path / 'ckpt' / 'step-000001'}\n" in told
     assert damage_of(tmp_path / "ckpt" / "step-000001") == []
-    assert capfd.readouterr().err.count("waits for the checkpoint that is being written; another interrupt ends that") == 1
+    assert (
+        capfd.readouterr().err.count("waits for the checkpoint that is being written; another interrupt ends that") == 1
+    )
 
 
 @pytest.mark.usefixtures("slow_disks")

@@ -61,7 +61,9 @@ def played(programs, lasts):
                 if (rank, position) not in ends and all(key in ends for key in before):
                     starts[rank, position] = max((ends[key] for key in before), default=0.0)
                     ends[rank, position] = starts[rank, position] + lasts(a)
-    return {rank: [(a, starts[rank, i], ends[rank, i]) for i, a in enumerate(actions)] for rank, actions in programs.items()}
+    return {
+        rank: [(a, starts[rank, i], ends[rank, i]) for i, a in enumerate(actions)] for rank, actions in programs.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------ nothing costs anything
@@ -86,7 +88,9 @@ def test_free_links_are_what_the_verifier_plays(kind, d, m, tf, tb, tw):
     wired = wire_chain(build_schedule(kind, d, m))
     parted = {a.stage for a in wired.actions() if a.kind == "W"}
     times = {"F": tf, "B": tb, "W": tw}
-    found = simulate(wired, 3, lambda rank, a: times.get(a.kind, 0) - (tw if a.kind == "B" and a.stage in parted else 0), nothing)
+    found = simulate(
+        wired, 3, lambda rank, a: times.get(a.kind, 0) - (tw if a.kind == "B" and a.stage in parted else 0), nothing
+    )
     assert {r: list(found.timed(r)) for r in wired.ranks} == {
         r: [tuple(t) for t in line] for r, line in on_paper(wired, 3, tf, tb, tw).ranks.items()
     }
@@ -111,7 +115,9 @@ def test_steps_and_bubbles_follow_the_formulas(kind, d, m, tw, f, b):
     wired = wire_chain(build_schedule(kind, d, m))
     parted = {a.stage for a in wired.actions() if a.kind == "W"}
     times = {"F": tf, "B": tb, "W": tw}
-    found = simulate(wired, 8, lambda rank, a: times.get(a.kind, 0) - (tw if a.kind == "B" and a.stage in parted else 0), nothing)
+    found = simulate(
+        wired, 8, lambda rank, a: times.get(a.kind, 0) - (tw if a.kind == "B" and a.stage in parted else 0), nothing
+    )
     expected = FORMULAS[kind](d, m, tf, tb, tw)
     assert found.step_seconds == expected
     busy = m * (tf + (0 if kind == "forward" else tb))
@@ -137,7 +143,9 @@ def test_replicas_are_what_the_verifier_plays(kind, m, data):
     assert {r: list(found.timed(r)) for r in wired.ranks} == {
         r: [tuple(t) for t in line] for r, line in on_paper(wired, 3, 1, 3, 1).ranks.items()
     }
-    assert {a.stage for a in wired.actions() if a.kind == "AR"} == {stage for stage, share in enumerate(shares) if len(share) > 1}
+    assert {a.stage for a in wired.actions() if a.kind == "AR"} == {
+        stage for stage, share in enumerate(shares) if len(share) > 1
+    }
 
 
 def test_a_sum_that_is_used_a_batch_later_keeps_nobody_waiting():
@@ -243,8 +251,13 @@ def test_a_nic_of_a_cluster_file_has_two_directions():
     links = (Link("d0", "d2", 4.0, 0.0, "eth"), Link("d1", "d3", 4.0, 0.0, "eth"))
     cluster = Cluster(devices, (*links, Link("d0", "d1", 4.0, 0.0, "bus")))
     machine = machine_of(cluster, {i: f"d{i}" for i in range(4)})
-    assert machine.route(0, 2).shares == (("d0>d2", 4.0), ("eth", 4.0))  # both hosts have all its links: which is its own nobody says
-    third = replace(cluster, devices=(*devices, Device("d4", host="h2")), links=(*cluster.links, Link("d4", "d0", 2.0, 0.0, "eth")))
+    assert machine.route(0, 2).shares == (
+        ("d0>d2", 4.0),
+        ("eth", 4.0),
+    )  # both hosts have all its links: which is its own nobody says
+    third = replace(
+        cluster, devices=(*devices, Device("d4", host="h2")), links=(*cluster.links, Link("d4", "d0", 2.0, 0.0, "eth"))
+    )
     machine = machine_of(third, {i: f"d{i}" for i in range(5)})
     assert machine.route(0, 2).shares == (("d0>d2", 4.0), ("eth out", 4.0))
     assert machine.route(3, 1).shares == (("d3>d1", 4.0), ("eth in", 4.0))
@@ -258,7 +271,9 @@ def test_sums_over_replicas_go_on_beside_computations():
     program = written(1, r0="0B1 0AR1 0F1 0U1", r1="0B1 0AR1 0F1 0U1")
     machine = Machine(lambda a, b: Route(((f"{a}>{b}", 2.0),), 0.25))
     times = {0: {"B": 1.0, "F": 2.0, "U": 1.0}, 1: {"B": 3.0, "F": 2.0, "U": 1.0}}
-    found = simulate(program, 1, lambda rank, a: times[rank].get(a.kind, 0.0), nothing, machine, reduced=lambda stage: 12.0)
+    found = simulate(
+        program, 1, lambda rank, a: times[rank].get(a.kind, 0.0), nothing, machine, reduced=lambda stage: 12.0
+    )
     assert when(found, 0)["0F0"] == (1, 3)
     # The slower one is there at 3; 2 (n - 1) / n * 12 = 12 bytes over every link of the ring.
     assert when(found, 0)["0U0"] == when(found, 1)["0U0"] == (3 + 6 + 0.5, 10.5)
@@ -314,7 +329,9 @@ def test_a_parallel_computation_goes_as_its_slowest_thread():
 
 def test_busy_neighbours_slow_each_other():
     seats = {rank: Seat("h", 2, speeds=(1.0, 0.8)) for rank in range(2)}
-    found = simulate(written(1, r0="0F1", r1="1F1"), 1, lambda rank, a: 4.0 if rank else 8.0, nothing, Machine(seats=seats))
+    found = simulate(
+        written(1, r0="0F1", r1="1F1"), 1, lambda rank, a: 4.0 if rank else 8.0, nothing, Machine(seats=seats)
+    )
     # Both at 0.8 until the first is done at 5; the other has 8 - 4 left.
     assert [when(found, r)[f"{r}F0"][1] for r in range(2)] == pytest.approx([9, 5])
     # Three on two cores: three quarters of the speed until one is done at 4 / 0.75, the others half-way by then, at 0.8 from there on.
@@ -322,7 +339,9 @@ def test_busy_neighbours_slow_each_other():
     assert ended(3, [4.0] * 3, turns) == pytest.approx([4 / 0.75 + 2 / 0.8, 4 / 0.75, 4 / 0.75 + 2 / 0.8], abs=3 * TURN)
     # Two threads of one rank slow each other in the time that it takes alone.
     alone = {0: Seat("h", 2, threads=2, speeds=(1.0, 0.8))}
-    assert when(simulate(written(1, r0="0F1"), 1, lasting(F=4), nothing, Machine(seats=alone)), 0)["0F0"][1] == pytest.approx(4)
+    assert when(simulate(written(1, r0="0F1"), 1, lasting(F=4), nothing, Machine(seats=alone)), 0)["0F0"][
+        1
+    ] == pytest.approx(4)
 
 
 def test_reading_takes_processor_time():
@@ -374,7 +393,10 @@ def test_fair_rates_are_max_min_fair(data):
 
 
 @LAW
-@given(cores=st.integers(1, 3), work=st.lists(st.tuples(st.sampled_from(OFF_TICKS), st.integers(1, 60)), min_size=1, max_size=7))
+@given(
+    cores=st.integers(1, 3),
+    work=st.lists(st.tuples(st.sampled_from(OFF_TICKS), st.integers(1, 60)), min_size=1, max_size=7),
+)
 def test_cores_do_as_a_clock_that_ticks_says(cores, work):
     """Against a walk over time in twentieths of a turn. Ends come before what begins at the same time, and that before a tick."""
     expected = ticked(cores, work)
@@ -436,13 +458,19 @@ def test_what_holds_of_every_run(kind, data):
     name = {"own": lambda a, b: f"{a}>{b}", "one": lambda a, b: "all", "host": lambda a, b: f"nic {a // 2}"}[names]
     seats = {
         rank: Seat(
-            f"h{rank // 3}", 2, writing=data.draw(st.sampled_from([0.0, 0.1])), buffer=3, reading=data.draw(st.sampled_from([0.0, 0.1]))
+            f"h{rank // 3}",
+            2,
+            writing=data.draw(st.sampled_from([0.0, 0.1])),
+            buffer=3,
+            reading=data.draw(st.sampled_from([0.0, 0.1])),
         )
         for rank in range(d)
     }
     seated = data.draw(st.booleans())
     machine = Machine(
-        lambda a, b: Route(((name(a, b), 2.0),), latency), seats if seated else {}, Transport(late=data.draw(st.sampled_from([0.0, 1.0])))
+        lambda a, b: Route(((name(a, b), 2.0),), latency),
+        seats if seated else {},
+        Transport(late=data.draw(st.sampled_from([0.0, 1.0]))),
     )
     found = simulate(wired, batches, lambda rank, a: times.get((a.kind, a.stage), 0.0), lambda *_: size, machine)
     sent, taken, moved = {}, {}, 0.0
@@ -471,12 +499,17 @@ def test_what_holds_of_every_run(kind, data):
         assert found.finish >= alone - 1e-9
     assert sum(found.critical_path.values()) == pytest.approx(found.window[1] - found.window[0], abs=1e-6)
     # Free links and an empty machine are never slower; that does not hold between any two machines.
-    assert simulate(wired, batches, lambda rank, a: times.get((a.kind, a.stage), 0.0), nothing).finish <= found.finish + 1e-9
+    assert (
+        simulate(wired, batches, lambda rank, a: times.get((a.kind, a.stage), 0.0), nothing).finish
+        <= found.finish + 1e-9
+    )
 
 
 def test_ranks_that_wait_for_each_other_are_told():
     program = written(1, r0="0RF1<1 0SF1>1", r1="1RF1<0 1SF1>0")
-    with pytest.raises(VerifyError, match=r"these wait for ever: rank 0 at step 0 \(0RF0<1\), rank 1 at step 0 \(1RF0<0\)"):
+    with pytest.raises(
+        VerifyError, match=r"these wait for ever: rank 0 at step 0 \(0RF0<1\), rank 1 at step 0 \(1RF0<0\)"
+    ):
         simulate(program, 1, nothing, nothing)
 
 

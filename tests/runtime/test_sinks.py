@@ -79,7 +79,10 @@ def test_tensorboard_reads_them_back(tmp_path):
     rows = feed([f"tensorboard:{tmp_path / 'events'}"], tmp_path)
     found = EventAccumulator(str(tmp_path / "events"))
     found.Reload()
-    assert [(event.step, event.value) for event in found.Scalars("lr")] == [(3, pytest.approx(0.1)), (4, pytest.approx(0.1))]
+    assert [(event.step, event.value) for event in found.Scalars("lr")] == [
+        (3, pytest.approx(0.1)),
+        (4, pytest.approx(0.1)),
+    ]
     assert found.Scalars("samples_per_s")[1].value == pytest.approx(rows[1]["samples_per_s"], rel=1e-5)
 
 
@@ -130,10 +133,17 @@ def test_prometheus_demands_a_token(tmp_path, monkeypatch):
     address = f"http://127.0.0.1:{sink.address[1]}/metrics"
     try:
         sink.add(7, {"loss": 0.5})
-        for wrong in ({}, {"Authorization": "Bearer "}, {"Authorization": f"Bearer {token}x"}, {"Authorization": token}):
+        for wrong in (
+            {},
+            {"Authorization": "Bearer "},
+            {"Authorization": f"Bearer {token}x"},
+            {"Authorization": token},
+        ):
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 urllib.request.urlopen(urllib.request.Request(address, headers=wrong), timeout=5)
-        with urllib.request.urlopen(urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"}), timeout=5) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"}), timeout=5
+        ) as answer:
             assert answer.read().decode() == exposition(7, {"loss": 0.5})
     finally:
         sink.close()
@@ -146,10 +156,17 @@ def test_prometheus_demands_a_token(tmp_path, monkeypatch):
 def test_what_cannot_be_opened_is_said_at_once(monkeypatch):
     monkeypatch.setattr("penstock.runtime.sinks.find_spec", lambda name: None)
     assert sink_problems(["prometheus:9090", "prometheus:0.0.0.0:9090", "prometheus:a.prom"]) == []
-    problems = sink_problems(["wandb:mine", "tensorboard:", "grafana:x", "prometheus:", "prometheus:99999", "prometheus:x"])
-    assert problems[0] == "--log wandb:mine: needs the package wandb, which is not installed (pip install 'penstock[wandb]')"
+    problems = sink_problems(
+        ["wandb:mine", "tensorboard:", "grafana:x", "prometheus:", "prometheus:99999", "prometheus:x"]
+    )
+    assert (
+        problems[0]
+        == "--log wandb:mine: needs the package wandb, which is not installed (pip install 'penstock[wandb]')"
+    )
     assert problems[1] == "--log tensorboard:: expected tensorboard:DIR"
-    assert problems[2].startswith("--log grafana:x: knows tensorboard:DIR, wandb:PROJECT, mlflow:EXPERIMENT, prometheus:PORT")
+    assert problems[2].startswith(
+        "--log grafana:x: knows tensorboard:DIR, wandb:PROJECT, mlflow:EXPERIMENT, prometheus:PORT"
+    )
     assert len(problems) == 6
 
 

@@ -47,7 +47,11 @@ def check_arrows(events: list[dict]) -> int:
     assert starts.keys() == ends.keys()
     for number, start in starts.items():
         (send, receive) = (
-            next(Action.parse(s["name"]) for s in slices if s["pid"] == e["pid"] and s["ts"] <= e["ts"] <= s["ts"] + s["dur"] + 0.1)
+            next(
+                Action.parse(s["name"])
+                for s in slices
+                if s["pid"] == e["pid"] and s["ts"] <= e["ts"] <= s["ts"] + s["dur"] + 0.1
+            )
             for e in (start, ends[number])
         )
         assert (send.kind[0], receive.kind[0], send.kind[1:], send.mb) == ("S", "R", receive.kind[1:], receive.mb)
@@ -61,14 +65,19 @@ def test_a_run_of_two_stages(bundle_of, tmp_path):
         list(job.run(make_batches(3, 2)))
     write_trace(path, job.traces, module=job.module, held=job.held)
     events = check_schema(path.read_text())
-    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0 (stage 0, cpu:0)", "rank 1 (stage 1, cpu:1)"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
+        "rank 0 (stage 0, cpu:0)",
+        "rank 1 (stage 1, cpu:1)",
+    ]
     assert check_arrows(events) == 2 * 3 * 2
     for rank in range(2):
         counted = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == rank]
         assert max(counted) > 0
         assert (min(counted), counted[-1]) == (0, 0)  # all that was kept was dropped
     kept = {
-        (e["args"]["value"], e["args"]["microbatch"]) for e in events if e["ph"] == "i" and e["pid"] == 1 and e["name"].startswith("keep")
+        (e["args"]["value"], e["args"]["microbatch"])
+        for e in events
+        if e["ph"] == "i" and e["pid"] == 1 and e["name"].startswith("keep")
     }
     assert {("h0", mb) for mb in range(6)} <= kept
     check_memory(bundle.module, events)
@@ -86,7 +95,10 @@ def check_memory(module, events):
                 continue
             graph, _, made = args["op"].partition(": ")
             if args["op"] != "input":
-                assert any(op.kind == made.split()[0] and args["value"] in [out.name for out in op.outs] for op in module.graphs[graph].ops)
+                assert any(
+                    op.kind == made.split()[0] and args["value"] in [out.name for out in op.outs]
+                    for op in module.graphs[graph].ops
+                )
             key = (args["value"], args.get("microbatch"), args.get("batch"))
             if event["name"].startswith("keep"):
                 lying[key] = args["block"]
@@ -97,14 +109,19 @@ def check_memory(module, events):
         assert versioned
         for name, var in versioned.items():
             written = [e["args"] for e in own if e["name"] == f"write @{name}"]
-            assert [(args["version"], args["block"]) for args in written] == [(v, v % var.versions) for v in range(1, len(written) + 1)]
+            assert [(args["version"], args["block"]) for args in written] == [
+                (v, v % var.versions) for v in range(1, len(written) + 1)
+            ]
             assert all(args["bytes"] == var.type.nbytes for args in written)
             retired = [e["args"]["version"] for e in own if e["name"] == f"retire @{name}"]
             assert retired == sorted(set(retired))
             updates = [e for e in events if e["ph"] == "X" and e["pid"] == rank and Action.parse(e["name"]).kind == "U"]
             assert len(written) == len(updates) == 3
             # Under 2bw the versions that two updates may still need are there.
-            times = {kind: {e["args"]["version"]: e["ts"] for e in own if e["name"] == f"{kind} @{name}"} for kind in ("write", "retire")}
+            times = {
+                kind: {e["args"]["version"]: e["ts"] for e in own if e["name"] == f"{kind} @{name}"}
+                for kind in ("write", "retire")
+            }
             for version, at in times["write"].items():
                 gone = version - var.versions
                 assert gone < 0 or times["retire"][gone] <= at
@@ -115,7 +132,10 @@ def test_control_a_wrong_block_is_seen(bundle_of, tmp_path):
     with Job(bundle, timeout=20, trace=True) as job:
         list(job.run(make_batches(3, 2)))
     for field in ("block", "version"):
-        held = [[entry._replace(**{field: getattr(entry, field) + 1}) if entry.version == 2 else entry for entry in of] for of in job.held]
+        held = [
+            [entry._replace(**{field: getattr(entry, field) + 1}) if entry.version == 2 else entry for entry in of]
+            for of in job.held
+        ]
         write_trace(path, job.traces, module=job.module, held=held)
         with pytest.raises(AssertionError):
             check_memory(bundle.module, check_schema(path.read_text()))
@@ -123,7 +143,13 @@ def test_control_a_wrong_block_is_seen(bundle_of, tmp_path):
 
 def test_control_an_arrow_to_the_wrong_receive_is_seen(tmp_path):
     path = tmp_path / "t.json"
-    write_trace(path, [[("0SF0>1", 0.0, 0.1), ("0SF1>1", 0.2, 0.3)], [("1RF0<0", 0.1, 0.2), ("1RF1<0", 0.4, 0.5), ("1RF2<0", 0.6, 0.7)]])
+    write_trace(
+        path,
+        [
+            [("0SF0>1", 0.0, 0.1), ("0SF1>1", 0.2, 0.3)],
+            [("1RF0<0", 0.1, 0.2), ("1RF1<0", 0.4, 0.5), ("1RF2<0", 0.6, 0.7)],
+        ],
+    )
     events = check_schema(path.read_text())
     assert check_arrows(events) == 2
     ends = [e for e in events if e["ph"] == "f"]

@@ -73,13 +73,19 @@ def test_ranks_must_agree(talk):
 @pytest.mark.parametrize(
     ("scenario", "message"),
     [
-        ("silent", "rank 1 (stage 1) did not answer within 1 s; waited for 0RB5<1 (receive of the gradient of microbatch 5 from rank 1)"),
+        (
+            "silent",
+            "rank 1 (stage 1) did not answer within 1 s; waited for 0RB5<1 (receive of the gradient of microbatch 5 from rank 1)",
+        ),
         (
             "deaf",
             "rank 1 (stage 1) did not answer within 1 s; waited for 0SF5>1 (send of microbatch 5 to rank 1), which carries %vf32 : f32[3,5]",
         ),
         ("gone", "rank 1 (stage 1) closed the connection"),
-        ("shared_deaf", "rank 1 (stage 1) did not answer within 1 s; waited for 0SF5>1 (send of microbatch 5 to rank 1)"),
+        (
+            "shared_deaf",
+            "rank 1 (stage 1) did not answer within 1 s; waited for 0SF5>1 (send of microbatch 5 to rank 1)",
+        ),
         ("shared_gone", "rank 1 (stage 1) closed the connection"),
         ("shared_mixed_up", "rank 1 (stage 1) expects message 5 where 4 is sent"),
         ("absent", "waited up to 1 s for 'roll' of rank 1"),

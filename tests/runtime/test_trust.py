@@ -159,7 +159,9 @@ def test_friends_hear_each_other(meshes, secret):
     assert hear(high, low, until=bool) == [(0, Pulse("0F1", 4))]
 
 
-@pytest.mark.parametrize(("trust", "token"), [(Trust(b"t" * 32), TOKEN), (Trust(SECRET), "of another start"), (Trust(), TOKEN)])
+@pytest.mark.parametrize(
+    ("trust", "token"), [(Trust(b"t" * 32), TOKEN), (Trust(SECRET), "of another start"), (Trust(), TOKEN)]
+)
 def test_who_has_another_secret_is_refused(meshes, trust, token):
     """The one who connects sees it first: it says nothing, and hears whose fault it is."""
     low, high = meshes(0, Trust(SECRET)), meshes(1, trust, token)
@@ -274,7 +276,16 @@ def test_an_authority_signs_several(meshes, tmp_path):
         folder.mkdir()
         words = "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=host -keyout key.pem -out request.pem"
         subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True, timeout=60)
-        signing = ["x509", "-req", "-in", "request.pem", "-CA", str(authority / "cert.pem"), "-CAkey", str(authority / "key.pem")]
+        signing = [
+            "x509",
+            "-req",
+            "-in",
+            "request.pem",
+            "-CA",
+            str(authority / "cert.pem"),
+            "-CAkey",
+            str(authority / "key.pem"),
+        ]
         signing += ["-CAcreateserial", "-days", "30", "-out", "cert.pem"]
         subprocess.run(["openssl", *signing], cwd=folder, check=True, capture_output=True, timeout=60)
         shutil.copy(authority / "cert.pem", folder / "ca.pem")
@@ -296,7 +307,17 @@ def test_files_that_are_none(tls, tmp_path):
         assert problem.startswith(f"--tls {folder}: no certificate and key: ")
     locked = tmp_path / "locked"
     locked.mkdir()
-    command = ["openssl", "ec", "-in", str(tls / "key.pem"), "-aes128", "-passout", "pass:word", "-out", str(locked / "key.pem")]
+    command = [
+        "openssl",
+        "ec",
+        "-in",
+        str(tls / "key.pem"),
+        "-aes128",
+        "-passout",
+        "pass:word",
+        "-out",
+        str(locked / "key.pem"),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     shutil.copy(tls / "cert.pem", locked)
     with pytest.raises(UsageError, match="no certificate and key"):
@@ -354,7 +375,9 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("other", [SECRET.decode(), pytest.param("t" * 32, marks=pytest.mark.slow)], ids=["same", "other"])
+@pytest.mark.parametrize(
+    "other", [SECRET.decode(), pytest.param("t" * 32, marks=pytest.mark.slow)], ids=["same", "other"]
+)
 def test_gloo_meets_at_a_sealed_store(store, other):
     """Its addresses are sealed as well: with another secret the ranks do not connect."""
     command = [sys.executable, "-c", CONNECT]
@@ -400,7 +423,12 @@ def test_a_group_with_a_secret_over_tls(bundle_of, tmp_path, tls, secrets):
 @pytest.mark.slow
 def test_a_group_with_two_secrets(bundle_of, tmp_path, tls, secrets):
     """Both ranks end, soon, and say why."""
-    both = start(bundle_of(2, "1f1b", 2).path, tmp_path, 20, more=[("--secret", str(secret), "--tls", str(tls)) for secret in secrets])
+    both = start(
+        bundle_of(2, "1f1b", 2).path,
+        tmp_path,
+        20,
+        more=[("--secret", str(secret), "--tls", str(tls)) for secret in secrets],
+    )
     said = finish(both)
     assert [process.returncode for process in both] == [5, 5], said
     assert "the ranks do not have the same trust" in said[0] + said[1]
@@ -421,7 +449,12 @@ def listening(processes: list[int]) -> set[tuple[str, int]]:
             if state == "0A" and f"socket:[{inode}]" in own:
                 address, port = local.split(":")
                 words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
-                found.add((socket.inet_ntop(socket.AF_INET if table == "tcp" else socket.AF_INET6, b"".join(words)), int(port, 16)))
+                found.add(
+                    (
+                        socket.inet_ntop(socket.AF_INET if table == "tcp" else socket.AF_INET6, b"".join(words)),
+                        int(port, 16),
+                    )
+                )
     return found
 
 
@@ -433,7 +466,9 @@ def test_what_a_local_run_listens_on(bundle_of, monkeypatch, shared):
     monkeypatch.setattr(launch, "Join", lambda port: (ports.append(port), Join(port))[1])
     with Job(bundle_of(2, "1f1b", 2), timeout=20, data=DataSpec()) as job:
         found = listening(job.workers.process_ids())
-        value = TCPStore("127.0.0.1", ports[0], None, False, timedelta(seconds=5), wait_for_workers=False).get("agree/module.ir/0")
+        value = TCPStore("127.0.0.1", ports[0], None, False, timedelta(seconds=5), wait_for_workers=False).get(
+            "agree/module.ir/0"
+        )
         list(job.steps_from_data(2))
     assert ("127.0.0.1", ports[0]) in found
     if shared == "1":

@@ -58,7 +58,12 @@ def _dims(shape: tuple[int, ...], dtype: str = "T") -> str:
 
 
 def convolution(
-    x: tuple[int, ...], filters: int, kernel: tuple[int, ...], groups: int = 1, dtypes: Sequence[str] = SINGLE, **window: tuple[int, ...]
+    x: tuple[int, ...],
+    filters: int,
+    kernel: tuple[int, ...],
+    groups: int = 1,
+    dtypes: Sequence[str] = SINGLE,
+    **window: tuple[int, ...],
 ) -> None:
     """A convolution and both its gradients."""
     w = (filters, x[1] // groups, *kernel)
@@ -123,7 +128,14 @@ sample("attention", "f32[2,1,4,8]", "f32[2,1,11,8]", "f32[2,1,11,3]", scale=1.0)
 sample("attention", *_HEADS, "bool[2,1,1,9]", dtypes=("f32", "f16"), scale=0.4)
 sample("attention", *_LONG, "f32[37,37]", scale=0.25, causal=True)
 sample("attention", "f32[0,2,4,8]", "f32[0,2,4,8]", "f32[0,2,4,8]", scale=1.0)
-refuse("attention", "f32[2,3,4]", "f32[2,3,4]", "f32[2,3,4]", scale=1.0, because="needs \\[batch, heads, positions, size\\]")
+refuse(
+    "attention",
+    "f32[2,3,4]",
+    "f32[2,3,4]",
+    "f32[2,3,4]",
+    scale=1.0,
+    because="needs \\[batch, heads, positions, size\\]",
+)
 refuse("attention", "f32[2,3,4,5]", "f32[2,3,4,6]", "f32[2,3,4,5]", scale=1.0, because="do not fit")
 refuse("attention", "f32[2,3,4,5]", "f32[2,3,4,5]", "f32[2,3,4,5]", because="attribute scale is missing")
 refuse("attention", "f32[2,3,4,5]", "f32[2,3,0,5]", "f32[2,3,0,5]", scale=1.0, because="must not be empty")
@@ -137,4 +149,11 @@ sample("attention_grad", *(_LONG[:1] * 5), *("f32[1,2,37]",) * 2, "f32[37,37]", 
 sample("attention_grad", *(_LONG[:1] * 5), *("f32[1,2,37]",) * 2, "bool[1,1,37]", scale=0.25)
 sample("attention_grad", *("f32[0,2,4,8]",) * 5, *("f32[0,2,4]",) * 2, scale=1.0)
 refuse("attention_grad", *("f32[2,3,4,5]",) * 5, *("f32[2,3,5]",) * 2, scale=1.0, because="expected row statistics")
-refuse("attention_grad", "f32[2,3,4,6]", *("f32[2,3,4,5]",) * 4, *("f32[2,3,4]",) * 2, scale=1.0, because="result and gradient are")
+refuse(
+    "attention_grad",
+    "f32[2,3,4,6]",
+    *("f32[2,3,4,5]",) * 4,
+    *("f32[2,3,4]",) * 2,
+    scale=1.0,
+    because="result and gradient are",
+)

@@ -81,7 +81,9 @@ def huge(rng: np.random.Generator, t: TensorType) -> Array:
 def wrapping(rng: np.random.Generator, t: TensorType) -> Array:
     """The ends of an integer type, and what divides them badly."""
     limits = np.iinfo(numpy_dtype(t.dtype))
-    return rng.choice(np.array([limits.min, limits.max, 0, 1, 7] + ([-1, -7] if limits.min else [3]), limits.dtype), t.dims)
+    return rng.choice(
+        np.array([limits.min, limits.max, 0, 1, 7] + ([-1, -7] if limits.min else [3]), limits.dtype), t.dims
+    )
 
 
 def index(size: int) -> Draw:
@@ -103,7 +105,13 @@ def pieces(rng: np.random.Generator, t: TensorType) -> Array:
     starts = 10.0 * np.arange(t.dims[0])
     starts[1:][-1:] = 1e18
     shapes = (np.arange(t.dims[0]) + rng.integers(0, 3)) % 3
-    columns = (starts, rng.integers(1, 12, t.dims[0]), rng.uniform(0, 2, t.dims[0]), rng.uniform(0, 2, t.dims[0]), shapes)
+    columns = (
+        starts,
+        rng.integers(1, 12, t.dims[0]),
+        rng.uniform(0, 2, t.dims[0]),
+        rng.uniform(0, 2, t.dims[0]),
+        shapes,
+    )
     return np.stack(columns, axis=1).astype(np.float64)
 
 

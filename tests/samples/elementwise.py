@@ -58,7 +58,12 @@ for _kind in ("add", "sub", "mul", "div", "rem", "pow", "minimum", "maximum", *_
     refuse(_kind, "f32[3]", "f32[4]", because="do not broadcast")
     refuse(_kind, "f32[3]", "f64[3]", because="element types differ")
     if _kind not in _COMPARE:
-        refuse(_kind, "bool[3]", "bool[3]", because="not defined for bool" if _kind != "pow" else "needs a floating-point operand")
+        refuse(
+            _kind,
+            "bool[3]",
+            "bool[3]",
+            because="not defined for bool" if _kind != "pow" else "needs a floating-point operand",
+        )
 sample("div", "T[50]", "T[50]", dtypes=("i64", "i32", "i16", "i8"), draws=wrapping)
 sample("div", "T[50]", "T[50]", dtypes=("u32", "u16", "u8"), draws=wrapping)
 sample("div", "f32[50]", "f32[50]", draws=nasty)

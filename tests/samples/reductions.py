@@ -36,7 +36,14 @@ for _kind in ("sum", "mean"):
 sample("sum", "T[2,30]", dtypes=INTS, axes=(1,), draws=wrapping)
 refuse("max", "f32[0,5]", axes=(0,), because="no largest")
 refuse("mean", "i64[0,5]", axes=(0,), because="no mean")
-for _pattern, _axis in (("f32[4,37]", 1), ("f32[4,37]", 0), ("f32[2,40,3]", -2), ("f32[5,1]", 1), ("f32[0,5]", 1), ("f32[5]", 0)):
+for _pattern, _axis in (
+    ("f32[4,37]", 1),
+    ("f32[4,37]", 0),
+    ("f32[2,40,3]", -2),
+    ("f32[5,1]", 1),
+    ("f32[0,5]", 1),
+    ("f32[5]", 0),
+):
     sample("argmax", _pattern, axis=_axis)
 sample("argmax", "T[3,20]", dtypes=(*HALF, *INTS, "f64"), axis=-1, draws=ties)
 sample("argmax", "f32[6,40]", axis=-1, draws=nasty)

@@ -67,7 +67,9 @@ SAMPLES: list[Sample] = []
 REFUSED: list[Refused] = []
 
 
-def sample(kind: str, *pattern: str, dtypes: Sequence[str] = SINGLE, draws: Sequence[Draw] | Draw = (), **attrs: object) -> None:
+def sample(
+    kind: str, *pattern: str, dtypes: Sequence[str] = SINGLE, draws: Sequence[Draw] | Draw = (), **attrs: object
+) -> None:
     """Add an operation for each element type; one draw stands for all operands."""
     chosen = tuple(draws) if isinstance(draws, Sequence) else (draws,) * len(pattern)
     for dtype in dtypes:
@@ -76,7 +78,9 @@ def sample(kind: str, *pattern: str, dtypes: Sequence[str] = SINGLE, draws: Sequ
         SAMPLES.append(Sample(kind, types, filled, chosen, (pattern, attrs), named))  # type: ignore[arg-type]
 
 
-def fill(pattern: tuple[tuple[str, ...], Mapping[str, object]], dtype: str) -> tuple[tuple[str, ...], dict[str, object]]:
+def fill(
+    pattern: tuple[tuple[str, ...], Mapping[str, object]], dtype: str
+) -> tuple[tuple[str, ...], dict[str, object]]:
     """Types and attributes with an element type in the place of `T`."""
     types, attrs = pattern
     return tuple(t.replace("T", dtype) for t in types), {k: dtype if v == "T" else v for k, v in attrs.items()}
@@ -108,7 +112,13 @@ def touched(rule: Rule) -> Rule:
         first, *rest = (np.array(y) for y in rule(x, a))
         if first.size:
             at = tuple(n - 1 for n in first.shape)
-            first[at] = ~first[at] if first.dtype == bool else 1 if not np.isfinite(first[at]) else first[at] + first.dtype.type(1)
+            first[at] = (
+                ~first[at]
+                if first.dtype == bool
+                else 1
+                if not np.isfinite(first[at])
+                else first[at] + first.dtype.type(1)
+            )
         return (first, *rest)
 
     return wrong

@@ -42,13 +42,17 @@ for _kind, _states, _scalars, _variants in (
 ):
     # The learning rate is positive; so are second moments and 1 - beta^t.
     _draws = (
-        (normal, normal, normal, positive, fraction, fraction, positive) if _kind == "adamw" else (*(normal,) * (2 + _states), positive)
+        (normal, normal, normal, positive, fraction, fraction, positive)
+        if _kind == "adamw"
+        else (*(normal,) * (2 + _states), positive)
     )
     for _variant in _variants:
         sample(_kind, *[_W] * (2 + _states), *["T[]"] * _scalars, draws=_draws, **_variant)
     sample(_kind, *["T[9]"] * (2 + _states), *["T[]"] * _scalars, dtypes=("f64", *HALF), draws=_draws)
     sample(_kind, *["f32[]"] * (2 + _states + _scalars), draws=_draws)
     sample(_kind, *["f32[0,4]"] * (2 + _states), *["f32[]"] * _scalars, draws=_draws)
-    refuse(_kind, "f32[4]", *["f32[5]"] * (1 + _states), *["f32[]"] * _scalars, because="weight, gradient and state differ")
+    refuse(
+        _kind, "f32[4]", *["f32[5]"] * (1 + _states), *["f32[]"] * _scalars, because="weight, gradient and state differ"
+    )
     refuse(_kind, *["f32[4]"] * (2 + _states), *["f32[1]"] * _scalars, because=f"expected {_scalars} scalars")
     refuse(_kind, *["i64[4]"] * (2 + _states), *["i64[]"] * _scalars, because="floating-point")

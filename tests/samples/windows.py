@@ -33,4 +33,12 @@ sample("max_pool_grad", "T[2,3,9,11]", "T[2,3,5,6]", "T[2,3,5,6]", dtypes=FLOATS
 sample("max_pool_grad", "f32[2,3,8,20]", "f32[2,3,4,10]", "f32[2,3,4,10]", window=(2, 2), strides=(2, 2))
 sample("max_pool_grad", "f32[2,3,8]", "f32[2,3,4]", "f32[2,3,4]", window=(3,), dilations=(2,))
 sample("max_pool_grad", "f32[0,3,8]", "f32[0,3,4]", "f32[0,3,4]", window=(3,), dilations=(2,))
-refuse("max_pool_grad", "f32[2,3,8]", "f32[2,3,4]", "f32[2,3,5]", window=(3,), dilations=(2,), because="result and gradient are")
+refuse(
+    "max_pool_grad",
+    "f32[2,3,8]",
+    "f32[2,3,4]",
+    "f32[2,3,5]",
+    window=(3,),
+    dilations=(2,),
+    because="result and gradient are",
+)

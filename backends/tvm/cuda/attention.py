@@ -59,11 +59,16 @@ class _Scores:
         """The score of a query and a key that it may look at."""
         body = self.body
         size = self.q.type.dims[3]
-        s = self.dot(lambda d: body.at(self.q, (*lead, row, d)), lambda d: body.at(self.k, (*lead, key, d)), size) * self.scale
+        s = (
+            self.dot(lambda d: body.at(self.q, (*lead, row, d)), lambda d: body.at(self.k, (*lead, key, d)), size)
+            * self.scale
+        )
         if self.mask is None:
             return self.emit.bind(s)
         m = self._mask(lead, row, key)
-        return self.emit.bind(tirx.Select(m, s, self.lowest) if self._hides() else body.functions.larger(s + m, self.lowest))
+        return self.emit.bind(
+            tirx.Select(m, s, self.lowest) if self._hides() else body.functions.larger(s + m, self.lowest)
+        )
 
     def _hides(self) -> bool:
         return self.mask is not None and self.mask.type.dtype == "bool"
@@ -139,9 +144,15 @@ def emit_attention(body: DeviceBody, op: Op) -> None:
                 emit.store(mine, scores.score(tuple(lead), row, key), zero())
             before = emit.bind(emit.load(largest, zero()))
             top = emit.bind(
-                body.functions.larger(before, _fold(body, emit.load(mine, zero()), dtype, -math.inf, body.functions.larger, thread))
+                body.functions.larger(
+                    before, _fold(body, emit.load(mine, zero()), dtype, -math.inf, body.functions.larger, thread)
+                )
             )
-            emit.store(shares, tirx.Select(visible, body.functions.exp(emit.load(mine, zero()) - top), literal(0, dtype)), thread)
+            emit.store(
+                shares,
+                tirx.Select(visible, body.functions.exp(emit.load(mine, zero()) - top), literal(0, dtype)),
+                thread,
+            )
             fade = body.functions.exp(before - top)
             emit.store(largest, top, zero())
             emit.store(total, emit.load(total, zero()) * fade, zero())
@@ -236,6 +247,8 @@ def _share(
         p = emit.bind(body.functions.exp(s - body.at(largest, (*lead, row))) / body.at(total, (*lead, row)))
         if shares is not None:
             emit.store(shares, p, thread)
-        product = scores.dot(lambda c: body.at(dy, (*lead, row, c)), lambda c: body.at(v, (*lead, key, c)), v.type.dims[3])
+        product = scores.dot(
+            lambda c: body.at(dy, (*lead, row, c)), lambda c: body.at(v, (*lead, key, c)), v.type.dims[3]
+        )
         slope = emit.bind(p * (product - dot))
         emit.store(slopes, scores.shown(lead, row, key, slope) * scores.scale, thread)

@@ -69,7 +69,11 @@ def check_architecture(name: str) -> None:
     """UsageError when this machine cannot make code for an architecture."""
     device_machine(name)
     if name not in known_architectures():
-        raise UsageError(f"nvcc makes no code for {name!r}", where=nvcc_version(), hint=f"it knows {', '.join(known_architectures())}")
+        raise UsageError(
+            f"nvcc makes no code for {name!r}",
+            where=nvcc_version(),
+            hint=f"it knows {', '.join(known_architectures())}",
+        )
 
 
 def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions) -> Built:
@@ -101,7 +105,9 @@ def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions) ->
         finally:
             if viewer is not None:
                 # Of code that nvcc refuses, too.
-                sources = StageSources(target, calls_of(lowered, called), kernels, functions_text(module), "".join(device))
+                sources = StageSources(
+                    target, calls_of(lowered, called), kernels, functions_text(module), "".join(device)
+                )
                 viewer.sources(out.name.partition(".")[0], sources)
         content = out.read_bytes()
         libraries.put(key, content)
@@ -128,7 +134,9 @@ def compile_apart(module: str, target: str, out: Path, where: str, device: list[
         (work / "module.json").write_text(module)
         command = [sys.executable, "-P", "-m", f"{__package__}.compiler", str(work), target]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False, env=environment())
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_LONGEST, check=False, env=environment()
+            )
         except subprocess.TimeoutExpired as error:
             raise BuildError(f"nvcc did not finish within {_LONGEST:g} s", where=where) from error
         if device is not None and (work / "kernels.cu").exists():
@@ -137,5 +145,7 @@ def compile_apart(module: str, target: str, out: Path, where: str, device: list[
         if failure.exists():
             raise BuildError(**json.loads(failure.read_text()), where=where)
         if done.returncode != 0:
-            raise BuildError(f"the compiler for {target} ended with {done.returncode}: {done.stderr.strip()[-2000:]}", where=where)
+            raise BuildError(
+                f"the compiler for {target} ended with {done.returncode}: {done.stderr.strip()[-2000:]}", where=where
+            )
         (work / "stage.so").replace(out)

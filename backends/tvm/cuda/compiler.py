@@ -61,7 +61,12 @@ def load_driver(folder: Path) -> None:
     source = "".join(f"int {symbol}(void) {{ return {_NO_DEVICE}; }}\n" for symbol in DRIVER_SYMBOLS)
     (folder / "driver.c").write_text(source)
     command = ["g++", "-x", "c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1", "driver.c"]
-    _run(command, folder, "cannot make a stand-in for libcuda.so.1", "g++ must be on the PATH of the machine that compiles")
+    _run(
+        command,
+        folder,
+        "cannot make a stand-in for libcuda.so.1",
+        "g++ must be on the PATH of the machine that compiles",
+    )
     ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
 
 
@@ -72,7 +77,9 @@ def load_runtime() -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is not None:
         # nvcc on the PATH may be a script that starts the real one.
-        root = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null"], capture_output=True, text=True, check=False).stderr
+        root = subprocess.run(
+            [nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null"], capture_output=True, text=True, check=False
+        ).stderr
         tops = [line.partition("TOP=")[2].strip() for line in root.splitlines() if "TOP=" in line]
         found += [Path(top) / folder / name for top in tops for folder in ("lib64", "lib", "targets/x86_64-linux/lib")]
     found += [Path(entry) / "nvidia" / "cu13" / "lib" / name for entry in sys.path]
@@ -82,7 +89,9 @@ def load_runtime() -> None:
             return
         except OSError:
             continue
-    raise CompilerFailure(f"{name} was not found", "it is part of the CUDA toolkit, version 13; TVM's CUDA runtime is linked with it")
+    raise CompilerFailure(
+        f"{name} was not found", "it is part of the CUDA toolkit, version 13; TVM's CUDA runtime is linked with it"
+    )
 
 
 def compile_module(folder: Path, architecture: str) -> None:
@@ -95,7 +104,8 @@ def compile_module(folder: Path, architecture: str) -> None:
 
     if "tvm_runtime_cuda" not in _LOADED_LIBS:
         raise CompilerFailure(
-            "TVM's libtvm_runtime_cuda.so is missing or cannot be loaded", "install the pinned apache-tvm wheel for x86-64 Linux"
+            "TVM's libtvm_runtime_cuda.so is missing or cannot be loaded",
+            "install the pinned apache-tvm wheel for x86-64 Linux",
         )
     from .pipeline import PIPELINE
     from .target import cuda_target
@@ -104,7 +114,12 @@ def compile_module(folder: Path, architecture: str) -> None:
         (folder / "kernels.cu").write_text(source)
         number = architecture.removeprefix("sm_")
         options = ["--cubin", "-O3", "-w", "-gencode", f"arch=compute_{number},code=sm_{number}"]
-        _run(["nvcc", *options, "-o", "kernels.cubin", "kernels.cu"], folder, "nvcc failed", "`--dump-ir` keeps the source")
+        _run(
+            ["nvcc", *options, "-o", "kernels.cubin", "kernels.cu"],
+            folder,
+            "nvcc failed",
+            "`--dump-ir` keeps the source",
+        )
         return bytearray((folder / "kernels.cubin").read_bytes())
 
     tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_source, override=True)
@@ -122,7 +137,10 @@ def main(folder: Path, architecture: str) -> int:
         failure = {"what": error.what, "hint": error.hint}
     except RuntimeError as error:
         # An error of the callback comes back through TVM, which keeps its text only.
-        failure = {"what": f"TVM could not compile the stage: {str(error).strip()[-2000:]}", "hint": "`--dump-ir` shows the kernels"}
+        failure = {
+            "what": f"TVM could not compile the stage: {str(error).strip()[-2000:]}",
+            "hint": "`--dump-ir` shows the kernels",
+        }
     else:
         return 0
     (folder / "failure.json").write_text(json.dumps(failure))

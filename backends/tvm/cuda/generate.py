@@ -115,8 +115,12 @@ def _chains(body: DeviceBody, indices: Value, size: int) -> tuple[Buffer, Buffer
             with emit.loop(count) as back:
                 other = emit.bind(count - 1 - back, "m")
                 equal = emit.bind(tirx.EQ(emit.load(row, other), own))
-                emit.store(following, tirx.Select(tirx.all(equal, other > n), other, emit.load(following, zero())), zero())
-                emit.store(leads, tirx.Select(tirx.all(equal, other < n), literal(0, "i32"), emit.load(leads, zero())), zero())
+                emit.store(
+                    following, tirx.Select(tirx.all(equal, other > n), other, emit.load(following, zero())), zero()
+                )
+                emit.store(
+                    leads, tirx.Select(tirx.all(equal, other < n), literal(0, "i32"), emit.load(leads, zero())), zero()
+                )
             emit.store(after, emit.load(following, zero()), n)
             emit.store(first, emit.load(leads, zero()), n)
     return row, after, first
@@ -187,7 +191,9 @@ def emit_topk(body: DeviceBody, op: Op) -> None:
         with emit.loop(dims[axis]) as c, body.point():
             other = emit.bind(select.order_key(body, body.at(x, (*index[:axis], c, *index[axis + 1 :])), largest))
             before = tirx.Or(other > mine, tirx.And(tirx.EQ(other, mine), c < own))
-            emit.store(rank, emit.load(rank, zero()) + tirx.Select(before, literal(1, "i32"), literal(0, "i32")), zero())
+            emit.store(
+                rank, emit.load(rank, zero()) + tirx.Select(before, literal(1, "i32"), literal(0, "i32")), zero()
+            )
         place = emit.bind(emit.load(rank, zero()), "place")
         with emit.when(place < count), body.point():
             target = (*index[:axis], place, *index[axis + 1 :])

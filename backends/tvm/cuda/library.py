@@ -35,7 +35,11 @@ def library_call(group: Group) -> Kernel:
         base, chain = _base_of(group, value)
         bases.append(base)
         chains.append(chain)
-    if op.kind in ("attention", "attention_grad") and op.ins[-1].type.dtype == "bool" and op.outs[0].type.dtype in HALVES:
+    if (
+        op.kind in ("attention", "attention_grad")
+        and op.ins[-1].type.dtype == "bool"
+        and op.outs[0].type.dtype in HALVES
+    ):
         raise NotOneKernel("a row that sees nothing needs the lowest score of a wider type")
     outs = tuple(v for v in op.outs if v in group.outs)
     # Results that nobody wants are not computed.

@@ -33,7 +33,9 @@ def find_device(architecture: str, number: int, stage: int) -> torch.device:
     where = f"stage {stage}"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        reason = "the installed torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
+        reason = (
+            "the installed torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
+        )
         raise UsageError(f"wants cuda {architecture}; this host has none", where=where, hint=reason)
     if number >= count:
         raise UsageError(

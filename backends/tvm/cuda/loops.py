@@ -83,7 +83,9 @@ class DeviceLoops:
         columns = bool(kept and wide) and wide[-1] in kept
 
         def at(o: Expr, r: Expr) -> Sequence[Expr]:
-            return sweep.element(sweep.place((kept, unravel(o, sweep.dims(kept))), (axes, unravel(r, sweep.dims(axes)))))
+            return sweep.element(
+                sweep.place((kept, unravel(o, sweep.dims(kept))), (axes, unravel(r, sweep.dims(axes))))
+            )
 
         def finish(o: Expr, totals: Sequence[Expr]) -> None:
             sweep.result(sweep.bound(o, kept), totals)
@@ -175,7 +177,9 @@ def _fold(
     emit = _device(body).emit
     blocks, chunk = ceil_div(count, width), ceil_div(length, segments)
     with emit.launch(blocks * segments, width * groups) as (block, thread):
-        line = emit.bind((block % blocks if segments > 1 else block) * width + (thread % width if width > 1 else 0), "line")
+        line = emit.bind(
+            (block % blocks if segments > 1 else block) * width + (thread % width if width > 1 else 0), "line"
+        )
         segment = emit.bind(block // blocks, "segment") if segments > 1 else zero()
         group = emit.bind(thread // width, "group") if groups > 1 else zero()
         totals = [emit.alloc(1, dtype, "total") for _ in steps]
@@ -199,7 +203,9 @@ def _fold(
             result(line, segment, [emit.bind(emit.load(buffer, at)) for buffer in found])
 
 
-def fold_threads(body: Body, totals: Sequence[Buffer], dtype: str, steps: Steps, thread: Expr, width: int, groups: int) -> list[Buffer]:
+def fold_threads(
+    body: Body, totals: Sequence[Buffer], dtype: str, steps: Steps, thread: Expr, width: int, groups: int
+) -> list[Buffer]:
     """Combine what the threads of a block hold: afterwards the first `width` places of the shared buffers have the results."""
     emit = _device(body).emit
     shared = [emit.shared(width * groups, dtype, "fold") for _ in totals]
@@ -229,7 +235,9 @@ class DeviceRows(Rows):
     body: DeviceBody
     emit: ThreadEmitter
 
-    def __init__(self, body: DeviceBody, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> None:
+    def __init__(
+        self, body: DeviceBody, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]
+    ) -> None:
         super().__init__(body, shape, first, last, values)
         self.threads = min(max(power_of_two(self.length), 32), THREADS)
         self._thread: Expr = zero()
@@ -325,8 +333,22 @@ def emit_tiles(body: DeviceBody, p: Product) -> None:
             emit.store(sums, literal(0, dtype), c)
         with emit.loop(ceil_div(p.k, _K)) as turn:
             start = emit.bind(turn * _K, "k0")
-            _load_panel(body, panels[0], p.m, p.k, top, start, tile, thread, p.a_along_k, lambda i, k: p.a(lead, i, k), dtype)
-            _load_panel(body, panels[1], p.n, p.k, left, start, tile, thread, not p.b_along_j, lambda j, k: p.b(lead, k, j), dtype)
+            _load_panel(
+                body, panels[0], p.m, p.k, top, start, tile, thread, p.a_along_k, lambda i, k: p.a(lead, i, k), dtype
+            )
+            _load_panel(
+                body,
+                panels[1],
+                p.n,
+                p.k,
+                left,
+                start,
+                tile,
+                thread,
+                not p.b_along_j,
+                lambda j, k: p.b(lead, k, j),
+                dtype,
+            )
             emit.barrier()
             with emit.loop(_K) as k:
                 a, b = emit.alloc(each, dtype, "x"), emit.alloc(each, dtype, "y")
@@ -371,4 +393,8 @@ def _load_panel(
             conditions.append(at_k < k_extent)
             at_k = emit.bind(tirx.min(at_k, max(k_extent - 1, 0)), "k")
         value = access(at_i, at_k)
-        emit.store(panel, tirx.Select(tirx.all(*conditions), value, literal(0, dtype)) if conditions else value, k * (tile + 1) + i)
+        emit.store(
+            panel,
+            tirx.Select(tirx.all(*conditions), value, literal(0, dtype)) if conditions else value,
+            k * (tile + 1) + i,
+        )

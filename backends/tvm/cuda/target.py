@@ -22,7 +22,9 @@ def device_machine(name: str) -> Machine:
     """The machine behind an architecture name."""
     found = _ARCHITECTURE.fullmatch(name)
     if found is None or int(found[1]) < 70:
-        raise UsageError(f"unknown CUDA architecture {name!r}", hint="names are those of nvcc, from sm_70 on: sm_80, sm_90, ...")
+        raise UsageError(
+            f"unknown CUDA architecture {name!r}", hint="names are those of nvcc, from sm_70 on: sm_80, sm_90, ..."
+        )
     return Machine(name, 1, 1, 1, 1, 1, is_device=True)
 
 
@@ -30,5 +32,11 @@ def cuda_target(name: str) -> Any:
     """TVM's target for an architecture. The host part only calls the kernels: any processor of the kind this one is runs it."""
     import tvm
 
-    device = {"kind": "cuda", "arch": name, "max_shared_memory_per_block": 48 * 1024, "max_threads_per_block": 1024, "thread_warp_size": 32}
+    device = {
+        "kind": "cuda",
+        "arch": name,
+        "max_shared_memory_per_block": 48 * 1024,
+        "max_threads_per_block": 1024,
+        "thread_warp_size": 32,
+    }
     return tvm.target.Target(device, host={"kind": "llvm", "cl-opt": [WITHOUT_VECTOR_COMBINE]})

@@ -39,7 +39,9 @@ def _serve(*arguments: Any) -> None:
     spec = _parse(str(arguments[at]))
     ins = [_viewed(from_dlpack(x), chain) for x, chain in zip(arguments[:at], spec["views"], strict=True)]
     results = iter(arguments[at + 1 :])
-    CALLS[spec["kind"]](spec["attrs"], [from_dlpack(next(results)) if wanted else None for wanted in spec["wanted"]], *ins)
+    CALLS[spec["kind"]](
+        spec["attrs"], [from_dlpack(next(results)) if wanted else None for wanted in spec["wanted"]], *ins
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -129,7 +131,9 @@ def _bias(a: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor, mask: Sequence
         return None
     (m,) = mask
     lowest = torch.finfo(q.dtype).min
-    added = torch.zeros_like(m, dtype=q.dtype).masked_fill_(~m, lowest) if m.dtype == torch.bool else m.clamp(min=lowest)
+    added = (
+        torch.zeros_like(m, dtype=q.dtype).masked_fill_(~m, lowest) if m.dtype == torch.bool else m.clamp(min=lowest)
+    )
     if a["causal"]:
         later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
         added = added.expand(*added.shape[:-2], q.shape[2], k.shape[2]) if added.ndim >= 2 else added
@@ -137,7 +141,9 @@ def _bias(a: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor, mask: Sequence
     return added
 
 
-def _attention(a: Mapping[str, Any], outs: Sequence[Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor) -> None:
+def _attention(
+    a: Mapping[str, Any], outs: Sequence[Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor
+) -> None:
     """Of the row statistics only p = e^(score - largest) / sum matters to whoever takes them. Here `largest` is the logarithm of the sum of
     all e^score, and `sum` is 1."""
     import torch
@@ -155,7 +161,9 @@ def _attention(a: Mapping[str, Any], outs: Sequence[Any], q: torch.Tensor, k: to
         and q.shape[2:] == k.shape[2:] == v.shape[2:]
         and q.shape[3] <= 256
     ):
-        found, logarithm, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=a["scale"])
+        found, logarithm, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, causal, False, scale=a["scale"]
+        )
     else:
         found = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=a["scale"])
         logarithm = None
@@ -167,7 +175,9 @@ def _attention(a: Mapping[str, Any], outs: Sequence[Any], q: torch.Tensor, k: to
         total.fill_(1)
 
 
-def _logarithm(a: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, causal: bool) -> torch.Tensor:
+def _logarithm(
+    a: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, causal: bool
+) -> torch.Tensor:
     """log sum e^score, with all scores in memory for a moment: only where torch's kernel does not hand it out."""
     import torch
 
@@ -181,7 +191,13 @@ def _logarithm(a: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor, bias: tor
 
 
 def _attention_grad(
-    a: Mapping[str, Any], outs: Sequence[Any], dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor
+    a: Mapping[str, Any],
+    outs: Sequence[Any],
+    dy: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *rest: torch.Tensor,
 ) -> None:
     """Torch's kernels want their own record of the forward pass, so that is done once more."""
     import torch

@@ -59,7 +59,9 @@ WITH_SUMS = ("layer_norm_grad",)
 
 # What comes out of nothing: the element of a result that is not empty although an operand is.
 _OF_NOTHING = {
-    **dict.fromkeys(("matmul", "conv", "conv_grad_input", "conv_grad_weight", "gather_grad", "sum", "layer_norm_grad_weight"), 0.0),
+    **dict.fromkeys(
+        ("matmul", "conv", "conv_grad_input", "conv_grad_weight", "gather_grad", "sum", "layer_norm_grad_weight"), 0.0
+    ),
     **dict.fromkeys(("mean", "mse", "cross_entropy"), math.nan),
 }
 

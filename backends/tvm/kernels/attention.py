@@ -75,7 +75,11 @@ class _Head:
         blocks = ceil_div(s.tiles, self.block_tiles)
         with emit.loop(blocks, SERIAL, "i") as i, self.body.point():
             first = i * self.block_rows if blocks > 1 else literal(0, "i32")
-            count = self.block_tiles if s.tiles % self.block_tiles == 0 else smaller(s.tiles - i * self.block_tiles, self.block_tiles)
+            count = (
+                self.block_tiles
+                if s.tiles % self.block_tiles == 0
+                else smaller(s.tiles - i * self.block_tiles, self.block_tiles)
+            )
             self._block(first, count)
 
     def _block(self, first: Expr, count: int | Expr) -> None:
@@ -208,7 +212,9 @@ class _Head:
             with emit.when(row + r < s.queries), self.body.point():
                 top = emit.bind(tirx.BufferLoad(self.top, [at]), "top")
                 # Where the mask hides a whole row, exactly the lowest number.
-                top = tirx.Select(top < tiles.constant(bottom / 2), tiles.constant(bottom), top * tiles.constant(1 / LOG2E))
+                top = tirx.Select(
+                    top < tiles.constant(bottom / 2), tiles.constant(bottom), top * tiles.constant(1 / LOG2E)
+                )
                 self.body.store_apart(top_out, top, (*self.lead, row + r))
                 self.body.store_apart(total_out, total, (*self.lead, row + r))
 
@@ -270,7 +276,9 @@ class _Tile:
             with emit.loop(vectors, SERIAL, "v") as v, tiles.vector() as lane:
                 place = at + r * head.stride + v * s.lanes + lane
                 beside = (t * s.rows + r) * s.lanes + lane
-                x = tiles.only_visible(tirx.BufferLoad(head.scores, [place]), key + v * s.lanes + lane, limit, -math.inf)
+                x = tiles.only_visible(
+                    tirx.BufferLoad(head.scores, [place]), key + v * s.lanes + lane, limit, -math.inf
+                )
                 x = emit.bind(x)
                 emit.store(head.scores, x, place)
                 top = tirx.BufferLoad(head.tops, [beside])

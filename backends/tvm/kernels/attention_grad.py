@@ -84,7 +84,9 @@ class _Head:
             first_key = j * self.block_keys if self.key_blocks > 1 else literal(0, "i32")
             tiles.fill(self.dk, literal(0, "i32"), self.block_keys * self.depth, 0)
             tiles.fill(self.dv, literal(0, "i32"), self.block_keys * self.value_depth, 0)
-            begin = emit.bind(tirx.floordiv(first_key, self.block_rows), "begin") if s.causal and self.key_blocks > 1 else 0
+            begin = (
+                emit.bind(tirx.floordiv(first_key, self.block_rows), "begin") if s.causal and self.key_blocks > 1 else 0
+            )
             with emit.loop(blocks - begin, SERIAL, "i") as step, self.body.point():
                 block = step + begin
                 first = emit.bind(block * self.block_rows, "first")
@@ -184,7 +186,15 @@ class _Head:
         )
 
     def _keys_part(
-        self, target: Buffer, depth: int, left: Buffer, right: Buffer, t: Expr, first: Expr, skipped: int | Expr, length: int | Expr
+        self,
+        target: Buffer,
+        depth: int,
+        left: Buffer,
+        right: Buffer,
+        t: Expr,
+        first: Expr,
+        skipped: int | Expr,
+        length: int | Expr,
     ) -> None:
         """target[key] += sum over rows of left[row, key] * right[row], for a tile of keys."""
         s, tiles = self.s, self.tiles
@@ -223,7 +233,9 @@ class _Head:
         def place(r: int, v: int) -> Expr:
             return (row + r) * depth + start + v * s.lanes
 
-        accumulators = tiles.sums(vectors, length, a, line, start=lambda r, v: tiles.load(target, place(r, v)), unrolled=unrolled)
+        accumulators = tiles.sums(
+            vectors, length, a, line, start=lambda r, v: tiles.load(target, place(r, v)), unrolled=unrolled
+        )
         for r, acc in enumerate(accumulators):
             for v in range(vectors):
                 tiles.store(target, place(r, v), tiles.load(acc, literal(v * s.lanes, "i32")))
@@ -238,7 +250,9 @@ class _Head:
                 if place is not None:
                     self.emit.prefetch(*place)
 
-    def _finish(self, which: int, source: Buffer, depth: int, columns: int, first: Expr, rows: int | Expr, factor: float) -> None:
+    def _finish(
+        self, which: int, source: Buffer, depth: int, columns: int, first: Expr, rows: int | Expr, factor: float
+    ) -> None:
         """Store one gradient."""
         s, emit = self.s, self.emit
         value: Value = self.op.outs[which]
@@ -264,7 +278,9 @@ class _Tile:
         head, row, key = self.head, self.row, self.key
         s, tiles = head.s, head.tiles
         operand, stride, turned, depth = (
-            (head.dy, head.value_depth, head.turned_v, s.value_depth) if slopes else (head.q, head.depth, head.turned_k, s.depth)
+            (head.dy, head.value_depth, head.turned_v, s.value_depth)
+            if slopes
+            else (head.q, head.depth, head.turned_k, s.depth)
         )
         panel = tirx.floordiv(key, s.width) * (depth * s.width)
         return tiles.sums(
@@ -280,7 +296,9 @@ class _Tile:
         return x + tirx.BufferLoad(self.head.shares, [place]) if self.head.mask is not None else x
 
     def _share(self, row: Expr, score: Expr) -> Expr:
-        return self.head.body.functions.exp2(score - tirx.BufferLoad(self.head.top, [row])) * tirx.BufferLoad(self.head.inverse, [row])
+        return self.head.body.functions.exp2(score - tirx.BufferLoad(self.head.top, [row])) * tirx.BufferLoad(
+            self.head.inverse, [row]
+        )
 
     def _slope(self, row: Expr, share: Expr, product: Expr) -> Expr:
         slope = share * (product - tirx.BufferLoad(self.head.dots, [row]))
@@ -297,7 +315,9 @@ class _Tile:
                         place = at + (r * head.stride + v * s.lanes) + lane
                         x = tirx.BufferLoad(acc, [lane + v * s.lanes])
                         if slopes:
-                            head.emit.store(head.slopes, self._slope(row + r, tirx.BufferLoad(head.shares, [place]), x), place)
+                            head.emit.store(
+                                head.slopes, self._slope(row + r, tirx.BufferLoad(head.shares, [place]), x), place
+                            )
                         else:
                             head.emit.store(head.shares, self._share(row + r, self._score(x, place)), place)
 
@@ -311,7 +331,9 @@ class _Tile:
                     with tiles.vector() as lane:
                         place = at + (r * head.stride + v * s.lanes) + lane
                         x = tirx.BufferLoad(acc, [lane + v * s.lanes])
-                        head.emit.store(head.slopes if slopes else head.shares, x if slopes else self._score(x, place), place)
+                        head.emit.store(
+                            head.slopes if slopes else head.shares, x if slopes else self._score(x, place), place
+                        )
 
     def after(self, vectors: int | Expr) -> None:
         """Shares and slopes of such a tile."""

@@ -77,7 +77,9 @@ def sizes_of(body: Body, op: Op, q: Value, k: Value, v: Value) -> Sizes:
     causal = bool(complete_attrs(op)["causal"])
     # Behind the last query no key is visible.
     keys = min(k.type.dims[2], queries) if causal else k.type.dims[2]
-    return Sizes(batch, queries, keys, depth, v.type.dims[3], causal, lanes, machine.product_rows, machine.product_vectors)
+    return Sizes(
+        batch, queries, keys, depth, v.type.dims[3], causal, lanes, machine.product_rows, machine.product_vectors
+    )
 
 
 def over_heads(body: Body, op: Op, operands: Sequence[Value], ease: int, head: Callable[[Sizes, Index], None]) -> None:
@@ -234,14 +236,20 @@ class Tiles:
                 for r, column in enumerate(columns):
                     self.store(packed, base(group) + (d * lanes + r) * s.width, column)
         if squares * lanes < depth:
-            with emit.loop(groups, SERIAL, "g") as group, emit.loop(depth - squares * lanes, SERIAL, "d") as d, self.vector() as lane:
+            with (
+                emit.loop(groups, SERIAL, "g") as group,
+                emit.loop(depth - squares * lanes, SERIAL, "d") as d,
+                self.vector() as lane,
+            ):
                 x = self.body.at(value, (*lead, group * lanes + lane, d + squares * lanes))
                 emit.store(packed, x, base(group) + (d + squares * lanes) * s.width + lane)
         if odd:
             group = literal(groups, "i32")
             with emit.loop(depth, SERIAL, "d") as d:
                 with emit.loop(odd, SERIAL, "r") as r, self.body.point():
-                    emit.store(packed, self.body.at(value, (*lead, r + groups * lanes, d)), base(group) + d * s.width + r)
+                    emit.store(
+                        packed, self.body.at(value, (*lead, r + groups * lanes, d)), base(group) + d * s.width + r
+                    )
                 with emit.loop(lanes - odd, SERIAL, "r") as r:
                     emit.store(packed, self.constant(0), base(group) + d * s.width + r + odd)
         return packed
@@ -273,7 +281,9 @@ class Tiles:
                     tile.after(vectors)
             return
         all_seen = tirx.all(first_key + s.width <= first_row + 1, first_key + s.width <= s.keys)
-        needed = emit.bind(smaller(tirx.floordiv(self.visible(first_row) - first_key + (s.lanes - 1), s.lanes), s.vectors), "n")
+        needed = emit.bind(
+            smaller(tirx.floordiv(self.visible(first_row) - first_key + (s.lanes - 1), s.lanes), s.vectors), "n"
+        )
         with emit.when(all_seen):
             tile.whole()
         with emit.when(tirx.Not(all_seen)):
@@ -290,7 +300,15 @@ class Tiles:
     # ------------------------------------------------------------------------------ masks
 
     def mask(
-        self, mask: Value, lead: Index, target: Buffer, stride: int, first_row: Expr, first_key: Expr, rows: int | Expr, keys: int | Expr
+        self,
+        mask: Value,
+        lead: Index,
+        target: Buffer,
+        stride: int,
+        first_row: Expr,
+        first_key: Expr,
+        rows: int | Expr,
+        keys: int | Expr,
     ) -> None:
         """What the mask adds to scores, [rows, stride]: its numbers in units of log 2, or for what it hides the lowest one."""
         emit, body, lanes = self.emit, self.body, self.s.lanes
@@ -314,7 +332,12 @@ class Tiles:
     # ------------------------------------------------------------------------------ results
 
     def each_element(
-        self, accumulators: Sequence[Buffer], first_row: Expr, rows: int, columns: int, finish: Callable[[int, Expr, Expr], None]
+        self,
+        accumulators: Sequence[Buffer],
+        first_row: Expr,
+        rows: int,
+        columns: int,
+        finish: Callable[[int, Expr, Expr], None],
     ) -> None:
         """finish(row of the tile, element, column) for the elements of a tile that exist: the first `columns`, rows below `rows`."""
         emit, lanes = self.emit, self.s.lanes

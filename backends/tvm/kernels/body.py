@@ -109,7 +109,9 @@ class Body:
             table[key] = tirx.decl_buffer(shape, TVM_DTYPES[value.type.dtype], name=f"b{number}", **anywhere)
             data = tirx.buffer_data(table[key])
             size = max(value.type.size, 1)
-            self._views[key] = tirx.decl_buffer((size,), TVM_DTYPES[value.type.dtype], name=f"f{number}", data=data, **anywhere)
+            self._views[key] = tirx.decl_buffer(
+                (size,), TVM_DTYPES[value.type.dtype], name=f"f{number}", data=data, **anywhere
+            )
         return self._views[key]
 
     def operand(self, value: Value) -> Buffer:
@@ -200,7 +202,9 @@ class Body:
         reached = {v for op in ops for v in op.outs}
         found = []
         for op in self.group.ops:
-            if op not in ops and any(v in reached or (v in self.group.inline and self._needs(v, reached)) for v in op.ins):
+            if op not in ops and any(
+                v in reached or (v in self.group.inline and self._needs(v, reached)) for v in op.ins
+            ):
                 reached |= set(op.outs)
                 found.append(op)
         return found
@@ -373,7 +377,9 @@ class Body:
         op = self._producers.get(value) or self.group.inline[value]
         if op.kind not in VIEWS:
             return None
-        found: tuple[Value, Expr] | None = INDEXED[op.kind](self.functions, op, lambda k, i: self.address(op.ins[k], i), index)
+        found: tuple[Value, Expr] | None = INDEXED[op.kind](
+            self.functions, op, lambda k, i: self.address(op.ins[k], i), index
+        )
         return found
 
     def memory(self, found: tuple[Value, Expr]) -> tuple[Buffer, Expr]:
@@ -418,7 +424,9 @@ class Body:
         assert slots <= set(self._slots), "an effect of the group was not emitted"
         params = [*self._ins.values(), *self._slots.values(), *self._outs.values()]
         function = self._function(params, [*self._ins, *self._slots, *self._outs])
-        if self.emit.holds_bools or any(v.type.dtype == "bool" for v in (*self._ins, *(value for _, value in self._outs))):
+        if self.emit.holds_bools or any(
+            v.type.dtype == "bool" for v in (*self._ins, *(value for _, value in self._outs))
+        ):
             function = function.with_attr(HOLDS_BOOLS, True)
         touched = {op.var for op in self.group.ops if op.kind in EFFECTS}
         # `latest` and `next` of a variable may be one buffer.

@@ -97,7 +97,14 @@ def _gathers(op: Op, images: int, positions: int, strides: Pair) -> bool:
 
 
 def _emit_pointwise(
-    body: Body, op: Op, out: Value, source: Value, groups: int, channels: int, g: Geometry, weight: Callable[[Expr, Expr, Expr], Expr]
+    body: Body,
+    op: Op,
+    out: Value,
+    source: Value,
+    groups: int,
+    channels: int,
+    g: Geometry,
+    weight: Callable[[Expr, Expr, Expr], Expr],
 ) -> None:
     spatial = g.sizes(out)
 
@@ -142,7 +149,9 @@ def emit_conv(body: Body, op: Op) -> None:
     g = geometry
     filters = y.type.dims[1] // groups
     spatial, sizes = g.sizes(y), g.sizes(x)
-    padded = tuple((o - 1) * s + (k - 1) * d + 1 for o, s, k, d in zip(spatial, g.strides, g.kernel, g.dilations, strict=True))
+    padded = tuple(
+        (o - 1) * s + (k - 1) * d + 1 for o, s, k, d in zip(spatial, g.strides, g.kernel, g.dilations, strict=True)
+    )
 
     def weight(group: Expr, o: Expr, c: Expr, r: Expr, s: Expr) -> Expr:
         return body.at(w, (group * filters + o, c, s) if g.flat else (group * filters + o, c, r, s))
@@ -175,8 +184,19 @@ def emit_conv(body: Body, op: Op) -> None:
     if tile_conv.suits(body, correlation):
         tile_conv.emit_tile_conv(body, correlation)
     elif _is_pointwise(g, sizes, spatial):
-        _emit_pointwise(body, op, y, x, groups, w.type.dims[1], g, lambda group, o, c: body.at(w, (group * filters + o, c, *_zeros(g))))
-    elif g.kernel == (1, 1) and groups == 1 and not any(g.low) and _gathers(op, y.type.dims[0], prod(spatial), g.strides):
+        _emit_pointwise(
+            body,
+            op,
+            y,
+            x,
+            groups,
+            w.type.dims[1],
+            g,
+            lambda group, o, c: body.at(w, (group * filters + o, c, *_zeros(g))),
+        )
+    elif (
+        g.kernel == (1, 1) and groups == 1 and not any(g.low) and _gathers(op, y.type.dims[0], prod(spatial), g.strides)
+    ):
         windows.emit_conv(body, op)
     else:
         emit_correlation(body, correlation)
@@ -227,7 +247,9 @@ def emit_conv_grad_input(body: Body, op: Op) -> None:
     if tile_conv.suits(body, correlation):
         tile_conv.emit_tile_conv(body, correlation)
     elif _is_pointwise(g, sizes, spatial):
-        _emit_pointwise(body, op, dx, dy, groups, channels, g, lambda group, o, c: body.at(w, (group * channels + c, o, *_zeros(g))))
+        _emit_pointwise(
+            body, op, dx, dy, groups, channels, g, lambda group, o, c: body.at(w, (group * channels + c, o, *_zeros(g)))
+        )
     else:
         emit_correlation(body, correlation)
 
@@ -249,10 +271,16 @@ def _input_gradient(
     spatial = g.sizes(dx)
     step = tuple(s // gcd(s, d) for s, d in zip(g.strides, g.dilations, strict=True))
     dilations = tuple(d // gcd(s, d) for s, d in zip(g.strides, g.dilations, strict=True))
-    rows, columns = (_lines(n, k, s, low, d) for n, k, s, low, d in zip(spatial, g.kernel, g.strides, g.low, g.dilations, strict=True))
+    rows, columns = (
+        _lines(n, k, s, low, d)
+        for n, k, s, low, d in zip(spatial, g.kernel, g.strides, g.low, g.dilations, strict=True)
+    )
     low = tuple(max((-line.start for line in lines if line.taps), default=0) for lines in (rows, columns))
     padded = tuple(
-        max((line.start + (line.count - 1) + (len(line.taps) - 1) * d + 1 + edge for line in lines if line.taps), default=1)
+        max(
+            (line.start + (line.count - 1) + (len(line.taps) - 1) * d + 1 + edge for line in lines if line.taps),
+            default=1,
+        )
         for lines, d, edge in zip((rows, columns), dilations, low, strict=True)
     )
 
@@ -300,7 +328,9 @@ def emit_conv_grad_weight(body: Body, op: Op) -> None:
         g = geometry
         spatial = g.sizes(dy)
         source, gradient = _stored(body, x), _stored(body, dy)
-        padded = tuple((o - 1) * s + (k - 1) * d + 1 for o, s, k, d in zip(spatial, g.strides, g.kernel, g.dilations, strict=True))
+        padded = tuple(
+            (o - 1) * s + (k - 1) * d + 1 for o, s, k, d in zip(spatial, g.strides, g.kernel, g.dilations, strict=True)
+        )
         if source is not None and gradient is not None:
             shape = (dy.type.dims[0], groups, dy.type.dims[1] // groups, dw.type.dims[1])
             rest = (g.sizes(x), spatial, g.kernel, g.strides, g.dilations, g.low, padded)
@@ -340,5 +370,8 @@ def emit_avg_pool_grad(body: Body, op: Op) -> None:
 
     factor = literal(1 / prod(window.kernel) if counted else 1, dtype)
     emit_correlation(
-        body, _input_gradient(op, dx, geometry, dx.type.dims[1], 1, 1, geometry.sizes(dy), share, lambda *_: factor, None, None)
+        body,
+        _input_gradient(
+            op, dx, geometry, dx.type.dims[1], 1, 1, geometry.sizes(dy), share, lambda *_: factor, None, None
+        ),
     )

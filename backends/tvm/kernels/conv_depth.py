@@ -61,7 +61,16 @@ class _Depthwise:
                 with emit.loop(w.filters, SERIAL, "o") as o, emit.loop(w.channels, SERIAL, "c") as c, self.body.point():
                     pair = emit.bind((o * w.channels + c) * self.taps, "pair")
                     if self.taps <= self.most:
-                        self._add(sums, pair, x, c, dy, o, literal(0, "i32"), [divmod(t, w.kernel[1]) for t in range(self.taps)])
+                        self._add(
+                            sums,
+                            pair,
+                            x,
+                            c,
+                            dy,
+                            o,
+                            literal(0, "i32"),
+                            [divmod(t, w.kernel[1]) for t in range(self.taps)],
+                        )
                     else:
                         with emit.loop(w.kernel[0], SERIAL, "r") as r:
                             for first in range(0, w.kernel[1], self.most):
@@ -79,7 +88,11 @@ class _Depthwise:
                 while half > 1:
                     half //= 2
                     with emit.loop(half, VECTOR, "l") as lane:
-                        emit.store(sums, tirx.BufferLoad(sums, [line + lane]) + tirx.BufferLoad(sums, [line + (lane + half)]), line + lane)
+                        emit.store(
+                            sums,
+                            tirx.BufferLoad(sums, [line + lane]) + tirx.BufferLoad(sums, [line + (lane + half)]),
+                            line + lane,
+                        )
                 self.body.finish({w.out: (tirx.BufferLoad(sums, [line]), w.place(g * w.filters + o, c, r, s))})
 
     def _copy_x(self, target: Buffer, group: Expr) -> None:
@@ -106,7 +119,9 @@ class _Depthwise:
             for v in range(w.spatial[1], self.dy_width):
                 emit.store(target, literal(0, self.dtype), h * self.dy_width + v)
 
-    def _add(self, sums: Buffer, pair: Expr, x: Buffer, c: Expr, dy: Buffer, o: Expr, row: Expr, taps: list[tuple[int, int]]) -> None:
+    def _add(
+        self, sums: Buffer, pair: Expr, x: Buffer, c: Expr, dy: Buffer, o: Expr, row: Expr, taps: list[tuple[int, int]]
+    ) -> None:
         """`taps` are counted from kernel row `row`."""
         w, emit, lanes = self.w, self.emit, self.lanes
         accs = [emit.alloc(lanes, self.dtype, "acc") for _ in taps]
@@ -117,10 +132,16 @@ class _Depthwise:
             line = emit.alloc(lanes, self.dtype, "y")
             with emit.loop(lanes, VECTOR, "l") as lane:
                 emit.store(line, tirx.BufferLoad(dy, [(o * w.spatial[0] + h) * self.dy_width + v * lanes + lane]), lane)
-            top = emit.bind((c * self.rows + h * w.strides[0] + row * w.dilations[0]) * (self.split * self.width) + v * lanes, "top")
+            top = emit.bind(
+                (c * self.rows + h * w.strides[0] + row * w.dilations[0]) * (self.split * self.width) + v * lanes, "top"
+            )
             for (r, s), acc in zip(taps, accs, strict=True):
                 column = s * w.dilations[1]
-                at = r * w.dilations[0] * self.split * self.width + column % self.split * self.width + column // self.split
+                at = (
+                    r * w.dilations[0] * self.split * self.width
+                    + column % self.split * self.width
+                    + column // self.split
+                )
                 with emit.loop(lanes, VECTOR, "l") as lane:
                     product = tirx.BufferLoad(x, [top + at + lane]) * tirx.BufferLoad(line, [lane])
                     emit.store(acc, tirx.BufferLoad(acc, [lane]) + product, lane)

@@ -83,7 +83,9 @@ class _Lines:
                         top = tirx.floordiv(unit, c.step[0]) if not isinstance(unit, tirx.IntImm) else unit // c.step[0]
                         self._strip(n, g, packed, starts, top, unit, rows)
 
-    def _strip(self, image: Expr, group: Expr, packed: Buffer, starts: list[int], unit: Expr, row: Expr, rows: int) -> None:
+    def _strip(
+        self, image: Expr, group: Expr, packed: Buffer, starts: list[int], unit: Expr, row: Expr, rows: int
+    ) -> None:
         c, emit, lanes = self.c, self.emit, self.lanes
         wide = self.width * c.step[1] + lanes * self.vectors * c.step[1]
         sums = emit.alloc(c.filters * rows * wide, c.dtype, "sums")
@@ -95,7 +97,9 @@ class _Lines:
             for v, vectors in cover(emit, columns, min(self.vectors, columns), "v"):
                 for h, th in cover(emit, height, self.height, "h"):
                     with self.body.point():
-                        self._tile(image, group, packed, start, phase, unit, h, v * lanes, th, vectors, sums, rows, wide)
+                        self._tile(
+                            image, group, packed, start, phase, unit, h, v * lanes, th, vectors, sums, rows, wide
+                        )
         with emit.loop(c.filters, SERIAL, "o") as o, emit.loop(rows, SERIAL, "h") as h:
             channel = emit.bind(group * c.filters + o, "o")
             line = emit.bind((o * rows + h) * wide, "line")
@@ -157,4 +161,6 @@ class _Lines:
                         emit.store(sums, tirx.BufferLoad(acc, [lane + v * lanes]), line + (lane + v * lanes))
                 else:
                     for lane in range(lanes):
-                        emit.store(sums, tirx.BufferLoad(acc, [lane + v * lanes]), line + (lane + v * lanes) * c.step[1])
+                        emit.store(
+                            sums, tirx.BufferLoad(acc, [lane + v * lanes]), line + (lane + v * lanes) * c.step[1]
+                        )

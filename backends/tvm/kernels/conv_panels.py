@@ -58,7 +58,9 @@ class Panels:
             for i, _ in pieces(emit, height, lanes):
                 with self.body.point():
                     q = p + i
-                    index = c.place(image, channel, row + tirx.floordiv(q, c.spatial[1]), tirx.floormod(q, c.spatial[1]))
+                    index = c.place(
+                        image, channel, row + tirx.floordiv(q, c.spatial[1]), tirx.floormod(q, c.spatial[1])
+                    )
                     self.body.finish({c.out: (tirx.BufferLoad(turned, [j * lanes + i]), index)})
 
         whole, rest = divmod(positions, lanes)

@@ -67,10 +67,15 @@ class _Points:
         self.rows = ceil_div(p.filters, ceil_div(p.filters, self.most))
         # Panels of positions, the last one maybe narrower, in equal parts.
         self.panels = ceil_div(p.positions, self.width)
-        fewest, each = ceil_div(self.panels, max(_PART // p.channels // self.width, 1)), ceil_div(_TASKS, p.images * p.groups)
+        fewest, each = (
+            ceil_div(self.panels, max(_PART // p.channels // self.width, 1)),
+            ceil_div(_TASKS, p.images * p.groups),
+        )
         self.parts = min(ceil_div(fewest, each) * each, self.panels)
         # Little to do behind the sums: do it on the registers, in unrolled code.
-        self.light = len(body.group.ops) <= 2 or (len(body.group.ops) <= _LIGHT and all(op.kind in _CHEAP for op in body.group.ops[1:]))
+        self.light = len(body.group.ops) <= 2 or (
+            len(body.group.ops) <= _LIGHT and all(op.kind in _CHEAP for op in body.group.ops[1:])
+        )
 
     def _fill(self, packed: Buffer) -> None:
         p, emit = self.p, self.emit
@@ -112,7 +117,9 @@ class _Points:
                     at = emit.bind(count * size + c * self.width, "at")
                     for i, _ in pieces(emit, rest, self.lanes):
                         with self.body.point():
-                            emit.store(packed, p.source(image, group * p.channels + c, (whole * self.width) + i), at + i)
+                            emit.store(
+                                packed, p.source(image, group * p.channels + c, (whole * self.width) + i), at + i
+                            )
                     for i in range(rest, ceil_div(rest, self.lanes) * self.lanes):
                         emit.store(packed, literal(0, self.dtype), at + i)
 
@@ -123,7 +130,9 @@ class _Points:
                 with emit.when(last > whole), self.body.point():
                     self._tile(image, group, o, rows, packed, count * size, literal(whole * self.width, "i32"), rest)
 
-    def _tile(self, image: Expr, group: Expr, o: Expr, rows: int, packed: Buffer, base: Expr, start: Expr, count: int) -> None:
+    def _tile(
+        self, image: Expr, group: Expr, o: Expr, rows: int, packed: Buffer, base: Expr, start: Expr, count: int
+    ) -> None:
         p, emit, lanes = self.p, self.emit, self.lanes
         spans = range(0, ceil_div(count, lanes) * lanes, lanes)
         width = len(spans) * lanes
@@ -160,4 +169,6 @@ class _Points:
             channel = emit.bind(group * p.filters + o + r, "o")
             for i, _ in pieces(emit, count, lanes):
                 with self.body.point():
-                    self.body.finish({p.out: (tirx.BufferLoad(tile, [r * width + i]), p.place(image, channel, start + i))})
+                    self.body.finish(
+                        {p.out: (tirx.BufferLoad(tile, [r * width + i]), p.place(image, channel, start + i))}
+                    )

@@ -92,7 +92,11 @@ class _Tiles(Panels):
         start = 0
         for phase in c.phases:
             rows, columns = phase.taps
-            with emit.loop(c.channels, SERIAL, "c") as k, emit.loop(rows, SERIAL, "r") as r, emit.loop(columns, SERIAL, "s") as s:
+            with (
+                emit.loop(c.channels, SERIAL, "c") as k,
+                emit.loop(rows, SERIAL, "r") as r,
+                emit.loop(columns, SERIAL, "s") as s,
+            ):
                 away = k * self.source.plane + r * (c.dilations[0] * self.source.width) + s * c.dilations[1]
                 if rows * columns:
                     emit.store(self.offsets, away, (k * rows + r) * columns + s + start)
@@ -126,7 +130,11 @@ class _Tiles(Panels):
                     starts = [row + (v * lanes + i) * length + k * lanes for i in range(lanes)]
                     block = transpose_block(emit, c.dtype, lanes, lanes, c.stored, starts)
                     for i, vector in enumerate(block):
-                        emit.add(tirx.BufferStore(packed, vector, [tirx.Ramp(base + (k * lanes + i) * self.width + v * lanes, 1, lanes)]))
+                        emit.add(
+                            tirx.BufferStore(
+                                packed, vector, [tirx.Ramp(base + (k * lanes + i) * self.width + v * lanes, 1, lanes)]
+                            )
+                        )
             done = length // lanes * lanes
             with emit.loop(length - done, SERIAL, "k") as k:
                 for v in range(self.vectors):
@@ -234,14 +242,18 @@ class _Tiles(Panels):
                 line = emit.alloc(self.width, c.dtype, "b")
                 for v in range(self.vectors):
                     with emit.loop(lanes, VECTOR, "ji") as ji:
-                        emit.store(line, tirx.BufferLoad(packed, [weights + k * self.width + (ji + v * lanes)]), ji + v * lanes)
+                        emit.store(
+                            line, tirx.BufferLoad(packed, [weights + k * self.width + (ji + v * lanes)]), ji + v * lanes
+                        )
                 at = emit.bind(corner + tirx.BufferLoad(self.offsets, [k + start]), "at")
                 for (i, j), acc in zip(cells, accs, strict=True):
                     x = emit.bind(self.source.load(at + (i * c.strides[0] * self.source.width + j * c.strides[1])), "a")
                     for v in range(self.vectors):
                         with emit.loop(lanes, VECTOR, "ji") as ji:
                             column = ji + v * lanes
-                            emit.store(acc, tirx.BufferLoad(acc, [column]) + x * tirx.BufferLoad(line, [column]), column)
+                            emit.store(
+                                acc, tirx.BufferLoad(acc, [column]) + x * tirx.BufferLoad(line, [column]), column
+                            )
         for (i, j), acc in zip(cells, accs, strict=True):
             position = ((h + i) * c.step[0] + phase.first[0]) * c.spatial[1] + (w + j) * c.step[1] + phase.first[1]
             for v in range(self.vectors):

@@ -108,7 +108,9 @@ class _Sums:
         """Put the channels from `first` on of an image in lanes."""
         raise NotImplementedError
 
-    def add(self, at: Expr, count: int, group: Expr, packed: Buffer, sums: Buffer, start: Expr, image: Expr | None) -> None:
+    def add(
+        self, at: Expr, count: int, group: Expr, packed: Buffer, sums: Buffer, start: Expr, image: Expr | None
+    ) -> None:
         """Add an image, or all, to a unit's sums."""
         raise NotImplementedError
 
@@ -154,7 +156,9 @@ class _Sums:
         """Where in x with its border the first tap of the window at position k is."""
         return k if self.places is None else tirx.BufferLoad(self.places, [k])
 
-    def turn(self, packed: Buffer, source: Buffer, base: Expr, valid: Expr, count: int, row: Callable[[Expr], Expr]) -> None:
+    def turn(
+        self, packed: Buffer, source: Buffer, base: Expr, valid: Expr, count: int, row: Callable[[Expr], Expr]
+    ) -> None:
         """Planes of `count` positions from `base` on become rows of `packed`, position i row number `row(i)`. Channels from `valid` on do
         not exist; the last one stands in for them."""
         emit, lanes = self.emit, self.lanes
@@ -167,7 +171,9 @@ class _Sums:
         with emit.loop(whole, SERIAL, "p") as p:
             for v in range(self.vectors):
                 starts = [plane(v, literal(i, "i32")) + p * lanes for i in range(lanes)]
-                for i, vector in enumerate(transpose_block(emit, self.dtype, lanes, lanes, source, starts) if whole else []):
+                for i, vector in enumerate(
+                    transpose_block(emit, self.dtype, lanes, lanes, source, starts) if whole else []
+                ):
                     at = row(p * lanes + i) * self.width + v * lanes
                     emit.add(tirx.BufferStore(packed, vector, [tirx.Ramp(at, 1, lanes)]))
         with emit.loop(rest, SERIAL, "p") as p:
@@ -195,7 +201,10 @@ class _Sums:
             for v in spans:
                 with emit.loop(lanes, VECTOR, "l") as lane:
                     emit.store(acc, literal(0, self.dtype), lane + v)
-        with emit.loop(self.w.images if image is None else 1, SERIAL, "n") as n, emit.loop(self.positions, SERIAL, "k") as k:
+        with (
+            emit.loop(self.w.images if image is None else 1, SERIAL, "n") as n,
+            emit.loop(self.positions, SERIAL, "k") as k,
+        ):
             row, elements = step(n if image is None else image, k)
             line = emit.alloc(self.width, self.dtype, "b")
             for v in spans:
@@ -212,9 +221,15 @@ class _Sums:
                 with emit.loop(lanes, VECTOR, "l") as lane:
                     total = tirx.BufferLoad(acc, [lane + v])
                     # Added up image by image, not in one long chain: fewer roundings of large sums.
-                    emit.store(sums, total if image is None else tirx.BufferLoad(sums, [slot + (lane + v)]) + total, slot + (lane + v))
+                    emit.store(
+                        sums,
+                        total if image is None else tirx.BufferLoad(sums, [slot + (lane + v)]) + total,
+                        slot + (lane + v),
+                    )
 
-    def turn_back(self, sums: Buffer, start: Expr, count: int, valid: Expr, store: Callable[[Expr, Expr, Expr], None]) -> None:
+    def turn_back(
+        self, sums: Buffer, start: Expr, count: int, valid: Expr, store: Callable[[Expr, Expr, Expr], None]
+    ) -> None:
         """Rows of lanes, from `start` on, become runs of `count` elements for each lane: store(lane, position in the run, value)."""
         emit, lanes = self.emit, self.lanes
 
@@ -264,11 +279,18 @@ class _ChannelsInLanes(_Sums):
         def row(p: Expr) -> Expr:
             if not self.bordered:
                 return corner + p
-            return corner + (tirx.floordiv(p, w.sizes[1]) + w.low[0]) * self.columns + tirx.floormod(p, w.sizes[1]) + w.low[1]
+            return (
+                corner
+                + (tirx.floordiv(p, w.sizes[1]) + w.low[0]) * self.columns
+                + tirx.floormod(p, w.sizes[1])
+                + w.low[1]
+            )
 
         self.turn(packed, w.x, base, w.channels - first, count, row)
 
-    def add(self, at: Expr, count: int, group: Expr, packed: Buffer, sums: Buffer, start: Expr, image: Expr | None) -> None:
+    def add(
+        self, at: Expr, count: int, group: Expr, packed: Buffer, sums: Buffer, start: Expr, image: Expr | None
+    ) -> None:
         w, emit = self.w, self.emit
         with emit.loop(w.kernel[0], SERIAL, "r") as r, emit.loop(w.kernel[1], SERIAL, "s") as s, self.body.point():
             tap = emit.bind(r * w.kernel[1] + s, "tap")
@@ -286,14 +308,22 @@ class _ChannelsInLanes(_Sums):
         w, emit = self.w, self.emit
 
         def store(o: Expr, channel: Expr, tap: Expr, value: Expr) -> None:
-            index = w.place(group * w.filters + o, channel, tirx.floordiv(tap, w.kernel[1]), tirx.floormod(tap, w.kernel[1]))
+            index = w.place(
+                group * w.filters + o, channel, tirx.floordiv(tap, w.kernel[1]), tirx.floormod(tap, w.kernel[1])
+            )
             self.body.finish({w.out: (value, index)})
 
         with emit.loop(count, SERIAL, "o") as i, self.body.point():
             line = emit.bind(start + i * (self.taps * self.width), "line")
             o = emit.bind(at + i, "o")
             if self.taps > 1:
-                self.turn_back(sums, line, self.taps, w.channels - first, lambda lane, tap, value: store(o, first + lane, tap, value))
+                self.turn_back(
+                    sums,
+                    line,
+                    self.taps,
+                    w.channels - first,
+                    lambda lane, tap, value: store(o, first + lane, tap, value),
+                )
                 return
             tail = w.channels % self.width
 
@@ -342,7 +372,9 @@ class _FiltersInLanes(_Sums):
         corner = emit.bind(tirx.floordiv(start, self.width), "corner")
         self.turn(packed, w.dy, base, w.filters - first, self.positions, lambda p: corner + p)
 
-    def add(self, at: Expr, count: int, group: Expr, packed: Buffer, sums: Buffer, start: Expr, image: Expr | None) -> None:
+    def add(
+        self, at: Expr, count: int, group: Expr, packed: Buffer, sums: Buffer, start: Expr, image: Expr | None
+    ) -> None:
         w, emit = self.w, self.emit
         cells = [(i, s) for i in range(count) for s in range(w.kernel[1])]
         with emit.loop(w.kernel[0], SERIAL, "r") as r, self.body.point():

@@ -157,7 +157,10 @@ class Layout:
     def spare(self) -> int:
         """Lines behind all others for positions of x that nobody reads, unit after unit."""
         read = all(
-            len({t for r in axis.residues for t in range(r, axis.stride * (count + axis.reach(r)), axis.stride)} & set(range(low, high)))
+            len(
+                {t for r in axis.residues for t in range(r, axis.stride * (count + axis.reach(r)), axis.stride)}
+                & set(range(low, high))
+            )
             == high - low
             for axis, count, low, high in (
                 (self.rows, self.height, 0, self.source_rows),

@@ -103,10 +103,24 @@ class WeightPacking:
                 channel = emit.bind(group * w.filters + first + at + r, "channel")
                 for member, line in enumerate(lines):
                     self._copy_unit(line, r * size + j * layout.dy_pitch, channel, block * layout.together + j, member)
-            place = emit.bind(start + tirx.floordiv(at, SIDE) * (self.parts * WORDS) + tirx.floormod(at, SIDE) * SIDE, "at")
-            with emit.loop(steps, SERIAL, "s") as s, emit.loop(count, SERIAL, "r") as r, emit.loop(SIDE, VECTOR, "l") as lane:
+            place = emit.bind(
+                start + tirx.floordiv(at, SIDE) * (self.parts * WORDS) + tirx.floormod(at, SIDE) * SIDE, "at"
+            )
+            with (
+                emit.loop(steps, SERIAL, "s") as s,
+                emit.loop(count, SERIAL, "r") as r,
+                emit.loop(SIDE, VECTOR, "l") as lane,
+            ):
                 pair = [tirx.BufferLoad(line, [r * size + s * SIDE + lane]) for line in lines]
-                self._store(words, place + s * (2 * self.parts * WORDS) + r * SIDE, WORDS, LEFT_PLACES[self.parts], lane, pair, large)
+                self._store(
+                    words,
+                    place + s * (2 * self.parts * WORDS) + r * SIDE,
+                    WORDS,
+                    LEFT_PLACES[self.parts],
+                    lane,
+                    pair,
+                    large,
+                )
         return emit.bind(large.too_large(), "large") if large is not None else None
 
     def _copy_unit(self, line: Buffer, at: Expr, channel: Expr, pair: Expr, member: int) -> None:
@@ -119,7 +133,10 @@ class WeightPacking:
                 for i, _ in pieces(emit, layout.height * width, SIDE):
                     emit.store(line, load(w.dy, source + i), at + i)
                 return
-            with emit.loop(layout.height, SERIAL, "y") as y, self._where(first + y < height if height % layout.height else None):
+            with (
+                emit.loop(layout.height, SERIAL, "y") as y,
+                self._where(first + y < height if height % layout.height else None),
+            ):
                 for i, _ in pieces(emit, width, SIDE):
                     emit.store(line, load(w.dy, source + y * width + i), at + y * layout.pitch + i)
 
@@ -208,7 +225,16 @@ class WeightPacking:
                 for i, _ in self.emit.spans(layout.pitch * SIDE, SIDE):
                     self.emit.store(words, i32(0), at + (phase * layout.phase * SIDE + part * self.x_part) + i)
 
-    def _run(self, words: Buffer, at: Expr, start: Expr, place: Expr, count: Expr | int, source: _Source, large: Magnitudes | None) -> None:
+    def _run(
+        self,
+        words: Buffer,
+        at: Expr,
+        start: Expr,
+        place: Expr,
+        count: Expr | int,
+        source: _Source,
+        large: Magnitudes | None,
+    ) -> None:
         """`count` neighbours from `start` on, 16 at once; the last 16 may have some twice. Their table begins with `place`."""
         emit = self.emit
         blocks = ceil_div(count, SIDE) if isinstance(count, int) else tirx.floordiv(count + (SIDE - 1), SIDE)

@@ -45,7 +45,9 @@ def plan_tiles(body: Body, w: WeightGradient) -> Plan | None:
         return None
     axes = [
         Axis(size, out, kernel, stride, dilation, low)
-        for size, out, kernel, stride, dilation, low in zip(w.sizes, w.spatial, w.kernel, w.strides, w.dilations, w.low, strict=True)
+        for size, out, kernel, stride, dilation, low in zip(
+            w.sizes, w.spatial, w.kernel, w.strides, w.dilations, w.low, strict=True
+        )
     ]
     plan = find_plan(axes[0], axes[1], w.images, w.filters, w.channels, PARTS[w.out.type.dtype])
     vectors = vector_cycles((w.filters, w.channels), w.spatial, w.images, prod(w.kernel))
@@ -96,7 +98,9 @@ class _WeightTiles:
         for i, _ in emit.spans(2 * self.strips * packing.x_words, SIDE):
             emit.store(x, i32(0), i)
         if self.last:
-            self.partial = emit.alloc(self.row_strips * self.column_strips * self.taps * STRIP * STRIP, "f32", "partial")
+            self.partial = emit.alloc(
+                self.row_strips * self.column_strips * self.taps * STRIP * STRIP, "f32", "partial"
+            )
         with emit.loop(w.groups, SERIAL, "g") as g, self.body.point():
             flags = (emit.alloc(n, "i32", "large") for n in (self.row_strips, 2 * self.column_strips))
             self.large_dy, self.large_x = flags
@@ -111,7 +115,9 @@ class _WeightTiles:
         dy: Buffer | None = None
         if self.rounds > 1:
             dy = emit.alloc(self.row_strips * packing.dy_words, "i32", "dyp")
-            self._each_row_strip(lambda number, height: self._pack_dy(dy, number * packing.dy_words, group, number, height, q))
+            self._each_row_strip(
+                lambda number, height: self._pack_dy(dy, number * packing.dy_words, group, number, height, q)
+            )
         tiles = ceil_div(w.channels, SIDE)
         with emit.loop(self.rounds, SERIAL, "c") as c, self.body.point():
             first = c * (2 * self.strips)
@@ -209,7 +215,9 @@ class _WeightTiles:
             for left, right in ORDER[parts]:
                 if not before or right != before[1]:
                     for c in range(across):
-                        registers.load(_B_TILES + c, o.x, x + (c * packing.x_words + RIGHT_PLACES[parts][right] * packing.x_part))
+                        registers.load(
+                            _B_TILES + c, o.x, x + (c * packing.x_words + RIGHT_PLACES[parts][right] * packing.x_part)
+                        )
                 for r in range(down):
                     if not before or left != before[0]:
                         registers.load(_A_TILES + r, o.dy, dy + (r * parts + LEFT_PLACES[parts][left]) * WORDS)
@@ -253,7 +261,11 @@ class _WeightTiles:
         ):
             total = emit.alloc(1, "f32", "total")
             emit.store(total, literal(0, "f32"), i32(0))
-            with emit.loop(w.images, SERIAL, "n") as n, emit.loop(height, SERIAL, "y") as y, emit.loop(width, SERIAL, "v") as v:
+            with (
+                emit.loop(w.images, SERIAL, "n") as n,
+                emit.loop(height, SERIAL, "y") as y,
+                emit.loop(width, SERIAL, "v") as v,
+            ):
                 dy = (((n * w.groups + o.group) * w.filters + o.filters + i) * height + y) * width + v
                 row = emit.bind(y * w.strides[0] + r * w.dilations[0] - w.low[0], "row")
                 column = emit.bind(v * w.strides[1] + s * w.dilations[1] - w.low[1], "column")
@@ -279,7 +291,10 @@ class _WeightTiles:
                 value = tirx.BufferLoad(source, [start + i])
                 channel, tap = tirx.floordiv(i, taps), tirx.floormod(i, taps)
                 index = w.place(
-                    o.group * w.filters + o.filters + r, o.channels + channel, tirx.floordiv(tap, width), tirx.floormod(tap, width)
+                    o.group * w.filters + o.filters + r,
+                    o.channels + channel,
+                    tirx.floordiv(tap, width),
+                    tirx.floormod(tap, width),
                 )
                 self.body.finish({w.out: (value, index)})
 

@@ -137,11 +137,21 @@ class _Squares(Panels):
         images = c.images // self.images
         if whole:
             with emit.loop(images * whole, outer, "b") as band, self.body.point():
-                image, top = (tirx.floordiv(band, whole), tirx.floormod(band, whole)) if whole > 1 else (band, literal(0, "i32"))
-                self._band(packed, emit.bind(image * self.images, "n"), emit.bind(top * (2 * self.height), "top"), 2 * self.height, inner)
+                image, top = (
+                    (tirx.floordiv(band, whole), tirx.floormod(band, whole)) if whole > 1 else (band, literal(0, "i32"))
+                )
+                self._band(
+                    packed,
+                    emit.bind(image * self.images, "n"),
+                    emit.bind(top * (2 * self.height), "top"),
+                    2 * self.height,
+                    inner,
+                )
         if rest:
             with emit.loop(images, outer, "n") as n, self.body.point():
-                self._band(packed, emit.bind(n * self.images, "n"), literal(whole * 2 * self.height, "i32"), rest, inner)
+                self._band(
+                    packed, emit.bind(n * self.images, "n"), literal(whole * 2 * self.height, "i32"), rest, inner
+                )
 
     # ------------------------------------------------------------------------------ points
 
@@ -155,7 +165,10 @@ class _Squares(Panels):
                 with emit.loop(self.lanes, VECTOR, "ji") as ji, self.body.point():
                     j = first + (ji + v * self.lanes)
                     inside = tirx.min(j, c.filters - 1) if c.filters % self.width else j
-                    taps = [[emit.bind(c.weight(group, inside, channel, *self.phase.tap(r, s))) for r in range(3)] for s in range(3)]
+                    taps = [
+                        [emit.bind(c.weight(group, inside, channel, *self.phase.tap(r, s))) for r in range(3)]
+                        for s in range(3)
+                    ]
                     down = [_of_weights(emit, column, c.dtype) for column in taps]
                     for i in range(4):
                         for k, value in enumerate(_of_weights(emit, [column[i] for column in down], c.dtype)):
@@ -164,7 +177,9 @@ class _Squares(Panels):
                             at = panel * self.panel_size + ((i * 4 + k) * c.channels + channel) * self.width
                             emit.store(packed, value, at + (ji + v * self.lanes))
 
-    def _sources(self, points: Buffer, place: Expr, step: int, image: Expr, channel: Expr, top: Expr, rows: int) -> None:
+    def _sources(
+        self, points: Buffer, place: Expr, step: int, image: Expr, channel: Expr, top: Expr, rows: int
+    ) -> None:
         """Points of the squares of a band, of one channel of an image: the first ones at `place`, the next a step behind each."""
         emit, lanes = self.emit, self.lanes
         dtype, line = self.c.dtype, self.line
@@ -178,7 +193,9 @@ class _Squares(Panels):
             with emit.loop(lanes, VECTOR, "l") as lane, self.body.point():
 
                 def element(i: int, k: int) -> Expr:
-                    return emit.bind(tirx.BufferLoad(lines, [(r * 4 + (i * 2 + k % 2)) * line + v * lanes + (lane + k // 2)]))
+                    return emit.bind(
+                        tirx.BufferLoad(lines, [(r * 4 + (i * 2 + k % 2)) * line + v * lanes + (lane + k // 2)])
+                    )
 
                 down = [_of_source(emit, [element(i, k) for i in range(4)]) for k in range(4)]
                 for i in range(4):
@@ -204,7 +221,11 @@ class _Squares(Panels):
                 with emit.loop(self.row_vectors + 1, SERIAL, "v") as v:
                     places = [(h * 2 + odd) * line + v * lanes for odd in (0, 1)]
                     separate_pairs(emit, lanes, (row, v * (2 * lanes)), [(lines, at) for at in places])
-            with emit.when(tirx.Not(inside)), emit.loop(2 * line // lanes, SERIAL, "v") as v, emit.loop(lanes, VECTOR, "l") as lane:
+            with (
+                emit.when(tirx.Not(inside)),
+                emit.loop(2 * line // lanes, SERIAL, "v") as v,
+                emit.loop(lanes, VECTOR, "l") as lane,
+            ):
                 emit.store(lines, literal(0, c.dtype), h * (2 * line) + v * lanes + lane)
 
     # ------------------------------------------------------------------------------ products
@@ -221,7 +242,10 @@ class _Squares(Panels):
             self._sources(points, place, c.channels * apart, image + n, channel, top, rows)
         strip = height
         if kind == PARALLEL and rows % 2 == 0 and self.images == 1:
-            strip = max((n for n in range(1, height + 1) if height % n == 0 and self.panels * (height // n) >= _TASKS), default=1)
+            strip = max(
+                (n for n in range(1, height + 1) if height % n == 0 and self.panels * (height // n) >= _TASKS),
+                default=1,
+            )
         with emit.loop(self.panels * (height // strip), kind, "jo") as task, self.body.point():
             panel, first = (
                 (task, literal(0, "i32"))
@@ -232,7 +256,16 @@ class _Squares(Panels):
             self._strip(packed, panel, points, apart, image, first, top, strip, min(rows, 2 * strip))
 
     def _strip(
-        self, packed: Buffer, panel: Expr, points: Buffer, apart: int, image: Expr, first: Expr, top: Expr, height: int, rows: int
+        self,
+        packed: Buffer,
+        panel: Expr,
+        points: Buffer,
+        apart: int,
+        image: Expr,
+        first: Expr,
+        top: Expr,
+        height: int,
+        rows: int,
     ) -> None:
         """Outputs of a panel for some rows of squares of a band: those from `first` on."""
         c, emit = self.c, self.emit
@@ -251,13 +284,23 @@ class _Squares(Panels):
                 for first_column, wide, length in ((0, 2, c.spatial[1] // 2), (c.spatial[1] // 2, 1, c.spatial[1] % 2)):
                     if count and length:
                         with emit.loop(count, SERIAL, "r") as r, emit.loop(length, SERIAL, "s") as s:
-                            square = emit.bind((n * height + r + first_row) * self.columns + (s + first_column), "square")
+                            square = emit.bind(
+                                (n * height + r + first_row) * self.columns + (s + first_column), "square"
+                            )
                             corner = emit.bind((r + first_row) * 2 * c.spatial[1] + (s + first_column) * 2, "corner")
                             self._square(products, squares, square, sums, corner, tall, wide)
             self.finish(image + n, panel, sums, top + first * 2, rows)
 
     def _tile(
-        self, packed: Buffer, weights: Expr, points: Buffer, source: Expr, apart: int, products: Buffer, place: Expr, count: int
+        self,
+        packed: Buffer,
+        weights: Expr,
+        points: Buffer,
+        source: Expr,
+        apart: int,
+        products: Buffer,
+        place: Expr,
+        count: int,
     ) -> None:
         """A product of so many squares by a panel of weights, at one point."""
         c, emit, lanes = self.c, self.emit, self.lanes
@@ -285,13 +328,16 @@ class _Squares(Panels):
                 with emit.loop(lanes, VECTOR, "l") as lane:
                     emit.store(products, tirx.BufferLoad(acc, [lane + v]), (place + i) * self.width + (lane + v))
 
-    def _square(self, products: Buffer, squares: int, square: Expr, sums: Buffer, corner: Expr, tall: int, wide: int) -> None:
+    def _square(
+        self, products: Buffer, squares: int, square: Expr, sums: Buffer, corner: Expr, tall: int, wide: int
+    ) -> None:
         """A square of outputs, or what of it lies inside; its first one is at `corner`."""
         emit = self.emit
         for v in range(0, self.width, self.lanes):
             with emit.loop(self.lanes, VECTOR, "l") as lane, self.body.point():
                 points = [
-                    emit.bind(tirx.BufferLoad(products, [(point * squares + square) * self.width + (lane + v)])) for point in range(_POINTS)
+                    emit.bind(tirx.BufferLoad(products, [(point * squares + square) * self.width + (lane + v)]))
+                    for point in range(_POINTS)
                 ]
                 down = [_outputs(emit, points[k::4])[:tall] for k in range(4)]
                 for i in range(tall):

@@ -75,7 +75,9 @@ class Correlation:
 
     @property
     def needs_border(self) -> bool:
-        return self.plain is None or self.low != (0, 0) or any(p > s for p, s in zip(self.padded, self.sizes, strict=True))
+        return (
+            self.plain is None or self.low != (0, 0) or any(p > s for p, s in zip(self.padded, self.sizes, strict=True))
+        )
 
 
 def most_rows(body: Body, vectors: int) -> int:
@@ -122,7 +124,9 @@ class Source:
     def alloc(self, whole_batch: bool) -> None:
         self.whole_batch = whole_batch
         c = self.c
-        self.buffer = self.emit.alloc((c.images if whole_batch else 1) * c.groups * c.channels * self.plane, c.dtype, "xp")
+        self.buffer = self.emit.alloc(
+            (c.images if whole_batch else 1) * c.groups * c.channels * self.plane, c.dtype, "xp"
+        )
 
     def copy(self, image: Expr, kind: Any = SERIAL) -> None:
         """Copy an image with its border; `kind` is that of the loop over its channels."""
@@ -133,7 +137,9 @@ class Source:
         first = max(-c.low[0], 0), max(-c.low[1], 0)
         columns = min(c.sizes[1], c.padded[1] - c.low[1])
         with emit.loop(c.groups * c.channels, kind, "c") as channel:
-            start = emit.bind(((image * (c.groups * c.channels) if self.whole_batch else 0) + channel) * self.plane, "at")
+            start = emit.bind(
+                ((image * (c.groups * c.channels) if self.whole_batch else 0) + channel) * self.plane, "at"
+            )
             for i, _ in emit.spans(self.plane, lanes):
                 emit.store(self.buffer, literal(0, c.dtype), start + i)
             if rows <= first[0] or columns <= first[1]:

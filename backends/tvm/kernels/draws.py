@@ -28,14 +28,19 @@ def _philox(f: Functions, first: Expr, second: Expr, key: Expr) -> tuple[Expr, E
         product = f.bind(tirx.Cast("uint64", first) * tirx.IntImm("uint64", MULTIPLIER))
         turned = key + _word(turn * STEP % WORD) if turn else key
         high = tirx.Cast("uint32", tirx.shift_right(product, tirx.IntImm("uint64", 32)))
-        first, second = f.bind(tirx.bitwise_xor(tirx.bitwise_xor(high, turned), second)), f.bind(tirx.Cast("uint32", product))
+        first, second = (
+            f.bind(tirx.bitwise_xor(tirx.bitwise_xor(high, turned), second)),
+            f.bind(tirx.Cast("uint32", product)),
+        )
     return first, second
 
 
 def _words(f: Functions, x: Expr) -> tuple[Expr, Expr]:
     """The lower and the upper word of an int64."""
     bits = f.bind(tirx.Cast("uint64", x))
-    return f.bind(tirx.Cast("uint32", bits)), f.bind(tirx.Cast("uint32", tirx.shift_right(bits, tirx.IntImm("uint64", 32))))
+    return f.bind(tirx.Cast("uint32", bits)), f.bind(
+        tirx.Cast("uint32", tirx.shift_right(bits, tirx.IntImm("uint64", 32)))
+    )
 
 
 def random_key(f: Functions, x: Expr, number: Attr, seed: Attr) -> Expr:
@@ -53,4 +58,6 @@ def random(f: Functions, place: Expr, key: Expr) -> Expr:
     low, high = _words(f, key)
     word, _ = _philox(f, place, high, low)
     # Of 24 bits, so a signed word holds it: those become floats in one instruction.
-    return tirx.Cast("float32", tirx.Cast("int32", tirx.shift_right(word, _word(8)))) * tirx.FloatImm("float32", 2.0**-24)
+    return tirx.Cast("float32", tirx.Cast("int32", tirx.shift_right(word, _word(8)))) * tirx.FloatImm(
+        "float32", 2.0**-24
+    )

@@ -56,7 +56,11 @@ def axis_of(op: Op, value: Value) -> int:
 
 
 def _number(x: Expr, value: float) -> Expr:
-    return tirx.FloatImm(dtype_name(x), float(value)) if dtype_name(x).startswith("float") else tirx.IntImm(dtype_name(x), int(value))
+    return (
+        tirx.FloatImm(dtype_name(x), float(value))
+        if dtype_name(x).startswith("float")
+        else tirx.IntImm(dtype_name(x), int(value))
+    )
 
 
 def _same_float(x: Expr, y: Expr) -> bool:
@@ -83,7 +87,9 @@ def _sign(x: Expr) -> Expr:
 
 
 def _abs(x: Expr) -> Expr:
-    return tirx.Select(x < _number(x, 0), _number(x, 0) - x, x) if not dtype_name(x).startswith("float") else tirx.abs(x)
+    return (
+        tirx.Select(x < _number(x, 0), _number(x, 0) - x, x) if not dtype_name(x).startswith("float") else tirx.abs(x)
+    )
 
 
 def _neg(x: Expr) -> Expr:
@@ -126,7 +132,11 @@ def _remainder(f: Functions, a: Expr, b: Expr) -> Expr:
         unsigned = f"uint{name.lstrip('uint')}"
 
         def size(x: Expr) -> Expr:
-            return x if name == unsigned else f.bind(tirx.Cast(unsigned, tirx.Select(x < _number(x, 0), _number(x, 0) - x, x)))
+            return (
+                x
+                if name == unsigned
+                else f.bind(tirx.Cast(unsigned, tirx.Select(x < _number(x, 0), _number(x, 0) - x, x)))
+            )
 
         none = tirx.EQ(b, _number(b, 0))
         rest = tirx.truncmod(size(a), f.bind(tirx.Select(none, tirx.IntImm(unsigned, 1), size(b))))
@@ -179,7 +189,9 @@ def _momentum(f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, lr: Expr) -> tu
     return (w - lr * (g + beta * m) if a["nesterov"] else w - lr * m), m
 
 
-def _adamw(f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, v: Expr, c1: Expr, c2: Expr, lr: Expr) -> tuple[Expr, ...]:
+def _adamw(
+    f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, v: Expr, c1: Expr, c2: Expr, lr: Expr
+) -> tuple[Expr, ...]:
     beta1, beta2, decay = number(a["beta1"]), number(a["beta2"]), number(a["weight_decay"])
     m = f.bind(_number(w, beta1) * m + _number(w, 1 - beta1) * g)
     v = f.bind(_number(w, beta2) * v + _number(w, 1 - beta2) * g * g)
@@ -227,7 +239,10 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "bit_xor": lambda f, a, x, y: tirx.bitwise_xor(x, y),
     "shift_left": lambda f, a, x, y: _shifted(x, y, x << y, _number(x, 0)),
     "shift_right": lambda f, a, x, y: _shifted(
-        x, y, x >> y, _number(x, 0) if dtype_name(x)[0] == "u" else tirx.Select(x < _number(x, 0), _number(x, -1), _number(x, 0))
+        x,
+        y,
+        x >> y,
+        _number(x, 0) if dtype_name(x)[0] == "u" else tirx.Select(x < _number(x, 0), _number(x, -1), _number(x, 0)),
     ),
     "random_key": lambda f, a, x: random_key(f, x, a["number"], a["seed"]),
     "random": lambda f, a, place, key: random(f, place, key),
@@ -360,7 +375,11 @@ def _iota(f: Functions, op: Op, read: Read, index: Index) -> Expr:
 
 def _const(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     found = rounded_literal(op.attrs["value"], str(op.attrs["dtype"]))  # type: ignore[arg-type]
-    return found if not isinstance(found, tirx.FloatImm) or (found.value and math.isfinite(found.value)) else _unfolded(found)
+    return (
+        found
+        if not isinstance(found, tirx.FloatImm) or (found.value and math.isfinite(found.value))
+        else _unfolded(found)
+    )
 
 
 def _unfolded(x: tirx.FloatImm) -> Expr:
@@ -388,14 +407,22 @@ def _ramp(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     """The columns of the row in force are chosen, then the curve is computed once."""
     step = read(1, ())
     rows, columns = op.ins[0].type.dims
-    places = [[read(0, (tirx.IntImm("int32", r), tirx.IntImm("int32", c))) for c in range(columns)] for r in range(rows)]
+    places = [
+        [read(0, (tirx.IntImm("int32", r), tirx.IntImm("int32", c))) for c in range(columns)] for r in range(rows)
+    ]
     start, length, first, last, shape = places[0]
     for row in places[1:]:
         on = f.bind(row[0] <= step)
-        start, length, first, last, shape = (tirx.Select(on, a, b) for a, b in zip(row, (start, length, first, last, shape), strict=True))
+        start, length, first, last, shape = (
+            tirx.Select(on, a, b) for a, b in zip(row, (start, length, first, last, shape), strict=True)
+        )
     first, last, shape = f.bind(first), f.bind(last), f.bind(shape)
     done = f.bind((step - start) / length)
-    part = f.bind(tirx.Select(done < _number(done, 0), _number(done, 0), tirx.Select(done > _number(done, 1), _number(done, 1), done)))
+    part = f.bind(
+        tirx.Select(
+            done < _number(done, 0), _number(done, 0), tirx.Select(done > _number(done, 1), _number(done, 1), done)
+        )
+    )
     line = first + (last - first) * part
     wave = last + (first - last) * (_number(part, 1) + f.cos(part * _number(part, math.pi))) / _number(part, 2)
     stairs = first * f.pow(last, tirx.floor(done))
@@ -457,7 +484,9 @@ def element(f: Functions, op: Op, read: Read, index: Index) -> tuple[Expr, ...]:
     attrs = complete_attrs(op)
     # Without broadcasting the very same index: values are remembered by it.
     shape = op.outs[0].type.shape
-    operands = [read(k, index if v.type.shape == shape else broadcast_index(index, v.type.dims)) for k, v in enumerate(op.ins)]
+    operands = [
+        read(k, index if v.type.shape == shape else broadcast_index(index, v.type.dims)) for k, v in enumerate(op.ins)
+    ]
     result = POINTWISE[op.kind](f, attrs, *operands)
     return result if isinstance(result, tuple) else (result,)
 

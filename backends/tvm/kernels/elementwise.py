@@ -80,7 +80,13 @@ def emit_nest(body: Body, shape: tuple[int, ...], merged: int, point: Callable[[
 
 
 def _nest(
-    body: Body, shape: tuple[int, ...], merged: int, point: Callable[[Index], None], outer: tuple[int, ...], run: int, total: int
+    body: Body,
+    shape: tuple[int, ...],
+    merged: int,
+    point: Callable[[Index], None],
+    outer: tuple[int, ...],
+    run: int,
+    total: int,
 ) -> None:
     emit, lanes = body.emit, body.lanes
 

@@ -108,4 +108,6 @@ def _tall(
         return body.address(lhs, a_index(lead, row, k))
 
     sizes = (p.out, (), prod(shape), p.n, p.k)
-    return Product(*sizes, a, b, place, p.a_along_k, p.b_along_j, p.b_along_k, b_address=b_address, op=op, a_address=a_address)
+    return Product(
+        *sizes, a, b, place, p.a_along_k, p.b_along_j, p.b_along_k, b_address=b_address, op=op, a_address=a_address
+    )

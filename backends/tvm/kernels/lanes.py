@@ -86,5 +86,7 @@ def mend(emit: Emitter, value: Expr, rare: Expr, exact: Callable[[Expr], Expr], 
         any_of_them = tirx.call_llvm_pure_intrin("int32", "llvm.vector.reduce.or", tirx.BufferLoad(flags, [every]))
         with emit.when(tirx.NE(any_of_them, 0)), emit.loop(width, kind, "j") as j:
             exactly = tirx.BufferStore(result, exact(tirx.BufferLoad(operand, [j])), [j])
-            emit.add(tirx.IfThenElse(tirx.NE(tirx.BufferLoad(flags, [j]), 0), exactly, None) if kind == SERIAL else exactly)
+            emit.add(
+                tirx.IfThenElse(tirx.NE(tirx.BufferLoad(flags, [j]), 0), exactly, None) if kind == SERIAL else exactly
+            )
     return tirx.BufferLoad(result, [emit.lane()])

@@ -155,7 +155,9 @@ class _Tiles:
         panels, tail = divmod(p.n, width)
         for q in range(self.k_blocks):
             k_from = q * self.k_size
-            block = _Block((literal(0, "i32"),) * len(p.batch), literal(0, "i32"), p.m, k_from, min(self.k_size, p.k - k_from))
+            block = _Block(
+                (literal(0, "i32"),) * len(p.batch), literal(0, "i32"), p.m, k_from, min(self.k_size, p.k - k_from)
+            )
             with emit.loop(panels, parallel_if(self.body.machine, p.n * p.k), "jo") as jo, self.body.point():
                 self._pack_b(block, jo * width, width, _Panel(packed, self._place(block, jo * width)))
             if tail:
@@ -244,7 +246,9 @@ class _Tiles:
             size = (self.p.k // self.steps + self.p.k % self.steps) * self.lanes
             panel = self._narrow(block, j, columns, self.emit.alloc(size, self.dtype, "bp"))
             panel.pack()
-        panel.rows(block.start, block.rows, max(self.body.machine.product_rows * self.body.machine.product_vectors // 2, 1))
+        panel.rows(
+            block.start, block.rows, max(self.body.machine.product_rows * self.body.machine.product_vectors // 2, 1)
+        )
 
     def _height(self, block: _Block, columns: int) -> int:
         """Rows of a tile. One of few columns takes more of them, so that as many sums are in flight; where A is packed, its tiles say."""
@@ -271,11 +275,15 @@ class _Tiles:
         def copy(io: Expr, k: Expr, height: int, *, whole: bool) -> None:
             if whole:
                 with emit.loop(self.reach, VECTOR, "ii") as ii, self.body.point():
-                    emit.store(packed, a(block.lead, block.start + io * mi + ii, block.k_from + k), io * size + k * mi + ii)
+                    emit.store(
+                        packed, a(block.lead, block.start + io * mi + ii, block.k_from + k), io * size + k * mi + ii
+                    )
                 return
             for r in range(height):
                 with self.body.point():
-                    emit.store(packed, a(block.lead, block.start + io * mi + r, block.k_from + k), io * size + k * mi + r)
+                    emit.store(
+                        packed, a(block.lead, block.start + io * mi + r, block.k_from + k), io * size + k * mi + r
+                    )
 
         vectors = self.p.a_along_i and mi > 1
         together = _PACKED_TOGETHER if vectors else 1
@@ -302,7 +310,11 @@ class _Tiles:
         locate = p.b_address if p.b_along_k else None
         turned = k_size // lanes * lanes if locate is not None else 0
         if locate is not None:
-            with emit.loop(whole if turned else 0, SERIAL, "v") as v, emit.loop(turned // lanes, SERIAL, "k") as k, self.body.point():
+            with (
+                emit.loop(whole if turned else 0, SERIAL, "v") as v,
+                emit.loop(turned // lanes, SERIAL, "k") as k,
+                self.body.point(),
+            ):
                 found = [locate(block.lead, block.k_from + k * lanes, j + (v * lanes + r)) for r in range(lanes)]
                 places = [self.body.memory(f) for f in found if f is not None]
                 turned_rows = transpose_block(emit, self.dtype, lanes, lanes, places[0][0], [at for _, at in places])
@@ -319,7 +331,11 @@ class _Tiles:
         if rest:
             with emit.loop(k_size, SERIAL, "k") as k:
                 with emit.loop(rest, SERIAL, "ji") as ji, self.body.point():
-                    emit.store(packed, p.b(block.lead, block.k_from + k, j + (whole * lanes + ji)), at + k * width + (whole * lanes + ji))
+                    emit.store(
+                        packed,
+                        p.b(block.lead, block.k_from + k, j + (whole * lanes + ji)),
+                        at + k * width + (whole * lanes + ji),
+                    )
                 with emit.loop(lanes - rest, SERIAL, "ji") as ji:
                     emit.store(packed, self.zero, at + k * width + (whole * lanes + rest + ji))
 
@@ -347,7 +363,9 @@ class _Tiles:
             line = emit.alloc(width, self.dtype, "b")
             for span in spans:
                 if panel is not None and not panel.fill:
-                    emit.store(line, self._vector(panel.packed, panel.at + k * width + span[0], span[1]), self._at(*span))
+                    emit.store(
+                        line, self._vector(panel.packed, panel.at + k * width + span[0], span[1]), self._at(*span)
+                    )
                     continue
                 with self._over(span) as c, self.body.point():
                     emit.store(line, p.b(lead, block.k_from + k, j + c), c)
@@ -361,7 +379,11 @@ class _Tiles:
                     x = p.a(lead, start + at + r, block.k_from + k)
                 for offset, size in spans:
                     factor = tirx.Broadcast(x, size) if size > 1 else x
-                    emit.store(acc, self._vector(acc, offset, size) + factor * self._vector(line, offset, size), self._at(offset, size))
+                    emit.store(
+                        acc,
+                        self._vector(acc, offset, size) + factor * self._vector(line, offset, size),
+                        self._at(offset, size),
+                    )
 
         unrolled = _UNROLLED
         turns, rest = divmod(block.k_size, unrolled)
@@ -373,7 +395,9 @@ class _Tiles:
         each = ceil_div(hints, parts) if parts > 1 else 0
         with emit.loop(parts, SERIAL, "k") as part:
             for h in range(each):
-                self._hint(targets, (lead, start + at, j), tirx.min(part * each + h, hints - 1), ceil_div(columns, self.line))
+                self._hint(
+                    targets, (lead, start + at, j), tirx.min(part * each + h, hints - 1), ceil_div(columns, self.line)
+                )
             with emit.loop(turns // parts, SERIAL, "k") as k:
                 turn = part * (turns // parts) + k
                 for u in range(unrolled):
@@ -395,13 +419,18 @@ class _Tiles:
                 emit.store(tile, self._vector(acc, offset, size), self._at(offset + r * width, size))
         if partial is not None:
             self._over_tile(
-                height, columns, 0, lambda row, c: self._exchange(tile, partial, (at + row) * p.n + j + c, row * width + c, block.first)
+                height,
+                columns,
+                0,
+                lambda row, c: self._exchange(tile, partial, (at + row) * p.n + j + c, row * width + c, block.first),
             )
             if block.first is not None:
                 return
 
         def finish(row: Expr, c: Expr) -> None:
-            self.body.finish({p.out: (tirx.BufferLoad(tile, [row * width + c]), p.place(lead, start + at + row, j + c))})
+            self.body.finish(
+                {p.out: (tirx.BufferLoad(tile, [row * width + c]), p.place(lead, start + at + row, j + c))}
+            )
 
         self._over_tile(height, columns, len(direct) * lanes, finish)
 
@@ -427,7 +456,11 @@ class _Tiles:
 
     def _at(self, offset: Expr, size: int) -> Expr:
         """The index of so many neighbours."""
-        return tirx.Ramp(offset if not isinstance(offset, int) else literal(offset, "i32"), 1, size) if size > 1 else offset
+        return (
+            tirx.Ramp(offset if not isinstance(offset, int) else literal(offset, "i32"), 1, size)
+            if size > 1
+            else offset
+        )
 
     def _vector(self, buffer: Buffer, offset: Expr, size: int) -> Expr:
         return tirx.BufferLoad(buffer, [self._at(offset, size)])

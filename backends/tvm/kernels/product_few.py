@@ -58,7 +58,9 @@ def emit_dots(body: Body, p: Product) -> None:
                 with emit.loop(half, VECTOR, "l") as lane:
                     emit.store(acc, tirx.BufferLoad(acc, [lane]) + tirx.BufferLoad(acc, [lane + half]), lane)
             with body.point():
-                body.finish({p.out: (tirx.BufferLoad(acc, [literal(0, "i32")]), p.place(lead, literal(i, "i32"), j + c))})
+                body.finish(
+                    {p.out: (tirx.BufferLoad(acc, [literal(0, "i32")]), p.place(lead, literal(i, "i32"), j + c))}
+                )
 
     assert whole or rest
     blocks, odd = divmod(p.n, _DOT_COLUMNS)

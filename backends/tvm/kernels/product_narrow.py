@@ -114,11 +114,21 @@ class Narrow:
             line = line_of(literal(groups + left, "i32"))
             for r, total in enumerate(sums):
                 with body.point():
-                    add(total, tirx.Broadcast(p.a(self.lead, start + r, literal(groups * steps + left, "i32")), lanes) * line)
+                    add(
+                        total,
+                        tirx.Broadcast(p.a(self.lead, start + r, literal(groups * steps + left, "i32")), lanes) * line,
+                    )
         tile = emit.alloc(height * lanes, self.dtype, "tile")
         for r, total in enumerate(sums):
             emit.store(tile, tirx.BufferLoad(total, [everywhere]), tirx.Ramp(literal(r * lanes, "i32"), 1, lanes))
         with emit.loop(height, SERIAL, "r") as row:
             for c in range(self.columns):
                 with body.point():
-                    body.finish({p.out: (tirx.BufferLoad(tile, [row * lanes + c * steps]), p.place(self.lead, start + row, self.j + c))})
+                    body.finish(
+                        {
+                            p.out: (
+                                tirx.BufferLoad(tile, [row * lanes + c * steps]),
+                                p.place(self.lead, start + row, self.j + c),
+                            )
+                        }
+                    )

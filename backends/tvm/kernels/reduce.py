@@ -83,7 +83,9 @@ class Sweep:
         return tuple(whole[d] for d in self.kept)
 
     def bound(self, position: Expr, dims: Sequence[int]) -> Index:
-        return tuple(i if isinstance(i, tirx.IntImm) else self.body.emit.bind(i, "o") for i in unravel(position, self.dims(dims)))
+        return tuple(
+            i if isinstance(i, tirx.IntImm) else self.body.emit.bind(i, "o") for i in unravel(position, self.dims(dims))
+        )
 
 
 def index_over(shape: tuple[int, ...], groups: Sequence[tuple[Sequence[int], Sequence[Expr]]]) -> Index:
@@ -169,7 +171,9 @@ def _in_registers(sweep: Sweep, lead: Sequence[int], at: Index, run: Sequence[in
     every(finish)
 
 
-def _row_of_totals(sweep: Sweep, lead: Sequence[int], at: Index, run: Sequence[int], start: int, width: int, shared: bool) -> None:
+def _row_of_totals(
+    sweep: Sweep, lead: Sequence[int], at: Index, run: Sequence[int], start: int, width: int, shared: bool
+) -> None:
     """Totals of many columns, in memory, to which blocks of rows are added."""
     body, emit, steps = sweep.body, sweep.body.emit, sweep.steps
     rows = sweep.size(sweep.axes)
@@ -183,7 +187,9 @@ def _row_of_totals(sweep: Sweep, lead: Sequence[int], at: Index, run: Sequence[i
             with body.point():
                 operands = []
                 for place in places:
-                    index = sweep.place((lead, at), (sweep.axes, place), (run, sweep.along(run, c + start if start else c)))
+                    index = sweep.place(
+                        (lead, at), (sweep.axes, place), (run, sweep.along(run, c + start if start else c))
+                    )
                     operands.append(list(sweep.element(index)))
                 for s, (_, combine) in enumerate(steps):
                     total = combined(body, combine, [x[s] for x in operands])
@@ -192,7 +198,10 @@ def _row_of_totals(sweep: Sweep, lead: Sequence[int], at: Index, run: Sequence[i
                         total = combine(tirx.BufferLoad(totals, [position]), total)
                     emit.store(totals, total, position)
 
-    with emit.loop(parts, parallel_if(body.machine, prod(sweep.shape)) if parts > 1 else SERIAL, "part") as p, body.point():
+    with (
+        emit.loop(parts, parallel_if(body.machine, prod(sweep.shape)) if parts > 1 else SERIAL, "part") as p,
+        body.point(),
+    ):
         part = p if isinstance(p, tirx.IntImm) else emit.bind(p, "p")
         first = part * each
         blocks, left = divmod(each, _BLOCK)
@@ -207,7 +216,13 @@ def _row_of_totals(sweep: Sweep, lead: Sequence[int], at: Index, run: Sequence[i
         with body.point():
             found = []
             for s, (_, combine) in enumerate(steps):
-                found.append(combined(body, combine, [tirx.BufferLoad(totals, [(q * len(steps) + s) * width + c]) for q in range(parts)]))
+                found.append(
+                    combined(
+                        body,
+                        combine,
+                        [tirx.BufferLoad(totals, [(q * len(steps) + s) * width + c]) for q in range(parts)],
+                    )
+                )
             sweep.result(sweep.kept_index((lead, at), (run, sweep.along(run, c + start if start else c))), found)
 
 
@@ -254,7 +269,11 @@ def _in_parts(sweep: Sweep, run: Sequence[int], outside: Sequence[int]) -> None:
     with body.point():
         values = []
         for s, (_, combine) in enumerate(steps):
-            values.append(combined(body, combine, [tirx.BufferLoad(found, [literal(q * len(steps) + s, "i32")]) for q in range(parts)]))
+            values.append(
+                combined(
+                    body, combine, [tirx.BufferLoad(found, [literal(q * len(steps) + s, "i32")]) for q in range(parts)]
+                )
+            )
         sweep.result(row, values)
 
 

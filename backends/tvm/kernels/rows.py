@@ -70,7 +70,9 @@ class Rows:
 
     def _each(self, o: Expr, one_row: Callable[[], None]) -> None:
         """One row, or all that lie side by side."""
-        self.row = tuple(self.emit.bind(i, "r") if not isinstance(i, tirx.IntImm) else i for i in unravel(o, self.outer))
+        self.row = tuple(
+            self.emit.bind(i, "r") if not isinstance(i, tirx.IntImm) else i for i in unravel(o, self.outer)
+        )
         if not self.across:
             self.tail = tuple(zero() for _ in self.inner)
             with self.body.point():
@@ -98,7 +100,9 @@ class Rows:
         buffer = self.emit.alloc(self.length * width, dtype, "row")
         return lambda c: (buffer, c * width + self._lane if self.across else c)
 
-    def reduce(self, dtype: str, steps: Sequence[tuple[float, Combine]], element: Callable[[Expr], Sequence[Expr]]) -> list[Expr]:
+    def reduce(
+        self, dtype: str, steps: Sequence[tuple[float, Combine]], element: Callable[[Expr], Sequence[Expr]]
+    ) -> list[Expr]:
         """Reductions in one pass: `element` gives the operands at a position; each step is (start value, combination)."""
         emit = self.emit
         width = 1 if self.across else self.lanes
@@ -132,7 +136,10 @@ class Rows:
                         take(s, lambda lane, s=s: (o * streams + s) * width + lane)  # type: ignore[misc]
             for s in range(whole - turns * streams):
                 take(s, lambda lane, s=s: lane + (turns * streams + s) * width)  # type: ignore[misc]
-        totals = [[fold(emit, dtype, width, combine, places)] if places else [] for places, (_, combine) in zip(kept, steps, strict=True)]
+        totals = [
+            [fold(emit, dtype, width, combine, places)] if places else []
+            for places, (_, combine) in zip(kept, steps, strict=True)
+        ]
         done = whole * width
         for _, size in cover(self.length - done, width):
             places = [emit.alloc(size, dtype, "rest") for _ in steps]
@@ -228,7 +235,9 @@ def emit_softmax_grad(body: Body, op: Op) -> None:
             rows.store(lambda c, index: {op.outs[0]: body.at(y, index) * (body.at(dy, index) - dot)})
         else:
             total = rows.one(dtype, 0, add, lambda c: body.at(dy, rows.index(c)))
-            rows.store(lambda c, index: {op.outs[0]: body.at(dy, index) - body.functions.exp_down(body.at(y, index)) * total})
+            rows.store(
+                lambda c, index: {op.outs[0]: body.at(dy, index) - body.functions.exp_down(body.at(y, index)) * total}
+            )
 
     rows.each(one_row)
 

@@ -41,7 +41,11 @@ def emit_cumsum(body: Body, op: Op) -> None:
         width = min(prod(inner), _STRIP)
         whole, rest = divmod(prod(inner), width)
         with emit.loop(prod(outer) * whole, threads, "strip") as o:
-            strip(emit.bind(o // whole, "row") if whole > 1 else o, emit.bind(o % whole * width, "begin") if whole > 1 else zero(), width)
+            strip(
+                emit.bind(o // whole, "row") if whole > 1 else o,
+                emit.bind(o % whole * width, "begin") if whole > 1 else zero(),
+                width,
+            )
         if rest:
             with emit.loop(prod(outer), threads, "row") as o:
                 strip(o, literal(whole * width, "i32"), rest)

@@ -84,7 +84,9 @@ class _ShortRow:
     def _before_within(other: Expr, mine: Expr, at: Expr, lane: Expr) -> Expr:
         return tirx.Or(other > mine, tirx.And(tirx.EQ(other, mine), at < lane))
 
-    def _add(self, count: Buffer, begin: int, first: int, extent: int, before: Callable[[Expr, Expr, Expr, Expr], Expr]) -> None:
+    def _add(
+        self, count: Buffer, begin: int, first: int, extent: int, before: Callable[[Expr, Expr, Expr, Expr], Expr]
+    ) -> None:
         """Count those of `extent` keys from `first` on that come before each of a vector."""
         emit = self.emit
         if extent <= 0:
@@ -93,14 +95,18 @@ class _ShortRow:
             other = tirx.BufferLoad(self.keys, [j + first])
             with emit.loop(self.lanes, VECTOR, "l") as lane:
                 hit = before(other, tirx.BufferLoad(self.keys, [lane + begin]), j, lane)
-                emit.store(count, tirx.BufferLoad(count, [lane]) + tirx.Select(hit, literal(1, "i32"), literal(0, "i32")), lane)
+                emit.store(
+                    count, tirx.BufferLoad(count, [lane]) + tirx.Select(hit, literal(1, "i32"), literal(0, "i32")), lane
+                )
 
 
 _DIGIT = 8
 _DIGITS = 1 << _DIGIT
 
 
-def _emit_sorted(body: Body, size: int, dtype: str, key: Callable[[Expr], Expr], wanted: Callable[[Expr, Expr], None]) -> None:
+def _emit_sorted(
+    body: Body, size: int, dtype: str, key: Callable[[Expr], Expr], wanted: Callable[[Expr, Expr], None]
+) -> None:
     """Sort a whole row: `wanted` gets the place of an element in the row, and in the order."""
     emit, lanes = body.emit, body.lanes
     key_dtype, bits = ("i64", 64) if dtype in ("f64", "i64") else ("i32", 32)
@@ -201,12 +207,16 @@ class _Row:
 
     def _first(self, source: Buffer, marks: Buffer, wanted: Expr, begin: Expr, count: int) -> Expr:
         def candidate(c: Expr) -> Expr:
-            hit = tirx.And(tirx.EQ(tirx.BufferLoad(source, [begin + c]), wanted), tirx.BufferLoad(marks, [begin + c]) > 0)
+            hit = tirx.And(
+                tirx.EQ(tirx.BufferLoad(source, [begin + c]), wanted), tirx.BufferLoad(marks, [begin + c]) > 0
+            )
             return tirx.Select(hit, c, literal(count, "i32"))
 
         return self._over(count, "i32", count, tirx.min, candidate)
 
-    def _over(self, count: int, dtype: str, start: int, combine: Callable[[Expr, Expr], Expr], element: Callable[[Expr], Expr]) -> Expr:
+    def _over(
+        self, count: int, dtype: str, start: int, combine: Callable[[Expr, Expr], Expr], element: Callable[[Expr], Expr]
+    ) -> Expr:
         """A reduction over whole vectors."""
         emit, lanes = self.emit, self.lanes
         found = emit.alloc(lanes, dtype, "best")

@@ -117,7 +117,11 @@ def _plain(body: Body, op: Op) -> Reducer:
     def results(index: Index, totals: Sequence[Expr]) -> dict[Value, tuple[Expr, Index]]:
         value = totals[0]
         if op.kind == "mean":
-            value = value * literal(1 / max(count, 1), dtype) if dtype in FLOATS else tirx.truncdiv(value, literal(count, dtype))
+            value = (
+                value * literal(1 / max(count, 1), dtype)
+                if dtype in FLOATS
+                else tirx.truncdiv(value, literal(count, dtype))
+            )
         return {y: (value, _kept_index(op, index, axes, len(shape)))}
 
     return Reducer(shape, tuple(axes), dtype, (step,), lambda i: [body.at(x, i)], results)
@@ -205,7 +209,9 @@ class ColumnTotals:
 
     def allocate(self) -> None:
         emit = self.body.emit
-        self.places = [[emit.alloc(self.parts * self.width, r.dtype, "columns") for _ in r.steps] for r in self.reducers]
+        self.places = [
+            [emit.alloc(self.parts * self.width, r.dtype, "columns") for _ in r.steps] for r in self.reducers
+        ]
 
     def start(self, part: Expr) -> None:
         def clear(c: Expr) -> None:
@@ -230,7 +236,13 @@ class ColumnTotals:
             for reducer, places in zip(self.reducers, self.places, strict=True):
                 totals = []
                 for (_, combine), place in zip(reducer.steps, places, strict=True):
-                    totals.append(combined(self.body, combine, [tirx.BufferLoad(place, [c + q * self.width]) for q in range(self.parts)]))
+                    totals.append(
+                        combined(
+                            self.body,
+                            combine,
+                            [tirx.BufferLoad(place, [c + q * self.width]) for q in range(self.parts)],
+                        )
+                    )
                 known |= reducer.results(index, totals)
             self.body.finish(known)
 

@@ -81,8 +81,12 @@ class Bands:
         above = min(first for first, _ in rows)
         self.image_rows = max(self.counts[0] + self.reach[0] - above, max(last for _, last in rows), self.counts[0])
         # Every position is read once, and none is in the border.
-        self.gathered = max(map(len, found)) <= 1 and self.before == 0 and end == self.counts[1] and rows == [(0, self.counts[0])]
-        self.taps = [[(remainders.index(remainder), h * self.pitch + w) for remainder, (h, w) in taps] for taps in found]
+        self.gathered = (
+            max(map(len, found)) <= 1 and self.before == 0 and end == self.counts[1] and rows == [(0, self.counts[0])]
+        )
+        self.taps = [
+            [(remainders.index(remainder), h * self.pitch + w) for remainder, (h, w) in taps] for taps in found
+        ]
         self._cut()
         tall = (self.images - 1) * self.image_rows + self.rows + self.reach[0]
         lines = ceil_div(tall * self.pitch + self.before, SIDE)
@@ -93,7 +97,12 @@ class Bands:
     def flat(self) -> bool:
         """Whether packed rows follow each other as those of the source do."""
         c = self.c
-        return self.reach == (0, 0) and c.strides == (1, 1) and self.pitch == self.counts[1] == c.sizes[1] and not any(c.low)
+        return (
+            self.reach == (0, 0)
+            and c.strides == (1, 1)
+            and self.pitch == self.counts[1] == c.sizes[1]
+            and not any(c.low)
+        )
 
     @property
     def step_words(self) -> int:
@@ -134,7 +143,12 @@ class Bands:
         c = self.c
         first = max(ceil_div(c.low[1] - remainder[1], c.strides[1]), 0)
         widest = max(
-            (p.counts[1] + (p.shift[1] + (p.taps[1] - 1) * c.dilations[1]) // c.strides[1] for p in c.phases if prod(p.taps)), default=0
+            (
+                p.counts[1] + (p.shift[1] + (p.taps[1] - 1) * c.dilations[1]) // c.strides[1]
+                for p in c.phases
+                if prod(p.taps)
+            ),
+            default=0,
         )
         last = min((c.sizes[1] - 1 + c.low[1] - remainder[1]) // c.strides[1], widest - 1)
         return Piece(remainder, first, max(last + 1 - first, 0))
@@ -168,9 +182,13 @@ class Bands:
             image_bytes = self.image_rows * row_bytes
             most_images = max(min(_BAND_BYTES // image_bytes, c.images), 1)
             self.images = ceil_div(c.images, ceil_div(c.images, most_images))
-            fitting = [n for n in range(1, self.images + 1) if self.images % n == 0 and self.positions(n, self.strip) <= most]
+            fitting = [
+                n for n in range(1, self.images + 1) if self.images % n == 0 and self.positions(n, self.strip) <= most
+            ]
             if fitting and not self.gathered:
-                self.strip_images = min(fitting, key=lambda n: (round(ceil_div(self.positions(n, self.strip), SIDE) / n, 1), -n))
+                self.strip_images = min(
+                    fitting, key=lambda n: (round(ceil_div(self.positions(n, self.strip), SIDE) / n, 1), -n)
+                )
             self.rows = self.strip
             return
         most_strips = max((_BAND_BYTES // row_bytes - self.reach[0]) // self.strip, 1)
@@ -217,7 +235,13 @@ class SourcePacking:
                     channels = [s * STEP + pair + SIDE * other for other in range(exist)]
                     if bands.gathered:
                         self._gather(
-                            target, emit.bind(s * bands.step_words + pair * bands.plane, "at"), piece, area, group, channels, large
+                            target,
+                            emit.bind(s * bands.step_words + pair * bands.plane, "at"),
+                            piece,
+                            area,
+                            group,
+                            channels,
+                            large,
                         )
                         continue
                     self._plane(target, emit.bind(base + pair * bands.plane, "at"), piece, area, group, channels, large)
@@ -227,7 +251,14 @@ class SourcePacking:
     # ------------------------------------------------------------------------------ one tap
 
     def _gather(
-        self, target: Buffer, at: Expr, piece: Piece, area: Area, group: Expr, channels: list[Expr], large: Magnitudes | None
+        self,
+        target: Buffer,
+        at: Expr,
+        piece: Piece,
+        area: Area,
+        group: Expr,
+        channels: list[Expr],
+        large: Magnitudes | None,
     ) -> None:
         """The words of one pair of channels, strip by strip."""
         emit, bands = self.emit, self.bands
@@ -235,7 +266,9 @@ class SourcePacking:
             for row, rows in cover(emit, area.rows, bands.strip, "st"):
                 with self.body.point():
                     start = emit.bind(at + bands.strip_at(n, row), "at")
-                    self._gather_strip(target, start, piece, area.image + n, area.row + row, rows, group, channels, large)
+                    self._gather_strip(
+                        target, start, piece, area.image + n, area.row + row, rows, group, channels, large
+                    )
 
     def _gather_strip(
         self,
@@ -281,7 +314,14 @@ class SourcePacking:
     # ------------------------------------------------------------------------------ planes
 
     def _plane(
-        self, target: Buffer, at: Expr, piece: Piece, area: Area, group: Expr, channels: list[Expr], large: Magnitudes | None
+        self,
+        target: Buffer,
+        at: Expr,
+        piece: Piece,
+        area: Area,
+        group: Expr,
+        channels: list[Expr],
+        large: Magnitudes | None,
     ) -> None:
         """The words of one pair of channels, of which there may be less than two."""
         emit, bands = self.emit, self.bands
@@ -312,7 +352,15 @@ class SourcePacking:
         return value
 
     def _row(
-        self, target: Buffer, line: Expr, piece: Piece, image: Expr, row: Expr, group: Expr, channels: list[Expr], large: Magnitudes | None
+        self,
+        target: Buffer,
+        line: Expr,
+        piece: Piece,
+        image: Expr,
+        row: Expr,
+        group: Expr,
+        channels: list[Expr],
+        large: Magnitudes | None,
     ) -> None:
         emit, bands, c = self.emit, self.bands, self.c
 
@@ -342,7 +390,12 @@ class SourcePacking:
                 with self.body.point():
                     starts = {id(k): other * self._padded(piece) for other, k in enumerate(channels)}
                     self._values(
-                        target, line, piece, lambda k, i: tirx.BufferLoad(scratch, [i - piece.first + starts[id(k)]]), channels, large
+                        target,
+                        line,
+                        piece,
+                        lambda k, i: tirx.BufferLoad(scratch, [i - piece.first + starts[id(k)]]),
+                        channels,
+                        large,
                     )
         for first, last in ((0, piece.first), (piece.first + piece.count, bands.pitch)):
             for part in range(bands.parts):
@@ -356,7 +409,13 @@ class SourcePacking:
         return ceil_div(piece.count, SIDE) * SIDE
 
     def _values(
-        self, target: Buffer, line: Expr, piece: Piece, value: Callable[[Expr, Expr], Expr], channels: list[Expr], large: Magnitudes | None
+        self,
+        target: Buffer,
+        line: Expr,
+        piece: Piece,
+        value: Callable[[Expr, Expr], Expr],
+        channels: list[Expr],
+        large: Magnitudes | None,
     ) -> None:
         for i, _ in pieces(self.emit, piece.count, SIDE):
             with self.body.point():
@@ -371,7 +430,9 @@ class SourcePacking:
         if apart == 2 and c.plain is not None and ITEM_BYTES[c.out.type.dtype] == 4:
             # The last vector of a pair would read behind the end of the row.
             done = min(piece.count, (c.sizes[1] - begin) // 2) // SIDE * SIDE
-            line = emit.bind(((image * (c.groups * c.channels) + channel) * c.sizes[0] + h) * c.sizes[1] + begin, "line")
+            line = emit.bind(
+                ((image * (c.groups * c.channels) + channel) * c.sizes[0] + h) * c.sizes[1] + begin, "line"
+            )
             rest = emit.alloc(SIDE, "f32", "rest")
             with emit.loop(done // SIDE, SERIAL, "v") as v:
                 if done:

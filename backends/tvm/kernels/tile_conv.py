@@ -53,10 +53,19 @@ def suits(body: Body, c: Correlation) -> bool:
     bands = Bands(c)
     images = c.images * c.groups
     steps_taps = bands.steps * sum(len(taps) for taps in bands.taps)
-    tiles = ceil_div(c.filters, SIDE) * ceil_div(bands.positions(1, bands.counts[0]), SIDE) * WORDS * steps_taps * STEP * images
+    tiles = (
+        ceil_div(c.filters, SIDE)
+        * ceil_div(bands.positions(1, bands.counts[0]), SIDE)
+        * WORDS
+        * steps_taps
+        * STEP
+        * images
+    )
     true = c.filters * sum(prod(p.counts) * prod(p.taps) for p in c.phases) * c.channels * images
     source = len(bands.pieces) * bands.image_rows * bands.pitch * bands.steps * STEP * images
-    weights = 0 if c.op.attrs.get(PACKED) else c.groups * c.filters * steps_taps * STEP * _PACKING_WEIGHTS[c.filters_first]
+    weights = (
+        0 if c.op.attrs.get(PACKED) else c.groups * c.filters * steps_taps * STEP * _PACKING_WEIGHTS[c.filters_first]
+    )
     share = 1 if bands.parts > 1 else 1 / 4
     return tiles * share / _TILES_RATE + _PACKING * source + weights < true / _VECTORS_RATE
 
@@ -103,7 +112,11 @@ class _TileConv:
         self.registers = Registers(body.emit)
         self.order = ORDER[self.bands.parts]
         self.columns = c.spatial[1]
-        most = ceil_div(self.bands.positions(self.bands.strip_images, self.bands.strip), self.across * SIDE) * self.across * SIDE
+        most = (
+            ceil_div(self.bands.positions(self.bands.strip_images, self.bands.strip), self.across * SIDE)
+            * self.across
+            * SIDE
+        )
         # An odd number of cache lines from row to row.
         self.line = most + SIDE
         self.offsets: list[Buffer | None] = []
@@ -134,13 +147,17 @@ class _TileConv:
                 group = emit.bind(tirx.floormod(n, c.groups), "g") if c.groups > 1 else i32(0)
                 self._rows(packed, image, size, group, step_rows, rows, blocks)
 
-    def _rows(self, packed: Buffer, image: Expr, images: int, group: Expr, step_rows: int, kind: object, blocks: object) -> None:
+    def _rows(
+        self, packed: Buffer, image: Expr, images: int, group: Expr, step_rows: int, kind: object, blocks: object
+    ) -> None:
         """All bands of some images."""
         c, emit = self.c, self.emit
         whole, rest = divmod(c.spatial[0], step_rows)
         if whole:
             with emit.loop(whole, kind, "bd") as b, self.body.point():
-                self._band(packed, image, images, group, b * self.bands.rows if whole > 1 else i32(0), step_rows, blocks)
+                self._band(
+                    packed, image, images, group, b * self.bands.rows if whole > 1 else i32(0), step_rows, blocks
+                )
         if rest:
             with emit.loop(1), self.body.point():
                 self._band(packed, image, images, group, i32(whole * self.bands.rows), rest, blocks)
@@ -164,7 +181,10 @@ class _TileConv:
         words = emit.alloc(bands.size, "i32", "bp")
         area = Area(image, images, unit, ceil_div(rows, c.step[0]))
         band = _Band(words, area, group, self.source.pack(words, area, group, kind))
-        for first, count, size in ((0, filters.blocks, filters.height), (filters.blocks, min(filters.rest, 1), filters.rest)):
+        for first, count, size in (
+            (0, filters.blocks, filters.height),
+            (filters.blocks, min(filters.rest, 1), filters.rest),
+        ):
             if not count:
                 continue
             with emit.loop(count, kind, "jo") as jo, self.body.point():
@@ -217,7 +237,9 @@ class _TileConv:
             with self.body.point():
                 self._tile(packed, band, block, phase, strip, sums, i32(whole), rest)
 
-    def _tile(self, packed: Buffer, band: _Band, block: Filters, phase: int, strip: _Strip, sums: Buffer, p: Expr, across: int) -> None:
+    def _tile(
+        self, packed: Buffer, band: _Band, block: Filters, phase: int, strip: _Strip, sums: Buffer, p: Expr, across: int
+    ) -> None:
         emit, bands, registers, words = self.emit, self.bands, self.registers, self.filters.words
         down, parts = block.tiles, bands.parts
         cells = [(r, c) for r in range(down) for c in range(across)]
@@ -227,10 +249,18 @@ class _TileConv:
         table = self.offsets[phase]
         first_a = emit.bind(self.filters.phase_at(block, phase), "a")
         first_b = emit.bind(strip.at + p * (self.across // 2 * bands.stride), "b")
-        with emit.loop(bands.steps if count else 0, SERIAL, "s") as s, emit.loop(count, SERIAL, "t") as t, self.body.point():
+        with (
+            emit.loop(bands.steps if count else 0, SERIAL, "s") as s,
+            emit.loop(count, SERIAL, "t") as t,
+            self.body.point(),
+        ):
             if count:
                 piece, away = bands.taps[phase][0]
-                offset = tirx.BufferLoad(table, [t]) if table is not None else i32(piece * bands.steps * bands.step_words + away)
+                offset = (
+                    tirx.BufferLoad(table, [t])
+                    if table is not None
+                    else i32(piece * bands.steps * bands.step_words + away)
+                )
                 at_a = emit.bind(first_a + (s * count + t) * (down * words), "a")
                 at_b = emit.bind(first_b + s * bands.step_words + offset, "b")
                 self._ask_for(band, block, strip, p, across, s * count + t, bands.steps * count)
@@ -261,7 +291,9 @@ class _TileConv:
                 turns += [(r, c, pa, pb) for r in range(down) for c in range(left, min(left + 2, across))]
         return turns
 
-    def _ask_for(self, band: _Band, block: Filters, strip: _Strip, p: Expr, across: int, turn: Expr, turns: int) -> None:
+    def _ask_for(
+        self, band: _Band, block: Filters, strip: _Strip, p: Expr, across: int, turn: Expr, turns: int
+    ) -> None:
         """A hint, while sums are being added up, for what will be read and written with them."""
         c, emit, bands = self.c, self.emit, self.bands
         if bands.pitch != self.columns or c.step != (1, 1):
@@ -270,7 +302,9 @@ class _TileConv:
         channel = band.group * c.filters + block.first
         for u in range(each):
             row = tirx.min(turn * each + u, block.count - 1)
-            place = linear(c.place(strip.image, channel + row, strip.row, literal(0, "i32")), c.out.type.dims) + p * (self.across * SIDE)
+            place = linear(c.place(strip.image, channel + row, strip.row, literal(0, "i32")), c.out.type.dims) + p * (
+                self.across * SIDE
+            )
             for buffer, dtype in self.near:
                 for column in range(0, across * SIDE * ITEM_BYTES[dtype], LINE):
                     emit.prefetch(buffer, place + column // ITEM_BYTES[dtype])
@@ -321,7 +355,12 @@ class _TileConv:
                 self._close_gaps(strip, sums, line, dense)
             for p, _ in pieces(emit, positions, SIDE):
                 with self.body.point():
-                    index = c.place(strip.image + i, channel, strip.row + tirx.floordiv(p, self.columns), tirx.floormod(p, self.columns))
+                    index = c.place(
+                        strip.image + i,
+                        channel,
+                        strip.row + tirx.floordiv(p, self.columns),
+                        tirx.floormod(p, self.columns),
+                    )
                     value = tirx.BufferLoad(sums, [line + p]) if dense is None else tirx.BufferLoad(dense, [p])
                     self.body.finish({c.out: (value, index)})
 
@@ -338,7 +377,11 @@ class _TileConv:
 
     def _row(self, sums: Buffer, line: Expr, dense: Buffer, h: Expr, a: int) -> None:
         c, emit, bands = self.c, self.emit, self.bands
-        starts = [emit.bind(line + h * bands.pitch + self._sums_at(number), "from") for number, p in enumerate(c.phases) if p.first[0] == a]
+        starts = [
+            emit.bind(line + h * bands.pitch + self._sums_at(number), "from")
+            for number, p in enumerate(c.phases)
+            if p.first[0] == a
+        ]
         target = emit.bind((h * c.step[0] + a) * self.columns, "to")
         lanes = SIDE
         while lanes > 4 and lanes // 2 * c.step[1] >= self.columns:

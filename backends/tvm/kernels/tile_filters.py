@@ -100,7 +100,9 @@ class FilterPacking:
                             self._step(packed, at, number, phase, filters.tiles, group, row, s, STEP, large)
                     if rest:
                         with self.body.point():
-                            self._step(packed, at, number, phase, filters.tiles, group, row, literal(whole, "i32"), rest, large)
+                            self._step(
+                                packed, at, number, phase, filters.tiles, group, row, literal(whole, "i32"), rest, large
+                            )
         if large is not None:
             emit.store(packed, large.too_large(), filters.flag)
 
@@ -127,9 +129,14 @@ class FilterPacking:
                 for q, _ in pieces(emit, last - first, SIDE):
                     with self.body.point():
                         place = q + first if first else q
-                        pair = [self.c.weight(group, row, s * STEP + place + SIDE * other, *phase.tap(i, j)) for other in range(exist)]
+                        pair = [
+                            self.c.weight(group, row, s * STEP + place + SIDE * other, *phase.tap(i, j))
+                            for other in range(exist)
+                        ]
                         if large is not None:
                             for value in pair:
                                 large.note(value)
-                        for part, word in zip(LEFT_PLACES[bands.parts], pair_words(emit, pair, bands.parts), strict=True):
+                        for part, word in zip(
+                            LEFT_PLACES[bands.parts], pair_words(emit, pair, bands.parts), strict=True
+                        ):
                             emit.store(packed, word, at + place + part * (tiles * WORDS) if part else at + place)

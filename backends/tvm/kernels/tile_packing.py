@@ -38,7 +38,9 @@ def can_pack(body: Body, out: Value) -> bool:
     """Whether the machine has tiles for the operation that `out` is the result of, and its operands can be packed for them."""
     if not body.machine.has_tiles or out.type.dtype not in PARTS:
         return False
-    return PARTS[out.type.dtype] > 1 or all(_is_rounded(body, v) for op in body.group.ops if out in op.outs for v in op.ins)
+    return PARTS[out.type.dtype] > 1 or all(
+        _is_rounded(body, v) for op in body.group.ops if out in op.outs for v in op.ins
+    )
 
 
 def _is_rounded(body: Body, value: Value) -> bool:
@@ -155,14 +157,24 @@ class TilePacking:
             large.note(value)
         return value
 
-    def _line(self, target: Buffer, at: Expr, lanes: int, exist: int, value: Callable[[int, Expr], Expr], large: Magnitudes | None) -> None:
+    def _line(
+        self,
+        target: Buffer,
+        at: Expr,
+        lanes: int,
+        exist: int,
+        value: Callable[[int, Expr], Expr],
+        large: Magnitudes | None,
+    ) -> None:
         """One line of words for `lanes` rows or columns: the pair value(0, lane), value(1, lane), of which `exist` are there."""
         for lane, _ in pieces(self.emit, lanes, SIDE):
             with self.body.point():
                 pair = [self._noted(value(other, lane), large) for other in range(exist)]
                 self._store_words(target, at + lane, pair_words(self.emit, pair, self.parts))
 
-    def _row(self, target: Buffer, at: Expr, count: int, value: Callable[[Expr], Expr], large: Magnitudes | None) -> None:
+    def _row(
+        self, target: Buffer, at: Expr, count: int, value: Callable[[Expr], Expr], large: Magnitudes | None
+    ) -> None:
         """16 words for one row or column that is contiguous along k: the pairs of `count` values."""
         emit = self.emit
         if self.parts == 1:
@@ -193,7 +205,9 @@ class TilePacking:
     def _store_turned(self, target: Buffer, at: Expr, scratch: Buffer) -> None:
         """The tiles in `scratch`, one for each part, transposed."""
         for part in range(self.parts):
-            lines = transpose_block(self.emit, "i32", SIDE, SIDE, scratch, [i32(part * WORDS + q * SIDE) for q in range(SIDE)])
+            lines = transpose_block(
+                self.emit, "i32", SIDE, SIDE, scratch, [i32(part * WORDS + q * SIDE) for q in range(SIDE)]
+            )
             for r, words in enumerate(lines):
                 self.emit.add(tirx.BufferStore(target, words, [tirx.Ramp(at + (part * WORDS + r * SIDE), 1, SIDE)]))
 
@@ -229,7 +243,13 @@ class TilePacking:
             def by_rows(s: Expr, count: int) -> None:
                 place = at(s)
                 with emit.loop(height, SERIAL, "r") as r, self.body.point():
-                    self._row(packed, place + r * SIDE, count, lambda k: p.a(span.lead, row + r, span.k_from + s * STEP + k), large)
+                    self._row(
+                        packed,
+                        place + r * SIDE,
+                        count,
+                        lambda k: p.a(span.lead, row + r, span.k_from + s * STEP + k),
+                        large,
+                    )
 
             def by_pairs(s: Expr, count: int) -> None:
                 def line(q: Expr, exist: int) -> None:
@@ -265,7 +285,9 @@ class TilePacking:
                 with emit.loop(strips.count, SERIAL, "n") as n, self.body.point():
                     for c, width in enumerate(widths):
                         from_j = strips.first + n * STRIP + c * SIDE
-                        place = emit.bind(self.strip_at(span, b, strips.number + n) + (s * across + c) * self.words + q * SIDE, "at")
+                        place = emit.bind(
+                            self.strip_at(span, b, strips.number + n) + (s * across + c) * self.words + q * SIDE, "at"
+                        )
 
                         def value(other: int, lane: Expr, from_j: Expr = from_j) -> Expr:
                             return p.b(span.lead, span.k_from + s * STEP + self._ks(q, other), from_j + lane)
@@ -278,8 +300,16 @@ class TilePacking:
             for c, width in enumerate(widths):
                 with emit.loop(width, SERIAL, "r") as r, self.body.point():
                     column = strips.first + n * STRIP + c * SIDE + r
-                    self._row(scratch, r * SIDE, count, lambda k, j=column: p.b(span.lead, span.k_from + s * STEP + k, j), large)  # type: ignore[misc]
-                self._store_turned(b.words, self.strip_at(span, b, strips.number + n) + (s * across + c) * self.words, scratch)
+                    self._row(
+                        scratch,
+                        r * SIDE,
+                        count,
+                        lambda k, j=column: p.b(span.lead, span.k_from + s * STEP + k, j),
+                        large,
+                    )  # type: ignore[misc]
+                self._store_turned(
+                    b.words, self.strip_at(span, b, strips.number + n) + (s * across + c) * self.words, scratch
+                )
 
         if self.b_by_pairs:
             self._each_step(span, by_pairs)

@@ -165,17 +165,24 @@ class _TileProduct:
         self._part(_Part(lead, i32(0), self.k_size, partial, add=False, last=False, b=packed(i32(0))), kind)
         if self.k_blocks > 2:
             with emit.loop(self.k_blocks - 2, SERIAL, "q") as q, self.body.point():
-                self._part(_Part(lead, (q + 1) * self.k_size, self.k_size, partial, add=True, last=False, b=packed(q + 1)), kind)
+                self._part(
+                    _Part(lead, (q + 1) * self.k_size, self.k_size, partial, add=True, last=False, b=packed(q + 1)),
+                    kind,
+                )
         done = (self.k_blocks - 1) * self.k_size
         with self.body.point():
-            self._part(_Part(lead, i32(done), p.k - done, partial, add=True, last=True, b=packed(i32(self.k_blocks - 1))), kind)
+            self._part(
+                _Part(lead, i32(done), p.k - done, partial, add=True, last=True, b=packed(i32(self.k_blocks - 1))), kind
+            )
 
     def _part(self, part: _Part, kind: object) -> None:
         p, emit = self.p, self.emit
         whole, rest = divmod(p.m, self.row_block)
         everything = part.b
         if everything is None and self.b_near:
-            everything = PackedB(emit.alloc(self.packing.b_words(part, self.strips), "i32", "bp"), i32(0), i32(0), self.strips)
+            everything = PackedB(
+                emit.alloc(self.packing.b_words(part, self.strips), "i32", "bp"), i32(0), i32(0), self.strips
+            )
             self._each_group(part, kind, lambda g: self.packing.b(part, everything, g))
         with emit.loop(whole, SERIAL, "im") as im, self.body.point():
             self._rows(part, im * self.row_block if whole > 1 else i32(0), self.row_block, everything, kind)
@@ -222,7 +229,9 @@ class _TileProduct:
         def strips(g: Strips, b: PackedB, tile: Buffer, row: Expr, height: int) -> None:
             with emit.loop(g.count, SERIAL, "n") as n, self.body.point():
                 number = g.number + n
-                strip = _Strip(b, number, g.first + n * STRIP, g.columns, self.packing.too_large(part, a, b, number), tile)
+                strip = _Strip(
+                    b, number, g.first + n * STRIP, g.columns, self.packing.too_large(part, a, b, number), tile
+                )
                 self._block(part, a, row, start, height, strip)
 
         self._each_group(part, kind, group)
@@ -269,15 +278,23 @@ class _TileProduct:
             if part.last:
                 each = ceil_div(rows, part.steps)
                 for u in range(each):
-                    self._ask_for(p.place(part.lead, start + row + tirx.min(s * each + u, rows - 1), strip.j), strip.columns)
+                    self._ask_for(
+                        p.place(part.lead, start + row + tirx.min(s * each + u, rows - 1), strip.j), strip.columns
+                    )
             before: tuple[int, int] | tuple[()] = ()
             for pa, pb in self.order:
                 if not before or pb != before[1]:
                     for c in range(across):
-                        registers.load(_B_TILES + c, strip.b.words, first_b + (s * across + c) * words + RIGHT_PLACES[parts][pb] * WORDS)
+                        registers.load(
+                            _B_TILES + c,
+                            strip.b.words,
+                            first_b + (s * across + c) * words + RIGHT_PLACES[parts][pb] * WORDS,
+                        )
                 for r in range(down):
                     if not before or pa != before[0]:
-                        registers.load(_A_TILES + r, a.words, first_a + (s * down + r) * words + LEFT_PLACES[parts][pa] * WORDS)
+                        registers.load(
+                            _A_TILES + r, a.words, first_a + (s * down + r) * words + LEFT_PLACES[parts][pa] * WORDS
+                        )
                     for c in range(across):
                         registers.multiply(2 * r + c, _A_TILES + r, _B_TILES + c)
                 before = pa, pb
@@ -304,7 +321,11 @@ class _TileProduct:
                     with self.body.point():
                         index = r * STRIP + c
                         if not part.last:
-                            index = self._kept(i + r, strip.j + c) + tirx.floormod(i + r, SIDE) * SIDE + tirx.floormod(c, SIDE)
+                            index = (
+                                self._kept(i + r, strip.j + c)
+                                + tirx.floormod(i + r, SIDE) * SIDE
+                                + tirx.floormod(c, SIDE)
+                            )
                         target = strip.tile if part.last else part.partial
                         product = p.a(part.lead, i + r, part.k_from + k) * p.b(part.lead, part.k_from + k, strip.j + c)
                         emit.store(target, tirx.BufferLoad(target, [index]) + product, index)

@@ -14,11 +14,19 @@ from tvm import tirx
 from .emit import SERIAL, TVM_DTYPES, VECTOR, Buffer, Emitter, Expr, load
 
 
-def transpose_block(emit: Emitter, dtype: str, lanes: int, columns: int, source: Buffer, starts: Sequence[Expr]) -> list[Expr]:
+def transpose_block(
+    emit: Emitter, dtype: str, lanes: int, columns: int, source: Buffer, starts: Sequence[Expr]
+) -> list[Expr]:
     """The first `columns` columns of a block of rows of `lanes` elements of `source`, which start at `starts`, as many."""
     if str(source.dtype) != TVM_DTYPES[dtype]:
         source, starts = _widened(emit, dtype, lanes, source, starts)
-    return turn_rows(emit, TVM_DTYPES[dtype], lanes, columns, [tirx.BufferLoad(source, [tirx.Ramp(start, 1, lanes)]) for start in starts])
+    return turn_rows(
+        emit,
+        TVM_DTYPES[dtype],
+        lanes,
+        columns,
+        [tirx.BufferLoad(source, [tirx.Ramp(start, 1, lanes)]) for start in starts],
+    )
 
 
 def turn_rows(emit: Emitter, name: str, lanes: int, columns: int, rows: Sequence[Expr]) -> list[Expr]:
@@ -56,7 +64,9 @@ def turn_rows(emit: Emitter, name: str, lanes: int, columns: int, rows: Sequence
     return current[:columns]
 
 
-def _widened(emit: Emitter, dtype: str, lanes: int, source: Buffer, starts: Sequence[Expr]) -> tuple[Buffer, list[Expr]]:
+def _widened(
+    emit: Emitter, dtype: str, lanes: int, source: Buffer, starts: Sequence[Expr]
+) -> tuple[Buffer, list[Expr]]:
     """Rows of 16-bit floats as rows of the element type that is computed in."""
     copy = emit.alloc(len(starts) * lanes, dtype, "w")
     for row, start in enumerate(starts):
@@ -65,7 +75,9 @@ def _widened(emit: Emitter, dtype: str, lanes: int, source: Buffer, starts: Sequ
     return copy, [tirx.IntImm("int32", row * lanes) for row in range(len(starts))]
 
 
-def separate_pairs(emit: Emitter, lanes: int, source: tuple[Buffer, Expr], targets: Sequence[tuple[Buffer, Expr]]) -> None:
+def separate_pairs(
+    emit: Emitter, lanes: int, source: tuple[Buffer, Expr], targets: Sequence[tuple[Buffer, Expr]]
+) -> None:
     """Of two vectors in a row, the elements at even places to the first target, those at odd places to the second."""
     buffer, start = source
     both = [tirx.BufferLoad(buffer, [tirx.Ramp(start + k * lanes, 1, lanes)]) for k in (0, 1)]

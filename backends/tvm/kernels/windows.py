@@ -108,7 +108,9 @@ def emit_conv(body: Body, op: Op) -> None:
         return (lead[0], lead[1] * per_out + i, *unravel(j, spatial))
 
     batch = (y.type.dims[0], groups)
-    emit_product(body, Product(y, batch, per_out, prod(spatial), per_in * prod(kernel), a, b, place, body.is_stored(w), False))
+    emit_product(
+        body, Product(y, batch, per_out, prod(spatial), per_in * prod(kernel), a, b, place, body.is_stored(w), False)
+    )
 
 
 def emit_conv_grad_input(body: Body, op: Op) -> None:
@@ -152,7 +154,9 @@ def emit_conv_grad_weight(body: Body, op: Op) -> None:
     def place(lead: Index, i: Expr, j: Expr) -> Index:
         return (lead[0] * per_out + i, *unravel(j, (per_in, *kernel)))
 
-    emit_product(body, Product(dw, (groups,), per_out, per_in * prod(kernel), images * prod(spatial), a, b, place, False, False))
+    emit_product(
+        body, Product(dw, (groups,), per_out, per_in * prod(kernel), images * prod(spatial), a, b, place, False, False)
+    )
 
 
 # ---------------------------------------------------------------------------------------- pooling
@@ -285,7 +289,9 @@ def emit_max_pool_grad(body: Body, op: Op) -> None:
     with emit.loop(prod(planes), parallel_if(body.machine, x.type.size), "p") as p:
         lead = tuple(i if isinstance(i, tirx.IntImm) else emit.bind(i, "p") for i in unravel(p, planes))
         # Sums of 16-bit floats are taken in f32 and rounded once.
-        target, origin = (emit.alloc(plane, dtype, "sums"), literal(0, "i32")) if dtype in HALVES else (stored, p * plane)
+        target, origin = (
+            (emit.alloc(plane, dtype, "sums"), literal(0, "i32")) if dtype in HALVES else (stored, p * plane)
+        )
         copy = emit.alloc(lines * split * width, dtype, "xp")
         found = emit.alloc(outs[-1], "i32", "found")
         # What stands in the border is never looked at.
@@ -300,7 +306,9 @@ def emit_max_pool_grad(body: Body, op: Op) -> None:
                 source = emit.bind(linear((*lead, *at, zero()), x.type.dims), "line")
                 with emit.loop(done // lanes, SERIAL, "v") as v:
                     places = [(h * 2 + (begin + low) % 2) * width + (begin + low) // 2 + v * lanes for begin in (0, 1)]
-                    separate_pairs(emit, lanes, (body.operand(x), source + v * (2 * lanes)), [(copy, place) for place in places])
+                    separate_pairs(
+                        emit, lanes, (body.operand(x), source + v * (2 * lanes)), [(copy, place) for place in places]
+                    )
             for remainder in range(split):
                 begin = (remainder - low) % split
                 count = ceil_div(sizes[-1] - begin, split)
@@ -316,7 +324,9 @@ def emit_max_pool_grad(body: Body, op: Op) -> None:
                 tap = tuple(stack.enter_context(emit.loop(k, SERIAL, "t")) for k in kernel[:-1])
                 positions = tuple(
                     i * s - b + r * d
-                    for i, r, s, b, d in zip(out, tap, window.strides[:-1], window.low[:-1], window.dilations[:-1], strict=True)
+                    for i, r, s, b, d in zip(
+                        out, tap, window.strides[:-1], window.low[:-1], window.dilations[:-1], strict=True
+                    )
                 )
                 inside, conditions = inside_of(positions, sizes[:-1])
                 if conditions:
@@ -327,9 +337,15 @@ def emit_max_pool_grad(body: Body, op: Op) -> None:
                     for v, _ in pieces(emit, outs[-1], lanes):
                         with body.point():
                             place = v * split + (column - low)
-                            value = tirx.BufferLoad(copy, [(line * split + column % split) * width + column // split + v])
+                            value = tirx.BufferLoad(
+                                copy, [(line * split + column % split) * width + column // split + v]
+                            )
                             top = body.at(y, (*lead, *out, v))
-                            hit = tirx.Or(tirx.EQ(value, top), tirx.isnan(value)) if dtype in FLOATS else tirx.EQ(value, top)
+                            hit = (
+                                tirx.Or(tirx.EQ(value, top), tirx.isnan(value))
+                                if dtype in FLOATS
+                                else tirx.EQ(value, top)
+                            )
                             before = tirx.BufferLoad(found, [v])
                             wanted = tirx.all(hit, before < 0, place >= 0, place < sizes[-1])
                             emit.store(found, tirx.Select(wanted, line * sizes[-1] + place, before), v)

@@ -69,7 +69,8 @@ def as_typed(graph: Graph, op: Op | None, own: float) -> Allowed:
         return Allowed(MARGIN * u, f"{MARGIN:g} roundings of {_WORDS[coarsest]} ({u:.1e})").widened(own, told)
     terms = 1 if op is None else terms_of(op)
     local = Allowed(
-        SAFETY * u * sqrt(terms), f"{SAFETY:g} roundings of {_WORDS[coarsest]} ({u:.1e}) * sqrt of a sum of {counted(terms, 'term')}"
+        SAFETY * u * sqrt(terms),
+        f"{SAFETY:g} roundings of {_WORDS[coarsest]} ({u:.1e}) * sqrt of a sum of {counted(terms, 'term')}",
     )
     return local.widened(own * sqrt(longest), f"{told} ({own:.1e}) * sqrt of sums of {counted(longest, 'term')}")
 

@@ -83,7 +83,9 @@ def _fitted(case: Case, module: Module) -> Case:
     """The same data, as much of it as the module has a place for."""
     weights = {name: array for name, array in case.weights.items() if name in module.vars}
     names = {v.name for v in module.inputs}
-    return Case(module, weights, [{name: array for name, array in batch.items() if name in names} for batch in case.batches])
+    return Case(
+        module, weights, [{name: array for name, array in batch.items() if name in names} for batch in case.batches]
+    )
 
 
 # ------------------------------------------------------------------------------------------------ batches and outputs
@@ -106,7 +108,9 @@ def _sooner(case: Case, chunk: Sequence[str]) -> Case | None:
     op = None if graph is None else next((op for op in graph.ops if name in (v.name for v in op.outs)), None)
     if op is None or op.kind in _DATA or not op.ins:
         return None
-    names = dict.fromkeys(n for out in case.module.outputs for n in ([v.name for v in op.ins] if out == name else [out]))
+    names = dict.fromkeys(
+        n for out in case.module.outputs for n in ([v.name for v in op.ins] if out == name else [out])
+    )
     return with_outputs(case, tuple(names))
 
 
@@ -214,7 +218,9 @@ def _frozen(case: Case, chunk: Sequence[str]) -> Case | None:
     module = case.module
     for graph in module.graphs.values():
         module = module.with_graph(
-            replace(graph, ops=tuple(op for op in graph.ops if op.kind not in ("accum", "write") or not belongs(op.var)))
+            replace(
+                graph, ops=tuple(op for op in graph.ops if op.kind not in ("accum", "write") or not belongs(op.var))
+            )
         )
     roles = {name: replace(var, role=BUFFER) if name in chosen else var for name, var in module.vars.items()}
     return tidied(replace(case, module=module.but(vars=roles)))
@@ -229,7 +235,13 @@ Resize = tuple[int, int, bool]
 def _resizes(case: Case) -> list[Resize]:
     given: list[Value | Var] = [*case.module.inputs, *case.module.vars.values()]
     sizes = sorted({n for v in given for n in v.type.dims if n > 1})
-    return [(n, m, multiples) for n in sizes for m in sorted({n // 2, 2, 1}, reverse=True) if m < n for multiples in (False, True)]
+    return [
+        (n, m, multiples)
+        for n in sizes
+        for m in sorted({n // 2, 2, 1}, reverse=True)
+        if m < n
+        for multiples in (False, True)
+    ]
 
 
 def _resized(case: Case, chunk: Sequence[Resize]) -> Case | None:
@@ -252,7 +264,9 @@ def _resized(case: Case, chunk: Sequence[Resize]) -> Case | None:
     except (TypeError, ValueError, KeyError):  # what type rules raise for operands that do not fit
         return None
     module = module.but(vars=held, inputs=inputs, graphs=graphs)
-    weights = {name: _corner(np.asarray(array), held[name].type.dims) for name, array in case.weights.items() if name in held}
+    weights = {
+        name: _corner(np.asarray(array), held[name].type.dims) for name, array in case.weights.items() if name in held
+    }
     batches = [{v.name: _rows(np.asarray(batch[v.name]), old, v, module) for v, old in zip(inputs, case.module.inputs, strict=True) if v.name in batch} for batch in case.batches]  # fmt: skip
     return Case(module, weights, batches)
 

@@ -63,7 +63,11 @@ class Verdict:
 
 
 def first_kernel(
-    module: Module, program: Program, weights: Mapping[str, Array], batches: Sequence[Mapping[str, Array]], tolerance: float | None
+    module: Module,
+    program: Program,
+    weights: Mapping[str, Array],
+    batches: Sequence[Mapping[str, Array]],
+    tolerance: float | None,
 ) -> list[Verdict]:
     """One verdict per stage, up to the first with a kernel that is off."""
     calls = recorded_calls(module, weights, batches[0])
@@ -92,7 +96,9 @@ def _judge_stage(
         if spot is not None:
             say(f"stage {stage}: {spot.tensor} of @{call.graph.name} is off; comparing its kernels one by one")
             alone = first_alone(module, stage, call, backend, tolerance)
-            return Verdict(stage, count, errors, spot if alone is None else alone[0], None if alone is None else alone[1])
+            return Verdict(
+                stage, count, errors, spot if alone is None else alone[0], None if alone is None else alone[1]
+            )
     return Verdict(stage, len(own), errors, None)
 
 
@@ -160,7 +166,9 @@ def compare(program: StageProgram, call: Call, tolerance: float | None) -> tuple
     errors, first = Errors(), None
     for key, tensor, op in named:
         error = relative_error(found[key], wide[key])
-        allowed = asked(tolerance) if tolerance is not None else as_typed(graph, op, relative_error(own[key], wide[key]))
+        allowed = (
+            asked(tolerance) if tolerance is not None else as_typed(graph, op, relative_error(own[key], wide[key]))
+        )
         errors += Errors.of(error, allowed)
         if first is None and not error <= allowed.error:
             first = Spot(graph.name, op, tensor, "", error, allowed)
@@ -168,7 +176,9 @@ def compare(program: StageProgram, call: Call, tolerance: float | None) -> tuple
 
 
 def _changed(graph: Graph) -> list[Slot]:
-    return list(dict.fromkeys(slot for op in graph.ops if op.kind in ("write", "accum") and (slot := slot_of(op)) is not None))
+    return list(
+        dict.fromkeys(slot for op in graph.ops if op.kind in ("write", "accum") and (slot := slot_of(op)) is not None)
+    )
 
 
 def _interpreted(call: Call, precision: str) -> dict[str | Slot, Array]:
@@ -191,7 +201,10 @@ def _called(program: StageProgram, call: Call) -> dict[str | Slot, Array]:
     tensors: dict[int, torch.Tensor] = {}
     sig = signature(call.graph)
     ins = [tensor_of(np.array(call.ins[v.name], order="C")).to(program.device) for v in sig.ins]
-    slots = [tensors.setdefault(id(call.slots[s]), tensor_of(np.array(call.slots[s], order="C")).to(program.device)) for s in sig.slots]
+    slots = [
+        tensors.setdefault(id(call.slots[s]), tensor_of(np.array(call.slots[s], order="C")).to(program.device))
+        for s in sig.slots
+    ]
     results = program.call(call.graph.name, [*ins, *slots])
     found: dict[str | Slot, Array] = {v.name: array_of(x.cpu()) for v, x in zip(sig.results, results, strict=True)}
     return found | {slot: array_of(x.cpu()) for slot, x in zip(sig.slots, slots, strict=True)}
@@ -200,7 +213,9 @@ def _called(program: StageProgram, call: Call) -> dict[str | Slot, Array]:
 # ------------------------------------------------------------------------------------------------ kernels by themselves
 
 
-def first_alone(module: Module, stage: int, call: Call, backend: str, tolerance: float | None) -> tuple[Spot, Call] | None:
+def first_alone(
+    module: Module, stage: int, call: Call, backend: str, tolerance: float | None
+) -> tuple[Spot, Call] | None:
     """The first kernel of a graph that is off when it is compiled by itself, and its call; None where
     it takes several of them to be wrong."""
     parts = dict(kernel_calls(call))
@@ -221,7 +236,9 @@ def kernel_calls(call: Call) -> Iterator[tuple[str, Call]]:
     def keep(op: Op, results: tuple[Array, ...]) -> None:
         values.update((v.name, array) for v, array in zip(op.outs, results, strict=True))
 
-    run_graph(call.graph, call.ins, SlotStore({slot: _held(array, F64) for slot, array in call.slots.items()}), F64, keep)
+    run_graph(
+        call.graph, call.ins, SlotStore({slot: _held(array, F64) for slot, array in call.slots.items()}), F64, keep
+    )
     for kernel in kernels_of(call.graph):
         ins = {v.name: _typed(values[v.name], v.type) for v in kernel.body.ins}
         yield kernel.name, Call(kernel.body, ins, {slot: call.slots[slot] for slot in signature(kernel.body).slots})

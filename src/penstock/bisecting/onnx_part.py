@@ -33,14 +33,21 @@ def _parts(model: onnx.ModelProto, name: str, values: Values) -> Iterator[tuple[
     chosen: list[onnx.NodeProto] = [makers[name]]
     while True:
         yield _part(model, chosen, name, values)
-        more = [makers[i] for node in chosen for i in node.input if i in makers and not any(makers[i] is other for other in chosen)]
+        more = [
+            makers[i]
+            for node in chosen
+            for i in node.input
+            if i in makers and not any(makers[i] is other for other in chosen)
+        ]
         if not more:
             return
         kept = [*chosen, *more]
         chosen = [node for node in model.graph.node if any(node is other for other in kept)]
 
 
-def _part(model: onnx.ModelProto, nodes: list[onnx.NodeProto], name: str, values: Values) -> tuple[onnx.ModelProto, Values]:
+def _part(
+    model: onnx.ModelProto, nodes: list[onnx.NodeProto], name: str, values: Values
+) -> tuple[onnx.ModelProto, Values]:
     made = {out for node in nodes for out in node.output}
     read = dict.fromkeys(i for node in nodes for i in node.input if i and i not in made)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -51,11 +58,16 @@ def _part(model: onnx.ModelProto, nodes: list[onnx.NodeProto], name: str, values
     graph = helper.make_graph(
         nodes,
         model.graph.name or "part",
-        [helper.make_tensor_value_info(i, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape) for i, array in feeds.items()],
+        [
+            helper.make_tensor_value_info(i, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+            for i, array in feeds.items()
+        ],
         [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(values[name].dtype), values[name].shape)],
         [*(stored[i] for i in read if i in stored), *constants],
     )
-    part = helper.make_model(graph, opset_imports=list(model.opset_import), functions=list(model.functions), ir_version=model.ir_version)
+    part = helper.make_model(
+        graph, opset_imports=list(model.opset_import), functions=list(model.functions), ir_version=model.ir_version
+    )
     return part, feeds
 
 

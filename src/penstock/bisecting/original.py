@@ -43,7 +43,11 @@ class Compared:
 
 
 def first_difference(
-    original: Original, module: Module, weights: Mapping[str, Array], inputs: Mapping[str, Array], tolerance: float | None
+    original: Original,
+    module: Module,
+    weights: Mapping[str, Array],
+    inputs: Mapping[str, Array],
+    tolerance: float | None,
 ) -> Compared:
     """Run the module of an import beside its original."""
     graph = module.graphs.get("main") or module.graphs["F"]
@@ -58,11 +62,15 @@ def first_difference(
         allowed = asked(tolerance) if tolerance is not None else as_typed(graph, ops.get(name), own)
         count, errors = count + 1, errors + Errors.of(error, allowed)
         if not error <= allowed.error:
-            return Compared(count, errors, Spot(graph.name, ops.get(name), f"%{name}", original.source_of(name), error, allowed))
+            return Compared(
+                count, errors, Spot(graph.name, ops.get(name), f"%{name}", original.source_of(name), error, allowed)
+            )
     return Compared(count, errors, None)
 
 
-def _values(module: Module, graph: Graph, weights: Mapping[str, Array], inputs: Mapping[str, Array], precision: str) -> dict[str, Array]:
+def _values(
+    module: Module, graph: Graph, weights: Mapping[str, Array], inputs: Mapping[str, Array], precision: str
+) -> dict[str, Array]:
     found: dict[str, Array] = {v.name: np.asarray(inputs[v.name]) for v in graph.ins if v.name in inputs}
 
     def keep(op: Op, results: tuple[Array, ...]) -> None:
@@ -101,9 +109,13 @@ class OnnxOriginal:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.log_severity_level = 3
         try:
-            session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+            session = onnxruntime.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
             wanted = {value.name for value in session.get_inputs()}
-            results = session.run(list(self.nodes), {name: array for name, array in {**self.bound, **feeds}.items() if name in wanted})
+            results = session.run(
+                list(self.nodes), {name: array for name, array in {**self.bound, **feeds}.items() if name in wanted}
+            )
         except (ValueError, RuntimeError) as error:  # what protobuf and onnxruntime raise
             say(f"{self.name} does not run the model with all of its values handed out: {str(error).splitlines()[0]}")
             return {}

@@ -72,9 +72,13 @@ class Written:
 
 def check_place(folder: Path) -> None:
     """UsageError where something else than a reproducer stands: before the work."""
-    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {MODULE, INPUTS, MODEL}):
+    if folder.exists() and not (
+        folder.is_dir() and {path.name for path in folder.iterdir()} <= {MODULE, INPUTS, MODEL}
+    ):
         raise UsageError(
-            "there is something else than a reproducer", where=str(folder), hint="remove it, or choose another place with --repro"
+            "there is something else than a reproducer",
+            where=str(folder),
+            hint="remove it, or choose another place with --repro",
         )
 
 
@@ -82,7 +86,14 @@ def check_place(folder: Path) -> None:
 
 
 def of_pass(
-    folder: Path, base: Module, passes: str, trial: Trial, spot: Spot | None, seed: int, tolerance: float | None, budget: Budget
+    folder: Path,
+    base: Module,
+    passes: str,
+    trial: Trial,
+    spot: Spot | None,
+    seed: int,
+    tolerance: float | None,
+    budget: Budget,
 ) -> Written:
     """A pass that changes what a module computes: `passes` are those from `base` to it."""
     calls = parse_pipeline(passes, PASSES)
@@ -102,7 +113,9 @@ def of_pass(
     return _shrunk(folder, Case(base, _own(trial.weights, base), trial.batches), wrong, words, spot, budget)
 
 
-def of_refusal(folder: Path, base: Module, passes: str, weights: Mapping[str, Array], error: PenstockError, budget: Budget) -> Written:
+def of_refusal(
+    folder: Path, base: Module, passes: str, weights: Mapping[str, Array], error: PenstockError, budget: Budget
+) -> Written:
     """A pass that the verifier refuses, or that raises an error."""
     calls = parse_pipeline(passes, PASSES)
     wanted = _shape(error)
@@ -116,7 +129,9 @@ def of_refusal(folder: Path, base: Module, passes: str, weights: Mapping[str, Ar
             return False
         return False
 
-    case = Case(base, _own(weights, base), [{v.name: np.zeros(v.type.dims, numpy_dtype(v.type.dtype)) for v in base.inputs}])
+    case = Case(
+        base, _own(weights, base), [{v.name: np.zeros(v.type.dims, numpy_dtype(v.type.dtype)) for v in base.inputs}]
+    )
     return _shrunk(folder, case, refused, ["penstock", "opt", MODULE, "-p", passes], None, budget, data=False)
 
 
@@ -127,14 +142,23 @@ def _shape(error: PenstockError) -> str:
     return re.sub(r"[%@][\w./:\-]+(, )?|\d+", "_", told.partition(": ")[2] or told)
 
 
-def of_kernel(folder: Path, module: Module, call: Call, spot: Spot, backend: str, tolerance: float | None, budget: Budget) -> Written:
+def of_kernel(
+    folder: Path, module: Module, call: Call, spot: Spot, backend: str, tolerance: float | None, budget: Budget
+) -> Written:
     """A kernel by itself, as the only graph of a stage."""
     slots = {op.var for op in call.graph.ops if slot_of(op) is not None}
     held = {name: replace(module.vars[name], stage=0) for name in slots}
     # What is read counts, not what stands where a new version will be written.
     weights = {slot.var: array for slot, array in sorted(call.slots.items(), key=lambda item: item[0].slot != "next")}
     graph = replace(call.graph, name=KERNEL)
-    apart = Module("kernel", graph.ins, tuple(v.name for v in graph.outs), stages=(Stage(0, "cpu:0"),), vars=held, graphs={KERNEL: graph})
+    apart = Module(
+        "kernel",
+        graph.ins,
+        tuple(v.name for v in graph.outs),
+        stages=(Stage(0, "cpu:0"),),
+        vars=held,
+        graphs={KERNEL: graph},
+    )
 
     def wrong(case: Case) -> bool:
         try:
@@ -148,7 +172,12 @@ def of_kernel(folder: Path, module: Module, call: Call, spot: Spot, backend: str
 
 
 def of_import(
-    folder: Path, original: OnnxOriginal, spot: Spot, inputs: Mapping[str, Array], tolerance: float | None, budget: Budget
+    folder: Path,
+    original: OnnxOriginal,
+    spot: Spot,
+    inputs: Mapping[str, Array],
+    tolerance: float | None,
+    budget: Budget,
 ) -> Written:
     """A node of an ONNX model that is imported wrongly, with as many before it as it takes."""
     from penstock.bisecting.onnx_part import save, smallest_part
@@ -227,10 +256,14 @@ def read_data(path: str) -> tuple[dict[str, Array], list[dict[str, Array]]]:
     arrays = map_tensors(Path(path))
     strange = [name for name in arrays if name[:1] not in ("@", "%")]
     if strange:
-        raise UsageError(f"{strange[0]!r} is neither @variable nor %input", where=path, hint="expected a file as a reproducer has it")
+        raise UsageError(
+            f"{strange[0]!r} is neither @variable nor %input", where=path, hint="expected a file as a reproducer has it"
+        )
     given = {name[1:]: array for name, array in arrays.items() if name[0] == "%"}
     if single := [name for name, array in given.items() if not array.ndim]:
-        raise UsageError(f"%{', %'.join(single)} without an axis of batches", where=path, hint="expected one batch after the other")
+        raise UsageError(
+            f"%{', %'.join(single)} without an axis of batches", where=path, hint="expected one batch after the other"
+        )
     counts = {len(array) for array in given.values()}
     if len(counts) > 1:
         raise UsageError("inputs have different numbers of batches", where=path)
@@ -244,7 +277,9 @@ def read_data(path: str) -> tuple[dict[str, Array], list[dict[str, Array]]]:
 # ------------------------------------------------------------------------------------------------ running one
 
 
-def verify_ir(path: str, *, passes: str | None, data: str | None, steps: int, seed: int, tolerance: float | None, backend: str) -> int:
+def verify_ir(
+    path: str, *, passes: str | None, data: str | None, steps: int, seed: int, tolerance: float | None, backend: str
+) -> int:
     """What passes do to what a module computes; or, without passes, what its kernels compute against the interpreter."""
     module = read_module(Path(path))
     verify_read(module, path)
@@ -275,7 +310,13 @@ def verify_ir(path: str, *, passes: str | None, data: str | None, steps: int, se
     if isinstance(problem, PenstockError):
         raise VerifyError(f"{module.name} cannot be run after {passes}: {problem}", where=path) from problem
     if problem is None:
-        what = "outputs and variables" if trial.compares_training(after) else "derivatives" if "B" in after.graphs else "outputs"
+        what = (
+            "outputs and variables"
+            if trial.compares_training(after)
+            else "derivatives"
+            if "B" in after.graphs
+            else "outputs"
+        )
         print(f"{passes}: {what} stay what they were")
         return 0
     spots = trial.spots(after, module)
@@ -304,12 +345,19 @@ def _verify_graphs(
 ) -> int:
     graph = module.graphs.get("main")
     if graph is not None:
-        module = module.but(graphs={KERNEL: replace(choose_kernels(graph), name=KERNEL)}, stages=(Stage(0, "cpu:0"),), facts=())
+        module = module.but(
+            graphs={KERNEL: replace(choose_kernels(graph), name=KERNEL)}, stages=(Stage(0, "cpu:0"),), facts=()
+        )
     if KERNEL not in module.graphs or len(module.graphs) > 1:
-        raise UsageError("has several graphs", where=path, hint="say with -p what is to be done with it, or give the bundle")
+        raise UsageError(
+            "has several graphs", where=path, hint="say with -p what is to be done with it, or give the bundle"
+        )
     # One source for all: of two with the same elements nobody would see that they are swapped.
     source = np.random.default_rng(seed)
-    own = {name: weights.get(name, array) for name, array in [(name, drawn(var, source)) for name, var in module.vars.items()]}
+    own = {
+        name: weights.get(name, array)
+        for name, array in [(name, drawn(var, source)) for name, var in module.vars.items()]
+    }
     case = Case(module, own, list(batches) or [synthetic_batch(module, 1, seed)])
     if problems := list(_unfit(case)):
         raise UsageError("; ".join(problems), where=data or path)
@@ -337,7 +385,9 @@ def _graph_spot(case: Case, name: str, backend: str, tolerance: float | None) ->
     graph = case.module.graphs[name]
     ins = {v.name: np.asarray(case.batches[0][v.name]) for v in graph.ins}
     reads = {
-        slot: np.asarray(case.weights[slot.var]) for slot in signature(graph).slots if slot.slot != "next" and slot.var in case.weights
+        slot: np.asarray(case.weights[slot.var])
+        for slot in signature(graph).slots
+        if slot.slot != "next" and slot.var in case.weights
     }
     call = Call(graph, ins, recorded_slots(case.module, graph, reads))
     with compiled(case.module, 0, [graph], backend) as program:

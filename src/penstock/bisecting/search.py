@@ -59,7 +59,11 @@ class _Search:
         # Drawn weights show more than those of a fresh model, whose biases are zero and whose numbers
         # are small; its own ones are what counts.
         self.trial = Trial(trail.steps, options.steps, options.seed, options.tolerance)
-        self.own = Trial(trail.steps, options.steps, options.seed, options.tolerance, trail.weights) if trail.weights else self.trial
+        self.own = (
+            Trial(trail.steps, options.steps, options.seed, options.tolerance, trail.weights)
+            if trail.weights
+            else self.trial
+        )
         self.looked: list[str] = []
 
     # -------------------------------------------------------------------------------------------- import
@@ -71,9 +75,15 @@ class _Search:
         part = {v.name: self.trial.parts[0][v.name] for v in first.module.data_inputs}
         names = {v.name for v in first.module.inputs} - part.keys()
         found = first_difference(
-            original, first.module, self.own.weights, {**part, **{n: self.trial.parts[0][n] for n in names}}, self.options.tolerance
+            original,
+            first.module,
+            self.own.weights,
+            {**part, **{n: self.trial.parts[0][n] for n in names}},
+            self.options.tolerance,
         )
-        rows = [[original.name, first.name, found.count, f"{found.errors.largest:.1e}", _judged(found.errors, found.first)]]
+        rows = [
+            [original.name, first.name, found.count, f"{found.errors.largest:.1e}", _judged(found.errors, found.first)]
+        ]
         print(table(["original", "import", "values", "largest error", "verdict"], rows))
         self.looked.append(f"{counted(found.count, 'value')} as in {original.name}")
         spot = found.first
@@ -82,7 +92,9 @@ class _Search:
             what = f"the import of {self.trail.name} computes something else than {original.name}"
             self._fail(what, lambda budget: self._of_import(original, spot, part, budget))
 
-    def _of_import(self, original: Original, spot: Spot, inputs: Mapping[str, Array], budget: Budget) -> reproducer.Written | None:
+    def _of_import(
+        self, original: Original, spot: Spot, inputs: Mapping[str, Array], budget: Budget
+    ) -> reproducer.Written | None:
         if not isinstance(original, OnnxOriginal):
             return None
         assert self.options.repro is not None
@@ -101,7 +113,11 @@ class _Search:
     def _look_at_passes(self, trial: Trial) -> None:
         steps = self.trail.steps
         high, problems = self._halves(trial)
-        print(table(["module", "verdict"], [[steps[i].name, _verdict(problem)] for i, problem in sorted(problems.items())]))
+        print(
+            table(
+                ["module", "verdict"], [[steps[i].name, _verdict(problem)] for i, problem in sorted(problems.items())]
+            )
+        )
         self.looked.append(f"{len(problems)} of {counted(len(steps), 'module')}")
         problem, culprit = problems[high], steps[high]
         if problem is None:
@@ -117,7 +133,9 @@ class _Search:
         if spots:
             print("\n".join(spots[0].lines()))
         elif isinstance(problem, Off):
-            print("  all values that have the same name in the module before are right: what is wrong has a name of its own, or came later")
+            print(
+                "  all values that have the same name in the module before are right: what is wrong has a name of its own, or came later"
+            )
         if edited := self._edited(high):
             what = f"{culprit.name} is not what {culprit.call} makes of {before.name} here"
             self._fail(f"{what}: {edited} was edited, or another version wrote it", None)
@@ -177,7 +195,9 @@ class _Search:
         base, passes = self._from_whole(at)
         spot, options = spots[0] if spots else None, self.options
         assert options.repro is not None
-        return reproducer.of_pass(options.repro, base, passes, self.trial, spot, options.seed, options.tolerance, budget)
+        return reproducer.of_pass(
+            options.repro, base, passes, self.trial, spot, options.seed, options.tolerance, budget
+        )
 
     def _from_whole(self, at: int) -> tuple[Module, str]:
         """The last module before a pass that nobody has cut into stages yet, and the passes from there."""
@@ -192,7 +212,9 @@ class _Search:
         if self.options.repro is not None:
             base, passes = self._from_whole(len(self.trail.steps))
             steps = ",".join(filter(None, [passes, call]))
-            written = reproducer.of_refusal(self.options.repro, base, steps, self.trial.weights, error, Budget(self.options.shrink))
+            written = reproducer.of_refusal(
+                self.options.repro, base, steps, self.trial.weights, error, Budget(self.options.shrink)
+            )
             print("\n".join(written.lines()))
         raise error
 
@@ -212,9 +234,12 @@ class _Search:
             return
         print("\n".join([f"first wrong: {last.first.kernel or 'the graph @' + last.first.graph}", *last.first.lines()]))
         if last.alone is None:
-            print("  each kernel of it, compiled now by itself, is right: its code is older, or what is wrong is their order or memory")
+            print(
+                "  each kernel of it, compiled now by itself, is right: its code is older, or what is wrong is their order or memory"
+            )
         self._fail(
-            f"{last.first.tensor} of stage {last.stage} is not what the interpreter gives", lambda budget: self._of_kernel(last, budget)
+            f"{last.first.tensor} of stage {last.stage} is not what the interpreter gives",
+            lambda budget: self._of_kernel(last, budget),
         )
 
     def _of_kernel(self, verdict: Verdict, budget: Budget) -> reproducer.Written | None:
@@ -225,7 +250,13 @@ class _Search:
             return None
         module, options = self.trail.steps[-1].module, self.options
         return reproducer.of_kernel(
-            self.options.repro, module, verdict.alone, verdict.first, self.trail.compiled.backend, options.tolerance, budget
+            self.options.repro,
+            module,
+            verdict.alone,
+            verdict.first,
+            self.trail.compiled.backend,
+            options.tolerance,
+            budget,
         )
 
     # -------------------------------------------------------------------------------------------- the end
@@ -245,7 +276,10 @@ def _tell_graphs(spots: list[Spot]) -> None:
     first: dict[str, Spot] = {}
     for spot in spots:
         first.setdefault(spot.graph, spot)
-    rows = [["-" if s.stage is None else s.stage, f"@{s.graph}", f"{s.tensor} of {s.unit}", f"{s.error:.2g}"] for s in first.values()]
+    rows = [
+        ["-" if s.stage is None else s.stage, f"@{s.graph}", f"{s.tensor} of {s.unit}", f"{s.error:.2g}"]
+        for s in first.values()
+    ]
     if len(rows) > 1:
         print(table(["stage", "graph", "first value that is off", "error"], rows))
 

@@ -71,14 +71,25 @@ class Slopes:
                 continue
             value = values[name]
             # In the middle of the graph derivatives are those of the scaled loss; what is added up is not.
-            error = self._error(f"%{key[2]}", array / self.trial.loss_scale, np.zeros(value.type.dims), partial(self._loss_moving, value))
+            error = self._error(
+                f"%{key[2]}",
+                array / self.trial.loss_scale,
+                np.zeros(value.type.dims),
+                partial(self._loss_moving, value),
+            )
             if not error <= ALLOWED.error:
                 return seen.spot(key, error, ALLOWED)
         return None
 
     def _error(self, what: str, gradient: Array, at: Array, loss: Callable[[Array], float]) -> float:
-        direction: Array = np.asarray(np.random.default_rng([self.trial.seed, zlib.crc32(what.encode())]).standard_normal(at.shape))
-        found, size, middle = float(np.sum(gradient * direction)), float(np.linalg.norm(gradient)), loss(0.0 * direction)
+        direction: Array = np.asarray(
+            np.random.default_rng([self.trial.seed, zlib.crc32(what.encode())]).standard_normal(at.shape)
+        )
+        found, size, middle = (
+            float(np.sum(gradient * direction)),
+            float(np.linalg.norm(gradient)),
+            loss(0.0 * direction),
+        )
         difference = kink = slope = float("nan")
         for move in _MOVES:
             move *= max(1.0, float(np.abs(at).max(initial=0.0)))
@@ -110,4 +121,6 @@ class Slopes:
         outs = substitute(self.forward.outs, changed)
         again = Graph(self.forward.name, (*self.forward.ins, more), outs, (*self.forward.ops[:at], moved, *later))
         results = run_graph(again, {**self.trial.parts[0], more.name: added}, self.trial.store(self.module), F64)
-        return float(results[[v.name for v in self.forward.outs].index(self.module.outputs[0])]) / self.trial.microbatches
+        return (
+            float(results[[v.name for v in self.forward.outs].index(self.module.outputs[0])]) / self.trial.microbatches
+        )

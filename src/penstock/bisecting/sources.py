@@ -35,9 +35,13 @@ def read_dumps(folder: str | Path) -> list[Step]:
     """The modules of a dump folder in the order of the passes."""
     found = dumped_passes(folder)
     if not found or found[0].path.name != "00_input.ir":
-        raise UsageError("there is no 00_input.ir", where=str(folder), hint="give a folder that `penstock compile --dump-ir` wrote")
+        raise UsageError(
+            "there is no 00_input.ir", where=str(folder), hint="give a folder that `penstock compile --dump-ir` wrote"
+        )
     if any(Path(folder).glob("*.diff")):
-        raise UsageError("has changes in place of modules", where=str(folder), hint="dump again without --dump-ir-changed")
+        raise UsageError(
+            "has changes in place of modules", where=str(folder), hint="dump again without --dump-ir-changed"
+        )
     steps = [Step(dump.path.name, dump.call, dump.module) for dump in found]
     if any(note.origin == EXCERPT for step in steps for note in step.module.notes):
         raise UsageError("has parts of modules alone", where=str(folder), hint="dump again without --dump-ir-filter")
@@ -59,7 +63,9 @@ def dumps_trail(folder: Path, backend: str | None) -> Iterator[Trail]:
 @contextmanager
 def bundle_trail(bundle: Bundle) -> Iterator[Trail]:
     if bundle.reference is None:
-        raise UsageError("the bundle holds no reference model to begin with", where=str(bundle.path), hint="compile it again")
+        raise UsageError(
+            "the bundle holds no reference model to begin with", where=str(bundle.path), hint="compile it again"
+        )
     steps = [Step("reference.ir", "", bundle.reference), *_made_again(bundle)]
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         original = _original_of(bundle, Path(scratch))
@@ -139,7 +145,12 @@ def model_trail(
 
 @contextmanager
 def planned_trail(
-    name: str, plan: Callable[[], Plan], load: Callable[[], Model], original: Callable[[Model], Original], folder: Path, backend: str | None
+    name: str,
+    plan: Callable[[], Plan],
+    load: Callable[[], Model],
+    original: Callable[[Model], Original],
+    folder: Path,
+    backend: str | None,
 ) -> Iterator[Trail]:
     """`plan` runs the passes with dumps in `folder`; `load` gives the model as it is where they did not get to the end."""
     try:
@@ -152,7 +163,9 @@ def planned_trail(
     with _compiled_now(steps[-1].module, "numpy" if refusal else backend) as program:
         compared = None if model.module.draws else original(model)
         if compared is None:
-            say("the model draws random numbers (dropout), and no two runtimes draw the same: its import is not compared")
+            say(
+                "the model draws random numbers (dropout), and no two runtimes draw the same: its import is not compared"
+            )
         yield Trail(name, steps, model.imported.weights, compared, refusal, program, folder)
 
 

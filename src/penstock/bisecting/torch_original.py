@@ -34,7 +34,12 @@ class TorchOriginal:
     """An exported program. `names` are its names of inputs that are spelled otherwise here, `outputs` those of its results here."""
 
     def __init__(
-        self, source: object, args: Sequence[Any], kwargs: Mapping[str, Any] | None, names: Mapping[str, str], outputs: Sequence[str]
+        self,
+        source: object,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        names: Mapping[str, str],
+        outputs: Sequence[str],
     ) -> None:
         self.program = exported(source, args, kwargs, type(source).__name__)
         self.names, self.outputs = names, outputs

@@ -38,7 +38,16 @@ from penstock.bisecting.values import Key, Seen, Spot, told
 from penstock.checks import changed_by, delay_of, relative_error, synthetic_batch
 from penstock.ir.errors import PenstockError, VerifyError
 from penstock.ir.graph import GRAD, PARAM, Module, Var, graph_kind
-from penstock.ir.interp import DictStore, Run, Watch, initial_arrays, microbatches_of, run_graph, run_recurrence, run_schedule
+from penstock.ir.interp import (
+    DictStore,
+    Run,
+    Watch,
+    initial_arrays,
+    microbatches_of,
+    run_graph,
+    run_recurrence,
+    run_schedule,
+)
 from penstock.ir.numpy_ops import F64, Array, array_dtype
 from penstock.ir.types import FLOATS, UNIT_ROUNDOFF
 from penstock.ir.verify import verify
@@ -125,7 +134,9 @@ class Trial:
             found = _results(self.execute(module))
             yield from self._off({key: array for key, array in found.items() if key[0] == "output"}, self._wanted)
         if self.compares_training(module):
-            yield from self._off(_results(self.execute(module)), _results(self.recurrence(_delay(module))), _delay(module), module)
+            yield from self._off(
+                _results(self.execute(module)), _results(self.recurrence(_delay(module))), _delay(module), module
+            )
 
     def _derives(self, module: Module) -> bool:
         """Whether derivatives of this module were taken by passes that are looked at. Those that the first module came with may be by a
@@ -137,7 +148,11 @@ class Trial:
         return id(module) in self._later and updates(module)
 
     def _off(
-        self, found: Mapping[Result, Array], wanted: Mapping[Result, Array], delay: int | None = None, module: Module | None = None
+        self,
+        found: Mapping[Result, Array],
+        wanted: Mapping[Result, Array],
+        delay: int | None = None,
+        module: Module | None = None,
     ) -> Iterator[Off]:
         for key, array in wanted.items():
             kind, number, name = key
@@ -151,7 +166,9 @@ class Trial:
     def _said(self, kind: str, number: int, name: str) -> str:
         if kind == "output":
             return f"%{name} of microbatch {number}"
-        return f"the derivative @{name}" if kind == "gradient" else f"@{name} after {counted(len(self.batches), 'step')}"
+        return (
+            f"the derivative @{name}" if kind == "gradient" else f"@{name} after {counted(len(self.batches), 'step')}"
+        )
 
     @cached_property
     def _allowed(self) -> Allowed:
@@ -165,7 +182,9 @@ class Trial:
         if self.tolerance is not None:
             return self._allowed
         own = self._moved(delay).get(key, 0.0)
-        return self._allowed.widened(own, "what the reference moves by when all weights and inputs are changed by one rounding of float64")
+        return self._allowed.widened(
+            own, "what the reference moves by when all weights and inputs are changed by one rounding of float64"
+        )
 
     def _moved(self, delay: int | None) -> Mapping[Result | Key, float]:
         """How far each result and value of the reference moves."""
@@ -289,7 +308,11 @@ class Trial:
             right |= wanted.values
 
         def judge(key: Key, error: float) -> Allowed:
-            return self._allowed if error <= self._allowed.error else self._allowed_for(key, _delay(bad) if trains else None)
+            return (
+                self._allowed
+                if error <= self._allowed.error
+                else self._allowed_for(key, _delay(bad) if trains else None)
+            )
 
         return list(self._observe(bad).off(right, judge))
 
@@ -318,7 +341,9 @@ def can_run(module: Module) -> bool:
 
 
 def _results(run: Run) -> dict[Result, Array]:
-    found: dict[Result, Array] = {("output", k, name): array for k, outputs in run.outputs.items() for name, array in outputs.items()}
+    found: dict[Result, Array] = {
+        ("output", k, name): array for k, outputs in run.outputs.items() for name, array in outputs.items()
+    }
     return found | {("variable", 0, name): array for name, array in run.variables.items()}
 
 

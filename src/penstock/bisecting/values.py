@@ -71,7 +71,11 @@ class Errors:
     @property
     def verdict(self) -> str:
         """Where none is off."""
-        return "ok" if not self.unjudged else f"ok; {counted(self.unjudged, 'value')} not judged: not finite in the interpreter"
+        return (
+            "ok"
+            if not self.unjudged
+            else f"ok; {counted(self.unjudged, 'value')} not judged: not finite in the interpreter"
+        )
 
 
 def told(error: float) -> str:

@@ -39,7 +39,9 @@ class Files:
             folder.mkdir(parents=True, exist_ok=True)
             self._make_room()
         except OSError as error:
-            raise UsageError(f"cannot be written: {error.strerror or error}", where=str(folder), hint="give another folder") from error
+            raise UsageError(
+                f"cannot be written: {error.strerror or error}", where=str(folder), hint="give another folder"
+            ) from error
 
     def _make_room(self) -> None:
         listed = _listed(self._folder)
@@ -52,7 +54,9 @@ class Files:
             else:
                 others.append(name)
         if others:
-            shown = ", ".join(sorted(others)[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
+            shown = ", ".join(sorted(others)[:_SHOWN]) + (
+                f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+            )
             raise UsageError(
                 f"a dump would write over {shown}, which no dump listed as its own in {LIST}",
                 where=str(self._folder),
@@ -62,7 +66,9 @@ class Files:
 
     def clear(self) -> None:
         """Remove what was written until now."""
-        self._remove([name for name in self._own if name[-1] != "/"], [name[:-1] for name in self._own if name[-1] == "/"])
+        self._remove(
+            [name for name in self._own if name[-1] != "/"], [name[:-1] for name in self._own if name[-1] == "/"]
+        )
         self._own.clear()
 
     def _remove(self, files: Iterable[str], folders: Iterable[str]) -> None:
@@ -75,7 +81,9 @@ class Files:
 
     def write(self, texts: Mapping[str, str]) -> None:
         """Write files by their names, in folders as these say."""
-        wanted = dict.fromkeys(folder for name in texts for folder in _folders_of(name) if f"{folder}/" not in self._own)
+        wanted = dict.fromkeys(
+            folder for name in texts for folder in _folders_of(name) if f"{folder}/" not in self._own
+        )
         folders = [folder for folder in wanted if not (self._folder / folder).is_dir()]
         self._list([*(f"{folder}/" for folder in folders), *texts])
         for folder in folders:

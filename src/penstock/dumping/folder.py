@@ -73,7 +73,9 @@ class Dump:
             raise
         finally:
             took = time.perf_counter() - started
-            self._steps.append(self._log({"event": "step", "name": name} | self._times(started, took * 1e3) | {"said": said}))
+            self._steps.append(
+                self._log({"event": "step", "name": name} | self._times(started, took * 1e3) | {"said": said})
+            )
 
     def _times(self, started: float, ms: float) -> dict[str, float]:
         return {"start": round(started - self._begun, 6), "ms": round(ms, 3)}
@@ -101,7 +103,10 @@ class Dump:
         self.passes.append((event.number, event.call, event.ms, after if event.changed else None))
         file = self._write_pass(f"{event.number:02d}_{name}", before, after) if event.changed else None
         yes = "yes" if event.changed else "no"
-        self._append(PASSES, f"{event.number}\t{event.call}\t{event.ms:.1f}\t{event.ops_before}\t{event.ops_after}\t{yes}\t{event.rest}\n")
+        self._append(
+            PASSES,
+            f"{event.number}\t{event.call}\t{event.ms:.1f}\t{event.ops_before}\t{event.ops_after}\t{yes}\t{event.rest}\n",
+        )
         facts = asdict(event)
         said = [note.text for note in after.notes[len(before.notes) :]]
         times = self._times(facts.pop("started"), facts.pop("ms"))
@@ -129,7 +134,13 @@ class Dump:
 
     # ------------------------------------------------------------------------------ the report
 
-    def report(self, module: Module, plan: Mapping[str, Any] | None = None, predicted: Predicted | None = None, failure: str = "") -> None:
+    def report(
+        self,
+        module: Module,
+        plan: Mapping[str, Any] | None = None,
+        predicted: Predicted | None = None,
+        failure: str = "",
+    ) -> None:
         """Write index.html: what was seen until now, whatever is left out elsewhere."""
         from penstock.report.material import Material, Step
         from penstock.report.page import page_of
@@ -137,7 +148,13 @@ class Dump:
         steps = tuple(Step(*row) for row in self.passes)
         if self.folder is not None:
             material = Material(
-                module, steps, plan or {}, sources=self.kernels, programs=self.programs, failure=failure, predicted=predicted
+                module,
+                steps,
+                plan or {},
+                sources=self.kernels,
+                programs=self.programs,
+                failure=failure,
+                predicted=predicted,
             )
             self.write("index.html", page_of(material, plain=True))
 
@@ -147,18 +164,30 @@ class Dump:
     def sources(self, stage: str, found: StageSources) -> None:
         """What a back end made of a stage."""
         home = f"{STAGES}/{stage}"
-        self.kernels |= {f"{call.graph}/{call.kernel}": found.kernels[call.source] for call in found.calls if call.source in found.kernels}
+        self.kernels |= {
+            f"{call.graph}/{call.kernel}": found.kernels[call.source]
+            for call in found.calls
+            if call.source in found.kernels
+        }
         texts = {"relax.py": found.functions, "kernels.cu": found.device}
         self.programs |= {f"{stage}/{name}": text for name, text in texts.items() if text}
         calls = [
-            call for call in found.calls if any(self.wants(f"{home}/kernels/{call.source}", call.graph, one) for one in call.operations)
+            call
+            for call in found.calls
+            if any(self.wants(f"{home}/kernels/{call.source}", call.graph, one) for one in call.operations)
         ]
         if not calls:
             return
-        rows = [f"{call.graph}\t{call.kernel}\tkernels/{call.source}.py\t{', '.join(call.operations)}\n" for call in calls]
+        rows = [
+            f"{call.graph}\t{call.kernel}\tkernels/{call.source}.py\t{', '.join(call.operations)}\n" for call in calls
+        ]
         files = {f"{home}/kernels.tsv": "graph\tkernel\tfile\toperations\n" + "".join(rows)}
         # What a library computes has no source.
-        files |= {f"{home}/kernels/{call.source}.py": found.kernels[call.source] for call in calls if call.source in found.kernels}
+        files |= {
+            f"{home}/kernels/{call.source}.py": found.kernels[call.source]
+            for call in calls
+            if call.source in found.kernels
+        }
         files[f"{home}/relax.py"] = f"# for {found.target}\n{found.functions}"
         if found.device:
             files[f"{home}/kernels.cu"] = found.device

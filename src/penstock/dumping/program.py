@@ -32,7 +32,9 @@ def dump_program(dump: Dump, module: Module, predicted: Callable[[], Forecast] |
         dump.write_module(f"{RANKS}/r{rank}/module.ir", part_of_rank(module, rank))
         dump.write(f"{RANKS}/r{rank}/actions.tsv", "".join("\t".join(row) + "\n" for row in action_rows(module, rank)))
     if "wired" in module.facts and len(module.schedule.ranks) <= _MOST_RANKS:
-        dump.write("schedule.svg", _picture(predicted() if predicted is not None else predict(module, plain=True).forecast))
+        dump.write(
+            "schedule.svg", _picture(predicted() if predicted is not None else predict(module, plain=True).forecast)
+        )
 
 
 def _picture(made: Forecast) -> str:

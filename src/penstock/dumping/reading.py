@@ -101,7 +101,9 @@ def _milliseconds(text: str) -> float:
 def dumped_passes(folder: str | Path) -> list[Dumped]:
     """The modules of passes in the order of the passes; none where the folder holds no dump."""
     place = Path(folder)
-    found = sorted((int(match[1]), match[2], path) for path in place.glob("*.ir") if (match := _FILE.fullmatch(path.name)))
+    found = sorted(
+        (int(match[1]), match[2], path) for path in place.glob("*.ir") if (match := _FILE.fullmatch(path.name))
+    )
     rows = pass_rows(place) if found else {}
     return [Dumped(number, rows[number][0] if number in rows else name, path) for number, name, path in found]
 
@@ -122,4 +124,7 @@ def made_again(reference: Module, pipeline: str) -> list[Made]:
         return call
 
     last = run_passes(reference, calls[start:], TABLE, before=look)
-    return [Made(start + i, call, module) for i, (call, module) in enumerate(zip(calls[start:], [*before[1:], last], strict=True), 1)]
+    return [
+        Made(start + i, call, module)
+        for i, (call, module) in enumerate(zip(calls[start:], [*before[1:], last], strict=True), 1)
+    ]

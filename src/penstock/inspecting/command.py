@@ -24,7 +24,20 @@ if TYPE_CHECKING:
     from penstock.inspecting.kernels import KernelRow
 
 # What can be shown, by the flag that asks for it; and what can be JSON.
-_VIEWS = ("graph", "flow", "op", "schedule", "memory", "params", "kernels", "measure", "source", "why", "export", "html")
+_VIEWS = (
+    "graph",
+    "flow",
+    "op",
+    "schedule",
+    "memory",
+    "params",
+    "kernels",
+    "measure",
+    "source",
+    "why",
+    "export",
+    "html",
+)
 # Of all ranks, in what is shown or written.
 _MOST_ACTIONS = 1_000_000
 _FILES = ("export", "html")
@@ -35,7 +48,9 @@ _AS_JSON = ("memory", "params", "kernels", "measure", "why")
 def inspect_command(arguments: Namespace) -> None:
     asked = [name for name in _VIEWS if getattr(arguments, name) not in (None, False)]
     _check(arguments, asked)
-    reads = {"what is looked at": arguments.file} | {f"--{name}": getattr(arguments, name) for name in ("dumps", "trace", "checkpoint")}
+    reads = {"what is looked at": arguments.file} | {
+        f"--{name}": getattr(arguments, name) for name in ("dumps", "trace", "checkpoint")
+    }
     check_outputs(arguments.export or (), arguments.html, reads)
     subject = open_subject(arguments.file, arguments.dumps)
     _check_batches(subject.module, asked, arguments)
@@ -91,7 +106,10 @@ def _check_batches(module: Module, asked: Sequence[str], arguments: Namespace) -
     per_batch = sum(len(program.batch) for program in module.schedule.ranks.values())
     most = max(1, _MOST_ACTIONS // max(1, per_batch))
     if arguments.batches > most:
-        raise UsageError(f"--batches {arguments.batches} are {arguments.batches * per_batch} actions", hint=f"at most {most} can be shown")
+        raise UsageError(
+            f"--batches {arguments.batches} are {arguments.batches * per_batch} actions",
+            hint=f"at most {most} can be shown",
+        )
 
 
 def _listed(given: str | Sequence[str] | None) -> Sequence[str]:
@@ -129,9 +147,17 @@ def _show_why(subject: Subject, arguments: Namespace) -> None:
 def _graphs(module: Module, name: str) -> list[Graph]:
     """One graph by its name, or those of a stage: `s0` and `0` are alike."""
     stage = name.removeprefix("s")
-    found = [graph for graph in module.graphs.values() if graph.name == name or (stage.isdecimal() and graph.name.startswith(f"s{stage}."))]
+    found = [
+        graph
+        for graph in module.graphs.values()
+        if graph.name == name or (stage.isdecimal() and graph.name.startswith(f"s{stage}."))
+    ]
     if not found:
-        stages = [f"s{stage.index}" for stage in module.stages if any(graph.startswith(f"s{stage.index}.") for graph in module.graphs)]
+        stages = [
+            f"s{stage.index}"
+            for stage in module.stages
+            if any(graph.startswith(f"s{stage.index}.") for graph in module.graphs)
+        ]
         raise UsageError(f"no graph {name!r}", hint=f"there are {', '.join([*module.graphs, *stages])}")
     return found
 
@@ -166,7 +192,9 @@ def _show_schedule(module: Module, batches: int) -> None:
     if module.schedule is None:
         raise UsageError("the module has no schedule yet", hint="inspect a dump after the pass `schedule`, or a bundle")
     lines = [format_grid(module.schedule, batches, width=terminal_width())]
-    lines += [f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in module.schedule.expand_all(batches).items()]
+    lines += [
+        f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in module.schedule.expand_all(batches).items()
+    ]
     text = "\n".join(lines)
     print(colours.paint_schedule(text) if colours.wanted() else text)
 

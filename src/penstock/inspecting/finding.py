@@ -52,7 +52,9 @@ class Target:
         found = tuple(_places(module, self.kind, self.name))
         if not found and self.kind == KERNEL:
             made = {(graph_kind(place.graph), v.name) for place in self.places for v in place.op.outs}
-            found = tuple(place for place in _all(module) if any((graph_kind(place.graph), v.name) in made for v in place.op.outs))
+            found = tuple(
+                place for place in _all(module) if any((graph_kind(place.graph), v.name) in made for v in place.op.outs)
+            )
         if not found and self.kind in (VALUE, KERNEL):
             nodes = {place.op.loc for place in self.places if place.op.loc}
             found = tuple(place for place in _all(module) if place.op.loc in nodes)
@@ -68,7 +70,9 @@ def find(module: Module, text: str, spelled: Mapping[str, Sequence[str]] | None 
         raise UsageError(
             f"nothing is called {text!r}",
             where=f"@{module.name}",
-            hint=f"there is {', '.join(like)}" if like else "`penstock inspect FILE --op REGEX` searches all operations",
+            hint=f"there is {', '.join(like)}"
+            if like
+            else "`penstock inspect FILE --op REGEX` searches all operations",
         )
     return found
 
@@ -77,7 +81,9 @@ def look_up(module: Module, text: str, spelled: Mapping[str, Sequence[str]] | No
     """The same, or None."""
     kinds = {"%": (VALUE,), "@": (VARIABLE, KERNEL)}.get(text[:1], _KINDS)
     bare = text[1:] if text[:1] in ("%", "@") else text
-    names = dict.fromkeys([bare, *(ours for ours, theirs in (spelled or {}).items() if bare in theirs), _printable(bare)])
+    names = dict.fromkeys(
+        [bare, *(ours for ours, theirs in (spelled or {}).items() if bare in theirs), _printable(bare)]
+    )
     for kind in kinds:
         for name in names:
             places = tuple(_places(module, kind, name)) if name else ()

@@ -64,7 +64,11 @@ def record_of(subject: Subject) -> Record:
         found = tuple(Snapshot(dump.number, dump.call, dump.module) for dump in subject.dumps)
         other = subject.path != folder and print_module(found[-1].module) != print_module(subject.module)
         warning = "; its last module is not this program, so it may be of another compilation" if other else ""
-        warning += "; of the passes it has what they changed in place of modules (*.diff)" if any(folder.glob("*_*.diff")) else ""
+        warning += (
+            "; of the passes it has what they changed in place of modules (*.diff)"
+            if any(folder.glob("*_*.diff"))
+            else ""
+        )
         return Record(f"passes as dumped in {folder}{warning}", found)
     reference = subject.bundle.reference if subject.bundle is not None else None
     if reference is None or "pipeline" not in subject.plan:
@@ -76,9 +80,13 @@ def _run_again(subject: Subject, reference: Module, pipeline: str) -> Record:
     try:
         made = made_again(reference, pipeline)
     except PenstockError as error:
-        return Record(f"what passes did is not known: those that plan.json names do not run today: {str(error).splitlines()[0]} ({_ASK})")
+        return Record(
+            f"what passes did is not known: those that plan.json names do not run today: {str(error).splitlines()[0]} ({_ASK})"
+        )
     if not made:
-        return Record(f"what passes did is not known: plan.json names no `partition`, which the model in the bundle stands before ({_ASK})")
+        return Record(
+            f"what passes did is not known: plan.json names no `partition`, which the model in the bundle stands before ({_ASK})"
+        )
     told = f"passes from {made[0].call.name} on, run again from reference.ir; of those before only a dump folder knows (--dumps)"
     if print_module(made[-1].module.but(notes=())) != print_module(subject.module.but(notes=())):
         told += "; they give another program than the bundle has, as another version of them made it"
@@ -102,7 +110,9 @@ def changes(record: Record, target: Target) -> tuple[Change, ...]:
     for (_, before), (snapshot, after) in pairwise(views):
         lines = tuple(line for line in differences(before, after) if not _FRAME.fullmatch(line))
         if lines:
-            found.append(Change(snapshot.number, snapshot.call, lines, made=not before.graphs, removed=not after.graphs))
+            found.append(
+                Change(snapshot.number, snapshot.call, lines, made=not before.graphs, removed=not after.graphs)
+            )
     return tuple(found)
 
 
@@ -116,7 +126,12 @@ def _only(module: Module, target: Target) -> Module:
     touched = {str(place.op.attrs["var"]) for place in target.places if "var" in place.op.attrs}
     touched |= {target.name} if target.kind == VARIABLE else set()
     names = [name for name in module.vars if name in touched]
-    return Module(module.name, vars={name: module.vars[name] for name in names}, graphs=graphs, edges=tuple(_edges(module.edges, made)))
+    return Module(
+        module.name,
+        vars={name: module.vars[name] for name in names},
+        graphs=graphs,
+        edges=tuple(_edges(module.edges, made)),
+    )
 
 
 def _edges(edges: Sequence[Edge], names: set[str]) -> Iterable[Edge]:

@@ -74,16 +74,25 @@ def measure_rows(
             program = maker.load_stage(apart, stage, [Path(folder) / name for name in files[stage]], threads)
             clock = _clock_of(program, threads)
             report(len(measured), len(rows), "what this machine can do")
-            seconds = {name: _median_call(program, apart.graphs[f"s{stage}.{name}"], module, clock) for name in _yardsticks()}
+            seconds = {
+                name: _median_call(program, apart.graphs[f"s{stage}.{name}"], module, clock) for name in _yardsticks()
+            }
             planned = next(row.device for row in rows if row.stage == stage)
-            devices[stage] = replace(planned, flops=2.0 * _SIDE**3 / seconds["product"], bandwidth=3.0 * 4 * _LENGTH / seconds["stream"])
+            devices[stage] = replace(
+                planned, flops=2.0 * _SIDE**3 / seconds["product"], bandwidth=3.0 * 4 * _LENGTH / seconds["stream"]
+            )
             for i, row in enumerate(rows):
                 if row.stage == stage:
                     report(len(measured), len(rows), row.label)
                     measured[i] = _median_call(program, graphs[f"s{stage}.{i}"], module, clock)
     report(len(rows), len(rows), "measured")
     return [
-        replace(row, measured_s=measured[i], roofline_s=bound(row.body.ops, row.moved, devices[row.stage]), device=devices[row.stage])
+        replace(
+            row,
+            measured_s=measured[i],
+            roofline_s=bound(row.body.ops, row.moved, devices[row.stage]),
+            device=devices[row.stage],
+        )
         for i, row in enumerate(rows)
     ]
 
@@ -131,7 +140,9 @@ def random_arguments(graph: Graph, module: Module) -> list[torch.Tensor]:
 
     source = torch.Generator().manual_seed(0)
     limits, ranges = _index_limits(graph), _ranges(graph)
-    ranges_of_vars = {op.var: ranges[op.outs[0]] for op in graph.ops if op.outs and op.outs[0] in ranges and slot_of(op) is not None}
+    ranges_of_vars = {
+        op.var: ranges[op.outs[0]] for op in graph.ops if op.outs and op.outs[0] in ranges and slot_of(op) is not None
+    }
     types = {slot: (op.outs or op.ins)[0].type for op in graph.ops if (slot := slot_of(op)) is not None}
     limits_of_vars = {op.var: limits[op.outs[0]] for op in graph.ops if op.kind == "read" and op.outs[0] in limits}
     sig = signature(graph)
@@ -165,7 +176,11 @@ def _ranges(graph: Graph) -> dict[Value, tuple[float, float]]:
     def draw(values: Iterable[Value], within: tuple[float, float]) -> None:
         for v in values:
             # Positive goes before near 0, and of the latter the nearest.
-            found[v] = _ABOVE if _ABOVE in (within, found.get(v)) else min(within, found.get(v, within), key=lambda ends: ends[1])
+            found[v] = (
+                _ABOVE
+                if _ABOVE in (within, found.get(v))
+                else min(within, found.get(v, within), key=lambda ends: ends[1])
+            )
 
     for op in reversed(graph.ops):
         draw((op.ins[i] for i in _POSITIVE.get(op.kind, ()) if i < len(op.ins)), _ABOVE)

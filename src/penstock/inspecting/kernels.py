@@ -72,7 +72,9 @@ class KernelRow:
 def kernel_rows(module: Module) -> list[KernelRow]:
     """All distinct kernels, stage by stage, in the order of their first call."""
     if "fused" not in module.facts:
-        raise UsageError("no kernels are chosen yet", where=f"@{module.name}", hint="run the pass `fuse`, or inspect a bundle")
+        raise UsageError(
+            "no kernels are chosen yet", where=f"@{module.name}", hint="run the pass `fuse`, or inspect a bundle"
+        )
     microbatches = module.schedule.microbatches if module.schedule is not None else 1
     rows: list[KernelRow] = []
     for stage in module.stages:
@@ -87,7 +89,9 @@ def kernel_rows(module: Module) -> list[KernelRow]:
 
 def _device_of(module: Module, place: str) -> Device:
     if module.cluster is None:
-        raise UsageError("the module names no devices", where=f"@{module.name}", hint="inspect a bundle, or a dump after `partition`")
+        raise UsageError(
+            "the module names no devices", where=f"@{module.name}", hint="inspect a bundle, or a dump after `partition`"
+        )
     name = next((mesh.devices[0] for mesh in module.meshes if mesh.name == place), place)
     return next(device for device in module.cluster.devices if device.name == name)
 
@@ -97,12 +101,24 @@ def _rows_of(graph: Graph, stage: int, device: Device, per: str, times: int) -> 
     for kernel in kernels_of(graph):
         if kernel.shape in alike:
             row = alike[kernel.shape]
-            alike[kernel.shape] = replace(row, names=(*row.names, kernel.name), calls_per_batch=row.calls_per_batch + times)
+            alike[kernel.shape] = replace(
+                row, names=(*row.names, kernel.name), calls_per_batch=row.calls_per_batch + times
+            )
             continue
         flops = sum(cost_of(op).flops for op in kernel.body.ops)
         roofline = bound(kernel.body.ops, kernel.moved, device)
         alike[kernel.shape] = KernelRow(
-            stage, graph.name, (kernel.name,), kernel.ops, kernel.body, flops, kernel.moved, roofline, per, times, device
+            stage,
+            graph.name,
+            (kernel.name,),
+            kernel.ops,
+            kernel.body,
+            flops,
+            kernel.moved,
+            roofline,
+            per,
+            times,
+            device,
         )
     return list(alike.values())
 
@@ -127,7 +143,9 @@ def kernel_source(rows: Sequence[KernelRow], name: str) -> str:
     parts = []
     for number, step in enumerate(steps, 1):
         of = f", part {number} of {len(steps)}" if len(steps) > 1 else ""
-        parts.append(f"# {row.graph}/{name.rpartition('/')[2]} for {machine.name}{of}: {' '.join(op.kind for op in step.group.ops)}")
+        parts.append(
+            f"# {row.graph}/{name.rpartition('/')[2]} for {machine.name}{of}: {' '.join(op.kind for op in step.group.ops)}"
+        )
         parts.append(step.kernel.function.script())
     return "\n".join(parts)
 
@@ -146,7 +164,9 @@ def format_report(rows: Sequence[KernelRow], module: Module, width: int | None =
         own = sorted((row for row in rows if row.stage == stage.index), key=lambda row: -row.batch_s)
         device = _device_of(module, module.devices_of(stage.index)[0])
         total = sum(row.batch_s for row in own)
-        what, origin = ("measured", "measured") if any(row.measured_s is not None for row in own) else ("roofline", "planned")
+        what, origin = (
+            ("measured", "measured") if any(row.measured_s is not None for row in own) else ("roofline", "planned")
+        )
         rates = rates_text(own[0].device if own else device)
         lines += [
             f"stage {stage.index} on {device.name} ({origin}: {rates}): {total * 1e3:.3f} ms per batch, {what}",
@@ -167,7 +187,13 @@ def _table(rows: Sequence[KernelRow], total: float, width: int | None) -> str:
     heads += ["measured ms", "of roofline"] if measured else []
     cells: list[list[object]] = []
     for row in rows:
-        line: list[object] = [row.graph, _names(row.names), f"{len(row.names)} per {row.per}", _kinds(row.ops), _shapes(row)]
+        line: list[object] = [
+            row.graph,
+            _names(row.names),
+            f"{len(row.names)} per {row.per}",
+            _kinds(row.ops),
+            _shapes(row),
+        ]
         line += [f"{row.flops / 1e6:.3f}", shown_bytes(row.moved), f"{row.roofline_s * 1e3:.4f}"]
         if measured:
             line += [f"{row.seconds * 1e3:.4f}", f"{100 * row.roofline_s / row.seconds:.0f}%"]
@@ -187,7 +213,10 @@ def _plain(row: KernelRow) -> dict[str, Any]:
         "graph": row.graph,
         "kernels": list(row.names),
         "calls_per_batch": row.calls_per_batch,
-        "operations": [{"kind": op.kind, "ins": [str(v.type) for v in op.ins], "outs": [str(v.type) for v in op.outs]} for op in row.ops],
+        "operations": [
+            {"kind": op.kind, "ins": [str(v.type) for v in op.ins], "outs": [str(v.type) for v in op.outs]}
+            for op in row.ops
+        ],
         "flops": row.flops,
         "bytes": row.moved,
         "flops_per_s": row.device.flops,
@@ -226,7 +255,10 @@ def _kinds(ops: Sequence[Op]) -> str:
 def _shapes(row: KernelRow) -> str:
     """Operand and result types of the operation with the most work."""
     main = max(row.ops, key=lambda op: (cost_of(op).flops, cost_of(op).bytes))
-    ins, outs = (", ".join(str(v.type) for v in values[:3]) + (", ..." if len(values) > 3 else "") for values in (main.ins, main.outs))
+    ins, outs = (
+        ", ".join(str(v.type) for v in values[:3]) + (", ..." if len(values) > 3 else "")
+        for values in (main.ins, main.outs)
+    )
     return f"{ins} -> {outs}" if outs else ins
 
 

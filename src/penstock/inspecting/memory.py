@@ -43,15 +43,29 @@ class Curve:
 def memory_curves(module: Module, batches: int = 3) -> tuple[Curve, ...]:
     """One curve per rank, for a run of so many batches from an empty pipeline to an empty pipeline."""
     if module.schedule is None:
-        raise UsageError("the module has no schedule yet", hint="inspect a dump after the pass `lifetimes`, or a bundle")
+        raise UsageError(
+            "the module has no schedule yet", hint="inspect a dump after the pass `lifetimes`, or a bundle"
+        )
     memory, times = measure_memory(module), _times(module, batches)
     devices, stages = module.rank_devices(), module.rank_stages()
     found = []
     for rank in module.schedule.ranks:
         walked = list(memory_curve(module, rank, batches))
         at = times[rank] if times is not None else [float(step + 1) for step in range(len(walked))]
-        points = tuple(Point(seconds, str(action), live, held) for seconds, (action, live, held) in zip(at, walked, strict=True))
-        found.append(Curve(rank, stages[rank], devices[rank], _budget(module, devices[rank]), memory[rank], points, times is not None))
+        points = tuple(
+            Point(seconds, str(action), live, held) for seconds, (action, live, held) in zip(at, walked, strict=True)
+        )
+        found.append(
+            Curve(
+                rank,
+                stages[rank],
+                devices[rank],
+                _budget(module, devices[rank]),
+                memory[rank],
+                points,
+                times is not None,
+            )
+        )
     return tuple(found)
 
 

@@ -28,8 +28,14 @@ _SEEN = 0.15
 def plan_told(module: Module) -> str:
     """A plan in one line."""
     schedule = module.schedule
-    told = f"{schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch" if schedule is not None else "no schedule"
-    stages = "; ".join(f"stage {stage.index} on {' '.join(module.devices_of(stage.index))}" for stage in module.stages[:8])
+    told = (
+        f"{schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch"
+        if schedule is not None
+        else "no schedule"
+    )
+    stages = "; ".join(
+        f"stage {stage.index} on {' '.join(module.devices_of(stage.index))}" for stage in module.stages[:8]
+    )
     more = f"; {counted(len(module.stages) - 8, 'more stage')}" if len(module.stages) > 8 else ""
     return f"plan of {module.name}: {told}, {stages}{more}"
 

@@ -23,7 +23,9 @@ def check_outputs(exports: Sequence[str], html: str | None, reads: Mapping[str, 
     given = {what: path for what, path in reads.items() if path}
     problems = [f"{flag} {path}: {problem}" for flag, path in outs for problem in _problems(flag, path, given)]
     # Weights may go into a second file beside a model.
-    places = [os.path.realpath(path) for _, path in outs] + [os.path.realpath(f"{path}.data") for path in exports if path.endswith(".onnx")]
+    places = [os.path.realpath(path) for _, path in outs] + [
+        os.path.realpath(f"{path}.data") for path in exports if path.endswith(".onnx")
+    ]
     if len(set(places)) < len(places):
         problems.append("the same file is named twice")
     if problems:
@@ -38,7 +40,11 @@ def _problems(flag: str, path: str, reads: Mapping[str, str]) -> Iterator[str]:
     elif problem := file_problem(path):
         yield problem
     else:
-        yield from (f"is {'inside of ' if os.path.isdir(read) else ''}{what}" for what, read in reads.items() if _lies_in(path, read))
+        yield from (
+            f"is {'inside of ' if os.path.isdir(read) else ''}{what}"
+            for what, read in reads.items()
+            if _lies_in(path, read)
+        )
 
 
 def _lies_in(path: str, read: str) -> bool:

@@ -77,4 +77,6 @@ def checked_plan(found: Any, folder: Path) -> dict[str, Any]:
 
 
 def _refusal(error: Exception, folder: Path) -> VerifyError:
-    return VerifyError(f"{PLAN} is not as `penstock compile` writes it: {error}", where=str(folder), hint="compile the model again")
+    return VerifyError(
+        f"{PLAN} is not as `penstock compile` writes it: {error}", where=str(folder), hint="compile the model again"
+    )

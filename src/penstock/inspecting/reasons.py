@@ -23,7 +23,9 @@ def stage_reasons(module: Module, stage: int, plan: Mapping[str, Any]) -> tuple[
     try:
         return tuple(_reasons(module, stage, plan))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
-        raise VerifyError(f"plan.json is not as `penstock compile` writes it: {error!r}", hint="compile the model again") from error
+        raise VerifyError(
+            f"plan.json is not as `penstock compile` writes it: {error!r}", hint="compile the model again"
+        ) from error
 
 
 def _reasons(module: Module, stage: int, plan: Mapping[str, Any]) -> Iterator[str]:

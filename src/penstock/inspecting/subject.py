@@ -52,12 +52,16 @@ def open_subject(path: str | Path, dumps: str | Path | None = None) -> Subject:
 
     beside = tuple(dumped_passes(dumps)) if dumps is not None else ()
     if dumps is not None and not beside:
-        raise UsageError("holds no NN_pass.ir", where=str(dumps), hint="give a folder that `penstock compile --dump-ir` wrote")
+        raise UsageError(
+            "holds no NN_pass.ir", where=str(dumps), hint="give a folder that `penstock compile --dump-ir` wrote"
+        )
     if not place.is_dir():
         return Subject(place, read_module(place), None, beside)
     if listed := tuple(dumped_passes(place)):
         if dumps is not None:
-            raise UsageError("is a dump folder itself", where=str(path), hint="--dumps goes with a bundle or an IR file")
+            raise UsageError(
+                "is a dump folder itself", where=str(path), hint="--dumps goes with a bundle or an IR file"
+            )
         return Subject(place, listed[-1].module, None, listed)
     from penstock.backends.bundle import open_bundle
 

@@ -101,7 +101,9 @@ def busy_seconds(module: Module) -> dict[int, float]:
 
     assert module.schedule is not None, "who computes how often is said by the schedule"
     seconds = seconds_of(module, rank_seconds(module))
-    return {rank: sum(seconds(rank, action) for action in program.batch) for rank, program in module.schedule.ranks.items()}
+    return {
+        rank: sum(seconds(rank, action) for action in program.batch) for rank, program in module.schedule.ranks.items()
+    }
 
 
 def _kernels(graph: Graph) -> int:
@@ -128,7 +130,11 @@ def _stages(module: Module) -> Iterator[StageFacts]:
             sum(cost_of(op).flops * _times(module, kind) for kind, graph in graphs.items() for op in graph.ops),
             max((busy[rank] for rank in ranks if rank in busy), default=None),
             max((peaks[rank] for rank in ranks if rank in peaks), default=None),
-            sum(sum(v.type.nbytes for v in edge.values) * _times(module, edge.phase) for edge in module.edges if edge.src == stage.index),
+            sum(
+                sum(v.type.nbytes for v in edge.values) * _times(module, edge.phase)
+                for edge in module.edges
+                if edge.src == stage.index
+            ),
         )
 
 

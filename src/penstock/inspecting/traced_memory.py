@@ -118,9 +118,13 @@ def _check(module: Module, traces: Sequence[RankTrace], where: str) -> None:
         known = {(a.kind, a.stage, a.peer) for a in (*ranks[rank].start, *ranks[rank].batch)}
         strange = next((a for a in trace.actions if (a.kind, a.stage, a.peer) not in known), None)
         if strange is not None:
-            raise UsageError(f"rank {rank} of the trace runs {strange}, which it never does in the module", where=where, hint=hint)
+            raise UsageError(
+                f"rank {rank} of the trace runs {strange}, which it never does in the module", where=where, hint=hint
+            )
         if trace.actions and not any(entry.what == "own" for entry in trace.entries):
-            raise UsageError("the trace says nothing of memory", where=where, hint="traces of runs do, those of simulations do not")
+            raise UsageError(
+                "the trace says nothing of memory", where=where, hint="traces of runs do, those of simulations do not"
+            )
 
 
 def _of_rank(module: Module, rank: int, trace: RankTrace) -> TracedMemory:
@@ -177,7 +181,9 @@ def _block(account: Account, life: Life, gap: Gap | None, way: Way, made_by: Map
     )
 
 
-def _kinds(account: Account, gap_of: Mapping[int, Gap | None], way: Way, made_by: Mapping[str, str], peak: int) -> list[BlockKind]:
+def _kinds(
+    account: Account, gap_of: Mapping[int, Gap | None], way: Way, made_by: Mapping[str, str], peak: int
+) -> list[BlockKind]:
     """What could give most room when most lives comes first."""
     alike: dict[tuple[str, tuple[str, ...], int], list[Life]] = {}
     for life in account.lives:
@@ -192,7 +198,21 @@ def _kinds(account: Account, gap_of: Mapping[int, Gap | None], way: Way, made_by
         move = way.seconds(nbytes)
         away = sum(nbytes for life in lives if idle_at(account, life, peak, way))
         live = median([end - begin for begin, end in spans])
-        found.append(BlockKind(purpose, names, _maker(lives[0], made_by), len(lives), nbytes, live, idle, between, move, idle > move, away))
+        found.append(
+            BlockKind(
+                purpose,
+                names,
+                _maker(lives[0], made_by),
+                len(lives),
+                nbytes,
+                live,
+                idle,
+                between,
+                move,
+                idle > move,
+                away,
+            )
+        )
     return sorted(found, key=lambda kind: (-kind.at_peak, -kind.nbytes, kind.names))
 
 

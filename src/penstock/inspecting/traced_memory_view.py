@@ -53,4 +53,12 @@ def _rank(found: TracedMemory, width: int | None) -> Iterator[str]:
 def _row(kind: BlockKind) -> list[object]:
     names = " ".join(kind.names)
     times = [shown_seconds(kind.live_s), shown_seconds(kind.idle_s), kind.between, shown_seconds(kind.move_s)]
-    return [kind.purpose, names, kind.made_by or "", kind.count, shown_bytes(kind.nbytes), *times, shown_bytes(kind.at_peak)]
+    return [
+        kind.purpose,
+        names,
+        kind.made_by or "",
+        kind.count,
+        shown_bytes(kind.nbytes),
+        *times,
+        shown_bytes(kind.at_peak),
+    ]

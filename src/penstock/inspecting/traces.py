@@ -75,14 +75,22 @@ def load_trace(path: str | Path) -> Trace:
     """Read a trace; UsageError where it is none."""
     try:
         events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
-        names = {event["pid"]: str(event["args"]["name"]) for event in events if event["ph"] == "M" and event["name"] == "process_name"}
+        names = {
+            event["pid"]: str(event["args"]["name"])
+            for event in events
+            if event["ph"] == "M" and event["name"] == "process_name"
+        }
         spans: dict[int, list[Span]] = {rank: [] for rank in names}
         for rank, span in _spans(events):
             spans[rank].append(span)
         ordered = sorted(names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise UsageError(f"cannot read it as a trace: {type(error).__name__}: {error}", where=str(path), hint=_HINT) from error
-    return Trace(Path(path), tuple(Row(names[rank], tuple(sorted(spans[rank], key=lambda span: span.start))) for rank in ordered))
+        raise UsageError(
+            f"cannot read it as a trace: {type(error).__name__}: {error}", where=str(path), hint=_HINT
+        ) from error
+    return Trace(
+        Path(path), tuple(Row(names[rank], tuple(sorted(spans[rank], key=lambda span: span.start))) for rank in ordered)
+    )
 
 
 def _spans(events: list[dict[str, Any]]) -> Iterator[tuple[int, Span]]:

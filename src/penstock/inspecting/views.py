@@ -49,7 +49,9 @@ def _summary(facts: Summary, width: int | None) -> Iterator[str]:
         rows: list[list[object]] = []
         for row in facts.stages:
             time = (
-                ["-", "-"] if row.seconds is None else [f"{row.seconds * 1e3:.3f} ms", f"{row.seconds / slowest:.0%}" if slowest else "-"]
+                ["-", "-"]
+                if row.seconds is None
+                else [f"{row.seconds * 1e3:.3f} ms", f"{row.seconds / slowest:.0%}" if slowest else "-"]
             )
             work = f"{row.flops / 1e9:.4g}"
             peak = "-" if row.peak is None else shown_bytes(row.peak)
@@ -67,7 +69,19 @@ def _summary(facts: Summary, width: int | None) -> Iterator[str]:
                     shown_bytes(row.sent),
                 ]
             )
-        heads = ["stage", "devices", "ops", "kernels", "parameters", "stored", "GFLOP", "time", "of slowest", "peak memory", "sent"]
+        heads = [
+            "stage",
+            "devices",
+            "ops",
+            "kernels",
+            "parameters",
+            "stored",
+            "GFLOP",
+            "time",
+            "of slowest",
+            "peak memory",
+            "sent",
+        ]
         yield ""
         yield table(heads, rows, width, cut=(1,))
         yield (
@@ -78,7 +92,10 @@ def _summary(facts: Summary, width: int | None) -> Iterator[str]:
     graphs = [[g.name, g.operations, g.kernels or "-", g.inputs, g.outputs, shown_bytes(g.saved)] for g in facts.graphs]
     yield table(["graph", "ops", "kernels", "inputs", "outputs", "saved"], graphs)
     if facts.messages:
-        sent = [[f"{m.source}>{m.target}", m.phase, shown_bytes(m.nbytes), f"per {m.per}", ", ".join(m.values)] for m in facts.messages]
+        sent = [
+            [f"{m.source}>{m.target}", m.phase, shown_bytes(m.nbytes), f"per {m.per}", ", ".join(m.values)]
+            for m in facts.messages
+        ]
         yield ""
         yield table(["edge", "phase", "bytes", "", "values"], sent, width, cut=(4,))
     if facts.notes:
@@ -95,7 +112,14 @@ def show_params(module: Module, found: Mapping[str, Statistics], width: int | No
     heads += ["min", "max", "mean", "std", "norm", "zeros", "not finite"] if found else []
     rows: list[list[object]] = []
     for v in module.vars.values():
-        row = [v.name, v.role, "-" if v.stage is None else v.stage, v.type, v.versions, shown_bytes(v.type.nbytes * v.versions)]
+        row = [
+            v.name,
+            v.role,
+            "-" if v.stage is None else v.stage,
+            v.type,
+            v.versions,
+            shown_bytes(v.type.nbytes * v.versions),
+        ]
         rows.append([*row, *(_statistics(found.get(v.name)) if found else ())])
     return table(heads, rows, width, cut=(3,))
 
@@ -111,7 +135,12 @@ def _statistics(found: Statistics | None) -> list[str]:
 def show_memory(curves: Sequence[Curve], width: int | None = None) -> str:
     """A table of what needs memory, and the curve of every rank."""
     rows = [
-        [c.rank, c.device, *(shown_bytes(getattr(c.memory, name)) for name in COLUMNS), shown_bytes(c.budget) if c.budget else "-"]
+        [
+            c.rank,
+            c.device,
+            *(shown_bytes(getattr(c.memory, name)) for name in COLUMNS),
+            shown_bytes(c.budget) if c.budget else "-",
+        ]
         for c in curves
     ]
     parts = [table(["rank", "device", *COLUMNS, "available"], rows)]
@@ -204,7 +233,9 @@ def _why(found: Why, colours: bool) -> Iterator[str]:
         yield head(f"@{part.graph}, operation {part.position}") + f", {_where(part)}"
         yield f"  {paint_ir(part.text) if colours else part.text}"
         label = part.kernel.label if part.kernel is not None else ""
-        yield from (f"  {line}" for line in (_kernel(part) if not label or label != told else [f"the same kernel {label}"]))
+        yield from (
+            f"  {line}" for line in (_kernel(part) if not label or label != told else [f"the same kernel {label}"])
+        )
         told = label
     if len(found.parts) > _MOST_PARTS:
         kinds = ", ".join(f"@{part.graph} {part.position}" for part in found.parts[_MOST_PARTS:][:_MOST_PARTS])
@@ -221,7 +252,11 @@ def _why(found: Why, colours: bool) -> Iterator[str]:
         yield ""
         yield head("on the wire")
         for way in found.crossings:
-            per = f"{way.times} times per batch, {shown_bytes(way.nbytes * way.times)}" if way.times > 1 else "once per batch"
+            per = (
+                f"{way.times} times per batch, {shown_bytes(way.nbytes * way.times)}"
+                if way.times > 1
+                else "once per batch"
+            )
             yield f"  stage {way.source} > {way.target}, {way.phase}: %{way.value} {way.type}, {shown_bytes(way.nbytes)}, {per}"
     elif found.parts and any(part.stage is not None for part in found.parts):
         yield ""

@@ -68,7 +68,12 @@ def statistics(array: npt.NDArray[Any]) -> Statistics:
         mean, number = mean + apart * part.size / total, total
         least, most = min(least, low), max(most, high)
     # The squares are those around the mean and that of the mean.
-    rest: dict[str, Any] = {"norm": math.sqrt(spread + number * mean * mean), "zeros": zeros, "nans": nans, "infinities": infinities}
+    rest: dict[str, Any] = {
+        "norm": math.sqrt(spread + number * mean * mean),
+        "zeros": zeros,
+        "nans": nans,
+        "infinities": infinities,
+    }
     if not number:
         return Statistics(int(array.size), None, None, None, None, **rest)
     return Statistics(int(array.size), least, most, mean, math.sqrt(spread / number), **rest)

@@ -116,7 +116,10 @@ def explain(subject: Subject, target: Target, record: Record, nodes: Sequence[Pl
     return Why(
         target.kind,
         target.name,
-        tuple(source_of(subject.bundle, module, loc) for loc in dict.fromkeys(place.op.loc for place in nodes if place.op.loc)),
+        tuple(
+            source_of(subject.bundle, module, loc)
+            for loc in dict.fromkeys(place.op.loc for place in nodes if place.op.loc)
+        ),
         parts,
         dict(_followers(module, target.places)),
         tuple(_crossings(module, target.places)),
@@ -167,7 +170,10 @@ def _measured(subject: Subject) -> dict[str, float]:
     from penstock.passes.kernels import Kernel
 
     table = Measured(subject.backend)
-    found = {row.label: table.seconds(Kernel(row.names[0], row.ops, row.body), row.device) for row in kernel_rows(subject.module)}
+    found = {
+        row.label: table.seconds(Kernel(row.names[0], row.ops, row.body), row.device)
+        for row in kernel_rows(subject.module)
+    }
     return {label: seconds for label, seconds in found.items() if seconds is not None}
 
 

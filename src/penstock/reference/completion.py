@@ -163,7 +163,8 @@ def zsh(commands: list[Command]) -> str:
         for option, slot in c.values.items()
     )
     places = "".join(
-        f'      "{c.name}") kind={c.place.kind}; list=({" ".join(c.place.words)}); options=({" ".join(c.options)}) ;;\n' for c in commands
+        f'      "{c.name}") kind={c.place.kind}; list=({" ".join(c.place.words)}); options=({" ".join(c.options)}) ;;\n'
+        for c in commands
     )
     return f"""#compdef penstock
 # zsh completion of penstock: source <(penstock completion zsh)
@@ -208,7 +209,9 @@ fi
 def fish(commands: list[Command]) -> str:
     """A function that says which command it is, and a line for every option and place."""
     finding = "".join(
-        f"            case '{_above(c.name)} {_last(c.name)}'\n                set command '{c.name}'\n" for c in commands if c.name
+        f"            case '{_above(c.name)} {_last(c.name)}'\n                set command '{c.name}'\n"
+        for c in commands
+        if c.name
     )
     lines = []
     for c in commands:
@@ -216,7 +219,11 @@ def fish(commands: list[Command]) -> str:
         lines += _fish_slot(when, "", c.place)
         for option in c.options:
             flag = f"-l {option[2:]}" if option.startswith("--") else f"-s {option[1:]}"
-            lines += _fish_slot(when, flag, c.values[option]) if option in c.values else [f"complete -c penstock -n '{when}' {flag}"]
+            lines += (
+                _fish_slot(when, flag, c.values[option])
+                if option in c.values
+                else [f"complete -c penstock -n '{when}' {flag}"]
+            )
     return f"""# fish completion of penstock: penstock completion fish | source
 function __penstock_is
     set -l command ''

@@ -20,7 +20,9 @@ from penstock.terminal import table
 
 _TYPES = {bool: "bool", int: "int", float: "float", str: "word", tuple: "list", object: "any"}
 _CPUS = "kernels for CPUs"
-_DIMENSIONS = "a name is a dimension, `...` any leading ones; n may be split over devices, n+ into partial sums, n^ stays whole"
+_DIMENSIONS = (
+    "a name is a dimension, `...` any leading ones; n may be split over devices, n+ into partial sums, n^ stays whole"
+)
 
 
 def ops_command(arguments: Namespace) -> None:
@@ -70,7 +72,12 @@ def _operands(row: OpDef) -> str:
     more = ["..."] if high >= ANY else [f"[%{chr(ord('a') + i)}]" for i in range(low, high)]
     variable = ["@var"] if "var" in row.attrs else []
     return ", ".join(
-        [*names, *more, *variable, *(f"{attr}=" for attr, spec in row.attrs.items() if isinstance(spec, Needs) and attr != "var")]
+        [
+            *names,
+            *more,
+            *variable,
+            *(f"{attr}=" for attr, spec in row.attrs.items() if isinstance(spec, Needs) and attr != "var"),
+        ]
     )
 
 

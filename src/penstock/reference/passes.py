@@ -26,7 +26,9 @@ def passes_command(arguments: Namespace) -> None:
         print("\n".join(pass_help(known(arguments.name, PASSES, "pass", "penstock passes"))))
     else:
         for row in PASSES.values():
-            facts = [f"{word} {', '.join(names)}" for word, names in (("needs", row.needs), ("gives", row.gives)) if names]
+            facts = [
+                f"{word} {', '.join(names)}" for word, names in (("needs", row.needs), ("gives", row.gives)) if names
+            ]
             print(_signature(row) + (f"  [{'; '.join(facts)}]" if facts else ""))
             print(f"    {row.doc}")
 
@@ -36,7 +38,9 @@ def known(name: str, names: Iterable[str], what: str, command: str) -> str:
     spelled = {one.replace("_", "-"): one for one in names}
     if (one := spelled.get(name.replace("_", "-"))) is not None:
         return one
-    raise UsageError(f"there is no {what} {name!r}", hint=meant(name, spelled.values()) or f"`{command}` lists those there are")
+    raise UsageError(
+        f"there is no {what} {name!r}", hint=meant(name, spelled.values()) or f"`{command}` lists those there are"
+    )
 
 
 def _signature(row: Pass) -> str:

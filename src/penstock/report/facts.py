@@ -47,7 +47,9 @@ def gather(material: Material, plain: bool = False) -> dict[str, Any]:
         "passes": pass_facts(material.steps, strings) or None,
         "placement": _placement(material, predicted, memory) if predicted is not None else None,
         "schedule": _schedule(material, predicted) if predicted is not None else None,
-        "memory": memory_facts(memory, predicted.forecast, strings) if predicted is not None and "freed" in module.facts else None,
+        "memory": memory_facts(memory, predicted.forecast, strings)
+        if predicted is not None and "freed" in module.facts
+        else None,
         "links": _links(module, predicted, strings) if predicted is not None else None,
         "kernels": None,
     }
@@ -58,7 +60,9 @@ def gather(material: Material, plain: bool = False) -> dict[str, Any]:
 
 def _runs(module: Module) -> bool:
     """Whether it can be simulated: a schedule with its messages, on devices that are known."""
-    return module.schedule is not None and module.cluster is not None and bool(module.stages) and "wired" in module.facts
+    return (
+        module.schedule is not None and module.cluster is not None and bool(module.stages) and "wired" in module.facts
+    )
 
 
 def _summary(material: Material, predicted: Predicted | None) -> dict[str, Any]:
@@ -133,12 +137,21 @@ def _placement(material: Material, predicted: Predicted, memory: Mapping[int, Me
 def _first_node(module: Module, stage: int) -> str:
     """The source node that a stage begins with."""
     graph = module.stage_graph(stage, "F")
-    return next((op.loc for op in graph.ops if op.kind not in ("read", "const") and op.loc), "") if graph is not None else ""
+    return (
+        next((op.loc for op in graph.ops if op.kind not in ("read", "const") and op.loc), "")
+        if graph is not None
+        else ""
+    )
 
 
 def _schedule(material: Material, predicted: Predicted) -> dict[str, Any]:
     found = predicted.forecast.found
-    facts: dict[str, Any] = {"kinds": KINDS, "microbatches": found.schedule.microbatches, "planned": planned_facts(found), "measured": None}
+    facts: dict[str, Any] = {
+        "kinds": KINDS,
+        "microbatches": found.schedule.microbatches,
+        "planned": planned_facts(found),
+        "measured": None,
+    }
     if material.trace is not None:
         facts["measured"] = measured_facts(material.trace, found, facts["planned"])
         facts["measured"]["held"] = measured_memory(material.trace, found, facts["measured"]["at"])

@@ -29,7 +29,9 @@ def graph_facts(module: Module, strings: Strings) -> dict[str, Any]:
         for value in found:
             if value.name not in numbers:
                 numbers[value.name] = len(values)
-                values.append([strings[value.name], strings[str(value.type)], value.type.nbytes if value.type.is_static else 0])
+                values.append(
+                    [strings[value.name], strings[str(value.type)], value.type.nbytes if value.type.is_static else 0]
+                )
         return [numbers[value.name] for value in found]
 
     def row(op: Op, home: int) -> list[Any]:
@@ -39,7 +41,16 @@ def graph_facts(module: Module, strings: Strings) -> dict[str, Any]:
         kind, outs = strings[op.kind], listed(op.outs)
         # What it takes has a number: it was made above, or is an input of the graph.
         ins = [numbers[value.name] for value in op.ins]
-        return [kind, outs, ins, strings[op.loc], strings[rest], strings[kernel], strings[var], attrs.get("stage", home)]
+        return [
+            kind,
+            outs,
+            ins,
+            strings[op.loc],
+            strings[rest],
+            strings[kernel],
+            strings[var],
+            attrs.get("stage", home),
+        ]
 
     graphs = []
     for graph in module.graphs.values():

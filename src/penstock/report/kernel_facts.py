@@ -55,7 +55,10 @@ def _row(row: KernelRow, total: float, sources: Mapping[str, str], strings: Stri
         "names": list(row.names),
         "calls": row.calls_per_batch,
         "per": row.per,
-        "ops": [[strings[op.kind], *(strings[", ".join([str(v.type) for v in values])] for values in (op.ins, op.outs))] for op in row.ops],
+        "ops": [
+            [strings[op.kind], *(strings[", ".join([str(v.type) for v in values])] for values in (op.ins, op.outs))]
+            for op in row.ops
+        ],
         "flops": row.flops,
         "bytes": row.moved,
         "rates": [row.device.flops, row.device.bandwidth],

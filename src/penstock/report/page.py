@@ -46,9 +46,7 @@ def render(facts: dict[str, Any]) -> str:
     """The page that shows these facts."""
     script = "\n".join(['"use strict";', "(() => {", *(_part(f"{name}.js") for name in SCRIPTS), "})();"])
     style = _part("style.css")
-    policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
     # Numbers of NumPy are not those that msgspec knows.
     data = msgspec.json.encode(facts, enc_hook=float).decode().replace("<", "\\u003c")
     parts = {

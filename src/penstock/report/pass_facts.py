@@ -45,7 +45,9 @@ def pass_facts(steps: Sequence[Step], strings: Strings) -> list[dict[str, Any]]:
                 "ops": count_ops(after) if after is not None else 0,
                 "facts": list(after.facts) if after is not None else [],
                 "changed": changed,
-                "parts": list(_parts(compare(before, after), strings)) if changed and before is not None and after is not None else [],
+                "parts": list(_parts(compare(before, after), strings))
+                if changed and before is not None and after is not None
+                else [],
             }
         )
         before = after
@@ -71,7 +73,9 @@ def _lines(lines: Lines[str], strings: Strings) -> Iterator[list[Any]]:
 
 
 def _ops(lines: Lines[Op], strings: Strings) -> Iterator[list[Any]]:
-    return _rows(lines, print_op, lambda op: [strings[v.name] for v in op.outs] or [strings[op.var]], _called, _op_words, _whole)
+    return _rows(
+        lines, print_op, lambda op: [strings[v.name] for v in op.outs] or [strings[op.var]], _called, _op_words, _whole
+    )
 
 
 def _rows(
@@ -111,8 +115,16 @@ def _op_words(a: Op, b: Op) -> Words:
         return words(print_op(a), print_op(b), _MOST_WORDS)
     old, new = a.attrs, b.attrs
     # Most are the same object.
-    went = [("-", f"{k}={print_literal(v)}") for k, v in old.items() if new.get(k) is not v and not _is_printed(v, new.get(k))]
-    came = [("+", f"{k}={print_literal(v)}") for k, v in new.items() if old.get(k) is not v and not _is_printed(v, old.get(k))]
+    went = [
+        ("-", f"{k}={print_literal(v)}")
+        for k, v in old.items()
+        if new.get(k) is not v and not _is_printed(v, new.get(k))
+    ]
+    came = [
+        ("+", f"{k}={print_literal(v)}")
+        for k, v in new.items()
+        if old.get(k) is not v and not _is_printed(v, old.get(k))
+    ]
     return went + came
 
 

@@ -108,8 +108,13 @@ def trace_of(path: str | Path, module: Module) -> Trace:
 
     found = read_trace(path)
     homes = module.rank_stages()
-    actions = {rank: [(Action.parse(name), start, end - start) for name, start, end in ranks.events] for rank, ranks in enumerate(found)}
-    strangers = any(rank >= len(homes) or action.stage != homes[rank] for rank, line in actions.items() for action, _, _ in line)
+    actions = {
+        rank: [(Action.parse(name), start, end - start) for name, start, end in ranks.events]
+        for rank, ranks in enumerate(found)
+    }
+    strangers = any(
+        rank >= len(homes) or action.stage != homes[rank] for rank, line in actions.items() for action, _, _ in line
+    )
     times = [time for line in actions.values() for _, start, seconds in line for time in (start, seconds)]
     if strangers or not times or not all(map(math.isfinite, times)):
         raise UsageError(

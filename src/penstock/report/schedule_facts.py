@@ -50,7 +50,9 @@ def measured_facts(trace: Trace, planned: Simulated, shown: Mapping[str, Any]) -
     return facts | {"compared": list(_compared(trace.actions, planned)), "of": run.stop, "at": at}
 
 
-def _timeline(lines: Mapping[int, Iterable[Timed]], per_batch: int, batches: range, middle: bool = False) -> dict[str, Any]:
+def _timeline(
+    lines: Mapping[int, Iterable[Timed]], per_batch: int, batches: range, middle: bool = False
+) -> dict[str, Any]:
     """Some batches of a run: its first ones, or those in its middle."""
     shown = {rank: [timed for timed in line if timed[0].kind in KINDS] for rank, line in sorted(lines.items())}
     every = sum(map(len, shown.values())) / max(len(batches), 1)
@@ -89,4 +91,8 @@ def _compared(measured: Mapping[int, Iterable[Timed]], planned: Simulated) -> It
         expected: dict[str, list[float]] = {}
         for action, start, end in planned.timed(rank):
             expected.setdefault(action.kind, []).append(end - start)
-        yield from ([rank, kind, median(expected[kind]), median(took[kind])] for kind in COMPUTE if kind in took and kind in expected)
+        yield from (
+            [rank, kind, median(expected[kind]), median(took[kind])]
+            for kind in COMPUTE
+            if kind in took and kind in expected
+        )

@@ -35,7 +35,9 @@ STAGE, DEVICE, KERNEL = "penstock.stage", "penstock.device", "penstock.kernel"
 
 def write_onnx(subject: Subject, path: Path, batches: int) -> list[Path]:
     if subject.bundle is not None and subject.bundle.source_structure is not None:
-        return list(export(subject.bundle.path, onnx=path, annotate=lambda model: annotate(model, subject.module)).files)
+        return list(
+            export(subject.bundle.path, onnx=path, annotate=lambda model: annotate(model, subject.module)).files
+        )
     model = program_model(subject.module)
     return write_whole(path, model.SerializeToString(deterministic=True))
 
@@ -79,8 +81,14 @@ def _absorbed(graph: onnx.GraphProto, places: Sequence[list[Placed]]) -> list[li
 
 def _taken(node: onnx.NodeProto) -> list[str]:
     """Names that a node takes, those of graphs inside of it among them."""
-    inner = (graph for attribute in node.attribute for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs))
-    return [name for name in node.input if name] + [name for graph in inner for each in graph.node for name in _taken(each)]
+    inner = (
+        graph
+        for attribute in node.attribute
+        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs)
+    )
+    return [name for name in node.input if name] + [
+        name for graph in inner for each in graph.node for name in _taken(each)
+    ]
 
 
 def _metadata(ops: Iterable[Placed]) -> dict[str, str]:
@@ -127,8 +135,12 @@ def program_model(module: Module) -> onnx.ModelProto:
             if op.outs and any(v.name in made for v in op.outs):
                 continue  # computed on several stages: drawn once
             operands = [variables.get(v.name, v.name) for v in op.ins] + [touched] * bool(touched)
-            node = helper.make_node(op.kind, operands, [v.name for v in op.outs], name=placed.name, doc_string=op.loc, domain=DOMAIN)
-            node.attribute.extend(_attribute(name, value) for name, value in op.attrs.items() if name not in ("var", "kernel", "stage"))
+            node = helper.make_node(
+                op.kind, operands, [v.name for v in op.outs], name=placed.name, doc_string=op.loc, domain=DOMAIN
+            )
+            node.attribute.extend(
+                _attribute(name, value) for name, value in op.attrs.items() if name not in ("var", "kernel", "stage")
+            )
             _set(node.metadata_props, _metadata([placed]))
             nodes.append(node)
             made |= {v.name: v for v in op.outs}

@@ -19,7 +19,20 @@ from penstock.ir.graph import Module
 from penstock.passes.cost import rank_seconds
 from penstock.simulating import Forecast, forecast, seconds_of
 
-COLUMNS = ("rank", "stage", "device", "step", "action", "kind", "batch", "microbatch", "version", "peer", "start_s", "end_s")
+COLUMNS = (
+    "rank",
+    "stage",
+    "device",
+    "step",
+    "action",
+    "kind",
+    "batch",
+    "microbatch",
+    "version",
+    "peer",
+    "start_s",
+    "end_s",
+)
 
 
 def write_trace_file(subject: Subject, path: Path, batches: int) -> list[Path]:
@@ -27,7 +40,9 @@ def write_trace_file(subject: Subject, path: Path, batches: int) -> list[Path]:
 
     made = simulated(subject.module, batches)
     write_trace(
-        path, [[(str(a), start, end) for a, start, end in made.found.timed(rank)] for rank in made.found.lines], module=subject.module
+        path,
+        [[(str(a), start, end) for a, start, end in made.found.timed(rank)] for rank in made.found.lines],
+        module=subject.module,
     )
     return [path]
 
