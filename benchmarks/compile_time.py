@@ -58,7 +58,7 @@ def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, 
     import penstock.frontends.onnx
     from penstock.backends.bundle_writer import write_bundle
     from penstock.backends.interface import CompileOptions, stage_graphs
-    from penstock.backends.tvm.build import Builder, Part
+    from penstock.backends.tvm.build import LibraryBuilder, LibraryPart
 
     marks = [BEGIN, time.perf_counter()]
     shape = Shape.from_json(shape_text)
@@ -73,9 +73,9 @@ def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, 
         model, cluster, None if infers else training, schedule="1f1b" if infers else schedule, precision=shape.precision
     )
     marks.append(time.perf_counter())
-    with tempfile.TemporaryDirectory() as scratch, Builder(CompileOptions(jobs=jobs)) as builder:
+    with tempfile.TemporaryDirectory() as scratch, LibraryBuilder(CompileOptions(jobs=jobs)) as builder:
         parts = {
-            s.index: Part(stage_graphs(plan.module, s.index), Path(scratch) / f"s{s.index}.{builder.cpu}.so")
+            s.index: LibraryPart(stage_graphs(plan.module, s.index), Path(scratch) / f"s{s.index}.{builder.cpu}.so")
             for s in plan.module.stages
         }
         builder.build(list(parts.values()))

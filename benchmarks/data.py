@@ -40,10 +40,10 @@ from machine import markdown, write_json
 import penstock as ps
 from penstock.backends.bundle import Bundle, open_bundle
 from penstock.models import write_mlp
-from penstock.runtime.control import DataSpec, Record, Run, Setup
+from penstock.runtime.control import DataSpec, Record, RunCommand, Setup
 from penstock.runtime.data import Samples
 from penstock.runtime.feeds import AHEAD
-from penstock.runtime.group import Group, host_store
+from penstock.runtime.group import RankGroup, host_store
 from penstock.runtime.job import data_spec
 from penstock.runtime.status import Status
 from penstock.runtime.worker import Worker
@@ -70,7 +70,7 @@ class Training:
     """One rank in this process, whose data and reading ahead can be changed between runs."""
 
     def __init__(self, bundle: Bundle, spec: DataSpec) -> None:
-        group = Group(host_store(1, TIMEOUT), 0, 1, TIMEOUT)
+        group = RankGroup(host_store(1, TIMEOUT), 0, 1, TIMEOUT)
         setup = Setup(str(bundle.path), TIMEOUT, spec)
         self._worker = Worker(bundle, 0, group, setup, self._take, self._refuse, Status(None, 0))
         self.samples: Samples = self._worker.samples
@@ -80,7 +80,7 @@ class Training:
         self._worker.samples = samples
         self._worker.setup = msgspec.structs.replace(self._worker.setup, prefetch=ahead)
         begin = time.perf_counter()
-        self._worker.obey(Run(first, count))
+        self._worker.obey(RunCommand(first, count))
         return (time.perf_counter() - begin) / count
 
     def _take(self, message: Record, arrays: Mapping[str, np.ndarray]) -> None:

@@ -53,7 +53,7 @@ from transport import CONTENDERS, TIMEOUT, Empty, Pipeline, turns, write_bundle
 from penstock.ir.graph import Module
 from penstock.ir.schedule import RECEIVES, SENDS, Action
 from penstock.runtime.executor import Executor
-from penstock.runtime.group import Group
+from penstock.runtime.group import RankGroup
 from penstock.runtime.launch import loopback_name, thread_environment
 
 SCHEDULE = "eager-2bw"
@@ -94,7 +94,7 @@ def message_seconds(size: int, rank: int) -> float:
     return statistics.median(times[1:])
 
 
-def measure(size: int, bundle: str, group: Group, rounds: int, batches: int) -> dict[str, Any]:
+def measure(size: int, bundle: str, group: RankGroup, rounds: int, batches: int) -> dict[str, Any]:
     rank = group.rank
     pipeline = Pipeline(Path(bundle), rank, group, Busy, trace=True)
     busy = pipeline.program
@@ -249,7 +249,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rank is not None:
         rank, span = int(arguments.rank), timedelta(seconds=TIMEOUT)
-        group = Group(TCPStore(arguments.address, _PORT, 2, rank == 0, span), rank, 2, TIMEOUT)
+        group = RankGroup(TCPStore(arguments.address, _PORT, 2, rank == 0, span), rank, 2, TIMEOUT)
         group.connect()
         found = measure(ROWS[arguments.rank_of][0], arguments.bundle, group, arguments.rounds, arguments.batches)
         if rank == 0:

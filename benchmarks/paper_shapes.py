@@ -37,7 +37,7 @@ from penstock.ir.schedule import Action
 from penstock.passes.late_updates import sum_late
 from penstock.passes.planner.chain import Chain, Table
 from penstock.passes.planner.fleet import equal_hosts, fleet_of
-from penstock.passes.planner.plan import Plan, Wanted
+from penstock.passes.planner.plan import PipelinePlan, PlanRequest
 from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.schedules import SCHEDULES, build_schedule
 from penstock.runtime.simulate import simulate, wire_chain
@@ -62,7 +62,7 @@ def chain_of(model: str) -> Chain:
     )
 
 
-def play(chain: Chain, cluster: Cluster, plan: Plan) -> float:
+def play(chain: Chain, cluster: Cluster, plan: PipelinePlan) -> float:
     """Seconds per batch of a plan in a long run, simulated."""
     table, stages = Table(chain, plan.size), plan.stages
     found = build_schedule(plan.schedule, len(stages), plan.count, [stage.shares for stage in stages])
@@ -162,7 +162,7 @@ def planned(
     """Predicted and simulated seconds of a schedule's plan, and what it is: of several candidates that which the simulation finds fastest.
     They are the best of the cost model in each layout (which replicas are on one server, and how many there are)."""
     chain, cluster = chain_of(model), cluster_of(devices)
-    planner = Planner(chain, fleet_of(cluster), Wanted(batch, (schedule,), recompute, base=BASE))
+    planner = Planner(chain, fleet_of(cluster), PlanRequest(batch, (schedule,), recompute, base=BASE))
     best: dict[str, Outcome] = {}
     for outcome in planner.candidates(schedule, 1.0 if devices <= 8 else 1.5):
         best.setdefault(outcome.layout.name, outcome)

@@ -29,7 +29,7 @@ from machine import write_json
 
 from penstock.passes.placement.contiguous import split_contiguously
 from penstock.passes.placement.ideals import bits, enumerate_ideals
-from penstock.passes.placement.problem import Kind, Node, Problem
+from penstock.passes.placement.problem import DeviceKind, PlacedNode, PlacementProblem
 from penstock.passes.placement.units import absorb, units_of
 from penstock.terminal import table
 
@@ -67,7 +67,7 @@ class Builder:
 
     def __init__(self) -> None:
         self.random = random.Random(1)
-        self.nodes: list[Node] = []
+        self.nodes: list[PlacedNode] = []
         self.edges: list[tuple[int, int]] = []
 
     def node(
@@ -77,7 +77,9 @@ class Builder:
         name = str(len(self.nodes))
         transfer = 0.0 if memory else self.random.uniform(0.01, 0.05)
         self.nodes.append(
-            Node(name, (time, 10 * time), memory, transfer, len(self.nodes) if colour is None else colour, backward)
+            PlacedNode(
+                name, (time, 10 * time), memory, transfer, len(self.nodes) if colour is None else colour, backward
+            )
         )
         self.edges += [(use, len(self.nodes) - 1) for use in uses]
         return len(self.nodes) - 1
@@ -142,17 +144,17 @@ def _add_backward(built: Builder, row: Row) -> None:
         )
 
 
-def problem_of(row: Row) -> Problem:
+def problem_of(row: Row) -> PlacementProblem:
     built = {"diamonds": diamonds, "bert": bert}[row.shape](row)
     limit = sum(node.memory for node in built.nodes) * row.memory
-    return Problem(
-        (Kind("accelerator", row.accelerators, limit), Kind("CPU", 1, pays_transfers=False)),
+    return PlacementProblem(
+        (DeviceKind("accelerator", row.accelerators, limit), DeviceKind("CPU", 1, pays_transfers=False)),
         tuple(built.nodes),
         tuple(built.edges),
     )
 
 
-def count_pairs(problem: Problem) -> int:
+def count_pairs(problem: PlacementProblem) -> int:
     """Pairs of ideals of which one holds the other; 0 where there are too many ideals to list."""
     ideals = enumerate_ideals(*absorb(units_of(problem)).neighbours(), limit=50_000)
     if ideals is None:

@@ -17,7 +17,7 @@ from shapes import gpt_chain
 
 from penstock.ir.cluster import Device
 from penstock.passes.planner.fleet import equal_hosts, fleet_of
-from penstock.passes.planner.plan import SCHEDULES, Wanted
+from penstock.passes.planner.plan import SCHEDULES, PlanRequest
 from penstock.passes.planner.planner import Planner
 
 # Half of the data sheet's rate of 16-bit products; 80 GiB; NVLink inside a host, 25 GB/s between hosts.
@@ -51,7 +51,7 @@ def main() -> None:
     print(markdown(HEADS, []), flush=True)
     for hosts, batch in zip(given.hosts, given.batch, strict=True):
         fleet = fleet_of(equal_hosts(hosts, 8, A100, (2.5e11, 5e-6), (2.5e10, 1e-5)))
-        planner = Planner(chain, fleet, Wanted(batch))
+        planner = Planner(chain, fleet, PlanRequest(batch))
         for schedule in given.schedules:
             start = time.process_time()
             found = planner.best(schedule)

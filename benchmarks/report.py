@@ -38,7 +38,7 @@ import penstock as ps
 from penstock.dumping import Dump
 from penstock.models import write_gpt
 from penstock.report.facts import gather
-from penstock.report.material import Material, Step
+from penstock.report.material import Material, PassStep
 from penstock.report.page import page_of, render
 
 LIMIT_BYTES, LIMIT_S = 5e6, 2.0
@@ -85,7 +85,7 @@ def _took(browser: chromium.Browser, act: str) -> float:
 
 def report_of(plan: ps.Plan, dump: Dump, page: Path) -> dict[str, Any]:
     """Seconds and bytes of making a page."""
-    steps = tuple(Step(*row) for row in dump.passes)
+    steps = tuple(PassStep(*row) for row in dump.passes)
     material = Material(plan.module, steps, plan.as_dict(), sources=dump.kernels, programs=dump.programs)
     begin = time.perf_counter()
     facts = gather(material, plain=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.passes.planner.chain import Amount, Chain, Layer, Work
+from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork
 
 
 def gpt_chain(
@@ -35,9 +35,9 @@ def gpt_chain(
         Amount(0, 34 * tokens * width + 5 * heads * tokens * tokens),
         crossing,
         crossing,
-        forward=Work(Amount(0, flops), Amount(2 * params, 34 * tokens * width)),
-        backward=Work(Amount(0, 2 * flops), Amount(4 * params, 68 * tokens * width)),
-        weight=Work(Amount(0, flops), Amount(2 * params)),
+        forward=PhaseWork(Amount(0, flops), Amount(2 * params, 34 * tokens * width)),
+        backward=PhaseWork(Amount(0, 2 * flops), Amount(4 * params, 68 * tokens * width)),
+        weight=PhaseWork(Amount(0, flops), Amount(2 * params)),
     )
     embedding = Layer(
         "embedding",
@@ -47,8 +47,8 @@ def gpt_chain(
         Amount(0, 8 * tokens),
         crossing,
         crossing,
-        forward=Work(Amount(), Amount(0, 4 * tokens * width)),
-        backward=Work(Amount(), Amount(2 * ends, 4 * tokens * width)),
+        forward=PhaseWork(Amount(), Amount(0, 4 * tokens * width)),
+        backward=PhaseWork(Amount(), Amount(2 * ends, 4 * tokens * width)),
     )
     product = round(2 * ends * tokens / efficiency)
     head = Layer(
@@ -57,9 +57,9 @@ def gpt_chain(
         2 * ends,
         optimizer_bytes * ends,
         Amount(0, 4 * tokens * vocabulary),
-        forward=Work(Amount(0, product), Amount(2 * ends, 4 * tokens * vocabulary)),
-        backward=Work(Amount(0, 2 * product), Amount(4 * ends, 8 * tokens * vocabulary)),
-        weight=Work(Amount(0, product), Amount(2 * ends)),
+        forward=PhaseWork(Amount(0, product), Amount(2 * ends, 4 * tokens * vocabulary)),
+        backward=PhaseWork(Amount(0, 2 * product), Amount(4 * ends, 8 * tokens * vocabulary)),
+        weight=PhaseWork(Amount(0, product), Amount(2 * ends)),
     )
     return Chain(
         (embedding, *(replace(block, name=f"block {i}") for i in range(blocks)), head), entry=Amount(0, 8 * tokens)

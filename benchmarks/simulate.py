@@ -12,7 +12,7 @@ import time
 
 from penstock.passes.schedules import build_schedule
 from penstock.runtime.simulate import simulate, wire_chain
-from penstock.runtime.simulated_machine import Machine, Route
+from penstock.runtime.simulated_machine import Route, SimulatedMachine
 
 # Stages, microbatches, batches, and how many ranks share a network card (0: nobody).
 ROWS = ((256, 64, 3, 0), (2048, 64, 3, 0), (2048, 64, 3, 8))
@@ -27,7 +27,7 @@ def one(stages: int, microbatches: int, batches: int, sharing: int) -> str:
         cards = ((f"out {source // sharing}", 1e9), (f"in {target // sharing}", 1e9)) if sharing else ()
         return Route(((f"{source}>{target}", 1e9), *cards), 1e-5)
 
-    found = simulate(schedule, batches, lambda rank, action: 1e-3, lambda phase, a, b: 1e5, Machine(route))
+    found = simulate(schedule, batches, lambda rank, action: 1e-3, lambda phase, a, b: 1e5, SimulatedMachine(route))
     done = time.process_time()
     actions = sum(len(line.starts) for line in found.lines.values())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -25,7 +25,7 @@ from machine import markdown, write_json
 from transport import SCHEDULES, Pipeline, add_rank_arguments, run_rank, told_by_two, write_bundle
 
 from penstock.runtime.executor import Executor
-from penstock.runtime.group import Group
+from penstock.runtime.group import RankGroup
 
 SIZE = 64 << 10
 BATCHES = 25
@@ -44,7 +44,7 @@ class Traced(Pipeline):
         executor.events.clear()
 
 
-def work(bundles: list[str], group: Group, rounds: int) -> list[dict[str, Any]]:
+def work(bundles: list[str], group: RankGroup, rounds: int) -> list[dict[str, Any]]:
     found = []
     for bundle in bundles:
         both = {

@@ -48,12 +48,12 @@ from penstock.models import write_mlp
 from penstock.runtime.children import failure, outputs
 from penstock.runtime.executor import Executor
 from penstock.runtime.feeds import DataFeed
-from penstock.runtime.group import Group, host_store, join_store
+from penstock.runtime.group import RankGroup, host_store, join_store
 from penstock.runtime.launch import loopback_name, thread_environment
 from penstock.runtime.neighbours import connect, ends_of, identity
 from penstock.runtime.status import Status
 from penstock.runtime.store import TORCH_DTYPES, Store
-from penstock.runtime.transport import End, Transport
+from penstock.runtime.transport import End, RankTransport
 
 WIDTH = 1024
 SIZES = (64 << 10, 1 << 20, 16 << 20)
@@ -111,12 +111,12 @@ def filled(value: Value) -> torch.Tensor:
     return numbers.to(TORCH_DTYPES[value.type.dtype])
 
 
-def transports(group: Group, edges: Sequence[Edge], ends: Iterable[End], key: str) -> dict[str, Transport]:
+def transports(group: RankGroup, edges: Sequence[Edge], ends: Iterable[End], key: str) -> dict[str, RankTransport]:
     """For the channels `ends` of this rank: one whose messages go through memory that both processes share, where they
     can, and one that has gloo carry them."""
     near = connect(group, ends, identity(), key)
-    shared = {"shared": Transport(group.rank, edges, [0, 1], TIMEOUT, near=near)} if near else {}
-    return shared | {"over gloo": Transport(group.rank, edges, [0, 1], TIMEOUT)}
+    shared = {"shared": RankTransport(group.rank, edges, [0, 1], TIMEOUT, near=near)} if near else {}
+    return shared | {"over gloo": RankTransport(group.rank, edges, [0, 1], TIMEOUT)}
 
 
 class Noise:
@@ -133,7 +133,13 @@ class Pipeline:
     """One rank of a bundle whose kernels are empty; and the same messages over gloo alone."""
 
     def __init__(
-        self, path: Path, rank: int, group: Group, program: Callable[[Module], Empty] = Empty, *, trace: bool = False
+        self,
+        path: Path,
+        rank: int,
+        group: RankGroup,
+        program: Callable[[Module], Empty] = Empty,
+        *,
+        trace: bool = False,
     ) -> None:
         module = open_bundle(path).module
         assert module.schedule is not None
@@ -160,7 +166,7 @@ class Pipeline:
             self.run(executor, 2)
         self.program.checks = False
 
-    def _executor(self, module: Module, transport: Transport, trace: bool) -> Executor:
+    def _executor(self, module: Module, transport: RankTransport, trace: bool) -> Executor:
         store = Store(stage_vars(module, self.rank), stepped_vars(module))
         return Executor(
             module,
@@ -225,7 +231,7 @@ def _tag(kind: str, index: int) -> int:
 class Stream:
     """Messages from rank 0 to rank 1."""
 
-    def __init__(self, size: int, group: Group) -> None:
+    def __init__(self, size: int, group: RankGroup) -> None:
         self.value, self.rank, self.first = Value("x", TensorType("f32", (size // 4,))), group.rank, 0
         self.transports = transports(
             group, [Edge(0, 1, "F", (self.value,))], [("RF", 0) if group.rank else ("SF", 1)], f"stream{size}"
@@ -240,7 +246,7 @@ class Stream:
             "gloo": self.run_gloo
         }
 
-    def run(self, transport: Transport, messages: int, checks: bool = False) -> None:
+    def run(self, transport: RankTransport, messages: int, checks: bool = False) -> None:
         numbers = range(self.first, self.first + messages)
         self.first += messages
         for mb in numbers:
@@ -285,7 +291,7 @@ def turns(contenders: dict[str, Callable[[int], None]], count: int, rounds: int)
     return times
 
 
-def work(orders: list[dict[str, Any]], group: Group, rounds: int) -> list[dict[str, Any]]:
+def work(orders: list[dict[str, Any]], group: RankGroup, rounds: int) -> list[dict[str, Any]]:
     found = []
     for order in orders:
         size, count = order["bytes"], order["count"]
@@ -305,12 +311,12 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, help=argparse.SUPPRESS)
 
 
-def run_rank(arguments: argparse.Namespace, work: Callable[[Any, Group, int], list[dict[str, Any]]]) -> bool:
+def run_rank(arguments: argparse.Namespace, work: Callable[[Any, RankGroup, int], list[dict[str, Any]]]) -> bool:
     """Whether this process is one of the two ranks; if so, it has done its work and rank 0 has printed what was found."""
     if arguments.rank is None:
         return False
     rank = int(arguments.rank)
-    group = Group(join_store(int(arguments.port), 2, TIMEOUT), rank, 2, TIMEOUT)
+    group = RankGroup(join_store(int(arguments.port), 2, TIMEOUT), rank, 2, TIMEOUT)
     group.connect()
     found = work(json.loads(arguments.orders), group, arguments.rounds)
     if rank == 0:

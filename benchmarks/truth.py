@@ -52,7 +52,7 @@ from penstock.runtime.control import DataSpec
 from penstock.runtime.job import Job
 from penstock.runtime.rehearse import rehearse
 from penstock.runtime.simulate import simulate
-from penstock.runtime.simulated_machine import Machine, Route, Seat, Transport
+from penstock.runtime.simulated_machine import Route, Seat, SimulatedMachine, TransportModel
 
 SIMULATED = 14
 # Ranks talk over sockets, though they could share memory.
@@ -246,7 +246,7 @@ def predict(
         found = alone[rank].get(action.kind, 0.0)
         return found + loopback["message"] if action.kind in (*SENDS, *RECEIVES) else found
 
-    machine = Machine(route, seats, Transport(late=configuration.latency))
+    machine = SimulatedMachine(route, seats, TransportModel(late=configuration.latency))
     found = simulate(module.schedule, SIMULATED, seconds, lambda phase, a, b: sizes[phase, a, b], machine)
     return {"step_s": found.step_seconds, "busy": [1 - use.bubble for use in found.ranks]}
 

@@ -225,14 +225,16 @@ def _described(doc: str) -> str:
 
 def operations() -> str:
     """Every operation with its attributes and which of its dimensions may be split."""
-    from penstock.ir.ops import OPS, Needs
+    from penstock.ir.ops import OPS, Required
     from penstock.ir.text import print_literal
 
     types = {bool: "bool", int: "int", float: "float", str: "word", tuple: "list", object: "any"}
     lines = ["| op | attributes | dimensions |\n", "| --- | --- | --- |\n"]
     for name, row in OPS.items():
         attributes = [
-            f"`{attribute}: {types[spec.kind]}`" if isinstance(spec, Needs) else f"`{attribute}={print_literal(spec)}`"
+            f"`{attribute}: {types[spec.kind]}`"
+            if isinstance(spec, Required)
+            else f"`{attribute}={print_literal(spec)}`"
             for attribute, spec in row.attrs.items()
         ]
         lines.append(f"| `{name}` | {' '.join(attributes)} | {f'`{row.dims}`' if row.dims else 'all alike'} |\n")

@@ -48,7 +48,7 @@ def _is_triangle(array: np.ndarray) -> bool:
 
 
 @dataclass
-class Program:
+class GraphWriter:
     """The graph under construction: operations in order, variables in order of first use, and their elements."""
 
     names: Names
@@ -208,7 +208,7 @@ def _with_writes(ops: Sequence[Op], moved: Mapping[str, Value]) -> list[Op]:
 class Writer:
     """Writes the operations that stand for one node of the source, which is called `loc` in the program."""
 
-    def __init__(self, program: Program, loc: str) -> None:
+    def __init__(self, program: GraphWriter, loc: str) -> None:
         self._program = program
         self._first = len(program.ops)
         self.loc = loc

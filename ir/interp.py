@@ -25,7 +25,7 @@ import numpy as np
 
 from .errors import UsageError, VerifyError
 from .graph import GRAD, MICROBATCH, Graph, Module, Op, Slot, Value, Var, rewrite, slot_of, stepped_vars, summed_vars
-from .interp_store import Arrays, DictStore, Store, VersionStore, as_value, initial_arrays
+from .interp_store import Arrays, DictStore, Variables, VersionStore, as_value, initial_arrays
 from .numpy_ops import F64, NUMPY, PRECISIONS, TYPED, Array, Prepared, apply_op, prepare_op
 from .schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, VERSIONED, Action
 from .words import counted
@@ -39,7 +39,7 @@ Watch = Callable[[str, int, Op, tuple[Array, ...]], None]
 def run_graph(
     graph: Graph,
     ins: Sequence[object] | Mapping[str, object],
-    store: Store | None = None,
+    store: Variables | None = None,
     precision: str = TYPED,
     watch: Callable[[Op, tuple[Array, ...]], None] | None = None,
 ) -> list[Array]:
@@ -94,7 +94,7 @@ def _steps(graph: Graph) -> list[_Step]:
     return [_Step(op, slot_of(op)) for op in graph.ops]
 
 
-def _run_step(step: _Step, ins: list[Array], store: Store, precision: str) -> tuple[Array, ...]:
+def _run_step(step: _Step, ins: list[Array], store: Variables, precision: str) -> tuple[Array, ...]:
     op, slot = step.op, step.slot
     if slot is None:
         if step.prepared is None:
@@ -116,7 +116,7 @@ def _run_step(step: _Step, ins: list[Array], store: Store, precision: str) -> tu
 
 
 @dataclass
-class Run:
+class InterpretedRun:
     """What a run gave. `log` has (stage, microbatch, phase, version) for each F, B and W; stage -1 is the unsplit module.
 
     `buffers` is the largest number of buffers of a parameter that were alive at once. `variables` are the last versions, `previous` the
@@ -169,7 +169,7 @@ def run_recurrence(
     delay: int = 0,
     precision: str = F64,
     watch: Watch | None = None,
-) -> Run:
+) -> InterpretedRun:
     """Train the unsplit module by the recurrence, batch by batch; without a B graph only the forward runs.
 
     The gradient of batch t is taken at version max(t - delay, 0) and applied to version t.
@@ -188,7 +188,7 @@ def run_recurrence(
         for name, var in module.vars.items()
     }
     store = VersionStore(held, stepped, initial_arrays(module, weights, list(module.vars), precision))
-    run = Run(module.outputs[0])
+    run = InterpretedRun(module.outputs[0])
     for t, batch in enumerate(batches):
         version = max(t - delay, 0)
         parts = microbatches_of(module, batch, t)
@@ -215,7 +215,7 @@ def _watching(watch: Watch | None, graph: Graph, number: int) -> Callable[[Op, t
     return None if watch is None else partial(watch, graph.name, number)
 
 
-def _collect(run: Run, module: Module, store: VersionStore) -> None:
+def _collect(run: InterpretedRun, module: Module, store: VersionStore) -> None:
     for name in store.slots:
         if module.vars[name].role != GRAD:
             run.variables.setdefault(name, store.latest(name))
@@ -253,7 +253,7 @@ def run_schedule(
     previous: Arrays | None = None,
     precision: str = F64,
     watch: Watch | None = None,
-) -> Run:
+) -> InterpretedRun:
     """Execute the module's schedule for batches first .. first + batches_count - 1; `batches[0]` is batch `first`.
 
     `weights` hold version `first` of the parameters (and optimiser state, zeros otherwise), `previous` version first - 1, which a schedule
@@ -308,7 +308,7 @@ class _Pipeline:
         watch: Watch | None = None,
     ) -> None:
         self.module, self.feed, self.precision, self.watch = module, feed, precision, watch
-        self.run_found = Run(module.outputs[0])
+        self.run_found = InterpretedRun(module.outputs[0])
         self.wired = bool(module.edges) or any(
             a.kind in (*SENDS, *RECEIVES) for program in programs.values() for a in program
         )
@@ -336,7 +336,7 @@ class _Pipeline:
             if var in rank.store.newest:
                 rank.store.put(var, version, value)
 
-    def run(self) -> Run:
+    def run(self) -> InterpretedRun:
         """Round robin: every rank goes as far as it can; when a whole round moves nobody, nobody ever will."""
         moved = True
         while moved:
@@ -516,8 +516,8 @@ __all__ = [
     "TYPED",
     "Array",
     "DictStore",
-    "Run",
-    "Store",
+    "InterpretedRun",
+    "Variables",
     "VersionStore",
     "apply_op",
     "as_value",

@@ -19,7 +19,7 @@ from .types import FLOATS
 Arrays = Mapping[str, Array]
 
 
-class Store(Protocol):
+class Variables(Protocol):
     """Variables, as one run of a graph sees them: `slot` is mb or latest, a written value becomes the next version."""
 
     def read(self, var: str, slot: str) -> Array: ...

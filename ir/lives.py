@@ -126,7 +126,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class AccountDifference:
     """The first thing in which a measured account is not the planned one. `step` and `action` are
     None where they differ for the whole run."""
 
@@ -159,14 +159,14 @@ class Difference:
 _SHOWN = 4
 
 
-def first_difference(planned: Account, measured: Account) -> Difference | None:
+def first_difference(planned: Account, measured: Account) -> AccountDifference | None:
     """None where both ran the same actions, each of which took, gave, wrote and retired the same, and calls have the same temporaries."""
     rank = planned.rank
     for step, (expected, found) in enumerate(zip(planned.actions, measured.actions, strict=False)):
         if expected != found:
-            return Difference(rank, step, found, 0, 0, (f"action {expected}",), (f"action {found}",))
+            return AccountDifference(rank, step, found, 0, 0, (f"action {expected}",), (f"action {found}",))
     if len(planned.actions) != len(measured.actions):
-        return Difference(
+        return AccountDifference(
             rank, None, None, 0, 0, (f"{len(planned.actions)} actions",), (f"{len(measured.actions)} actions",)
         )
     by_step = [_by_step(account) for account in (planned, measured)]
@@ -180,12 +180,12 @@ def first_difference(planned: Account, measured: Account) -> Difference | None:
             missing, more = (
                 tuple(sorted(map(str, c.elements()))) for c in (expected_here - found_here, found_here - expected_here)
             )
-            return Difference(rank, step, action, expected_bytes, found_bytes, missing, more)
+            return AccountDifference(rank, step, action, expected_bytes, found_bytes, missing, more)
     for kind in planned.workspace.keys() & measured.workspace.keys():
         sizes = [sorted(account.workspace[kind]) for account in (planned, measured)]
         if sizes[0] != sizes[1]:
             told = [f"temporaries of {kind} of {', '.join(map(str, found)) or 'no'} bytes" for found in sizes]
-            return Difference(rank, None, None, sum(sizes[0]), sum(sizes[1]), (told[0],), (told[1],))
+            return AccountDifference(rank, None, None, sum(sizes[0]), sum(sizes[1]), (told[0],), (told[1],))
     return None
 
 

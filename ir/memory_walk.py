@@ -36,7 +36,7 @@ def actions_of(schedule: Schedule, rank: int, batches: int, first: int = 0) -> l
     return [b for i, a in enumerate(actions) for b in ((a, Action("D", a.stage, a.mb)) if i in ends else (a,))]
 
 
-class Pool:
+class BlockPool:
     """Blocks by size: those in use, and how many there were at most, which is how many there are."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Pool:
 
 
 # A value that has memory: name, bytes, where they are from, and whether it is saved.
-_Stored = tuple[str, int, Pool, bool]
+_Stored = tuple[str, int, BlockPool, bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class _Block:
     """Memory with values in it: `names` are those that have ever been there, `held` how many still are."""
 
     nbytes: int
-    pool: Pool
+    pool: BlockPool
     names: tuple[str, ...]
     taken: int
     held: int = 0
@@ -73,8 +73,8 @@ class _Line:
     """What was sent over a channel and is still held: `leaving` until the next send, `waiting` until there
     are enough, of so many sends and bytes."""
 
-    leaving: list[tuple[Pool, int]] = field(default_factory=list)
-    waiting: list[tuple[Pool, int]] = field(default_factory=list)
+    leaving: list[tuple[BlockPool, int]] = field(default_factory=list)
+    waiting: list[tuple[BlockPool, int]] = field(default_factory=list)
     sends: int = 0
     nbytes: int = 0
 
@@ -107,7 +107,7 @@ class Walk:
         self.now = {True: 0, False: 0}
         # Memory of results and temporaries, of inputs of the module, and of messages; and which of
         # these a value that was not received is in.
-        self.made, self.fed, self.messages = Pool(), Pool(), Pool()
+        self.made, self.fed, self.messages = BlockPool(), BlockPool(), BlockPool()
         self.pools = (self.made, self.fed, self.messages)
         self._inputs = {v.name for v in module.inputs}
         # What a graph takes (True) and hands back: every call asks.

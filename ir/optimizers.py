@@ -263,14 +263,14 @@ def sort_into(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Group]
     return found
 
 
-class Choice(NamedTuple):
+class OptimizerChoice(NamedTuple):
     """The optimiser of one parameter, and what the learning rate is multiplied by for it."""
 
     optimizer: Optimizer
     factor: float
 
 
-def choose(base: Optimizer, group: Group | None, var: Var) -> Choice:
+def choose(base: Optimizer, group: Group | None, var: Var) -> OptimizerChoice:
     """The optimiser of a parameter; `group` is the one it is in."""
     kind = group.kind if group is not None and group.kind is not None else base.kind
     # A group with a kind of its own has that kind's settings, and the rate of the run; the adamw beside a muon is that muon's.
@@ -279,7 +279,7 @@ def choose(base: Optimizer, group: Group | None, var: Var) -> Choice:
     if isinstance(muon, Muon) and (kind == "adamw" or (kind == "muon" and var.type.rank != 2)):
         found, factor = muon.rest(), muon.adamw_lr / muon.lr
     if group is None:
-        return Choice(found, factor)
+        return OptimizerChoice(found, factor)
     if group.weight_decay is not None:
         found = replace(found, weight_decay=group.weight_decay)
-    return Choice(found, factor * group.lr)
+    return OptimizerChoice(found, factor * group.lr)

@@ -13,7 +13,7 @@ from .graph import Module, Value
 from .problems import Problem
 from .schedule import COMPUTE, RECEIVES, SENDS, TAKERS, Action
 from .simulate import message_rules
-from .verify_schedule import FirstOfEach, Run, check_progress, over_runs, sources, taking
+from .verify_schedule import ConcreteRun, FirstOfEach, check_progress, over_runs, sources, taking
 
 
 def check_wired(module: Module) -> Iterator[Problem]:
@@ -54,7 +54,7 @@ def _values(values: Iterable[Value]) -> str:
     return ", ".join(map(repr, values)) or "nothing"
 
 
-def _check_messages(module: Module, run: Run) -> Iterator[Problem]:
+def _check_messages(module: Module, run: ConcreteRun) -> Iterator[Problem]:
     into: dict[tuple[int, str], list[tuple[int, str]]] = {}
     out: dict[tuple[int, str], list[int]] = {}
     for edge in module.edges:
@@ -69,7 +69,7 @@ def _check_messages(module: Module, run: Run) -> Iterator[Problem]:
 
 
 def _check_ends(
-    run: Run,
+    run: ConcreteRun,
     rank: int,
     actions: list[Action],
     into: Mapping[tuple[int, str], list[tuple[int, str]]],
@@ -120,7 +120,7 @@ def _check_ends(
                 )
 
 
-def _check_channels(run: Run) -> Iterator[Problem]:
+def _check_channels(run: ConcreteRun) -> Iterator[Problem]:
     """Between two ranks messages of one phase arrive in the order in which they are sent, and each one is sent and received once."""
     sent: dict[tuple[int, int, str], list[tuple[str, int, int, int]]] = {}
     received: dict[tuple[int, int, str], list[tuple[str, int, int, int]]] = {}
@@ -147,7 +147,7 @@ def _check_channels(run: Run) -> Iterator[Problem]:
                     break
 
 
-def _check_sums(run: Run) -> Iterator[Problem]:
+def _check_sums(run: ConcreteRun) -> Iterator[Problem]:
     """The ranks of a stage sum up the gradients of the same batches in the same order."""
     orders: dict[int, dict[int, list[tuple[int, int]]]] = {}
     for rank, actions in run.programs.items():

@@ -29,7 +29,7 @@ MANY_ACTIONS, FEW_RUNS = 5000, ((0, 1), (0, 3), (2, 2))
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ConcreteRun:
     """The concrete programs of one run."""
 
     schedule: Schedule
@@ -58,7 +58,7 @@ class Run:
 class FirstOfEach:
     """Problems of one rank in one run, of each category the first alone: what follows from it says no more."""
 
-    def __init__(self, run: Run, rank: int) -> None:
+    def __init__(self, run: ConcreteRun, rank: int) -> None:
         self._run, self._rank = run, rank
         self.reported: set[str] = set()
 
@@ -68,7 +68,7 @@ class FirstOfEach:
             yield self._run.problem(self._rank, step, what, hint)
 
 
-def over_runs(module: Module, checker: Callable[[Module, Run], Iterable[Problem]]) -> Iterator[Problem]:
+def over_runs(module: Module, checker: Callable[[Module, ConcreteRun], Iterable[Problem]]) -> Iterator[Problem]:
     """Problems of the shortest run that has any."""
     schedule = module.schedule
     if schedule is None:
@@ -79,7 +79,7 @@ def over_runs(module: Module, checker: Callable[[Module, Run], Iterable[Problem]
         programs = schedule.kept.get((first, batches))
         if programs is None:
             programs = schedule.kept[first, batches] = schedule.expand_all(batches, first)
-        found = list(checker(module, Run(schedule, first, batches, programs)))
+        found = list(checker(module, ConcreteRun(schedule, first, batches, programs)))
         if found:
             yield from found
             return
@@ -142,7 +142,7 @@ def check_scheduled(module: Module) -> Iterator[Problem]:
         yield from over_runs(module, lambda _, run: check_progress(run, rules))
 
 
-def _check_order(module: Module, run: Run) -> Iterator[Problem]:
+def _check_order(module: Module, run: ConcreteRun) -> Iterator[Problem]:
     kinds = {s.index: {k for k in COMPUTE if module.stage_graph(s.index, k)} for s in module.stages}
     moving = {
         s.index: min(names)
@@ -157,7 +157,9 @@ def _check_order(module: Module, run: Run) -> Iterator[Problem]:
         yield from _check_forward_order(run, rank, actions, moving)
 
 
-def _check_forward_order(run: Run, rank: int, actions: list[Action], moving: Mapping[int, str]) -> Iterator[Problem]:
+def _check_forward_order(
+    run: ConcreteRun, rank: int, actions: list[Action], moving: Mapping[int, str]
+) -> Iterator[Problem]:
     """Forwards that change a variable run in the order of microbatches, so that its values depend on no
     schedule. `moving` has one of each stage."""
     last: dict[int, int] = {}
@@ -171,7 +173,7 @@ def _check_forward_order(run: Run, rank: int, actions: list[Action], moving: Map
 
 
 def _check_rank(
-    run: Run, rank: int, actions: list[Action], kinds: Mapping[int, set[str]], summing: set[int]
+    run: ConcreteRun, rank: int, actions: list[Action], kinds: Mapping[int, set[str]], summing: set[int]
 ) -> Iterator[Problem]:
     """Each microbatch of this rank once forward, then once backward, then its weight gradients where they are apart; what is done
     once per batch after exactly the gradients of its microbatches of the batch, in order. `summing` are the stages whose ranks
@@ -236,7 +238,7 @@ def _spans(numbers: list[int]) -> str:
     return ", ".join(f"{a}..{b}" if a != b else str(a) for a, b in parts) or "none"
 
 
-def check_progress(run: Run, rules: Rules) -> Iterator[Problem]:
+def check_progress(run: ConcreteRun, rules: Rules) -> Iterator[Problem]:
     """Sends are buffered, receives wait: when some rank never ends, say who waits for whom."""
     played = play(run.programs, rules, lambda a: 0.0)
     if not played.stuck:
@@ -321,7 +323,7 @@ def _sums(module: Module, stage: int) -> _Sums:
 
 
 def _check_versions(
-    module: Module, run: Run, stepped: Mapping[int, list[str]], sums: Mapping[int, _Sums]
+    module: Module, run: ConcreteRun, stepped: Mapping[int, list[str]], sums: Mapping[int, _Sums]
 ) -> Iterator[Problem]:
     """`stepped` are the variables with versions that the update of each stage writes."""
     if not any(a.kind == "U" for actions in run.programs.values() for a in actions):
@@ -338,7 +340,9 @@ def _check_versions(
         yield from _check_rank_versions(run, rank, actions, slots, microbatch)
 
 
-def _check_gradients(run: Run, rank: int, actions: list[Action], sums: Mapping[int, _Sums]) -> Iterator[Problem]:
+def _check_gradients(
+    run: ConcreteRun, rank: int, actions: list[Action], sums: Mapping[int, _Sums]
+) -> Iterator[Problem]:
     """The sum of a batch's gradients is taken before its buffer gets gradients of a later batch."""
     waiting: dict[tuple[int, str, int], int] = {}
     for step, a in enumerate(actions):
@@ -361,7 +365,7 @@ def _check_gradients(run: Run, rank: int, actions: list[Action], sums: Mapping[i
 
 
 def _check_rank_versions(
-    run: Run,
+    run: ConcreteRun,
     rank: int,
     actions: list[Action],
     slots: Mapping[int, tuple[int, str]],
@@ -462,7 +466,7 @@ def check_freed(module: Module) -> Iterator[Problem]:
         yield from _check_budget(module)
 
 
-def _check_drops(module: Module, run: Run) -> Iterator[Problem]:
+def _check_drops(module: Module, run: ConcreteRun) -> Iterator[Problem]:
     """Whatever a microbatch left on a stage is dropped exactly once, and never used afterwards."""
     for rank, actions in run.programs.items():
         dropped: dict[tuple[int, int], int] = {}

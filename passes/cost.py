@@ -80,7 +80,7 @@ _LEAST_CHANNELS, _LEAST_SQUARES = 32, 24
 _MULTIPLIED = 4 / 9
 
 
-class Cost(NamedTuple):
+class Priced(NamedTuple):
     seconds: float
     bytes: float
 
@@ -95,7 +95,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """What a kernel has to do: operations by (family, element type), bytes to and from memory, and the family that has most to do."""
 
     flops: tuple[tuple[str, str, float], ...]
@@ -136,12 +136,12 @@ def is_by_squares(op: Op) -> bool:
     )
 
 
-def work_of(kernel: Kernel) -> Work:
+def work_of(kernel: Kernel) -> KernelWork:
     """The work of a kernel, whatever it runs on."""
     return _work(kernel.body.ops, kernel.moved)
 
 
-def _work(ops: Sequence[Op], moved: float) -> Work:
+def _work(ops: Sequence[Op], moved: float) -> KernelWork:
     flops: dict[tuple[str, str], float] = {}
     families: dict[str, float] = {}
     for op in ops:
@@ -152,7 +152,7 @@ def _work(ops: Sequence[Op], moved: float) -> Work:
             flops[family, dtype] = flops.get((family, dtype), 0.0) + count
     # Of nothing computed: anything is more than layout.
     main = max(families, key=lambda f: (families[f], f != LAYOUT), default=LAYOUT)
-    return Work(tuple((family, dtype, count) for (family, dtype), count in sorted(flops.items())), moved, main)
+    return KernelWork(tuple((family, dtype, count) for (family, dtype), count in sorted(flops.items())), moved, main)
 
 
 def efficiency_of(device: Device, family: str, what: str = "") -> float:
@@ -180,7 +180,7 @@ class Roofline:
     def seconds(self, kernel: Kernel, device: Device) -> float:
         return self.of_work(work_of(kernel), device)
 
-    def of_work(self, work: Work, device: Device, near: float = 0.0) -> float:
+    def of_work(self, work: KernelWork, device: Device, near: float = 0.0) -> float:
         """`near` of the bytes are in a cache."""
         compute = sum(
             count / (device.flops * efficiency_of(device, family, dtype)) for family, dtype, count in work.flops
@@ -231,19 +231,19 @@ class InTurn:
 
 
 @overload
-def cost(what: Op | Kernel, where: Device, prices: Prices = ...) -> Cost: ...
+def cost(what: Op | Kernel, where: Device, prices: Prices = ...) -> Priced: ...
 @overload
-def cost(what: Transfer, where: Link, prices: Prices = ...) -> Cost: ...
-def cost(what: Op | Kernel | Transfer, where: Device | Link, prices: Prices = ROOFLINE) -> Cost:
+def cost(what: Transfer, where: Link, prices: Prices = ...) -> Priced: ...
+def cost(what: Op | Kernel | Transfer, where: Device | Link, prices: Prices = ROOFLINE) -> Priced:
     """Seconds and bytes of a kernel, or of an operation as a kernel of its own, on a device; of a transfer over a link."""
     if isinstance(what, Transfer):
         assert isinstance(where, Link), f"transfers go over links, got {where}"
         if not what.bytes and not what.messages:
-            return Cost(0.0, 0.0)
-        return Cost(what.messages * where.latency + what.bytes * what.sharers / where.bandwidth, what.bytes)
+            return Priced(0.0, 0.0)
+        return Priced(what.messages * where.latency + what.bytes * what.sharers / where.bandwidth, what.bytes)
     assert isinstance(where, Device), f"kernels run on devices, got {where}"
     kernel = alone(what) if isinstance(what, Op) else what
-    return Cost(_ask(prices, kernel, where), kernel.moved)
+    return Priced(_ask(prices, kernel, where), kernel.moved)
 
 
 def alone(op: Op) -> Kernel:
@@ -309,7 +309,7 @@ class GraphCost:
         return found
 
     @cached_property
-    def _work(self) -> list[Work]:
+    def _work(self) -> list[KernelWork]:
         return [work_of(kernel) for kernel in self._alike[0]]
 
     @cached_property
@@ -387,7 +387,27 @@ def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, s
 
 
 __all__ = [
-    "EFFICIENCY", "FAMILIES", "ROOFLINE", "Cost", "GraphCost", "InTurn", "Kernel", "Prices", "Roofline", "Transfer", "Work", "alone",
-    "bound", "bytes_moved", "cost",
-    "divide", "efficiency_of", "family_of", "graph_seconds", "op_seconds", "rank_seconds", "shown_seconds", "work_of",
+    "EFFICIENCY",
+    "FAMILIES",
+    "ROOFLINE",
+    "GraphCost",
+    "InTurn",
+    "Kernel",
+    "KernelWork",
+    "Priced",
+    "Prices",
+    "Roofline",
+    "Transfer",
+    "alone",
+    "bound",
+    "bytes_moved",
+    "cost",
+    "divide",
+    "efficiency_of",
+    "family_of",
+    "graph_seconds",
+    "op_seconds",
+    "rank_seconds",
+    "shown_seconds",
+    "work_of",
 ]  # fmt: skip

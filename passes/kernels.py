@@ -87,11 +87,11 @@ def kernels_of(graph: Graph) -> tuple[Kernel, ...]:
 
 def _kernels_of(graph: Graph) -> tuple[Kernel, ...]:
     division = divide(graph)
-    bodies = Bodies(graph, division)
+    bodies = KernelCutter(graph, division)
     return tuple(Kernel(name, ops, bodies.body(name)) for name, ops in division.kernels.items())
 
 
-class Bodies:
+class KernelCutter:
     """Cuts kernels out of a graph."""
 
     def __init__(self, graph: Graph, division: Division) -> None:

@@ -58,8 +58,8 @@ from .partition_chain import (
     readers,
     tied_bytes,
 )
-from .partition_ideals import Work, better_stages
-from .partition_memory import Needs, needs_of
+from .partition_ideals import OperationWork, better_stages
+from .partition_memory import StageNeeds, needs_of
 from .schedules.dealing import shares_of
 from .wire import travelling
 
@@ -129,12 +129,12 @@ def _by_operation(cuts: Sequence[int], count: int) -> list[int]:
     return [s for s, (a, b) in enumerate(pairwise([*cuts, count])) for _ in range(a, b)]
 
 
-def _extra(needs: Needs, count: int, stages: Sequence[int]) -> list[float]:
+def _extra(needs: StageNeeds, count: int, stages: Sequence[int]) -> list[float]:
     """What memory costs each stage."""
     return [needs.extra(s, {i for i, stage in enumerate(stages) if stage == s}) for s in range(count)]
 
 
-def _chosen(costs: _Costs, count: int, only_at: Sequence[str], needs: Needs | None) -> list[int]:
+def _chosen(costs: _Costs, count: int, only_at: Sequence[str], needs: StageNeeds | None) -> list[int]:
     """The stage of every operation: of the best ranges, or of sets that are better. Nothing where memory is too small for all ranges."""
 
     def slowest(stages: Sequence[int]) -> float:
@@ -259,10 +259,12 @@ class _Costs:
         part, links = self._links[stage]
         return part * max(cost(Transfer(count, self._trips), link).seconds for link in links) if count > 0 else 0.0
 
-    def work(self) -> Work:
+    def work(self) -> OperationWork:
         """All of it without an order."""
         together = [users for _, users in sorted(moving_users(self.chain).items())]
-        return Work([np.diff(before) for before in self.before], self._edges, together, self._values, self.travel)
+        return OperationWork(
+            [np.diff(before) for before in self.before], self._edges, together, self._values, self.travel
+        )
 
     def of_stage(self, stage: int, stages: Sequence[int]) -> tuple[float, float]:
         """Compute and transfer seconds of one stage, where every operation has one."""
@@ -276,7 +278,7 @@ class _Costs:
 # ------------------------------------------------------------------------------------------------ the search
 
 
-def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str], needs: Needs | None) -> list[int]:
+def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str], needs: StageNeeds | None) -> list[int]:
     """First operation of every stage; nothing where none of them fits. best[s, j] is the smallest bottleneck of the
     first j operations over stages 0 .. s."""
     n = len(costs.chain)

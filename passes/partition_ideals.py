@@ -27,7 +27,7 @@ import numpy as np
 
 from .placement.coarsen import clusters
 from .placement.ideals import Ideals, bits, enumerate_ideals
-from .placement.problem import Kind
+from .placement.problem import DeviceKind
 from .placement.sweep import Fillings, Places, Reals, Tables, sweep
 from .placement.units import Units
 
@@ -38,7 +38,7 @@ _BETTER = 1 - 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OperationWork:
     """`seconds[stage][i]` of operation i; `edges` from maker to user; `together` on one stage; `values` are (operations, bytes): what
     travels where a cut parts them. `transfer(stage, bytes)` is what the stage takes to get that many from the one before."""
 
@@ -49,7 +49,7 @@ class Work:
     transfer: Callable[[int, float], float]
 
 
-def better_stages(work: Work, cuts: Sequence[int], value: float) -> list[int] | None:
+def better_stages(work: OperationWork, cuts: Sequence[int], value: float) -> list[int] | None:
     """The stage of every operation, where the slowest stage is faster than `value`, that of the ranges between `cuts`."""
     units = _units_of(work)
     order = sorted(range(len(units)), key=lambda u: units.nodes[u][0])
@@ -81,7 +81,7 @@ def better_stages(work: Work, cuts: Sequence[int], value: float) -> list[int] | 
     return stage_of
 
 
-def _units_of(work: Work) -> Units:
+def _units_of(work: OperationWork) -> Units:
     """Operations, those that must be together as one."""
     count = len(work.seconds[0])
     graph = nx.DiGraph()
@@ -92,7 +92,7 @@ def _units_of(work: Work) -> Units:
     groups = sorted(sorted(group) for group in nx.strongly_connected_components(graph))
     group_of = {i: g for g, group in enumerate(groups) for i in group}
     single = Units(
-        tuple(Kind(f"stage {s}", 1, pays_transfers=False) for s in range(len(work.seconds))),
+        tuple(DeviceKind(f"stage {s}", 1, pays_transfers=False) for s in range(len(work.seconds))),
         tuple(zip(*(seconds.tolist() for seconds in work.seconds), strict=True)),
         (0.0,) * count,
         tuple(sorted((a, b) for a, b in graph.edges if a != b)),
@@ -106,7 +106,7 @@ def _units_of(work: Work) -> Units:
 class _Stages(Tables):
     """Loads of stages: what they compute, and what travels to them."""
 
-    def __init__(self, units: Units, ideals: Ideals, work: Work) -> None:
+    def __init__(self, units: Units, ideals: Ideals, work: OperationWork) -> None:
         super().__init__(units, ideals)
         unit_of = {i: u for u, nodes in enumerate(units.nodes) for i in nodes}
         crossing = np.zeros(len(self))

@@ -47,7 +47,7 @@ class Room:
     waits: bool
 
 
-class Needs:
+class StageNeeds:
     """Bytes and seconds of stages. `crossing` are bytes over the cut before each operation, `results` those of each
     operation, `forward` its seconds by stage, `again` what may be computed again: auto, none or all. `fed` are inputs of the
     model, of which `waiting` microbatches wait."""
@@ -161,7 +161,7 @@ def needs_of(
     schedule: str,
     again: str,
     wire: str,
-) -> Needs | None:
+) -> StageNeeds | None:
     """Needs of the stages that are cut from a chain; None where no device has a limit, or nobody says which schedule. `readers` are the
     operations that read each parameter; values between stages have the element type `wire` if they are float32."""
     if schedule not in SCHEDULES or all(device.memory is None for found in devices for device in found):
@@ -202,7 +202,7 @@ def needs_of(
             for value in op.ins:
                 if value in made or value in module.data_inputs:
                     saved.setdefault(value, set()).add(position[str(op.attrs["of"])])
-    return Needs(
+    return StageNeeds(
         rooms,
         [(tuple(where), fixed(name)) for name, where in readers.items()],
         [(tuple(where), float(v.type.nbytes)) for v, where in saved.items()],

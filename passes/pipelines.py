@@ -53,7 +53,7 @@ PASSES: dict[str, Pass] = {
 P = ParamSpec("P")
 
 
-class Entry(NamedTuple):
+class PipelineEntry(NamedTuple):
     """A pass in a pipeline, and why it stands there. Those that are not `wanted` are left out; `asked` says what wants them."""
 
     name: str
@@ -78,7 +78,7 @@ def training_entries(
     again: str = "auto",
     shares: tuple[Scalar, ...] = (),
     travels: str = "f32",
-) -> list[Entry]:
+) -> list[PipelineEntry]:
     """From a model with its loss to the program of every rank. `compute` is the element type of activations; `library`, where there are
     GPUs, who computes contractions on them; `guard` what is done about the gradient before it is used; `again` what is computed again in
     the backward pass: auto, none or all; `shares` how many microbatches each device of a stage runs; `travels` the element type of
@@ -90,54 +90,56 @@ def training_entries(
     scaled: dict[str, Attr] = {"loss_scale": LOSS_SCALE} if compute == "f16" else {}
     partition = {**partition, "microbatches": microbatches, "schedule": schedule, "recompute": again, "wire": travels}
     return [
-        Entry("simplify", {}, "first, so that nothing dead or constant is differentiated"),
+        PipelineEntry("simplify", {}, "first, so that nothing dead or constant is differentiated"),
         _decompose(library, "composites without a gradient rule or kernel of their own, before gradients are taken"),
         _precision(compute, "before gradients are taken, so that they have the types of what they are gradients of"),
-        Entry(
+        PipelineEntry(
             "autodiff",
             {"microbatches": microbatches, **scaled},
             "on the whole model: gradients of values used by several stages are summed once",
         ),
-        Entry("optimizer", optimizer, "after the gradients exist that it consumes"),
-        Entry(
+        PipelineEntry("optimizer", optimizer, "after the gradients exist that it consumes"),
+        PipelineEntry(
             "guard",
             guard or {},
             "sees every use of a gradient and every new value of a parameter",
             guard is not None,
             "--clip, --skip-nonfinite, --precision f16",
         ),
-        Entry(
+        PipelineEntry(
             "simplify",
             {},
             "gradients bring new constants and common subexpressions; merge them before costs are counted",
         ),
-        Entry(
+        PipelineEntry(
             "partition", partition, "sees forward, backward and update, so that costs and memory are those of training"
         ),
-        Entry("split", {}, "annotations become one graph per stage"),
-        Entry(
+        PipelineEntry("split", {}, "annotations become one graph per stage"),
+        PipelineEntry(
             "split-backward",
             {},
             "what a stage sends is known now, and the schedule needs to know which stages have a W",
             schedule in SCHEDULES and SCHEDULES[schedule].splits,
             "--schedule zb-1f1b",
         ),
-        Entry(
+        PipelineEntry(
             "schedule",
             {"kind": schedule, "microbatches": microbatches, "shares": shares},
             "needs to know the stages only",
         ),
-        Entry("weight-versions", {}, "needs to know which forwards run before which update"),
+        PipelineEntry("weight-versions", {}, "needs to know which forwards run before which update"),
         _wire(
             travels, "before edges get their types; after gradients and W, so that no pass sees two forms of a value"
         ),
-        Entry("communicate", {}, "after versions, so that the diff of that pass shows nothing but versions"),
+        PipelineEntry("communicate", {}, "after versions, so that the diff of that pass shows nothing but versions"),
         _libraries(library),
-        Entry(
+        PipelineEntry(
             "recompute", {"mode": again}, "needs to know what is in flight, and who computes what, for memory and time"
         ),
-        Entry("fuse", {}, "kernels are chosen in graphs that no longer change"),
-        Entry("lifetimes", {}, "last: sends and receives hold values, and what kernels are made of has no memory"),
+        PipelineEntry("fuse", {}, "kernels are chosen in graphs that no longer change"),
+        PipelineEntry(
+            "lifetimes", {}, "last: sends and receives hold values, and what kernels are made of has no memory"
+        ),
     ]
 
 
@@ -148,24 +150,26 @@ def inference_entries(
     library: str = "",
     shares: tuple[Scalar, ...] = (),
     travels: str = "f32",
-) -> list[Entry]:
+) -> list[PipelineEntry]:
     """From a model to the forward program of every rank."""
     check_precision(compute)
     check_wire(travels)
     partition = {**partition, "microbatches": microbatches, "schedule": "forward", "wire": travels}
     return [
-        Entry("simplify", {}, "constants first"),
+        PipelineEntry("simplify", {}, "constants first"),
         _decompose(library, "composites without a kernel of their own"),
         _precision(compute, "when no composite is left that has no kernel"),
-        Entry("partition", partition, "forward cost only"),
-        Entry("split", {}, "annotations become one graph per stage"),
-        Entry("schedule", {"kind": "forward", "microbatches": microbatches, "shares": shares}, "forwards in order"),
-        Entry("weight-versions", {}, "one version; the verifier wants it said"),
+        PipelineEntry("partition", partition, "forward cost only"),
+        PipelineEntry("split", {}, "annotations become one graph per stage"),
+        PipelineEntry(
+            "schedule", {"kind": "forward", "microbatches": microbatches, "shares": shares}, "forwards in order"
+        ),
+        PipelineEntry("weight-versions", {}, "one version; the verifier wants it said"),
         _wire(travels, "before edges get their types"),
-        Entry("communicate", {}, "activations between stages"),
+        PipelineEntry("communicate", {}, "activations between stages"),
         _libraries(library),
-        Entry("fuse", {}, "kernels are chosen in graphs that no longer change"),
-        Entry(
+        PipelineEntry("fuse", {}, "kernels are chosen in graphs that no longer change"),
+        PipelineEntry(
             "lifetimes",
             {},
             "last: a microbatch is dropped once it is sent on, and what kernels are made of has no memory",
@@ -173,38 +177,38 @@ def inference_entries(
     ]
 
 
-def _precision(compute: str, why: str) -> Entry:
+def _precision(compute: str, why: str) -> PipelineEntry:
     wanted = compute != "f32"
-    return Entry("precision", {"compute": compute if wanted else "bf16"}, why, wanted, "--precision")
+    return PipelineEntry("precision", {"compute": compute if wanted else "bf16"}, why, wanted, "--precision")
 
 
-def _wire(travels: str, why: str) -> Entry:
+def _wire(travels: str, why: str) -> PipelineEntry:
     wanted = travels != "f32"
-    return Entry("wire", {"dtype": travels if wanted else "bf16"}, why, wanted, "--wire")
+    return PipelineEntry("wire", {"dtype": travels if wanted else "bf16"}, why, wanted, "--wire")
 
 
-def _decompose(library: str, why: str) -> Entry:
-    return Entry("decompose", {"keep": ()} if library == "none" else {}, why)
+def _decompose(library: str, why: str) -> PipelineEntry:
+    return PipelineEntry("decompose", {"keep": ()} if library == "none" else {}, why)
 
 
-def _libraries(use: str) -> Entry:
+def _libraries(use: str) -> PipelineEntry:
     why = "before kernels are chosen: what a library computes is a kernel of its own"
-    return Entry("libraries", {"use": use} if use else {}, why, bool(use), "devices that are GPUs")
+    return PipelineEntry("libraries", {"use": use} if use else {}, why, bool(use), "devices that are GPUs")
 
 
 # The pipelines by name: what they are for, and what they consist of if nothing is asked for.
-PIPELINES: dict[str, tuple[str, Callable[[], list[Entry]]]] = {
+PIPELINES: dict[str, tuple[str, Callable[[], list[PipelineEntry]]]] = {
     "train": ("from a model with its loss to the program of every rank", lambda: training_entries({}, {}, "1f1b", 1)),
     "infer": ("from a model to the forward program of every rank", lambda: inference_entries({}, 1)),
 }
 
 
-def calls_of(entries: Iterable[Entry]) -> list[Call]:
+def calls_of(entries: Iterable[PipelineEntry]) -> list[Call]:
     """The calls of those that are wanted."""
     return parse_pipeline(",".join(_text(entry) for entry in entries if entry.wanted), PASSES)
 
 
-def _pipeline(entries: Callable[P, list[Entry]]) -> Callable[P, list[Call]]:
+def _pipeline(entries: Callable[P, list[PipelineEntry]]) -> Callable[P, list[Call]]:
     """What gives the calls that the entries come to."""
 
     def pipeline(*arguments: P.args, **options: P.kwargs) -> list[Call]:
@@ -229,5 +233,5 @@ def pipeline_text(name: str) -> str:
     return f"// {name}: {meaning}\n" + "".join(f"{call:<{width}}  {why}\n" for call, why in rows)
 
 
-def _text(entry: Entry) -> str:
+def _text(entry: PipelineEntry) -> str:
     return f"{entry.name}{{{','.join(f'{k}={print_literal(v)}' for k, v in entry.options.items())}}}"

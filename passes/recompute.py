@@ -211,7 +211,7 @@ def _placed(ops: Sequence[Op], sources: Mapping[Value, Op], forward: Mapping[Val
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecomputedStage:
     """A stage with some operations done again."""
 
     dropped: tuple[Op, ...]
@@ -243,16 +243,16 @@ class _Stage:
         self.price = {
             op.outs[0]: spent for op, spent in zip(forward.ops, op_seconds(forward, device), strict=True) if op.outs
         }
-        self.tried: dict[frozenset[int], Plan] = {}
+        self.tried: dict[frozenset[int], RecomputedStage] = {}
         self.before = self.plan(())
 
-    def plan(self, dropped: Iterable[Op]) -> Plan:
+    def plan(self, dropped: Iterable[Op]) -> RecomputedStage:
         chosen = tuple(dropped)
         key = frozenset(map(id, chosen))
         if key not in self.tried:
             made = repeat(self.forward, self.backward, chosen) if chosen else Repeated(self.forward, self.backward, ())
             cost = sum(self.price[op.outs[0]] for op in made.copies)
-            self.tried[key] = Plan(chosen, made.forward, made.backward, made.copies, self.memory(made), cost)
+            self.tried[key] = RecomputedStage(chosen, made.forward, made.backward, made.copies, self.memory(made), cost)
         return self.tried[key]
 
     def memory(self, made: Repeated) -> Memory:
@@ -261,10 +261,10 @@ class _Stage:
         rows = measure_memory(self.module.but(graphs={**self.module.graphs, **alone.graphs})).values()
         return max(rows, key=lambda row: row.peak)
 
-    def everything(self) -> Plan:
+    def everything(self) -> RecomputedStage:
         return self.plan(self.units)
 
-    def choose(self, budget: int) -> Plan:
+    def choose(self, budget: int) -> RecomputedStage:
         """The cheapest plan found that fits, or else the one with the lowest peak."""
         if self.before.peak <= budget:
             return self.before
@@ -276,7 +276,7 @@ class _Stage:
         self.plan(self.units)
         return self._second_thoughts(budget)
 
-    def _best(self, budget: int) -> Plan:
+    def _best(self, budget: int) -> RecomputedStage:
         fits = [plan for plan in self.tried.values() if plan.peak <= budget]
         if fits:
             return min(fits, key=lambda plan: (plan.seconds, plan.peak))
@@ -357,7 +357,7 @@ class _Stage:
                 found.add(id(op))
         return found
 
-    def _second_thoughts(self, budget: int) -> Plan:
+    def _second_thoughts(self, budget: int) -> RecomputedStage:
         """Keep what can be kept after all, the most expensive first."""
         best = self._best(budget)
         if best.peak > budget:
@@ -369,7 +369,7 @@ class _Stage:
                 best = fewer
         return best
 
-    def describe(self, plan: Plan, place: str, budget: int) -> str:
+    def describe(self, plan: RecomputedStage, place: str, budget: int) -> str:
         saved = [sum(v.type.nbytes for v in graph.saved) for graph in (self.forward, plan.forward)]
         kinds = Counter(op.kind for op in plan.copies if not self.free.issuperset(op.outs))
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=lambda kv: (-kv[1], kv[0])))

@@ -30,7 +30,7 @@ class Element:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KeptElements:
     """Positions of the elements that are kept, the bytes that takes at the worst moment, and the seconds of computing the others."""
 
     kept: tuple[int, ...]
@@ -49,7 +49,7 @@ class _Path:
     before: _Path | None
 
 
-def cheapest(chain: Sequence[Element], in_flight: int, budget: int) -> Choice | None:
+def cheapest(chain: Sequence[Element], in_flight: int, budget: int) -> KeptElements | None:
     """The choice with the fewest seconds among those that fit, of those the one with the fewest bytes; None where none fits."""
     sums, times = [0], [0.0]
     for element in chain:
@@ -76,7 +76,7 @@ def cheapest(chain: Sequence[Element], in_flight: int, budget: int) -> Choice | 
     while step is not None and step.before is not None:
         chosen.append(step.last)
         step = step.before
-    return Choice(tuple(reversed(chosen)), in_flight * best.kept + best.run, best.seconds)
+    return KeptElements(tuple(reversed(chosen)), in_flight * best.kept + best.run, best.seconds)
 
 
 def _undominated(paths: Iterable[_Path]) -> list[_Path]:

@@ -24,7 +24,7 @@ from .checkpoint import INDEX, LATEST, is_saved, left_behind, read_index, saved_
 
 # Keepers and launchers look at checkpoints, too, and have no use for torch.
 if TYPE_CHECKING:
-    from .group import Group
+    from .group import RankGroup
 
 Decision = TypeVar("Decision", bound=msgspec.Struct)
 
@@ -146,7 +146,7 @@ def choose(path: str | os.PathLike[str]) -> Chosen:
     raise VerifyError("no checkpoint is whole:" + itemised(words), where=str(path))
 
 
-def decide_together(group: Group, what: str, decide: Callable[[], Decision], kind: type[Decision]) -> Decision:
+def decide_together(group: RankGroup, what: str, decide: Callable[[], Decision], kind: type[Decision]) -> Decision:
     """Rank 0 decides, which may mean to read whole checkpoints, and tells the others: each file is checked once, and all do the same."""
     if group.rank == 0:
         try:

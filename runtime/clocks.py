@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from .group import Group
+from .group import RankGroup
 
 _ROUNDS = 8
 
@@ -24,7 +24,7 @@ class Offset(NamedTuple):
     error: float
 
 
-def measure_offset(group: Group, clock: Callable[[], float] = time.monotonic, host: str | None = None) -> Offset:
+def measure_offset(group: RankGroup, clock: Callable[[], float] = time.monotonic, host: str | None = None) -> Offset:
     """All ranks call this together."""
     hosts = group.gather("clock/host", (host or _host_of_clock()).encode())
     others = [rank for rank in range(group.world) if hosts[rank] != hosts[0]]

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..ir.errors import VerifyError
 from ..ir.types import dtype_of, numpy_dtype
-from .ledger import Entry
+from .ledger import LedgerEntry
 
 Arrays = dict[str, np.ndarray]
 _HEAD = struct.Struct("<II")
@@ -77,7 +77,7 @@ class Join(Record, frozen=True):
     port: int
 
 
-class Run(Record, frozen=True):
+class RunCommand(Record, frozen=True):
     """Run from an empty pipeline to an empty pipeline. Without `batches`, Batch messages follow, then End."""
 
     first: int
@@ -101,13 +101,13 @@ class Serve(Record, frozen=True):
     first: int
 
 
-class Piece(Record, frozen=True):
+class RequestBatch(Record, frozen=True):
     """One microbatch of requests; its arrays are those inputs that this worker feeds."""
 
     mb: int
 
 
-class Save(Record, frozen=True):
+class SaveCommand(Record, frozen=True):
     """Write a checkpoint after `step` steps into `directory`, together; in the `background` it is answered when the state is copied.
     `keep_last` is how many checkpoints are kept in all."""
 
@@ -226,12 +226,12 @@ class Evaluated(Record, frozen=True):
     losses: dict[int, float]
 
 
-class Trace(Record, frozen=True):
+class TraceRecord(Record, frozen=True):
     """Actions with start and end on the host's monotonic clock, sent with the end of a Run when tracing, and
     what their rank wrote down of its memory."""
 
     events: tuple[tuple[str, float, float], ...]
-    held: tuple[Entry, ...] = ()
+    held: tuple[LedgerEntry, ...] = ()
 
 
 class Wake(Record, frozen=True):
@@ -248,8 +248,8 @@ class Failed(Record, frozen=True):
 
 
 Message = (
-    Setup | Join | Run | Batch | End | Serve | Piece | Save | Evaluate | FetchParameters | FetchAudit | Stop | Alive | Gathered | Planned
-    | Hosting | Ready | Step | Output | Done | Parameters | Audit | Evaluated | Trace | Wake | Failed
+    Setup | Join | RunCommand | Batch | End | Serve | RequestBatch | SaveCommand | Evaluate | FetchParameters | FetchAudit | Stop | Alive | Gathered | Planned
+    | Hosting | Ready | Step | Output | Done | Parameters | Audit | Evaluated | TraceRecord | Wake | Failed
 )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class Column(Protocol):
 Columns = dict[str, Column]
 
 
-class Part(NamedTuple):
+class DataPlace(NamedTuple):
     """One place of `--data`. `width` is that of tokens, `shift` how many tokens later windows start."""
 
     name: str | None
@@ -78,10 +78,10 @@ class Part(NamedTuple):
         return ("" if self.name is None else f"{self.name}=") + str(self.path) + tokens
 
 
-def parse_source(text: str) -> list[Part]:
+def parse_source(text: str) -> list[DataPlace]:
     """The places that the words of `--data` name. What exists under the whole of a word is that."""
     if os.path.lexists(text):
-        return [Part(None, Path(text))]
+        return [DataPlace(None, Path(text))]
     parts = []
     for word in _NAMED.split(text):
         name, equals, rest = word.partition("=")
@@ -89,11 +89,11 @@ def parse_source(text: str) -> list[Part]:
     return parts
 
 
-def _part(name: str | None, text: str) -> Part:
+def _part(name: str | None, text: str) -> DataPlace:
     match = None if os.path.lexists(text) else _SUFFIX.fullmatch(text)
     if match is None:
-        return Part(name, Path(text))
-    return Part(name, Path(match["path"]), match["width"], None if match["shift"] is None else int(match["shift"]))
+        return DataPlace(name, Path(text))
+    return DataPlace(name, Path(match["path"]), match["width"], None if match["shift"] is None else int(match["shift"]))
 
 
 def absolute_source(text: str) -> str:
@@ -113,7 +113,7 @@ def open_columns(
     if not text:
         raise UsageError("names no file", where="--data")
     parts = parse_source(text)
-    tokens: dict[str, tuple[Part, int]] = {}
+    tokens: dict[str, tuple[DataPlace, int]] = {}
     for part in parts:
         try:
             found = _members(part, module, table)
@@ -148,7 +148,7 @@ def open_columns(
 Read = Callable[[], Column]
 
 
-def _members(part: Part, module: Module, table: Mapping[str, str]) -> Mapping[str, Read | int]:
+def _members(part: DataPlace, module: Module, table: Mapping[str, str]) -> Mapping[str, Read | int]:
     """What a place holds by our names: how to read it, or of tokens how far they are shifted."""
     if part.width is not None:
         _plain(part.path)
@@ -191,7 +191,7 @@ def _members(part: Part, module: Module, table: Mapping[str, str]) -> Mapping[st
     return _ours(own, table, part)
 
 
-def _ours(found: Mapping[str, Read], table: Mapping[str, str], part: Part) -> dict[str, Read]:
+def _ours(found: Mapping[str, Read], table: Mapping[str, str], part: DataPlace) -> dict[str, Read]:
     named: dict[str, Read] = {}
     for name, read in found.items():
         ours = table.get(name, name)
@@ -363,7 +363,7 @@ class Tokens:
         return found.astype(self.dtype)
 
 
-def _token_inputs(part: Part, module: Module, table: Mapping[str, str]) -> dict[str, int]:
+def _token_inputs(part: DataPlace, module: Module, table: Mapping[str, str]) -> dict[str, int]:
     """Which inputs a file of tokens feeds, and how far their windows are shifted."""
     if part.name is not None:
         return {table.get(part.name, part.name): part.shift or 0}
@@ -393,7 +393,7 @@ def _token_inputs(part: Part, module: Module, table: Mapping[str, str]) -> dict[
     return found
 
 
-def _token_columns(module: Module, tokens: Mapping[str, tuple[Part, int]], names: Container[str]) -> Columns:
+def _token_columns(module: Module, tokens: Mapping[str, tuple[DataPlace, int]], names: Container[str]) -> Columns:
     inputs = {value.name: value for value in module.data_inputs}
     problems = [
         f"{name}: the model has no such input, it has {', '.join(inputs)}" for name in tokens if name not in inputs
@@ -436,5 +436,5 @@ def _per_sample(type: TensorType, samples: int) -> int:
     return prod(type.dims) // samples if type.rank else 0
 
 
-def _where(tokens: Mapping[str, tuple[Part, int]]) -> str:
+def _where(tokens: Mapping[str, tuple[DataPlace, int]]) -> str:
     return ", ".join(dict.fromkeys(str(part.path) for part, _ in tokens.values()))

@@ -70,7 +70,7 @@ class HostFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """All hosts, the cluster they are, and the seconds it took."""
 
     hosts: tuple[HostFacts, ...]
@@ -89,7 +89,7 @@ class Report:
 
 def examine(
     threads: Sequence[int] = (), count: int | None = None, say: Say = lambda text: None, timeout: float = 60.0
-) -> Report | None:
+) -> DoctorReport | None:
     """Measure this machine, and with the hosts of a group that torchrun started, all of them; None on all ranks but the first."""
     begin = time.monotonic()
     planned = Cluster.local(count, threads)
@@ -97,13 +97,13 @@ def examine(
     joined = in_group() and place_of().world > 1
     host = _examine_host(planned, say, timeout)
     if not joined:
-        return Report((host,), cluster_of((host,), {}), {}, time.monotonic() - begin)
-    from .group import Group
+        return DoctorReport((host,), cluster_of((host,), {}), {}, time.monotonic() - begin)
+    from .group import RankGroup
     from .meet import join_environment
 
     say("meeting the other hosts")
     store, rank, world = join_environment(timeout)
-    group = Group(store, rank, world, timeout)
+    group = RankGroup(store, rank, world, timeout)
     group.connect()
     try:
         say("links to the other hosts")
@@ -118,7 +118,7 @@ def examine(
     if rank:
         return None
     pairs = {pair: fit(found) for pair, found in times.items()}
-    return Report(hosts, cluster_of(hosts, pairs), pairs, time.monotonic() - begin)
+    return DoctorReport(hosts, cluster_of(hosts, pairs), pairs, time.monotonic() - begin)
 
 
 def _named_apart(hosts: Sequence[HostFacts]) -> tuple[HostFacts, ...]:

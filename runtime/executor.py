@@ -29,7 +29,7 @@ from .program import ActionStream, Feed, fed_inputs, loss_stage, microbatch_size
 from .status import Status
 from .store import Recycled, Store, as_array, fill
 from .tables import Tables, learning_rate, tables_of
-from .transport import Transport
+from .transport import RankTransport
 
 Report = Callable[[Record, Mapping[str, np.ndarray]], None]
 
@@ -49,7 +49,7 @@ class Executor:
         rank: int,
         program: StageProgram,
         store: Store,
-        transport: Transport,
+        transport: RankTransport,
         report: Report,
         status: Status,
         *,

@@ -35,7 +35,7 @@ class Team:
     kind: str
 
 
-class Group:
+class RankGroup:
     """The ranks of one run, met at a store; `timeout` bounds every wait in it. `reports`: reports go over gloo, too, as under torchrun."""
 
     def __init__(self, store: Store, rank: int, world: int, timeout: float, *, reports: bool = True) -> None:

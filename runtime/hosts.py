@@ -37,7 +37,7 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """One process of a group. `served` says that the launcher itself keeps the store where the group meets."""
 
     rank: int
@@ -87,7 +87,7 @@ def _slurm_tasks(environment: Mapping[str, str]) -> str:
     return environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or ""
 
 
-def place_of(environment: Mapping[str, str] = os.environ) -> Place:
+def place_of(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
     """What the launcher says of this process; all that is missing or wrong in one error."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         found = {name: environment.get(name, "") for name in _GROUP}
@@ -133,7 +133,7 @@ def place_of(environment: Mapping[str, str] = os.environ) -> Place:
             hint=hint,
         )
     served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, world, int(local), found["MASTER_ADDR"], port_number, host, launcher, served)
+    return ProcessPlace(rank, world, int(local), found["MASTER_ADDR"], port_number, host, launcher, served)
 
 
 def expand_nodes(text: str) -> list[str]:
@@ -175,7 +175,7 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def choose_interface(place: Place, planned: str = "", environment: Mapping[str, str] = os.environ) -> Interface:
+def choose_interface(place: ProcessPlace, planned: str = "", environment: Mapping[str, str] = os.environ) -> Interface:
     """Where this rank talks to the others. `planned` is what the bundle's cluster says of its host."""
     there = interfaces()
     listed = ", ".join(f"{name} ({address})" for name, address in there.items()) or "none"
@@ -200,7 +200,7 @@ def choose_interface(place: Place, planned: str = "", environment: Mapping[str, 
     return Interface(name, there[name], why)
 
 
-def _way_to(place: Place) -> tuple[str, str]:
+def _way_to(place: ProcessPlace) -> tuple[str, str]:
     """Our own address on the way to the meeting point."""
     target = resolve(place.address, place)
     if _is_loopback(target) and place.address not in ("localhost", target):
@@ -220,7 +220,7 @@ def _way_to(place: Place) -> tuple[str, str]:
         return str(probe.getsockname()[0]), f"on the way to {place.address}"
 
 
-def resolve(address: str, place: Place) -> str:
+def resolve(address: str, place: ProcessPlace) -> str:
     """The IPv4 address of a name."""
     try:
         return str(socket.getaddrinfo(address, place.port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
@@ -236,7 +236,7 @@ def _is_loopback(address: str) -> bool:
 # ------------------------------------------------------------------------------------------------ the bundle's hosts
 
 
-def check_world(path: str, ranks: Sequence[RankEntry], place: Place, elastic: bool = False) -> None:
+def check_world(path: str, ranks: Sequence[RankEntry], place: ProcessPlace, elastic: bool = False) -> None:
     """Refuse another number of processes than there are ranks in the bundle at `path`; fewer are well where it may be planned anew."""
     if len(ranks) == place.world or (elastic and place.world < len(ranks)):
         return

@@ -21,7 +21,7 @@ from ..backends.bundle import Bundle
 from ..ir.errors import UsageError
 from .control import Arrays
 from .launch import Workers
-from .requests import Layout, Request
+from .requests import Request, SampleLayout
 from .serving import Drained, Note, Serving
 
 # As in runtime/batches.py: a dict, or arrays in the order of the inputs.
@@ -36,7 +36,7 @@ class Inference:
         self, workers: Workers, bundle: Bundle, fed: Sequence[Collection[str]], mode: str, queue: int, note: Note
     ) -> None:
         assert bundle.module.schedule is not None
-        self.layout = Layout(bundle.module, bundle.renamed)
+        self.layout = SampleLayout(bundle.module, bundle.renamed)
         self.queue = queue
         self._workers, self._fed, self._mode, self._note = workers, fed, mode, note
         self._per_batch, self._batch = bundle.module.schedule.microbatches, 0

@@ -46,25 +46,25 @@ from .control import (
     FetchParameters,
     Message,
     Record,
-    Run,
-    Save,
+    RunCommand,
+    SaveCommand,
     Setup,
     Step,
     Stop,
-    Trace,
+    TraceRecord,
 )
 from .data import check_data
 from .evaluation import Evaluation, count_evaluation, mean_loss
 from .feeds import AHEAD
 from .inference import Inference, Inputs
 from .launch import HEARTBEAT, TIMEOUT, Workers
-from .ledger import Entry
+from .ledger import LedgerEntry
 from .options import data_problems, data_spec, nan_problems, timeout_problems
 from .pace import pace_problems
 from .program import fed_inputs, loss_stage, microbatch_size, share_of
 from .resuming import start_from
 from .serving import serving_problems
-from .steps import Steps
+from .steps import StepsUnderWay
 from .trace import Event
 
 _NO_MORE: Any = object()
@@ -123,7 +123,7 @@ class Job:
         if data is not None:
             check_data(self.module, data, bundle.renamed)
         self._to_evaluate = None if evaluation is None else count_evaluation(self.module, evaluation, bundle.renamed)
-        self.parts = Steps(self.module)
+        self.parts = StepsUnderWay(self.module)
         types = {value.name: value.type for value in self.module.inputs}
         self._fed = [
             {name: types[name] for name in fed_inputs(self.module, entry.stage)} for entry in bundle.manifest.ranks
@@ -137,7 +137,7 @@ class Job:
         # The longest that a save had to wait for the one before, in seconds.
         self.save_waited = 0.0
         self.traces: list[list[Event]] = [[] for _ in range(bundle.world_size)]
-        self.held: list[list[Entry]] = [[] for _ in range(bundle.world_size)]
+        self.held: list[list[LedgerEntry]] = [[] for _ in range(bundle.world_size)]
         resumed = None if start.place is None else str(start.place)
         setup = Setup(
             str(bundle.path),
@@ -186,7 +186,7 @@ class Job:
             raise UsageError("the bundle is for inference", where=str(self.bundle.path), hint="use `penstock infer`")
         self._begin()
         try:
-            self.workers.send_all(Run(self.steps_done, count))
+            self.workers.send_all(RunCommand(self.steps_done, count))
             for rank, message, _ in self._until_done():
                 step = self.parts.take(rank, message) if isinstance(message, Step) else None
                 if step is not None:
@@ -255,7 +255,7 @@ class Job:
             self._begin()
             try:
                 self.warnings += self.claims.hold(place)
-                self.workers.send_all(Save(str(place), self.steps_done, background, keep_last))
+                self.workers.send_all(SaveCommand(str(place), self.steps_done, background, keep_last))
                 for _ in self._until_done():
                     pass
             finally:
@@ -326,8 +326,8 @@ class Job:
 
     # -------------------------------------------------------------------------------------------- talking to the workers
 
-    def _note(self, rank: int, message: Done | Trace) -> None:
-        if isinstance(message, Trace):
+    def _note(self, rank: int, message: Done | TraceRecord) -> None:
+        if isinstance(message, TraceRecord):
             self.traces[rank] += message.events
             self.held[rank] += message.held
         else:
@@ -370,7 +370,7 @@ class Job:
             rank, message, arrays = self.workers.receive()
             if isinstance(message, Done):
                 waiting.discard(rank)
-            if isinstance(message, Done | Trace):
+            if isinstance(message, Done | TraceRecord):
                 self._note(rank, message)
             else:
                 yield rank, message, arrays
@@ -386,7 +386,7 @@ class Job:
         open_, error = True, None
         sent = self.steps_done
         waiting = set(range(self.bundle.world_size))
-        self.workers.send_all(Run(sent))
+        self.workers.send_all(RunCommand(sent))
         try:
             while waiting:
                 while open_ and sent - self.steps_done < BATCHES_AHEAD:
@@ -425,7 +425,7 @@ class Job:
     def _take(self, waiting: set[int]) -> Step | None:
         """One message of a run; the step that it completes."""
         rank, message, _ = self.workers.receive()
-        if isinstance(message, Done | Trace):
+        if isinstance(message, Done | TraceRecord):
             self._note(rank, message)
         if isinstance(message, Done):
             waiting.discard(rank)

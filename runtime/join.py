@@ -45,19 +45,19 @@ from .control import (
     Message,
     Planned,
     Record,
-    Run,
+    RunCommand,
     Setup,
     Step,
     Stop,
-    Trace,
+    TraceRecord,
 )
 from .data import check_data
 from .elastic import Replanned, devices_on, lost_devices, replan
 from .evaluation import Evaluation, count_evaluation, mean_loss
-from .group import Group, time_span
+from .group import RankGroup, time_span
 from .hosts import Interface, Present, check_hosts, describe_hosts, place_of
 from .launch import thread_environment
-from .ledger import Entry
+from .ledger import LedgerEntry
 from .meet import join_place
 from .metrics import Metrics
 from .options import RunOptions
@@ -65,7 +65,7 @@ from .overlap import overlap_of
 from .program import fed_inputs, microbatch_size
 from .resuming import start_from
 from .status import BEAT_SECONDS, Patience, Status
-from .steps import Steps
+from .steps import StepsUnderWay
 from .tables import Tables, learning_rate
 from .trace import Event, write_trace
 from .trust import open_trust
@@ -85,7 +85,7 @@ class Reports:
     """Steps on their way from the ranks of the loss to rank 0."""
 
     def __init__(self, worker_rank: int, module: Module, tables: Tables, metrics: Metrics | None) -> None:
-        self._rank, self._steps, self._tables, self._metrics = worker_rank, Steps(module), tables, metrics
+        self._rank, self._steps, self._tables, self._metrics = worker_rank, StepsUnderWay(module), tables, metrics
         self.failure: Exception | None = None
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
@@ -155,7 +155,7 @@ class _Answers:
         self._reports, self._metrics = reports, metrics
         self._losses: dict[int, float] = {}
         self._events: list[Event] = []
-        self._held: list[Entry] = []
+        self._held: list[LedgerEntry] = []
 
     def take(self, message: Record, arrays: Mapping[str, np.ndarray]) -> None:
         if isinstance(message, Step):
@@ -164,17 +164,17 @@ class _Answers:
             self._losses.update(message.losses)
         elif isinstance(message, Done) and self._metrics is not None:
             self._metrics.tell_wait(message.waited)
-        elif isinstance(message, Trace):
+        elif isinstance(message, TraceRecord):
             self._events.extend(message.events)
             self._held.extend(message.held)
 
-    def losses_of_all(self, group: Group, step: int) -> dict[int, float]:
+    def losses_of_all(self, group: RankGroup, step: int) -> dict[int, float]:
         """What all ranks computed in the evaluation after a step, by microbatch."""
         parts = group.gather(f"evaluation/{step}", json.dumps(self._losses).encode())
         self._losses.clear()
         return {int(i): loss for part in parts for i, loss in json.loads(part).items()}
 
-    def traces_of_all(self, group: Group) -> list[tuple[list[Event], list[Entry]]]:
+    def traces_of_all(self, group: RankGroup) -> list[tuple[list[Event], list[LedgerEntry]]]:
         """Actions and memory of every rank, by the clock of rank 0."""
         ahead = measure_offset(group).seconds
         own = (
@@ -182,7 +182,7 @@ class _Answers:
             [entry._replace(at=entry.at + ahead) for entry in self._held],
         )
         traces = [json.loads(part) for part in group.gather("trace", json.dumps(own).encode())]
-        return [(events, [Entry(*entry) for entry in held]) for events, held in traces]
+        return [(events, [LedgerEntry(*entry) for entry in held]) for events, held in traces]
 
 
 def run_rank(
@@ -202,7 +202,7 @@ def run_rank(
     fewer = world != bundle.world_size
     own = None if fewer else _count_samples(bundle, rank, options)
     status.show("joining")
-    group = Group(
+    group = RankGroup(
         join_place(seat, interface, options.timeout, open_trust(options.secret, options.tls)),
         rank,
         world,
@@ -283,7 +283,7 @@ def run_rank(
     done = first
     for count in options.chunks(first, end):
         listener = reports.expect(count)
-        worker.obey(Run(done, count))
+        worker.obey(RunCommand(done, count))
         reports.finish(listener, options.timeout)
         done += count
         if evaluation is not None and options.evaluates_after(done, end):
@@ -325,7 +325,7 @@ def _count_samples(bundle: Bundle, rank: int, options: RunOptions) -> tuple[int 
 
 
 def _plan_together(
-    group: Group, bundle: Bundle, options: RunOptions, present: Sequence[Present], channel: Channel
+    group: RankGroup, bundle: Bundle, options: RunOptions, present: Sequence[Present], channel: Channel
 ) -> tuple[Bundle, str]:
     """The bundle for the ranks that are there, fewer than a bundle has; what is said of it. Rank 0 plans, and the others wait."""
     assert options.checkpoint is not None
@@ -340,7 +340,7 @@ def _plan_together(
     return found, f"{group.world} of {bundle.world_size} ranks are there; planned anew without {lost}: {made.told}"
 
 
-def _gather_keepers(group: Group, own: Present, channel: Channel) -> list[Present]:
+def _gather_keepers(group: RankGroup, own: Present, channel: Channel) -> list[Present]:
     """Where everybody is; the keeper is told, so that it can speak with the others."""
     present = [msgspec.json.decode(part, type=Present) for part in group.gather("present", msgspec.json.encode(own))]
     if group.rank == 0:
@@ -353,7 +353,7 @@ def _gather_keepers(group: Group, own: Present, channel: Channel) -> list[Presen
     return present
 
 
-def _agree_on_samples(group: Group, what: str, count: int | None) -> int | None:
+def _agree_on_samples(group: RankGroup, what: str, count: int | None) -> int | None:
     """How many there are; files of different lengths are refused. Ranks that read none have no say."""
     found = {rank: int(text) for rank, text in enumerate(group.gather(what, str(count or "").encode())) if text}
     if len(set(found.values())) > 1:

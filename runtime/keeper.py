@@ -36,10 +36,10 @@ from ..ir.errors import PeerLost, PenstockError, UsageError, VerifyError
 from ..ir.graph import Module
 from .begin import command_of
 from .control import Alive, Channel, Done, Failed, Gathered, Message, Planned
-from .hosts import Interface, Place, check_world, choose_interface, place_of, same_host
+from .hosts import Interface, ProcessPlace, check_world, choose_interface, place_of, same_host
 from .launch import START_SECONDS, thread_environment
 from .logs import Follower, chosen_ranks, tail
-from .mesh import Bye, Mesh, Pulse, Said, Told, Verdict
+from .mesh import Bye, JobVerdict, Peers, Pulse, Said, Told
 from .options import RunOptions
 from .status import Patience, StatusBoard, await_saves, describe_line, is_stopped
 from .trouble import ending, error_of, named, newest_checkpoint, others, place, reached
@@ -83,7 +83,7 @@ def become_rank(options: RunOptions) -> None:
     sys.exit(code)
 
 
-def _planned_interface(bundle: Bundle, seat: Place) -> str:
+def _planned_interface(bundle: Bundle, seat: ProcessPlace) -> str:
     """What the cluster file of the bundle says of the host that a rank is planned for, if this is it."""
     cluster, name = bundle.module.cluster, bundle.rank(seat.rank).host
     own = [host.interface for host in cluster.hosts if host.name == name] if cluster is not None else []
@@ -106,14 +106,14 @@ class Trouble:
 class Keeper:
     """The worker of one rank, and what is known of the others."""
 
-    def __init__(self, options: RunOptions, bundle: Bundle, seat: Place, interface: Interface) -> None:
+    def __init__(self, options: RunOptions, bundle: Bundle, seat: ProcessPlace, interface: Interface) -> None:
         self.options, self.bundle, self.seat, self.rank = options, bundle, seat, seat.rank
         self.module: Module = bundle.module
         self._trust = open_trust(options.secret, options.tls)
         self._board = StatusBoard(1)
         self._patience = Patience(options.heartbeat)
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._mesh: Mesh | None = None
+        self._mesh: Peers | None = None
         self._group: Gathered | None = None
         self._heard: dict[int, float] = {}
         self._doing: dict[int, str] = {}
@@ -180,7 +180,7 @@ class Keeper:
             if self._mesh is None:
                 time.sleep(_TICK_SECONDS)
             for rank, said in self._mesh.hear(_TICK_SECONDS) if self._mesh is not None else ():
-                if isinstance(said, Verdict):
+                if isinstance(said, JobVerdict):
                     return said.code
                 self._hear(rank, said)
             self._patience.look()
@@ -202,7 +202,7 @@ class Keeper:
             if self._troubles and self._is_my_turn():
                 error = self._verdict()
                 if self._mesh is not None:
-                    self._mesh.send_all(Verdict(error.exit_code))
+                    self._mesh.send_all(JobVerdict(error.exit_code))
                 print(f"penstock: error: {error}", file=sys.stderr, flush=True)
                 _tell_torchrun(str(error))
                 return error.exit_code
@@ -273,7 +273,7 @@ class Keeper:
                     now = time.monotonic()
                     self._heard = {rank: now for rank in range(len(message.hosts)) if rank != self.rank}
                     addresses = list(zip(message.addresses, message.ports, strict=True))
-                    self._mesh = Mesh(
+                    self._mesh = Peers(
                         self._listener, self.rank, addresses, message.token, _CONNECT_SECONDS, self._trust
                     )
                 case Planned(path):

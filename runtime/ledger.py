@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """`owner` is the microbatch of a value, -1 - t for batch t, the first batch of a run, and 0 for the rest. `nbytes` are those of the
     block. Of a call `name` is the kind of graph, with the first and the last kernel that work in the block."""
 
@@ -47,27 +47,29 @@ class Ledger:
     """Entries of one rank. `step` is the action that is being run."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[LedgerEntry] = []
         self.step = BEFORE
 
     def value(self, what: str, name: str, owner: int, tensor: torch.Tensor) -> None:
         memory = tensor.untyped_storage()
         if not memory.nbytes():
             return
-        self.entries.append(Entry(time.monotonic(), self.step, what, name, owner, memory.data_ptr(), memory.nbytes()))
+        self.entries.append(
+            LedgerEntry(time.monotonic(), self.step, what, name, owner, memory.data_ptr(), memory.nbytes())
+        )
 
     def variable(self, what: str, name: str, buffer: int, nbytes: int, version: int | None) -> None:
-        self.entries.append(Entry(time.monotonic(), self.step, what, name, 0, buffer, nbytes, version))
+        self.entries.append(LedgerEntry(time.monotonic(), self.step, what, name, 0, buffer, nbytes, version))
 
     def call(self, kind: str, blocks: Sequence[Temporary]) -> None:
         """The temporaries of a graph; one of no bytes stands for none."""
         for number, block in enumerate(blocks or [Temporary(0, "", "")]):
             name = " ".join((kind, block.first, block.last))
-            self.entries.append(Entry(time.monotonic(), self.step, "call", name, 0, number, block.nbytes))
+            self.entries.append(LedgerEntry(time.monotonic(), self.step, "call", name, 0, number, block.nbytes))
 
     def run(self, first: int) -> None:
         """A run begins with the next action."""
-        self.entries.append(Entry(time.monotonic(), self.step + 1, "run", "", first, 0, 0))
+        self.entries.append(LedgerEntry(time.monotonic(), self.step + 1, "run", "", first, 0, 0))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -78,7 +80,7 @@ class Ledger:
         finally:
             self.entries = kept
 
-    def taken(self) -> tuple[Entry, ...]:
+    def taken(self) -> tuple[LedgerEntry, ...]:
         """What was written since the last time."""
         found, self.entries = tuple(self.entries), []
         return found

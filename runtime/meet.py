@@ -13,8 +13,8 @@ import socket
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ..ir.errors import UsageError
-from .group import Group, not_met, time_span
-from .hosts import INTERFACE_VARIABLE, Interface, Place, choose_interface, interfaces, place_of, resolve
+from .group import RankGroup, not_met, time_span
+from .hosts import INTERFACE_VARIABLE, Interface, ProcessPlace, choose_interface, interfaces, place_of, resolve
 from .sealed import SealedStore
 from .trust import Trust
 
@@ -25,7 +25,7 @@ def join_environment(timeout: float) -> tuple[Store, int, int]:
     return join_place(place, choose_interface(place), timeout), place.rank, place.world
 
 
-def join_place(place: Place, interface: Interface, timeout: float, trust: Trust | None = None) -> Store:
+def join_place(place: ProcessPlace, interface: Interface, timeout: float, trust: Trust | None = None) -> Store:
     """The store of this start of the group. Gloo talks through the interface from now on. With `trust` the ranks compare what they trust,
     and values are sealed where there is a secret (sealed.py)."""
     os.environ[INTERFACE_VARIABLE] = interface.name
@@ -42,13 +42,13 @@ def join_place(place: Place, interface: Interface, timeout: float, trust: Trust 
     met = PrefixStore(prefix, store)
     if trust is None:
         return met
-    Group(met, place.rank, place.world, timeout).agree(
+    RankGroup(met, place.rank, place.world, timeout).agree(
         "trust", trust.shown, hint="give --secret and --tls on all hosts, with the same files"
     )
     return SealedStore(store, trust.secret, prefix) if trust.secret else met
 
 
-def _serve(place: Place, interface: Interface, timeout: float) -> TCPStore:
+def _serve(place: ProcessPlace, interface: Interface, timeout: float) -> TCPStore:
     resolved = resolve(place.address, place)
     address = (
         resolved if resolved in interfaces().values() and not _stays_here(resolved, interface) else interface.address

@@ -17,7 +17,7 @@ from ..ir.lives import BEFORE, Account, Life, Version
 from ..ir.memory import planned_account, purpose_of, saved_values, with_uses
 from ..ir.schedule import Action
 from ..ir.times import seconds_of
-from .ledger import Entry
+from .ledger import LedgerEntry
 from .stays import Stays
 from .trace import Event
 
@@ -27,7 +27,7 @@ class RankTrace:
     """What one rank did, with seconds of begin and end, and what it wrote down of its memory."""
 
     events: tuple[Event, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[LedgerEntry, ...]
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -42,7 +42,7 @@ def read_trace(path: str | Path) -> list[RankTrace]:
         if not ranks or ranks != list(range(len(ranks))):
             raise ValueError(f"ranks {ranks[:8]}")
         events: list[list[Event]] = [[] for _ in ranks]
-        entries: list[list[Entry]] = [[] for _ in ranks]
+        entries: list[list[LedgerEntry]] = [[] for _ in ranks]
         for e in listed:
             if e["ph"] == "X":
                 Action.parse(e["name"])
@@ -74,26 +74,26 @@ def _check(trace: RankTrace) -> None:
     """Entries are of actions that are there, and nothing is dropped that was not kept."""
     stays = Stays()
     for entry in trace.entries:
-        msgspec.convert(tuple(entry), Entry)
+        msgspec.convert(tuple(entry), LedgerEntry)
         if not BEFORE <= entry.step <= len(trace.events) - (entry.what != "run"):
             raise ValueError(f"{entry.what} {entry.name} of action {entry.step}, there are {len(trace.events)}")
         stays.follow(entry)
 
 
-def _entry(what: str, at: float, args: Mapping[str, Any]) -> Entry:
+def _entry(what: str, at: float, args: Mapping[str, Any]) -> LedgerEntry:
     """What trace.py wrote of an entry, back again."""
     step = args["step"]
     match what:
         case "run":
-            return Entry(at, step, what, "", args["batch"], 0, 0)
+            return LedgerEntry(at, step, what, "", args["batch"], 0, 0)
         case "call":
-            return Entry(
+            return LedgerEntry(
                 at, step, what, f"{args['graph']} {args['first']} {args['last']}", 0, args["block"], args["bytes"]
             )
         case "own" | "write" | "retire":
-            return Entry(at, step, what, args["variable"], 0, args["block"], args["bytes"], args["version"])
+            return LedgerEntry(at, step, what, args["variable"], 0, args["block"], args["bytes"], args["version"])
     owner = args["microbatch"] if "microbatch" in args else -1 - args["batch"]
-    return Entry(
+    return LedgerEntry(
         at,
         step,
         what,
@@ -165,7 +165,7 @@ def runs_of(module: Module, trace: RankTrace) -> list[tuple[int, int]]:
     return found
 
 
-def _variables(module: Module, stage: int, entries: Iterable[Entry]) -> Iterable[Life]:
+def _variables(module: Module, stage: int, entries: Iterable[LedgerEntry]) -> Iterable[Life]:
     variables = stage_vars(module, stage)
     for entry in entries:
         if entry.what == "own" and entry.nbytes:
@@ -173,7 +173,7 @@ def _variables(module: Module, stage: int, entries: Iterable[Entry]) -> Iterable
             yield Life(purpose, (entry.name,), None, entry.nbytes, BEFORE, None, entry.block)
 
 
-def _versions(entries: Sequence[Entry]) -> list[Version]:
+def _versions(entries: Sequence[LedgerEntry]) -> list[Version]:
     begun: dict[tuple[str, int], tuple[int, int]] = {}
     ended: dict[tuple[str, int], int] = {}
     for entry in entries:

@@ -38,7 +38,7 @@ _CHUNK = 1 << 16
 _MOST_UNKNOWN = 64
 
 
-class Hello(Record, frozen=True):
+class PeerHello(Record, frozen=True):
     """The first record of the one who connects."""
 
     rank: int
@@ -78,7 +78,7 @@ class Told(Record, frozen=True):
     hint: str = ""
 
 
-class Verdict(Record, frozen=True):
+class JobVerdict(Record, frozen=True):
     """What the job ends with; the sender has told the user."""
 
     code: int
@@ -88,7 +88,7 @@ class Bye(Record, frozen=True):
     """The rank has finished, and well."""
 
 
-Said = Hello | Welcome | Proof | Pulse | Told | Verdict | Bye
+Said = PeerHello | Welcome | Proof | Pulse | Told | JobVerdict | Bye
 
 
 class _Link:
@@ -108,7 +108,7 @@ class _Link:
         self.broken: ssl.SSLError | None = None
         self.received, self.unsent, self.later = bytearray(), bytearray(), bytearray()
         self.nonce = secrets.token_hex(16)
-        self.hello: Hello | None = None
+        self.hello: PeerHello | None = None
         self.proved = False
 
     def shake(self) -> None:
@@ -141,7 +141,7 @@ class _Link:
             return  # a connection that broke is noticed when it is read
 
 
-class Mesh:
+class Peers:
     """`hear` gives (rank, record), and (rank, None) when a connection ended, (rank, "...") when what came is no record."""
 
     def __init__(
@@ -175,7 +175,7 @@ class Mesh:
                 continue
             self._links[other] = link
             self._selector.register(link.connection, selectors.EVENT_READ, link)
-            self._send(link, Hello(rank, link.nonce))
+            self._send(link, PeerHello(rank, link.nonce))
 
     def hear(self, timeout: float) -> list[tuple[int, Said | str | None]]:
         """What came until now, or within the timeout if nothing did."""
@@ -291,7 +291,7 @@ class Mesh:
     def _meet_higher(self, link: _Link, record: Said) -> bool:
         """Whether one that connected to us goes on as somebody who belongs to the group."""
         if link.hello is None:
-            if not isinstance(record, Hello) or not self._rank < record.rank < self._world:
+            if not isinstance(record, PeerHello) or not self._rank < record.rank < self._world:
                 return False
             link.hello, ranks = record, (record.rank, self._rank)
             self._send(link, Welcome(link.nonce, proof(self._key, _ACCEPTS, ranks, (record.nonce, link.nonce))))

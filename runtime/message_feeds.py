@@ -10,7 +10,7 @@ import numpy as np
 from ..ir.errors import VerifyError
 from ..ir.graph import Module
 from .batches import cut_batch
-from .control import Arrays, Batch, End, Message, Piece
+from .control import Arrays, Batch, End, Message, RequestBatch
 from .program import share_of
 from .status import Status
 
@@ -95,7 +95,7 @@ class RequestFeed(_MessageFeed):
         super().wait(unit)
 
     def _unit_of(self, message: Message) -> int | None:
-        return message.mb if isinstance(message, Piece) else None
+        return message.mb if isinstance(message, RequestBatch) else None
 
     def microbatch(self, mb: int, name: str) -> np.ndarray:
         return self._held[mb][name]

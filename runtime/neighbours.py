@@ -29,7 +29,7 @@ from ..ir.schedule import RECEIVES, SENDS, Schedule
 from .store import CPU
 
 if TYPE_CHECKING:
-    from .group import Group
+    from .group import RankGroup
 
 # A channel of a rank: the kind of its actions, and the peer.
 End = tuple[str, int]
@@ -64,7 +64,7 @@ def identity(device: torch.device = CPU, environment: Mapping[str, str] = os.env
     return hashlib.sha256(f"{boot} {space.st_dev} {space.st_ino} {os.getuid()}".encode()).hexdigest()
 
 
-def connect(group: Group, ends: Iterable[End], own: str, key: str = "stages") -> dict[End, socket.socket]:
+def connect(group: RankGroup, ends: Iterable[End], own: str, key: str = "stages") -> dict[End, socket.socket]:
     """Called by all ranks that share a channel, each with its `identity`: the sockets of channels whose other end has the same one. A group
     that does this more than once needs another `key` each time."""
     ends = sorted(ends)

@@ -14,7 +14,7 @@ import msgspec
 
 from ..ir.errors import UsageError
 from ..ir.graph import NORM, Module
-from .control import DataSpec, Save
+from .control import DataSpec, SaveCommand
 from .data import LAST, SYNTHETIC, WRAP
 from .data_files import absolute_source
 from .hosts import in_group, place_of
@@ -128,10 +128,10 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             problems += [f"{flag} {named[flag]} cannot be a file and the place of {other}" for other in inside]
         return sorted(problems)
 
-    def save_after(self, step: int, end: int) -> Save:
+    def save_after(self, step: int, end: int) -> SaveCommand:
         """The save of a step; the last one is waited for."""
         assert self.checkpoint is not None
-        return Save(self.checkpoint, step, step < end and not self.checkpoint_wait, self.keep_last)
+        return SaveCommand(self.checkpoint, step, step < end and not self.checkpoint_wait, self.keep_last)
 
     def chunks(self, first: int, end: int) -> Iterator[int]:
         """Numbers of steps between places where something else is done: checkpoints and evaluations fall on

@@ -17,7 +17,7 @@ from ..ir.types import TensorType
 from .store import CPU, TORCH_DTYPES, Recycled, allocate
 
 
-class Packing:
+class EdgePacking:
     """The messages of one edge on one side. `buffers` gives the memory of messages; values are on `device`."""
 
     def __init__(self, values: Sequence[Value], buffers: Recycled, device: torch.device = CPU) -> None:

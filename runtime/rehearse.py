@@ -34,19 +34,19 @@ from ..ir.errors import PenstockError
 from ..ir.graph import Edge, Value
 from ..ir.schedule import Action, Schedule
 from .begin import command_of
-from .control import DataSpec, Record, Run, Setup, Trace
-from .group import Group
+from .control import DataSpec, Record, RunCommand, Setup, TraceRecord
+from .group import RankGroup
 from .launch import thread_environment
 from .neighbours import End
 from .status import Status, StatusBoard
 from .store import TORCH_DTYPES
-from .transport import Transport
+from .transport import RankTransport
 from .worker import Worker
 
 _TIMEOUT = 600.0
 
 
-class _Alone(Group):
+class _Alone(RankGroup):
     """A group whose other members are not asked."""
 
     def __init__(self, rank: int, world: int) -> None:
@@ -69,7 +69,7 @@ class _Alone(Group):
 class _Silent:
     """Stands in for a transport: sends go nowhere, and what is received is there at once."""
 
-    def __init__(self, real: Transport) -> None:
+    def __init__(self, real: RankTransport) -> None:
         self._real = real
         self._made: dict[str, torch.Tensor] = {}
 
@@ -114,10 +114,10 @@ def rehearse_here(
     bundle: Bundle, rank: int, batches: int, seconds: float, warm: Callable[[], None]
 ) -> dict[str, float]:
     """In this process, which must have the threads of the device. Usual seconds by kind of action. `warm` is called before what counts."""
-    traces: list[Trace] = []
+    traces: list[TraceRecord] = []
 
     def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
-        if isinstance(message, Trace):
+        if isinstance(message, TraceRecord):
             traces.append(message)
 
     board = StatusBoard(rank + 1)
@@ -129,7 +129,7 @@ def rehearse_here(
     times: dict[str, list[float]] = {}
     first, begun = 0, 0.0
     while not times or time.monotonic() - begun < seconds:
-        worker.obey(Run(first, batches))
+        worker.obey(RunCommand(first, batches))
         if first:
             last = None
             for text, start, end in traces[-1].events:

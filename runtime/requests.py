@@ -42,7 +42,7 @@ class Request:
     samples: int
 
 
-class Layout:
+class SampleLayout:
     """Where samples are in the inputs and outputs of a module."""
 
     def __init__(self, module: Module, renamed: Mapping[str, str]) -> None:
@@ -87,7 +87,7 @@ class Layout:
                 {name: self._slice(name, array, start, stop) for name, array in request.inputs.items()}, stop - start
             )
 
-    def microbatch(self, parts: Sequence[Part]) -> Arrays:
+    def microbatch(self, parts: Sequence[RequestPart]) -> Arrays:
         """The inputs of one microbatch."""
         found: Arrays = {}
         for name, rows in self.rows.items():
@@ -116,7 +116,7 @@ class Layout:
 class Ticket:
     """A request on its way. `sent` samples of it are in microbatches, `missing` rows of results have not come."""
 
-    def __init__(self, request: Request, layout: Layout) -> None:
+    def __init__(self, request: Request, layout: SampleLayout) -> None:
         self.request = request
         self.future: Future[Arrays] = Future()
         self.sent = 0
@@ -132,7 +132,7 @@ class Ticket:
         """Samples that are in no microbatch yet."""
         return self.request.samples - self.sent
 
-    def take(self, part: Part, outputs: Arrays) -> bool:
+    def take(self, part: RequestPart, outputs: Arrays) -> bool:
         """Results of a microbatch that the request has a part in; whether they were the last ones."""
         for name, array in outputs.items():
             rows = self._layout.output_rows[name]
@@ -162,7 +162,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RequestPart:
     """Samples of one request in one microbatch: from `start` on in the request, from `place` on in the microbatch."""
 
     ticket: Ticket
@@ -175,14 +175,14 @@ class Part:
 class Flying:
     """A microbatch under way, and outputs that have not come."""
 
-    parts: list[Part]
+    parts: list[RequestPart]
     missing: int = field(default=0)
 
 
 class Packer:
     """Requests that wait for their microbatches, first come, first served."""
 
-    def __init__(self, layout: Layout, *, shares: bool) -> None:
+    def __init__(self, layout: SampleLayout, *, shares: bool) -> None:
         self._layout, self._shares = layout, shares
         self.waiting: deque[Ticket] = deque()
 
@@ -201,9 +201,9 @@ class Packer:
                 return True
         return not self._shares or not self._layout.packs
 
-    def take(self) -> list[Part]:
+    def take(self) -> list[RequestPart]:
         """The parts of the next microbatch; none if everybody cancelled. From here on the requests cannot be cancelled any more."""
-        parts: list[Part] = []
+        parts: list[RequestPart] = []
         room = self._layout.samples
         while room and self.waiting:
             ticket = self.waiting[0]
@@ -213,7 +213,7 @@ class Packer:
                 self.waiting.popleft()
                 continue
             count = min(room, ticket.left)
-            parts.append(Part(ticket, ticket.sent, self._layout.samples - room, count))
+            parts.append(RequestPart(ticket, ticket.sent, self._layout.samples - room, count))
             ticket.sent += count
             room -= count
             if not ticket.left:

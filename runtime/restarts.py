@@ -22,7 +22,7 @@ from .choosing import Chosen, choose, damage_of, decide_together
 from .options import RunOptions
 
 if TYPE_CHECKING:
-    from .group import Group
+    from .group import RankGroup
 
 FILE = "unfinished.json"
 # How many checkpoints may be damaged before a run begins anew.
@@ -31,21 +31,21 @@ _MOST_SAVES = 8
 _COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
-class Save(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class BegunSave(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A checkpoint that was begun: its name in the directory, and the identity of what stood there before."""
 
     name: str
     before: int | None = None
 
 
-class Unfinished(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class UnfinishedRun(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A run under way. `saves` are its newest checkpoints, oldest first; `resume` what it began from, if not from nothing."""
 
     run: str
     first: int
     steps: int
     resume: str | None = None
-    saves: tuple[Save, ...] = ()
+    saves: tuple[BegunSave, ...] = ()
 
 
 class Beginning(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -75,7 +75,7 @@ def finished_saves(saves: Iterable[tuple[Path, int | None]]) -> list[Path]:
     return [place for place, before in reversed(list(saves)) if identity(place) not in (None, before)]
 
 
-def begin_together(group: Group, options: RunOptions) -> Beginning:
+def begin_together(group: RankGroup, options: RunOptions) -> Beginning:
     """Where the run begins: rank 0 alone looks, since a directory may change between two looks."""
     return decide_together(group, "beginning", lambda: _beginning(options), Beginning)
 
@@ -109,13 +109,13 @@ def run_name(environment: Mapping[str, str] = os.environ) -> str:
     return next((name for name in names if name not in ("", "none")), "")
 
 
-def find_unfinished(options: RunOptions, environment: Mapping[str, str] = os.environ) -> Unfinished | None:
+def find_unfinished(options: RunOptions, environment: Mapping[str, str] = os.environ) -> UnfinishedRun | None:
     """The record of this run, if it was started before and did not finish."""
     if options.checkpoint is None:
         return None
     path = Path(options.checkpoint) / FILE
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Unfinished)
+        found = msgspec.json.decode(path.read_bytes(), type=UnfinishedRun)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
@@ -125,24 +125,24 @@ def find_unfinished(options: RunOptions, environment: Mapping[str, str] = os.env
     return found if (name and name == found.run) or (counted and found.run == name) else None
 
 
-def begin(options: RunOptions, first: int) -> Unfinished:
+def begin(options: RunOptions, first: int) -> UnfinishedRun:
     """Note that a run is under way, or under way again."""
-    record = find_unfinished(options) or Unfinished(run_name(), first, options.steps, options.resume)
+    record = find_unfinished(options) or UnfinishedRun(run_name(), first, options.steps, options.resume)
     write(options, record)
     return record
 
 
-def note_save(options: RunOptions, record: Unfinished, step: int) -> Unfinished:
+def note_save(options: RunOptions, record: UnfinishedRun, step: int) -> UnfinishedRun:
     """Note that a checkpoint is about to be begun."""
     assert options.checkpoint is not None
-    save = Save(step_name(step), identity(Path(options.checkpoint) / step_name(step)))
+    save = BegunSave(step_name(step), identity(Path(options.checkpoint) / step_name(step)))
     kept = [other for other in record.saves if other.name != save.name][1 - _MOST_SAVES :]
     record = msgspec.structs.replace(record, saves=(*kept, save))
     write(options, record)
     return record
 
 
-def write(options: RunOptions, record: Unfinished) -> None:
+def write(options: RunOptions, record: UnfinishedRun) -> None:
     """Replace the record; without a directory for checkpoints there is none."""
     if options.checkpoint is None:
         return

@@ -57,7 +57,7 @@ from .checkpoint import (
 )
 from .claims import make_directories
 from .control import Setup
-from .group import Group
+from .group import RankGroup
 from .program import microbatch_size
 from .status import Status, await_saves
 from .store import Store, as_array
@@ -88,7 +88,7 @@ class _Writing:
 class Saver:
     """Saves of one rank, together with those of all others."""
 
-    def __init__(self, bundle: Bundle, rank: int, group: Group, setup: Setup, store: Store, status: Status) -> None:
+    def __init__(self, bundle: Bundle, rank: int, group: RankGroup, setup: Setup, store: Store, status: Status) -> None:
         self._bundle, self._rank, self._group, self._setup, self._store, self._status = (
             bundle,
             rank,

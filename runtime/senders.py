@@ -20,7 +20,7 @@ from ..ir.memory_walk import BYTES_TOGETHER, SENDS_TOGETHER
 from ..ir.schedule import Action
 
 
-class Work(Protocol):
+class BackgroundWork(Protocol):
     """Something that goes on in the background; torch's works are some."""
 
     def wait(self, timeout: timedelta, /) -> object:
@@ -28,7 +28,7 @@ class Work(Protocol):
 
 
 # What is to be waited for, with the tensor that may not be let go of before.
-Works = list[tuple[Work, torch.Tensor]]
+Works = list[tuple[BackgroundWork, torch.Tensor]]
 # What says that a peer does not answer or is gone: gloo and the system have words of their own.
 LOST = (RuntimeError, OSError)
 Failures = list[tuple[Action, Exception]]
@@ -93,7 +93,7 @@ class Sender(threading.Thread):
             del item
 
 
-class Link(threading.Thread):
+class LateSender(threading.Thread):
     """Starts the sends of one channel some time after they were handed over, in order, and gives them to the channel's sender."""
 
     def __init__(self, latency: float, sender: Sender, failed: Failures) -> None:

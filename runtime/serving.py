@@ -23,16 +23,16 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
 from ..ir.errors import PenstockError, QueueFull
-from .control import Arrays, Done, End, Message, Output, Piece, Serve, Trace
+from .control import Arrays, Done, End, Message, Output, RequestBatch, Serve, TraceRecord
 from .launch import Workers
 from .program import share_of
-from .requests import Flying, Layout, Packer, Part, Request, Ticket
+from .requests import Flying, Packer, Request, RequestPart, SampleLayout, Ticket
 
 MODES = ("throughput", "latency")
 # How long to wait for our thread when the job is ended: it may be in the middle of a send.
 _ABORT_SECONDS = 2.0
 # What concerns the job itself: memory at the end of a run, and what was traced.
-Note = Callable[[int, Done | Trace], None]
+Note = Callable[[int, Done | TraceRecord], None]
 
 
 class Drained(Exception):
@@ -46,7 +46,7 @@ class Serving:
     def __init__(
         self,
         workers: Workers,
-        layout: Layout,
+        layout: SampleLayout,
         fed: Sequence[Collection[str]],
         batch: int,
         per_batch: int,
@@ -145,7 +145,7 @@ class Serving:
             waiting = set(range(self._workers.count))
             while waiting:
                 rank, message, _ = self._workers.receive()
-                if isinstance(message, Done | Trace):
+                if isinstance(message, Done | TraceRecord):
                     self._note(rank, message)
                 if isinstance(message, Done):
                     waiting.discard(rank)
@@ -190,14 +190,14 @@ class Serving:
                 self._room += freed
                 self._changed.notify_all()
 
-    def _send(self, parts: list[Part]) -> None:
+    def _send(self, parts: list[RequestPart]) -> None:
         mb, arrays = self._next, self._layout.microbatch(parts)
         self._next += 1
         self._flying[mb] = Flying(parts, len(self._layout.outputs))
         for rank, names in enumerate(self._fed):
             # Every rank counts microbatches, also those that another one of its stage runs.
             mine = mb % self._per_batch in self._shares[rank]
-            self._workers.send(rank, Piece(mb), {name: arrays[name] for name in names} if mine else {})
+            self._workers.send(rank, RequestBatch(mb), {name: arrays[name] for name in names} if mine else {})
 
     def _take(self, message: Message, arrays: Arrays) -> None:
         if not isinstance(message, Output):

@@ -35,8 +35,8 @@ import torch
 from ..ir.errors import DoesNotFit
 from ..ir.graph import Value
 from ..ir.parcels import parcels
-from .packing import Packing
-from .senders import Work, Works
+from .packing import EdgePacking
+from .senders import BackgroundWork, Works
 from .store import CPU, Recycled
 
 _NEW, _FREE, _DONE = 0, 1, 2
@@ -53,7 +53,7 @@ class OutOfTurn(RuntimeError):
     """The other end speaks of another message than the one whose turn it is."""
 
 
-class Line:
+class PacketSocket:
     """A socket that keeps packets apart. Every wait has a deadline, that for room in the socket after `seconds`."""
 
     def __init__(self, end: socket.socket, largest: int, seconds: float) -> None:
@@ -156,10 +156,10 @@ class SharedIncoming:
     def __init__(
         self, end: socket.socket, values: Sequence[Value], buffers: Recycled, blocks: SharedBlocks, seconds: float
     ) -> None:
-        self._line, self._blocks, self._known = Line(end, _HEAD.size, seconds), blocks, set[int]()
-        self.packing = Packing(values, buffers, CPU)
+        self._line, self._blocks, self._known = PacketSocket(end, _HEAD.size, seconds), blocks, set[int]()
+        self.packing = EdgePacking(values, buffers, CPU)
 
-    def post(self, number: int) -> tuple[list[torch.Tensor], Sequence[Work]]:
+    def post(self, number: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
         """Give memory for a message, and what waits for it."""
         messages = self.packing.messages()
         packet = _HEAD.pack(_FREE, number)
@@ -197,7 +197,7 @@ class SharedOutgoing:
 
     def __init__(self, end: socket.socket, values: Sequence[Value], seconds: float) -> None:
         self._parcels = parcels(values)
-        self._line = Line(end, _HEAD.size + _BLOCK.size * len(self._parcels), seconds)
+        self._line = PacketSocket(end, _HEAD.size + _BLOCK.size * len(self._parcels), seconds)
         self._files: dict[int, int] = {}
         # Messages that had to wait, begun by the thread that sends and ended by the channel's own.
         self._begun = self._ended = 0

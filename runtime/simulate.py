@@ -36,8 +36,8 @@ from ..ir.errors import UsageError, VerifyError
 from ..ir.schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, Action, Program, Routes, Schedule
 from .cores import Burst, Core, Cores
 from .sharing import Resource, Sharing
-from .simulated import Line, LinkUse, Message, Simulated, Step
-from .simulated_machine import FREE, Machine, Route, Seat, Transport, machine_of
+from .simulated import LinkUse, Message, RankTimeline, Simulated, SimulatedStep
+from .simulated_machine import FREE, Route, Seat, SimulatedMachine, TransportModel, machine_of
 
 Seconds = Callable[[int, Action], float]
 Bytes = Callable[[str, int, int], float]
@@ -75,7 +75,7 @@ def simulate(
     batches: int,
     seconds: Seconds,
     nbytes: Bytes,
-    machine: Machine = FREE,
+    machine: SimulatedMachine = FREE,
     *,
     reduced: Callable[[int], float] | None = None,
 ) -> Simulated:
@@ -143,7 +143,7 @@ class _Simulation:
         batches: int,
         seconds: Seconds,
         nbytes: Bytes,
-        machine: Machine,
+        machine: SimulatedMachine,
         reduced: Callable[[int], float],
     ) -> None:
         self.schedule, self.machine, self.transport = schedule, machine, machine.transport
@@ -213,10 +213,10 @@ class _Simulation:
         """The ranks of a stage, which sum together."""
         return self.rings[self.stage_of[rank]]
 
-    def _line(self, rank: int, program: Program, seconds: Seconds) -> Line:
+    def _line(self, rank: int, program: Program, seconds: Seconds) -> RankTimeline:
         m, batches = self.schedule.microbatches, self.batches
         reduces = any(a.kind == "AR" for a in (*program.start, *program.batch))
-        steps: list[tuple[Step, ...]] = []
+        steps: list[tuple[SimulatedStep, ...]] = []
         for actions in (program.start, program.batch):
             made = []
             for a in actions:
@@ -227,9 +227,9 @@ class _Simulation:
                 lasts = seconds(rank, a)
                 if not 0 <= lasts < math.inf:
                     raise UsageError(f"an action cannot take {lasts} seconds", where=f"rank {rank}, {a}")
-                made.append(Step(a, code, lasts, channel, a.kind in PER_BATCH))
+                made.append(SimulatedStep(a, code, lasts, channel, a.kind in PER_BATCH))
             steps.append(tuple(made))
-        line = Line([], array("i"), array("d"), array("d"))
+        line = RankTimeline([], array("i"), array("d"), array("d"))
         for part, shift in [(steps[0], -1), *((steps[1], t - 1) for t in range(batches + 1))]:
             for step in part:
                 mb = step.action.mb + (shift if step.per_batch else shift * m)
@@ -259,7 +259,7 @@ class _Simulation:
             return None, not shared
         return rate * (size if shared else min(size, seat.buffer)), not shared
 
-    def _posts(self, line: Line) -> tuple[array[int], array[int]]:
+    def _posts(self, line: RankTimeline) -> tuple[array[int], array[int]]:
         """Before which action each receive is posted, as lists linked by position: the first of each
         action, and the one after each receive."""
         first, after = array("i", [-1]) * len(line.steps), array("i", [-1]) * len(line.steps)
@@ -534,12 +534,12 @@ class _Simulation:
 
 __all__ = [
     "Bytes",
-    "Machine",
     "Route",
     "Seat",
     "Seconds",
     "Simulated",
-    "Transport",
+    "SimulatedMachine",
+    "TransportModel",
     "machine_of",
     "simulate",
     "wire_chain",

@@ -26,7 +26,7 @@ from ..ir.schedule import RECEIVES, Action, Schedule
 Floats = npt.NDArray[np.float64]
 
 
-class Step(NamedTuple):
+class SimulatedStep(NamedTuple):
     """An action of the period: as written for batch 1, what the simulation does with it, how long it
     takes, and its channel if it is a message."""
 
@@ -38,10 +38,10 @@ class Step(NamedTuple):
 
 
 @dataclass(slots=True)
-class Line:
+class RankTimeline:
     """One rank's run: its steps, their microbatches (batches), and when they ran."""
 
-    steps: list[Step]
+    steps: list[SimulatedStep]
     numbers: array[int]
     starts: array[float]
     finishes: array[float]
@@ -93,7 +93,7 @@ class Simulated:
     schedule: Schedule
     batches: int
     stage_of: Mapping[int, int]
-    lines: Mapping[int, Line]
+    lines: Mapping[int, RankTimeline]
     links: tuple[LinkUse, ...]
     messages: Mapping[tuple[int, int], Message]
 

@@ -46,7 +46,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Transport:
+class TransportModel:
     """`posted` None: messages need no posted receive."""
 
     posted: int | None = POSTED
@@ -55,12 +55,12 @@ class Transport:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class SimulatedMachine:
     """Routes between ranks, and seats of those that share a host's cores; a rank without a seat has its device to itself."""
 
     route: Callable[[int, int], Route] = lambda source, target: Route()
     seats: Mapping[int, Seat] = field(default_factory=dict)
-    transport: Transport = Transport()
+    transport: TransportModel = TransportModel()
 
 
 def with_messages(seat: Seat, device: Device) -> Seat:
@@ -70,15 +70,15 @@ def with_messages(seat: Seat, device: Device) -> Seat:
 
 
 # Messages take no time, and every rank has its device to itself.
-FREE = Machine()
+FREE = SimulatedMachine()
 
 
 def machine_of(
     cluster: Cluster,
     devices: Mapping[int, str],
     seats: Mapping[int, Seat] | None = None,
-    transport: Transport = Transport(),
-) -> Machine:
+    transport: TransportModel = TransportModel(),
+) -> SimulatedMachine:
     """The machine of a cluster file; `devices` says where each rank is. A link has its bandwidth in each direction; what messages share
     beside it is what `Cluster.path` names: network cards, by direction where that can be known."""
 
@@ -91,4 +91,4 @@ def machine_of(
             ((f"{a}>{b}", path.bandwidth), *path.shares), path.latency, cluster.shares_memory(a, b), path.summing
         )
 
-    return Machine(lambda source, target: through(devices[source], devices[target]), seats or {}, transport)
+    return SimulatedMachine(lambda source, target: through(devices[source], devices[target]), seats or {}, transport)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .ledger import Entry
+from .ledger import LedgerEntry
 
 VALUES = ("post", "keep", "drop", "send", "sent")
 
@@ -44,7 +44,7 @@ class Stays:
         """Bytes of what was sent, has not arrived, and lives no more."""
         return sum(nbytes for block, (_, nbytes) in self._away.items() if block not in self._living)
 
-    def follow(self, entry: Entry) -> None:
+    def follow(self, entry: LedgerEntry) -> None:
         """Entries about other things than values and messages change nothing."""
         match entry.what:
             case "post":
@@ -68,7 +68,7 @@ class Stays:
                     self._away[entry.block] = (count - 1, nbytes)
         self.most_away = max(self.most_away, self.away)
 
-    def _begin(self, entry: Entry) -> Stay:
+    def _begin(self, entry: LedgerEntry) -> Stay:
         stay = self._living[entry.block] = Stay(entry.block, entry.owner, entry.nbytes, entry.step)
         self.all.append(stay)
         self.nbytes += stay.nbytes

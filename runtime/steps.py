@@ -18,7 +18,7 @@ def loss_shares(module: Module) -> dict[int, list[int]]:
     return {rank: share_of(module, rank) for rank in schedule.members()[stage]}
 
 
-class Steps:
+class StepsUnderWay:
     """Steps under way. May be used from several threads."""
 
     def __init__(self, module: Module) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..ir.errors import PenstockError
 from ..ir.graph import Module
 from ..ir.schedule import RECEIVES, SENDS, Action
-from .ledger import Entry
+from .ledger import LedgerEntry
 from .stays import VALUES, Stays
 
 Event = tuple[str, float, float]
@@ -24,7 +24,11 @@ _Entry = dict[str, object]
 
 
 def write_trace(
-    path: Path, ranks: Sequence[Sequence[Event]], *, module: Module | None = None, held: Sequence[Sequence[Entry]] = ()
+    path: Path,
+    ranks: Sequence[Sequence[Event]],
+    *,
+    module: Module | None = None,
+    held: Sequence[Sequence[LedgerEntry]] = (),
 ) -> None:
     """Times count from the first action of all. With a module, rows say stage and device."""
     origin = min((event[1] for events in ranks for event in events), default=0.0)
@@ -96,7 +100,7 @@ def makers(module: Module, stage: int) -> dict[str, str]:
     return found
 
 
-def _memory(rank: int, entries: Sequence[Entry], origin: float, makers: Mapping[str, str]) -> Iterator[_Entry]:
+def _memory(rank: int, entries: Sequence[LedgerEntry], origin: float, makers: Mapping[str, str]) -> Iterator[_Entry]:
     stays = Stays()
     for entry in entries:
         shared = {"pid": rank, "tid": 0, "ts": _micros(entry.at, origin)}
@@ -114,7 +118,7 @@ def _memory(rank: int, entries: Sequence[Entry], origin: float, makers: Mapping[
             yield {**shared, "name": "live", "ph": "C", "args": {"bytes": stays.nbytes, "on the way": stays.away}}
 
 
-def _told(entry: Entry, makers: Mapping[str, str]) -> tuple[str, _Entry]:
+def _told(entry: LedgerEntry, makers: Mapping[str, str]) -> tuple[str, _Entry]:
     """A name for people, and what there is to say; `memory_trace._entry` is the inverse."""
     if entry.what == "run":
         return f"from batch {entry.owner}", {"batch": entry.owner}

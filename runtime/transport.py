@@ -49,8 +49,8 @@ from ..ir.words import counted
 from .group import Team, time_span
 from .ledger import Ledger
 from .neighbours import End
-from .packing import Packing
-from .senders import LOST, Failures, Link, Sender, Work, Works
+from .packing import EdgePacking
+from .senders import LOST, BackgroundWork, Failures, LateSender, Sender, Works
 from .shared_memory import OutOfTurn, SharedBlocks, SharedIncoming, SharedOutgoing
 from .status import describe
 from .store import CPU, Recycled
@@ -79,12 +79,12 @@ class _Channel:
     names: tuple[str, ...]
     # Of receives.
     incoming: Incoming | None = None
-    posted: dict[int, tuple[list[torch.Tensor], Sequence[Work]]] = field(default_factory=dict)
+    posted: dict[int, tuple[list[torch.Tensor], Sequence[BackgroundWork]]] = field(default_factory=dict)
     expected: deque[Action] = field(default_factory=deque)
     # Of sends.
     outgoing: Outgoing | None = None
     sender: Sender | None = None
-    link: Link | None = None
+    link: LateSender | None = None
 
 
 class Outgoing(Protocol):
@@ -100,9 +100,9 @@ class Outgoing(Protocol):
 class Incoming(Protocol):
     """Where the messages of a channel arrive."""
 
-    packing: Packing
+    packing: EdgePacking
 
-    def post(self, mb: int) -> tuple[list[torch.Tensor], Sequence[Work]]:
+    def post(self, mb: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
         """Memory for the messages of a microbatch, and what waits until they are there."""
 
 
@@ -110,7 +110,7 @@ class GlooWire:
     """Both ends of a channel over gloo: from and into what gloo can read. `tag` is that of the first message of
     microbatch 0, `width` the messages of one."""
 
-    def __init__(self, peer: int, tag: int, width: int, packing: Packing) -> None:
+    def __init__(self, peer: int, tag: int, width: int, packing: EdgePacking) -> None:
         self.peer, self.packing = peer, packing
         self._tag, self._width = tag, width
 
@@ -121,7 +121,7 @@ class GlooWire:
         tag, group = self._first(mb), _world()
         return [(group.send([x], self.peer, tag + len(PHASES) * i), x) for i, x in enumerate(prepared)]
 
-    def post(self, mb: int) -> tuple[list[torch.Tensor], Sequence[Work]]:
+    def post(self, mb: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
         tag, group = self._first(mb), _world()
         messages = self.packing.messages()
         return messages, [group.recv([x], self.peer, tag + len(PHASES) * i) for i, x in enumerate(messages)]
@@ -137,7 +137,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
-class Transport:
+class RankTransport:
     """The channels of one rank. `homes` are the stages of all ranks; `team` the ranks that it sums up gradients with;
     `latency` is for measurements; `near` sockets of the channels whose other end shares this host's memory (neighbours.py),
     which are the transport's from here on."""
@@ -337,7 +337,7 @@ class Transport:
             told = None if self.ledger is None else lambda action, message: self._note("sent", action, message)
             # A message to shared memory that has to wait is written by the thread, so that it may not be kept from it.
             channel.sender = Sender(self._timeout, self._failed, told, few=SENDS_TOGETHER if near is None else 1)
-            channel.link = Link(self._latency, channel.sender, self._failed) if self._latency else None
+            channel.link = LateSender(self._latency, channel.sender, self._failed) if self._latency else None
             channel.outgoing = (
                 self._over_gloo(edge, peer) if near is None else SharedOutgoing(near, edge.values, self.seconds)
             )
@@ -351,7 +351,10 @@ class Transport:
 
     def _over_gloo(self, edge: Edge, peer: int) -> GlooWire:
         return GlooWire(
-            peer, _FIRST_TAG + PHASES.index(edge.phase), self._width, Packing(edge.values, self._buffers, self.device)
+            peer,
+            _FIRST_TAG + PHASES.index(edge.phase),
+            self._width,
+            EdgePacking(edge.values, self._buffers, self.device),
         )
 
     def _lost(self, action: Action, error: Exception) -> PenstockError:

@@ -34,10 +34,10 @@ from ..ir.schedule import Action
 from ..ir.types import TensorType
 from .begin import command_of
 from .children import failure, outputs
-from .group import Group, host_store, join_store
+from .group import RankGroup, host_store, join_store
 from .launch import loopback_name, thread_environment
 from .neighbours import connect, identity
-from .transport import Transport
+from .transport import RankTransport
 
 SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
 _TURNS, _SECONDS = 5, 0.25
@@ -96,7 +96,7 @@ def ping(peer: int, first: bool) -> list[tuple[int, float]]:
     return found
 
 
-def ends(group: Group, own: str) -> list[tuple[int, float]]:
+def ends(group: RankGroup, own: str) -> list[tuple[int, float]]:
     """Messages from rank 0 to rank 1 and back, as stages send them. Gives (bytes, seconds of one end) of this side: half of what
     sending one and receiving one take of it, in this thread by the clock and in others by processor time. `own` as in
     neighbours.connect: nothing for gloo."""
@@ -138,7 +138,7 @@ def ends(group: Group, own: str) -> list[tuple[int, float]]:
     return found
 
 
-def trips(group: Group, own: str) -> list[tuple[int, float]]:
+def trips(group: RankGroup, own: str) -> list[tuple[int, float]]:
     """As `ping`, through memory."""
     first, (out, back) = group.rank == 0, _phases(group.rank)
     found = []
@@ -173,11 +173,13 @@ def _phases(rank: int) -> tuple[str, str]:
     return ("F", "B") if rank == 0 else ("B", "F")
 
 
-def _transport(group: Group, size: int, own: str, key: str) -> Transport:
+def _transport(group: RankGroup, size: int, own: str, key: str) -> RankTransport:
     values = (Value("x", TensorType("u8", (size,))),)
     (out, back), peer = _phases(group.rank), 1 - group.rank
     near = connect(group, [(f"S{out}", peer), (f"R{back}", peer)], own, key) if own else {}
-    return Transport(group.rank, [Edge(0, 1, "F", values), Edge(1, 0, "B", values)], [0, 1], group.timeout, near=near)
+    return RankTransport(
+        group.rank, [Edge(0, 1, "F", values), Edge(1, 0, "B", values)], [0, 1], group.timeout, near=near
+    )
 
 
 def _behind() -> float:
@@ -185,7 +187,7 @@ def _behind() -> float:
     return time.process_time() - time.thread_time()
 
 
-def measure_pairs(group: Group) -> dict[tuple[int, int], list[tuple[int, float]]]:
+def measure_pairs(group: RankGroup) -> dict[tuple[int, int], list[tuple[int, float]]]:
     """Every pair of ranks of the group, one after the other; everybody gets all of it."""
     own: dict[str, list[tuple[int, float]]] = {}
     for a in range(group.world):
@@ -244,7 +246,7 @@ def main(argv: Sequence[str]) -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--timeout", type=float, default=60.0)
     arguments = parser.parse_args(argv)
-    group = Group(join_store(arguments.port, 2, arguments.timeout), arguments.rank, 2, arguments.timeout)
+    group = RankGroup(join_store(arguments.port, 2, arguments.timeout), arguments.rank, 2, arguments.timeout)
     group.connect()
     own = identity()
     times = trips(group, own) if own else ping(1 - arguments.rank, arguments.rank == 0)

@@ -46,19 +46,19 @@ from .control import (
     Parameters,
     Ready,
     Record,
-    Run,
-    Save,
+    RunCommand,
+    SaveCommand,
     Serve,
     Setup,
     Stop,
-    Trace,
+    TraceRecord,
 )
 from .data import FileSamples, Samples, open_data
 from .evaluation import evaluate
 from .executor import Executor
 from .feeds import DataFeed, NoSamples, Prefetch
 from .forkserver import Rank
-from .group import Group, host_store, join_store
+from .group import RankGroup, host_store, join_store
 from .message_feeds import BatchFeed, Receive, RequestFeed
 from .program import fed_inputs, microbatch_size, share_of
 from .resuming import fill_tensors, load_state
@@ -67,7 +67,7 @@ from .sealed import SealedStore
 from .status import Status
 from .store import Store, as_array
 from .tables import tables_of
-from .transport import Transport
+from .transport import RankTransport
 
 Reply = Callable[[Record, Mapping[str, np.ndarray]], None]
 
@@ -76,7 +76,7 @@ class Worker:
     """One rank with its group, stage and state. Commands come one at a time; `reply` takes what they answer."""
 
     def __init__(
-        self, bundle: Bundle, rank: int, group: Group, setup: Setup, reply: Reply, receive: Receive, status: Status
+        self, bundle: Bundle, rank: int, group: RankGroup, setup: Setup, reply: Reply, receive: Receive, status: Status
     ) -> None:
         self.bundle, self.rank, self.group, self.setup, self.reply, self.receive, self.status = (
             bundle,
@@ -117,7 +117,7 @@ class Worker:
         self.store = self._load_store(program.device)
         self.saver = Saver(bundle, rank, group, setup, self.store, status)
         homes = self.module.rank_stages()
-        self.transport = Transport(
+        self.transport = RankTransport(
             rank, self.module.edges, homes, setup.timeout, program.device, setup.latency, group.team, near
         )
         self.executor = Executor(
@@ -147,7 +147,7 @@ class Worker:
         """Carry out one command; False after Stop."""
         self.saver.check()
         match command:
-            case Run(first, batches):
+            case RunCommand(first, batches):
                 if batches is None:
                     self.executor.run(first, BatchFeed(self.module, self.rank, first, self.receive))
                 else:
@@ -157,7 +157,7 @@ class Worker:
                 requests = RequestFeed(first * self.executor.schedule.microbatches, self.receive, self.status)
                 self.executor.run(first, requests, unit=1)
                 self._finish_run()
-            case Save(directory, step, background, keep_last):
+            case SaveCommand(directory, step, background, keep_last):
                 waited = self.saver.save(Path(directory), step, background=background, keep_last=keep_last)
                 self.reply(Done(peak_bytes(), self.base, waited), {})
             case Evaluate(samples):
@@ -210,7 +210,7 @@ class Worker:
     def _finish_run(self) -> None:
         if self.executor.events is not None:
             assert self.executor.ledger is not None
-            self.reply(Trace(tuple(self.executor.events), self.executor.ledger.taken()), {})
+            self.reply(TraceRecord(tuple(self.executor.events), self.executor.ledger.taken()), {})
             self.executor.events.clear()
         self.reply(Done(peak_bytes(), self.base), {})
 
@@ -349,7 +349,7 @@ def serve_rank(rank: Rank, parent: int) -> int:
             assert isinstance(told[0], Join)
             store = join_store(told[0].port, rank.world, setup.timeout)
         met = SealedStore(store, setup.secret.encode()) if setup.secret else store
-        group = Group(met, rank.rank, rank.world, setup.timeout, reports=False)
+        group = RankGroup(met, rank.rank, rank.world, setup.timeout, reports=False)
         worker = Worker(bundle, rank.rank, group, setup, reply, receive, status)
         reply(Ready(), {})
         while (command := receive(True)) is not None and worker.obey(command[0]):

@@ -25,7 +25,7 @@ from penstock.ir.ops import cost_of, make
 from penstock.ir.text import print_module
 from penstock.ir.types import parse_type
 from penstock.models import write_gpt
-from penstock.passes.kernels import Bodies, bytes_moved, divide
+from penstock.passes.kernels import KernelCutter, bytes_moved, divide
 
 GRAPHS = [f"s{stage}.{kind}" for stage in (0, 1) for kind in "FBU"]
 
@@ -119,7 +119,7 @@ def run_apart(
 @pytest.mark.parametrize("name", [n for n in GRAPHS if n[-1] != "U"])
 def test_kernels_put_together_compute_the_graph(module: Module, name: str) -> None:
     graph = module.graphs[name]
-    bodies = Bodies(graph, divide(graph))
+    bodies = KernelCutter(graph, divide(graph))
     apart = [bodies.body(kernel) for kernel in divide(graph).kernels]
     values, slots = arguments(graph, module)
     kept = {slot: x.clone() for slot, x in slots.items()}

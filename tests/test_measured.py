@@ -11,7 +11,7 @@ import pytest
 import penstock as ps
 from penstock import measured
 from penstock.backends.bundle import Bundle, open_bundle
-from penstock.backends.tvm.store import Store
+from penstock.backends.tvm.store import Cache
 from penstock.cli import main
 from penstock.inspecting import kernel_timing
 from penstock.inspecting.kernels import kernel_rows
@@ -38,7 +38,7 @@ def product(rows: int = 8, name: str = "y") -> Graph:
 
 @pytest.fixture
 def table(tmp_path: Path) -> Measured:
-    return Measured("tvm", Store(tmp_path, part="times"))
+    return Measured("tvm", Cache(tmp_path, part="times"))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_stages_are_measured_once(bundle: Bundle, tmp_path: Path) -> None:
         asked.extend(ranks)
         return [{"F": 1.0 + rank, "B": 2.0 + rank, "U": 3.0 + rank, "SF": 9.0} for rank in ranks]
 
-    table = Measured("numpy", Store(tmp_path, part="times"))
+    table = Measured("numpy", Cache(tmp_path, part="times"))
     expected = {(0, "F"): 1.0, (0, "B"): 2.0, (0, "U"): 3.0, (1, "F"): 2.0, (1, "B"): 3.0, (1, "U"): 4.0}
     assert profile(bundle, rehearse, table) == expected
     assert asked == [0, 1]

@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.cli import command_line, main
 from penstock.dumping import Dump
 from penstock.ir.errors import UsageError
-from penstock.ir.ops import OPS, Needs
+from penstock.ir.ops import OPS, Required
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_mlp
 from penstock.passes.manager import parse_pipeline, run_passes
@@ -111,7 +111,7 @@ def test_an_operation_is_explained_as_the_matrix_says(
         assert lines[1].strip() == op.doc
         for attribute, spec in op.attrs.items():
             (found,) = [line for line in lines if line.split()[:1] == [attribute]]
-            assert found.endswith("must be given") == isinstance(spec, Needs)
+            assert found.endswith("must be given") == isinstance(spec, Required)
         facts = dict(line.partition(": ")[::2] for line in lines if ": " in line)
         _, family, numpy, gradient, kernel, _ = rows[name]
         assert facts["family"].startswith(family)

@@ -11,7 +11,7 @@ import pytest
 from penstock.ir.cluster import Cluster, Device, LinkClass
 from penstock.passes.planner.chain import Amount, Chain, Layer, Times, TimeTable
 from penstock.passes.planner.fleet import fleet_of
-from penstock.passes.planner.plan import Plan, StagePlan, Wanted
+from penstock.passes.planner.plan import PipelinePlan, PlanRequest, StagePlan
 from penstock.passes.planner.planner import Planner
 from penstock.refining import _Judge, refine
 
@@ -35,11 +35,11 @@ def drawn(rng: Random, schedule: str) -> tuple[Planner, Cluster]:
         for i in range(len(speeds))
     )
     cluster = Cluster(devices, classes=(LinkClass("other-host", 100.0, 0.05),))
-    wanted = Wanted(MICROBATCHES, (schedule,), "none", (1,), replicas=1, tolerance=1e-6)
+    wanted = PlanRequest(MICROBATCHES, (schedule,), "none", (1,), replicas=1, tolerance=1e-6)
     return Planner(Chain(layers, timer=TimeTable(rows)), fleet_of(cluster), wanted), cluster
 
 
-def every_plan(planner: Planner, schedule: str) -> list[Plan]:
+def every_plan(planner: Planner, schedule: str) -> list[PipelinePlan]:
     found = []
     for count in range(1, len(planner.fleet) + 1):
         for order in permutations(range(len(planner.fleet)), count):
@@ -49,7 +49,7 @@ def every_plan(planner: Planner, schedule: str) -> list[Plan]:
                     StagePlan(a, b, (device,), (MICROBATCHES,))
                     for (a, b), device in zip(pairwise(ends), order, strict=True)
                 )
-                found.append(Plan(schedule, 1, MICROBATCHES, stages))
+                found.append(PipelinePlan(schedule, 1, MICROBATCHES, stages))
     return found
 
 
@@ -98,7 +98,7 @@ def test_where_replicas_are_allowed_the_plan_is_no_slower(schedule: str) -> None
 
 def test_what_takes_long_to_simulate_is_left_as_it_is() -> None:
     planner, cluster = drawn(Random(1), "1f1b")
-    many = Planner(planner.chain, planner.fleet, Wanted(5000, ("1f1b",), "none", (1,), replicas=1))
+    many = Planner(planner.chain, planner.fleet, PlanRequest(5000, ("1f1b",), "none", (1,), replicas=1))
     outcome = many.best("1f1b")
     assert outcome is not None
     assert refine(many, cluster, outcome, range(len(many.fleet))) is None

@@ -27,7 +27,7 @@ class TvmBackend:
         self, module: Module, stages: Sequence[int], out_dir: Path, options: CompileOptions = DEFAULTS
     ) -> dict[int, tuple[str, ...]]:
         """Write the libraries of stages; gives their file names inside `out_dir`."""
-        from .build import Builder, Part
+        from .build import LibraryBuilder, LibraryPart
 
         graphs = {stage: stage_graphs(module, stage) for stage in stages}
         for stage in stages:
@@ -44,9 +44,9 @@ class TvmBackend:
                 build_for_device(graphs[stage], out_dir / names[stage], replace(options, target=targets[stage]))
         rest = [stage for stage in stages if stage not in names]
         if rest:
-            with Builder(options) as builder:
+            with LibraryBuilder(options) as builder:
                 names |= {stage: f"s{stage}.{_needed(builder.cpu, graphs[stage])}.so" for stage in rest}
-                builder.build([Part(graphs[stage], out_dir / names[stage]) for stage in rest])
+                builder.build([LibraryPart(graphs[stage], out_dir / names[stage]) for stage in rest])
         return {stage: (names[stage],) for stage in stages}
 
     def check_host(self, module: Module, stage: int) -> None:

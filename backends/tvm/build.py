@@ -31,12 +31,12 @@ from penstock.ir.text import print_graph
 
 from ..interface import DEFAULTS, CompileOptions
 from .fingerprint import key_of, processor
-from .group import Group, Kernel, NotOneKernel, Renamed, module_text, name_of, parameters_of, rename
-from .messages import Call, Job, LinkStage, Made, MakeKernel, Named, NameTarget, Refused, title
+from .group import Fusion, GeneratedKernel, NotOneKernel, Renamed, module_text, name_of, parameters_of, rename
+from .messages import GroupRefused, Job, KernelMade, KernelStep, LinkStage, MakeKernel, Named, NameTarget, title
 from .plan import Lowered, plan_graphs
-from .pool import BuildError, Pool
+from .pool import BuildError, WorkerPool
 from .sources import Texts, calls_of
-from .store import Store
+from .store import Cache
 from .tiles import allow_tiles
 
 # Kernels to expect where nothing is in the cache: enough for a second worker to start at once.
@@ -45,11 +45,11 @@ _FIRST_TIME = 4
 _DIGITS = 32
 # What TVM looks for, in this order; CXX and CC come first.
 _LINKERS = ("g++", "gcc", "clang++", "clang", "c++", "cc")
-_ENTRY = msgspec.json.Decoder(Made | Refused)
+_ENTRY = msgspec.json.Decoder(KernelMade | GroupRefused)
 
 
 @dataclass(frozen=True)
-class Part:
+class LibraryPart:
     """The graphs of one library, and its file."""
 
     graphs: tuple[Graph, ...]
@@ -65,10 +65,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MissingPart:
     """A part of which something is missing: its library, its sources for a viewer, or both."""
 
-    part: Part
+    part: LibraryPart
     key: str
     library: bool
     sources: bool
@@ -93,20 +93,20 @@ class Counts:
     link_s: float = 0.0
 
 
-class Builder:
+class LibraryBuilder:
     """Builds libraries for one target: `with Builder(options) as builder: builder.build(parts)`."""
 
     def __init__(self, options: CompileOptions) -> None:
-        self.options, self.store, self.counts = options, Store.of_user(), Counts()
+        self.options, self.store, self.counts = options, Cache.of_user(), Counts()
         self._texts = Texts(self.store) if options.viewer is not None else None
-        self._pool = Pool(options.jobs)
+        self._pool = WorkerPool(options.jobs)
         self._report = options.progress or (lambda done, total, what: None)
-        self._kernels: dict[str, Made | Refused] = {}
+        self._kernels: dict[str, KernelMade | GroupRefused] = {}
         self._objects: dict[str, Path] = {}
         self._done = self._total = 0
         self._cpu = ""
 
-    def __enter__(self) -> Builder:
+    def __enter__(self) -> LibraryBuilder:
         return self
 
     def __exit__(
@@ -133,7 +133,7 @@ class Builder:
             self._cpu = kept.decode()
         return self._cpu
 
-    def build(self, parts: Sequence[Part]) -> list[Built]:
+    def build(self, parts: Sequence[LibraryPart]) -> list[Built]:
         """Make all libraries."""
         keys = [key_of("library", self.cpu, *texts_of(part.graphs)) for part in parts]
         for part in parts:
@@ -146,7 +146,9 @@ class Builder:
             _check_linker()
             self._report(self._done, self._total, f"planning kernels of {', '.join(parts[i].where for i in wanted)}")
             with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as scratch:
-                self._compile([Wanted(parts[i], keys[i], i in missing, i in untold) for i in wanted], Path(scratch))
+                self._compile(
+                    [MissingPart(parts[i], keys[i], i in missing, i in untold) for i in wanted], Path(scratch)
+                )
             for i in missing:
                 content = parts[i].out.read_bytes()
                 self.store.put(keys[i], content)
@@ -155,7 +157,7 @@ class Builder:
         self._report(self._total, self._total, self._summary(len(parts), len(missing)))
         return [library for library in found if library is not None]
 
-    def _find(self, part: Part, key: str) -> Built | None:
+    def _find(self, part: LibraryPart, key: str) -> Built | None:
         content = self.store.get(key)
         if content is None:
             return None
@@ -169,7 +171,7 @@ class Builder:
 
     # ------------------------------------------------------------------------------ kernels
 
-    def _compile(self, wanted: Sequence[Wanted], scratch: Path) -> None:
+    def _compile(self, wanted: Sequence[MissingPart], scratch: Path) -> None:
         with self.options.step("kernels") as said:
             lowered = iter(
                 plan_graphs(
@@ -190,7 +192,7 @@ class Builder:
                         self._show(one, plan, Path(job.source).read_text(encoding="utf-8"))
             self.counts.link_s += time.perf_counter() - begin
 
-    def _make(self, groups: Sequence[Group], scratch: Path) -> list[tuple[str, Kernel] | NotOneKernel]:
+    def _make(self, groups: Sequence[Fusion], scratch: Path) -> list[tuple[str, GeneratedKernel] | NotOneKernel]:
         """The kernels of groups: from the cache, or compiled now."""
         begin = time.perf_counter()
         renamed = [rename(group) for group in groups]
@@ -210,7 +212,7 @@ class Builder:
         jobs = sorted(wanted.values(), key=_effort)
         self._total += len(jobs)
         for job, answer in zip(jobs, self._pool.run(jobs, self._count), strict=True):
-            assert isinstance(answer, Made | Refused)
+            assert isinstance(answer, KernelMade | GroupRefused)
             self._remember(job, answer)
         self.counts.kernels, self.counts.compiled = (
             len(self._kernels),
@@ -237,31 +239,31 @@ class Builder:
 
     def _is_told(self, symbol: str) -> bool:
         """Whether the text of a kernel is there, or nobody wants it. Those that cannot be made have none."""
-        return self._texts is None or isinstance(self._kernels.get(symbol), Refused) or self._texts.has(symbol)
+        return self._texts is None or isinstance(self._kernels.get(symbol), GroupRefused) or self._texts.has(symbol)
 
-    def _remember(self, job: MakeKernel, answer: Made | Refused) -> None:
-        if job.source and isinstance(answer, Made):
+    def _remember(self, job: MakeKernel, answer: KernelMade | GroupRefused) -> None:
+        if job.source and isinstance(answer, KernelMade):
             assert self._texts is not None
             self._texts.keep(job.symbol, Path(job.source).read_text(encoding="utf-8"))
         if not job.path:
             return
         code = b""
-        if isinstance(answer, Made):
+        if isinstance(answer, KernelMade):
             self._objects[job.symbol] = Path(job.path)
             code = Path(job.path).read_bytes()
         self._kernels[job.symbol] = answer
         self.store.put(job.symbol, msgspec.json.encode(answer) + b"\n" + code)
 
-    def _outcome(self, symbol: str, group: Renamed) -> tuple[str, Kernel] | NotOneKernel:
+    def _outcome(self, symbol: str, group: Renamed) -> tuple[str, GeneratedKernel] | NotOneKernel:
         known = self._kernels[symbol]
-        if isinstance(known, Refused):
+        if isinstance(known, GroupRefused):
             return NotOneKernel(known.reason)
         return symbol, group.kernel(known.parameters)
 
     # ------------------------------------------------------------------------------ libraries
 
-    def _link_job(self, wanted: Wanted, plans: Sequence[Lowered], scratch: Path) -> LinkStage:
-        calls = tuple(tuple(Call(step.name, parameters_of(step.kernel)) for step in plan.steps) for plan in plans)
+    def _link_job(self, wanted: MissingPart, plans: Sequence[Lowered], scratch: Path) -> LinkStage:
+        calls = tuple(tuple(KernelStep(step.name, parameters_of(step.kernel)) for step in plan.steps) for plan in plans)
         used = dict.fromkeys(step.name for plan in plans for step in plan.steps)
         objects = tuple((symbol, str(self._objects[symbol])) for symbol in used)
         library = str(wanted.part.out) if wanted.library else ""
@@ -270,14 +272,14 @@ class Builder:
 
     # ------------------------------------------------------------------------------ sources
 
-    def _show_kept(self, part: Part, key: str) -> bool:
+    def _show_kept(self, part: LibraryPart, key: str) -> bool:
         """Whether a viewer, if there is one, was shown what the cache has."""
         kept = self._texts.find(key) if self._texts is not None else None
         if kept is not None and self.options.viewer is not None:
             self.options.viewer.sources(part.stage, kept)
         return self._texts is None or kept is not None
 
-    def _show(self, wanted: Wanted, plans: Sequence[Lowered], functions: str) -> None:
+    def _show(self, wanted: MissingPart, plans: Sequence[Lowered], functions: str) -> None:
         assert self._texts is not None
         assert self.options.viewer is not None
         self.options.viewer.sources(
@@ -306,9 +308,9 @@ def texts_of(graphs: Sequence[Graph]) -> list[str]:
 
 def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions = DEFAULTS) -> Built:
     """Compile graphs into the library `out`."""
-    with Builder(options) as builder:
-        (built,) = builder.build([Part(tuple(graphs), out)])
+    with LibraryBuilder(options) as builder:
+        (built,) = builder.build([LibraryPart(tuple(graphs), out)])
     return built
 
 
-__all__ = ["BuildError", "Builder", "Built", "Counts", "Part", "build_graphs", "texts_of"]
+__all__ = ["BuildError", "Built", "Counts", "LibraryBuilder", "LibraryPart", "build_graphs", "texts_of"]

@@ -23,7 +23,7 @@ from penstock.ir.storage import INLINE, is_inline
 from penstock.ir.text import parse_module, print_graph
 from penstock.ir.types import TensorType
 
-from .messages import PackedOperand, Parameters
+from .messages import KernelParameters, PackedOperand
 
 EFFECTS = ("accum", "write", "take")
 # Operations with this mark read a variable that no graph changes: the kernel may take it in an order of its own.
@@ -62,7 +62,7 @@ def rules_of(ops: Sequence[Op]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Group:
+class Fusion:
     """What shall become one kernel. `inline` are producers whose results are not stored anywhere but computed where they are read;
     `homes` says in which variable a value lives that was read from one."""
 
@@ -73,7 +73,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackedWeight:
     """An operand in an order of the kernel's own. It is made once, by `function`, of a variable that does not change. `value`, one of the
     kernel's operands, is the packed form, a list of numbers; `source` is what was read from the variable."""
 
@@ -83,7 +83,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class GeneratedKernel:
     """A function and its parameters in order: operands, then slots updated in place, then results. The function is TIR where there is one
     in this process."""
 
@@ -91,10 +91,10 @@ class Kernel:
     ins: tuple[Value, ...]
     slots: tuple[Slot, ...]
     outs: tuple[Value, ...]
-    packing: Packing | None = None
+    packing: PackedWeight | None = None
 
 
-def name_of(group: Group) -> str:
+def name_of(group: Fusion) -> str:
     """A name people recognise in profiles and dumps."""
     kinds = [op.kind for op in group.ops]
     return "_".join(kinds[:4]) + (f"_and_{len(kinds) - 4}" if len(kinds) > 4 else "")
@@ -113,22 +113,22 @@ class Renamed:
     values: Mapping[str, Value]
     vars: Mapping[str, str]
 
-    def kernel(self, parameters: Parameters) -> Kernel:
+    def kernel(self, parameters: KernelParameters) -> GeneratedKernel:
         """The parameters of a compiled kernel under the names of the group's own graph."""
         return kernel_of(parameters, self.values, self.vars)
 
 
 def kernel_of(
-    parameters: Parameters, values: Mapping[str, Value], variables: Mapping[str, str] | None = None
-) -> Kernel:
+    parameters: KernelParameters, values: Mapping[str, Value], variables: Mapping[str, str] | None = None
+) -> GeneratedKernel:
     """A compiled kernel, given what the names of its parameters stand for; without `variables`, those go by their own names."""
     packing, named = None, dict(values)
     if parameters.packing is not None:
         source = values[parameters.packing.source]
-        packing = Packing(None, packed_value(source, parameters.packing.dtype, parameters.packing.size), source)
+        packing = PackedWeight(None, packed_value(source, parameters.packing.dtype, parameters.packing.size), source)
         named[f"{parameters.packing.source}.packed"] = packing.value
     slots = tuple(Slot(var if variables is None else variables[var], slot) for var, slot in parameters.slots)
-    return Kernel(
+    return GeneratedKernel(
         None,
         tuple(named[name] for name in parameters.ins),
         slots,
@@ -137,17 +137,17 @@ def kernel_of(
     )
 
 
-def parameters_of(kernel: Kernel) -> Parameters:
+def parameters_of(kernel: GeneratedKernel) -> KernelParameters:
     """The parameters of a kernel by name."""
     slots = tuple((slot.var, slot.slot) for slot in kernel.slots)
     packing = None
     if kernel.packing is not None:
         kind = kernel.packing.value.type
         packing = PackedOperand(kernel.packing.source.name, kind.dtype, kind.size)
-    return Parameters(tuple(v.name for v in kernel.ins), slots, tuple(v.name for v in kernel.outs), packing)
+    return KernelParameters(tuple(v.name for v in kernel.ins), slots, tuple(v.name for v in kernel.outs), packing)
 
 
-def rename(group: Group) -> Renamed:
+def rename(group: Fusion) -> Renamed:
     writer = _Writer(group)
     for op in group.ops:
         writer.own(op)
@@ -160,7 +160,7 @@ def rename(group: Group) -> Renamed:
 class _Writer:
     """Lists a group's operations with what they need in front of them."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Fusion) -> None:
         self.group = group
         self.values: dict[Value, Value] = {}
         self.vars: dict[str, str] = {}
@@ -195,12 +195,12 @@ class _Writer:
         return self.vars.setdefault(name, f"w{len(self.vars)}")
 
 
-def parse_group(text: str) -> Group:
+def parse_group(text: str) -> Fusion:
     (graph,) = parse_graphs(text)
     inline = {v: op for op in graph.ops if is_inline(op) for v in op.outs}
     homes = {op.outs[0]: op.var for op in graph.ops if op.kind in ("read", "take")}
     ops = tuple(op for op in graph.ops if op.kind != "read" and not is_inline(op))
-    return Group(ops, graph.outs, inline, homes)
+    return Fusion(ops, graph.outs, inline, homes)
 
 
 def module_text(graphs: Sequence[Graph]) -> str:

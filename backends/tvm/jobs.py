@@ -24,13 +24,25 @@ from penstock.ir.errors import UsageError
 from penstock.ir.exhaustion import is_out_of_memory
 from penstock.ir.graph import Graph
 
-from .group import Group, NotOneKernel, RuleFailed, kernel_of, parameters_of, parse_graphs, parse_group, rules_of
+from .group import Fusion, NotOneKernel, RuleFailed, kernel_of, parameters_of, parse_graphs, parse_group, rules_of
 from .load import pack_name
 from .lower import functions_text, kernel_text, make_kernel, relax_module
-from .messages import Answer, Call, Failed, Job, Linked, LinkStage, Made, MakeKernel, Named, NameTarget, Refused
+from .messages import (
+    Answer,
+    GroupRefused,
+    Job,
+    JobFailed,
+    KernelMade,
+    KernelStep,
+    Linked,
+    LinkStage,
+    MakeKernel,
+    Named,
+    NameTarget,
+)
 from .pipeline import PIPELINE
-from .plan import Lowered, Step
-from .target import Machine, machine_of, tvm_target
+from .plan import KernelCallStep, Lowered
+from .target import TargetMachine, machine_of, tvm_target
 
 # TVM's builders are the process's own.
 ONE_AT_A_TIME = threading.Lock()
@@ -48,26 +60,26 @@ def do(job: Job) -> Answer:
                 case LinkStage():
                     return link_stage(job)
     except UsageError as error:
-        return Failed(error.what, error.hint, usage=True)
+        return JobFailed(error.what, error.hint, usage=True)
     except Exception as error:
         return _failed(error)
 
 
-def _failed(error: Exception) -> Failed:
+def _failed(error: Exception) -> JobFailed:
     if is_out_of_memory(error):
-        return Failed("the system gave no more memory", "`--jobs 1` compiles one kernel at a time", memory=True)
+        return JobFailed("the system gave no more memory", "`--jobs 1` compiles one kernel at a time", memory=True)
     if isinstance(error, RuleFailed):
         told = "".join(traceback.format_exception(error.__cause__))
-        return Failed(str(error), "-v shows where; `--backend numpy` compiles nothing", rule=True, traceback=told)
+        return JobFailed(str(error), "-v shows where; `--backend numpy` compiles nothing", rule=True, traceback=told)
     if isinstance(error, RuntimeError):
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return Failed(f"TVM: {lines[-1]}", "g++ must be on the PATH")
+        return JobFailed(f"TVM: {lines[-1]}", "g++ must be on the PATH")
     if isinstance(error, OSError):
-        return Failed(f"{error}", "is there room in the folder for temporary files, and a compiler to link with?")
-    return Failed(f"{type(error).__name__}: {error}", traceback="".join(traceback.format_exception(error)))
+        return JobFailed(f"{error}", "is there room in the folder for temporary files, and a compiler to link with?")
+    return JobFailed(f"{type(error).__name__}: {error}", traceback="".join(traceback.format_exception(error)))
 
 
-def compile_kernel(job: MakeKernel) -> Made | Refused:
+def compile_kernel(job: MakeKernel) -> KernelMade | GroupRefused:
     """One kernel for one target."""
     machine = machine_of(job.target)
     group = parse_group(job.group)
@@ -75,11 +87,11 @@ def compile_kernel(job: MakeKernel) -> Made | Refused:
         return _compiled(job, group, machine)
 
 
-def _compiled(job: MakeKernel, group: Group, machine: Machine) -> Made | Refused:
+def _compiled(job: MakeKernel, group: Fusion, machine: TargetMachine) -> KernelMade | GroupRefused:
     try:
         kernel = make_kernel(group, machine)
     except NotOneKernel as refusal:
-        return Refused(str(refusal))
+        return GroupRefused(str(refusal))
     functions = {job.symbol: kernel.function}
     if kernel.packing is not None:
         functions[pack_name(job.symbol)] = kernel.packing.function
@@ -90,7 +102,7 @@ def _compiled(job: MakeKernel, group: Group, machine: Machine) -> Made | Refused
         Path(job.source).write_text(kernel_text(functions), encoding="utf-8")
     if job.path:
         tvm.tirx.build(module, target=tvm_target(machine.name), pipeline=PIPELINE).write_to_file(job.path)
-    return Made(parameters_of(kernel))
+    return KernelMade(parameters_of(kernel))
 
 
 def link_stage(job: LinkStage) -> Linked:
@@ -126,6 +138,6 @@ def link_stage(job: LinkStage) -> Linked:
     return Linked()
 
 
-def _steps(graph: Graph, calls: tuple[Call, ...]) -> list[Step]:
+def _steps(graph: Graph, calls: tuple[KernelStep, ...]) -> list[KernelCallStep]:
     values = {v.name: v for v in (*graph.ins, *(v for op in graph.ops for v in op.outs))}
-    return [Step(Group((), ()), kernel_of(call.parameters, values), call.symbol) for call in calls]
+    return [KernelCallStep(Fusion((), ()), kernel_of(call.parameters, values), call.symbol) for call in calls]

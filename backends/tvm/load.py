@@ -26,7 +26,7 @@ from penstock.ir.types import LONG_NAMES, TensorType
 
 from ..interface import Temporary
 from .group import PACKED
-from .machine import Machine
+from .machine import VirtualMachine
 from .tiles import allow_tiles
 from .watch import watched
 
@@ -113,14 +113,14 @@ class TvmProgram:
         types = (*(v.type for v in sig.ins), *(of_slots[slot] for slot in sig.slots))
         return _Entry(self._machine[function_name(graph.name)], len(types), len(sig.results), sig, types)
 
-    def _open(self, library: Path) -> Machine:
+    def _open(self, library: Path) -> VirtualMachine:
         if not allow_tiles() and "+amx" in library.name:
             raise UsageError(
                 "the stage was compiled for tile registers (AMX), which this machine does not have or does not give to this process",
                 where=library.name,
                 hint="compile the bundle on this machine, or with `--target skylake-avx512`",
             )
-        return Machine(library)
+        return VirtualMachine(library)
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run one graph; slots among the arguments are updated in place."""

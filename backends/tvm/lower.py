@@ -24,15 +24,15 @@ from tvm import relax, tirx
 from penstock.ir.graph import Graph, Op, Slot, Value, signature, slot_of, slot_types
 from penstock.ir.types import TensorType, numpy_dtype
 
-from .group import EFFECTS, Group, Kernel, NotOneKernel, Packing, name_of
+from .group import EFFECTS, Fusion, GeneratedKernel, NotOneKernel, PackedWeight, name_of
 from .kernels import generate, generate_effect
 from .kernels.emit import TVM_DTYPES
 from .load import function_name, has_packed, pack_name
-from .plan import Lowered, Step, is_table, plan_graphs
-from .target import Machine
+from .plan import KernelCallStep, Lowered, is_table, plan_graphs
+from .target import TargetMachine
 
 # Packed operands and the kernel that takes each, in the order of the parameters.
-Packed = Mapping[tuple[Value, str], Packing]
+Packed = Mapping[tuple[Value, str], PackedWeight]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LibraryCall:
     text: str
 
 
-def make_kernel(group: Group, machine: Machine) -> Kernel:
+def make_kernel(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
     """The TIR of a group; NotOneKernel when it needs several kernels, which never happens to a group of one operation."""
     try:
         return generate(group, machine)
@@ -53,11 +53,11 @@ def make_kernel(group: Group, machine: Machine) -> Kernel:
     return generate_effect(group, machine)
 
 
-def plan_kernels(graph: Graph, machine: Machine) -> Lowered:
+def plan_kernels(graph: Graph, machine: TargetMachine) -> Lowered:
     """The kernels of a graph with their TIR, in the order they run: for people and tests. Nothing is compiled."""
 
-    def make(groups: Sequence[Group]) -> list[tuple[str, Kernel] | NotOneKernel]:
-        made: list[tuple[str, Kernel] | NotOneKernel] = []
+    def make(groups: Sequence[Fusion]) -> list[tuple[str, GeneratedKernel] | NotOneKernel]:
+        made: list[tuple[str, GeneratedKernel] | NotOneKernel] = []
         for group in groups:
             try:
                 made.append((name_of(group), make_kernel(group, machine)))
@@ -87,7 +87,7 @@ def relax_module(lowered: Sequence[Lowered], *, declared: bool, called: list[str
     builder = relax.BlockBuilder()
     known: dict[str, Any] = {}
 
-    def function_of(step: Step, types: Mapping[Slot, TensorType]) -> Any:
+    def function_of(step: KernelCallStep, types: Mapping[Slot, TensorType]) -> Any:
         if isinstance(step.kernel.function, LibraryCall):
             if called is not None:
                 called.append(step.kernel.function.name)
@@ -151,7 +151,7 @@ def _emit_function(
     builder: Any,
     lowered: Lowered,
     name: str,
-    function_of: Callable[[Step, Mapping[Slot, TensorType]], Any],
+    function_of: Callable[[KernelCallStep, Mapping[Slot, TensorType]], Any],
     packed: Packed,
     *,
     trusting: bool,
@@ -185,7 +185,7 @@ def _emit_function(
 
 def _emit_call(
     builder: Any,
-    step: Step,
+    step: KernelCallStep,
     function: Any,
     env: dict[Value, Any],
     packed: Mapping[Value, Any],

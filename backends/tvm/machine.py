@@ -21,7 +21,7 @@ CPU, CUDA = 1, 2
 _POOLED = 2
 
 
-class Machine:
+class VirtualMachine:
     """The functions of one library, on one device."""
 
     def __init__(self, library: Path, kind: int = CPU, number: int = 0) -> None:

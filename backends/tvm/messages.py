@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class CompilerHello(msgspec.Struct, frozen=True, tag=True):
     """The first line of a worker: the hash of the sources it runs."""
 
     fingerprint: str
@@ -43,7 +43,7 @@ class PackedOperand(msgspec.Struct, frozen=True):
     size: int
 
 
-class Parameters(msgspec.Struct, frozen=True):
+class KernelParameters(msgspec.Struct, frozen=True):
     """Of a compiled kernel, in order, under the names of its text; slots are variable and slot."""
 
     ins: tuple[str, ...]
@@ -52,21 +52,21 @@ class Parameters(msgspec.Struct, frozen=True):
     packing: PackedOperand | None = None
 
 
-class Made(msgspec.Struct, frozen=True, tag=True):
-    parameters: Parameters
+class KernelMade(msgspec.Struct, frozen=True, tag=True):
+    parameters: KernelParameters
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class GroupRefused(msgspec.Struct, frozen=True, tag=True):
     """The group cannot be one kernel."""
 
     reason: str
 
 
-class Call(msgspec.Struct, frozen=True):
+class KernelStep(msgspec.Struct, frozen=True):
     """One step of a graph: a kernel by name, its parameters under the names of the graph."""
 
     symbol: str
-    parameters: Parameters
+    parameters: KernelParameters
 
 
 class LinkStage(msgspec.Struct, frozen=True, tag=True):
@@ -74,7 +74,7 @@ class LinkStage(msgspec.Struct, frozen=True, tag=True):
     people into `source`. A file without a path is not wanted. Answered by Linked."""
 
     graphs: str
-    calls: tuple[tuple[Call, ...], ...]
+    calls: tuple[tuple[KernelStep, ...], ...]
     objects: tuple[tuple[str, str], ...]
     target: str
     path: str
@@ -85,7 +85,7 @@ class Linked(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class JobFailed(msgspec.Struct, frozen=True, tag=True):
     """A mistake of the user (`usage`), of the tools, or, with a traceback, in what is written down for an operation (`rule`) or elsewhere
     in our own; or none: there was not enough `memory`."""
 
@@ -98,7 +98,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Job = NameTarget | MakeKernel | LinkStage
-Answer = Named | Made | Refused | Linked | Failed
+Answer = Named | KernelMade | GroupRefused | Linked | JobFailed
 
 
 def title(job: Job) -> str:

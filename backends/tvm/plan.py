@@ -25,21 +25,21 @@ from penstock.ir.liveness import drop_dead
 from penstock.ir.ops import OPS
 from penstock.ir.storage import is_inline
 
-from .group import EFFECTS, Group, Kernel, NotOneKernel
+from .group import EFFECTS, Fusion, GeneratedKernel, NotOneKernel
 
 # Never worth memory: computed where they are read, annotated or not.
 ALWAYS_INLINE = ("const", "iota")
 
 # Kernels with their names, or why there is none.
-Make = Callable[[Sequence[Group]], Sequence["tuple[str, Kernel] | NotOneKernel"]]
+Make = Callable[[Sequence[Fusion]], Sequence["tuple[str, GeneratedKernel] | NotOneKernel"]]
 
 
 @dataclass(frozen=True)
-class Step:
+class KernelCallStep:
     """One call of the lowered graph."""
 
-    group: Group
-    kernel: Kernel
+    group: Fusion
+    kernel: GeneratedKernel
     name: str
 
 
@@ -48,7 +48,7 @@ class Lowered:
     """A graph as calls of kernels, in order."""
 
     graph: Graph
-    steps: tuple[Step, ...]
+    steps: tuple[KernelCallStep, ...]
 
 
 def is_table(op: Op) -> bool:
@@ -108,7 +108,7 @@ def replace_ins(op: Op, table: Mapping[Value, Value]) -> Op:
 # ---------------------------------------------------------------------------------------- groups
 
 
-def _groups(graph: Graph) -> list[Group]:
+def _groups(graph: Graph) -> list[Fusion]:
     """Groups by annotation, each with what it has to store."""
     results = set(graph.results)
     homes = {op.outs[0]: op.var for op in graph.ops if op.kind in ("read", "take")}
@@ -135,7 +135,7 @@ def _groups(graph: Graph) -> list[Group]:
                 outside = any(id(user) not in inside for user in users.get(v, ()))
                 if v in results or outside:
                     wanted.append(v)
-        groups.append(Group(tuple(ops), tuple(wanted), inline, homes))
+        groups.append(Fusion(tuple(ops), tuple(wanted), inline, homes))
     return groups
 
 
@@ -152,7 +152,7 @@ def _users(graph: Graph, inline: Mapping[Value, Op]) -> dict[Value, list[Op]]:
     return users
 
 
-def _reads_of(group: Group) -> list[Value]:
+def _reads_of(group: Fusion) -> list[Value]:
     """All values a group reads from memory or from other groups."""
     own = {v for op in group.ops for v in op.outs}
     found: dict[Value, None] = {}
@@ -172,16 +172,16 @@ def _reads_of(group: Group) -> list[Value]:
     return list(found)
 
 
-def _split(group: Group, graph_users: Mapping[Value, Sequence[Op]], results: set[Value]) -> list[Group]:
+def _split(group: Fusion, graph_users: Mapping[Value, Sequence[Op]], results: set[Value]) -> list[Fusion]:
     """One group per operation."""
     parts = []
     for op in group.ops:
         outs = tuple(v for v in op.outs if op.kind != "take" and (v in results or graph_users.get(v)))
-        parts.append(Group((op,), outs, group.inline, group.homes))
+        parts.append(Fusion((op,), outs, group.inline, group.homes))
     return parts
 
 
-def _parted(group: Group, users: Mapping[Value, Sequence[Op]], results: set[Value]) -> list[Group]:
+def _parted(group: Fusion, users: Mapping[Value, Sequence[Op]], results: set[Value]) -> list[Fusion]:
     """One group per operation with loops of its own, each with what follows it, and one for what comes before all of them."""
     label: dict[Value, int] = {}
     members: dict[int, list[Op]] = {}
@@ -196,7 +196,7 @@ def _parted(group: Group, users: Mapping[Value, Sequence[Op]], results: set[Valu
         inside = set(map(id, ops))
         made = [v for op in ops if op.kind != "take" for v in op.outs]
         outs = tuple(v for v in made if v in results or any(id(user) not in inside for user in users.get(v, ())))
-        parts.append(Group(tuple(ops), outs, group.inline, group.homes))
+        parts.append(Fusion(tuple(ops), outs, group.inline, group.homes))
     return parts
 
 
@@ -209,7 +209,7 @@ def plan_graphs(graphs: Sequence[Graph], make: Make) -> tuple[Lowered, ...]:
     then every operation has its own kernel."""
     ready = [_snapshot_reads(drop_dead(graph)) for graph in graphs]
     kernels = _make_kernels(ready, make)
-    orders: list[list[Step]] = [[] for _ in ready]
+    orders: list[list[KernelCallStep]] = [[] for _ in ready]
     without: list[int] = []
     for i, graph in enumerate(ready):
         try:
@@ -224,15 +224,15 @@ def plan_graphs(graphs: Sequence[Graph], make: Make) -> tuple[Lowered, ...]:
     return tuple(Lowered(graph, tuple(steps)) for graph, steps in zip(ready, orders, strict=True))
 
 
-def _make_kernels(graphs: Sequence[Graph], make: Make) -> list[list[Step]]:
+def _make_kernels(graphs: Sequence[Graph], make: Make) -> list[list[KernelCallStep]]:
     """The kernels of every graph in no order. Refused groups are parted by loops; refused parts are split into single operations."""
     waiting = [(i, group) for i, graph in enumerate(graphs) for group in _groups(graph)]
     users = [
         _users(graph, next((group.inline for k, group in waiting if k == i), {})) for i, graph in enumerate(graphs)
     ]
-    found: list[list[Step]] = [[] for _ in graphs]
+    found: list[list[KernelCallStep]] = [[] for _ in graphs]
     for cut in (_parted, _split, None):
-        refused: list[tuple[int, Group]] = []
+        refused: list[tuple[int, Fusion]] = []
         for (i, group), made in zip(waiting, make([group for _, group in waiting]), strict=True):
             if isinstance(made, NotOneKernel) and cut is not None:
                 refused += [(i, part) for part in cut(group, users[i], set(graphs[i].results))]
@@ -242,7 +242,7 @@ def _make_kernels(graphs: Sequence[Graph], make: Make) -> list[list[Step]]:
     return found
 
 
-def _step_alone(group: Group, made: tuple[str, Kernel] | NotOneKernel) -> Step:
+def _step_alone(group: Fusion, made: tuple[str, GeneratedKernel] | NotOneKernel) -> KernelCallStep:
     if isinstance(made, NotOneKernel):
         op = group.ops[0]
         types = [", ".join(str(v.type) for v in values) for values in (op.ins, op.outs)]
@@ -250,13 +250,13 @@ def _step_alone(group: Group, made: tuple[str, Kernel] | NotOneKernel) -> Step:
         hint = f"`penstock ops {op.kind}` shows what there is for it; `--backend numpy` needs no kernels"
         raise UnsupportedModel(what, where=op.loc, hint=hint)
     name, kernel = made
-    return Step(group, kernel, name)
+    return KernelCallStep(group, kernel, name)
 
 
 # ---------------------------------------------------------------------------------------- order
 
 
-def _ordered(graph: Graph, kernels: Sequence[Step]) -> list[Step]:
+def _ordered(graph: Graph, kernels: Sequence[KernelCallStep]) -> list[KernelCallStep]:
     """An order in which values are made before they are read and effects on a variable stay in the graph's order."""
     position = {id(op): i for i, op in enumerate(graph.ops)}
     groups = [step.group for step in kernels]
@@ -294,7 +294,7 @@ def _ordered(graph: Graph, kernels: Sequence[Step]) -> list[Step]:
             before[e].append(k)
     ready = [(last_op[k], first_op[k], k) for k, n in enumerate(waiting) if n == 0]
     heapq.heapify(ready)
-    order: list[Step] = []
+    order: list[KernelCallStep] = []
     while ready:
         _, _, k = heapq.heappop(ready)
         order.append(kernels[k])

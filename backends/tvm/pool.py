@@ -35,7 +35,7 @@ from penstock.ir.cluster import usable_cores
 from penstock.ir.errors import DoesNotFit, PenstockError, UsageError
 
 from .fingerprint import source_fingerprint
-from .messages import Answer, Failed, Hello, Job, LinkStage, title
+from .messages import Answer, CompilerHello, Job, JobFailed, LinkStage, title
 
 # Fewer jobs than this are not worth another process, which takes as long to start as several kernels take to compile.
 _PER_WORKER = 4
@@ -106,7 +106,7 @@ class _Worker:
 
     def greet(self, line: bytes) -> None:
         """The first line: the worker must run the very sources that the keys of the cache are made from."""
-        if msgspec.json.decode(line, type=Hello).fingerprint != source_fingerprint():
+        if msgspec.json.decode(line, type=CompilerHello).fingerprint != source_fingerprint():
             raise BuildError("the sources of the compiler changed while it ran", hint="run the command again")
         self.ready = True
 
@@ -147,7 +147,7 @@ class _Worker:
             self.send.close()
 
 
-class Pool:
+class WorkerPool:
     """A context: `with Pool() as pool: answers = pool.run(jobs)`."""
 
     def __init__(self, most: int | None = None, command: Sequence[str] = _COMMAND) -> None:
@@ -157,7 +157,7 @@ class Pool:
         self._command = command
         self._workers: list[_Worker] = []
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(
@@ -229,7 +229,7 @@ class Pool:
 
 
 def _checked(job: Job, answer: Answer) -> Answer:
-    if not isinstance(answer, Failed):
+    if not isinstance(answer, JobFailed):
         return answer
     own = AssertionError(f"{title(job)}: {answer.traceback}") if answer.traceback else None
     if own is not None and not answer.rule:
@@ -238,4 +238,4 @@ def _checked(job: Job, answer: Answer) -> Answer:
     raise kind(answer.what, where="" if answer.usage else title(job), hint=answer.hint) from own
 
 
-__all__ = ["BuildError", "Pool"]
+__all__ = ["BuildError", "WorkerPool"]

@@ -18,7 +18,7 @@ from penstock.ir.graph import Op
 from ..interface import KernelCall, StageSources
 from .fingerprint import key_of
 from .plan import Lowered
-from .store import Store
+from .store import Cache
 
 _DECODER = msgspec.json.Decoder(StageSources)
 
@@ -44,7 +44,7 @@ def _told(op: Op) -> str:
 class Texts:
     """The texts that the cache has, and those that were made meanwhile."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Cache) -> None:
         self._store = store
         self._kernels: dict[str, str] = {}
 

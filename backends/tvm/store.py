@@ -52,7 +52,7 @@ def cache_bound() -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-class Store:
+class Cache:
     """Entries by key, which is a file name."""
 
     def __init__(self, folder: Path | None, bound: int = _BOUND, part: str = "tvm") -> None:
@@ -61,8 +61,8 @@ class Store:
         self.trouble = ""
 
     @staticmethod
-    def of_user() -> Store:
-        return Store(cache_folder(), cache_bound())
+    def of_user() -> Cache:
+        return Cache(cache_folder(), cache_bound())
 
     def told(self, what: str) -> str:
         """What was done, and what was the matter with the cache, if anything."""

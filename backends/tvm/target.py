@@ -28,7 +28,7 @@ TILES = ("amx-tile", "amx-bf16")
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class TargetMachine:
     """What kernels need to know of the target. `lanes` are f32 elements per vector; tiles are `rows` by `vectors` vectors."""
 
     name: str
@@ -58,7 +58,7 @@ def host_features() -> tuple[str, ...]:
     return TILES if allow_tiles() else ()
 
 
-def machine_of(name: str) -> Machine:
+def machine_of(name: str) -> TargetMachine:
     """The machine behind a target name; UsageError for names that LLVM does not know."""
     host = "+".join((host_cpu(), *host_features())) if name == "host" else ""
     cpu = {"host": host, "portable": PORTABLE}.get(name, name)
@@ -66,7 +66,7 @@ def machine_of(name: str) -> Machine:
 
 
 @lru_cache(maxsize=32)
-def _machine(cpu: str) -> Machine:
+def _machine(cpu: str) -> TargetMachine:
     from tvm.target import codegen
 
     if not codegen.llvm_is_valid_cpu(cpu.partition("+")[0], str(codegen.llvm_get_system_triple())):
@@ -78,10 +78,10 @@ def _machine(cpu: str) -> Machine:
     if codegen.target_has_features(["avx512f"], target):
         # By name only, although LLVM counts tiles among what some models have: not every process on such a machine may use them, and
         # loading goes by the name of the library (load.py).
-        return Machine(cpu, 16, 12, 2, 6, 4, has_tiles=set(TILES) <= set(cpu.split("+")[1:]))
+        return TargetMachine(cpu, 16, 12, 2, 6, 4, has_tiles=set(TILES) <= set(cpu.split("+")[1:]))
     if codegen.target_has_features(["avx2"], target):
-        return Machine(cpu, 8, 6, 2, 6, 2)
-    return Machine(cpu, 4, 4, 2, 4, 2)
+        return TargetMachine(cpu, 8, 6, 2, 6, 2)
+    return TargetMachine(cpu, 4, 4, 2, 4, 2)
 
 
 def tvm_target(cpu: str) -> Any:

@@ -15,7 +15,7 @@ from ..interface import Temporary
 if TYPE_CHECKING:
     import torch
 
-    from .machine import Machine
+    from .machine import VirtualMachine
 
 _ALLOCATE, _PLACE, _BUILTIN = "vm.builtin.alloc_storage", "vm.builtin.alloc_tensor", "vm."
 
@@ -55,7 +55,9 @@ class Watch:
         ]
 
 
-def watched(machine: Machine, call: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], list[Temporary]]:
+def watched(
+    machine: VirtualMachine, call: Callable[[], list[torch.Tensor]]
+) -> tuple[list[torch.Tensor], list[Temporary]]:
     """Results of a call, and its temporaries."""
     watch = Watch()
     machine.instrument(watch)

@@ -17,7 +17,7 @@ def main() -> None:
     import msgspec
 
     from .fingerprint import source_fingerprint
-    from .messages import Hello, Job
+    from .messages import CompilerHello, Job
 
     try:
         from .jobs import do
@@ -33,7 +33,7 @@ def main() -> None:
 
     jobs = msgspec.json.Decoder(Job)
     try:
-        say(Hello(source_fingerprint()))
+        say(CompilerHello(source_fingerprint()))
         for line in sys.stdin.buffer:
             say(do(jobs.decode(line)))
     except BrokenPipeError:

@@ -16,7 +16,7 @@ from .elementwise import limits_of
 
 
 @dataclass(frozen=True)
-class Window:
+class PaddedWindow:
     """One number per dimension; `pads` those before all dimensions, then those after. `over` is how far the
     last window reaches past the padding."""
 
@@ -48,7 +48,7 @@ def window(
     dilations: Sequence[int],
     pads: Sequence[int],
     round_up: bool,
-) -> Window:
+) -> PaddedWindow:
     """The windows over dimensions of these sizes; rounding up adds one where the last would leave entries
     out, unless it started in the padding."""
     r = len(kernel)
@@ -59,7 +59,7 @@ def window(
         if (count - 1) * strides[i] >= sizes[i] + pads[i]:
             count -= 1
         over[i] = max(0, (count - 1) * strides[i] - room)
-    return Window(tuple(kernel), tuple(strides), tuple(dilations), tuple(pads), tuple(over))
+    return PaddedWindow(tuple(kernel), tuple(strides), tuple(dilations), tuple(pads), tuple(over))
 
 
 def reach(kernel: int, dilation: int) -> int:
@@ -76,7 +76,7 @@ def transposed_sizes(
     return tuple((size - 1) * s + reach(k, d) + e for size, k, s, d, e in geometry)
 
 
-def average(w: Writer, x: Value, at: Window, counted: bool) -> Value:
+def average(w: Writer, x: Value, at: PaddedWindow, counted: bool) -> Value:
     """The mean of each window; `counted`: with the zeros of the padding. What rounding up adds is never counted."""
     pads = at.attrs["pads"]
     if counted and any(at.over):  # the padding becomes zeros of the tensor
@@ -87,7 +87,7 @@ def average(w: Writer, x: Value, at: Window, counted: bool) -> Value:
     )
 
 
-def largest_places(w: Writer, x: Value, out: Sequence[int], at: Window, weights: Sequence[int]) -> Value:
+def largest_places(w: Writer, x: Value, out: Sequence[int], at: PaddedWindow, weights: Sequence[int]) -> Value:
     """i64[batch, channels, *out]: where the first largest entry of each window stands, counted within its channel by the weight of each
     dimension: tap by tap the largest so far and its place."""
     r, dtype = len(at.kernel), x.type.dtype

@@ -27,13 +27,13 @@ from ..formulas.attention import (
 )
 from ..formulas.elementwise import widened
 from ..formulas.layout import reshape
-from .node import Node, Result, Rule
+from .node import OnnxNode, Result, Rule
 
 # Positions of LinearAttention, each of which is half a dozen operations.
 MOST_POSITIONS = 512
 
 
-def _allowed(n: Node, batch: int, rows: int, columns: int, past: int) -> Value | None:
+def _allowed(n: OnnxNode, batch: int, rows: int, columns: int, past: int) -> Value | None:
     """Which keys a query sees by its position, as bool that broadcasts to [batch, heads, rows, columns]; None: all."""
     causal, left, right = (
         n.int_attr("is_causal"),
@@ -62,7 +62,7 @@ def _allowed(n: Node, batch: int, rows: int, columns: int, past: int) -> Value |
     return keep
 
 
-def _mask(n: Node, columns: int) -> Value:
+def _mask(n: OnnxNode, columns: int) -> Value:
     """The mask, with keys that it does not reach hidden."""
     mask = n.value(3)
     short = columns - mask.type.dims[-1]
@@ -75,7 +75,7 @@ def _mask(n: Node, columns: int) -> Value:
     return n.emit("concat", mask, filler, axis=mask.type.rank - 1)
 
 
-def _attention(n: Node) -> Sequence[Result]:
+def _attention(n: OnnxNode) -> Sequence[Result]:
     precision, shows = n.int_attr("softmax_precision", 1), n.int_attr("qk_matmul_output_mode")
     n.require(precision in (1, 10, 11, 16), f"softmax_precision={precision} is not known")
     n.require(0 <= shows <= 3, f"qk_matmul_output_mode={shows} is not known")
@@ -124,7 +124,7 @@ def _attention(n: Node) -> Sequence[Result]:
     return (y if n.type().rank == 4 else join_heads(n, y), *present, weights if shows == 3 else shown)
 
 
-def _rotary(n: Node) -> Result:
+def _rotary(n: OnnxNode) -> Result:
     x, heads = n.value(0), n.int_attr("num_heads")
     flat = x.type.rank == 3
     n.require(
@@ -150,7 +150,7 @@ def _rotary(n: Node) -> Result:
     return reshape(n, rotate(n, turned, cos, sin, bool(n.int_attr("interleaved"))), x.type.dims)
 
 
-def _linear_attention(n: Node) -> Sequence[Result]:
+def _linear_attention(n: OnnxNode) -> Sequence[Result]:
     rule = n.text_attr("update_rule", "gated_delta")
     n.ignore("chunk_size")  # how fast, not what
     n.require(rule in ("linear", "gated", "delta", "gated_delta"), f"update_rule={rule} is not known")
@@ -171,7 +171,7 @@ def _linear_attention(n: Node) -> Sequence[Result]:
     return join_heads(n, y), last
 
 
-def _causal_conv(n: Node) -> Sequence[Result]:
+def _causal_conv(n: OnnxNode) -> Sequence[Result]:
     x, w = n.value(0), n.value(1)
     activation = n.text_attr("activation", "none")
     n.require(activation in ("none", "silu", "swish"), f"activation={activation} is not known")
@@ -190,7 +190,7 @@ def _causal_conv(n: Node) -> Sequence[Result]:
     return y, n.emit("slice", padded, start=(0, 0, length), stop=padded.type.dims, step=(1, 1, 1))
 
 
-def _swiglu(n: Node) -> Result:
+def _swiglu(n: OnnxNode) -> Result:
     a, b = n.value(0), n.value(1)
     n.require(a.type == b.type, f"operands differ: {a.type} and {b.type}")
     alpha = n.float_attr("alpha", 1.0)

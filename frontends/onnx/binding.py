@@ -17,7 +17,7 @@ from onnx.helper import tensor_dtype_to_np_dtype
 
 from penstock.ir.errors import UsageError
 
-from .source import Source, element_name
+from .source import ModelFile, element_name
 
 # What an input is bound to: numbers, for a sequence a list of them, for an optional also nothing.
 Given = object
@@ -140,7 +140,7 @@ def open_dimensions(
     first, if there is one, and the others."""
     first: set[str] = set()
     others: set[str] = set()
-    for value in _fed(Source(path).model.graph):
+    for value in _fed(ModelFile(path).model.graph):
         if value.name in known or not value.type.HasField("tensor_type"):
             continue
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):

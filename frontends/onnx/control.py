@@ -26,21 +26,21 @@ from penstock.ir.types import numpy_dtype
 
 from ..formulas.layout import axis_of, cut, reshape
 from ..writer import Lost, Refused
-from .functions import Bodies, results_of
+from .functions import BodyImporter, results_of
 from .inference import promises_of
-from .node import Node, Result
-from .tensors import Known, Scope, Tensor, TensorList, Weight
+from .node import OnnxNode, Result
+from .tensors import KnownTensor, OnnxWeight, Scope, Tensor, TensorList
 
 
-class Graphs(Bodies, Protocol):
+class Graphs(BodyImporter, Protocol):
     """Who imports graphs inside of nodes."""
 
-    def open_graph(self, graph: onnx.GraphProto, n: Node, part: str) -> Scope:
+    def open_graph(self, graph: onnx.GraphProto, n: OnnxNode, part: str) -> Scope:
         """A scope around a graph, with its initializers: all its runs share them."""
 
 
-Control = Callable[[Graphs, Node], Sequence[Result]]
-Array = Known | Weight | Value | Lost
+Control = Callable[[Graphs, OnnxNode], Sequence[Result]]
+Array = KnownTensor | OnnxWeight | Value | Lost
 
 
 def _run(importer: Graphs, graph: onnx.GraphProto, scope: Scope, given: Sequence[Tensor]) -> list[Tensor]:
@@ -52,14 +52,14 @@ def _run(importer: Graphs, graph: onnx.GraphProto, scope: Scope, given: Sequence
     return results_of(scope, [value.name for value in graph.output])
 
 
-def _body(n: Node, name: str = "body") -> onnx.GraphProto:
+def _body(n: OnnxNode, name: str = "body") -> onnx.GraphProto:
     n.require(n.given(name), f"attribute {name} is missing")
     return n.raw_attr(name).g
 
 
-def _condition(n: Node, tensor: Tensor) -> bool | Value:
+def _condition(n: OnnxNode, tensor: Tensor) -> bool | Value:
     """A condition, as known or as a value of no dimension."""
-    if isinstance(tensor, Known | Weight):
+    if isinstance(tensor, KnownTensor | OnnxWeight):
         array = n.constant_of(tensor, "the condition")
         n.require(array.size == 1, f"the condition must be one number, got shape {list(array.shape)}")
         return bool(array.reshape(-1)[0])
@@ -72,12 +72,12 @@ def _condition(n: Node, tensor: Tensor) -> bool | Value:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    if isinstance(a, Known) and isinstance(b, Known):
+    if isinstance(a, KnownTensor) and isinstance(b, KnownTensor):
         return a is b or (a.array.dtype == b.array.dtype and np.array_equal(a.array, b.array))
-    return a == b if not isinstance(a, Known) and not isinstance(b, Known) else False
+    return a == b if not isinstance(a, KnownTensor) and not isinstance(b, KnownTensor) else False
 
 
-def _choose(n: Node, condition: Value, yes: Tensor, no: Tensor) -> Tensor:
+def _choose(n: OnnxNode, condition: Value, yes: Tensor, no: Tensor) -> Tensor:
     """`yes` where the condition holds at run time, else `no`."""
     if _same(yes, no):
         return yes
@@ -98,7 +98,7 @@ def _choose(n: Node, condition: Value, yes: Tensor, no: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------- branches
 
 
-def _if(importer: Graphs, n: Node) -> Sequence[Result]:
+def _if(importer: Graphs, n: OnnxNode) -> Sequence[Result]:
     condition = _condition(n, n.operand(0))
     results = {}
     for taken, part in ((True, "then"), (False, "else")):
@@ -122,7 +122,7 @@ def _if(importer: Graphs, n: Node) -> Sequence[Result]:
 # ---------------------------------------------------------------------------------------- loops
 
 
-def _loop(importer: Graphs, n: Node) -> Sequence[Result]:
+def _loop(importer: Graphs, n: OnnxNode) -> Sequence[Result]:
     body = _body(n)
     trips = int(n.constant(0, "the number of iterations").reshape(-1)[0]) if n.has(0) else None
     condition = _condition(n, n.operand(1)) if n.has(1) else True
@@ -155,11 +155,11 @@ def _loop(importer: Graphs, n: Node) -> Sequence[Result]:
     return [*state, *stacked]
 
 
-def _as_tensor(n: Node, condition: bool | Value) -> Tensor:
+def _as_tensor(n: OnnxNode, condition: bool | Value) -> Tensor:
     return condition if isinstance(condition, Value) else n.known_of(np.array(condition))
 
 
-def _both(n: Node, before: bool | Value, after: bool | Value) -> bool | Value:
+def _both(n: OnnxNode, before: bool | Value, after: bool | Value) -> bool | Value:
     if isinstance(before, Value) and isinstance(after, Value):
         return n.emit("and", before, after)
     if before is False or after is False:
@@ -167,7 +167,7 @@ def _both(n: Node, before: bool | Value, after: bool | Value) -> bool | Value:
     return after if before is True else before
 
 
-def _stack(n: Node, items: Sequence[Tensor], axis: int, declared: onnx.ValueInfoProto) -> Tensor:
+def _stack(n: OnnxNode, items: Sequence[Tensor], axis: int, declared: onnx.ValueInfoProto) -> Tensor:
     """Tensors of one type along a new dimension. Of none, `declared` must say the type."""
     if not items:
         kind = promises_of({"": declared.type}).types.get("")
@@ -182,8 +182,8 @@ def _stack(n: Node, items: Sequence[Tensor], axis: int, declared: onnx.ValueInfo
         len(set(types)) == 1, f"what is collected has different types: {', '.join(map(str, dict.fromkeys(types)))}"
     )
     axis = axis_of(n, axis, types[0].rank + 1)
-    if all(isinstance(item, Known) for item in arrays):
-        return n.known_of(np.stack([item.array for item in arrays if isinstance(item, Known)], axis))
+    if all(isinstance(item, KnownTensor) for item in arrays):
+        return n.known_of(np.stack([item.array for item in arrays if isinstance(item, KnownTensor)], axis))
     dims = types[0].dims
     parts = [reshape(n, n.value_of(item), (*dims[:axis], 1, *dims[axis:])) for item in arrays]
     return parts[0] if len(parts) == 1 else n.emit("concat", *parts, axis=axis)
@@ -192,7 +192,7 @@ def _stack(n: Node, items: Sequence[Tensor], axis: int, declared: onnx.ValueInfo
 # ---------------------------------------------------------------------------------------- scans
 
 
-def _scan(importer: Graphs, n: Node) -> Sequence[Result]:
+def _scan(importer: Graphs, n: OnnxNode) -> Sequence[Result]:
     n.require(n.opset >= 9, "the Scan of opset 8 is not supported")
     body, count = _body(n), n.int_attr("num_scan_inputs")
     n.require(
@@ -226,21 +226,21 @@ def _scan(importer: Graphs, n: Node) -> Sequence[Result]:
     return [*state, *stacked]
 
 
-def _listed(n: Node, name: str, count: int) -> tuple[int, ...]:
+def _listed(n: OnnxNode, name: str, count: int) -> tuple[int, ...]:
     given = n.ints_attr(name) or (0,) * count
     n.require(len(given) == count, f"{name} has {len(given)} entries, expected {count}")
     return given
 
 
-def _entry(n: Node, tensor: Array, axis: int, i: int) -> Tensor:
+def _entry(n: OnnxNode, tensor: Array, axis: int, i: int) -> Tensor:
     """tensor[..., i, ...] without that dimension."""
-    if isinstance(tensor, Known):
+    if isinstance(tensor, KnownTensor):
         return n.known_of(np.take(tensor.array, i, axis))
     x = n.value_of(tensor)
     return reshape(n, cut(n, x, axis, i, i + 1), (*x.type.dims[:axis], *x.type.dims[axis + 1 :]))
 
 
-def _sequence_map(importer: Graphs, n: Node) -> Sequence[Result]:
+def _sequence_map(importer: Graphs, n: OnnxNode) -> Sequence[Result]:
     body = _body(n)
     given = [n.operand(i) for i in range(n.count)]
     first = given[0] if given else None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..formulas.draws import dropout, normal, uniform
-from .node import Node, Result, Rule
+from .node import OnnxNode, Result, Rule
 from .source import our_dtype
 
 
-def _target(n: Node) -> tuple[tuple[int, ...], str]:
+def _target(n: OnnxNode) -> tuple[tuple[int, ...], str]:
     """Sizes and element type: those of the operand, or of the attributes."""
     n.ignore("seed")
     like = n.type() if n.operands else None
@@ -16,17 +16,17 @@ def _target(n: Node) -> tuple[tuple[int, ...], str]:
     return dims, dtype
 
 
-def _uniform(n: Node) -> Result:
+def _uniform(n: OnnxNode) -> Result:
     dims, dtype = _target(n)
     return uniform(n, dims, n.float_attr("low", 0.0), n.float_attr("high", 1.0), dtype)
 
 
-def _normal(n: Node) -> Result:
+def _normal(n: OnnxNode) -> Result:
     dims, dtype = _target(n)
     return normal(n, dims, n.float_attr("mean", 0.0), n.float_attr("scale", 1.0), dtype)
 
 
-def _dropout(n: Node) -> Result | tuple[Result, ...]:
+def _dropout(n: OnnxNode) -> Result | tuple[Result, ...]:
     n.ignore("seed")
     if n.has(2) and n.constant(2, "training_mode").any():
         p = float(n.constant(1, "ratio").reshape(())) if n.has(1) else 0.5

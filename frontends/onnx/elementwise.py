@@ -31,7 +31,7 @@ from ..formulas.elementwise import (
 )
 from ..formulas.layout import reshape
 from ..writer import Refused
-from .node import Node, Result, Rule
+from .node import OnnxNode, Result, Rule
 from .source import our_dtype
 
 
@@ -44,20 +44,20 @@ def swapped(kind: str) -> Rule:
     return lambda n: n.emit(kind, n.value(1), n.value(0))
 
 
-def unary(write: Callable[[Node, Value], Value]) -> Rule:
+def unary(write: Callable[[OnnxNode, Value], Value]) -> Rule:
     """An operator of one floating-point operand written as a formula."""
 
-    def rule(n: Node) -> Value:
+    def rule(n: OnnxNode) -> Value:
         n.require(n.type().dtype in FLOATS, f"needs a floating-point operand, got {n.type()}")
         return write(n, n.value())
 
     return rule
 
 
-def fold_left(kind: str) -> Callable[[Node], Value]:
+def fold_left(kind: str) -> Callable[[OnnxNode], Value]:
     """A variadic operator as a chain of binary operations."""
 
-    def rule(n: Node) -> Value:
+    def rule(n: OnnxNode) -> Value:
         total = n.value(0)
         for i in range(1, n.count):
             total = n.emit(kind, total, n.value(i))
@@ -69,23 +69,23 @@ def fold_left(kind: str) -> Callable[[Node], Value]:
 _sum = fold_left("add")
 
 
-def _mean(n: Node) -> Result:
+def _mean(n: OnnxNode) -> Result:
     total = _sum(n)
     return n.emit("mul", total, 1.0 / n.count) if n.count > 1 else total
 
 
-def _pow(n: Node) -> Result:
+def _pow(n: OnnxNode) -> Result:
     exponent = n.known(1)
     if exponent is not None and exponent.size == 1 and exponent.ndim <= n.type(0).rank:
         return power(n, n.value(0), float(exponent.reshape(-1)[0]))
     return power_of(n, n.value(0), n.value(1))
 
 
-def _cast_to(n: Node, dtype: str) -> Result:
+def _cast_to(n: OnnxNode, dtype: str) -> Result:
     return n.tensor(0) if n.type().dtype == dtype else n.emit("cast", n.value(), dtype=dtype)
 
 
-def _cast(n: Node) -> Result:
+def _cast(n: OnnxNode) -> Result:
     n.ignore("saturate", "round_mode")  # these speak of 8-bit floats only, which are refused
     try:
         return _cast_to(n, our_dtype(n.int_attr("to")))
@@ -93,12 +93,12 @@ def _cast(n: Node) -> Result:
         raise Refused(str(error)) from error
 
 
-def _cast_like(n: Node) -> Result:
+def _cast_like(n: OnnxNode) -> Result:
     n.ignore("saturate", "round_mode")
     return _cast_to(n, n.type(1).dtype)
 
 
-def _clip(n: Node) -> Result:
+def _clip(n: OnnxNode) -> Result:
     """A bound that is no number is none, as in onnxruntime."""
     x = n.value()
     for i, kind in ((1, "maximum"), (2, "minimum")):
@@ -113,13 +113,13 @@ def _clip(n: Node) -> Result:
     return x if x != n.value() else n.tensor(0)
 
 
-def _gelu(n: Node) -> Result:
+def _gelu(n: OnnxNode) -> Result:
     approximate = n.text_attr("approximate", "none")
     n.require(approximate in ("none", "tanh"), f"approximate={approximate} is not known, only none and tanh")
     return n.emit("gelu", n.value(), approximate=approximate)
 
 
-def _celu(n: Node, x: Value) -> Value:
+def _celu(n: OnnxNode, x: Value) -> Value:
     alpha = n.float_attr("alpha", 1.0)
     return n.emit(
         "add",
@@ -128,16 +128,16 @@ def _celu(n: Node, x: Value) -> Value:
     )
 
 
-def _selu(n: Node, x: Value) -> Value:
+def _selu(n: OnnxNode, x: Value) -> Value:
     alpha, gamma = n.float_attr("alpha", 1.6732632423543772), n.float_attr("gamma", 1.0507009873554805)
     return n.emit("mul", elu(n, x, alpha), gamma)
 
 
-def _not_a_number(n: Node) -> Result:
+def _not_a_number(n: OnnxNode) -> Result:
     return n.emit("not", n.emit("equal", n.value(), n.value()))
 
 
-def _mod(n: Node) -> Result:
+def _mod(n: OnnxNode) -> Result:
     """With the sign of the divisor, or with fmod of the dividend."""
     x, y = n.value(0), n.value(1)
     if not n.int_attr("fmod"):
@@ -145,13 +145,13 @@ def _mod(n: Node) -> Result:
     return n.emit("rem", x, y)
 
 
-def _bit_shift(n: Node) -> Result:
+def _bit_shift(n: OnnxNode) -> Result:
     direction = n.text_attr("direction")
     n.require(direction in ("LEFT", "RIGHT"), f"direction={direction} is not known")
     return n.emit("shift_left" if direction == "LEFT" else "shift_right", n.value(0), n.value(1))
 
 
-def _bit_cast(n: Node) -> Result:
+def _bit_cast(n: OnnxNode) -> Result:
     x = n.value()
     x = n.emit("cast", x, dtype="u8") if x.type.dtype == "bool" else x
     try:
@@ -163,7 +163,7 @@ def _bit_cast(n: Node) -> Result:
         raise Refused(str(error)) from error
 
 
-def _shrink(n: Node, x: Value) -> Value:
+def _shrink(n: OnnxNode, x: Value) -> Value:
     bias, limit = n.float_attr("bias"), n.float_attr("lambd", 0.5)
     above = n.emit(
         "where", n.emit("less", n.literal(limit, x.type.dtype), x), n.emit("sub", x, bias) if bias else x, 0.0
@@ -171,7 +171,7 @@ def _shrink(n: Node, x: Value) -> Value:
     return n.emit("where", n.emit("less", x, -limit), n.emit("add", x, bias) if bias else x, above)
 
 
-def _infinite(n: Node) -> Result:
+def _infinite(n: OnnxNode) -> Result:
     x = n.value()
     n.require(x.type.dtype in FLOATS, f"needs a floating-point operand, got {x.type}")
     below, above = n.int_attr("detect_negative", 1), n.int_attr("detect_positive", 1)

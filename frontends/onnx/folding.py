@@ -19,8 +19,8 @@ from onnx.reference import ReferenceEvaluator
 
 from ..writer import Refused
 from .inference import Promises
-from .node import Node
-from .tensors import Known
+from .node import OnnxNode
+from .tensors import KnownTensor
 
 # Results above this many elements stay operations: a mask repeated over a batch is cheaper to broadcast than to store.
 LARGEST = 1 << 22
@@ -42,12 +42,12 @@ _PRODUCTS = frozenset({"Einsum", "Gemm", "MatMul", "MatMulInteger", "QLinearMatM
 # fmt: on
 
 
-def small(n: Node, promises: Promises) -> bool:
+def small(n: OnnxNode, promises: Promises) -> bool:
     """Whether the results of a node with known operands are small, and soon computed."""
     names = [name for name in n.proto.output if name]
     if n.kind not in _LIKE_OPERANDS and any(name not in promises.sizes for name in names):
         return False
-    operands = [t.array.size for t in n.operands if isinstance(t, Known)]
+    operands = [t.array.size for t in n.operands if isinstance(t, KnownTensor)]
     most = _LARGEST_LOOP if n.kind in _LOOPS else LARGEST
     sizes = [promises.sizes.get(name, 0) for name in names]
     if n.kind in _PRODUCTS and math.prod(max(1, size) for size in operands) > _LARGEST_PRODUCT >> (
@@ -57,11 +57,11 @@ def small(n: Node, promises: Promises) -> bool:
     return max(sizes, default=0) <= most and (n.kind not in _LOOPS or max(operands, default=0) <= most)
 
 
-def fold(n: Node, opset: int) -> list[np.ndarray]:
+def fold(n: OnnxNode, opset: int) -> list[np.ndarray]:
     """The results of a node whose operands are all known, or optional and not given. It is written in `opset`."""
     if n.kind in OTHERWISE:
         raise Refused("onnx's implementation of it does something else")
-    arrays = [t.array if isinstance(t, Known) else None for t in n.operands]
+    arrays = [t.array if isinstance(t, KnownTensor) else None for t in n.operands]
     names = [f"in{i}" if array is not None else "" for i, array in enumerate(arrays)]
     outs = [f"out{i}" if name else "" for i, name in enumerate(n.proto.output)]
     node = onnx.helper.make_node(n.kind, names, outs, name="folded", domain=n.proto.domain)

@@ -15,8 +15,8 @@ import onnx
 
 from ..writer import Refused
 from .inference import type_proto
-from .node import Node
-from .tensors import Scope, Tensor, Unfinished, is_lost
+from .node import OnnxNode
+from .tensors import NodeUnfinished, Scope, Tensor, is_lost
 from .versions import DOMAINS, OPSETS
 
 Identity = tuple[str, str, str]
@@ -26,7 +26,7 @@ MOST_NODES = 10_000
 DEEPEST = 64
 
 
-class Bodies(Protocol):
+class BodyImporter(Protocol):
     """Who imports the nodes of a function or of a graph inside a node."""
 
     def run_nodes(self, nodes: Sequence[onnx.NodeProto], scope: Scope) -> None: ...
@@ -42,14 +42,14 @@ def results_of(scope: Scope, names: Sequence[str]) -> list[Tensor]:
     """Tensors by their names in a scope whose nodes have been imported."""
     found = [scope.find(name) for name in names]
     if any(map(is_lost, found)):
-        raise Unfinished
+        raise NodeUnfinished
     missing = [name for name, tensor in zip(names, found, strict=True) if tensor is None]
     if missing:
         raise Refused(f"{', '.join(missing)} is a result, but was not given as operand")
     return [tensor for tensor in found if tensor is not None]
 
 
-def call(importer: Bodies, n: Node, function: onnx.FunctionProto) -> list[Tensor]:
+def call(importer: BodyImporter, n: OnnxNode, function: onnx.FunctionProto) -> list[Tensor]:
     """The results of a call, in the order of the function."""
     name = identity(function)
     if name in n.scope.calls:
@@ -119,7 +119,7 @@ def has_definition(kind: str) -> bool:
     return any(s.has_function or s.has_context_dependent_function for s in schemas)
 
 
-def definition(n: Node) -> onnx.FunctionProto | None:
+def definition(n: OnnxNode) -> onnx.FunctionProto | None:
     """ONNX's definition of a standard operator by others, if it has one; it may depend on the types of the operands."""
     try:
         schema: Any = onnx.defs.get_schema(n.kind, n.opset, "")

@@ -25,12 +25,12 @@ from ..formulas.resizing import (
 )
 from ..formulas.sampling import corners_at, ends_outside, grid_sample, images, read_between, zeros_outside
 from .neural import kernel_of
-from .node import Node, Result, Rule
+from .node import OnnxNode, Result, Rule
 
 # ---------------------------------------------------------------------------------------- resizing
 
 
-def _places(n: Node, mode: str, size: int, count: int, scale: float, region: tuple[float, float]) -> np.ndarray:
+def _places(n: OnnxNode, mode: str, size: int, count: int, scale: float, region: tuple[float, float]) -> np.ndarray:
     """Where each entry of the result lies between the entries of the operand."""
     n.room(count * min(size, LONGEST_MATRIX))
     y, length = np.arange(count, dtype=np.float64), scale * size
@@ -57,7 +57,7 @@ def _places(n: Node, mode: str, size: int, count: int, scale: float, region: tup
     raise AssertionError
 
 
-def _nearest(n: Node, at: np.ndarray, size: int, mode: str) -> np.ndarray:
+def _nearest(n: OnnxNode, at: np.ndarray, size: int, mode: str) -> np.ndarray:
     rounded = {
         "round_prefer_floor": np.ceil(at - 0.5),
         "round_prefer_ceil": np.floor(at + 0.5),
@@ -68,7 +68,7 @@ def _nearest(n: Node, at: np.ndarray, size: int, mode: str) -> np.ndarray:
     return np.asarray(np.clip(rounded[mode], 0, size - 1), np.int64)
 
 
-def _sizes(n: Node, dims: Sequence[int], axes: Sequence[int]) -> tuple[list[float], list[int]]:
+def _sizes(n: OnnxNode, dims: Sequence[int], axes: Sequence[int]) -> tuple[list[float], list[int]]:
     """Scale and new size of each of the axes, from whichever of scales and sizes is given."""
     last = 1 if n.count < 3 else 2
     given = n.constants({last: "the list of scales", 3: "the list of sizes"})
@@ -89,7 +89,7 @@ def _sizes(n: Node, dims: Sequence[int], axes: Sequence[int]) -> tuple[list[floa
     return scales, sizes
 
 
-def _weights(n: Node, mode: str, at: np.ndarray, scale: float, size: int) -> Taps:
+def _weights(n: OnnxNode, mode: str, at: np.ndarray, scale: float, size: int) -> Taps:
     below = np.ceil(at) - 1  # an entry at the place itself counts as the one above
     ratio, a = at - below, n.float_attr("cubic_coeff_a", -0.75)
     if n.int_attr("antialias"):
@@ -104,7 +104,7 @@ def _weights(n: Node, mode: str, at: np.ndarray, scale: float, size: int) -> Tap
     return taps_around(at, weights, size, bool(n.int_attr("exclude_outside")))
 
 
-def _resize(n: Node) -> Result:
+def _resize(n: OnnxNode) -> Result:
     x, old = n.value(), n.opset < 11 or n.kind == "Upsample"
     dims, rank = x.type.dims, x.type.rank
     axes = [axis_of(n, a, rank) for a in n.ints_attr("axes")] or list(range(rank))
@@ -148,7 +148,7 @@ def _resize(n: Node) -> Result:
 # ---------------------------------------------------------------------------------------- sampling
 
 
-def _grid_sample(n: Node) -> Result:
+def _grid_sample(n: OnnxNode) -> Result:
     x, grid = n.value(0), n.value(1)
     mode = {"bilinear": "linear", "bicubic": "cubic"}.get(n.text_attr("mode", "linear"), n.text_attr("mode", "linear"))
     dtype = x.type.dtype
@@ -158,7 +158,7 @@ def _grid_sample(n: Node) -> Result:
     return n.cast(y, dtype)
 
 
-def _affine_grid(n: Node) -> Result:
+def _affine_grid(n: OnnxNode) -> Result:
     theta, size = n.value(0), n.ints(1, "the size")
     space, corners = size[2:], n.int_attr("align_corners")
     rank = len(space)
@@ -171,7 +171,7 @@ def _affine_grid(n: Node) -> Result:
     return n.cast(y, theta.type.dtype)
 
 
-def _regions(n: Node, rois: Value, first: int, count: int, samples: int) -> Value:
+def _regions(n: OnnxNode, rois: Value, first: int, count: int, samples: int) -> Value:
     """Sample positions along one dimension (0: x, 1: y) of each region, [regions, count, samples]."""
     scale, shift = n.float_attr("spatial_scale", 1.0), 0.0
     half = (
@@ -194,7 +194,7 @@ def _regions(n: Node, rois: Value, first: int, count: int, samples: int) -> Valu
     return n.emit("add", low, n.emit("mul", length, steps.reshape(1, -1)))
 
 
-def _roi_align(n: Node) -> Result:
+def _roi_align(n: OnnxNode) -> Result:
     x, rois, image = n.value(0), n.value(1), n.value(2)
     rows, columns = n.int_attr("output_height", 1), n.int_attr("output_width", 1)
     samples, mode = n.int_attr("sampling_ratio"), n.text_attr("mode", "avg")
@@ -227,7 +227,7 @@ def _roi_align(n: Node) -> Result:
     return transpose(n, total, (0, 3, 1, 2))
 
 
-def _deform_conv(n: Node) -> Result:
+def _deform_conv(n: OnnxNode) -> Result:
     """Every tap of the kernel reads its own place between the entries; then a product with the weights."""
     x, w, offset = n.value(0), n.value(1), n.value(2)
     n.require(x.type.rank == 4, f"needs two spatial dimensions, got {x.type}")

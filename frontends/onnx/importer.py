@@ -36,12 +36,23 @@ from .folding import fold, small
 from .functions import DEEPEST, MOST_NODES, call, definition, has_definition, identity
 from .hints import Marks
 from .inference import Promises, promised_by_node, promises_of, rounds_up
-from .node import Builder, Node
+from .node import OnnxBuilder, OnnxNode
 from .report import CannotImport, Findings, report, row
-from .source import Source, node_name, our_dtype, stored_in
+from .source import ModelFile, node_name, our_dtype, stored_in
 from .structure import take_structure
 from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of
-from .tensors import Empty, Known, NeedsKnown, Result, Scope, Tensor, TensorList, Unfinished, Weight, is_lost
+from .tensors import (
+    Empty,
+    KnownTensor,
+    NeedsKnown,
+    NodeUnfinished,
+    OnnxWeight,
+    Result,
+    Scope,
+    Tensor,
+    TensorList,
+    is_lost,
+)
 from .trained import Trained
 from .versions import CHANGED, DOMAINS, UPGRADES, opsets_of, upgrade
 
@@ -59,7 +70,7 @@ def import_onnx(
 ) -> Imported:
     """The model at `path` as a Module. `dims` gives sizes for symbolic dimensions by name, `known` elements for inputs; `frozen` and
     `trained` are patterns of names of initializers."""
-    source = Source(path)
+    source = ModelFile(path)
     where = str(source.path)
     opsets = opsets_of(source)
     graph = source.model.graph
@@ -85,7 +96,7 @@ def import_onnx(
 # ---------------------------------------------------------------------------------------- before the nodes
 
 
-def _check(source: Source) -> None:
+def _check(source: ModelFile) -> None:
     """A file that is no valid model is a usage error, unless an operator that nobody knows is all there is against it."""
     problem = source.check()
     if not problem:
@@ -95,7 +106,7 @@ def _check(source: Source) -> None:
     raise UsageError(f"not a valid ONNX model: {problem}", where=str(source.path))
 
 
-def _unknown_operators(source: Source) -> list[str]:
+def _unknown_operators(source: ModelFile) -> list[str]:
     """The nodes whose operators are not supported on any operands."""
     own = {identity(f) for f in source.model.functions}
     nodes = [(i, node) for i, node in enumerate(source.model.graph.node) if identity(node) not in own]
@@ -117,7 +128,7 @@ def _behind_rounded_pools(graph: onnx.GraphProto) -> set[str]:
 class _Importer:
     """State of one import: the graph built so far, and what is to be reported. `scope` holds the names of the model's own graph."""
 
-    def __init__(self, source: Source, opsets: Mapping[str, int], findings: Findings, trained: Trained) -> None:
+    def __init__(self, source: ModelFile, opsets: Mapping[str, int], findings: Findings, trained: Trained) -> None:
         graph = source.model.graph
         every = [v.name for v in graph.input] + [o for n in graph.node for o in n.output]
         every += [t.values.name for t in graph.sparse_initializer]
@@ -134,7 +145,7 @@ class _Importer:
         self.declared = promises_of({value.name: value.type for value in graph.output if value.name not in doubtful})
         self.functions = {identity(f): f for f in source.model.functions}
         self.added = self.depth = 0
-        self.builder = Builder(Names(every), source=source)
+        self.builder = OnnxBuilder(Names(every), source=source)
         self.scope = Scope(opsets)
         self.inputs: list[Value] = []
         self.findings = findings
@@ -149,10 +160,10 @@ class _Importer:
             self.findings.bound.append(name)
             if isinstance(given, list):
                 tensors[name] = TensorList(
-                    tuple(Known(self.builder.names.new(f"{name}.{i}"), array) for i, array in enumerate(given))
+                    tuple(KnownTensor(self.builder.names.new(f"{name}.{i}"), array) for i, array in enumerate(given))
                 )
             else:
-                tensors[name] = Empty() if given is None else Known(name, given)
+                tensors[name] = Empty() if given is None else KnownTensor(name, given)
         for value in graph.input:
             if value.name not in bound.shapes:
                 continue
@@ -171,18 +182,20 @@ class _Importer:
         for tensor in graph.initializer:
             self.scope.tensors[tensor.name] = self._initializer(tensor, tensor.name)
         for sparse in graph.sparse_initializer:
-            self.scope.tensors[sparse.values.name] = Known(sparse.values.name, self.source.dense(sparse))
+            self.scope.tensors[sparse.values.name] = KnownTensor(sparse.values.name, self.source.dense(sparse))
 
     def _initializer(self, tensor: onnx.TensorProto, label: str) -> Tensor:
         try:
             kind = self.source.type_of(tensor)
         except ValueError:  # said when a node uses it as a tensor: as a number it may be harmless
-            return Known(label, self.source.array(tensor))
+            return KnownTensor(label, self.source.array(tensor))
         return (
-            Weight(label, kind, tensor) if self.trained(tensor.name, kind) else Known(label, self.source.array(tensor))
+            OnnxWeight(label, kind, tensor)
+            if self.trained(tensor.name, kind)
+            else KnownTensor(label, self.source.array(tensor))
         )
 
-    def open_graph(self, graph: onnx.GraphProto, n: Node, part: str) -> Scope:
+    def open_graph(self, graph: onnx.GraphProto, n: OnnxNode, part: str) -> Scope:
         """A scope around a graph inside a node, with its initializers: all its runs, also by runs of what is around, share them. In a
         function, whose nodes are read anew at each call, those of one place in it do."""
         scope = n.scope.inside(f"{n.own_name}/", f"{n.own_name}/{part}/")
@@ -213,18 +226,18 @@ class _Importer:
         finally:
             self.depth -= 1
         if len(self.findings.problems) > before:
-            raise Unfinished
+            raise NodeUnfinished
 
     def take_node(self, proto: onnx.NodeProto, index: int, scope: Scope) -> None:
         """Import one node into a scope; what cannot be imported is noted, and its results are lost."""
         promises = Promises()
         results, first = None, len(self.builder.ops)
         try:
-            node = Node(self.builder, proto, index, scope)
+            node = OnnxNode(self.builder, proto, index, scope)
             if identity(proto) not in self.functions and (reason := _why_unknown(proto)):
                 raise Refused(reason)
             if any(map(is_lost, node.operands)):  # nothing can be said
-                raise Unfinished
+                raise NodeUnfinished
             if proto.op_type not in CONTROL:
                 promises = promised_by_node(node)
             try:
@@ -237,7 +250,7 @@ class _Importer:
             finally:
                 if results is None:
                     node.abandon()
-        except Unfinished:
+        except NodeUnfinished:
             pass
         except _DO_NOT_FIT as error:
             results = None
@@ -254,7 +267,7 @@ class _Importer:
                 self.findings.needs.update(dict.fromkeys(cause.inputs))
             cause = cause.__cause__
 
-    def _results(self, node: Node, promises: Promises) -> Sequence[Result]:
+    def _results(self, node: OnnxNode, promises: Promises) -> Sequence[Result]:
         """What a node gives."""
         function = self.functions.get(identity(node.proto))
         if function is not None:
@@ -264,7 +277,7 @@ class _Importer:
             return _all_read(node, CONTROL[node.kind](self, node))
         written_in = upgrade(node) if standard else node.opset
         note = ""
-        known = bool(node.operands) and all(t is None or isinstance(t, Known) for t in node.operands)
+        known = bool(node.operands) and all(t is None or isinstance(t, KnownTensor) for t in node.operands)
         if (
             standard
             and known
@@ -338,7 +351,7 @@ class _Importer:
         found = []
         for proto in self.source.model.graph.output:
             tensor = self.scope.tensors[proto.name]
-            value = self.builder.value_of(tensor) if isinstance(tensor, Known | Weight) else tensor
+            value = self.builder.value_of(tensor) if isinstance(tensor, KnownTensor | OnnxWeight) else tensor
             assert isinstance(value, Value)
             found.append((self.builder.names[proto.name], value))
         return found
@@ -348,14 +361,14 @@ class _Importer:
         return [
             theirs
             for ours, theirs in stored.items()
-            if ours not in variables and isinstance(self.scope.tensors[theirs], Weight)
+            if ours not in variables and isinstance(self.scope.tensors[theirs], OnnxWeight)
         ]
 
 
 # ---------------------------------------------------------------------------------------- single nodes
 
 
-def _all_read(node: Node, results: Sequence[Result]) -> Sequence[Result]:
+def _all_read(node: OnnxNode, results: Sequence[Result]) -> Sequence[Result]:
     unread = node.unread()
     if unread:
         raise Refused(f"attribute {', '.join(unread)} is not supported")
@@ -368,7 +381,7 @@ def _compare(proto: onnx.NodeProto, results: Sequence[Result], promises: Promise
         raise Refused(f"only the first {len(results)} results are supported")
     for name, result in zip(proto.output, results, strict=False):
         promised = promises.types.get(name)
-        array = result.array if isinstance(result, Known) else result
+        array = result.array if isinstance(result, KnownTensor) else result
         if promised is None or isinstance(array, TensorList | Empty):
             continue
         found = TensorType(dtype_of(array.dtype), array.shape) if isinstance(array, np.ndarray) else array.type

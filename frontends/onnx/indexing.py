@@ -10,10 +10,10 @@ import numpy as np
 from ..formulas.indexing import entries, from_the_front, positions
 from ..formulas.layout import axis_of, cut, reshape
 from ..formulas.scans import cumulative_product
-from .node import Node, Result, Rule
+from .node import OnnxNode, Result, Rule
 
 
-def _gather(n: Node) -> Result:
+def _gather(n: OnnxNode) -> Result:
     axis = axis_of(n, n.int_attr("axis"), n.type().rank)
     x, indices = n.value(), n.known(1)
     if indices is None or indices.ndim:
@@ -25,13 +25,13 @@ def _gather(n: Node) -> Result:
     return reshape(n, cut(n, x, axis, at % size, at % size + 1), x.type.dims[:axis] + x.type.dims[axis + 1 :])
 
 
-def _gather_elements(n: Node) -> Result:
+def _gather_elements(n: OnnxNode) -> Result:
     x, indices = n.value(0), n.value(1)
     axis = axis_of(n, n.int_attr("axis"), x.type.rank)
     return n.emit("gather", reshape(n, x, (x.type.size,)), positions(n, indices, axis, x.type.dims), axis=0)
 
 
-def _one_hot(n: Node) -> Result:
+def _one_hot(n: OnnxNode) -> Result:
     depth = int(n.constant(1, "the depth").reshape(-1)[0])
     indices, dtype = n.value(0), n.type(2).dtype
     known = n.known(2)
@@ -49,20 +49,20 @@ def _one_hot(n: Node) -> Result:
     return n.emit("where", n.emit("equal", column, line), on, off)
 
 
-def _topk(n: Node) -> Sequence[Result]:
+def _topk(n: OnnxNode) -> Sequence[Result]:
     x = n.value()
     n.ignore("sorted")  # sorted is one of the orders that may come when it does not matter
     axis = axis_of(n, n.int_attr("axis", -1), x.type.rank)
     return n.emit_all("topk", 2, x, k=n.ints(1, "k")[0], axis=axis, largest=bool(n.int_attr("largest", 1)))
 
 
-def _cumsum(n: Node) -> Result:
+def _cumsum(n: OnnxNode) -> Result:
     x = n.value()
     axis = axis_of(n, n.ints(1, "the axis")[0], x.type.rank)
     return n.emit("cumsum", x, axis=axis, exclusive=bool(n.int_attr("exclusive")), reverse=bool(n.int_attr("reverse")))
 
 
-def _gather_nd(n: Node) -> Result:
+def _gather_nd(n: OnnxNode) -> Result:
     x, indices, shared = n.value(0), n.value(1), n.int_attr("batch_dims")
     n.require(
         0 <= shared < min(x.type.rank, indices.type.rank),
@@ -87,7 +87,7 @@ def _gather_nd(n: Node) -> Result:
     return reshape(n, y, (*lead, *places, *x.type.dims[shared + depth :]))
 
 
-def _reverse_sequence(n: Node) -> Result:
+def _reverse_sequence(n: OnnxNode) -> Result:
     """The first entries of each sequence, as many as its length, in the other order."""
     x, batch, time = n.value(), n.int_attr("batch_axis", 1), n.int_attr("time_axis")
     n.require({batch, time} == {0, 1}, f"batch_axis={batch} and time_axis={time} must be 0 and 1")
@@ -102,7 +102,7 @@ def _reverse_sequence(n: Node) -> Result:
     return n.emit("gather", reshape(n, x, (prod(sizes), *x.type.dims[2:])), at, axis=0)
 
 
-def _compress(n: Node) -> Result:
+def _compress(n: OnnxNode) -> Result:
     keep = n.constant(1, "the condition").reshape(-1)
     x = n.value()
     if not n.given("axis"):
@@ -119,7 +119,7 @@ def _compress(n: Node) -> Result:
     return n.emit("gather", x, places.astype(np.int64), axis=axis)
 
 
-def _cumulative_product(n: Node) -> Result:
+def _cumulative_product(n: OnnxNode) -> Result:
     x = n.value()
     axis = axis_of(n, n.ints(1, "the axis")[0], x.type.rank)
     return cumulative_product(n, x, axis, exclusive=bool(n.int_attr("exclusive")), reverse=bool(n.int_attr("reverse")))

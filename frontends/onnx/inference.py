@@ -20,9 +20,9 @@ from onnx.helper import make_opsetid, make_tensor_type_proto, np_dtype_to_tensor
 from penstock.ir.types import TensorType, numpy_dtype
 
 from ..writer import Lost
-from .node import Node
+from .node import OnnxNode
 from .source import SMALL, our_dtype
-from .tensors import Empty, Known, Tensor, TensorList
+from .tensors import Empty, KnownTensor, Tensor, TensorList
 
 # Attributes that name dimensions of operands, and operators whose results have dimensions that the operands have
 # not, or that take one behind the last.
@@ -70,7 +70,7 @@ def type_proto(tensor: Tensor | None) -> onnx.TypeProto | None:
     match tensor:
         case None:
             return onnx.TypeProto()
-        case Known():
+        case KnownTensor():
             return make_tensor_type_proto(np_dtype_to_tensor_dtype(tensor.array.dtype), tensor.array.shape)
         case TensorList() | Empty() | Lost(type=None):
             return None
@@ -79,7 +79,7 @@ def type_proto(tensor: Tensor | None) -> onnx.TypeProto | None:
             return make_tensor_type_proto(np_dtype_to_tensor_dtype(numpy_dtype(tensor.type.dtype)), tensor.type.dims)
 
 
-def promised_by_node(n: Node) -> Promises:
+def promised_by_node(n: OnnxNode) -> Promises:
     """The types of one node's results by its operands; nothing about operators that ONNX does not know or that contain graphs."""
     proto, types, data = n.proto, {}, {}
     for name, tensor in zip(proto.input, n.operands, strict=True):
@@ -88,7 +88,7 @@ def promised_by_node(n: Node) -> Promises:
             return Promises()
         if name:
             types[name] = kind
-        if name and isinstance(tensor, Known) and tensor.array.size <= SMALL:
+        if name and isinstance(tensor, KnownTensor) and tensor.array.size <= SMALL:
             data[name] = numpy_helper.from_array(tensor.array, name)
     ranks = [len(kind.tensor_type.shape.dim) for kind in types.values()]
     if not _harmless(proto, ranks):

@@ -16,16 +16,16 @@ from penstock.ir.types import broadcast_shapes, dtype_of, numpy_dtype
 
 from ..formulas.layout import axis_of, cut, reshape, tile, transpose, triangle
 from ..writer import Refused
-from .node import MOST_MADE, Node, Result, Rule
+from .node import MOST_MADE, OnnxNode, Result, Rule
 from .source import our_dtype
 
 
-def reshaped(n: Node, shape: Sequence[int]) -> Result:
+def reshaped(n: OnnxNode, shape: Sequence[int]) -> Result:
     """Operand 0 in another shape; nothing is written when it has that shape already."""
     return n.tensor(0) if n.type().shape == tuple(shape) else reshape(n, n.value(), shape)
 
 
-def _reshape(n: Node) -> Result:
+def _reshape(n: OnnxNode) -> Result:
     wanted = list(n.ints(1, "the shape"))
     dims, keep_zero = n.type().dims, n.int_attr("allowzero")
     for i, size in enumerate(wanted):
@@ -40,7 +40,7 @@ def _reshape(n: Node) -> Result:
     return reshaped(n, wanted)
 
 
-def _flatten(n: Node) -> Result:
+def _flatten(n: OnnxNode) -> Result:
     dims = n.type().dims
     axis = n.int_attr("axis", 1)
     n.require(-len(dims) <= axis <= len(dims), f"axis {axis} is outside a tensor of rank {len(dims)}")
@@ -48,7 +48,7 @@ def _flatten(n: Node) -> Result:
     return reshaped(n, (math.prod(dims[:axis]), math.prod(dims[axis:])))
 
 
-def _squeeze(n: Node) -> Result:
+def _squeeze(n: OnnxNode) -> Result:
     dims = n.type().dims
     axes = (
         {axis_of(n, a, len(dims)) for a in n.ints(1, "the list of axes")}
@@ -59,7 +59,7 @@ def _squeeze(n: Node) -> Result:
     return reshaped(n, [size for i, size in enumerate(dims) if i not in axes])
 
 
-def _unsqueeze(n: Node) -> Result:
+def _unsqueeze(n: OnnxNode) -> Result:
     dims = n.type().dims
     wanted = n.ints(1, "the list of axes")
     axes = {axis_of(n, a, len(dims) + len(wanted)) for a in wanted}
@@ -68,23 +68,23 @@ def _unsqueeze(n: Node) -> Result:
     return reshaped(n, [1 if i in axes else next(rest) for i in range(len(dims) + len(axes))])
 
 
-def _transpose(n: Node) -> Result:
+def _transpose(n: OnnxNode) -> Result:
     rank = n.type().rank
     perm = n.ints_attr("perm") or tuple(reversed(range(rank)))
     return n.tensor(0) if list(perm) == list(range(rank)) else transpose(n, n.value(), perm)
 
 
-def _expand(n: Node) -> Result:
+def _expand(n: OnnxNode) -> Result:
     shape = broadcast_shapes(n.type().shape, n.ints(1, "the shape"))
     return n.tensor(0) if shape == n.type().shape else n.emit("broadcast", n.value(), shape=shape)
 
 
-def _concat(n: Node) -> Result:
+def _concat(n: OnnxNode) -> Result:
     axis = axis_of(n, n.int_attr("axis"), n.type().rank)
     return n.tensor(0) if n.count == 1 else n.emit("concat", *n.values(), axis=axis)
 
 
-def _split(n: Node) -> Sequence[Result]:
+def _split(n: OnnxNode) -> Sequence[Result]:
     x = n.value()
     axis = axis_of(n, n.int_attr("axis"), x.type.rank)
     size, parts = x.type.dims[axis], len(n.proto.output)
@@ -106,7 +106,7 @@ def _split(n: Node) -> Sequence[Result]:
     ]
 
 
-def _slice(n: Node) -> Result:
+def _slice(n: OnnxNode) -> Result:
     x, dims = n.type(), n.type().dims
     given = n.all_ints({1: "the list of starts", 2: "the list of ends", 3: "the list of axes", 4: "the list of steps"})
     starts, ends = given[1], given[2]
@@ -133,7 +133,7 @@ def _slice(n: Node) -> Result:
     return y
 
 
-def _pad(n: Node) -> Result:
+def _pad(n: OnnxNode) -> Result:
     x = n.value()
     dims, mode = x.type.dims, n.text_attr("mode", "constant")
     given = n.all_ints({1: "the padding", 3: "the list of axes"})
@@ -165,18 +165,18 @@ def _pad(n: Node) -> Result:
     return x
 
 
-def _filled(n: Node, x: Value, filler: Value, low: Sequence[int], high: Sequence[int]) -> Value:
+def _filled(n: OnnxNode, x: Value, filler: Value, low: Sequence[int], high: Sequence[int]) -> Value:
     """x with a number around it that is computed at run time."""
     own = n.emit("pad", n.emit("const", value=True, dtype="bool", shape=x.type.dims), low=tuple(low), high=tuple(high))
     return n.emit("where", own, n.emit("pad", x, low=tuple(low), high=tuple(high)), filler)
 
 
-def _tile(n: Node) -> Result:
+def _tile(n: OnnxNode) -> Result:
     repeats = n.ints(1, "the list of repeats")
     return n.tensor(0) if repeats and all(r == 1 for r in repeats) else tile(n, n.value(), repeats)
 
 
-def _trilu(n: Node) -> Result:
+def _trilu(n: OnnxNode) -> Result:
     x = n.value()
     n.require(x.type.rank >= 2, f"needs at least two dimensions, got {x.type}")
     rows, columns = x.type.dims[-2:]
@@ -194,7 +194,7 @@ def _trilu(n: Node) -> Result:
     return n.emit("and", keep, x) if x.type.dtype == "bool" else n.emit("where", keep, x, 0)
 
 
-def _constant(n: Node) -> Result:
+def _constant(n: OnnxNode) -> Result:
     numbers = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
     for name, dtype in numbers.items():
         if n.given(name):
@@ -204,7 +204,7 @@ def _constant(n: Node) -> Result:
     return n.array_attr("value")
 
 
-def _constant_of_shape(n: Node) -> Result:
+def _constant_of_shape(n: OnnxNode) -> Result:
     filler = n.array_attr("value").reshape(-1)[0] if n.given("value") else np.float32(0)
     shape = n.ints(0, "the shape")
     n.require(min(shape, default=0) >= 0, f"sizes {list(shape)} are not all positive or zero")
@@ -213,13 +213,13 @@ def _constant_of_shape(n: Node) -> Result:
     return np.full(shape, filler)
 
 
-def _shape(n: Node) -> Result:
+def _shape(n: OnnxNode) -> Result:
     dims = n.type().dims
     start, end = n.int_attr("start"), n.int_attr("end", len(dims))
     return np.array(dims[start:end], np.int64)
 
 
-def _range(n: Node) -> Result:
+def _range(n: OnnxNode) -> Result:
     start, limit, delta = n.constants({0: "the start", 1: "the limit", 2: "the step"}).values()
     n.require(
         start.size == limit.size == delta.size == 1 and bool(delta),
@@ -231,7 +231,7 @@ def _range(n: Node) -> Result:
     return found
 
 
-def _eye_like(n: Node) -> Result:
+def _eye_like(n: OnnxNode) -> Result:
     x, k = n.type(), n.int_attr("k")
     n.require(x.rank == 2, f"needs two dimensions, got {x}")
     dtype = our_dtype(n.int_attr("dtype")) if n.given("dtype") else x.dtype
@@ -239,7 +239,7 @@ def _eye_like(n: Node) -> Result:
     return np.asarray(np.eye(rows, columns, k), numpy_dtype(dtype))
 
 
-def _depth_to_space(n: Node) -> Result:
+def _depth_to_space(n: OnnxNode) -> Result:
     x, block, mode = n.value(), n.int_attr("blocksize"), n.text_attr("mode", "DCR")
     n.require(
         x.type.rank == 4 and block > 0 and x.type.dims[1] % (block * block) == 0,
@@ -253,7 +253,7 @@ def _depth_to_space(n: Node) -> Result:
     return reshape(n, transpose(n, reshape(n, x, shape), perm), (batch, own, height * block, width * block))
 
 
-def _space_to_depth(n: Node) -> Result:
+def _space_to_depth(n: OnnxNode) -> Result:
     x, block, mode = n.value(), n.int_attr("blocksize"), n.text_attr("mode", "DCR")
     n.require(x.type.rank == 4 and block > 0, f"needs four dimensions and a block, got {x.type} and {block}")
     n.require(mode in ("DCR", "CRD"), f"mode={mode} is not known")
@@ -267,7 +267,7 @@ def _space_to_depth(n: Node) -> Result:
     )
 
 
-def _center_crop_pad(n: Node) -> Result:
+def _center_crop_pad(n: OnnxNode) -> Result:
     x, wanted = n.value(), n.ints(1, "the shape")
     axes = [axis_of(n, a, x.type.rank) for a in n.ints_attr("axes")] or list(range(x.type.rank))
     n.require(len(axes) == len(wanted), f"{len(wanted)} sizes do not fit {len(axes)} axes")

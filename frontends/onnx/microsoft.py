@@ -17,24 +17,24 @@ from ..formulas.elementwise import between, hard_sigmoid, leaky
 from ..formulas.layout import cut, reshape, triangle
 from ..formulas.norms import rms_norm
 from . import layout, neural
-from .node import Node, Result, Rule
+from .node import OnnxNode, Result, Rule
 
 # ---------------------------------------------------------------------------------------- activations and normalisation
 
 
 def _gelu(approximate: str, biased: bool) -> Rule:
-    def rule(n: Node) -> Result:
+    def rule(n: OnnxNode) -> Result:
         x = n.emit("add", n.value(0), n.value(1)) if biased and n.has(1) else n.value()
         return n.emit("gelu", x, approximate=approximate)
 
     return rule
 
 
-def _quick_gelu(n: Node) -> Result:
+def _quick_gelu(n: OnnxNode) -> Result:
     return n.emit("mul", n.value(), n.emit("sigmoid", n.emit("mul", n.value(), n.float_attr("alpha", 1.702))))
 
 
-def _normalised(n: Node, x: Value, gamma: Value, beta: Value | None, eps: float) -> Value:
+def _normalised(n: OnnxNode, x: Value, gamma: Value, beta: Value | None, eps: float) -> Value:
     """Over the last dimension."""
     bias = beta if beta is not None else n.emit("const", value=0.0, dtype=x.type.dtype, shape=gamma.type.dims)
     return n.emit_all("layer_norm", 3, x, gamma, bias, axis=-1, eps=eps)[0]
@@ -43,7 +43,7 @@ def _normalised(n: Node, x: Value, gamma: Value, beta: Value | None, eps: float)
 def _skip_norm(simplified: bool) -> Rule:
     """Normalisation of a sum, which is the fourth result; the second and third are for training."""
 
-    def rule(n: Node) -> Sequence[Result]:
+    def rule(n: OnnxNode) -> Sequence[Result]:
         n.require(not any(n.proto.output[1:3]), "mean and deviation as results are not supported")
         x, skip, eps = n.value(0), n.value(1), n.float_attr("epsilon", 1e-12 if not simplified else 1e-5)
         bias = 3 if simplified else 4
@@ -58,7 +58,7 @@ def _skip_norm(simplified: bool) -> Rule:
     return rule
 
 
-def _embed_norm(n: Node) -> Sequence[Result]:
+def _embed_norm(n: OnnxNode) -> Sequence[Result]:
     """Words, positions and segments looked up, added and normalised; and how many positions of each row the mask leaves."""
     ids = n.value(0)
     batch, positions = ids.type.dims
@@ -85,7 +85,7 @@ def _embed_norm(n: Node) -> Sequence[Result]:
 
 
 def _weighed(
-    n: Node,
+    n: OnnxNode,
     q: Value,
     k: Value,
     v: Value,
@@ -111,7 +111,7 @@ def _weighed(
     return n.emit("matmul", n.emit("softmax", scores, axis=-1), v)
 
 
-def _hidden(n: Node, i: int, dtype: str, rows: int, columns: int, batch: int) -> list[Value]:
+def _hidden(n: OnnxNode, i: int, dtype: str, rows: int, columns: int, batch: int) -> list[Value]:
     """What a mask of numbers adds to the scores: nothing where it is not 0, the filter value where it is."""
     if not n.has(i):
         n.ignore("mask_filter_value")
@@ -132,7 +132,7 @@ def _hidden(n: Node, i: int, dtype: str, rows: int, columns: int, batch: int) ->
     return [n.emit("where", seen, n.literal(0.0, dtype), n.literal(filler, dtype))]
 
 
-def _attention(n: Node) -> Result:
+def _attention(n: OnnxNode) -> Result:
     n.only_first_output()
     n.require(not any(n.has(i) for i in (4, 6)), "past keys and values are not supported")
     n.require(not n.int_attr("do_rotary") and not n.int_attr("past_present_share_buffer"), "do_rotary is not supported")
@@ -154,7 +154,7 @@ def _attention(n: Node) -> Result:
     return join_heads(n, _weighed(n, q, k, v, scale, added, bool(n.int_attr("unidirectional"))))
 
 
-def _multi_head(n: Node) -> Sequence[Result]:
+def _multi_head(n: OnnxNode) -> Sequence[Result]:
     n.require(not any(n.has(i) for i in (6, 7, 8, 9)), "past keys and values are not supported")
     n.require(n.has(1) and n.has(2) and n.type().rank == 3, "packed queries, keys and values are not supported")
     heads = n.int_attr("num_heads")
@@ -174,7 +174,7 @@ def _multi_head(n: Node) -> Sequence[Result]:
     return join_heads(n, y), k, v
 
 
-def _group_query(n: Node) -> Sequence[Result]:
+def _group_query(n: OnnxNode) -> Sequence[Result]:
     """Whole sequences from their first position on. What it says of positions behind the end of a
     shorter one in the batch is not specified."""
     n.require(not any(n.has(i) and n.type(i).size for i in (3, 4)), "past keys and values are not supported")
@@ -213,7 +213,7 @@ def _group_query(n: Node) -> Sequence[Result]:
     return join_heads(n, y), k, v
 
 
-def _rotary(n: Node) -> Result:
+def _rotary(n: OnnxNode) -> Result:
     n.require(
         not n.int_attr("is_packed_batching") and n.float_attr("scale", 1.0) == 1.0,
         "packed batches and a scale are not supported",
@@ -253,26 +253,26 @@ _ACTIVATIONS: dict[str, tuple[tuple[float, ...], Callable[..., Value]]] = {
 }
 
 
-def _activated(n: Node, x: Value, numbers: Sequence[float]) -> Value:
+def _activated(n: OnnxNode, x: Value, numbers: Sequence[float]) -> Value:
     name = n.text_attr("activation")
     n.require(name in _ACTIVATIONS, f"activation={name} is not supported")
     defaults, write = _ACTIVATIONS[name]
     return write(n, x, *numbers[: len(defaults)], *defaults[len(numbers) :])
 
 
-def _fused_gemm(n: Node) -> Result:
+def _fused_gemm(n: OnnxNode) -> Result:
     y = neural.gemm(n)
     numbers = [n.float_attr(name) for name in ("activation_alpha", "activation_beta") if n.given(name)]
     return _activated(n, y, numbers)
 
 
-def _fused_conv(n: Node) -> Result:
+def _fused_conv(n: OnnxNode) -> Result:
     y = neural.conv(n)
     y = n.emit("add", y, n.value(3)) if n.has(3) else y
     return _activated(n, y, n.floats_attr("activation_params"))
 
 
-def _fused_matmul(n: Node) -> Result:
+def _fused_matmul(n: OnnxNode) -> Result:
     n.require(not n.int_attr("transBatchA") and not n.int_attr("transBatchB"), "transposed batches are not supported")
     x, y = n.value(0), n.value(1)
     n.require(

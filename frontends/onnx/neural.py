@@ -11,13 +11,13 @@ from ..formulas.elementwise import power, root
 from ..formulas.layout import axis_of, expand, reshape
 from ..formulas.norms import batch_statistics, grouped_norm, moved, per_channel, rms_norm, scaled
 from ..formulas.products import product, scaled_sum
-from ..formulas.windows import Window, reach, transposed_sizes, window
-from .node import Node, Result, Rule
+from ..formulas.windows import PaddedWindow, reach, transposed_sizes, window
+from .node import OnnxNode, Result, Rule
 
 # ---------------------------------------------------------------------------------------- products
 
 
-def gemm(n: Node) -> Value:
+def gemm(n: OnnxNode) -> Value:
     y = n.emit("matmul", n.value(0), n.value(1), ta=bool(n.int_attr("transA")), tb=bool(n.int_attr("transB")))
     alpha, beta = n.float_attr("alpha", 1.0), n.float_attr("beta", 1.0)
     return scaled_sum(n, y, n.value(2) if n.has(2) and beta != 0.0 else None, alpha, beta)
@@ -26,7 +26,7 @@ def gemm(n: Node) -> Value:
 # ---------------------------------------------------------------------------------------- convolutions
 
 
-def window_of(n: Node, kernel: Sequence[int]) -> Window:
+def window_of(n: OnnxNode, kernel: Sequence[int]) -> PaddedWindow:
     """The windows of a convolution or pooling, automatic padding resolved."""
     r = len(kernel)
     sizes = n.type().dims[2:]
@@ -53,14 +53,14 @@ def window_of(n: Node, kernel: Sequence[int]) -> Window:
     return window(sizes, kernel, strides, dilations, pads, bool(n.int_attr("ceil_mode")))
 
 
-def kernel_of(n: Node, w: Value) -> tuple[int, ...]:
+def kernel_of(n: OnnxNode, w: Value) -> tuple[int, ...]:
     """The sizes of the kernel of a convolution, which the weight and perhaps an attribute give."""
     kernel = w.type.dims[2:]
     n.require((n.ints_attr("kernel_shape") or kernel) == kernel, f"kernel_shape differs from the weight {w.type}")
     return kernel
 
 
-def conv(n: Node) -> Value:
+def conv(n: OnnxNode) -> Value:
     x, w = n.value(0), n.value(1)
     kernel = kernel_of(n, w)
     groups = n.int_attr("group", 1)
@@ -69,7 +69,7 @@ def conv(n: Node) -> Value:
     return scaled(n, y, None, n.value(2) if n.has(2) else None)
 
 
-def _conv_transpose(n: Node) -> Result:
+def _conv_transpose(n: OnnxNode) -> Result:
     """The gradient of a convolution for its operand, with the roles exchanged: x takes the place of what was computed."""
     x, w = n.value(0), n.value(1)
     kernel, sizes = kernel_of(n, w), x.type.dims[2:]
@@ -116,7 +116,7 @@ def _conv_transpose(n: Node) -> Result:
 
 
 def _row(kind: str) -> Rule:
-    def rule(n: Node) -> Result:
+    def rule(n: OnnxNode) -> Result:
         x = n.value()
         if n.opset >= 13:
             return n.emit(kind, x, axis=axis_of(n, n.int_attr("axis", -1), x.type.rank))
@@ -127,11 +127,11 @@ def _row(kind: str) -> Rule:
     return rule
 
 
-def _require_statistics_in_f32(n: Node) -> None:
+def _require_statistics_in_f32(n: OnnxNode) -> None:
     n.require(n.int_attr("stash_type", 1) == 1, "stash_type other than 1 (statistics in f32) is not supported")
 
 
-def _layer_norm(n: Node) -> Result | Sequence[Result]:
+def _layer_norm(n: OnnxNode) -> Result | Sequence[Result]:
     x = n.value()
     _require_statistics_in_f32(n)
     axis = axis_of(n, n.int_attr("axis", -1), x.type.rank)
@@ -147,7 +147,7 @@ def _layer_norm(n: Node) -> Result | Sequence[Result]:
     return y, reshape(n, mean, shape), reshape(n, rstd, shape)
 
 
-def _rms_norm(n: Node) -> Result:
+def _rms_norm(n: OnnxNode) -> Result:
     x = n.value()
     _require_statistics_in_f32(n)
     axis = axis_of(n, n.int_attr("axis", -1), x.type.rank)
@@ -155,7 +155,7 @@ def _rms_norm(n: Node) -> Result:
     return n.emit("mul", y, n.value(1))
 
 
-def _batch_norm(n: Node) -> Result | list[Result]:
+def _batch_norm(n: OnnxNode) -> Result | list[Result]:
     if n.int_attr("training_mode"):
         return _batch_norm_training(n)
     n.ignore("momentum")  # of the running statistics, which do not run here
@@ -164,7 +164,7 @@ def _batch_norm(n: Node) -> Result | list[Result]:
     return n.emit("batch_norm", n.value(0), n.value(1), n.value(2), *statistics, eps=n.float_attr("epsilon", 1e-5))
 
 
-def _batch_norm_training(n: Node) -> list[Result]:
+def _batch_norm_training(n: OnnxNode) -> list[Result]:
     """With the statistics of the batch; the running ones become, in training, what results 1 and 2 are.
     Here ONNX's variance is the biased one."""
     x, scale, bias = n.value(0), n.value(1), n.value(2)
@@ -182,13 +182,13 @@ def _batch_norm_training(n: Node) -> list[Result]:
     return results
 
 
-def _instance_norm(n: Node) -> Result:
+def _instance_norm(n: OnnxNode) -> Result:
     x = n.value()
     y = grouped_norm(n, x, x.type.dims[1], n.float_attr("epsilon", 1e-5))
     return scaled(n, y, n.value(1), n.value(2))
 
 
-def _group_norm(n: Node) -> Result:
+def _group_norm(n: OnnxNode) -> Result:
     x, groups = n.value(), n.int_attr("num_groups")
     n.require(groups > 0 and x.type.dims[1] % groups == 0, f"{x.type} does not divide into {groups} groups")
     _require_statistics_in_f32(n)
@@ -210,7 +210,7 @@ def _group_norm(n: Node) -> Result:
     return scaled(n, y, scale, bias)
 
 
-def _local_response(n: Node) -> Result:
+def _local_response(n: OnnxNode) -> Result:
     x, size = n.value(), n.int_attr("size")
     n.require(size > 0 and x.type.rank >= 3, f"size={size} channels of {x.type}")
     batch, channels = x.type.dims[:2]
@@ -223,7 +223,7 @@ def _local_response(n: Node) -> Result:
     return n.emit("mul", x, power(n, total, -n.float_attr("beta", 0.75)))
 
 
-def _lp_normalization(n: Node) -> Result:
+def _lp_normalization(n: OnnxNode) -> Result:
     x, p = n.value(), n.int_attr("p", 2)
     n.require(p in (1, 2), f"p={p} is not known, only 1 and 2")
     axis = axis_of(n, n.int_attr("axis", -1), x.type.rank)
@@ -234,7 +234,7 @@ def _lp_normalization(n: Node) -> Result:
     return n.emit("div", x, n.emit("sqrt", safe) if p == 2 else safe)
 
 
-def _mean_variance(n: Node) -> Result:
+def _mean_variance(n: OnnxNode) -> Result:
     x = n.value()
     axes = tuple(sorted(axis_of(n, a, x.type.rank) for a in n.ints_attr("axes") or (0, 2, 3)))
     centred = n.emit("sub", x, n.emit("mean", x, axes=axes, keep=True))
@@ -242,7 +242,7 @@ def _mean_variance(n: Node) -> Result:
     return n.emit("div", centred, n.emit("add", root(n, variance), 1e-9))
 
 
-def _hardmax(n: Node) -> Result:
+def _hardmax(n: OnnxNode) -> Result:
     x = n.value()
     dims, axis = x.type.dims, n.int_attr("axis", -1 if n.opset >= 13 else 1)
     axis = axis_of(n, axis, x.type.rank)

@@ -22,41 +22,41 @@ from penstock.ir.graph import BUFFER, PARAM, Value
 from penstock.ir.types import TensorType
 
 from ..names import legal
-from ..writer import Lost, Program, Refused, Writer
-from .source import Source, node_name
-from .tensors import Empty, Known, NeedsKnown, Result, Scope, Tensor, TensorList, Unfinished, Weight
+from ..writer import GraphWriter, Lost, Refused, Writer
+from .source import ModelFile, node_name
+from .tensors import Empty, KnownTensor, NeedsKnown, NodeUnfinished, OnnxWeight, Result, Scope, Tensor, TensorList
 
 # The most elements that a rule makes of its own: what a file says costs nothing to say.
 MOST_MADE = 1 << 22
 
-Rule = Callable[["Node"], "Result | Sequence[Result]"]
+Rule = Callable[["OnnxNode"], "Result | Sequence[Result]"]
 
 
 @dataclass
-class Builder(Program):
+class OnnxBuilder(GraphWriter):
     """The program under construction. `inputs` gives the model's name of each of its inputs."""
 
-    source: Source = field(kw_only=True)
+    source: ModelFile = field(kw_only=True)
     inputs: dict[Value, str] = field(default_factory=dict)
     _values: dict[str, Value] = field(default_factory=dict)
     _standing: set[Value] = field(default_factory=set)
 
-    def value_of(self, tensor: Known | Weight) -> Value:
+    def value_of(self, tensor: KnownTensor | OnnxWeight) -> Value:
         """The tensor as a value of the graph; the second use of the same tensor gives the same value."""
         if tensor.name not in self._values:
             name = self.names[tensor.name]
-            if isinstance(tensor, Weight):
+            if isinstance(tensor, OnnxWeight):
                 self._values[tensor.name] = self.variable(name, tensor.type, PARAM, self.source.array(tensor.tensor))
             else:
                 self._values[tensor.name] = self.constant(name, tensor.array, tensor.name)
             self._standing.add(self._values[tensor.name])
         return self._values[tensor.name]
 
-    def moving(self, tensor: Known | Weight) -> tuple[Value, str]:
+    def moving(self, tensor: KnownTensor | OnnxWeight) -> tuple[Value, str]:
         """A stored tensor as a buffer that forward changes: a variable however small it is."""
         if tensor.name in self._values:
             raise Refused(f"{tensor.name} is used elsewhere, too, and would have to be moved in training")
-        array = self.source.array(tensor.tensor) if isinstance(tensor, Weight) else tensor.array
+        array = self.source.array(tensor.tensor) if isinstance(tensor, OnnxWeight) else tensor.array
         value = self._values[tensor.name] = self.variable(self.names[tensor.name], self.type_of(array), BUFFER, array)
         self._standing.add(value)
         return value, value.name
@@ -79,10 +79,10 @@ class Builder(Program):
         return [name for value, name in self.inputs.items() if value in reached]
 
 
-class Node(Writer):
+class OnnxNode(Writer):
     """One ONNX node under import. `operands` are those of the node's newest form."""
 
-    def __init__(self, builder: Builder, proto: onnx.NodeProto, index: int, scope: Scope) -> None:
+    def __init__(self, builder: OnnxBuilder, proto: onnx.NodeProto, index: int, scope: Scope) -> None:
         self.own_name = node_name(proto, index)
         self.name = scope.prefix + self.own_name
         super().__init__(builder, legal(self.name))
@@ -113,7 +113,7 @@ class Node(Writer):
             raise Refused(f"operand {i} is missing")
         return tensor
 
-    def tensor(self, i: int) -> Known | Weight | Value | Lost:
+    def tensor(self, i: int) -> KnownTensor | OnnxWeight | Value | Lost:
         tensor = self.operand(i)
         if isinstance(tensor, TensorList | Empty):
             raise Refused(
@@ -125,8 +125,8 @@ class Node(Writer):
         """Type of an operand, without making it a value."""
         return self.type_of(self.tensor(i))
 
-    def type_of(self, tensor: Known | Weight | Value | Lost) -> TensorType:
-        if isinstance(tensor, Known):
+    def type_of(self, tensor: KnownTensor | OnnxWeight | Value | Lost) -> TensorType:
+        if isinstance(tensor, KnownTensor):
             return self._builder.type_of(tensor.array)
         assert tensor.type is not None, "a node with an operand of unknown type is not imported"
         return tensor.type
@@ -135,7 +135,7 @@ class Node(Writer):
         """An operand as a tensor of the graph. This is what makes an initializer a parameter."""
         return self.value_of(self.tensor(i))
 
-    def value_of(self, tensor: Known | Weight | Value | Lost) -> Value:
+    def value_of(self, tensor: KnownTensor | OnnxWeight | Value | Lost) -> Value:
         if isinstance(tensor, Value):
             return tensor
         if isinstance(tensor, Lost):  # only to look at the node: the import fails anyway
@@ -149,19 +149,19 @@ class Node(Writer):
     def known(self, i: int) -> np.ndarray | None:
         """The elements of an operand that is known and not trainable; None otherwise."""
         tensor = self.tensor(i)
-        return tensor.array if isinstance(tensor, Known) else None
+        return tensor.array if isinstance(tensor, KnownTensor) else None
 
     def constant(self, i: int, what: str) -> np.ndarray:
         """The elements of an operand that has to be known at import; a trainable initializer is read as it stands."""
         return self.constant_of(self.tensor(i), what)
 
     def constant_of(self, tensor: Tensor, what: str) -> np.ndarray:
-        if isinstance(tensor, Known):
+        if isinstance(tensor, KnownTensor):
             return tensor.array
-        if isinstance(tensor, Weight):
+        if isinstance(tensor, OnnxWeight):
             return self._builder.source.array(tensor.tensor)
         if isinstance(tensor, Lost):
-            raise Unfinished
+            raise NodeUnfinished
         behind = self._builder.inputs_behind(tensor) if isinstance(tensor, Value) else []
         if not behind:
             raise Refused(f"{what} is computed at run time, it has to be known at import")
@@ -197,16 +197,16 @@ class Node(Writer):
     def statistic(self, i: int) -> Value:
         """An operand that is not trained even when it is a floating-point initializer: it becomes a buffer."""
         tensor = self.tensor(i)
-        if isinstance(tensor, Weight):
-            tensor = Known(tensor.name, self._builder.source.array(tensor.tensor))
+        if isinstance(tensor, OnnxWeight):
+            tensor = KnownTensor(tensor.name, self._builder.source.array(tensor.tensor))
             self.scope.replace(self.proto.input[i], tensor)
             self.operands[i] = tensor
-        return self._builder.value_of(tensor) if isinstance(tensor, Known) else self.value(i)
+        return self._builder.value_of(tensor) if isinstance(tensor, KnownTensor) else self.value(i)
 
     def moving_statistic(self, i: int) -> tuple[Value, str | None]:
         """A statistic that this node moves, and its variable; None where it is computed, or given to the model."""
         tensor = self.tensor(i)
-        if not isinstance(tensor, Weight | Known):
+        if not isinstance(tensor, OnnxWeight | KnownTensor):
             return self.value(i), None
         return self._builder.moving(tensor)
 
@@ -215,9 +215,9 @@ class Node(Writer):
         self.operands.extend([None] * (i + 1 - self.count))
         self.operands[i] = self.known_of(array)
 
-    def known_of(self, array: np.ndarray) -> Known:
+    def known_of(self, array: np.ndarray) -> KnownTensor:
         """Elements of this node's own making as a tensor."""
-        return Known(self._builder.names.new(f"{self.base}.known"), array)
+        return KnownTensor(self._builder.names.new(f"{self.base}.known"), array)
 
     # ------------------------------------------------------------------------------------ attributes
 
@@ -301,7 +301,7 @@ class Node(Writer):
         bound = [(name, result) for name, result in zip(self.proto.output, results, strict=False) if name]
         for name, result in bound:
             if isinstance(result, np.ndarray):
-                tensors[name] = Known(self._label(name), result)
+                tensors[name] = KnownTensor(self._label(name), result)
             elif (
                 isinstance(result, Value)
                 and result in mine
@@ -322,4 +322,4 @@ def _with_names(tensor: Tensor | None, renamed: Mapping[Value, Value]) -> Tensor
     return renamed.get(tensor, tensor) if isinstance(tensor, Value) else tensor
 
 
-__all__ = ["Builder", "Node", "Result", "Rule"]
+__all__ = ["OnnxBuilder", "OnnxNode", "Result", "Rule"]

@@ -11,12 +11,12 @@ from penstock.ir.graph import Value
 
 from ..formulas.elementwise import power, root
 from ..formulas.layout import cut, reshape
-from ..formulas.windows import Window, average, largest_places, plane_places
+from ..formulas.windows import PaddedWindow, average, largest_places, plane_places
 from .neural import window_of
-from .node import Node, Result, Rule
+from .node import OnnxNode, Result, Rule
 
 
-def _max_pool(n: Node) -> Result | Sequence[Result]:
+def _max_pool(n: OnnxNode) -> Result | Sequence[Result]:
     by_column = n.int_attr("storage_order")  # speaks of the second result
     x, kernel = n.value(), n.ints_attr("kernel_shape")
     at = window_of(n, kernel)
@@ -24,7 +24,7 @@ def _max_pool(n: Node) -> Result | Sequence[Result]:
     return y if n.wanted == 1 else (y, _places(n, x, y, at, bool(by_column)))
 
 
-def _places(n: Node, x: Value, y: Value, at: Window, by_column: bool) -> Value:
+def _places(n: OnnxNode, x: Value, y: Value, at: PaddedWindow, by_column: bool) -> Value:
     """Where in the whole tensor the first largest entry of each window stands; `by_column`: the first of its
     channel's dimensions counted fastest."""
     space, r = x.type.dims[2:], len(at.kernel)
@@ -34,7 +34,7 @@ def _places(n: Node, x: Value, y: Value, at: Window, by_column: bool) -> Value:
     return n.emit("add", within, n.emit("mul", reshape(n, channels, (*x.type.dims[:2], *(1,) * r)), prod(space)))
 
 
-def _average_pool(n: Node) -> Result:
+def _average_pool(n: OnnxNode) -> Result:
     return average(n, n.value(), window_of(n, n.ints_attr("kernel_shape")), bool(n.int_attr("count_include_pad")))
 
 
@@ -42,7 +42,7 @@ def _over_space(kind: str) -> Rule:
     return lambda n: n.emit(kind, n.value(), axes=tuple(range(2, n.type().rank)), keep=True)
 
 
-def _max_unpool(n: Node) -> Result:
+def _max_unpool(n: OnnxNode) -> Result:
     x, places, kernel = n.value(0), n.value(1), n.ints_attr("kernel_shape")
     r = len(kernel)
     strides, pads = n.ints_attr("strides") or (1,) * r, n.ints_attr("pads") or (0,) * 2 * r
@@ -66,7 +66,7 @@ def _max_unpool(n: Node) -> Result:
     return n.emit("pad", y, low=(0,) * len(own), high=tuple(a - b for a, b in zip(wanted, own, strict=True)))
 
 
-def _lp_pool(n: Node) -> Result:
+def _lp_pool(n: OnnxNode) -> Result:
     p, kernel = n.int_attr("p", 2), n.ints_attr("kernel_shape")
     n.require(p > 0, f"p={p} must be positive")
     powers = power(n, n.emit("abs", n.value()), float(p))
@@ -74,14 +74,14 @@ def _lp_pool(n: Node) -> Result:
     return root(n, n.emit("mul", mean, float(prod(kernel))), float(p))
 
 
-def _global_lp_pool(n: Node) -> Result:
+def _global_lp_pool(n: OnnxNode) -> Result:
     p, x = n.int_attr("p", 2), n.value()
     n.require(p > 0, f"p={p} must be positive")
     total = n.emit("sum", power(n, n.emit("abs", x), float(p)), axes=tuple(range(2, x.type.rank)), keep=True)
     return root(n, total, float(p))
 
 
-def _col2im(n: Node) -> Result:
+def _col2im(n: OnnxNode) -> Result:
     """Every tap of the block is put back in its place, and all are added up."""
     x, space, block = n.value(), n.ints(1, "the shape"), n.ints(2, "the block")
     r = len(space)

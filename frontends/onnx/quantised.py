@@ -19,14 +19,14 @@ from ..formulas.layout import axis_of, cut, expand, reshape
 from ..formulas.products import product
 from ..writer import Refused
 from .neural import kernel_of, window_of
-from .node import Node, Result, Rule
+from .node import OnnxNode, Result, Rule
 from .source import our_dtype
 
 # Integers up to here are exact in f32.
 _EXACT = 1 << 24
 
 
-def _type_attr(n: Node, name: str) -> str | None:
+def _type_attr(n: OnnxNode, name: str) -> str | None:
     """An element type given by number; 0 and nothing mean the default."""
     number = n.int_attr(name)
     try:
@@ -35,7 +35,7 @@ def _type_attr(n: Node, name: str) -> str | None:
         raise Refused(str(error)) from error
 
 
-def _along(n: Node, i: int, x: Value, axis: int, block: int = 0) -> Value:
+def _along(n: OnnxNode, i: int, x: Value, axis: int, block: int = 0) -> Value:
     """A scale or zero point so that it broadcasts to x."""
     s = n.statistic(i)
     dims = x.type.dims
@@ -55,7 +55,7 @@ def _along(n: Node, i: int, x: Value, axis: int, block: int = 0) -> Value:
     return cut(n, reshape(n, spread, (*dims[:axis], blocks * block, *dims[axis + 1 :])), axis, 0, dims[axis])
 
 
-def _saturated(n: Node, x: Value, zero: Value | None, dtype: str) -> Value:
+def _saturated(n: OnnxNode, x: Value, zero: Value | None, dtype: str) -> Value:
     """round(x) + zero point within the range of an integer type. All in floats that hold it."""
     n.require(dtype in ("i8", "u8", "i16", "u16"), f"element type {dtype} is not one to quantise to")
     y = widened(n, n.emit("round", x))
@@ -64,7 +64,7 @@ def _saturated(n: Node, x: Value, zero: Value | None, dtype: str) -> Value:
     return n.cast(between(n, y, *map(float, limits_of(dtype))), dtype)
 
 
-def _quantize(n: Node) -> Result:
+def _quantize(n: OnnxNode) -> Result:
     x, axis, block = n.value(), n.int_attr("axis", 1), n.int_attr("block_size")
     n.ignore("saturate")  # speaks of 8-bit floats only
     wanted = _type_attr(n, "output_dtype")
@@ -78,12 +78,12 @@ def _quantize(n: Node) -> Result:
     return _saturated(n, n.emit("div", n.cast(x, precision), n.cast(scale, precision)), zero, dtype)
 
 
-def _less_zero(n: Node, x: Value, zero: Value | None, dtype: str) -> Value:
+def _less_zero(n: OnnxNode, x: Value, zero: Value | None, dtype: str) -> Value:
     wide = n.cast(x, dtype)
     return wide if zero is None else n.emit("sub", wide, n.cast(zero, dtype))
 
 
-def _dequantize(n: Node) -> Result:
+def _dequantize(n: OnnxNode) -> Result:
     x, axis, block = n.value(), n.int_attr("axis", 1), n.int_attr("block_size")
     n.require(x.type.dtype in INTS, f"needs integers, got {x.type}")
     scale = _along(n, 1, x, axis, block)
@@ -96,7 +96,7 @@ def _dequantize(n: Node) -> Result:
 # ---------------------------------------------------------------------------------------- products
 
 
-def _per_row(n: Node, i: int, x: Value, axis: int) -> Value:
+def _per_row(n: OnnxNode, i: int, x: Value, axis: int) -> Value:
     """A scale or zero point of a matrix: one number, one per row (axis -2) or column (-1), or one that broadcasts."""
     s = n.statistic(i)
     if s.type.size == 1 and s.type.rank <= 1:
@@ -107,7 +107,7 @@ def _per_row(n: Node, i: int, x: Value, axis: int) -> Value:
     return reshape(n, s, (s.type.size, 1)) if axis == -2 else s
 
 
-def _product(n: Node, a: int, a_zero: int, b: int, b_zero: int) -> Value:
+def _product(n: OnnxNode, a: int, a_zero: int, b: int, b_zero: int) -> Value:
     x, y = n.value(a), n.value(b)
     n.require(x.type.rank > 0 and y.type.rank > 0, f"needs at least one dimension, got {x.type} and {y.type}")
     lhs = _less_zero(n, x, _per_row(n, a_zero, x, -2 if x.type.rank > 1 else -1) if n.has(a_zero) else None, "i32")
@@ -115,7 +115,7 @@ def _product(n: Node, a: int, a_zero: int, b: int, b_zero: int) -> Value:
     return product(n, lhs, rhs)
 
 
-def _qlinear_matmul(n: Node) -> Result:
+def _qlinear_matmul(n: OnnxNode) -> Result:
     x, y = n.value(0), n.value(3)
     total = _product(n, 0, 2, 3, 5)
     scale = n.emit("mul", _per_row(n, 1, x, -2), _per_row(n, 4, y, -1))
@@ -126,7 +126,7 @@ def _qlinear_matmul(n: Node) -> Result:
     return _saturated(n, product, reshape(n, zero, ()) if zero.type.size == 1 else zero, n.type(7).dtype)
 
 
-def _convolution(n: Node, w_at: int, x_zero: int, w_zero: int) -> Value:
+def _convolution(n: OnnxNode, w_at: int, x_zero: int, w_zero: int) -> Value:
     """The sums of a convolution, as floats that hold them exactly."""
     x, w = n.value(0), n.value(w_at)
     kernel = kernel_of(n, w)
@@ -142,7 +142,7 @@ def _convolution(n: Node, w_at: int, x_zero: int, w_zero: int) -> Value:
     return n.emit("conv", data, weight, groups=groups, **window_of(n, kernel).attrs)
 
 
-def _qlinear_conv(n: Node) -> Result:
+def _qlinear_conv(n: OnnxNode) -> Result:
     total, w = _convolution(n, 3, 2, 5), n.value(3)
     if n.has(8):
         total = n.emit(
@@ -170,14 +170,14 @@ RULES: dict[str, Rule] = {
 # ---------------------------------------------------------------------------------------- com.microsoft
 
 
-def _real(n: Node, i: int) -> Value:
+def _real(n: OnnxNode, i: int) -> Value:
     """The tensor that operand i stands for; its scale and zero point come next."""
     x = n.value(i)
     zero = reshape(n, n.statistic(i + 2), ()) if n.has(i + 2) else None
     return n.emit("mul", n.cast(_less_zero(n, x, zero, "i32"), "f32"), reshape(n, n.statistic(i + 1), ()))
 
 
-def _requantized(n: Node, y: Value, at: int, like: int) -> Value:
+def _requantized(n: OnnxNode, y: Value, at: int, like: int) -> Value:
     """y at the scale and zero point that the operands from `at` on give; without a zero point in the type of operand `like`."""
     zero = reshape(n, n.statistic(at + 1), ()) if n.has(at + 1) else None
     dtype = n.type(at + 1).dtype if n.has(at + 1) else n.type(like).dtype
@@ -192,20 +192,20 @@ def _unary(kind: str) -> Rule:
     return lambda n: _requantized(n, n.emit(kind, _real(n, 0)), 3, 0)
 
 
-def _leaky(n: Node) -> Result:
+def _leaky(n: OnnxNode) -> Result:
     x = _real(n, 0)
     return _requantized(
         n, n.emit("where", n.emit("less", x, 0.0), n.emit("mul", x, n.float_attr("alpha", 0.01)), x), 3, 0
     )
 
 
-def _average(n: Node) -> Result:
+def _average(n: OnnxNode) -> Result:
     n.require(not n.int_attr("channels_last"), "channels_last is not supported")
     x = _real(n, 0)
     return _requantized(n, n.emit("mean", x, axes=tuple(range(2, x.type.rank)), keep=True), 3, 0)
 
 
-def _matmul_to_float(n: Node) -> Result:
+def _matmul_to_float(n: OnnxNode) -> Result:
     total = _product(n, 0, 4, 1, 5)
     x, y = n.value(0), n.value(1)
     scaled = n.emit("mul", n.cast(total, "f32"), n.emit("mul", _per_row(n, 2, x, -2), _per_row(n, 3, y, -1)))

@@ -9,7 +9,7 @@ from penstock.ir.graph import Value
 from ..formulas.elementwise import between, elu, hard_sigmoid, leaky, softplus
 from ..formulas.layout import cut, reshape, transpose
 from ..formulas.recurrent import Cell, Function, gru_cell, linear, lstm_cell, plain_cell, unroll, without_hidden
-from .node import Node, Result, Rule
+from .node import OnnxNode, Result, Rule
 
 # Steps of one layer: a file of a few bytes can ask for any number.
 MOST_STEPS = 1024
@@ -29,7 +29,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Value], tuple[float, ...]]] = {
 }
 
 
-def _functions(n: Node, defaults: Sequence[str], directions: int) -> list[list[Function]]:
+def _functions(n: OnnxNode, defaults: Sequence[str], directions: int) -> list[list[Function]]:
     """The functions of each direction; numbers for them stand in two lists, in the order of those that take them."""
     names = [name.lower() for name in n.texts_attr("activations")] or [*defaults] * directions
     n.require(len(names) == len(defaults) * directions, f"{len(names)} activations do not fit {directions} directions")
@@ -57,7 +57,7 @@ def _functions(n: Node, defaults: Sequence[str], directions: int) -> list[list[F
 
 
 def _layer(
-    n: Node,
+    n: OnnxNode,
     gates: int,
     functions: Sequence[str],
     states: int,
@@ -110,11 +110,11 @@ def _layer(
     return y, *ends
 
 
-def _rnn(n: Node) -> Sequence[Result]:
+def _rnn(n: OnnxNode) -> Sequence[Result]:
     return _layer(n, 1, ("tanh",), 1, lambda d, weight, bias, functions: plain_cell(n, weight, functions[0]))
 
 
-def _gru(n: Node) -> Sequence[Result]:
+def _gru(n: OnnxNode) -> Sequence[Result]:
     after = bool(n.int_attr("linear_before_reset"))
 
     def cell(d: int, weight: Value, bias: Value | None, functions: list[Function]) -> Cell:
@@ -124,7 +124,7 @@ def _gru(n: Node) -> Sequence[Result]:
     return _layer(n, 3, ("sigmoid", "tanh"), 1, cell)
 
 
-def _lstm(n: Node) -> Sequence[Result]:
+def _lstm(n: OnnxNode) -> Sequence[Result]:
     coupled = bool(n.int_attr("input_forget"))
 
     def cell(d: int, weight: Value, bias: Value | None, functions: list[Function]) -> Cell:

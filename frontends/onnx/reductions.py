@@ -18,10 +18,10 @@ from ..formulas.elementwise import limits_of, root
 from ..formulas.layout import axis_of, reshape
 from ..formulas.resizing import pick
 from ..formulas.scans import flipped, product_over
-from .node import Node, Result, Rule
+from .node import OnnxNode, Result, Rule
 
 
-def _axes(n: Node) -> tuple[int, ...] | None:
+def _axes(n: OnnxNode) -> tuple[int, ...] | None:
     """The axes to reduce, an operand or (before opset 18, ReduceSum before 13) an attribute; None: nothing is to be done."""
     rank = n.type().rank
     given = n.ints(1, "the list of axes") if n.has(1) else n.ints_attr("axes")
@@ -34,7 +34,7 @@ def _axes(n: Node) -> tuple[int, ...] | None:
 def _reduce(write: str) -> Rule:
     """`write` names what happens before the sum, the sum itself, and what happens after."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: OnnxNode) -> Result:
         axes, keep = _axes(n), bool(n.int_attr("keepdims", 1))
         x = n.value()
         if write not in ("sum", "abs-sum", "square-sum"):
@@ -57,7 +57,7 @@ def _reduce(write: str) -> Rule:
     return rule
 
 
-def _of_nothing(n: Node, axes: tuple[int, ...], keep: bool, value: float | int) -> Value | None:
+def _of_nothing(n: OnnxNode, axes: tuple[int, ...], keep: bool, value: float | int) -> Value | None:
     """What a reduction over no entries gives, where there are none."""
     dims = n.type().dims
     if prod(dims[a] for a in axes):
@@ -67,7 +67,7 @@ def _of_nothing(n: Node, axes: tuple[int, ...], keep: bool, value: float | int) 
 
 
 def _extremum(largest: bool) -> Rule:
-    def rule(n: Node) -> Result:
+    def rule(n: OnnxNode) -> Result:
         axes, keep = _axes(n), bool(n.int_attr("keepdims", 1))
         if axes is None:
             return n.tensor(0)
@@ -83,7 +83,7 @@ def _extremum(largest: bool) -> Rule:
     return rule
 
 
-def _log_sum_exp(n: Node) -> Result:
+def _log_sum_exp(n: OnnxNode) -> Result:
     """With the largest value taken out so that nothing overflows."""
     axes, keep = _axes(n), bool(n.int_attr("keepdims", 1))
     x = n.value()
@@ -101,7 +101,7 @@ def _log_sum_exp(n: Node) -> Result:
     return n.emit("add", rest, reshape(n, top, rest.type.dims))
 
 
-def _product(n: Node) -> Result:
+def _product(n: OnnxNode) -> Result:
     axes, keep = _axes(n), bool(n.int_attr("keepdims", 1))
     if axes is None:
         return n.tensor(0)
@@ -114,8 +114,8 @@ def _product(n: Node) -> Result:
     return x if keep else reshape(n, x, [size for i, size in enumerate(x.type.dims) if i not in axes])
 
 
-def _arg(order: Callable[[Node, Value], Value]) -> Rule:
-    def rule(n: Node) -> Result:
+def _arg(order: Callable[[OnnxNode, Value], Value]) -> Rule:
+    def rule(n: OnnxNode) -> Result:
         x, last = n.value(), n.int_attr("select_last_index")
         axis, keep = axis_of(n, n.int_attr("axis"), x.type.rank), n.int_attr("keepdims", 1)
         size = x.type.dims[axis]

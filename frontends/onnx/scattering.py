@@ -10,13 +10,13 @@ from ..formulas.elementwise import limits_of
 from ..formulas.indexing import entries, from_the_front, positions
 from ..formulas.layout import axis_of, reshape, transpose
 from ..formulas.scans import flipped, product_over
-from .node import Node, Result, Rule
+from .node import OnnxNode, Result, Rule
 
 # Comparisons of every place with every index.
 MOST_COMPARED = 1 << 26
 
 
-def _combined(n: Node, x: Value, at: Value, updates: Value, reduction: str) -> Value:
+def _combined(n: OnnxNode, x: Value, at: Value, updates: Value, reduction: str) -> Value:
     """x [places, ...] with the entries at `at` [count] replaced by the updates [count, ...], or combined with all that are put there."""
     if reduction in ("none", "add"):
         return n.emit("scatter", x, at, updates, axis=0, add=reduction == "add")
@@ -44,7 +44,7 @@ def _combined(n: Node, x: Value, at: Value, updates: Value, reduction: str) -> V
     return reshape(n, y, x.type.dims)
 
 
-def _scatter_elements(n: Node) -> Result:
+def _scatter_elements(n: OnnxNode) -> Result:
     x, indices, updates = n.values()
     axis = axis_of(n, n.int_attr("axis"), x.type.rank)
     count = indices.type.size
@@ -55,7 +55,7 @@ def _scatter_elements(n: Node) -> Result:
     )
 
 
-def _scatter_nd(n: Node) -> Result:
+def _scatter_nd(n: OnnxNode) -> Result:
     x, indices, updates = n.values()
     whole, flat = entries(n, x, indices)
     count = flat.type.size
@@ -65,7 +65,7 @@ def _scatter_nd(n: Node) -> Result:
     )
 
 
-def _tensor_scatter(n: Node) -> Result:
+def _tensor_scatter(n: OnnxNode) -> Result:
     """Each batch entry's updates stand in a row from its own index on, round the end with mode=circular."""
     cache, updates, mode = n.value(0), n.value(1), n.text_attr("mode", "linear")
     n.require(mode in ("linear", "circular"), f"mode={mode} is not known")

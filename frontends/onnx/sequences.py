@@ -7,18 +7,18 @@ import numpy as np
 
 from ..formulas.layout import axis_of, cut, reshape
 from ..writer import Refused
-from .node import Node, Result, Rule
-from .tensors import Empty, Known, Tensor, TensorList
+from .node import OnnxNode, Result, Rule
+from .tensors import Empty, KnownTensor, Tensor, TensorList
 
 
-def _list(n: Node) -> list[Tensor]:
+def _list(n: OnnxNode) -> list[Tensor]:
     tensor = n.operand(0)
     if not isinstance(tensor, TensorList):
         raise Refused("operand 0 is not a sequence")
     return list(tensor.items)
 
 
-def _place(n: Node, i: int, count: int, default: int) -> int:
+def _place(n: OnnxNode, i: int, count: int, default: int) -> int:
     """A position among `count`, negative ones from the end."""
     if not n.has(i):
         return default
@@ -27,21 +27,21 @@ def _place(n: Node, i: int, count: int, default: int) -> int:
     return at % count
 
 
-def _construct(n: Node) -> Result:
+def _construct(n: OnnxNode) -> Result:
     return TensorList(tuple(n.tensor(i) for i in range(n.count)))
 
 
-def _empty(n: Node) -> Result:
+def _empty(n: OnnxNode) -> Result:
     n.ignore("dtype")
     return TensorList(())
 
 
-def _at(n: Node) -> Result:
+def _at(n: OnnxNode) -> Result:
     items = _list(n)
     return items[_place(n, 1, len(items), 0)]
 
 
-def _insert(n: Node) -> Result:
+def _insert(n: OnnxNode) -> Result:
     items = _list(n)
     at = n.ints(2, "the position in the sequence")[0] if n.has(2) else len(items)
     n.require(-len(items) <= at <= len(items), f"position {at} is outside of {len(items)}")
@@ -49,14 +49,14 @@ def _insert(n: Node) -> Result:
     return TensorList(tuple(items))
 
 
-def _erase(n: Node) -> Result:
+def _erase(n: OnnxNode) -> Result:
     items = _list(n)
     n.require(bool(items), "the sequence is empty")
     del items[_place(n, 1, len(items), len(items) - 1)]
     return TensorList(tuple(items))
 
 
-def _split(n: Node) -> Result:
+def _split(n: OnnxNode) -> Result:
     kind = n.type()
     axis = axis_of(n, n.int_attr("axis"), kind.rank)
     keep = bool(n.int_attr("keepdims", 1)) or n.has(1)
@@ -79,13 +79,13 @@ def _split(n: Node) -> Result:
     return TensorList(tuple(parts))
 
 
-def _concat(n: Node) -> Result:
+def _concat(n: OnnxNode) -> Result:
     items, new = _list(n), bool(n.int_attr("new_axis"))
     n.require(bool(items), "the sequence is empty")
     n.require(not any(isinstance(t, TensorList | Empty) for t in items), "the entries are not tensors")
     types = [n.type_of(t) for t in items if not isinstance(t, TensorList | Empty)]
     axis = axis_of(n, n.int_attr("axis"), types[0].rank + new)
-    arrays = [t.array for t in items if isinstance(t, Known)]
+    arrays = [t.array for t in items if isinstance(t, KnownTensor)]
     if len(arrays) == len(items):
         joined: np.ndarray = np.stack(arrays, axis) if new else np.concatenate(arrays, axis)
         return joined
@@ -95,16 +95,16 @@ def _concat(n: Node) -> Result:
     return parts[0] if len(parts) == 1 else n.emit("concat", *parts, axis=axis)
 
 
-def _optional(n: Node) -> Result:
+def _optional(n: OnnxNode) -> Result:
     n.ignore("type")
     return n.operand(0) if n.has(0) else Empty()
 
 
-def _has_element(n: Node) -> Result:
+def _has_element(n: OnnxNode) -> Result:
     return np.array(n.has(0) and not isinstance(n.operand(0), Empty))
 
 
-def _get_element(n: Node) -> Result:
+def _get_element(n: OnnxNode) -> Result:
     n.require(not isinstance(n.operand(0), Empty), "the optional is empty")
     return n.operand(0)
 

@@ -7,10 +7,10 @@ import numpy as np
 from ..formulas.contractions import determinant, einsum
 from ..formulas.layout import axis_of, reshape
 from ..formulas.signals import fourier
-from .node import Node, Result, Rule
+from .node import OnnxNode, Result, Rule
 
 
-def _dft(n: Node) -> Result:
+def _dft(n: OnnxNode) -> Result:
     x, inverse, onesided = n.value(), bool(n.int_attr("inverse")), bool(n.int_attr("onesided"))
     given = n.constants({1: "the length", 2: "the axis"})
     axis = axis_of(n, int(given.get(2, -2)), x.type.rank)
@@ -19,7 +19,7 @@ def _dft(n: Node) -> Result:
     return fourier(n, x, axis, length, inverse=inverse, onesided=onesided)
 
 
-def _stft(n: Node) -> Result:
+def _stft(n: OnnxNode) -> Result:
     x = n.value()
     n.require(x.type.rank == 3, f"needs three dimensions, got {x.type}")
     batch, samples, parts = x.type.dims

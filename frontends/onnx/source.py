@@ -51,7 +51,7 @@ def our_dtype(elem_type: int) -> str:
         raise ValueError(f"element type {element_name(elem_type)} has no counterpart here") from error
 
 
-class Source:
+class ModelFile:
     """One model file and the external data beside it."""
 
     def __init__(self, path: str | Path) -> None:

@@ -32,7 +32,7 @@ from onnx.helper import tensor_dtype_to_np_dtype
 
 from penstock.ir.errors import UsageError, VerifyError
 
-from .source import Source, stored_in
+from .source import ModelFile, stored_in
 
 MODEL = "model.onnx"
 # A protobuf message cannot be larger; what is inline must leave room for the keys and lengths of its fields.
@@ -68,7 +68,7 @@ class Structure:
 
 
 def take_structure(
-    model: onnx.ModelProto, source: Source, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str]
+    model: onnx.ModelProto, source: ModelFile, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str]
 ) -> Structure:
     """Take the elements of variables out of `model`, which is of no other use afterwards. `shapes` are those of the variables, and `names`
     gives the file's label for those that are called otherwise."""

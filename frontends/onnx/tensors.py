@@ -26,7 +26,7 @@ from ..writer import Lost, Refused
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownTensor:
     """`name` is the ONNX tensor it came from, the prefix of its scope before it."""
 
     name: str
@@ -34,7 +34,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Weight:
+class OnnxWeight:
     name: str
     type: TensorType
     tensor: onnx.TensorProto
@@ -50,7 +50,7 @@ class Empty:
     pass
 
 
-Tensor = Known | Weight | Value | TensorList | Empty | Lost
+Tensor = KnownTensor | OnnxWeight | Value | TensorList | Empty | Lost
 Result = Tensor | np.ndarray
 
 
@@ -73,7 +73,7 @@ class NeedsKnown(Refused):
         )
 
 
-class Unfinished(Exception):
+class NodeUnfinished(Exception):
     """A node cannot be imported because of another one, which has been noted."""
 
 

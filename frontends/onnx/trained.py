@@ -17,7 +17,7 @@ from penstock.ir.errors import UsageError
 from penstock.ir.types import FLOATS, TensorType
 
 from .report import Findings
-from .source import Source, stored_in
+from .source import ModelFile, stored_in
 
 # Metadata of the value of that name, as torch.onnx.export(dynamo=True) writes it.
 KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
@@ -26,7 +26,7 @@ KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 class Trained:
     """Decides by name, and says what it decided where that may surprise."""
 
-    def __init__(self, source: Source, findings: Findings, frozen: str | None, trained: str | None) -> None:
+    def __init__(self, source: ModelFile, findings: Findings, frozen: str | None, trained: str | None) -> None:
         self._findings = findings
         graph = source.model.graph
         self._said = {

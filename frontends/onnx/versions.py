@@ -17,8 +17,8 @@ from penstock.ir.errors import UnsupportedModel, UsageError
 from penstock.ir.types import numpy_dtype
 
 from ..writer import Refused
-from .node import Node
-from .source import Source
+from .node import OnnxNode
+from .source import ModelFile
 
 OPSETS = range(7, 29)
 IR_VERSIONS = range(3, 15)
@@ -27,7 +27,7 @@ DOMAINS = ("", "ai.onnx")
 OTHERS = {"com.microsoft": 1}
 
 
-def opsets_of(source: Source) -> dict[str, int]:
+def opsets_of(source: ModelFile) -> dict[str, int]:
     """The opset of each domain of a model; the default domain is called ''."""
     model, where = source.model, str(source.path)
     versions = {entry.domain: int(entry.version) for entry in model.opset_import}
@@ -58,10 +58,10 @@ def opsets_of(source: Source) -> dict[str, int]:
 # ---------------------------------------------------------------------------------------- older forms
 
 
-def _moved(**operands: int) -> Callable[[Node], None]:
+def _moved(**operands: int) -> Callable[[OnnxNode], None]:
     """Lists of integers that became operands."""
 
-    def upgrade(n: Node) -> None:
+    def upgrade(n: OnnxNode) -> None:
         for name, i in operands.items():
             if n.given(name):
                 n.add_operand(i, np.array(n.ints_attr(name), np.int64))
@@ -70,52 +70,52 @@ def _moved(**operands: int) -> Callable[[Node], None]:
     return upgrade
 
 
-def _clip(n: Node) -> None:
+def _clip(n: OnnxNode) -> None:
     for name, i in (("min", 1), ("max", 2)):
         if n.given(name):
             n.add_operand(i, np.array(n.float_attr(name), numpy_dtype(n.type().dtype)))
             n.drop(name)
 
 
-def _pad(n: Node) -> None:
+def _pad(n: OnnxNode) -> None:
     _moved(pads=1)(n)
     n.add_operand(2, np.array(n.float_attr("value"), numpy_dtype(n.type().dtype)))
     n.drop("value")
 
 
-def _topk(n: Node) -> None:
+def _topk(n: OnnxNode) -> None:
     n.add_operand(1, np.array([n.int_attr("k")], np.int64))
     n.drop("k")
 
 
-def _dropout(n: Node) -> None:
+def _dropout(n: OnnxNode) -> None:
     n.add_operand(1, np.array(n.float_attr("ratio", 0.5), np.float32))
     n.drop("ratio")
 
 
-def _spatial(n: Node) -> None:
+def _spatial(n: OnnxNode) -> None:
     if n.int_attr("spatial", 1) != 1:
         raise Refused("spatial=0 (statistics for every position) is not supported")
     n.drop("spatial")
 
 
-def _dft(n: Node) -> None:
+def _dft(n: OnnxNode) -> None:
     n.add_operand(2, np.array(n.int_attr("axis", 1), np.int64))
     n.drop("axis")
 
 
-def _scatter(n: Node) -> None:
+def _scatter(n: OnnxNode) -> None:
     n.kind = "ScatterElements"
 
 
-def _upsample(n: Node) -> None:
+def _upsample(n: OnnxNode) -> None:
     n.add_operand(1, np.array(n.floats_attr("scales"), np.float32))
     n.drop("scales")
 
 
 _AXES = _moved(axes=1)
 # operator -> (first opset with the newest form, how an older node gets it)
-UPGRADES: dict[str, tuple[int, Callable[[Node], None]]] = {
+UPGRADES: dict[str, tuple[int, Callable[[OnnxNode], None]]] = {
     "Slice": (10, _moved(starts=1, ends=2, axes=3)),
     "TopK": (10, _topk),
     "BatchNormalization": (9, _spatial),
@@ -148,7 +148,7 @@ CHANGED = {
 }
 
 
-def upgrade(n: Node) -> int:
+def upgrade(n: OnnxNode) -> int:
     """Give a node of the default domain its newest form. Returns the opset that it is written in now."""
     first, change = UPGRADES.get(n.kind, (0, None))
     if change is None or n.opset >= first:

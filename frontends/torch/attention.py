@@ -11,10 +11,10 @@ from ..formulas.attention import at_least_finite, hide, repeat_heads, sees_nothi
 from ..formulas.draws import dropout
 from ..formulas.layout import expand, reshape, triangle
 from .arrays import array_of
-from .node import Node, Result, Rule
+from .node import Result, Rule, TorchNode
 
 
-def _four(n: Node, x: Value, lead: tuple[int, ...]) -> Value:
+def _four(n: TorchNode, x: Value, lead: tuple[int, ...]) -> Value:
     """[batch, heads, positions, size], with these dimensions in front of the last two."""
     x = expand(n, x, (*lead, *x.type.dims[-2:]))
     front = (
@@ -23,7 +23,7 @@ def _four(n: Node, x: Value, lead: tuple[int, ...]) -> Value:
     return reshape(n, x, (*front, *x.type.dims[-2:]))
 
 
-def _four_mask(n: Node, mask: Value, lead: tuple[int, ...]) -> Value:
+def _four_mask(n: TorchNode, mask: Value, lead: tuple[int, ...]) -> Value:
     """The mask as it broadcasts to the scores of four dimensions."""
     own = (1,) * (len(lead) + 2 - mask.type.rank) + mask.type.dims
     if len(lead) <= 2:
@@ -34,7 +34,7 @@ def _four_mask(n: Node, mask: Value, lead: tuple[int, ...]) -> Value:
     return reshape(n, expand(n, reshape(n, mask, own), (*lead, *rows)), (prod(lead[:-1]), lead[-1], *rows))
 
 
-def _attention(n: Node) -> Result:
+def _attention(n: TorchNode) -> Result:
     q, k, v = (n.value(name) for name in ("query", "key", "value"))
     if n.arg("enable_gqa"):
         heads = q.type.dims[-3]
@@ -62,7 +62,7 @@ def _attention(n: Node) -> Result:
     return reshape(n, y, (*lead, rows, v.type.dims[-1]))
 
 
-def _dropped(n: Node, parts: list[Value], causal: bool, scale: float, p: float) -> Value:
+def _dropped(n: TorchNode, parts: list[Value], causal: bool, scale: float, p: float) -> Value:
     """Attention whose weights go through dropout: there has to be something to drop, so all weights are made."""
     q, k, v, *masks = parts
     if causal:
@@ -74,7 +74,7 @@ def _dropped(n: Node, parts: list[Value], causal: bool, scale: float, p: float) 
     return n.emit("matmul", weights, v)
 
 
-def _repeat(n: Node, x: Value, heads: int) -> Value:
+def _repeat(n: TorchNode, x: Value, heads: int) -> Value:
     four = reshape(n, x, (prod(x.type.dims[:-3]), *x.type.dims[-3:]))
     return reshape(n, repeat_heads(n, four, heads), (*x.type.dims[:-3], heads, *x.type.dims[-2:]))
 

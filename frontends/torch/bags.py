@@ -9,10 +9,10 @@ import torch
 from penstock.ir.graph import Value
 
 from ..formulas.layout import reshape
-from .node import Absent, Known, Node, Result, Rule
+from .node import Absent, KnownElements, Result, Rule, TorchNode
 
 
-def _embedding_bag(n: Node) -> Result:
+def _embedding_bag(n: TorchNode) -> Result:
     """Rows summed per bag: sums over a dimension where bags are known to be of one size, additions to the bag of each row otherwise."""
     n.require(not n.arg("scale_grad_by_freq"), "scale_grad_by_freq is not supported")
     mode, pad = int(n.arg("mode")), n.arg("padding_idx", -1)
@@ -46,11 +46,11 @@ def _embedding_bag(n: Node) -> Result:
     return y, *(Absent("only the first result of embedding_bag is supported"),) * 3
 
 
-def _bags(n: Node, bounds: list[int] | None, bags: int, total: int) -> Value:
+def _bags(n: TorchNode, bounds: list[int] | None, bags: int, total: int) -> Value:
     """The bag of each row: how many bags begin at or before it, less one."""
     if bounds is not None:
         sizes = torch.tensor([b - a for a, b in pairwise(bounds)])
-        return n.tensor_value(Known(n.fresh("bags"), torch.repeat_interleave(torch.arange(bags), sizes)))
+        return n.tensor_value(KnownElements(n.fresh("bags"), torch.repeat_interleave(torch.arange(bags), sizes)))
     begins = reshape(n, n.value("offsets", "i64"), (1, n.type("offsets").dims[0]))
     line = n.emit("iota", dtype="i64", shape=(total, 1), axis=0)
     begun = n.emit("sum", n.emit("cast", n.emit("less_equal", begins, line), dtype="i64"), axes=(1,))

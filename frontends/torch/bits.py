@@ -9,11 +9,11 @@ from __future__ import annotations
 from penstock.ir.types import numpy_dtype
 
 from ..formulas.elementwise import inverted
-from .node import Node, Result, Rule
+from .node import Result, Rule, TorchNode
 
 
 def bitwise(kind: str) -> Rule:
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         dtype = n.dtype
         x, y = n.operand("self", dtype), n.operand("other", dtype)
         if dtype != "bool":
@@ -23,20 +23,20 @@ def bitwise(kind: str) -> Rule:
     return rule
 
 
-def _not(n: Node) -> Result:
+def _not(n: TorchNode) -> Result:
     x = n.value()
     return n.emit("not", x) if x.type.dtype == "bool" else inverted(n, x)
 
 
 def shift(kind: str) -> Rule:
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         dtype = n.dtype
         return n.emit(kind, n.operand("self", dtype), n.operand("other", dtype))
 
     return rule
 
 
-def _reinterpreted(n: Node) -> Result:
+def _reinterpreted(n: TorchNode) -> Result:
     n.ignore("dtype")
     x, dtype = n.value(), n.dtype
     n.require(

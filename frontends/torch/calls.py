@@ -22,8 +22,8 @@ from penstock.ir.types import TensorType
 
 from ..writer import Lost, Refused
 from .arrays import our_dtype
-from .node import Absent, Builder, Known, Node, Weight
-from .source import Sizes
+from .node import Absent, KnownElements, TorchBuilder, TorchNode, TorchWeight
+from .source import SymbolSizes
 from .table import CHECKS, RULES, name_of
 
 # Results above this many elements stay operations: a mask repeated over a batch is cheaper to broadcast than to store.
@@ -35,7 +35,7 @@ _UNSET = "empty"
 class Caller:
     """Imports calls in order."""
 
-    def __init__(self, builder: Builder, sizes: Sizes, problems: list[str]) -> None:
+    def __init__(self, builder: TorchBuilder, sizes: SymbolSizes, problems: list[str]) -> None:
         self.builder = builder
         self.sizes = sizes
         self.problems = problems
@@ -43,7 +43,7 @@ class Caller:
 
     def take(self, call: Call) -> None:
         env = self.builder.env
-        node: Node | None = None
+        node: TorchNode | None = None
         try:
             if isinstance(call.target, torch._ops.OpOverload):
                 if name_of(call.target) in CHECKS:
@@ -52,7 +52,7 @@ class Caller:
                 if self._lacks_types(call):
                     env[call] = self._lost(call)
                     return
-                node = Node(self.builder, call, location(call))
+                node = TorchNode(self.builder, call, location(call))
                 env[call] = self._result(node)
             else:
                 env[call] = self._other(call)
@@ -62,7 +62,7 @@ class Caller:
             self.problems.append(f"{location(call)} ({_called(call)}){_line(call)}: {error}")
             env[call] = self._lost(call)
 
-    def _result(self, node: Node) -> Any:
+    def _result(self, node: TorchNode) -> Any:
         call = node.call
         name = name_of(call.target)
         draws = torch.Tag.nondeterministic_seeded in call.target.tags  # type: ignore[union-attr]
@@ -140,7 +140,7 @@ class Caller:
         pairs = zip(metas, result, strict=False) if isinstance(metas, tuple | list) else [(metas, result)]
         for i, (meta, one) in enumerate(pairs):
             promised = self._promised(meta)
-            if isinstance(one, Known | Weight):
+            if isinstance(one, KnownElements | TorchWeight):
                 one = one.tensor
             if promised is None or not isinstance(one, Value | torch.Tensor):
                 continue
@@ -152,14 +152,14 @@ class Caller:
 def _plain(operands: Sequence[Any]) -> bool:
     """Whether nothing among the arguments is computed at run time or trained."""
     return all(
-        _plain(a) if isinstance(a, list | tuple) else not isinstance(a, Value | Weight | Lost | Absent)
+        _plain(a) if isinstance(a, list | tuple) else not isinstance(a, Value | TorchWeight | Lost | Absent)
         for a in operands
     )
 
 
 def _computed(call: Call, operands: Sequence[Any]) -> Any:
     def elements(value: Any) -> Any:
-        if isinstance(value, Known):
+        if isinstance(value, KnownElements):
             return value.tensor
         return [elements(v) for v in value] if isinstance(value, list | tuple) else value
 

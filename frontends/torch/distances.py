@@ -16,11 +16,11 @@ from penstock.ir.types import FLOATS
 
 from ..formulas.elementwise import positive, root
 from ..formulas.layout import reshape, transpose
-from .node import Node, Result, Rule
+from .node import Result, Rule, TorchNode
 from .reductions import length
 
 
-def _between(n: Node, x: Value, y: Value, order: float) -> Value:
+def _between(n: TorchNode, x: Value, y: Value, order: float) -> Value:
     """The norms of x - y over the last dimension."""
     n.require(x.type.dtype in FLOATS, f"needs floating-point operands, got {x.type}")
     difference = n.emit("sub", x, y)
@@ -35,7 +35,7 @@ def _between(n: Node, x: Value, y: Value, order: float) -> Value:
     return n.emit("add", reshape(n, largest, largest.type.dims[:-1]), n.emit("sum", shares, axes=(axis,)))
 
 
-def _of_pairs(n: Node) -> Result:
+def _of_pairs(n: TorchNode) -> Result:
     n.ignore("compute_mode")  # how, not what
     x, y = n.value("x1"), n.value("x2")
     x = reshape(n, x, (*x.type.dims[:-1], 1, x.type.dims[-1]))
@@ -43,14 +43,14 @@ def _of_pairs(n: Node) -> Result:
     return _between(n, x, y, float(n.arg("p")))
 
 
-def _within(n: Node) -> Result:
+def _within(n: TorchNode) -> Result:
     x = n.value()
     first, second = np.triu_indices(x.type.dims[0], 1)
     left, right = (n.emit("gather", x, places.astype(np.int64), axis=0) for places in (first, second))
     return _between(n, left, right, float(n.arg("p")))
 
 
-def _euclidean(n: Node) -> Result:
+def _euclidean(n: TorchNode) -> Result:
     """The root of x . x - 2 * x . y + y . y, at least 0."""
     x, y = n.value("x1"), n.value("x2")
     rank = y.type.rank

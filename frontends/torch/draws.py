@@ -9,38 +9,38 @@ import torch
 from penstock.ir.graph import Value
 
 from ..formulas import draws
-from .node import Node, Result, Rule
+from .node import Result, Rule, TorchNode
 
 
-def _dims(n: Node) -> tuple[int, ...]:
+def _dims(n: TorchNode) -> tuple[int, ...]:
     return n.ints("size") if n.has("size") else n.type().dims
 
 
 def _plain(draw: Callable[..., Value]) -> Rule:
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         n.ignore("dtype")
         return draw(n, _dims(n), dtype=n.dtype)
 
     return rule
 
 
-def _uniform(n: Node) -> Result:
+def _uniform(n: TorchNode) -> Result:
     return draws.uniform(n, n.type().dims, float(n.arg("from", 0.0)), float(n.arg("to", 1.0)), n.dtype)
 
 
-def _normal(n: Node) -> Result:
+def _normal(n: TorchNode) -> Result:
     return draws.normal(n, n.type().dims, float(n.arg("mean", 0.0)), float(n.arg("std", 1.0)), n.dtype)
 
 
-def _exponential(n: Node) -> Result:
+def _exponential(n: TorchNode) -> Result:
     return draws.exponential(n, n.type().dims, float(n.arg("lambd", 1.0)), n.dtype)
 
 
-def _bernoulli(n: Node) -> Result:
+def _bernoulli(n: TorchNode) -> Result:
     return n.emit("cast", draws.bernoulli(n, n.type().dims, float(n.arg("p", 0.5))), dtype=n.dtype)
 
 
-def _dropout(n: Node) -> Result:
+def _dropout(n: TorchNode) -> Result:
     p, training = float(n.arg("p")), n.arg("train", True)
     if not training or p == 0.0:
         return n.arg("input"), torch.ones(n.type("input").dims, dtype=torch.bool)

@@ -40,41 +40,41 @@ from ..formulas.elementwise import (
     truncate,
     with_sign,
 )
-from .node import Known, Node, Result, Rule
+from .node import KnownElements, Result, Rule, TorchNode
 
 # ---------------------------------------------------------------------------------------- one operand
 
 
-def unary(write: str | Callable[[Node, Value], Value]) -> Rule:
+def unary(write: str | Callable[[TorchNode, Value], Value]) -> Rule:
     """One operand in the result's element type: the name of an operation of the IR, or a formula."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         x = n.value("self", n.dtype)
         return n.emit(write, x) if isinstance(write, str) else write(n, x)
 
     return rule
 
 
-def rounded(write: str | Callable[[Node, Value], Value]) -> Rule:
+def rounded(write: str | Callable[[TorchNode, Value], Value]) -> Rule:
     """Rounding, which leaves integers as they are."""
     inner = unary(write)
     return lambda n: n.arg("self") if n.dtype not in FLOATS else inner(n)
 
 
-def truth(n: Node, name: str) -> Value:
+def truth(n: TorchNode, name: str) -> Value:
     """An argument as a bool: whether it is other than 0."""
     x = n.value(name)
     return x if x.type.dtype == "bool" else n.emit("not", n.emit("equal", x, 0))
 
 
-def _neither(n: Node, kind: str) -> Result:
+def _neither(n: TorchNode, kind: str) -> Result:
     x = n.value()
     if x.type.dtype not in FLOATS:
         return torch.zeros(x.type.dims, dtype=torch.bool)
     return n.emit("not", n.emit("equal", x, x)) if kind == "nan" else n.emit("equal", n.emit("abs", x), float("inf"))
 
 
-def _round(n: Node) -> Result:
+def _round(n: TorchNode) -> Result:
     scale = 10.0 ** n.arg("decimals", 0)
     if n.dtype not in FLOATS:
         return n.arg("self")
@@ -85,29 +85,29 @@ def _round(n: Node) -> Result:
     )
 
 
-def _abs(n: Node) -> Result:
+def _abs(n: TorchNode) -> Result:
     return n.arg("self") if n.dtype in ("u8", "bool") else n.emit("abs", n.value())
 
 
-def _elu(n: Node) -> Result:
+def _elu(n: TorchNode) -> Result:
     alpha, scale, inner = n.arg("alpha"), n.arg("scale"), n.arg("input_scale")
     y = elu(n, n.value("self", n.dtype), float(alpha), float(inner))
     return y if scale == 1 else n.emit("mul", y, float(scale))
 
 
-def _selu(n: Node, x: Value) -> Value:
+def _selu(n: TorchNode, x: Value) -> Value:
     return n.emit("mul", elu(n, x, 1.6732632423543772), 1.0507009873554805)
 
 
-def _gelu(n: Node) -> Result:
+def _gelu(n: TorchNode) -> Result:
     return n.emit("gelu", n.value(), approximate=n.arg("approximate"))
 
 
-def _silu(n: Node, x: Value) -> Value:
+def _silu(n: TorchNode, x: Value) -> Value:
     return n.emit("mul", x, n.emit("sigmoid", x))
 
 
-def _mish(n: Node, x: Value) -> Value:
+def _mish(n: TorchNode, x: Value) -> Value:
     return n.emit("mul", x, n.emit("tanh", scaled_softplus(n, x, 1.0, 20.0)))
 
 
@@ -117,7 +117,7 @@ def _mish(n: Node, x: Value) -> Value:
 def arithmetic(kind: str, on_bool: str = "") -> Rule:
     """Two operands in the result's element type; `on_bool` is what the operation is on bools."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         dtype = n.dtype
         n.require(dtype != "bool" or bool(on_bool), "is not supported on bools")
         x, y = n.operand("self", dtype), n.operand("other", dtype)
@@ -129,7 +129,7 @@ def arithmetic(kind: str, on_bool: str = "") -> Rule:
     return rule
 
 
-def _divide(n: Node) -> Result:
+def _divide(n: TorchNode) -> Result:
     dtype, mode = n.dtype, n.arg("rounding_mode")
     if (
         mode is None
@@ -146,12 +146,12 @@ def _divide(n: Node) -> Result:
     return truncate(n, quotient) if mode == "trunc" and dtype in FLOATS else quotient
 
 
-def _remainder(n: Node) -> Result:
+def _remainder(n: TorchNode) -> Result:
     dtype = n.dtype
     return remainder(n, n.operand("self", dtype), n.operand("other", dtype))
 
 
-def _fmod(n: Node) -> Result:
+def _fmod(n: TorchNode) -> Result:
     dtype = n.dtype
     x, y = n.operand("self", dtype), n.operand("other", dtype)
     quotient = n.emit("div", x, y)
@@ -159,9 +159,9 @@ def _fmod(n: Node) -> Result:
     return n.emit("sub", x, n.emit("mul", whole, y))
 
 
-def _power(n: Node) -> Result:
+def _power(n: TorchNode) -> Result:
     exponent, dtype = n.arg("exponent"), n.dtype
-    if isinstance(exponent, Known) and exponent.tensor.numel() == 1 and exponent.tensor.ndim == 0:
+    if isinstance(exponent, KnownElements) and exponent.tensor.numel() == 1 and exponent.tensor.ndim == 0:
         exponent = exponent.tensor.item()
     if isinstance(exponent, int | float):
         return power(n, n.value("self", dtype), float(exponent))
@@ -170,7 +170,7 @@ def _power(n: Node) -> Result:
 
 
 def compare(kind: str, *, swap: bool = False, invert: bool = False) -> Rule:
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         dtype = n.common("self", "other")
         if dtype == "bool" and kind != "equal":
             dtype = "i32"
@@ -185,11 +185,11 @@ def logical(kind: str) -> Rule:
     return lambda n: n.emit(kind, truth(n, "self"), truth(n, "other"))
 
 
-def _differ(n: Node) -> Result:
+def _differ(n: TorchNode) -> Result:
     return n.emit("not", n.emit("equal", truth(n, "self"), truth(n, "other")))
 
 
-def _copysign(n: Node) -> Result:
+def _copysign(n: TorchNode) -> Result:
     x, other = n.value("self", n.dtype), n.arg("other")
     if isinstance(other, bool | int | float):
         return with_sign(n, x, n.literal(copysign(1.0, other) < 0, "bool"))
@@ -199,31 +199,31 @@ def _copysign(n: Node) -> Result:
 # ---------------------------------------------------------------------------------------- several operands
 
 
-def _clamp(n: Node) -> Result:
+def _clamp(n: TorchNode) -> Result:
     """torch lets the upper bound win where it is below the lower one."""
     dtype = n.dtype
     low, high = (n.operand(name, dtype) if n.has(name) else None for name in ("min", "max"))
     return clamp(n, clamp(n, n.value("self", dtype), low, None), None, high)
 
 
-def _hardtanh(n: Node) -> Result:
+def _hardtanh(n: TorchNode) -> Result:
     return saturate(n, n.value(), float(n.arg("min_val")), float(n.arg("max_val")))
 
 
-def _where(n: Node) -> Result:
+def _where(n: TorchNode) -> Result:
     dtype = n.dtype
     x, y = n.operand("self", dtype), n.operand("other", dtype)
     return n.emit("where", truth(n, "condition"), x, y)
 
 
-def _softplus(n: Node) -> Result:
+def _softplus(n: TorchNode) -> Result:
     return scaled_softplus(n, n.value(), float(n.arg("beta")), float(n.arg("threshold")))
 
 
 def _addc(kind: str) -> Rule:
     """self + value * tensor1 * tensor2, or divided."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         dtype, scale = n.dtype, n.arg("value", 1)
         part = n.emit(kind, n.value("tensor1", dtype), n.value("tensor2", dtype))
         return n.emit("add", n.value("self", dtype), part if scale == 1 else n.emit("mul", part, scale))

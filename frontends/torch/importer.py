@@ -36,8 +36,8 @@ from ..writer import Lost, Refused
 from .arrays import array_of, has_dtype, our_dtype
 from .calls import Caller, complain
 from .memory import place, sharing
-from .node import Absent, Builder, Known, Weight, type_of
-from .source import Sizes, exported, original
+from .node import Absent, KnownElements, TorchBuilder, TorchWeight, type_of
+from .source import SymbolSizes, exported, original
 
 
 def import_torch(
@@ -91,8 +91,8 @@ class _Importer:
         self.state = {**program.constants, **program.state_dict}
         held = [str(s.target) for s in signature.input_specs if s.kind in _STATE]
         # Variables first: the inputs of forward have to give way where both have one name.
-        self.builder = Builder(Names(held))
-        self.sizes = Sizes(program, self.fed, dims, where)
+        self.builder = TorchBuilder(Names(held))
+        self.sizes = SymbolSizes(program, self.fed, dims, where)
         self.problems: list[str] = []
         self.caller = Caller(self.builder, self.sizes, self.problems)
         self.inputs: list[Value] = []
@@ -121,7 +121,7 @@ class _Importer:
             if isinstance(tensor, torch.Tensor):
                 aliases.setdefault(place(tensor), []).append(name)
         hits = {name for name in self.state if frozen is not None and frozen.search(name)}
-        seen: dict[tuple[object, ...], Known | Weight] = {}
+        seen: dict[tuple[object, ...], KnownElements | TorchWeight] = {}
         firsts: dict[tuple[object, ...], str] = {}
         for target, placeholder in used.items():
             tensor = self.state.get(target)
@@ -140,7 +140,7 @@ class _Importer:
                 elif isinstance(tensor, torch.nn.Parameter) and not trainable:
                     self.stopped.append(same[0])
                 stays = not trainable or not hits.isdisjoint(same)
-                seen[key] = Known(name, tensor.detach()) if stays else Weight(name, tensor)
+                seen[key] = KnownElements(name, tensor.detach()) if stays else TorchWeight(name, tensor)
                 firsts[key] = target
                 if key in aliases:
                     self.stored[name] = same
@@ -158,10 +158,10 @@ class _Importer:
         if frozen is not None and not hits:
             raise UsageError(f"frozen {frozen.pattern!r} matches no name of the state dict", where=self.where)
 
-    def _overlaps(self, state: Sequence[Known | Weight]) -> None:
+    def _overlaps(self, state: Sequence[KnownElements | TorchWeight]) -> None:
         """A parameter and what shares a part of its memory would drift apart when that parameter is trained."""
         for i, j in sharing([one.tensor for one in state]):
-            if isinstance(state[i], Weight) or isinstance(state[j], Weight):
+            if isinstance(state[i], TorchWeight) or isinstance(state[j], TorchWeight):
                 self.problems.append(
                     f"{state[j].name}: shares memory with {state[i].name}, but not all of it in the same order"
                 )
@@ -244,7 +244,7 @@ class _Importer:
         named = []
         for index, result in enumerate(results):
             name = paths[index]
-            if isinstance(result, Known | Weight):
+            if isinstance(result, KnownElements | TorchWeight):
                 result = self._as_value(name, result)
             if isinstance(result, Value):
                 named.append((name, result))
@@ -256,7 +256,7 @@ class _Importer:
             raise UsageError("forward gives no tensor", where=self.where)
         return named
 
-    def _as_value(self, name: str, result: Known | Weight) -> Value | None:
+    def _as_value(self, name: str, result: KnownElements | TorchWeight) -> Value | None:
         try:
             type_of(result.tensor)
             return self.builder.value_of(result)
@@ -273,7 +273,7 @@ class _Importer:
             self.problems.append(f"{target}: forward changes a parameter, which is not supported")
             return
         old = self.moving.get(target)
-        if isinstance(found, Known | Weight):
+        if isinstance(found, KnownElements | TorchWeight):
             found = self._as_value(f"{target}.new", found)
         if isinstance(found, Absent):
             self.problems.append(f"{target}: {found.reason}")
@@ -293,7 +293,7 @@ class _Importer:
 
     def _report(self, variables: Mapping[str, Var], outputs: Sequence[str], names: Mapping[str, str]) -> list[str]:
         folded = self.caller.folded
-        unused = [t.name for t in self.builder.env.values() if isinstance(t, Weight) and t.name not in variables]
+        unused = [t.name for t in self.builder.env.values() if isinstance(t, TorchWeight) and t.name not in variables]
         said = (
             ("dimensions bound", [f"{name}={size}" for name, size in self.dims.items()]),
             ("tied, trained as one variable each", self.tied),

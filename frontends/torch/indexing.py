@@ -15,10 +15,10 @@ from penstock.ir.types import FLOATS
 
 from ..formulas.indexing import from_the_front, positions, scatter_extreme
 from ..formulas.layout import axis_of, cut, expand, reshape, transpose
-from .node import Known, Node, Result, Rule
+from .node import KnownElements, Result, Rule, TorchNode
 
 
-def _index_select(n: Node) -> Result:
+def _index_select(n: TorchNode) -> Result:
     x = n.value()
     indices = n.value("index")
     if x.type.rank == 0:
@@ -27,7 +27,7 @@ def _index_select(n: Node) -> Result:
     return n.emit("gather", x, reshape(n, indices, (indices.type.size,)), axis=axis)
 
 
-def _embedding(n: Node) -> Result:
+def _embedding(n: TorchNode) -> Result:
     """Rows by index; torch gives the row of padding no gradient."""
     n.require(not n.arg("scale_grad_by_freq"), "scale_grad_by_freq is not supported")
     indices, pad = n.value("indices"), int(n.arg("padding_idx", -1))
@@ -44,12 +44,12 @@ def _embedding(n: Node) -> Result:
 # ---------------------------------------------------------------------------------------- several index tensors at once
 
 
-def _masks_out(n: Node, given: Sequence[object], dims: Sequence[int]) -> list[object]:
+def _masks_out(n: TorchNode, given: Sequence[object], dims: Sequence[int]) -> list[object]:
     """Index tensors with masks that are known as the indices they stand for."""
     found: list[object] = []
     for one in given:
-        if isinstance(one, Known) and one.tensor.dtype in (torch.bool, torch.uint8):
-            found += [Known(n.fresh("places"), places) for places in one.tensor.nonzero(as_tuple=True)]
+        if isinstance(one, KnownElements) and one.tensor.dtype in (torch.bool, torch.uint8):
+            found += [KnownElements(n.fresh("places"), places) for places in one.tensor.nonzero(as_tuple=True)]
         elif isinstance(one, Value) and one.type.dtype in ("bool", "u8"):
             n.require(False, "a mask that is computed at run time makes a result whose size is not known")
         else:
@@ -57,21 +57,21 @@ def _masks_out(n: Node, given: Sequence[object], dims: Sequence[int]) -> list[ob
     return found + [None] * (len(dims) - len(found))
 
 
-def _flat_places(n: Node, given: Sequence[object], dims: Sequence[int]) -> tuple[list[int], Value]:
+def _flat_places(n: TorchNode, given: Sequence[object], dims: Sequence[int]) -> tuple[list[int], Value]:
     """The indexed axes, and the row-major positions among them."""
     axes = [i for i, one in enumerate(given) if one is not None]
     tensors = [given[i] for i in axes]
-    if all(isinstance(t, Known) for t in tensors):
+    if all(isinstance(t, KnownElements) for t in tensors):
         total: torch.Tensor | int = 0
         for axis, t in zip(axes, tensors, strict=True):
-            assert isinstance(t, Known)
+            assert isinstance(t, KnownElements)
             n.require(
                 t.tensor.numel() == 0 or (-dims[axis] <= int(t.tensor.min()) and int(t.tensor.max()) < dims[axis]),
                 f"an index is outside dimension {axis} of size {dims[axis]}",
             )
             total = total * dims[axis] + torch.where(t.tensor < 0, t.tensor + dims[axis], t.tensor).long()
         assert isinstance(total, torch.Tensor)
-        return axes, n.tensor_value(Known(n.fresh("places"), total))
+        return axes, n.tensor_value(KnownElements(n.fresh("places"), total))
     flat: Value | None = None
     for axis, t in zip(axes, tensors, strict=True):
         part = n.tensor_value(t)
@@ -83,14 +83,14 @@ def _flat_places(n: Node, given: Sequence[object], dims: Sequence[int]) -> tuple
     return axes, flat
 
 
-def _in_front(n: Node, x: Value, axes: Sequence[int]) -> tuple[Value, list[int]]:
+def _in_front(n: TorchNode, x: Value, axes: Sequence[int]) -> tuple[Value, list[int]]:
     """x with these axes in front and as one, and the permutation that did it."""
     perm = [*axes, *(i for i in range(x.type.rank) if i not in axes)]
     turned = transpose(n, x, perm)
     return reshape(n, turned, (prod(x.type.dims[a] for a in axes), *turned.type.dims[len(axes) :])), perm
 
 
-def _index(n: Node) -> Result:
+def _index(n: TorchNode) -> Result:
     x = n.value()
     dims = x.type.dims
     given = _masks_out(n, n.arg("indices"), dims)
@@ -105,13 +105,13 @@ def _index(n: Node) -> Result:
     return transpose(n, found, [*range(r, r + before), *range(r), *range(r + before, found.type.rank)])
 
 
-def _index_put(n: Node) -> Result:
+def _index_put(n: TorchNode) -> Result:
     x = n.value()
     dims, dtype = x.type.dims, x.type.dtype
     given, add = n.arg("indices"), bool(n.arg("accumulate"))
     values = n.value("values", dtype)
     mask = given[0] if len(given) == 1 else None
-    if isinstance(mask, Value | Known) and n.dtype_of(mask) == "bool" and values.type.size == 1:
+    if isinstance(mask, Value | KnownElements) and n.dtype_of(mask) == "bool" and values.type.size == 1:
         keep = n.tensor_value(mask)
         keep = reshape(n, keep, (*keep.type.dims, *(1,) * (len(dims) - keep.type.rank)))
         one = reshape(n, values, ())
@@ -138,11 +138,11 @@ def _index_put(n: Node) -> Result:
 # ---------------------------------------------------------------------------------------- element by element
 
 
-def _scalar(n: Node, x: Value) -> Value:
+def _scalar(n: TorchNode, x: Value) -> Value:
     return reshape(n, x, (1,)) if x.type.rank == 0 else x
 
 
-def _gather(n: Node) -> Result:
+def _gather(n: TorchNode) -> Result:
     n.ignore("sparse_grad")
     x, indices = n.value(), n.value("index")
     shape = indices.type.dims
@@ -152,7 +152,7 @@ def _gather(n: Node) -> Result:
     return reshape(n, found, shape)
 
 
-def _source(n: Node, dtype: str, indices: Value) -> Value:
+def _source(n: TorchNode, dtype: str, indices: Value) -> Value:
     """What is put at the indices: as many elements along each dimension as there are indices."""
     if not n.has("src"):
         return expand(n, n.literal(n.arg("value"), dtype), indices.type.dims)
@@ -162,7 +162,7 @@ def _source(n: Node, dtype: str, indices: Value) -> Value:
     return src
 
 
-def _put(n: Node, x: Value, axis: int, indices: Value, src: Value, add: bool) -> Value:
+def _put(n: TorchNode, x: Value, axis: int, indices: Value, src: Value, add: bool) -> Value:
     """x with elements along one axis replaced or added to, one by one."""
     places = reshape(n, positions(n, indices, axis, x.type.dims), (indices.type.size,))
     flat = n.emit("scatter", reshape(n, x, (x.type.size,)), places, reshape(n, src, (src.type.size,)), axis=0, add=add)
@@ -172,7 +172,7 @@ def _put(n: Node, x: Value, axis: int, indices: Value, src: Value, add: bool) ->
 def scatter(reduce: str | None = "") -> Rule:
     """`reduce` None: the call says how values meet at one place."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         x = n.value()
         dims = x.type.dims
         x, indices = _scalar(n, x), _scalar(n, n.value("index"))
@@ -185,7 +185,7 @@ def scatter(reduce: str | None = "") -> Rule:
     return rule
 
 
-def _reduced(n: Node, x: Value, axis: int, indices: Value, src: Value, how: str, own: bool) -> Value:
+def _reduced(n: TorchNode, x: Value, axis: int, indices: Value, src: Value, how: str, own: bool) -> Value:
     match how:
         case "":
             return _put(n, x, axis, indices, src, False)
@@ -207,7 +207,7 @@ def _reduced(n: Node, x: Value, axis: int, indices: Value, src: Value, how: str,
 # ---------------------------------------------------------------------------------------- order
 
 
-def _topk(n: Node) -> Result:
+def _topk(n: TorchNode) -> Result:
     n.ignore("sorted")  # sorted is one of the orders that may come when it does not matter
     x = n.value()
     if x.type.rank == 0:
@@ -216,7 +216,7 @@ def _topk(n: Node) -> Result:
     return n.emit_all("topk", 2, x, k=int(n.arg("k")), axis=axis, largest=bool(n.arg("largest")))
 
 
-def _sort(n: Node) -> Result:
+def _sort(n: TorchNode) -> Result:
     n.ignore("stable")  # the order here is
     x = n.value()
     if x.type.rank == 0:
@@ -229,7 +229,7 @@ def found_among(boundaries: str, values: str) -> Rule:
     """How many of the boundaries, which are in order, lie before each value: those that equal it,
     too, if `right`. A nan lies behind all."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         n.ignore("out_int32")
         side, dtype = n.arg("side"), n.common(boundaries, values)
         n.require(side in (None, "left", "right") and not n.has("sorter"), "a sorter is not supported")

@@ -12,17 +12,17 @@ from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS, broadcast_shapes
 
 from ..formulas.layout import axis_of, cut, expand, reshape, tile, transpose
-from .node import Node, Result, Rule
+from .node import Result, Rule, TorchNode
 
 # ---------------------------------------------------------------------------------------- the same elements
 
 
-def reshaped(n: Node, shape: Sequence[int]) -> Result:
+def reshaped(n: TorchNode, shape: Sequence[int]) -> Result:
     """`self` in another shape; nothing is written when it has that shape already."""
     return n.arg("self") if n.type().shape == tuple(shape) else reshape(n, n.value(), shape)
 
 
-def _view(n: Node) -> Result:
+def _view(n: TorchNode) -> Result:
     wanted = list(n.ints("size"))
     if -1 in wanted:
         rest = prod(size for size in wanted if size != -1)
@@ -30,25 +30,25 @@ def _view(n: Node) -> Result:
     return reshaped(n, wanted)
 
 
-def _unsqueeze(n: Node) -> Result:
+def _unsqueeze(n: TorchNode) -> Result:
     dims = n.type().dims
     axis = axis_of(n, n.arg("dim"), len(dims) + 1)
     return reshaped(n, (*dims[:axis], 1, *dims[axis:]))
 
 
-def _squeeze(n: Node) -> Result:
+def _squeeze(n: TorchNode) -> Result:
     dims = n.type().dims
     axes = {axis_of(n, a, len(dims)) for a in n.ints("dim")}
     return reshaped(n, [size for i, size in enumerate(dims) if size != 1 or i not in axes])
 
 
-def _permute(n: Node) -> Result:
+def _permute(n: TorchNode) -> Result:
     rank = n.type().rank
     perm = [axis_of(n, a, rank) for a in n.ints("dims")]
     return n.arg("self") if perm == list(range(rank)) else transpose(n, n.value(), perm)
 
 
-def _cast(n: Node) -> Result:
+def _cast(n: TorchNode) -> Result:
     n.ignore("dtype", "copy")
     dtype = n.dtype
     if n.type().dtype == dtype:
@@ -59,11 +59,11 @@ def _cast(n: Node) -> Result:
     return n.emit("cast", x, dtype=dtype)
 
 
-def _copy(n: Node) -> Result:
+def _copy(n: TorchNode) -> Result:
     return expand(n, n.value("src", n.dtype), n.type().dims)
 
 
-def _detach(n: Node) -> Result:
+def _detach(n: TorchNode) -> Result:
     """Written only where a gradient would pass: behind a parameter that is trained."""
     return n.emit("detach", n.value()) if n.is_trained() and n.dtype in FLOATS else n.arg("self")
 
@@ -74,7 +74,7 @@ def _detach(n: Node) -> Result:
 def filled(value: float | None = None) -> Rule:
     """A constant of one value; `value` None: that of the call."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         n.ignore("dtype", "physical_layout", "stride")
         dims = n.ints("size") if n.has("size") else n.type().dims
         filler, dtype = n.arg("fill_value") if value is None else value, n.dtype
@@ -85,7 +85,7 @@ def filled(value: float | None = None) -> Rule:
     return rule
 
 
-def _arange(n: Node) -> Result:
+def _arange(n: TorchNode) -> Result:
     n.ignore("dtype")
     start, end, step = n.arg("start", 0), n.arg("end"), n.arg("step", 1)
     dtype = n.dtype
@@ -99,7 +99,7 @@ def _arange(n: Node) -> Result:
 # ---------------------------------------------------------------------------------------- repeated, cut and joined
 
 
-def _expand(n: Node) -> Result:
+def _expand(n: TorchNode) -> Result:
     n.ignore("implicit")
     dims, size = n.type().dims, n.ints("size")
     behind = (1,) * (len(size) - len(dims)) + dims
@@ -108,14 +108,14 @@ def _expand(n: Node) -> Result:
     return n.arg("self") if shape == dims else expand(n, n.value(), shape)
 
 
-def _repeat(n: Node) -> Result:
+def _repeat(n: TorchNode) -> Result:
     repeats = n.ints("repeats")
     x = n.value()
     x = reshape(n, x, (1,) * (len(repeats) - x.type.rank) + x.type.dims)
     return tile(n, x, repeats)
 
 
-def _cat(n: Node) -> Result:
+def _cat(n: TorchNode) -> Result:
     dtype = n.dtype
     parts = [
         v for v in n.values("tensors", dtype) if v.type.dims != (0,)
@@ -125,18 +125,18 @@ def _cat(n: Node) -> Result:
     return parts[0] if len(parts) == 1 else n.emit("concat", *parts, axis=axis)
 
 
-def _split(n: Node) -> Result:
+def _split(n: TorchNode) -> Result:
     x = n.value()
     axis = axis_of(n, n.arg("dim"), x.type.rank)
     ends = np.cumsum(n.ints("split_sizes")).tolist()
     return [cut(n, x, axis, start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _bounds(n: Node, size: int) -> tuple[int, int, int]:
+def _bounds(n: TorchNode, size: int) -> tuple[int, int, int]:
     return slice(n.arg("start"), n.arg("end"), n.arg("step", 1)).indices(size)
 
 
-def _slice(n: Node) -> Result:
+def _slice(n: TorchNode) -> Result:
     dims = n.type().dims
     axis = axis_of(n, n.arg("dim"), len(dims))
     start, stop, step = _bounds(n, dims[axis])
@@ -147,7 +147,7 @@ def _slice(n: Node) -> Result:
     return n.emit("slice", n.value(), start=tuple(starts), stop=tuple(stops), step=tuple(steps))
 
 
-def _select(n: Node) -> Result:
+def _select(n: TorchNode) -> Result:
     x = n.value()
     dims = x.type.dims
     axis = axis_of(n, n.arg("dim"), len(dims))
@@ -156,7 +156,7 @@ def _select(n: Node) -> Result:
     return reshape(n, cut(n, x, axis, at % dims[axis], at % dims[axis] + 1), dims[:axis] + dims[axis + 1 :])
 
 
-def put_into(n: Node, x: Value, src: Value, axis: int, start: int, stop: int, step: int) -> Value:
+def put_into(n: TorchNode, x: Value, src: Value, axis: int, start: int, stop: int, step: int) -> Value:
     """x with start:stop:step along one axis replaced."""
     dims = x.type.dims
     count = len(range(start, stop, step))
@@ -169,14 +169,14 @@ def put_into(n: Node, x: Value, src: Value, axis: int, start: int, stop: int, st
     return n.emit("scatter", x, places, src, axis=axis) if count else x
 
 
-def _slice_scatter(n: Node) -> Result:
+def _slice_scatter(n: TorchNode) -> Result:
     x = n.value()
     axis = axis_of(n, n.arg("dim"), x.type.rank)
     start, stop, step = _bounds(n, x.type.dims[axis])
     return put_into(n, x, n.value("src", x.type.dtype), axis, start, max(start, stop), step)
 
 
-def _pad(n: Node) -> Result:
+def _pad(n: TorchNode) -> Result:
     x = n.value()
     pads, rank = n.ints("pad"), x.type.rank
     low, high = [0] * rank, [0] * rank
@@ -190,7 +190,7 @@ def _pad(n: Node) -> Result:
     )
 
 
-def _flip(n: Node) -> Result:
+def _flip(n: TorchNode) -> Result:
     x = n.value()
     for axis in n.ints("dims"):
         axis = axis_of(n, axis, x.type.rank)
@@ -198,13 +198,13 @@ def _flip(n: Node) -> Result:
     return x
 
 
-def at_places(n: Node, places: torch.Tensor) -> Result:
+def at_places(n: TorchNode, places: torch.Tensor) -> Result:
     """The elements of `self` at these row-major positions."""
     x = n.value()
     return n.emit("gather", reshape(n, x, (x.type.size,)), places.contiguous().numpy(), axis=0)
 
 
-def _strided(n: Node) -> Result:
+def _strided(n: TorchNode) -> Result:
     """By where torch keeps each element of the operand."""
     meta = n.meta("self")
     numbers = (*meta.shape, *meta.stride(), meta.storage_offset())
@@ -231,7 +231,7 @@ def _last(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
 def moved(*names: str) -> Rule:
     """An operation that only moves elements: what it does to the positions says where each comes from."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         x = n.type()
         args = [n.arg(name) for name in names]
         return at_places(n, n.target(torch.arange(x.size).reshape(x.dims), *args))  # type: ignore[operator]
@@ -239,7 +239,7 @@ def moved(*names: str) -> Rule:
     return rule
 
 
-def _pixel_shuffle(n: Node) -> Result:
+def _pixel_shuffle(n: TorchNode) -> Result:
     x, f = n.value(), int(n.arg("upscale_factor"))
     *lead, c, h, w = x.type.dims
     r = len(lead)
@@ -249,7 +249,7 @@ def _pixel_shuffle(n: Node) -> Result:
     )
 
 
-def _size(n: Node) -> Result:
+def _size(n: TorchNode) -> Result:
     dims = n.type().dims
     return dims[axis_of(n, n.arg("dim"), len(dims))]
 

@@ -23,12 +23,12 @@ from penstock.ir.graph import PARAM, Value
 from penstock.ir.types import TensorType
 
 from ..names import legal
-from ..writer import Lost, Operand, Program, Refused, Writer
+from ..writer import GraphWriter, Lost, Operand, Refused, Writer
 from .arrays import array_of, our_dtype, their_dtype
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownElements:
     """A tensor whose elements are known at import; `name` is legal and its own."""
 
     name: str
@@ -36,7 +36,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Weight:
+class TorchWeight:
     """A parameter that is trained, by its first name in the state dict, as a legal one."""
 
     name: str
@@ -50,9 +50,9 @@ class Absent:
     reason: str
 
 
-Tensor = Known | Weight | Value | Lost
+Tensor = KnownElements | TorchWeight | Value | Lost
 Result = Any  # Tensor, torch.Tensor where the elements are known, Absent, a number, or None
-Rule = Callable[["Node"], Result]
+Rule = Callable[["TorchNode"], Result]
 
 # Arguments that say where and how elements are stored, not what they are.
 _STORAGE = ("layout", "device", "pin_memory", "memory_format", "non_blocking", "requires_grad", "sparse")
@@ -66,20 +66,20 @@ def type_of(tensor: torch.Tensor) -> TensorType:
 
 
 @dataclass
-class Builder(Program):
+class TorchBuilder(GraphWriter):
     """The graph under construction. `env` maps each node of the source's graph to a tensor, a Python object, or a tuple of these."""
 
     env: dict[Call, Any] = field(default_factory=dict)
     trained: set[Value] = field(default_factory=set)
     _values: dict[tuple[str, str], Value] = field(default_factory=dict)
 
-    def value_of(self, tensor: Known | Weight, dtype: str | None = None) -> Value:
+    def value_of(self, tensor: KnownElements | TorchWeight, dtype: str | None = None) -> Value:
         """The tensor as a value of the graph, in that element type; the second use of the same tensor gives the same value."""
         kind = type_of(tensor.tensor)
         dtype = dtype or kind.dtype
         key = (tensor.name, dtype)
         if key not in self._values:
-            if isinstance(tensor, Weight):
+            if isinstance(tensor, TorchWeight):
                 value = self.variable(tensor.name, kind, PARAM, array_of(tensor.tensor))
                 self.trained.add(value)
             else:
@@ -101,10 +101,10 @@ class Builder(Program):
         return not self.trained.isdisjoint(values)
 
 
-class Node(Writer):
+class TorchNode(Writer):
     """One call under import."""
 
-    def __init__(self, builder: Builder, call: Call, loc: str) -> None:
+    def __init__(self, builder: TorchBuilder, call: Call, loc: str) -> None:
         super().__init__(builder, legal(loc))
         self._builder = builder
         self._asked: set[str] = set(_STORAGE)
@@ -145,7 +145,7 @@ class Node(Writer):
 
     def type(self, name: str = "self") -> TensorType:
         tensor = self.arg(name)
-        if isinstance(tensor, Known | Weight):
+        if isinstance(tensor, KnownElements | TorchWeight):
             return type_of(tensor.tensor)
         if isinstance(tensor, Value | Lost):
             assert tensor.type is not None, "a call with an operand of unknown type is not imported"
@@ -156,9 +156,9 @@ class Node(Writer):
 
     def tensor_value(self, tensor: Any, dtype: str | None = None) -> Value:
         """Any tensor as a value of the graph, cast where it has another element type."""
-        if isinstance(tensor, Known):
+        if isinstance(tensor, KnownElements):
             return self._builder.value_of(tensor, dtype)
-        if isinstance(tensor, Weight):
+        if isinstance(tensor, TorchWeight):
             tensor = self._builder.value_of(tensor)
         elif isinstance(tensor, Lost):
             assert tensor.type is not None
@@ -184,17 +184,17 @@ class Node(Writer):
     def known(self, name: str) -> torch.Tensor | None:
         """The elements of an argument that is known; None otherwise."""
         found = self.arg(name)
-        return found.tensor if isinstance(found, Known) else None
+        return found.tensor if isinstance(found, KnownElements) else None
 
     def is_trained(self, name: str = "self") -> bool:
         """Whether an argument depends on a parameter that is trained."""
         found = self.arg(name)
-        return isinstance(found, Weight) or (isinstance(found, Value) and self._builder.depends([found]))
+        return isinstance(found, TorchWeight) or (isinstance(found, Value) and self._builder.depends([found]))
 
     def weight(self, name: str) -> torch.Tensor | None:
         """A parameter's elements at import; None for anything that is not a parameter or known."""
         found = self.arg(name)
-        return found.tensor if isinstance(found, Known | Weight) else None
+        return found.tensor if isinstance(found, KnownElements | TorchWeight) else None
 
     def is_used(self, i: int) -> bool:
         """Whether anything asks for result i, of several."""
@@ -279,7 +279,7 @@ class Node(Writer):
         for i, one in enumerate(result if several else (result,)):
             name = f"{self.call.name}.{i}" if several else self.call.name
             if isinstance(one, torch.Tensor):
-                one = Known(builder.names.fresh(name), one)
+                one = KnownElements(builder.names.fresh(name), one)
             elif isinstance(one, Value) and one in mine and one not in renamed:
                 renamed[one] = Value(builder.names.fresh(name), one.type)
             bound.append(one)

@@ -12,11 +12,11 @@ from penstock.ir.types import FLOATS
 
 from ..formulas.layout import axis_of, reshape
 from ..formulas.norms import batch_statistics, grouped_norm, moved, per_channel, rms_norm, scaled
-from .node import Absent, Node, Result, Rule
+from .node import Absent, Result, Rule, TorchNode
 
 
 def row(kind: str) -> Rule:
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         n.ignore("dtype", "half_to_float")
         x = n.value("self", n.dtype)
         if x.type.rank == 0:
@@ -26,7 +26,7 @@ def row(kind: str) -> Rule:
     return rule
 
 
-def _layer_norm(n: Node) -> tuple[Value, Value, Value]:
+def _layer_norm(n: TorchNode) -> tuple[Value, Value, Value]:
     n.ignore("cudnn_enable")
     x, dims = n.value("input"), n.ints("normalized_shape")
     dtype = x.type.dtype
@@ -37,33 +37,33 @@ def _layer_norm(n: Node) -> tuple[Value, Value, Value]:
     return found[0], reshape(n, found[1], shape), reshape(n, found[2], shape)
 
 
-def _rms_norm(n: Node) -> Result:
+def _rms_norm(n: TorchNode) -> Result:
     x, dims = n.value("input"), n.ints("normalized_shape")
     eps = n.arg("eps", torch.finfo(n.call.meta["val"].dtype).eps)
     y = rms_norm(n, x, x.type.rank - len(dims), float(eps))
     return n.emit("mul", y, n.value("weight")) if n.has("weight") else y
 
 
-def _group_norm(n: Node, groups: str) -> Value:
+def _group_norm(n: TorchNode, groups: str) -> Value:
     """`groups` is what the argument with their number is called."""
     n.ignore("cudnn_enabled", "N", "C", "HxW")
     return _weighted(n, grouped_norm(n, n.value("input"), int(n.arg(groups)), float(n.arg("eps"))))
 
 
-def _weighted(n: Node, y: Value) -> Value:
+def _weighted(n: TorchNode, y: Value) -> Value:
     """Times the weight and plus the bias of each channel, where there are any."""
     weight, bias = (n.value(name, y.type.dtype) if n.has(name) else None for name in ("weight", "bias"))
     return scaled(n, y, weight, bias)
 
 
-def _channels(n: Node, x: Value, name: str, value: float) -> Value:
+def _channels(n: TorchNode, x: Value, name: str, value: float) -> Value:
     channels = (x.type.dims[1],)
     return (
         n.value(name, x.type.dtype) if n.has(name) else n.emit("const", value=value, dtype=x.type.dtype, shape=channels)
     )
 
 
-def _batch_norm_inference(n: Node) -> tuple[Value | Absent, ...]:
+def _batch_norm_inference(n: TorchNode) -> tuple[Value | Absent, ...]:
     n.ignore("momentum")  # of the running statistics, which do not run here
     x = n.value("input")
     statistics = (n.value(name, x.type.dtype) for name in ("running_mean", "running_var"))
@@ -78,12 +78,12 @@ def _batch_norm_inference(n: Node) -> tuple[Value | Absent, ...]:
     return y, *(Absent("inference saves no statistics"),) * 2
 
 
-def _batch_norm_training(n: Node) -> tuple[Value, Value, Value]:
+def _batch_norm_training(n: TorchNode) -> tuple[Value, Value, Value]:
     """With the statistics of the batch: the result, their mean, and one over their deviation."""
     return _with_statistics(n)[:3]
 
 
-def _with_statistics(n: Node) -> tuple[Value, Value, Value, Value]:
+def _with_statistics(n: TorchNode) -> tuple[Value, Value, Value, Value]:
     """And the variance."""
     n.ignore("training", "momentum")
     x, eps = n.value("input"), float(n.arg("eps"))
@@ -94,7 +94,7 @@ def _with_statistics(n: Node) -> tuple[Value, Value, Value, Value]:
     return y, mean, rstd, variance
 
 
-def _batch_norm(n: Node) -> Result:
+def _batch_norm(n: TorchNode) -> Result:
     """What the running statistics become comes last."""
     if not n.arg("training"):
         return *_batch_norm_inference(n), n.arg("running_mean"), n.arg("running_var")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..formulas.layout import reshape
 from ..formulas.products import product, scaled_sum
-from .node import Node, Result, Rule
+from .node import Result, Rule, TorchNode
 
 
-def _linear(n: Node) -> Result:
+def _linear(n: TorchNode) -> Result:
     x, weight = n.value("input"), n.value("weight")
     if weight.type.rank == 1:
         y = product(n, x, weight)

@@ -9,21 +9,21 @@ from penstock.ir.graph import Value
 from ..formulas.draws import dropout
 from ..formulas.layout import cut, reshape, transpose
 from ..formulas.recurrent import Cell, Function, gru_cell, linear, lstm_cell, plain_cell, unroll, without_hidden
-from .node import Node, Result, Rule
+from .node import Result, Rule, TorchNode
 
 # The cell of a direction, from its recurrent weight and the recurrent bias; and what of that bias is added to the inputs already.
-Maker = Callable[[Node, Value, Value | None], tuple[Cell, Value | None]]
+Maker = Callable[[TorchNode, Value, Value | None], tuple[Cell, Value | None]]
 
 
-def _by(n: Node, kind: str) -> Function:
+def _by(n: TorchNode, kind: str) -> Function:
     return lambda x: n.emit(kind, x)
 
 
-def _lstm(n: Node, weight: Value, bias: Value | None) -> tuple[Cell, Value | None]:
+def _lstm(n: TorchNode, weight: Value, bias: Value | None) -> tuple[Cell, Value | None]:
     return lstm_cell(n, weight, None, (_by(n, "sigmoid"), _by(n, "tanh"), _by(n, "tanh")), False, "ifgo"), bias
 
 
-def _gru(n: Node, weight: Value, bias: Value | None) -> tuple[Cell, Value | None]:
+def _gru(n: TorchNode, weight: Value, bias: Value | None) -> tuple[Cell, Value | None]:
     size, functions = weight.type.dims[-1], (_by(n, "sigmoid"), _by(n, "tanh"))
     if bias is None:
         return gru_cell(n, weight, None, functions, True, "rz"), None
@@ -36,7 +36,7 @@ def _plain(kind: str) -> Maker:
     return lambda n, weight, bias: (plain_cell(n, weight, _by(n, kind)), bias)
 
 
-def _projected(n: Node, cell: Cell, weight: Value) -> Cell:
+def _projected(n: TorchNode, cell: Cell, weight: Value) -> Cell:
     """With a product behind the hidden state."""
 
     def projected(gates: Value, state: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -47,7 +47,7 @@ def _projected(n: Node, cell: Cell, weight: Value) -> Cell:
 
 
 def _one_way(
-    n: Node, x: Value, weights: list[Value], biased: bool, state: tuple[Value, ...], make: Maker, back: bool
+    n: TorchNode, x: Value, weights: list[Value], biased: bool, state: tuple[Value, ...], make: Maker, back: bool
 ) -> tuple[Value, tuple[Value, ...]]:
     """All steps of one layer in one direction: outputs [steps, batch, size], and the last state."""
     steps, batch, width = x.type.dims
@@ -60,7 +60,7 @@ def _one_way(
 
 
 def recurrent(make: Maker, states: int) -> Rule:
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         p, training = float(n.arg("dropout")), bool(n.arg("train"))
         x = n.value("input")
         batched = x.type.rank == 3

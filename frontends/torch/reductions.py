@@ -11,24 +11,24 @@ from ..formulas.elementwise import power, root
 from ..formulas.layout import axis_of, reshape
 from ..formulas.scans import cumulative_product, flipped, product_over
 from .elementwise import truth
-from .node import Node, Result, Rule
+from .node import Result, Rule, TorchNode
 
 
-def axes_of(n: Node) -> tuple[int, ...]:
+def axes_of(n: TorchNode) -> tuple[int, ...]:
     """The axes to reduce: all where none are named."""
     rank = n.type().rank
     given = n.ints("dim") if n.has("dim") else ()
     return tuple(sorted({axis_of(n, a, rank) for a in given})) if given and rank else tuple(range(rank))
 
 
-def reduced(n: Node, kind: str, x: Value, axes: tuple[int, ...], keep: bool) -> Value:
+def reduced(n: TorchNode, kind: str, x: Value, axes: tuple[int, ...], keep: bool) -> Value:
     return n.emit(kind, x, axes=axes, keep=keep) if x.type.rank else x
 
 
 def over(kind: str) -> Rule:
     """`dim`, `keepdim` and `dtype` as torch has them."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         n.ignore("dtype")
         axes, x = axes_of(n), n.value("self", n.dtype)
         return reduced(n, kind, x, axes, bool(n.arg("keepdim")))
@@ -36,7 +36,7 @@ def over(kind: str) -> Rule:
     return rule
 
 
-def _outermost(n: Node, x: Value, axes: tuple[int, ...], keep: bool, sign: int) -> Value:
+def _outermost(n: TorchNode, x: Value, axes: tuple[int, ...], keep: bool, sign: int) -> Value:
     """The largest element, or with a negative sign the smallest."""
     return reduced(n, "max", x, axes, keep) if sign > 0 else flipped(n, reduced(n, "max", flipped(n, x), axes, keep))
 
@@ -44,7 +44,7 @@ def _outermost(n: Node, x: Value, axes: tuple[int, ...], keep: bool, sign: int) 
 def _extreme(sign: int) -> Rule:
     """amax and amin."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         axes, x, keep = axes_of(n), n.value(), bool(n.arg("keepdim"))
         return _outermost(n, x, axes, keep, sign)
 
@@ -54,7 +54,7 @@ def _extreme(sign: int) -> Rule:
 def _with_place(sign: int) -> Rule:
     """max.dim and min.dim: the value and the place of the first of them, where alone its gradient goes."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         x, keep = n.value(), bool(n.arg("keepdim"))
         if x.type.rank == 0:
             return x, n.literal(0, "i64")
@@ -68,7 +68,7 @@ def _with_place(sign: int) -> Rule:
 def _whole_extreme(sign: int) -> Rule:
     """max and min of all elements."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         x = n.value()
         return _outermost(n, x, tuple(range(x.type.rank)), False, sign)
 
@@ -76,7 +76,7 @@ def _whole_extreme(sign: int) -> Rule:
 
 
 def _arg(sign: int) -> Rule:
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         x, keep = n.value(), bool(n.arg("keepdim"))
         x = flipped(n, x) if sign < 0 else x
         rank = x.type.rank
@@ -93,7 +93,7 @@ def _arg(sign: int) -> Rule:
 def _whether(every: bool) -> Rule:
     """any and all: whether a count of those that are, or are not, is zero."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         axes, keep = axes_of(n), bool(n.arg("keepdim"))
         x = truth(n, "self")
         counted = n.emit("cast", n.emit("not", x) if every else x, dtype="i32")
@@ -103,7 +103,7 @@ def _whether(every: bool) -> Rule:
     return rule
 
 
-def _moments(n: Node) -> tuple[Value, Value]:
+def _moments(n: TorchNode) -> tuple[Value, Value]:
     """Variance and mean."""
     x, axes = n.value(), axes_of(n)
     count = prod(x.type.dims[a] for a in axes)
@@ -119,27 +119,27 @@ def _moments(n: Node) -> tuple[Value, Value]:
     return variance, mean if keep else reshape(n, mean, variance.type.dims)
 
 
-def _variance(n: Node) -> Result:
+def _variance(n: TorchNode) -> Result:
     return _moments(n)[0]
 
 
-def _deviation(n: Node) -> Result:
+def _deviation(n: TorchNode) -> Result:
     return root(n, _moments(n)[0])
 
 
-def _deviation_and_mean(n: Node) -> Result:
+def _deviation_and_mean(n: TorchNode) -> Result:
     variance, mean = _moments(n)
     return root(n, variance), mean
 
 
-def _norm(n: Node) -> Result:
+def _norm(n: TorchNode) -> Result:
     n.ignore("dtype")
     x, axes, keep = n.value("self", n.dtype), axes_of(n), bool(n.arg("keepdim"))
     n.require(x.type.dtype in FLOATS, f"needs a floating-point operand, got {x.type}")
     return length(n, x, axes, keep, float(n.arg("ord", 2)))
 
 
-def length(n: Node, x: Value, axes: tuple[int, ...], keep: bool, order: float) -> Value:
+def length(n: TorchNode, x: Value, axes: tuple[int, ...], keep: bool, order: float) -> Value:
     """The norm of that order, with gradient 0 where it is 0."""
     if order == 2.0:
         return root(n, reduced(n, "sum", n.emit("mul", x, x), axes, keep))
@@ -156,13 +156,13 @@ def length(n: Node, x: Value, axes: tuple[int, ...], keep: bool, order: float) -
     return root(n, reduced(n, "sum", each, axes, keep), order)
 
 
-def _cumulative(n: Node) -> Result:
+def _cumulative(n: TorchNode) -> Result:
     n.ignore("dtype")
     x = n.value("self", n.dtype)
     return n.emit("cumsum", x, axis=axis_of(n, n.arg("dim"), x.type.rank)) if x.type.rank else x
 
 
-def _log_sum(n: Node) -> Result:
+def _log_sum(n: TorchNode) -> Result:
     """With the largest value taken out, so that nothing overflows; where that is infinite, nothing is taken out."""
     x, axes, keep = n.value("self", n.dtype), axes_of(n), bool(n.arg("keepdim"))
     largest = reduced(n, "max", x, axes, True)
@@ -171,7 +171,7 @@ def _log_sum(n: Node) -> Result:
     return n.emit("add", rest, reshape(n, finite, rest.type.dims))
 
 
-def _product(n: Node) -> Result:
+def _product(n: TorchNode) -> Result:
     n.ignore("dtype")
     x = n.value("self", n.dtype)
     if "dim" not in n.names:
@@ -184,7 +184,7 @@ def _product(n: Node) -> Result:
     return found if n.arg("keepdim") else reshape(n, found, x.type.dims[:axis] + x.type.dims[axis + 1 :])
 
 
-def _cumulative_product(n: Node) -> Result:
+def _cumulative_product(n: TorchNode) -> Result:
     n.ignore("dtype")
     x = n.value("self", n.dtype)
     return (

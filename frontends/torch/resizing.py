@@ -6,13 +6,13 @@ import torch
 
 from ..formulas.resizing import pick, resample, taps_of
 from ..formulas.sampling import grid_sample
-from .node import Node, Result, Rule
+from .node import Result, Rule, TorchNode
 
 
 def nearest(r: int) -> Rule:
     """Places along each axis, as torch finds them for 0, 1, 2, ..."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         x = n.value(_picture(n))
         for i, out in enumerate(_wanted(n)):
             line = torch.arange(x.type.dims[2 + i], dtype=torch.float64)[:, None]
@@ -22,12 +22,12 @@ def nearest(r: int) -> Rule:
     return rule
 
 
-def _picture(n: Node) -> str:
+def _picture(n: TorchNode) -> str:
     """What the argument is called that is resized."""
     return "input" if "input" in n.names else "self"
 
 
-def _wanted(n: Node) -> tuple[int, ...]:
+def _wanted(n: TorchNode) -> tuple[int, ...]:
     """The sizes after resizing."""
     if n.has("output_size"):
         return n.ints("output_size")
@@ -35,7 +35,7 @@ def _wanted(n: Node) -> tuple[int, ...]:
     return tuple(int(size * factor) for size, factor in zip(x.dims[2:], n.arg("scale_factors"), strict=True))
 
 
-def _along_one(n: Node, columns: torch.Tensor, i: int, r: int, out: int) -> torch.Tensor:
+def _along_one(n: TorchNode, columns: torch.Tensor, i: int, r: int, out: int) -> torch.Tensor:
     """The call on each column [size] laid along spatial dimension i, the same along others of size 2, as
     torch itself computes it: [out, columns]."""
     size, count = columns.shape
@@ -58,7 +58,7 @@ def _along_one(n: Node, columns: torch.Tensor, i: int, r: int, out: int) -> torc
     return result.movedim(2 + i, -1).reshape(count, -1, out)[:, 0].T.contiguous()
 
 
-def _grid_sample(n: Node) -> Result:
+def _grid_sample(n: TorchNode) -> Result:
     mode, padding = int(n.arg("interpolation_mode")), int(n.arg("padding_mode"))
     modes, paddings = ("linear", "nearest", "cubic"), ("zeros", "border", "reflection")
     return grid_sample(
@@ -69,7 +69,7 @@ def _grid_sample(n: Node) -> Result:
 def linear(r: int) -> Rule:
     """Separable interpolation: a product with a matrix of weights along each axis, which torch makes out of the unit vectors."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         x = n.value(_picture(n))
         for i, (size, out) in enumerate(zip(x.type.dims[2:], _wanted(n), strict=True)):
             weights = _along_one(n, torch.eye(size, dtype=torch.float64), i, r, out)

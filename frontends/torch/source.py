@@ -147,7 +147,7 @@ def _mark_stops(program: ExportedProgram) -> list[torch.fx.Node]:
 # ---------------------------------------------------------------------------------------- sizes
 
 
-class Sizes:
+class SymbolSizes:
     """Symbolic sizes of a program as the numbers that `dims` gives them, by the symbol's name or as INPUT.AXIS."""
 
     def __init__(

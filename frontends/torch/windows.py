@@ -12,8 +12,8 @@ from penstock.ir.graph import Value
 from ..formulas.layout import reshape
 from ..formulas.norms import scaled
 from ..formulas.resizing import resample, taps_of
-from ..formulas.windows import Window, average, largest_places, plane_places, transposed_sizes, window
-from .node import Absent, Node, Result, Rule
+from ..formulas.windows import PaddedWindow, average, largest_places, plane_places, transposed_sizes, window
+from .node import Absent, Result, Rule, TorchNode
 
 
 def _spread(given: Sequence[int], r: int, default: int = 1) -> tuple[int, ...]:
@@ -22,7 +22,7 @@ def _spread(given: Sequence[int], r: int, default: int = 1) -> tuple[int, ...]:
     return tuple(given) * r if len(given) == 1 else tuple(given)
 
 
-def _conv(n: Node) -> Result:
+def _conv(n: TorchNode) -> Result:
     x, w = n.value("input"), n.value("weight")
     r = w.type.rank - 2
     batched = x.type.rank == r + 2
@@ -41,30 +41,30 @@ def _conv(n: Node) -> Result:
     return _unbatched(n, scaled(n, y, None, n.value("bias") if n.has("bias") else None), batched)
 
 
-def _window(n: Node, x: Value, r: int) -> Window:
+def _window(n: TorchNode, x: Value, r: int) -> PaddedWindow:
     kernel, pads = _spread(n.ints("kernel_size"), r), _spread(n.ints("padding"), r, 0)
     strides, dilations = _spread(n.ints("stride") or kernel, r), _spread(n.ints("dilation"), r)
     return window(x.type.dims[2:], kernel, strides, dilations, pads + pads, bool(n.arg("ceil_mode")))
 
 
-def _batched(n: Node, r: int) -> tuple[Value, bool]:
+def _batched(n: TorchNode, r: int) -> tuple[Value, bool]:
     x = n.value()
     return (x, True) if x.type.rank == r + 2 else (reshape(n, x, (1, *x.type.dims)), False)
 
 
-def _unbatched(n: Node, y: Value, batched: bool) -> Value:
+def _unbatched(n: TorchNode, y: Value, batched: bool) -> Value:
     return y if batched else reshape(n, y, y.type.dims[1:])
 
 
 def max_pool(r: int) -> Rule:
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         x, batched = _batched(n, r)
         return _largest(n, x, _window(n, x, r), batched)
 
     return rule
 
 
-def _largest(n: Node, x: Value, at: Window, batched: bool) -> Result:
+def _largest(n: TorchNode, x: Value, at: PaddedWindow, batched: bool) -> Result:
     """The largest entries and, where somebody asks for them, their places in the plane of each channel."""
     y = n.emit("max_pool", x, window=at.kernel, **at.attrs)
     if not n.is_used(1):
@@ -74,7 +74,7 @@ def _largest(n: Node, x: Value, at: Window, batched: bool) -> Result:
 
 
 def avg_pool(r: int) -> Rule:
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         x, batched = _batched(n, r)
         at, fixed = _window(n, x, r), n.arg("divisor_override")
         counted = bool(n.arg("count_include_pad"))
@@ -89,7 +89,7 @@ def avg_pool(r: int) -> Rule:
 
 
 def adaptive_max_pool(r: int) -> Rule:
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         x, batched = _batched(n, r)
         sizes, wanted = x.type.dims[2:], n.ints("output_size")
         even = all(out and size % out == 0 for size, out in zip(sizes, wanted, strict=True))
@@ -105,7 +105,7 @@ def adaptive_max_pool(r: int) -> Rule:
 def adaptive_pool(r: int) -> Rule:
     """Means of equal windows where sizes divide, products with matrices of shares where they do not."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: TorchNode) -> Result:
         x, batched = _batched(n, r)
         sizes, wanted = x.type.dims[2:], n.ints("output_size")
         if all(size % out == 0 for size, out in zip(sizes, wanted, strict=True)):

@@ -20,7 +20,7 @@ from ..graph import ANNOTATIONS, Attr, Attrs, Op
 from ..types import Dim, TensorType
 from . import contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
 from .layout import VIEWS
-from .table import ANY, Cost, Needs, OpDef, integer, ints, reduced_axes
+from .table import ANY, OpCost, OpDef, Required, integer, ints, reduced_axes
 from .windows import Window, window_of
 
 _FAMILIES = (elementwise, draws, layout, reductions, contractions, windows, rows, indexing, training)
@@ -38,13 +38,13 @@ def complete_attrs(op: Op) -> dict[str, Attr]:
     full: dict[str, Attr] = {}
     for name, spec in row.attrs.items():
         if name in op.attrs:
-            value, kind = op.attrs[name], spec.kind if isinstance(spec, Needs) else type(spec)
+            value, kind = op.attrs[name], spec.kind if isinstance(spec, Required) else type(spec)
             if kind is float and type(value) is int:
                 value = float(value)
             if kind is not object and (type(value) is not kind):
                 raise TypeError(f"attribute {name} must be {kind.__name__}, got {value!r}")
             full[name] = value
-        elif isinstance(spec, Needs):
+        elif isinstance(spec, Required):
             raise TypeError(f"attribute {name} is missing")
         else:
             full[name] = spec
@@ -118,12 +118,12 @@ def _type_of_variable(
     return (var_types[var],) if op.kind in ("read", "take") else ()
 
 
-def cost_of(op: Op) -> Cost:
+def cost_of(op: Op) -> OpCost:
     """Analytic cost of one op on its own. Layout changes and state accesses cost their bytes at most."""
     x, y = [v.type for v in op.ins], [v.type for v in op.outs]
     row = definition(op.kind)
     moved = 0 if row.family in ("state", "source") else sum(t.nbytes for t in (*x, *y))
-    return Cost(row.flops(x, y, complete_attrs(op)), moved)
+    return OpCost(row.flops(x, y, complete_attrs(op)), moved)
 
 
 def make(kind: str, ins: Sequence, outs: Sequence[str], loc: str = "", /, **attrs: Attr) -> Op:  # type: ignore[type-arg]
@@ -141,10 +141,10 @@ __all__ = [
     "ANY",
     "OPS",
     "VIEWS",
-    "Cost",
     "Dim",
-    "Needs",
+    "OpCost",
     "OpDef",
+    "Required",
     "Window",
     "complete_attrs",
     "cost_of",

@@ -9,7 +9,7 @@ microbatch, the use and the element alone: not on stages, schedules, devices, no
 from __future__ import annotations
 
 from ..types import TensorType, broadcast_shapes
-from .table import Needs, Types, Values, need, per_element, row
+from .table import Required, Types, Values, need, per_element, row
 
 WORD = 1 << 32
 # What a round multiplies a word with, what is added to the key after it, and how many rounds there are.
@@ -31,7 +31,7 @@ def _random(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 # fmt: off
 ROWS = (
-    row("random_key", "elementwise", 1, _key, "the key of one use of random numbers in the microbatch of that number", number=Needs(int), seed=0, flops=per_element(60)),
+    row("random_key", "elementwise", 1, _key, "the key of one use of random numbers in the microbatch of that number", number=Required(int), seed=0, flops=per_element(60)),
     row("random", "elementwise", 2, _random, "a number in [0, 1), 24 bits of it, for each place, from (place, key)", flops=per_element(60)),
 )
 # fmt: on

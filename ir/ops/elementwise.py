@@ -6,7 +6,7 @@ from math import prod
 
 from ..types import INTS, ITEM_BYTES, TensorType, broadcast_shapes
 from .table import (
-    Needs,
+    Required,
     Types,
     Values,
     axis_of,
@@ -85,8 +85,8 @@ def _bitcast(x: Types, a: Values) -> tuple[TensorType, ...]:
 # fmt: off
 ROWS = (
     # sources
-    row("const", "source", 0, _const, "`value` in every element, or a list of values in row-major order", value=Needs(object), dtype=Needs(str), shape=()),
-    row("iota", "source", 0, _iota, "0, 1, 2, ... along `axis`", dtype=Needs(str), shape=Needs(tuple), axis=0),
+    row("const", "source", 0, _const, "`value` in every element, or a list of values in row-major order", value=Required(object), dtype=Required(str), shape=()),
+    row("iota", "source", 0, _iota, "0, 1, 2, ... along `axis`", dtype=Required(str), shape=Required(tuple), axis=0),
 
     # elementwise, one operand
     row("neg", "elementwise", 1, _number, "-x", flops=per_element(1)),
@@ -108,9 +108,9 @@ ROWS = (
     row("gelu", "elementwise", 1, _gelu, "x * Phi(x); `approximate=tanh` uses the tanh form", flops=per_element(16), approximate="none"),
     row("detach", "elementwise", 1, _float, "x; gradients stop here"),
     row("not", "elementwise", 1, _logic, "logical negation"),
-    row("cast", "elementwise", 1, _cast, "change of element type; float to integer truncates", dtype=Needs(str)),
+    row("cast", "elementwise", 1, _cast, "change of element type; float to integer truncates", dtype=Required(str)),
 
-    row("bitcast", "elementwise", 1, _bitcast, "the same bits as another element type of the same width", dtype=Needs(str)),
+    row("bitcast", "elementwise", 1, _bitcast, "the same bits as another element type of the same width", dtype=Required(str)),
 
     # elementwise, several operands, broadcast as in NumPy
     row("add", "elementwise", 2, _number, "a + b", flops=per_element(1)),

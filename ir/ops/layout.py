@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from ..types import TensorType, broadcast_shapes
-from .table import ANY, Needs, Types, Values, axis_of, ints, need, row
+from .table import ANY, Required, Types, Values, axis_of, ints, need, row
 
 # Each element of the result is one of the operand: memory may be read as if it had the result's shape.
 VIEWS = ("reshape", "transpose", "broadcast", "slice")
@@ -61,11 +61,11 @@ def _concat(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 # fmt: off
 ROWS = (
-    row("reshape", "layout", 1, _reshape, "same elements in row-major order, new shape", shape=Needs(tuple), dims="...^ -> ...^"),
-    row("transpose", "layout", 1, _transpose, "dimension i of the result is dimension perm[i] of the operand", perm=Needs(tuple)),
-    row("broadcast", "layout", 1, _broadcast_to, "repeat along dimensions of size 1 or missing in front", shape=Needs(tuple)),
-    row("slice", "layout", 1, _slice, "start:stop:step in each dimension", start=Needs(tuple), stop=Needs(tuple), step=Needs(tuple), dims="...^ -> ...^"),
-    row("pad", "layout", 1, _pad, "`value` before (low), after (high) and between (inner) the elements of each dimension", low=Needs(tuple), high=Needs(tuple), inner=(), value=0.0, dims="...^ -> ...^"),
-    row("concat", "layout", (1, ANY), _concat, "one after the other along `axis`", axis=Needs(int), dims="...^ -> ...^"),
+    row("reshape", "layout", 1, _reshape, "same elements in row-major order, new shape", shape=Required(tuple), dims="...^ -> ...^"),
+    row("transpose", "layout", 1, _transpose, "dimension i of the result is dimension perm[i] of the operand", perm=Required(tuple)),
+    row("broadcast", "layout", 1, _broadcast_to, "repeat along dimensions of size 1 or missing in front", shape=Required(tuple)),
+    row("slice", "layout", 1, _slice, "start:stop:step in each dimension", start=Required(tuple), stop=Required(tuple), step=Required(tuple), dims="...^ -> ...^"),
+    row("pad", "layout", 1, _pad, "`value` before (low), after (high) and between (inner) the elements of each dimension", low=Required(tuple), high=Required(tuple), inner=(), value=0.0, dims="...^ -> ...^"),
+    row("concat", "layout", (1, ANY), _concat, "one after the other along `axis`", axis=Required(int), dims="...^ -> ...^"),
 )
 # fmt: on

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..types import FLOATS, TensorType
-from .table import Needs, Types, Values, axis_of, ints, need, need_numbers, per_element, reduced_axes, row
+from .table import Required, Types, Values, axis_of, ints, need, need_numbers, per_element, reduced_axes, row
 
 
 def _reduce(x: Types, a: Values) -> tuple[TensorType, ...]:
@@ -45,9 +45,9 @@ def _argmax(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 # fmt: off
 ROWS = (
-    row("sum", "reduce", 1, _reduce, "sum over `axes`", axes=Needs(tuple), keep=False, flops=per_element(1), dims="...+ -> ..."),
-    row("mean", "reduce", 1, _mean, "mean over `axes`", axes=Needs(tuple), keep=False, flops=per_element(1), dims="...^ -> ..."),
-    row("max", "reduce", 1, _max, "largest over `axes`", axes=Needs(tuple), keep=False, flops=per_element(1), dims="...^ -> ..."),
-    row("argmax", "reduce", 1, _argmax, "index of the first largest along `axis`", axis=Needs(int), flops=per_element(1), dims="...^ -> ..."),
+    row("sum", "reduce", 1, _reduce, "sum over `axes`", axes=Required(tuple), keep=False, flops=per_element(1), dims="...+ -> ..."),
+    row("mean", "reduce", 1, _mean, "mean over `axes`", axes=Required(tuple), keep=False, flops=per_element(1), dims="...^ -> ..."),
+    row("max", "reduce", 1, _max, "largest over `axes`", axes=Required(tuple), keep=False, flops=per_element(1), dims="...^ -> ..."),
+    row("argmax", "reduce", 1, _argmax, "index of the first largest along `axis`", axis=Required(int), flops=per_element(1), dims="...^ -> ..."),
 )
 # fmt: on

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..types import FLOATS, TensorType
-from .table import Needs, Types, Values, axis_of, integer, need, need_floats, need_numbers, per_element, row
+from .table import Required, Types, Values, axis_of, integer, need, need_floats, need_numbers, per_element, row
 
 
 def _row(x: Types, a: Values) -> tuple[TensorType, ...]:
@@ -84,8 +84,8 @@ ROWS = (
     row("softmax_grad", "row", 2, _row, "from (y, dy): y * (dy - sum(dy * y))", axis=-1, flops=per_element(4), dims="... n^, ... n^ -> ... n^"),
     row("log_softmax", "row", 1, _row, "logarithm of softmax", axis=-1, flops=per_element(14), dims="... n^ -> ... n^"),
     row("log_softmax_grad", "row", 2, _row, "from (y, dy): dy - e^y * sum(dy)", axis=-1, flops=per_element(14), dims="... n^, ... n^ -> ... n^"),
-    row("cumsum", "row", 1, _cumsum, "sum of the elements up to here along `axis`; `exclusive` without the one here, `reverse` from the end", axis=Needs(int), exclusive=False, reverse=False, flops=per_element(1), dims="... n^ -> ... n^"),
-    row("topk", "row", 1, _topk, "the `k` largest (or smallest) along `axis` in order, and their indices; of equal ones the first comes first, nan is above all", k=Needs(int), axis=-1, largest=True, flops=per_element(8), dims="... n^ -> ... k^, ... k^"),
+    row("cumsum", "row", 1, _cumsum, "sum of the elements up to here along `axis`; `exclusive` without the one here, `reverse` from the end", axis=Required(int), exclusive=False, reverse=False, flops=per_element(1), dims="... n^ -> ... n^"),
+    row("topk", "row", 1, _topk, "the `k` largest (or smallest) along `axis` in order, and their indices; of equal ones the first comes first, nan is above all", k=Required(int), axis=-1, largest=True, flops=per_element(8), dims="... n^ -> ... k^, ... k^"),
     row("layer_norm", "row", 3, _layer_norm, "(x - mean) * rstd * scale + bias over dimensions `axis` and after; also gives mean and rstd", axis=-1, eps=1e-5, flops=per_element(8), dims="... n^, n^, n^ -> ... n^, ..., ..."),
     row("layer_norm_grad", "row", 5, _layer_norm_grad, "gradient for x, from (dy, x, scale, mean, rstd)", axis=-1, flops=per_element(10), dims="... n^, ... n^, n^, ..., ... -> ... n^"),
     row("layer_norm_grad_weight", "reduce", 4, _layer_norm_grad_weight, "gradients for scale and bias, from (dy, x, mean, rstd)", axis=-1, flops=per_element(5), dims="...+ n, ...+ n, ...+, ...+ -> n, n"),

@@ -16,7 +16,7 @@ from ..types import DTYPES, FLOATS, TensorType, broadcast_shapes
 ANY = 1 << 16
 
 
-class Needs(NamedTuple):
+class Required(NamedTuple):
     """An attribute without a default, of this Python type."""
 
     kind: type
@@ -28,7 +28,7 @@ Infer = Callable[[Types, Values], tuple[TensorType, ...]]
 Flops = Callable[[Types, Types, Values], float]
 
 
-class Cost(NamedTuple):
+class OpCost(NamedTuple):
     """Work of one op: floating-point operations, and bytes read plus written when nothing is fused."""
 
     flops: float
@@ -40,7 +40,7 @@ class OpDef:
     name: str
     family: str
     arity: tuple[int, int]
-    attrs: Mapping[str, Attr | Needs]
+    attrs: Mapping[str, Attr | Required]
     infer: Infer
     dims: str
     flops: Flops
@@ -131,7 +131,7 @@ def row(
     dims: str = "",
     flops: Flops = free,
     effect: bool = False,
-    **attrs: Attr | Needs,
+    **attrs: Attr | Required,
 ) -> OpDef:
     """A row; keywords that are not fields are its attributes, with their defaults."""
     return OpDef(

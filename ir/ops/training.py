@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..rates import COLUMNS
 from ..types import FLOATS, INTS, TensorType
-from .table import Infer, Needs, Types, Values, need, need_floats, per_element, row
+from .table import Infer, Required, Types, Values, need, need_floats, per_element, row
 
 
 def _cross_entropy(x: Types, a: Values) -> tuple[TensorType, ...]:
@@ -79,9 +79,9 @@ ROWS = (
     row("ramp", "optimizer", 2, _ramp, "the value at a step of a piecewise curve, from (table, step); rows of the table are start, length, from, to, shape (0 linear, 1 cosine, 2 step)", flops=per_element(4), dims="r^ c^, -> "),
 
     # state: the only operations with an effect
-    row("read", "state", 0, _state, "the variable; `version` is mb (the microbatch's own) or latest", var=Needs(str), version="latest", effect=True),
-    row("write", "state", 1, _state, "the variable's next version", var=Needs(str), effect=True),
-    row("accum", "state", 1, _state, "add to the variable", var=Needs(str), effect=True),
-    row("take", "state", 0, _state, "the variable, which is zero afterwards", var=Needs(str), effect=True),
+    row("read", "state", 0, _state, "the variable; `version` is mb (the microbatch's own) or latest", var=Required(str), version="latest", effect=True),
+    row("write", "state", 1, _state, "the variable's next version", var=Required(str), effect=True),
+    row("accum", "state", 1, _state, "add to the variable", var=Required(str), effect=True),
+    row("take", "state", 0, _state, "the variable, which is zero afterwards", var=Required(str), effect=True),
 )
 # fmt: on

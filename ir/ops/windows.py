@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..graph import Attr
 from ..types import TensorType
-from .table import Needs, Types, Values, ints, need, need_floats, need_numbers, row
+from .table import Required, Types, Values, ints, need, need_floats, need_numbers, row
 
 
 class Window(NamedTuple):
@@ -81,14 +81,14 @@ def _pool_flops(x: Types, y: Types, a: Values) -> float:
     return float(max(t.size for t in (*x, *y)) * prod(ints(a["window"])))
 
 
-WINDOW: dict[str, Attr | Needs] = {"strides": (), "pads": (), "dilations": ()}
-_POOL: dict[str, Attr | Needs] = {"window": Needs(tuple), **WINDOW}
+WINDOW: dict[str, Attr | Required] = {"strides": (), "pads": (), "dilations": ()}
+_POOL: dict[str, Attr | Required] = {"window": Required(tuple), **WINDOW}
 
 # fmt: off
 ROWS = (
     row("max_pool", "window", 1, _max_pool, "largest in each window; padding never wins", flops=_pool_flops, dims="n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
     row("max_pool_grad", "window", 3, _max_pool_grad, "from (x, y, dy): dy goes to the first largest of each window", flops=_pool_flops, dims="n c ...^, n c ...^, n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
     row("avg_pool", "window", 1, _avg_pool, "mean of each window; `include_pad` counts padding", flops=_pool_flops, include_pad=False, dims="n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
-    row("avg_pool_grad", "window", 1, _avg_pool_grad, "from dy; `shape` is x's", flops=_pool_flops, include_pad=False, shape=Needs(tuple), dims="n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
+    row("avg_pool_grad", "window", 1, _avg_pool_grad, "from dy; `shape` is x's", flops=_pool_flops, include_pad=False, shape=Required(tuple), dims="n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
 )
 # fmt: on

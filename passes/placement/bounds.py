@@ -14,7 +14,7 @@ from math import inf
 
 from ...ir.errors import DoesNotFit
 from ...ir.words import itemised
-from .problem import Problem, holds
+from .problem import PlacementProblem, holds
 from .programme import Programme
 from .units import Units
 
@@ -48,7 +48,7 @@ def _spread(units: Units) -> float:
     return max(0.0, programme.minimise().bound) * (1 - 1e-6)
 
 
-def check_room(problem: Problem, units: Units) -> None:
+def check_room(problem: PlacementProblem, units: Units) -> None:
     """Say so where no placement can exist for plain reasons: nodes that fit on no device, or more bytes than all devices hold."""
     problems = []
     for times, memory, nodes in zip(units.times, units.memory, units.nodes, strict=True):

@@ -19,7 +19,7 @@ from math import inf
 import networkx as nx
 
 from ...ir.errors import UsageError
-from .problem import Placement, Problem, holds
+from .problem import Placement, PlacementProblem, holds
 from .units import Units, units_of
 
 
@@ -28,7 +28,7 @@ class Places:
     """Where colours may be: accelerators, each by itself, and per kind of host device one place for all of them.
     Nodes stand in an order of the graph."""
 
-    problem: Problem
+    problem: PlacementProblem
     units: Units
     unit_of: tuple[int, ...]
     order: tuple[int, ...]
@@ -38,7 +38,7 @@ class Places:
     device_of: tuple[int, ...]
 
     @staticmethod
-    def of(problem: Problem) -> Places:
+    def of(problem: PlacementProblem) -> Places:
         if any(node.backward for node in problem.nodes):
             raise UsageError(
                 "the latency of a sample is that of inference: the workload has backward nodes",
@@ -100,7 +100,7 @@ class Places:
         return Placement(self.problem, tuple(devices), value, min(value, bound), notes)
 
 
-def ends(problem: Problem, device_of: Sequence[int]) -> list[tuple[float, float]] | None:
+def ends(problem: PlacementProblem, device_of: Sequence[int]) -> list[tuple[float, float]] | None:
     """When each node starts and ends; None where calls wait in a circle."""
     kinds = problem.devices
     call_of = [device if problem.kinds[kinds[device]].pays_transfers else -1 - n for n, device in enumerate(device_of)]

@@ -26,8 +26,8 @@ from ...ir.errors import DoesNotFit
 from .bounds import check_room, lower_bound
 from .coarsen import clusters, lines
 from .ideals import Ideals, bits, enumerate_ideals, prefixes
-from .problem import Placement, Problem, Progress, fits, loads
-from .sweep import Fillings, Part, Tables, sweep
+from .problem import Placement, PlacementProblem, Progress, fits, loads
+from .sweep import Fillings, KindUnits, Tables, sweep
 from .units import Units, absorb, relaxed, units_of
 
 LIMIT = 50_000
@@ -44,12 +44,12 @@ class _Split:
     """Sets of units, one after the other; `line` is the linear order it is one of, if it was made from one."""
 
     value: float
-    parts: tuple[Part, ...]
+    parts: tuple[KindUnits, ...]
     units: Units
     line: tuple[int, ...] = ()
 
 
-def split_contiguously(problem: Problem, limit: int = LIMIT, progress: Progress | None = None) -> Placement:
+def split_contiguously(problem: PlacementProblem, limit: int = LIMIT, progress: Progress | None = None) -> Placement:
     """The contiguous split with the smallest largest load."""
     whole = units_of(problem)
     check_room(problem, whole)
@@ -85,7 +85,7 @@ def split_contiguously(problem: Problem, limit: int = LIMIT, progress: Progress 
     return Placement(problem, device_of, value, min(value, max(bound, lower_bound(whole))), tuple(notes))
 
 
-def _placed(problem: Problem, found: _Split) -> tuple[tuple[int, ...], float]:
+def _placed(problem: PlacementProblem, found: _Split) -> tuple[tuple[int, ...], float]:
     """Devices of the nodes, and the largest load, from the definition."""
     device_of = found.units.spread(_devices(found.units, found.parts), len(problem.nodes))
     return device_of, max(row.total for row in loads(problem, device_of))
@@ -172,7 +172,7 @@ def _relaxed(
     return found, found.value if found is not None else 0.0
 
 
-def _devices(units: Units, parts: Sequence[Part]) -> list[int]:
+def _devices(units: Units, parts: Sequence[KindUnits]) -> list[int]:
     """The device of every unit: those of a kind are taken in order."""
     first = [sum(kind.count for kind in units.kinds[:k]) for k in range(len(units.kinds))]
     device_of = [-1] * len(units)

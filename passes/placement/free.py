@@ -19,7 +19,7 @@ from math import inf
 from ...ir.errors import DoesNotFit
 from .bounds import check_room, lower_bound
 from .contiguous import LIMIT, split_contiguously
-from .problem import Placement, Problem, Progress, fits, holds, loads
+from .problem import Placement, PlacementProblem, Progress, fits, holds, loads
 from .programme import Programme
 from .units import Units, absorb, units_of
 
@@ -29,7 +29,7 @@ _TOLERANCE = 1e-6
 
 
 def split_freely(
-    problem: Problem, nodes: int = NODES, limit: int = LIMIT, progress: Progress | None = None
+    problem: PlacementProblem, nodes: int = NODES, limit: int = LIMIT, progress: Progress | None = None
 ) -> Placement:
     """The split with the smallest largest load."""
     whole = units_of(problem, contiguous=False)
@@ -63,7 +63,7 @@ def split_freely(
     return Placement(problem, found.device_of, found.value, min(found.value, bound), notes)
 
 
-def _contiguous(problem: Problem, limit: int, progress: Progress | None) -> tuple[Placement | None, str]:
+def _contiguous(problem: PlacementProblem, limit: int, progress: Progress | None) -> tuple[Placement | None, str]:
     try:
         return split_contiguously(problem, limit, progress), ""
     except DoesNotFit as error:

@@ -17,7 +17,7 @@ from .bounds import check_room
 from .calls import Places, latency
 from .contiguous import split_contiguously
 from .latency_programme import minimise
-from .problem import Placement, Problem, Progress
+from .problem import Placement, PlacementProblem, Progress
 from .sources import without_sources
 from .units import units_of
 
@@ -26,7 +26,7 @@ NODES = 2_000
 
 
 def place_for_latency(
-    problem: Problem, tries: int = TRIES, nodes: int = NODES, progress: Progress | None = None
+    problem: PlacementProblem, tries: int = TRIES, nodes: int = NODES, progress: Progress | None = None
 ) -> Placement:
     """The placement with the smallest latency."""
     check_room(problem, units_of(problem, contiguous=False))

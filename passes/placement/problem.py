@@ -26,7 +26,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class DeviceKind:
     """`count` equal devices; `memory` is that of each of them, infinity where nobody asks."""
 
     name: str
@@ -36,7 +36,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class PlacedNode:
     name: str
     times: tuple[float, ...]
     memory: float = 0.0
@@ -46,11 +46,11 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class PlacementProblem:
     """`edges` are pairs of positions in `nodes`, from the one that makes a value to one that uses it."""
 
-    kinds: tuple[Kind, ...]
-    nodes: tuple[Node, ...]
+    kinds: tuple[DeviceKind, ...]
+    nodes: tuple[PlacedNode, ...]
     edges: tuple[tuple[int, int], ...]
 
     @property
@@ -67,7 +67,7 @@ class Placement:
     """`device_of` has a device for every node. `bound`: no placement of this sort is better, so the
     value is the optimum where they are equal."""
 
-    problem: Problem
+    problem: PlacementProblem
     device_of: tuple[int, ...]
     value: float
     bound: float
@@ -89,7 +89,7 @@ class Load:
     nodes: int
 
 
-def loads(problem: Problem, device_of: Sequence[int]) -> list[Load]:
+def loads(problem: PlacementProblem, device_of: Sequence[int]) -> list[Load]:
     """The load of every device, from the definition."""
     kinds = problem.devices
     time, moved, memory, count = ([0.0] * len(kinds) for _ in range(4))
@@ -108,7 +108,7 @@ def loads(problem: Problem, device_of: Sequence[int]) -> list[Load]:
     return [Load(seconds + transfer, transfer, held, int(nodes)) for seconds, transfer, held, nodes in rows]
 
 
-def fits(problem: Problem, found: Sequence[Load]) -> bool:
+def fits(problem: PlacementProblem, found: Sequence[Load]) -> bool:
     """Whether every node can run where it is, and all devices hold what they have."""
     kinds = problem.devices
     return all(
@@ -116,6 +116,6 @@ def fits(problem: Problem, found: Sequence[Load]) -> bool:
     )
 
 
-def holds(kind: Kind, memory: float) -> bool:
+def holds(kind: DeviceKind, memory: float) -> bool:
     """Sums of bytes that are no whole numbers are rounded, so limits are met to twelve digits."""
     return memory <= kind.memory * (1 + 1e-12)

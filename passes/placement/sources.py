@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .problem import Problem, holds
+from .problem import PlacementProblem, holds
 
 
-def without_sources(problem: Problem) -> tuple[Problem, list[int]]:
+def without_sources(problem: PlacementProblem) -> tuple[PlacementProblem, list[int]]:
     """The smaller problem, and for every node of the large one the node of the small one that it goes with."""
     roomy = all(holds(kind, sum(node.memory for node in problem.nodes)) for kind in problem.kinds if kind.count)
     colours: dict[object, int] = {}
@@ -55,4 +55,4 @@ def without_sources(problem: Problem) -> tuple[Problem, list[int]]:
         memory[home[n]] += node.memory
     nodes_kept = tuple(replace(problem.nodes[n], memory=memory[n]) for n in kept)
     edges = tuple((number[a], number[b]) for a, b in problem.edges if a in number and b in number)
-    return Problem(problem.kinds, nodes_kept, edges), [number[n] for n in home]
+    return PlacementProblem(problem.kinds, nodes_kept, edges), [number[n] for n in home]

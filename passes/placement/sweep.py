@@ -39,7 +39,7 @@ _SLACK = 1 + 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class KindUnits:
     """A device of this kind takes the units of a set."""
 
     kind: int
@@ -169,7 +169,7 @@ def _sums(rows: Bytes, amounts: Reals) -> Reals:
 
 def sweep(
     tables: Tables, fillings: Fillings, upper: float = inf, progress: Progress | None = None
-) -> tuple[float, list[Part]] | None:
+) -> tuple[float, list[KindUnits]] | None:
     """The best value below `upper` and its parts, first to last; None where nothing is below."""
     count, states = len(tables), len(fillings.moves)
     best = np.full((states, count), inf)
@@ -213,11 +213,11 @@ def sweep(
                     begin = _begins(floor, fillings.left, upper)
     if not reached:
         return None
-    parts: list[Part] = []
+    parts: list[KindUnits] = []
     state, place = reached[0], count - 1
     while place:
         before = int(came_from[state, place])
-        parts.append(Part(int(by_kind[state, place]), tables.sets[place] & ~tables.sets[before]))
+        parts.append(KindUnits(int(by_kind[state, place]), tables.sets[place] & ~tables.sets[before]))
         state, place = int(by_state[state, place]), before
     return upper, parts[::-1]
 

@@ -20,7 +20,7 @@ from math import inf
 
 import networkx as nx
 
-from .problem import Kind, Problem, holds
+from .problem import DeviceKind, PlacementProblem, holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Units:
     """`order` are pairs of units, one before the other; `nodes` what each unit is made of, `heads` the node
     of each that others were absorbed by."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[DeviceKind, ...]
     times: tuple[tuple[float, ...], ...]
     memory: tuple[float, ...]
     order: tuple[tuple[int, int], ...]
@@ -78,7 +78,7 @@ class Units:
         return tuple(found)
 
 
-def units_of(problem: Problem, contiguous: bool = True) -> Units:
+def units_of(problem: PlacementProblem, contiguous: bool = True) -> Units:
     """Colours and circles made one; only colours, without an order, where splits need not be contiguous."""
     colours: dict[object, int] = {}
     colour_of = [
@@ -168,7 +168,9 @@ def absorb(units: Units, slack: float | None = None) -> Units:
     return units if len(roots) == len(units) else units.merged(_numbered(group), roots)
 
 
-def _worth(kinds: Sequence[Kind], small: Sequence[float], large: Sequence[float], saved: float, slack: float) -> bool:
+def _worth(
+    kinds: Sequence[DeviceKind], small: Sequence[float], large: Sequence[float], saved: float, slack: float
+) -> bool:
     """Whether moving the small unit to where the large one is makes no device slower, by more than `slack`."""
     return all(
         s <= slack + (saved if kind.pays_transfers else 0.0)

@@ -22,7 +22,7 @@ import networkx as nx
 
 from ...ir.errors import UsageError
 from ...ir.words import itemised
-from .problem import Kind, Node, Problem
+from .problem import DeviceKind, PlacedNode, PlacementProblem
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -37,7 +37,7 @@ class Workload:
     """`ids[i]` is what the file calls node i of the problem."""
 
     ids: tuple[int, ...]
-    problem: Problem
+    problem: PlacementProblem
 
 
 def load_workload(path: str | Path) -> Workload:
@@ -75,7 +75,7 @@ class _Reader:
         accelerators = self._pick(data, "maxFPGAs", "", _count, 0)
         cpus = self._pick(data, "maxCPUs", "", _count, 0)
         ids: list[int] = []
-        nodes: list[Node] = []
+        nodes: list[PlacedNode] = []
         for i, row in enumerate(self._rows(data, "nodes")):
             number = self._pick(row, "id", f"nodes[{i}]", _whole, None)
             nodes.append(self._node(row, f"nodes[{i}]" if number is None else f"node {number}"))
@@ -91,21 +91,21 @@ class _Reader:
         edges, nodes = self._edges(data, position, nodes)
         if not self.problems:
             self._check_order(ids, nodes, edges)
-        kinds = (Kind("accelerator", accelerators, limit), Kind("CPU", cpus, pays_transfers=False))
-        return Workload(tuple(ids), Problem(kinds, tuple(nodes), tuple(edges)))
+        kinds = (DeviceKind("accelerator", accelerators, limit), DeviceKind("CPU", cpus, pays_transfers=False))
+        return Workload(tuple(ids), PlacementProblem(kinds, tuple(nodes), tuple(edges)))
 
-    def _node(self, row: Mapping[str, object], where: str) -> Node:
+    def _node(self, row: Mapping[str, object], where: str) -> PlacedNode:
         supported = self._pick(row, "supportedOnFpga", where, _flag, True)
         slow = self._pick(row, "cpuLatency", where, _amount, 0.0)
         fast = self._pick(row, "fpgaLatency", where, _amount, 0.0)
         backward = self._pick(row, "isBackwardNode", where, _flag, False)
         size = self._pick(row, "size", where, _amount, 0.0) if "size" in row else 0.0
         colour = self._pick(row, "colorClass", where, _whole, 0) if row.get("colorClass") is not None else None
-        return Node(where.removeprefix("node "), (fast if supported else inf, slow), size, 0.0, colour, backward)
+        return PlacedNode(where.removeprefix("node "), (fast if supported else inf, slow), size, 0.0, colour, backward)
 
     def _edges(
-        self, data: Mapping[str, object], position: Mapping[int, int], nodes: list[Node]
-    ) -> tuple[list[tuple[int, int]], list[Node]]:
+        self, data: Mapping[str, object], position: Mapping[int, int], nodes: list[PlacedNode]
+    ) -> tuple[list[tuple[int, int]], list[PlacedNode]]:
         costs: dict[int, float] = {}
         edges: list[tuple[int, int]] = []
         for i, row in enumerate(self._rows(data, "edges")):
@@ -125,7 +125,7 @@ class _Reader:
             edges.append((source, position[last]))
         return edges, [replace(node, transfer=costs.get(i, 0.0)) for i, node in enumerate(nodes)]
 
-    def _check_order(self, ids: list[int], nodes: list[Node], edges: list[tuple[int, int]]) -> None:
+    def _check_order(self, ids: list[int], nodes: list[PlacedNode], edges: list[tuple[int, int]]) -> None:
         for source, target in edges:
             if nodes[source].backward and not nodes[target].backward:
                 self.problems.append(f"an edge leads from backward node {ids[source]} to forward node {ids[target]}")

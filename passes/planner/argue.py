@@ -31,7 +31,7 @@ from ..cost import shown_seconds
 from .chain import Chain
 from .cost import stage_times
 from .fleet import Fleet, fleet_of
-from .plan import DELAYED, SCHEDULES, Bytes, Wanted
+from .plan import DELAYED, SCHEDULES, Bytes, PlanRequest
 from .planner import Outcome, Planner, Progress
 
 _NOTHING_FITS = "no plan fits into the memory of the devices"
@@ -42,7 +42,7 @@ _ENOUGH = 1.001
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DeviceRow:
     """One device of a plan: `busy` seconds of a batch it computes, `share` of the step that is."""
 
     stage: int
@@ -57,7 +57,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PlanChange:
     """What a plan would take if one thing were otherwise; None where nothing fits then."""
 
     name: str
@@ -76,7 +76,7 @@ class Result:
 
     chain: Chain
     fleet: Fleet
-    wanted: Wanted
+    wanted: PlanRequest
     outcomes: Mapping[str, Outcome]
     left_out: Mapping[str, str]
     planner: Planner
@@ -85,7 +85,7 @@ class Result:
     def best(self) -> Outcome:
         return next(iter(self.outcomes.values()))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[DeviceRow]:
         plan, judged = self.best.plan, self.best.judged
         table, found = self.planner.table(plan.size), []
         for s, part in enumerate(plan.stages):
@@ -94,7 +94,7 @@ class Result:
             for j, index in enumerate(part.devices):
                 busy, device = part.shares[j] * times.each[j] + times.update[j], self.fleet.devices[index]
                 found.append(
-                    Row(
+                    DeviceRow(
                         s,
                         device.name,
                         layers,
@@ -110,7 +110,12 @@ class Result:
 
 
 def plan_chain(
-    chain: Chain, cluster: Cluster | Fleet, wanted: Wanted, *, explained: bool = True, progress: Progress | None = None
+    chain: Chain,
+    cluster: Cluster | Fleet,
+    wanted: PlanRequest,
+    *,
+    explained: bool = True,
+    progress: Progress | None = None,
 ) -> Result:
     """The best plan of every schedule; DoesNotFit where there is none, with the nearest change that fits, unless
     the error need not be `explained`, which takes longer than finding out that nothing fits."""
@@ -149,12 +154,12 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
 # ------------------------------------------------------------------------------------------------ what would be
 
 
-def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -> list[Change]:
+def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -> list[PlanChange]:
     """What the model says with one thing changed at a time. `others` are chains with the same layers and other costs, by name."""
     chain, fleet, best = result.chain, result.fleet, result.best
     wanted, schedule = result.wanted, best.plan.schedule
     found = [_change(f"schedule {name}", outcome) for name, outcome in result.outcomes.items() if name != schedule]
-    found += [Change(f"schedule {name}", None, None) for name in wanted.schedules if name not in result.outcomes]
+    found += [PlanChange(f"schedule {name}", None, None) for name in wanted.schedules if name not in result.outcomes]
     for mode in ("none", "all"):
         if wanted.recompute != mode and any(stage.recompute != (mode == "all") for stage in best.plan.stages):
             found.append(
@@ -172,8 +177,8 @@ def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -
     return found
 
 
-def _change(name: str, outcome: Outcome | None) -> Change:
-    return Change(name, outcome, None if outcome is None else outcome.step)
+def _change(name: str, outcome: Outcome | None) -> PlanChange:
+    return PlanChange(name, outcome, None if outcome is None else outcome.step)
 
 
 def _without(result: Result) -> Iterator[tuple[str, Fleet]]:

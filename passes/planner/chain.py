@@ -42,7 +42,7 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PhaseWork:
     """What the roofline asks of a phase of a layer: operations, and bytes to and from memory."""
 
     flops: Amount = Amount()
@@ -66,10 +66,10 @@ class Layer:
     cut: bool = True
     fed: int = 0
     alone: bool = False
-    forward: Work = Work()
-    backward: Work = Work()
-    weight: Work = Work()
-    again: Work | None = None
+    forward: PhaseWork = PhaseWork()
+    backward: PhaseWork = PhaseWork()
+    weight: PhaseWork = PhaseWork()
+    again: PhaseWork | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ Timer = Callable[["Chain", Device, int], Times]
 def roofline(chain: Chain, device: Device, b: int) -> Times:
     """Every phase of every layer by itself; an update reads and writes parameters, gradients and state."""
 
-    def seconds(work: Work) -> float:
+    def seconds(work: PhaseWork) -> float:
         return max(work.flops.at(b) / device.flops, work.moved.at(b) / device.bandwidth)
 
     layers = chain.layers
@@ -152,7 +152,7 @@ _FAR = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RepeatedRanges:
     """Ranges of layers whose forward is computed again part by part: `kept` bytes of every microbatch between the parts, `most` bytes of
     one part, which is there while its backward runs. Entry (i, j) is for layers i .. j-1."""
 
@@ -183,12 +183,12 @@ class Table:
         for first in range(self.count):
             self.workspace[first, first + 1 :] = list(accumulate(sizes[first:], max))
         self._times: dict[Device, tuple[Floats, ...]] = {}
-        self._parts: list[Part] = []
+        self._parts: list[RepeatedRanges] = []
 
     def _sums(self, values: list[int]) -> Ints:
         return np.concatenate([[0], np.cumsum(np.array(values, np.int64))])
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[RepeatedRanges]:
         """Ways to compute ranges of layers again in parts, for several limits of what a part may take; the
         first one takes the range as a whole."""
         if not self._parts:
@@ -203,7 +203,7 @@ class Table:
             self._parts = [self._part(limit) for limit in limits]
         return self._parts
 
-    def _part(self, limit: int) -> Part:
+    def _part(self, limit: int) -> RepeatedRanges:
         """With the least kept bytes among those whose parts take no more than the limit, as far as single layers let them."""
         n = self.count
         ends = np.arange(n + 1)
@@ -219,7 +219,7 @@ class Table:
             most[first] = np.where(
                 ends <= reach, np.maximum(whole, 0), np.maximum(whole[cuts[best]], most[cuts[best], ends])
             )
-        return Part(kept, most)
+        return RepeatedRanges(kept, most)
 
     def boundaries(self, calls: Calls) -> Floats:
         """Entry i: what the messages of a microbatch that cross position i take of each of the two devices there."""

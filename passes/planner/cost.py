@@ -53,7 +53,7 @@ from ...ir.memory_walk import POSTED
 from ...ir.words import counted, exact_bytes
 from .chain import Ints, Table
 from .fleet import Fleet
-from .plan import DELAYED, Bytes, Judged, Plan, StagePlan
+from .plan import DELAYED, Bytes, Judged, PipelinePlan, StagePlan
 
 
 def forwards_ahead(replicas: int, behind: int, ahead: int) -> int:
@@ -89,7 +89,7 @@ def gradient_copies(schedule: str, replicas: int) -> int:
     return 2 if schedule in DELAYED and replicas > 1 else 1
 
 
-def warm_ups(plan: Plan) -> list[int]:
+def warm_ups(plan: PipelinePlan) -> list[int]:
     """The warm-up of every stage's replicas."""
     counts = [len(stage.devices) for stage in plan.stages]
     found = [0]
@@ -227,7 +227,7 @@ def activation_bytes(table: Table, part: StagePlan, held: int) -> int:
     return min(held * (entry + int(way.kept[at])) + int(way.most[at]) for way in table.parts())
 
 
-def memory_of(table: Table, device: Device, plan: Plan, stage: int, replica: int, base: int) -> Bytes:
+def memory_of(table: Table, device: Device, plan: PipelinePlan, stage: int, replica: int, base: int) -> Bytes:
     part = plan.stages[stage]
     replicas, earlier = len(part.devices), sum(len(s.devices) for s in plan.stages[:stage])
     held = in_flight(plan.schedule, part.shares[replica], warm_ups(plan)[stage], earlier, replicas)
@@ -252,7 +252,7 @@ class StageTimes:
     load: float
 
 
-def stage_times(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Plan, stage: int) -> StageTimes:
+def stage_times(table: Table, fleet: Fleet, kinds: Sequence[int], plan: PipelinePlan, stage: int) -> StageTimes:
     part = plan.stages[stage]
     rows = [
         [float(column[part.last] - column[part.first]) for column in table.times(fleet.devices[i])]
@@ -281,7 +281,7 @@ def stage_times(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Plan, st
     )
 
 
-def judge(table: Table, fleet: Fleet, plan: Plan, base: int = 0) -> Judged:
+def judge(table: Table, fleet: Fleet, plan: PipelinePlan, base: int = 0) -> Judged:
     """The model's word on a plan, legal or not."""
     kinds = fleet.kinds()
     times = [stage_times(table, fleet, kinds, plan, s) for s in range(len(plan.stages))]
@@ -300,7 +300,7 @@ def judge(table: Table, fleet: Fleet, plan: Plan, base: int = 0) -> Judged:
     return Judged(max(limits.values()), pipe, limits, memory, tuple(_against(table, fleet, plan, memory)))
 
 
-def _delayed(plan: Plan, times: Sequence[StageTimes]) -> dict[str, float]:
+def _delayed(plan: PipelinePlan, times: Sequence[StageTimes]) -> dict[str, float]:
     m, limits = plan.count, dict[str, float]()
     busy = [
         max(n * t for n, t in zip(part.shares, x.each, strict=True)) + max(x.update)
@@ -321,7 +321,7 @@ def _delayed(plan: Plan, times: Sequence[StageTimes]) -> dict[str, float]:
     return limits
 
 
-def _flushed(plan: Plan, times: Sequence[StageTimes]) -> dict[str, float]:
+def _flushed(plan: PipelinePlan, times: Sequence[StageTimes]) -> dict[str, float]:
     m, limits, parted = plan.count, dict[str, float](), plan.schedule == "zb-1f1b"
     fill = sum(
         max(max(t - 2 * w, 0.0) if parted else t for t, w in zip(x.each, x.weight, strict=True)) + x.trip for x in times
@@ -336,7 +336,7 @@ def _flushed(plan: Plan, times: Sequence[StageTimes]) -> dict[str, float]:
     return limits
 
 
-def _shared(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Plan) -> dict[str, float]:
+def _shared(table: Table, fleet: Fleet, kinds: Sequence[int], plan: PipelinePlan) -> dict[str, float]:
     """Seconds per batch of each NIC, over all stages."""
     used = ring_loads(table, fleet, plan)
     for s, part in enumerate(plan.stages[:-1]):
@@ -346,7 +346,7 @@ def _shared(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Plan) -> dic
     return used
 
 
-def ring_loads(table: Table, fleet: Fleet, plan: Plan) -> dict[str, float]:
+def ring_loads(table: Table, fleet: Fleet, plan: PipelinePlan) -> dict[str, float]:
     """Seconds per batch that sums of gradients alone take on each NIC, over all stages."""
     used: dict[str, float] = {}
     for part in plan.stages:
@@ -356,7 +356,7 @@ def ring_loads(table: Table, fleet: Fleet, plan: Plan) -> dict[str, float]:
     return used
 
 
-def _against(table: Table, fleet: Fleet, plan: Plan, memory: dict[int, Bytes]) -> list[str]:
+def _against(table: Table, fleet: Fleet, plan: PipelinePlan, memory: dict[int, Bytes]) -> list[str]:
     found = []
     for s, (part, warm) in enumerate(zip(plan.stages, warm_ups(plan), strict=True)):
         least = least_share(plan.schedule, warm)

@@ -22,7 +22,7 @@ from .fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class LayoutEdge:
     source: int
     target: int
     devices: tuple[int, ...]
@@ -33,7 +33,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Layout:
+class DeviceLayout:
     """`last[n]` are the devices of the stage placed last at node n, `placed[n]` all that are used; edges come in the order of how many
     their source uses. A `complete` one leaves no choice out."""
 
@@ -41,7 +41,7 @@ class Layout:
     complete: bool
     last: tuple[tuple[int, ...], ...]
     placed: tuple[frozenset[int], ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[LayoutEdge, ...]
 
 
 class _Builder:
@@ -52,7 +52,7 @@ class _Builder:
 
     def edge(
         self, source: int, target: int, devices: tuple[int, ...], later: int, ahead: int, behind: tuple[int, ...]
-    ) -> Edge:
+    ) -> LayoutEdge:
         if devices not in self.rings:
             self.rings[devices] = ring_of(self.fleet, devices)
         hop = None
@@ -60,7 +60,7 @@ class _Builder:
             if (devices, behind) not in self.hops:
                 self.hops[devices, behind] = hop_of(self.fleet, self.kinds, devices, behind)
             hop = self.hops[devices, behind]
-        return Edge(source, target, devices, later, ahead, hop, self.rings[devices])
+        return LayoutEdge(source, target, devices, later, ahead, hop, self.rings[devices])
 
 
 def exhaustive_size(classes: Sequence[Sequence[int]]) -> int:
@@ -72,7 +72,7 @@ def exhaustive_size(classes: Sequence[Sequence[int]]) -> int:
     return edges
 
 
-def exhaustive(fleet: Fleet, most_replicas: int = 0) -> Layout:
+def exhaustive(fleet: Fleet, most_replicas: int = 0) -> DeviceLayout:
     classes = fleet.classes()
     most = most_replicas or len(fleet)
     build = _Builder(fleet, fleet.kinds())
@@ -83,7 +83,7 @@ def exhaustive(fleet: Fleet, most_replicas: int = 0) -> Layout:
         [(empty, empty, 0)],
         *([] for _ in fleet.devices),
     ]
-    edges: list[Edge] = []
+    edges: list[LayoutEdge] = []
     for level, nodes in enumerate(levels):
         for used, before, ready in nodes:
             for more in product(*(range(len(group) - n + 1) for group, n in zip(classes, used, strict=True))):
@@ -100,17 +100,17 @@ def exhaustive(fleet: Fleet, most_replicas: int = 0) -> Layout:
                     levels[sum(now)].append(key)
                 edges.append(build.edge(source, index[key], devices, level, ahead, last[source]))
     placed = [frozenset(i for group, n in zip(classes, used, strict=True) for i in group[:n]) for used, _, _ in index]
-    return Layout("every choice of devices", True, tuple(last), tuple(placed), tuple(edges))
+    return DeviceLayout("every choice of devices", True, tuple(last), tuple(placed), tuple(edges))
 
 
 def in_a_row(
     fleet: Fleet, kinds: Sequence[int], row: Sequence[int], sizes: Sequence[int], name: str, most_stages: int
-) -> Layout:
+) -> DeviceLayout:
     """Stages take the next devices of the row, the last stage first, a number from `sizes` each."""
     build = _Builder(fleet, kinds)
     index = {(0, 0, 0): 0}
     last: list[tuple[int, ...]] = [()]
-    edges: list[Edge] = []
+    edges: list[LayoutEdge] = []
     levels: list[list[tuple[int, int, int]]] = [[(0, 0, 0)], *([] for _ in row)]
     for level, nodes in enumerate(levels):
         for used, size, ready in nodes:
@@ -126,7 +126,7 @@ def in_a_row(
                     last.append(devices)
                     levels[used + more].append(key)
                 edges.append(build.edge(source, index[key], devices, level, ahead, last[source]))
-    return Layout(name, False, tuple(last), tuple(frozenset(row[:used]) for used, _, _ in index), tuple(edges))
+    return DeviceLayout(name, False, tuple(last), tuple(frozenset(row[:used]) for used, _, _ in index), tuple(edges))
 
 
 def rows(fleet: Fleet, speed: Sequence[float]) -> Iterator[tuple[str, list[int]]]:

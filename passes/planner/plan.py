@@ -13,7 +13,7 @@ DELAYED = ("2bw", "eager-2bw")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PlanRequest:
     """`batch` samples per update, in microbatches of `sizes` (empty: every divisor, at most `most_microbatches` of them). `recompute` is
     none, all, parts (a stage computes as much again as its memory asks for), or auto: whole stages or none of them, and parts where nothing
     fits so. `base` bytes are taken on every device by the runtime. A stage has at most `replicas`; 0 does not limit them. A search ends
@@ -66,7 +66,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PipelinePlan:
     """`size` samples per microbatch, `count` microbatches per batch."""
 
     schedule: str

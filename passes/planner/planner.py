@@ -21,9 +21,9 @@ import numpy as np
 from ...ir.errors import UsageError
 from .chain import Chain, Table
 from .fleet import Fleet
-from .layouts import Layout, exhaustive, exhaustive_size, in_a_row, rows
-from .plan import Judged, Plan, Wanted
-from .search import Floor, Search, reaches
+from .layouts import DeviceLayout, exhaustive, exhaustive_size, in_a_row, rows
+from .plan import Judged, PipelinePlan, PlanRequest
+from .search import Floor, LayoutSearch, reaches
 from .stages import Stages
 
 # Elements that one run of the dynamic programme may look at, for every choice of devices.
@@ -43,10 +43,10 @@ Progress = Callable[[int, int, str], None]
 class Outcome:
     """The best plan found of one schedule; no plan of it takes less than `bound` seconds per batch. `layout` is where it was found."""
 
-    plan: Plan
+    plan: PipelinePlan
     judged: Judged
     bound: float
-    layout: Layout
+    layout: DeviceLayout
 
     @property
     def step(self) -> float:
@@ -63,20 +63,20 @@ class Outcome:
 class Planner:
     """Keeps tables and layouts between searches over the same chain and fleet."""
 
-    def __init__(self, chain: Chain, fleet: Fleet, wanted: Wanted, progress: Progress | None = None) -> None:
+    def __init__(self, chain: Chain, fleet: Fleet, wanted: PlanRequest, progress: Progress | None = None) -> None:
         if not len(fleet):
             raise UsageError("there are no devices to plan for")
         self.chain, self.fleet, self.wanted, self.progress = chain, fleet, wanted, progress
         self.kinds = fleet.kinds()
         self._tables: dict[int, Table] = {}
-        self._layouts: list[Layout] = []
+        self._layouts: list[DeviceLayout] = []
         self._costs: dict[tuple[str, int, int], Stages] = {}
         self._parts: Planner | None = None
         size = (len(chain.layers) + 1) ** 2
         classes = fleet.classes() if len(fleet) <= 32 else []
         self.everything = bool(classes) and exhaustive_size(classes) * size <= _EXHAUSTIVE
 
-    def but(self, wanted: Wanted | None = None, memory: float = 1.0, progress: Progress | None = None) -> Planner:
+    def but(self, wanted: PlanRequest | None = None, memory: float = 1.0, progress: Progress | None = None) -> Planner:
         """The planner for something else asked of these devices, or of such with so many times their memory. What that leaves as it is is
         shared."""
         fleet = self.fleet if memory == 1 else self.fleet.with_memory(memory)
@@ -97,12 +97,12 @@ class Planner:
             self._tables[b] = Table(self.chain, b)
         return self._tables[b]
 
-    def layouts(self) -> list[Layout]:
+    def layouts(self) -> list[DeviceLayout]:
         if not self._layouts:
             self._layouts = [exhaustive(self.fleet, self.wanted.replicas)] if self.everything else list(self._rows())
         return self._layouts
 
-    def _rows(self) -> Iterator[Layout]:
+    def _rows(self) -> Iterator[DeviceLayout]:
         fleet, layers = self.fleet, len(self.chain.layers)
         most = self.wanted.replicas or len(fleet)
         speed = self.speeds(self.table(min(self.wanted.microbatch_sizes())))
@@ -165,7 +165,7 @@ class Planner:
                             found.setdefault(other.plan, Outcome(other.plan, other.judged, best.bound, layout))
         return sorted(found.values(), key=lambda outcome: outcome.step)
 
-    def in_order(self, schedule: str, b: int, order: Sequence[int]) -> Plan | None:
+    def in_order(self, schedule: str, b: int, order: Sequence[int]) -> PipelinePlan | None:
         """The best plan whose stages take these devices in this order, one each."""
         # Layouts are made from the last stage on.
         layout = in_a_row(self.fleet, self.kinds, order[::-1], (1,), "in order", len(self.chain.layers))
@@ -217,7 +217,7 @@ class Planner:
             done = cases.index((schedule, b)) if (schedule, b) in cases else 0
             self.progress(done, len(cases), f"{schedule}, microbatches of {b}")
 
-    def floor(self, schedule: str, b: int, layout: Layout | None = None) -> Floor:
+    def floor(self, schedule: str, b: int, layout: DeviceLayout | None = None) -> Floor:
         """What no plan, or none of a layout, can be below. Its devices share the work; replicas with (n_j - 1) t_j <= T run m <= r + T *
         sum 1/t_j microbatches; and before a pipeline is full it has gone through the whole model once."""
         count, whole, speeds = self.wanted.batch // b, self._whole(b), self.speeds(self.table(b))
@@ -228,18 +228,18 @@ class Planner:
         fill = whole if schedule in ("1f1b", "gpipe") else 0.0
         return Floor(max(busy, pace + fill), pace, fill)
 
-    def _searches(self, schedule: str, b: int, layout: Layout, using: Devices) -> Iterator[Search]:
+    def _searches(self, schedule: str, b: int, layout: DeviceLayout, using: Devices) -> Iterator[LayoutSearch]:
         """One, or for zb-1f1b one for every number of devices that a plan may use: what is in flight depends on it. None where nothing fits."""
         if schedule != "zb-1f1b":
             ends = [node for node in range(1, len(layout.last)) if using(layout.placed[node])]
             if reaches(stages := self._stages(schedule, b, 0), layout, ends):
-                yield Search(self.table(b), self.fleet, stages, layout, ends)
+                yield LayoutSearch(self.table(b), self.fleet, stages, layout, ends)
             return
         totals = sorted({len(placed) for placed in layout.placed if placed})
         for total in totals if self.everything else totals[-1:]:
             ends = [node for node, placed in enumerate(layout.placed) if len(placed) == total and using(placed)]
             if reaches(stages := self._stages(schedule, b, total), layout, ends):
-                yield Search(self.table(b), self.fleet, stages, layout, ends)
+                yield LayoutSearch(self.table(b), self.fleet, stages, layout, ends)
 
     def _stages(self, schedule: str, b: int, total: int) -> Stages:
         key = (schedule, b, total)

@@ -25,8 +25,8 @@ import numpy as np
 from .chain import Floats, Table
 from .cost import Hop, judge
 from .fleet import Fleet
-from .layouts import Edge, Layout
-from .plan import DELAYED, Judged, Plan, StagePlan
+from .layouts import DeviceLayout, LayoutEdge
+from .plan import DELAYED, Judged, PipelinePlan, StagePlan
 from .stages import Option, Stages
 
 
@@ -34,7 +34,7 @@ from .stages import Option, Stages
 class Found:
     """A plan, what the model says of it, and the bound: no plan of this search takes less than `bound`."""
 
-    plan: Plan | None
+    plan: PipelinePlan | None
     judged: Judged | None
     bound: float
 
@@ -52,7 +52,7 @@ class Floor:
     fill: float
 
 
-def reaches(stages: Stages, layout: Layout, ends: Sequence[int]) -> bool:
+def reaches(stages: Stages, layout: DeviceLayout, ends: Sequence[int]) -> bool:
     """Whether any plan of a layout fits into memory: what a Search would find out, at a small part of the cost of making one."""
     found = np.zeros((len(layout.last), stages.table.count + 1), np.bool_)
     found[0, -1] = True
@@ -67,10 +67,10 @@ def reaches(stages: Stages, layout: Layout, ends: Sequence[int]) -> bool:
 _FREE = 1e30
 
 
-class Search:
+class LayoutSearch:
     """One schedule, m and layout. `ends` are the nodes at which a plan may end."""
 
-    def __init__(self, table: Table, fleet: Fleet, stages: Stages, layout: Layout, ends: Sequence[int]) -> None:
+    def __init__(self, table: Table, fleet: Fleet, stages: Stages, layout: DeviceLayout, ends: Sequence[int]) -> None:
         self.table, self.fleet, self.stages, self.layout = table, fleet, stages, layout
         self.schedule, self.count, self.wanted = stages.schedule, stages.count, stages.wanted
         self.delayed = self.schedule in DELAYED
@@ -78,7 +78,7 @@ class Search:
         self.ends = ends
         self.value = 0.0
         self._trips: dict[object, tuple[Floats, Floats]] = {}
-        self.work: list[tuple[Edge, list[Option], Floats, Floats]] = []
+        self.work: list[tuple[LayoutEdge, list[Option], Floats, Floats]] = []
         zero = np.zeros(table.count + 1)
         for edge in layout.edges:
             options = stages.options(edge.devices, edge.later, edge.ahead, edge.ring)
@@ -102,7 +102,7 @@ class Search:
         """The plan that takes least, to a part of `tolerance`, if any takes less than `below`."""
         return self._bisect(below, floor.step, tolerance) if self.delayed else self._branch(below, floor, tolerance)
 
-    def any(self) -> tuple[Plan, Judged] | None:
+    def any(self) -> tuple[PipelinePlan, Judged] | None:
         """A plan that fits into memory, if there is one."""
         plan = self.under(_FREE)
         return None if plan is None else (plan, self._judged(plan))
@@ -166,14 +166,14 @@ class Search:
                 explore(low, middle)
         return Found(found.plan, found.judged, min(bar * (1 - tolerance), below))
 
-    def _judged(self, plan: Plan) -> Judged:
+    def _judged(self, plan: PipelinePlan) -> Judged:
         judged = judge(self.table, self.fleet, plan, self.wanted.base)
         assert not judged.against, (judged.against, plan)
         return judged
 
     # -------------------------------------------------------------------------------------------- the dynamic programme
 
-    def under(self, limit: float) -> Plan | None:
+    def under(self, limit: float) -> PipelinePlan | None:
         """The plan with the least sum (or round trip) whose parts stay below the limit."""
         positions = self.table.count + 1
         values = np.full((len(self.layout.last), positions), np.inf)
@@ -200,7 +200,7 @@ class Search:
         return self._traced(end, came) if np.isfinite(self.value) else None
 
     def _placed(
-        self, edge: Edge, options: list[Option], trips: Floats, loads: Floats, behind: Floats, limit: float
+        self, edge: LayoutEdge, options: list[Option], trips: Floats, loads: Floats, behind: Floats, limit: float
     ) -> Iterator[tuple[int, Floats]]:
         """For every option of the edge the new values, by first layer and by first layer of the stage behind."""
         replicas, m = len(edge.devices), self.count
@@ -224,7 +224,7 @@ class Search:
         for which, option in enumerate(options):
             yield which, np.where(option.pace + more[None, :] <= limit, option.cost + start[None, :], np.inf)
 
-    def _traced(self, end: int, came: np.ndarray) -> Plan:
+    def _traced(self, end: int, came: np.ndarray) -> PipelinePlan:
         stages: list[StagePlan] = []
         node, first = end, 0
         while node:
@@ -232,9 +232,9 @@ class Search:
             edge, options, _, _ = self.work[number]
             stages.append(self._stage(edge, options[which], first, last))
             node, first = edge.source, last
-        return Plan(self.schedule, self.table.b, self.count, tuple(stages))
+        return PipelinePlan(self.schedule, self.table.b, self.count, tuple(stages))
 
-    def _stage(self, edge: Edge, option: Option, first: int, last: int) -> StagePlan:
+    def _stage(self, edge: LayoutEdge, option: Option, first: int, last: int) -> StagePlan:
         stages, devices = self.stages, edge.devices
         shares = stages.shares(devices, edge.later, edge.ahead, option.recompute, first, last)
         return StagePlan(first, last, devices, shares, option.recompute, option.recompute and stages.in_parts)

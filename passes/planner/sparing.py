@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from .chain import Chain
 from .fleet import Fleet
-from .plan import Plan, Wanted
+from .plan import PipelinePlan, PlanRequest
 from .planner import Outcome, Planner
 
 # What a device must bring to be used.
@@ -19,7 +19,7 @@ LITTLE = 0.01
 _MOST, _TOLERANCE = 32, 1e-3
 
 
-def without_little_help(chain: Chain, fleet: Fleet, wanted: Wanted, chosen: Outcome) -> tuple[Outcome, list[str]]:
+def without_little_help(chain: Chain, fleet: Fleet, wanted: PlanRequest, chosen: Outcome) -> tuple[Outcome, list[str]]:
     """The plan to carry out, and of devices that it does without what they would have brought. Its bound is that of the plan with them."""
     told: list[str] = []
     keep = sorted(chosen.plan.devices)
@@ -47,6 +47,6 @@ def without_little_help(chain: Chain, fleet: Fleet, wanted: Wanted, chosen: Outc
     return chosen, told
 
 
-def _numbered(plan: Plan, of: Sequence[int]) -> Plan:
+def _numbered(plan: PipelinePlan, of: Sequence[int]) -> PipelinePlan:
     """A plan of a part of a fleet in the numbers of the whole."""
     return replace(plan, stages=tuple(replace(s, devices=tuple(of[i] for i in s.devices)) for s in plan.stages))

@@ -20,7 +20,7 @@ from ...ir.memory_walk import POSTED
 from .chain import Floats, Ints, Table
 from .cost import Ring, gradient_copies, in_flight, least_share, versions_of, warm_up
 from .fleet import Fleet
-from .plan import DELAYED, Wanted
+from .plan import DELAYED, PlanRequest
 
 Bools = npt.NDArray[np.bool_]
 _PLENTY = 1 << 40
@@ -47,7 +47,7 @@ class Stages:
         kinds: Sequence[int],
         schedule: str,
         count: int,
-        wanted: Wanted,
+        wanted: PlanRequest,
         all_devices: int,
     ) -> None:
         self.table, self.fleet, self.kinds, self.schedule = table, fleet, kinds, schedule

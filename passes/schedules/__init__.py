@@ -22,9 +22,9 @@ from ...ir.schedule import MOST_MICROBATCHES, PER_BATCH, Action, Program, Schedu
 from ..late_updates import update_late
 from . import delayed_2bw, eager_2bw, flush_1f1b, forward, gpipe, zero_bubble
 from .dealing import Shares, deal, forwards_ahead, shares_of, weights_behind
-from .kind import Kind, Place
+from .kind import PipelinePlace, ScheduleKind
 
-SCHEDULES: dict[str, Kind] = {
+SCHEDULES: dict[str, ScheduleKind] = {
     "1f1b": flush_1f1b.KIND,
     "gpipe": gpipe.KIND,
     "2bw": delayed_2bw.KIND,
@@ -53,7 +53,7 @@ def build_schedule(kind: str, stages: int, microbatches: int, shares: Shares = (
     _check_size(stages, microbatches)
     dealt = [deal(share) for share in shares or [(microbatches,)] * stages]
     programs = [
-        _own_part(row.order(Place(stage, ahead, behind), microbatches), set(own), microbatches)
+        _own_part(row.order(PipelinePlace(stage, ahead, behind), microbatches), set(own), microbatches)
         for stage, columns in enumerate(zip(dealt, forwards_ahead(dealt), weights_behind(dealt), strict=True))
         for own, ahead, behind in zip(*columns, strict=True)
     ]

@@ -7,15 +7,15 @@ legal iff m >= d-1.
 from __future__ import annotations
 
 from ...ir.schedule import Action, Program
-from .kind import Kind, Place, forwards, pairs
+from .kind import PipelinePlace, ScheduleKind, forwards, pairs
 
 
-def order(place: Place, m: int) -> Program:
+def order(place: PipelinePlace, m: int) -> Program:
     """(F, B) pairs in which forwards are so many microbatches ahead of backwards for ever."""
     stage, ahead = place.stage, place.ahead
     return Program(tuple(forwards(stage, m, ahead)), (*pairs(stage, m + ahead, m, m), Action("U", stage, 1)))
 
 
-KIND = Kind(
+KIND = ScheduleKind(
     order, 1, "PipeDream-2BW: never drained, two weight versions, gradients one update late, at most d in flight"
 )

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from ...ir.schedule import Program
 from . import delayed_2bw
-from .kind import Kind, Place
+from .kind import PipelinePlace, ScheduleKind
 
 
-def order(place: Place, m: int) -> Program:
+def order(place: PipelinePlace, m: int) -> Program:
     return delayed_2bw.order(replace(place, ahead=2 * place.ahead), m)
 
 
-KIND = Kind(
+KIND = ScheduleKind(
     order,
     1,
     "2bw with twice the warm-up: hides the time of messages, needs 2d-2 microbatches per batch, at most 2d-1 in flight",

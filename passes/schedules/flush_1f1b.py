@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from ...ir.schedule import Action, Program
-from .kind import Kind, Place, backwards, forwards, pairs
+from .kind import PipelinePlace, ScheduleKind, backwards, forwards, pairs
 
 
-def order(place: Place, m: int) -> Program:
+def order(place: PipelinePlace, m: int) -> Program:
     stage, w = place.stage, min(place.ahead, m)
     batch = (
         *forwards(stage, m, w),
@@ -20,4 +20,6 @@ def order(place: Place, m: int) -> Program:
     return Program((), batch)
 
 
-KIND = Kind(order, 0, "PipeDream-flush: drained every batch, one weight version, at most d microbatches in flight")
+KIND = ScheduleKind(
+    order, 0, "PipeDream-flush: drained every batch, one weight version, at most d microbatches in flight"
+)

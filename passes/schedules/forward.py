@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...ir.schedule import Program
-from .kind import Kind, Place, forwards
+from .kind import PipelinePlace, ScheduleKind, forwards
 
 
-def order(place: Place, m: int) -> Program:
+def order(place: PipelinePlace, m: int) -> Program:
     return Program((), tuple(forwards(place.stage, m, m)))
 
 
-KIND = Kind(order, 0, "inference: forwards only", trains=False)
+KIND = ScheduleKind(order, 0, "inference: forwards only", trains=False)

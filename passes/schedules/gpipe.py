@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...ir.schedule import Action, Program
-from .kind import Kind, Place, backwards, forwards
+from .kind import PipelinePlace, ScheduleKind, backwards, forwards
 
 
-def order(place: Place, m: int) -> Program:
+def order(place: PipelinePlace, m: int) -> Program:
     return Program((), (*forwards(place.stage, m, m), *backwards(place.stage, m, m), Action("U", place.stage, 1)))
 
 
-KIND = Kind(order, 0, "all forwards, then all backwards: drained every batch, one weight version, m in flight")
+KIND = ScheduleKind(order, 0, "all forwards, then all backwards: drained every batch, one weight version, m in flight")

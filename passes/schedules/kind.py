@@ -9,7 +9,7 @@ from ...ir.schedule import Action, Program
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PipelinePlace:
     """Where a rank is in the pipeline: its stage, by how many microbatches its forwards should be ahead of its backwards, and how many
     backwards later its weight gradients may come: w and s with one rank per stage (dealing.py)."""
 
@@ -19,12 +19,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ScheduleKind:
     """A schedule: `order(place, microbatches)` gives the program of one rank for all microbatches of its stage; `delay` says how
     many updates the weights of a microbatch are behind (W(t+1) = W(t) - lr * g(W(t - delay))). With `splits` weight gradients
     run apart, as W, after split-backward."""
 
-    order: Callable[[Place, int], Program]
+    order: Callable[[PipelinePlace, int], Program]
     delay: int
     doc: str
     trains: bool = True

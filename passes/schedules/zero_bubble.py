@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 from ...ir.schedule import Action, Program
 from .flush_1f1b import order as whole_order
-from .kind import Kind, Place
+from .kind import PipelinePlace, ScheduleKind
 
 
-def order(place: Place, m: int) -> Program:
+def order(place: PipelinePlace, m: int) -> Program:
     return Program((), tuple(_with_weights(place.stage, whole_order(place, m).batch, min(place.behind, m), m)))
 
 
@@ -31,7 +31,7 @@ def _with_weights(stage: int, actions: tuple[Action, ...], behind: int, m: int) 
             yield Action("W", stage, action.mb - behind)
 
 
-KIND = Kind(
+KIND = ScheduleKind(
     order,
     0,
     "ZB-H1: 1f1b with weight gradients apart, which fill most of its waiting; at most d in flight on every stage",

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from ...ir.graph import Op, Value
 from ...ir.ops import complete_attrs
-from .emitter import Emitter, Grad, Rule, own_attrs, scaled
+from .emitter import Grad, GradientEmitter, Rule, own_attrs, scaled
 
 
-def _matmul(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _matmul(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     (x, w), a = op.ins, complete_attrs(op)
     ta, tb = bool(a["ta"]), bool(a["tb"])
 
@@ -30,7 +30,7 @@ def _matmul(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
     return of_left, of_right
 
 
-def _conv(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _conv(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     (x, w), a = op.ins, own_attrs(op)
     return (
         lambda: b.emit("conv_grad_input", dy, w, shape=x.type.dims, **a),
@@ -38,7 +38,7 @@ def _conv(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
     )
 
 
-def _conv_grad_input(b: Emitter, op: Op, dx: Value) -> Sequence[Grad]:
+def _conv_grad_input(b: GradientEmitter, op: Op, dx: Value) -> Sequence[Grad]:
     """A transposed convolution: linear in both operands."""
     (g, w), a = op.ins, {k: v for k, v in own_attrs(op).items() if k != "shape"}
     return (
@@ -47,7 +47,9 @@ def _conv_grad_input(b: Emitter, op: Op, dx: Value) -> Sequence[Grad]:
     )
 
 
-def _attention(b: Emitter, op: Op, dy: Value | None, dtop: Value | None, dtotal: Value | None) -> Sequence[Grad]:
+def _attention(
+    b: GradientEmitter, op: Op, dy: Value | None, dtop: Value | None, dtotal: Value | None
+) -> Sequence[Grad]:
     y, top, total = op.outs
     assert dy is not None, "the other results have no gradient, which autodiff sees to"
     assert dtop is None
@@ -66,7 +68,7 @@ def _attention(b: Emitter, op: Op, dy: Value | None, dtop: Value | None, dtotal:
     return of(0), of(1), of(2), *(lambda: _attention_mask(b, op, dy) for _ in mask)
 
 
-def _attention_mask(b: Emitter, op: Op, dy: Value) -> Value:
+def _attention_mask(b: GradientEmitter, op: Op, dy: Value) -> Value:
     """Gradient of what is added to scores: share * (dy v^T - sum(dy * y)), with all scores at once."""
     q, k, v, mask = op.ins
     y, top, total = op.outs

@@ -7,37 +7,37 @@ from collections.abc import Callable, Sequence
 
 from ...ir.graph import Op, Value
 from ...ir.ops import complete_attrs
-from .emitter import Emitter, Grad, Rule, scaled
+from .emitter import Grad, GradientEmitter, Rule, scaled
 
 
-def _unary(rule: Callable[[Emitter, Value, Value, Value], Value]) -> Rule:
+def _unary(rule: Callable[[GradientEmitter, Value, Value, Value], Value]) -> Rule:
     """A rule from (x, y, dy)."""
     return lambda b, op, dy: (lambda: rule(b, op.ins[0], op.outs[0], dy),)
 
 
-def _rsqrt(b: Emitter, x: Value, y: Value, dy: Value) -> Value:
+def _rsqrt(b: GradientEmitter, x: Value, y: Value, dy: Value) -> Value:
     cube = b.emit("mul", b.emit("mul", y, y), y)
     return b.emit("mul", scaled(b, -0.5, dy), cube)
 
 
-def _one_minus_square(b: Emitter, x: Value, y: Value, dy: Value) -> Value:
+def _one_minus_square(b: GradientEmitter, x: Value, y: Value, dy: Value) -> Value:
     return b.emit("mul", dy, b.emit("sub", b.scalar(1.0, y), b.emit("mul", y, y)))
 
 
-def _sigmoid(b: Emitter, x: Value, y: Value, dy: Value) -> Value:
+def _sigmoid(b: GradientEmitter, x: Value, y: Value, dy: Value) -> Value:
     return b.emit("mul", dy, b.emit("mul", y, b.emit("sub", b.scalar(1.0, y), y)))
 
 
-def _erf(b: Emitter, x: Value, y: Value, dy: Value) -> Value:
+def _erf(b: GradientEmitter, x: Value, y: Value, dy: Value) -> Value:
     bell = b.emit("exp", b.emit("neg", b.emit("mul", x, x)))
     return b.emit("mul", dy, scaled(b, 2 / math.sqrt(math.pi), bell))
 
 
-def _atan(b: Emitter, x: Value, y: Value, dy: Value) -> Value:
+def _atan(b: GradientEmitter, x: Value, y: Value, dy: Value) -> Value:
     return b.emit("div", dy, b.emit("add", b.emit("mul", x, x), b.scalar(1.0, x)))
 
 
-def _rem(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _rem(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     x, divisor = op.ins
 
     def of_divisor() -> Value:  # less the whole part of the quotient
@@ -47,21 +47,21 @@ def _rem(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
     return lambda: dy, of_divisor
 
 
-def _gelu(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _gelu(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     return (lambda: b.emit("gelu_grad", op.ins[0], dy, approximate=complete_attrs(op)["approximate"]),)
 
 
-def _mul(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _mul(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     x, y = op.ins
     return lambda: b.emit("mul", dy, y), lambda: b.emit("mul", dy, x)
 
 
-def _div(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _div(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     y, divisor = op.outs[0], op.ins[1]
     return lambda: b.emit("div", dy, divisor), lambda: b.emit("neg", b.emit("div", b.emit("mul", dy, y), divisor))
 
 
-def _pow(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _pow(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     (x, power), y = op.ins, op.outs[0]
 
     def of_base() -> Value:
@@ -80,7 +80,9 @@ def _pow(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
     return of_base, of_power
 
 
-def _extremum(b: Emitter, op: Op, dy: Value, loses: Callable[[Value, Value], tuple[Value, Value]]) -> Sequence[Grad]:
+def _extremum(
+    b: GradientEmitter, op: Op, dy: Value, loses: Callable[[Value, Value], tuple[Value, Value]]
+) -> Sequence[Grad]:
     def share(mine: Value, other: Value) -> Value:
         shared = b.emit("where", b.emit("equal", mine, other), scaled(b, 0.5, dy), dy)
         return b.emit("where", b.emit("less", *loses(mine, other)), b.scalar(0.0, dy), shared)
@@ -89,15 +91,15 @@ def _extremum(b: Emitter, op: Op, dy: Value, loses: Callable[[Value, Value], tup
     return lambda: share(x, y), lambda: share(y, x)
 
 
-def _maximum(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _maximum(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     return _extremum(b, op, dy, lambda mine, other: (mine, other))
 
 
-def _minimum(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _minimum(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     return _extremum(b, op, dy, lambda mine, other: (other, mine))
 
 
-def _where(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _where(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     condition = op.ins[0]
     return (
         None,

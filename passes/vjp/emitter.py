@@ -12,7 +12,7 @@ Grad = Callable[[], Value] | None
 Rule = Callable[..., Sequence[Grad]]
 
 
-class Emitter(Protocol):
+class GradientEmitter(Protocol):
     """What a rule needs: emit one operation with one result or several, and scalars of a value's element type."""
 
     def emit(self, kind: str, *ins: Value, **attrs: Attr) -> Value: ...
@@ -20,7 +20,7 @@ class Emitter(Protocol):
     def scalar(self, number: float, like: Value) -> Value: ...
 
 
-def sum_to(b: Emitter, grad: Value, operand: Value) -> Value:
+def sum_to(b: GradientEmitter, grad: Value, operand: Value) -> Value:
     """Undo broadcasting: sum over the dimensions that were repeated."""
     shape, target = grad.type.dims, operand.type.dims
     if shape == target:
@@ -31,7 +31,7 @@ def sum_to(b: Emitter, grad: Value, operand: Value) -> Value:
     return summed if summed.type.dims == target else b.emit("reshape", summed, shape=target)
 
 
-def scaled(b: Emitter, number: float, x: Value) -> Value:
+def scaled(b: GradientEmitter, number: float, x: Value) -> Value:
     return b.emit("mul", x, b.scalar(number, x))
 
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from ...ir.graph import Op, Value
 from ...ir.ops import complete_attrs
-from .emitter import Emitter, Grad, Rule, own_attrs
+from .emitter import Grad, GradientEmitter, Rule, own_attrs
 
 
-def _gather(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _gather(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     x, indices = op.ins
     return lambda: b.emit("gather_grad", dy, indices, shape=x.type.dims, **own_attrs(op)), None
 
 
-def _scatter(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _scatter(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     """Replaced entries get no gradient; of several replacements of one entry each gets it, as if all had stayed."""
     (_, indices, updates), a = op.ins, complete_attrs(op)
     none = updates.type.dims

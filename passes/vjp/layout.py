@@ -7,33 +7,33 @@ from itertools import pairwise
 
 from ...ir.graph import Op, Value
 from ...ir.ops import complete_attrs, ints
-from .emitter import Emitter, Grad, Rule
+from .emitter import Grad, GradientEmitter, Rule
 
 
-def _reshape(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _reshape(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     return (lambda: b.emit("reshape", dy, shape=op.ins[0].type.dims),)
 
 
-def _transpose(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _transpose(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     perm = ints(op.attrs["perm"])
     return (lambda: b.emit("transpose", dy, perm=tuple(perm.index(i) for i in range(len(perm)))),)
 
 
-def _slice(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _slice(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     start, step, sizes = ints(op.attrs["start"]), ints(op.attrs["step"]), op.ins[0].type.dims
     spans = [(n - 1) * s + 1 if n else 0 for n, s in zip(dy.type.dims, step, strict=True)]
     high = tuple(n - a - span for n, a, span in zip(sizes, start, spans, strict=True))
     return (lambda: b.emit("pad", dy, low=start, high=high, inner=tuple(s - 1 for s in step)),)
 
 
-def _pad(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _pad(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     a, sizes = complete_attrs(op), dy.type.dims
     stop = tuple(n - q for n, q in zip(sizes, ints(a["high"]), strict=True))
     step = tuple(i + 1 for i in ints(a["inner"]) or (0,) * len(sizes))
     return (lambda: b.emit("slice", dy, start=a["low"], stop=stop, step=step),)
 
 
-def _concat(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _concat(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     sizes = dy.type.dims
     axis = int(op.attrs["axis"]) % len(sizes)  # type: ignore[arg-type]
     ends = [0]

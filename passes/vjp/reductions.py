@@ -6,26 +6,26 @@ from collections.abc import Sequence
 
 from ...ir.graph import Op, Value
 from ...ir.ops import reduced_axes
-from .emitter import Emitter, Grad, Rule, scaled
+from .emitter import Grad, GradientEmitter, Rule, scaled
 
 
-def _kept(b: Emitter, op: Op, value: Value) -> Value:
+def _kept(b: GradientEmitter, op: Op, value: Value) -> Value:
     """The result of a reduction, or its gradient, with the reduced dimensions as 1."""
     axes = reduced_axes(op.ins[0].type, op.attrs["axes"])
     shape = tuple(1 if i in axes else n for i, n in enumerate(op.ins[0].type.dims))
     return value if value.type.dims == shape else b.emit("reshape", value, shape=shape)
 
 
-def _sum(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _sum(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     return (lambda: b.emit("broadcast", _kept(b, op, dy), shape=op.ins[0].type.dims),)
 
 
-def _mean(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _mean(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     share = dy.type.size / max(op.ins[0].type.size, 1)
     return (lambda: b.emit("broadcast", _kept(b, op, scaled(b, share, dy)), shape=op.ins[0].type.dims),)
 
 
-def _max(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _max(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     x, y = op.ins[0], op.outs[0]
 
     def grad() -> Value:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...ir.graph import Op, Value
 from ...ir.ops import complete_attrs
-from .emitter import Emitter, Grad, Rule, own_attrs, scaled
+from .emitter import Grad, GradientEmitter, Rule, own_attrs, scaled
 
 
 def _from_result(kind: str) -> Rule:
@@ -15,12 +15,12 @@ def _from_result(kind: str) -> Rule:
     return lambda b, op, dy: (lambda: b.emit(kind, op.outs[0], dy, **own_attrs(op)),)
 
 
-def _cumsum(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _cumsum(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     a = complete_attrs(op)
     return (lambda: b.emit("cumsum", dy, axis=a["axis"], exclusive=a["exclusive"], reverse=not a["reverse"]),)
 
 
-def _topk(b: Emitter, op: Op, dy: Value | None, dindices: Value | None) -> Sequence[Grad]:
+def _topk(b: GradientEmitter, op: Op, dy: Value | None, dindices: Value | None) -> Sequence[Grad]:
     x, indices = op.ins[0], op.outs[1]
     axis = int(complete_attrs(op)["axis"]) % x.type.rank  # type: ignore[arg-type]
 
@@ -33,7 +33,7 @@ def _topk(b: Emitter, op: Op, dy: Value | None, dindices: Value | None) -> Seque
     return (grad if dy is not None else None,)
 
 
-def _positions(b: Emitter, indices: Value, axis: int, dims: tuple[int, ...]) -> Value:
+def _positions(b: GradientEmitter, indices: Value, axis: int, dims: tuple[int, ...]) -> Value:
     """The row-major positions in a tensor of `dims` of elements with these indices along one axis, and their own along the others."""
     shape = indices.type.dims
     strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
@@ -49,7 +49,9 @@ def _positions(b: Emitter, indices: Value, axis: int, dims: tuple[int, ...]) -> 
     return total
 
 
-def _layer_norm(b: Emitter, op: Op, dy: Value | None, dmean: Value | None, drstd: Value | None) -> Sequence[Grad]:
+def _layer_norm(
+    b: GradientEmitter, op: Op, dy: Value | None, dmean: Value | None, drstd: Value | None
+) -> Sequence[Grad]:
     x, scale, _ = op.ins
     _, mean, rstd = op.outs
     a = complete_attrs(op)
@@ -88,7 +90,7 @@ def _layer_norm(b: Emitter, op: Op, dy: Value | None, dmean: Value | None, drstd
     return of_operand, of_weights(0), of_weights(1)
 
 
-def _batch_norm(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _batch_norm(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     x, scale, _, mean, variance = op.ins
     eps = float(complete_attrs(op)["eps"])  # type: ignore[arg-type]
     shape = (x.type.dims[1], *(1,) * (x.type.rank - 2))

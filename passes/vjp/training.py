@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...ir.graph import Op, Value
-from .emitter import Emitter, Grad, Rule, scaled
+from .emitter import Grad, GradientEmitter, Rule, scaled
 
 
-def _cross_entropy(b: Emitter, op: Op, dloss: Value | None, dlse: Value | None) -> Sequence[Grad]:
+def _cross_entropy(b: GradientEmitter, op: Op, dloss: Value | None, dlse: Value | None) -> Sequence[Grad]:
     (logits, labels), lse = op.ins, op.outs[1]
 
     def grad() -> Value:
@@ -24,7 +24,7 @@ def _cross_entropy(b: Emitter, op: Op, dloss: Value | None, dlse: Value | None) 
     return grad, None
 
 
-def _mse(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _mse(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     x, y = op.ins
 
     def grad(first: Value, second: Value) -> Grad:

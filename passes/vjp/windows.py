@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...ir.graph import Op, Value
-from .emitter import Emitter, Grad, Rule, own_attrs
+from .emitter import Grad, GradientEmitter, Rule, own_attrs
 
 
-def _max_pool(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _max_pool(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     return (lambda: b.emit("max_pool_grad", op.ins[0], op.outs[0], dy, **own_attrs(op)),)
 
 
-def _avg_pool(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+def _avg_pool(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     return (lambda: b.emit("avg_pool_grad", dy, shape=op.ins[0].type.dims, **own_attrs(op)),)
 
 

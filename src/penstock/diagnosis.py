@@ -17,7 +17,7 @@ from penstock.ir.words import shown_bytes
 from penstock.terminal import say, table
 
 if TYPE_CHECKING:
-    from penstock.runtime.doctor import Report
+    from penstock.runtime.doctor import DoctorReport
 
 
 def doctor_command(arguments: Namespace) -> None:
@@ -62,7 +62,7 @@ def _check_place(path: Path) -> None:
         )
 
 
-def _plain(report: Report) -> dict[str, object]:
+def _plain(report: DoctorReport) -> dict[str, object]:
     return {
         "hosts": [msgspec.to_builtins(host) for host in report.hosts],
         "cluster": {
@@ -79,7 +79,7 @@ def _plain(report: Report) -> dict[str, object]:
     }
 
 
-def _lines(report: Report) -> list[str]:
+def _lines(report: DoctorReport) -> list[str]:
     lines = []
     for host in report.hosts:
         quota = "" if host.quota is None else f", {host.quota:g} cores' worth of time allowed"

@@ -71,7 +71,7 @@ class GraphDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ModuleDifference:
     """How to get from one module to another. `moved_graphs` stand in another place."""
 
     head: Lines[str]
@@ -81,13 +81,13 @@ class Difference:
     notes: Lines[str]
 
 
-def compare(a: Module, b: Module) -> Difference:
+def compare(a: Module, b: Module) -> ModuleDifference:
     """What differs, as data. What the two modules share as objects is not looked into."""
     shared = a.schedule is b.schedule
     programs: list[Iterable[str]] = [
         print_schedule(m.schedule) if m.schedule is not None and not shared else [] for m in (a, b)
     ]
-    return Difference(
+    return ModuleDifference(
         _lines(_head(a, b), _head(b, a)),
         tuple(_graphs(a.graphs, b.graphs)),
         _moved(list(a.graphs), list(b.graphs)),
@@ -103,7 +103,7 @@ def differences(a: Module, b: Module) -> Iterator[str]:
     yield from lines
 
 
-def _listed(found: Difference) -> Iterator[str]:
+def _listed(found: ModuleDifference) -> Iterator[str]:
     yield from _told(found.head, str, "", "line")
     for graph in found.graphs:
         yield f"{graph.mark} graph @{graph.name}"

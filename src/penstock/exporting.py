@@ -169,10 +169,10 @@ def _is_source(path: Path, bundle: Bundle) -> bool:
     """Whether a file holds, with its external data, what the bundle was compiled from, whatever it is called."""
     if bundle.source_structure is None or not path.is_file() or path.suffix == ".safetensors":
         return False
-    from penstock.frontends.onnx.source import Source
+    from penstock.frontends.onnx.source import ModelFile
 
     try:
-        return Source(path).digest() == bundle.manifest.source_hash
+        return ModelFile(path).digest() == bundle.manifest.source_hash
     except UsageError:  # it is no model
         return False
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from penstock.backends.bundle import Bundle, open_bundle
 from penstock.backends.tvm.fingerprint import key_of, processor
-from penstock.backends.tvm.store import Store, cache_folder
+from penstock.backends.tvm.store import Cache, cache_folder
 from penstock.ir.cluster import Device
 from penstock.ir.errors import UsageError
 from penstock.ir.schedule import COMPUTE, Action
@@ -63,15 +63,15 @@ class Corrected:
         return self.factor if is_here(device) else 1.0
 
 
-def corrected(store: Store | None = None) -> Corrected | None:
+def corrected(store: Cache | None = None) -> Corrected | None:
     """The corrections of this machine, if any were kept."""
     factors = _factors(store if store is not None else known_times())
     return Corrected(median(factors.values()), len(factors)) if factors else None
 
 
-def known_times() -> Store:
+def known_times() -> Cache:
     """What was measured on this machine, to be read: that needs no bound of the cache's size."""
-    return Store(cache_folder(), 0, part="times")
+    return Cache(cache_folder(), 0, part="times")
 
 
 def best_prices() -> Prices:
@@ -80,7 +80,7 @@ def best_prices() -> Prices:
     return InTurn((Measured(store=known_times()),), ROOFLINE if found is None else Roofline(found.of))
 
 
-def _factors(store: Store) -> dict[str, float]:
+def _factors(store: Cache) -> dict[str, float]:
     """Corrections by run, the oldest first."""
     content = store.get(_key())
     try:
@@ -115,7 +115,7 @@ class Graded:
     kept: bool
 
 
-def grade(bundle: Bundle, metrics: Path, trace: Path | None = None, store: Store | None = None) -> Graded:
+def grade(bundle: Bundle, metrics: Path, trace: Path | None = None, store: Cache | None = None) -> Graded:
     """Compare a run with its plan, and keep what it teaches."""
     store = store if store is not None else table_of_user()
     predicted = bundle.plan.get("predicted", {}).get("step_s")
@@ -252,7 +252,7 @@ def _computing(bundle: Bundle, trace: Path) -> list[Row]:
     ]
 
 
-def _keep_stages(bundle: Bundle, rows: Sequence[Row], store: Store) -> None:
+def _keep_stages(bundle: Bundle, rows: Sequence[Row], store: Cache) -> None:
     """Measured times of stages on devices that are this machine: of ranks that run the same code with as many threads, the median."""
     table_of_times = Measured(bundle.manifest.backend, store)
     cluster = bundle.module.cluster

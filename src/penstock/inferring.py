@@ -59,7 +59,7 @@ class InferOptions:
 
 
 @dataclass(frozen=True)
-class Report:
+class InferenceReport:
     """What a run of requests took; latencies in seconds."""
 
     mode: str
@@ -79,7 +79,7 @@ class Report:
         )
 
 
-def infer(options: InferOptions) -> Report:
+def infer(options: InferOptions) -> InferenceReport:
     """Answer all requests, and write what they gave."""
     options.check()
     given = None if options.data == "synthetic" else read_npz(Path(options.data))
@@ -111,7 +111,7 @@ def synthetic(module: Module, samples: int, seed: int) -> Arrays:
 
 def answer(
     job: Job, given: Arrays, size: int, mode: str, *, where: str = "inputs", keep: bool = True
-) -> tuple[Arrays, Report]:
+) -> tuple[Arrays, InferenceReport]:
     """All samples as requests of up to `size` samples, and their outputs one after the other, unless nobody keeps them."""
     inference = job.inference
     if inference is None:
@@ -156,7 +156,7 @@ def answer(
         line.close()
     seconds = answered[-1] - started
     found = {f"p{p}": float(np.percentile(latencies, p)) for p in PERCENTILES} | {"max": max(latencies)}
-    report = Report(
+    report = InferenceReport(
         mode,
         requests,
         whole.samples,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 
 from penstock.backends.bundle import Bundle
 from penstock.backends.tvm.fingerprint import key_of, processor
-from penstock.backends.tvm.store import Store, cache_bound, cache_folder
+from penstock.backends.tvm.store import Cache, cache_bound, cache_folder
 from penstock.ir.cluster import Device
 from penstock.ir.graph import Module
 from penstock.ir.schedule import COMPUTE
@@ -36,9 +36,9 @@ _CODE = ("packed", "library")
 Rehearse = Callable[[Bundle, list[int]], list[dict[str, float]]]
 
 
-def table_of_user() -> Store:
+def table_of_user() -> Cache:
     """Where times are kept."""
-    return Store(cache_folder(), cache_bound(), part="times")
+    return Cache(cache_folder(), cache_bound(), part="times")
 
 
 def is_here(device: Device) -> bool:
@@ -49,7 +49,7 @@ def is_here(device: Device) -> bool:
 class Measured:
     """Prices of kernels that were timed on this machine; None for all others."""
 
-    def __init__(self, backend: str = "tvm", store: Store | None = None) -> None:
+    def __init__(self, backend: str = "tvm", store: Cache | None = None) -> None:
         self.backend, self.store = backend, store if store is not None else table_of_user()
 
     def seconds(self, kernel: Kernel, device: Device) -> float | None:

@@ -20,11 +20,11 @@ from penstock.grading import best_prices
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import DoesNotFit, PenstockError, UsageError, VerifyError
 from penstock.ir.words import itemised
-from penstock.passes.planner.argue import Change, Result, counterfactuals, plan_chain
+from penstock.passes.planner.argue import PlanChange, Result, counterfactuals, plan_chain
 from penstock.passes.planner.chain import Chain
 from penstock.passes.planner.fleet import Fleet, fleet_of
-from penstock.passes.planner.plan import SCHEDULES, Wanted
-from penstock.passes.planner.plan import Plan as Chosen
+from penstock.passes.planner.plan import SCHEDULES, PlanRequest
+from penstock.passes.planner.plan import PipelinePlan as Chosen
 from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.planner.profile import Profile, profile_chain
 from penstock.passes.planner.sparing import without_little_help
@@ -71,7 +71,7 @@ class Search:
     more_memory: float = 1.0
 
     @cached_property
-    def what_if(self) -> list[Change]:
+    def what_if(self) -> list[PlanChange]:
         """Plans with one thing changed in what was asked for, or in the devices of the plan that was
         chosen, all the best by the formulas."""
         others = {}
@@ -154,7 +154,7 @@ def plan_best(
         )
 
     profile = profile_in(precision, sorted(models), progress)
-    wanted = Wanted(batch, tuple(schedules), recompute, profile.chain.sizes, replicas=replicas)
+    wanted = PlanRequest(batch, tuple(schedules), recompute, profile.chain.sizes, replicas=replicas)
     refused: dict[str, Exception] = {}
     too_large: dict[Chosen, DoesNotFit] = {}
     tried: set[Chosen] = set()
@@ -261,7 +261,7 @@ def _for_size(progress: api.ProgressHook, size: int) -> api.ProgressHook:
     return tell
 
 
-def _with_more_memory(chain: Chain, cluster: Cluster, wanted: Wanted) -> Iterator[tuple[Result, float]]:
+def _with_more_memory(chain: Chain, cluster: Cluster, wanted: PlanRequest) -> Iterator[tuple[Result, float]]:
     """Of every schedule the best plan in the least of more memory in which there is one, the fastest first;
     and how many times the memory that is."""
     fleet, found = fleet_of(cluster), list[tuple[Result, float]]()

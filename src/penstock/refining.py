@@ -22,7 +22,7 @@ from penstock.ir.schedule import RECEIVES, SENDS, Action, Schedule
 from penstock.passes.late_updates import sum_late
 from penstock.passes.planner.chain import Table
 from penstock.passes.planner.cost import judge
-from penstock.passes.planner.plan import Plan
+from penstock.passes.planner.plan import PipelinePlan
 from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.schedules import SCHEDULES, build_schedule
 from penstock.runtime.cores import TURN
@@ -62,7 +62,7 @@ def refine(planner: Planner, cluster: Cluster, outcome: Outcome, devices: Sequen
     return Refined(found, judge_of.step(best), len(judge_of.known))
 
 
-def _others(planner: Planner, plan: Plan, devices: Sequence[int]) -> Iterator[Plan]:
+def _others(planner: Planner, plan: PipelinePlan, devices: Sequence[int]) -> Iterator[PipelinePlan]:
     """The best plans by the formulas of every layout and size of microbatches, and with one device for every stage, in every order."""
     if len(devices) > _MOST_ORDERED:
         return
@@ -76,7 +76,7 @@ def _others(planner: Planner, plan: Plan, devices: Sequence[int]) -> Iterator[Pl
         yield from _orders(planner, plan.schedule, size, devices)
 
 
-def _orders(planner: Planner, schedule: str, size: int, devices: Sequence[int]) -> Iterator[Plan]:
+def _orders(planner: Planner, schedule: str, size: int, devices: Sequence[int]) -> Iterator[PipelinePlan]:
     seen = set()
     for order in (order for count in range(1, len(devices) + 1) for order in permutations(devices, count)):
         names = tuple((planner.kinds[i], planner.fleet.devices[i].host) for i in order)
@@ -87,7 +87,7 @@ def _orders(planner: Planner, schedule: str, size: int, devices: Sequence[int]) 
                 yield found
 
 
-def _moved(start: Plan, judge_of: _Judge) -> Plan:
+def _moved(start: PipelinePlan, judge_of: _Judge) -> PipelinePlan:
     """The best plan that moving one cut at a time leads to."""
     best = start
     while True:
@@ -97,7 +97,7 @@ def _moved(start: Plan, judge_of: _Judge) -> Plan:
         best = found
 
 
-def _neighbours(plan: Plan, table: Table) -> Iterator[Plan]:
+def _neighbours(plan: PipelinePlan, table: Table) -> Iterator[PipelinePlan]:
     for s, stage in enumerate(plan.stages[1:]):
         before = plan.stages[s]
         for move in (*_MOVES, *(-n for n in _MOVES)):
@@ -113,15 +113,15 @@ class _Judge:
 
     def __init__(self, planner: Planner, cluster: Cluster) -> None:
         self.planner, self.cluster = planner, cluster
-        self.known: dict[Plan, float] = {}
+        self.known: dict[PipelinePlan, float] = {}
         self._spent = 0
         here = [device for device in cluster.devices if device.kind == "cpu" and device.host == LOCAL]
         self._takes_turns = sum(device.threads for device in here) > usable_cores()
 
-    def table(self, plan: Plan) -> Table:
+    def table(self, plan: PipelinePlan) -> Table:
         return self.planner.table(plan.size)
 
-    def step(self, plan: Plan) -> float:
+    def step(self, plan: PipelinePlan) -> float:
         if plan not in self.known:
             if self._spent > _ENOUGH:
                 return float("inf")
@@ -131,7 +131,7 @@ class _Judge:
             self.known[plan] = self._simulated(plan) if fits else float("inf")
         return self.known[plan]
 
-    def _simulated(self, plan: Plan) -> float:
+    def _simulated(self, plan: PipelinePlan) -> float:
         table, fleet = self.table(plan), self.planner.fleet
         devices = [fleet.devices[i] for i in plan.devices]
         names = {rank: device.name for rank, device in enumerate(devices)}

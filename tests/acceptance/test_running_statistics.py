@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.ir.errors import UnsupportedModel, UsageError
 from penstock.ir.graph import BUFFER, Module, written_vars
-from penstock.ir.interp import Run, run_recurrence, run_schedule
+from penstock.ir.interp import InterpretedRun, run_recurrence, run_schedule
 from penstock.passes.schedules import SCHEDULES
 
 ROWS, BATCHES, RATE, TIMEOUT = 6, 4, 0.05, 60
@@ -101,8 +101,8 @@ def planned(stages: int, microbatches: int, schedule: str, recompute: str = "non
     )
 
 
-def close(found: dict[str, np.ndarray] | Run, expected: dict[str, np.ndarray], rtol: float) -> None:
-    variables = found.variables if isinstance(found, Run) else found
+def close(found: dict[str, np.ndarray] | InterpretedRun, expected: dict[str, np.ndarray], rtol: float) -> None:
+    variables = found.variables if isinstance(found, InterpretedRun) else found
     for name, array in expected.items():
         if name not in ("stored.num_batches_tracked", "stored.running_mean", "stored.running_var"):
             np.testing.assert_allclose(variables[name], array, rtol=rtol, atol=rtol, err_msg=name)

@@ -24,14 +24,14 @@ from tvm_ffi import structural_equal
 import penstock as ps
 from penstock.backends.interface import CompileOptions, stage_graphs
 from penstock.backends.tvm import fingerprint, store
-from penstock.backends.tvm.build import Builder, Built, Counts, Part, build_graphs
-from penstock.backends.tvm.group import Group, parameters_of, parse_group, rename
+from penstock.backends.tvm.build import Built, Counts, LibraryBuilder, LibraryPart, build_graphs
+from penstock.backends.tvm.group import Fusion, parameters_of, parse_group, rename
 from penstock.backends.tvm.load import TvmProgram
 from penstock.backends.tvm.lower import make_kernel, plan_kernels, relax_module
 from penstock.backends.tvm.pipeline import PIPELINE
 from penstock.backends.tvm.plan import Lowered
 from penstock.backends.tvm.pool import BuildError
-from penstock.backends.tvm.store import Store
+from penstock.backends.tvm.store import Cache
 from penstock.backends.tvm.target import machine_of, tvm_target
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph, signature
@@ -45,9 +45,11 @@ def build_counted(
 ) -> tuple[list[Built], Counts]:
     """One library per graph, or one for all."""
     parts = (
-        [Part((g,), folder / f"{i}.so") for i, g in enumerate(graphs)] if apart else [Part(graphs, folder / "all.so")]
+        [LibraryPart((g,), folder / f"{i}.so") for i, g in enumerate(graphs)]
+        if apart
+        else [LibraryPart(graphs, folder / "all.so")]
     )
-    with Builder(CompileOptions(jobs=jobs)) as builder:
+    with LibraryBuilder(CompileOptions(jobs=jobs)) as builder:
         return builder.build(parts), builder.counts
 
 
@@ -88,7 +90,7 @@ def test_the_text_of_a_group_gives_its_code_and_nothing_else(which: str, tmp_pat
 
 def test_texts_differ_where_code_does() -> None:
     def text(graph: Graph) -> str:
-        return rename(Group(graph.ops, graph.outs)).text
+        return rename(Fusion(graph.ops, graph.outs)).text
 
     plain = text(chain("a", "exp", "softmax", axis=1))
     assert text(chain("b", "exp", "softmax", prefix="other.", axis=1)) == plain
@@ -248,7 +250,7 @@ def test_without_the_check_damage_would_be_used(kept: Path, tmp_path: Path, monk
 
 
 def test_the_least_recently_used_entries_go_first(tmp_path: Path) -> None:
-    cache = Store(tmp_path, bound=3 * 132)
+    cache = Cache(tmp_path, bound=3 * 132)
     now = time.time()
     for i in range(5):
         cache.put(f"k{i}", bytes([i]) * 100)
@@ -344,5 +346,5 @@ def test_the_kept_name_of_the_host_depends_on_leave_to_use_tiles(kept: Path, mon
     for leave in (True, False, True):
         for module in ("build", "target"):
             monkeypatch.setattr(f"penstock.backends.tvm.{module}.allow_tiles", lambda leave=leave: leave)
-        with Builder(CompileOptions()) as builder:
+        with LibraryBuilder(CompileOptions()) as builder:
             assert ("+amx" in builder.cpu) == leave

@@ -20,11 +20,11 @@ from tvm_cases import chain
 from penstock.backends.interface import CompileOptions
 from penstock.backends.tvm import fingerprint, pool
 from penstock.backends.tvm.build import build_graphs
-from penstock.backends.tvm.group import Group, rename
+from penstock.backends.tvm.group import Fusion, rename
 from penstock.backends.tvm.kernels import elements
-from penstock.backends.tvm.messages import Made, MakeKernel, Refused
-from penstock.backends.tvm.pool import BuildError, Pool
-from penstock.backends.tvm.store import Store
+from penstock.backends.tvm.messages import GroupRefused, KernelMade, MakeKernel
+from penstock.backends.tvm.pool import BuildError, WorkerPool
+from penstock.backends.tvm.store import Cache
 from penstock.cli import main
 from penstock.ir.errors import UnsupportedModel, UsageError
 
@@ -33,7 +33,7 @@ BOUND_S = 60.0
 
 def job(kind: str, folder: Path) -> MakeKernel:
     graph = chain("s0.F", kind)
-    return MakeKernel(rename(Group(graph.ops, graph.outs)).text, "host", f"{kind}_0", str(folder / f"{kind}.o"))
+    return MakeKernel(rename(Fusion(graph.ops, graph.outs)).text, "host", f"{kind}_0", str(folder / f"{kind}.o"))
 
 
 def alive(pid: int) -> bool:
@@ -70,15 +70,15 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[pool._Worker]]:
 
 def test_workers_make_the_bytes_that_this_process_makes(workers: list[Any], tmp_path: Path) -> None:
     kinds = ("exp", "tanh", "sqrt", "sigmoid", "erf", "relu")
-    with Pool() as here:
+    with WorkerPool() as here:
         here.run([job(kind, tmp_path) for kind in kinds[:2]])
     assert not workers
     (tmp_path / "apart").mkdir()
     done: list[str] = []
-    with Pool() as shared:
+    with WorkerPool() as shared:
         answers = shared.run([job(kind, tmp_path / "apart") for kind in kinds], lambda job: done.append(job.symbol))  # type: ignore[union-attr]
     assert workers
-    assert all(isinstance(answer, Made) for answer in answers)
+    assert all(isinstance(answer, KernelMade) for answer in answers)
     assert sorted(done) == sorted(f"{kind}_0" for kind in kinds)
     for kind in kinds[:2]:
         assert (tmp_path / f"{kind}.o").read_bytes() == (tmp_path / "apart" / f"{kind}.o").read_bytes()
@@ -88,12 +88,12 @@ def test_one_core_means_at_most_one_process(
     workers: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "usable_cores", lambda: 1)
-    with Pool() as alone:
+    with WorkerPool() as alone:
         assert alone.most == 1
         alone.run([job(kind, tmp_path) for kind in ("exp", "tanh", "sqrt", "sigmoid", "erf")])
     assert not workers
     with pytest.raises(UsageError, match="0 compiler processes"):
-        Pool(0)
+        WorkerPool(0)
 
 
 SAY_HELLO = "import json,sys; print(json.dumps({'type':'Hello','fingerprint':sys.argv[1]}),flush=True);"
@@ -116,7 +116,7 @@ def test_a_worker_that_dies_is_one_clear_error(
     command = [sys.executable, "-c", SAY_HELLO + does, fingerprint.source_fingerprint()]
     monkeypatch.setattr(pool, "usable_cores", lambda: 3)
     monkeypatch.setattr(pool, "_LAST_WORDS_S", 0.2)
-    with Pool(command=command) as crew, pytest.raises(BuildError, match=says):
+    with WorkerPool(command=command) as crew, pytest.raises(BuildError, match=says):
         crew.run([job("exp", tmp_path)] * 12)
     assert len(workers) == 3
 
@@ -135,7 +135,7 @@ def test_a_worker_that_hangs_is_ended(
     code = "import os,time;" + (SAY_HELLO + does if does else "time.sleep(600)")
     monkeypatch.setattr(pool, patience, 0.3)
     with (
-        Pool(command=[sys.executable, "-c", code, fingerprint.source_fingerprint()]) as crew,
+        WorkerPool(command=[sys.executable, "-c", code, fingerprint.source_fingerprint()]) as crew,
         pytest.raises(BuildError, match=says),
     ):
         crew.run([job("exp", tmp_path)] * 12)
@@ -147,9 +147,9 @@ def test_control_patience_is_for_each_job(workers: list[Any], tmp_path: Path, mo
     answer = json.dumps({"type": "Refused", "reason": "slowly"})
     code = f"import time; {SAY_HELLO}\nfor line in sys.stdin: time.sleep(0.4); print({answer!r}, flush=True)"
     monkeypatch.setattr(pool, "_COMPILES_S", 3.0)
-    with Pool(command=[sys.executable, "-c", code, fingerprint.source_fingerprint()]) as crew:
+    with WorkerPool(command=[sys.executable, "-c", code, fingerprint.source_fingerprint()]) as crew:
         answers = crew.run([job("exp", tmp_path)] * 16)
-    assert answers == [Refused("slowly")] * 16
+    assert answers == [GroupRefused("slowly")] * 16
 
 
 def test_what_a_hung_worker_started_is_ended_with_it(
@@ -159,7 +159,7 @@ def test_what_a_hung_worker_started_is_ended_with_it(
     code = f"import subprocess,time; {SAY_HELLO} open({str(file)!r}, 'a').write(f'{{subprocess.Popen([\"sleep\", \"600\"]).pid}} '); time.sleep(600)"
     monkeypatch.setattr(pool, "_COMPILES_S", 1.0)
     with (
-        Pool(command=[sys.executable, "-c", code, fingerprint.source_fingerprint()]) as crew,
+        WorkerPool(command=[sys.executable, "-c", code, fingerprint.source_fingerprint()]) as crew,
         pytest.raises(BuildError, match="kernel exp"),
     ):
         crew.run([job("exp", tmp_path)] * 12)
@@ -169,10 +169,10 @@ def test_what_a_hung_worker_started_is_ended_with_it(
 
 def test_a_worker_of_other_sources_is_refused(workers: list[Any], tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAY_HELLO + "sys.stdin.read()", "other sources"]
-    with Pool(command=command) as crew, pytest.raises(BuildError, match="sources of the compiler changed"):
+    with WorkerPool(command=command) as crew, pytest.raises(BuildError, match="sources of the compiler changed"):
         crew.run([job("exp", tmp_path)] * 12)
     with (
-        Pool(command=[sys.executable, "-c", "raise SystemExit(1)"]) as crew,
+        WorkerPool(command=[sys.executable, "-c", "raise SystemExit(1)"]) as crew,
         pytest.raises(BuildError, match="exit code 1 as it started"),
     ):
         crew.run([job("exp", tmp_path)] * 12)
@@ -180,7 +180,7 @@ def test_a_worker_of_other_sources_is_refused(workers: list[Any], tmp_path: Path
 
 def test_our_own_mistakes_come_with_their_place(workers: list[Any], tmp_path: Path) -> None:
     wrong = MakeKernel("module @m {\n  graph @k() {\n    return\n  }\n}", "host", "nothing_0", str(tmp_path / "k.o"))
-    with Pool() as crew, pytest.raises(AssertionError, match=r"kernel nothing.*Traceback"):
+    with WorkerPool() as crew, pytest.raises(AssertionError, match=r"kernel nothing.*Traceback"):
         crew.run([wrong])
 
 
@@ -200,7 +200,7 @@ def test_a_rule_that_makes_no_kernel_is_told_by_its_operation(
     ):
         monkeypatch.setitem(elements.POINTWISE, "exp", rule)
         with (
-            Pool() as crew,
+            WorkerPool() as crew,
             pytest.raises(
                 BuildError, match=rf"^kernel exp: no kernel can be made of exp: {told}.* \(backends/tvm/\S+:\d+\)\n"
             ) as caught,
@@ -278,7 +278,7 @@ def test_two_processes_may_compile_at_once(kept: Path, tmp_path: Path) -> None:
     assert said[0] == said[1]
     assert not [path for path in kept.iterdir() if path.suffix == ".part"]
     for path in kept.iterdir():
-        assert Store(kept.parent).get(path.name) is not None
+        assert Cache(kept.parent).get(path.name) is not None
 
 
 def test_threads_get_what_they_would_get_alone(tmp_path: Path) -> None:

@@ -107,12 +107,12 @@ def test_dimensions_taken_as_one_give_the_same_transposition(data: st.DataObject
 
 def test_squares_are_used_where_there_is_room_for_them(tmp_path: Path) -> None:
     """Else the tests above would pass without them."""
-    from penstock.backends.tvm.group import Group
+    from penstock.backends.tvm.group import Fusion
     from penstock.backends.tvm.lower import make_kernel
 
     def shuffles(case: tuple[Shape, Shape], dtype: str = "f32") -> int:
         graph = OpCase("transpose", (f"{dtype}[{','.join(map(str, case[0]))}]",), {"perm": case[1]}).graph("s0.F")
-        return str(make_kernel(Group(graph.ops, graph.outs), machine_of("host")).function).count("Shuffle")
+        return str(make_kernel(Fusion(graph.ops, graph.outs), machine_of("host")).function).count("Shuffle")
 
     assert all(shuffles(((40, 50), (1, 0)), dtype) for dtype in TYPES if dtype != "bool")
     assert not shuffles(((3, 50), (1, 0)))

@@ -11,7 +11,7 @@ import torch
 from tvm_cases import OpCase, build, compare, make_args, to_torch, value
 
 from penstock.backends.tvm.kernels import conv_weight_lines, conv_weight_tiles
-from penstock.backends.tvm.kernels.conv_weight_lines import Axis, Layout, find_plan
+from penstock.backends.tvm.kernels.conv_weight_lines import Axis, LineLayout, find_plan
 from penstock.backends.tvm.lower import plan_kernels
 from penstock.backends.tvm.target import machine_of
 from penstock.backends.tvm.tiles import allow_tiles
@@ -193,7 +193,7 @@ def test_a_wrong_border_would_be_noticed(tmp_path: Path, monkeypatch: pytest.Mon
     assert excess(case, found.numpy(), x, dy) > 1
 
 
-def layouts(case: Case) -> list[Layout]:
+def layouts(case: Case) -> list[LineLayout]:
     axes = [
         Axis(*n)
         for n in zip(case.sizes, case.dy[2:], case.kernel, case.strides, case.dilations, case.pads[:2], strict=True)
@@ -218,7 +218,7 @@ def test_all_ways_to_cut_the_sum(name: str, tmp_path: Path, monkeypatch: pytest.
     chosen = wanted[:: max(len(wanted) // 6, 1)]
     assert any(n.blocks > 1 for n in chosen)
     found: list[Graph] = []
-    plans = iter([conv_weight_lines.Plan(layout, 1 + i % 3, 0.0) for i, layout in enumerate(chosen)])
+    plans = iter([conv_weight_lines.PackingPlan(layout, 1 + i % 3, 0.0) for i, layout in enumerate(chosen)])
     monkeypatch.setattr(conv_weight_tiles, "find_plan", lambda *_: next(plans))
     for i in range(len(chosen)):
         # One by one: equal operations of one build are one kernel.

@@ -84,15 +84,15 @@ def broadcast_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def another_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ONNX rules read another epsilon than the file has."""
-    from penstock.frontends.onnx.node import Node
+    from penstock.frontends.onnx.node import OnnxNode
 
-    right = Node.float_attr
+    right = OnnxNode.float_attr
 
-    def wrong(node: Node, name: str, default: float = 0.0) -> float:
+    def wrong(node: OnnxNode, name: str, default: float = 0.0) -> float:
         found = right(node, name, default)
         return 100 * found if name == "epsilon" else found
 
-    monkeypatch.setattr(Node, "float_attr", wrong)
+    monkeypatch.setattr(OnnxNode, "float_attr", wrong)
 
 
 def sooner(kind: str) -> Callable[[list[Action]], list[Action]]:

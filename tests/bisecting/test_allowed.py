@@ -11,7 +11,7 @@ import torch
 
 from penstock.backends.interface import StageProgram
 from penstock.bisecting.allowed import as_typed, in_float64, terms_of
-from penstock.bisecting.kernels import Call, compare
+from penstock.bisecting.kernels import GraphCall, compare
 from penstock.bisecting.values import Errors, Spot
 from penstock.checks import relative_error
 from penstock.ir.graph import Graph
@@ -106,7 +106,7 @@ def test_values_that_the_interpreter_has_not_finite_are_not_judged() -> None:
     graph = parse_module("\n".join(lines)).graphs["main"]
 
     def judged(program: Logarithm, *elements: float) -> tuple[Errors, Spot | None]:
-        return compare(cast(StageProgram, program), Call(graph, {"x": np.array(elements, np.float32)}, {}), None)
+        return compare(cast(StageProgram, program), GraphCall(graph, {"x": np.array(elements, np.float32)}, {}), None)
 
     errors, first = judged(Logarithm(torch.log), 0.0, 0.0)
     assert (errors, first) == (Errors(0.0, 1), None)

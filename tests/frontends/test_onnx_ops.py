@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.frontends.onnx import draws, import_onnx, quantised, sequences
-from penstock.frontends.onnx.node import Node
+from penstock.frontends.onnx.node import OnnxNode
 from penstock.frontends.onnx.table import RULES
 from penstock.ir.ops import OPS
 
@@ -403,7 +403,7 @@ def test_a_chain_reads_the_same_at_every_opset(same, opset: int) -> None:
 def test_the_comparison_catches_a_wrong_rule(
     same, monkeypatch: pytest.MonkeyPatch, kind: str, text: str, wrong
 ) -> None:
-    def rule(n: Node):
+    def rule(n: OnnxNode):
         n.ignore("approximate")
         return wrong(n)
 

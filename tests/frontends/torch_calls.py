@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.frontends.imported import Imported
 from penstock.frontends.torch import calls, import_torch
-from penstock.frontends.torch.node import Node, Rule
+from penstock.frontends.torch.node import Rule, TorchNode
 from penstock.ir.graph import Value, touched_vars
 from penstock.ir.liveness import live_ops
 
@@ -86,7 +86,7 @@ def _import(program: Calls, fed: Sequence[Tensor]) -> tuple[Imported, set[tuple[
     asked: set[tuple[str, str]] = set()
 
     def noting(row: str, rule: Rule) -> Rule:
-        def noted(n: Node) -> Any:
+        def noted(n: TorchNode) -> Any:
             asked.add((calls.location(n.call).partition("/")[0], row))
             return rule(n)
 

@@ -8,7 +8,7 @@ from drawn_modules import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.inspecting.flow import Line, draw
+from penstock.inspecting.flow import FlowLine, draw
 from penstock.inspecting.subject import Subject
 from penstock.inspecting.views import show_flow
 from penstock.ir.graph import Graph, Value
@@ -59,7 +59,7 @@ def _maker(rows: Sequence[str], y: int, x: int) -> int:
     raise BrokenRailError(f"in row {y}, column {x}: {rows[y]}")
 
 
-def flows(graph: Graph, lines: Sequence[Line]) -> set[tuple[int, int]]:
+def flows(graph: Graph, lines: Sequence[FlowLine]) -> set[tuple[int, int]]:
     """The same from the graph: an operand that is not named has a rail."""
     rows: dict[Value, int] = {v: y for y, line in enumerate(lines) for v in line.result}
     return {

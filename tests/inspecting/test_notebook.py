@@ -16,7 +16,7 @@ from penstock.backends.bundle import Bundle, open_bundle
 from penstock.cli import main
 from penstock.inspecting.notebook import plan_html, plan_told, trace_html
 from penstock.inspecting.subject import Subject
-from penstock.inspecting.traces import Row, Span, Trace, load_trace
+from penstock.inspecting.traces import ActionSpan, RankRow, Trace, load_trace
 from penstock.ir import html
 from penstock.ir.graph import Graph, Module, Note, Op, Value, Var
 from penstock.ir.text import print_module
@@ -108,7 +108,7 @@ def test_names_are_text_whatever_they_look_like(show) -> None:  # type: ignore[n
 
 
 def test_a_trace_is_text_whatever_it_says() -> None:
-    trace = Trace(Path(HOSTILE), (Row(HOSTILE, (Span(HOSTILE, "F", 0.0, 1.0),)),))
+    trace = Trace(Path(HOSTILE), (RankRow(HOSTILE, (ActionSpan(HOSTILE, "F", 0.0, 1.0),)),))
     found = Reader(trace_html(trace))
     assert found.is_inert
     assert found.text.count(HOSTILE) >= 3

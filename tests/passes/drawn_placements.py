@@ -12,10 +12,10 @@ from math import inf
 
 import numpy as np
 
-from penstock.passes.placement.problem import Kind, Node, Problem
+from penstock.passes.placement.problem import DeviceKind, PlacedNode, PlacementProblem
 
 
-def draw_problem(seed: int, most: int = 12) -> Problem:
+def draw_problem(seed: int, most: int = 12) -> PlacementProblem:
     """At most `most` nodes, in about half of the problems with backward nodes; up to four devices of up to three kinds."""
     rng = random.Random(seed)
     kinds = _draw_kinds(rng)
@@ -25,7 +25,7 @@ def draw_problem(seed: int, most: int = 12) -> Problem:
     colours = rng.randint(max(1, forward // 2), forward + 2)
     density = rng.choice((0.15, 0.3, 0.5))
     steps = rng.choice((1.0, 0.25, 0.1))
-    nodes: list[Node] = []
+    nodes: list[PlacedNode] = []
     edges: list[tuple[int, int]] = []
     for i in range(count):
         backward = i >= forward
@@ -43,7 +43,7 @@ def draw_problem(seed: int, most: int = 12) -> Problem:
             inf if rng.random() < 0.08 and kind.name != "CPU" else time * rng.choice((0.5, 1, 2, 10)) for kind in kinds
         )
         nodes.append(
-            Node(
+            PlacedNode(
                 str(i),
                 times,
                 float(rng.choice((0, rng.randint(1, 20)))),
@@ -56,25 +56,27 @@ def draw_problem(seed: int, most: int = 12) -> Problem:
         edges += [(j, i) for j in range(first, i) if rng.random() < density]
         if backward:
             edges += [(j, i) for j in range(forward) if rng.random() < density / 2]
-    return Problem(kinds, tuple(nodes), tuple(edges))
+    return PlacementProblem(kinds, tuple(nodes), tuple(edges))
 
 
-def _draw_kinds(rng: random.Random) -> tuple[Kind, ...]:
+def _draw_kinds(rng: random.Random) -> tuple[DeviceKind, ...]:
     limit = rng.choice((inf, float(rng.randint(15, 80))))
-    first = Kind("accelerator", rng.randint(0, 3), limit)
+    first = DeviceKind("accelerator", rng.randint(0, 3), limit)
     if rng.random() < 0.25:
         return (
             first,
-            Kind("slow", rng.randint(0, 1), rng.choice((inf, 30.0)), rng.random() < 0.5),
-            Kind("CPU", 1, pays_transfers=False),
+            DeviceKind("slow", rng.randint(0, 1), rng.choice((inf, 30.0)), rng.random() < 0.5),
+            DeviceKind("CPU", 1, pays_transfers=False),
         )
     return (
         first,
-        Kind("CPU", rng.randint(0 if first.count else 1, 4 - first.count if first.count else 2), pays_transfers=False),
+        DeviceKind(
+            "CPU", rng.randint(0 if first.count else 1, 4 - first.count if first.count else 2), pays_transfers=False
+        ),
     )
 
 
-def try_all(problem: Problem, contiguous: bool = True) -> float:
+def try_all(problem: PlacementProblem, contiguous: bool = True) -> float:
     """The smallest largest load of all placements, infinity where none fits."""
     colours: dict[object, int] = {}
     colour_of = np.array(
@@ -108,7 +110,7 @@ def try_all(problem: Problem, contiguous: bool = True) -> float:
     return float(worst.min())
 
 
-def _circles(problem: Problem, device_of: np.ndarray, devices: int) -> np.ndarray:
+def _circles(problem: PlacementProblem, device_of: np.ndarray, devices: int) -> np.ndarray:
     """Where the order of devices that the edges ask for has a circle."""
     with_forward = {n.colour for n in problem.nodes if not n.backward}
     orphan = [n.backward and (n.colour is None or n.colour not in with_forward) for n in problem.nodes]
@@ -126,7 +128,7 @@ def _circles(problem: Problem, device_of: np.ndarray, devices: int) -> np.ndarra
     return np.any([leads[d, d] for d in range(devices)], axis=0)
 
 
-def try_all_latencies(problem: Problem) -> float:
+def try_all_latencies(problem: PlacementProblem) -> float:
     """The smallest latency of all placements of an inference problem, infinity where none fits. Times follow what waits for what, back from the ends."""
     colours: dict[object, int] = {}
     colour_of = [
@@ -142,7 +144,7 @@ def try_all_latencies(problem: Problem) -> float:
     )
 
 
-def _latency(problem: Problem, device_of: list[int]) -> float:
+def _latency(problem: PlacementProblem, device_of: list[int]) -> float:
     kind_of = [problem.kinds[problem.devices[d]] for d in device_of]
     for d in set(device_of):
         kind = problem.kinds[problem.devices[d]]
@@ -172,7 +174,7 @@ def _latency(problem: Problem, device_of: list[int]) -> float:
     return max(end_of(frozenset(members), ()) for members in call)
 
 
-def as_file(problem: Problem) -> dict[str, object]:
+def as_file(problem: PlacementProblem) -> dict[str, object]:
     """The problem in the public format; its kinds must be those of the format."""
     accelerator, cpu = problem.kinds
     nodes = []

@@ -9,7 +9,7 @@ from math import ceil, inf
 
 from penstock.passes.planner.chain import Chain, Times
 from penstock.passes.planner.fleet import Fleet
-from penstock.passes.planner.plan import Wanted
+from penstock.passes.planner.plan import PlanRequest
 
 POSTED = 2
 
@@ -53,7 +53,7 @@ def dealt(total: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield (n, *more)
 
 
-def best_of_all(chain: Chain, fleet: Fleet, wanted: Wanted, schedule: str, recompute: str | None = None) -> float:
+def best_of_all(chain: Chain, fleet: Fleet, wanted: PlanRequest, schedule: str, recompute: str | None = None) -> float:
     """Seconds of the best plan. What is computed again is whole stages, and parts of them only where no plan fits otherwise."""
     modes = {"auto": ("auto", "parts") if schedule != "zb-1f1b" else ("auto",)}.get(
         recompute or wanted.recompute, (recompute or wanted.recompute,)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from random import Random
 
 from penstock.ir.cluster import Cluster, Device, Link
-from penstock.passes.planner.chain import Amount, Chain, Layer, Work
+from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork
 from penstock.passes.planner.fleet import Fleet, fleet_of
 
 
 def draw_chain(rng: Random, layers: int) -> Chain:
-    def work(flops: tuple[int, int]) -> Work:
-        return Work(
+    def work(flops: tuple[int, int]) -> PhaseWork:
+        return PhaseWork(
             Amount(rng.randrange(0, 10**6), rng.randint(*flops)),
             Amount(rng.randrange(0, 10**5), rng.randrange(10**4, 10**6)),
         )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Graph, Module, Op, Value, Var
-from penstock.ir.interp import Run, run_recurrence, run_schedule
+from penstock.ir.interp import InterpretedRun, run_recurrence, run_schedule
 from penstock.ir.ops import make
 from penstock.ir.schedule import Program, Schedule
 from penstock.ir.simulate import time_per_batch
@@ -157,7 +157,7 @@ def test_clipping_and_skipping_are_those_of_torch(clip: float, delay: int) -> No
 
 def run_staged(
     module: Module, stages: int, schedule: str, spoiled: int | None, options: dict
-) -> tuple[Run, Run, Module]:
+) -> tuple[InterpretedRun, InterpretedRun, Module]:
     program, whole = staged(module, stages, schedule, options)
     start, batches = weights_of(module), batches_of(10, spoiled)
     delay = 0 if schedule in ("1f1b", "gpipe", "zb-1f1b") else 1

@@ -201,7 +201,7 @@ def test_what_touches_a_variable_that_the_graph_changes_stays_together() -> None
     seconds = [np.ones(6), np.ones(6)]
     edges = [(0, 1), (1, 2), (3, 4), (4, 5)]
     values = [(frozenset(edge), 1.0) for edge in edges]
-    work = partition_ideals.Work(seconds, edges, [[0, 5]], values, lambda stage, count: count / 100)
+    work = partition_ideals.OperationWork(seconds, edges, [[0, 5]], values, lambda stage, count: count / 100)
     stages = partition_ideals.better_stages(work, [0, 3], 10.0)
     assert stages is not None
     assert stages[0] == stages[5]

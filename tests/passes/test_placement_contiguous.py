@@ -16,7 +16,7 @@ from penstock.ir.errors import DoesNotFit
 from penstock.passes.placement import sweep
 from penstock.passes.placement.contiguous import split_contiguously
 from penstock.passes.placement.ideals import bits, enumerate_ideals, prefixes
-from penstock.passes.placement.problem import Kind, Node, Placement, Problem, fits, loads
+from penstock.passes.placement.problem import DeviceKind, PlacedNode, Placement, PlacementProblem, fits, loads
 from penstock.passes.placement.units import absorb, units_of
 from penstock.passes.placement.workload import load_workload, read_workload
 
@@ -27,7 +27,7 @@ SAMPLES = Path(
 KNOWN = {"bert24_inference": 17.78990625, "bert24_training": 41.7458125, "bert_l-3_inference": 27.9185676799}
 
 
-def best(problem: Problem, **options: int) -> float:
+def best(problem: PlacementProblem, **options: int) -> float:
     try:
         return checked(split_contiguously(problem, **options)).value
     except DoesNotFit:
@@ -49,10 +49,10 @@ def disagreements(seeds: range) -> list[tuple[int, float, float]]:
     return [row for row in compared if row[1] != row[2] and abs(row[1] - row[2]) > 1e-9]
 
 
-def path(count: int, accelerators: int = 2, **options: float) -> Problem:
-    nodes = tuple(Node(str(i), (1.0, 10.0), memory=1.0, transfer=0.25) for i in range(count))
-    kinds = (Kind("accelerator", accelerators, **options), Kind("CPU", 0, pays_transfers=False))
-    return Problem(kinds, nodes, tuple((i, i + 1) for i in range(count - 1)))
+def path(count: int, accelerators: int = 2, **options: float) -> PlacementProblem:
+    nodes = tuple(PlacedNode(str(i), (1.0, 10.0), memory=1.0, transfer=0.25) for i in range(count))
+    kinds = (DeviceKind("accelerator", accelerators, **options), DeviceKind("CPU", 0, pays_transfers=False))
+    return PlacementProblem(kinds, nodes, tuple((i, i + 1) for i in range(count - 1)))
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -117,7 +117,9 @@ def test_memory_decides_where_nothing_fits() -> None:
     together = replace(path(6, memory=3.5), nodes=tuple(replace(n, colour=i % 2) for i, n in enumerate(path(6).nodes)))
     with pytest.raises(DoesNotFit, match=r"0, 1, 2, 3, 4, \.\.\.: 6 bytes that must be on one device"):
         split_contiguously(together)
-    lumps = Problem((Kind("accelerator", 2, 5.0),), tuple(Node(str(i), (1.0,), memory=3.0) for i in range(3)), ())
+    lumps = PlacementProblem(
+        (DeviceKind("accelerator", 2, 5.0),), tuple(PlacedNode(str(i), (1.0,), memory=3.0) for i in range(3)), ()
+    )
     with pytest.raises(DoesNotFit, match="no contiguous split fits"):
         split_contiguously(lumps)
     lost = replace(
@@ -131,10 +133,10 @@ def test_memory_decides_where_nothing_fits() -> None:
 def test_backward_nodes_go_with_their_forward_nodes() -> None:
     """A chain and its mirror image: the optimum is that of the chain with twice the work. The backward of node 0 is orphaned, and goes first."""
     count = 6
-    forward = [Node(f"f{i}", (1.0,), colour=i) for i in range(count)]
-    backward = [Node(f"b{i}", (1.0,), colour=i if i else None, backward=True) for i in range(count)]
+    forward = [PlacedNode(f"f{i}", (1.0,), colour=i) for i in range(count)]
+    backward = [PlacedNode(f"b{i}", (1.0,), colour=i if i else None, backward=True) for i in range(count)]
     edges = [(i, i + 1) for i in range(count - 1)] + [(count + i + 1, count + i) for i in range(count - 1)]
-    problem = Problem((Kind("accelerator", 3),), (*forward, *backward), tuple(edges))
+    problem = PlacementProblem((DeviceKind("accelerator", 3),), (*forward, *backward), tuple(edges))
     found = checked(split_contiguously(problem))
     assert found.value == 4.0
     assert found.device_of[count] == 0
@@ -169,13 +171,15 @@ def test_prefixes_hold_each_other() -> None:
 def test_sources_that_cost_nothing_are_absorbed_where_memory_is_no_matter() -> None:
     """Ten weights in front of one node each: 2^10 times as many ideals without that."""
     chain = path(10)
-    nodes = (*chain.nodes, *(Node(f"w{i}", (0.0, 0.0), memory=5.0, transfer=0.5) for i in range(10)))
-    problem = Problem(
-        (Kind("accelerator", 2, 100.0), chain.kinds[1]), nodes, chain.edges + tuple((10 + i, i) for i in range(10))
+    nodes = (*chain.nodes, *(PlacedNode(f"w{i}", (0.0, 0.0), memory=5.0, transfer=0.5) for i in range(10)))
+    problem = PlacementProblem(
+        (DeviceKind("accelerator", 2, 100.0), chain.kinds[1]),
+        nodes,
+        chain.edges + tuple((10 + i, i) for i in range(10)),
     )
     units = units_of(problem)
     assert len(absorb(units)) == 10
-    tight = units_of(replace(problem, kinds=(Kind("accelerator", 2, 59.0), chain.kinds[1])))
+    tight = units_of(replace(problem, kinds=(DeviceKind("accelerator", 2, 59.0), chain.kinds[1])))
     assert absorb(tight) is tight
     assert best(problem) == 5.25
 

@@ -11,7 +11,7 @@ from drawn_placements import draw_problem, try_all
 from penstock.ir.errors import DoesNotFit
 from penstock.passes.placement.contiguous import split_contiguously
 from penstock.passes.placement.free import split_freely
-from penstock.passes.placement.problem import Kind, Node, Problem, fits, loads
+from penstock.passes.placement.problem import DeviceKind, PlacedNode, PlacementProblem, fits, loads
 from penstock.passes.placement.programme import Answer, Programme
 
 
@@ -48,9 +48,11 @@ def test_optima_are_those_of_all_assignments_of_many(first: int) -> None:
 
 def test_a_search_that_ends_early_is_never_worse_than_contiguous() -> None:
     """A grid of 5 x 5 on three devices: no optimum in one node, so the bound stays below."""
-    nodes = tuple(Node(str(i), (1.0 + (i * 7 % 5) / 4, 10.0), 1.0, 0.2 + (i % 3) / 10) for i in range(25))
+    nodes = tuple(PlacedNode(str(i), (1.0 + (i * 7 % 5) / 4, 10.0), 1.0, 0.2 + (i % 3) / 10) for i in range(25))
     edges = [(i, i + 1) for i in range(25) if i % 5 < 4] + [(i, i + 5) for i in range(20)]
-    problem = Problem((Kind("accelerator", 3, 10.0), Kind("CPU", 1, pays_transfers=False)), nodes, tuple(edges))
+    problem = PlacementProblem(
+        (DeviceKind("accelerator", 3, 10.0), DeviceKind("CPU", 1, pays_transfers=False)), nodes, tuple(edges)
+    )
     contiguous = split_contiguously(problem)
     free = split_freely(problem, nodes=1)
     assert free.value <= contiguous.value
@@ -70,8 +72,10 @@ def test_without_a_solution_of_the_programme_the_contiguous_split_stands(monkeyp
 def test_what_fits_only_in_pieces_is_found_without_contiguity() -> None:
     """Bytes 4 4 2 2 along a chain on two devices of 6: no two stretches fit, but every second node does."""
     chain = ((0, 1), (1, 2), (2, 3))
-    problem = Problem(
-        (Kind("accelerator", 2, 6.0),), tuple(Node(str(i), (1.0,), float(m)) for i, m in enumerate((4, 4, 2, 2))), chain
+    problem = PlacementProblem(
+        (DeviceKind("accelerator", 2, 6.0),),
+        tuple(PlacedNode(str(i), (1.0,), float(m)) for i, m in enumerate((4, 4, 2, 2))),
+        chain,
     )
     with pytest.raises(DoesNotFit):
         split_contiguously(problem)

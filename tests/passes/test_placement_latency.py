@@ -11,13 +11,13 @@ from drawn_placements import draw_problem, try_all_latencies
 from penstock.ir.errors import DoesNotFit, UsageError
 from penstock.passes.placement.calls import ends
 from penstock.passes.placement.latency import place_for_latency
-from penstock.passes.placement.problem import Kind, Node, Problem
+from penstock.passes.placement.problem import DeviceKind, PlacedNode, PlacementProblem
 from penstock.passes.placement.sources import without_sources
 
-HOST = Kind("CPU", 1, pays_transfers=False)
+HOST = DeviceKind("CPU", 1, pays_transfers=False)
 
 
-def inference(seeds: range, most: int) -> list[Problem]:
+def inference(seeds: range, most: int) -> list[PlacementProblem]:
     return [
         problem
         for problem in (draw_problem(seed, most) for seed in seeds)
@@ -25,7 +25,7 @@ def inference(seeds: range, most: int) -> list[Problem]:
     ]
 
 
-def compare(problems: list[Problem], **options: int) -> list[str]:
+def compare(problems: list[PlacementProblem], **options: int) -> list[str]:
     notes = []
     for problem in problems:
         expected = try_all_latencies(problem)
@@ -63,15 +63,15 @@ def test_of_larger_problems(tries: int) -> None:
 def test_a_call_starts_when_all_it_uses_is_there() -> None:
     """Nodes 0 and 1 on the host side by side; 2 and 3 in one call that waits for both, and pays for both and for what goes out; 4 on the host."""
     times = ((1.0, 2.0), (1.0, 3.0), (4.0, 9.0), (5.0, 9.0), (1.0, 1.0))
-    nodes = tuple(Node(str(i), t, transfer=0.5) for i, t in enumerate(times))
-    problem = Problem((Kind("accelerator", 2), HOST), nodes, ((0, 2), (1, 3), (2, 3), (3, 4)))
+    nodes = tuple(PlacedNode(str(i), t, transfer=0.5) for i, t in enumerate(times))
+    problem = PlacementProblem((DeviceKind("accelerator", 2), HOST), nodes, ((0, 2), (1, 3), (2, 3), (3, 4)))
     assert ends(problem, (2, 2, 0, 0, 2)) == [(0.0, 2.0), (0.0, 3.0), (3.0, 13.5), (3.0, 13.5), (13.5, 14.5)]
 
 
 def test_calls_do_not_wait_for_each_other() -> None:
     """0 -> 1 and 2 -> 3, with 0 and 3 in one call and 1 and 2 in another; and a set that is not contiguous."""
-    nodes = tuple(Node(str(i), (0.0, 1.0)) for i in range(4))
-    problem = Problem((Kind("accelerator", 2), HOST), nodes, ((0, 1), (2, 3)))
+    nodes = tuple(PlacedNode(str(i), (0.0, 1.0)) for i in range(4))
+    problem = PlacementProblem((DeviceKind("accelerator", 2), HOST), nodes, ((0, 1), (2, 3)))
     assert ends(problem, (0, 1, 1, 0)) is None
     assert ends(problem, (0, 0, 1, 1)) is not None
     assert ends(replace(problem, edges=((0, 1), (1, 2), (2, 3))), (0, 2, 0, 0)) is None
@@ -79,32 +79,32 @@ def test_calls_do_not_wait_for_each_other() -> None:
 
 def test_branches_go_to_accelerators_side_by_side() -> None:
     """Two branches of four seconds between a source and a sink: throughput would not care where they are."""
-    nodes = tuple(Node(str(i), (t, 50.0), transfer=0.25) for i, t in enumerate((1.0, 4.0, 4.0, 1.0)))
-    problem = Problem((Kind("accelerator", 4), HOST), nodes, ((0, 1), (0, 2), (1, 3), (2, 3)))
+    nodes = tuple(PlacedNode(str(i), (t, 50.0), transfer=0.25) for i, t in enumerate((1.0, 4.0, 4.0, 1.0)))
+    problem = PlacementProblem((DeviceKind("accelerator", 4), HOST), nodes, ((0, 1), (0, 2), (1, 3), (2, 3)))
     found = place_for_latency(problem)
     assert found.value == try_all_latencies(problem) == 7.25
-    alone = replace(problem, kinds=(Kind("accelerator", 1), HOST))
+    alone = replace(problem, kinds=(DeviceKind("accelerator", 1), HOST))
     assert place_for_latency(alone).value == 10.0
 
 
 def test_training_has_no_such_latency() -> None:
-    nodes = (Node("0", (1.0,)), Node("1", (1.0,), backward=True))
+    nodes = (PlacedNode("0", (1.0,)), PlacedNode("1", (1.0,), backward=True))
     with pytest.raises(UsageError, match="backward"):
-        place_for_latency(Problem((Kind("accelerator", 1),), nodes, ((0, 1),)))
+        place_for_latency(PlacementProblem((DeviceKind("accelerator", 1),), nodes, ((0, 1),)))
 
 
 def test_a_search_that_ends_early_says_so() -> None:
-    nodes = tuple(Node(str(i), (1.0 + i % 3, 3.0 + i % 2), 1.0, 0.1 * (i % 4)) for i in range(10))
+    nodes = tuple(PlacedNode(str(i), (1.0 + i % 3, 3.0 + i % 2), 1.0, 0.1 * (i % 4)) for i in range(10))
     edges = tuple((i, j) for i in range(10) for j in (i + 2, i + 3) if j < 10)
-    problem = Problem((Kind("accelerator", 2, 6.0), HOST), nodes, edges)
+    problem = PlacementProblem((DeviceKind("accelerator", 2, 6.0), HOST), nodes, edges)
     found = place_for_latency(problem, tries=10, nodes=1)
     assert found.bound <= place_for_latency(problem, tries=50_000).value <= found.value
 
 
 def test_large_problems_are_improved_only_and_bounded() -> None:
-    nodes = tuple(Node(str(i), (1.0, 12.0), transfer=0.25) for i in range(120))
+    nodes = tuple(PlacedNode(str(i), (1.0, 12.0), transfer=0.25) for i in range(120))
     edges = tuple((i, j) for i in range(120) for j in (i + 2, i + 3) if j < 120)
-    found = place_for_latency(Problem((Kind("accelerator", 3), HOST), nodes, edges), tries=100)
+    found = place_for_latency(PlacementProblem((DeviceKind("accelerator", 3), HOST), nodes, edges), tries=100)
     assert "too large" in found.notes[0]
     assert 60.0 <= found.bound <= found.value <= 120.0
 
@@ -112,12 +112,12 @@ def test_large_problems_are_improved_only_and_bounded() -> None:
 def test_sources_go_with_what_uses_them() -> None:
     """A weight of its own colour, a shape used by that weight only, and a weight that is used in two places."""
     rows = [("w", 0.0, 5), ("shape", 0.0, 6), ("a", 1.0, 1), ("b", 1.0, 2), ("shared", 0.0, 7)]
-    nodes = tuple(Node(name, (time, time), 2.0, 0.5, colour) for name, time, colour in rows)
+    nodes = tuple(PlacedNode(name, (time, time), 2.0, 0.5, colour) for name, time, colour in rows)
     edges = ((1, 0), (0, 2), (2, 3), (4, 2), (4, 3))
-    problem = Problem((Kind("accelerator", 1, 100.0), HOST), nodes, edges)
+    problem = PlacementProblem((DeviceKind("accelerator", 1, 100.0), HOST), nodes, edges)
     small, home = without_sources(problem)
     assert [node.name for node in small.nodes] == ["a", "b", "shared"]
     assert home == [0, 0, 0, 1, 2]
     assert [node.memory for node in small.nodes] == [6.0, 2.0, 2.0]
-    tight = replace(problem, kinds=(Kind("accelerator", 1, 9.0), HOST))
+    tight = replace(problem, kinds=(DeviceKind("accelerator", 1, 9.0), HOST))
     assert without_sources(tight)[0] == tight

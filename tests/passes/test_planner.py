@@ -17,12 +17,12 @@ from penstock.ir.errors import UsageError
 from penstock.ir.schedule import Action
 from penstock.passes.late_updates import sum_late
 from penstock.passes.planner.argue import plan_chain
-from penstock.passes.planner.chain import Amount, Chain, Layer, Table, Times, TimeTable, Work
+from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork, Table, Times, TimeTable
 from penstock.passes.planner.cost import judge
 from penstock.passes.planner.fleet import Fleet, equal_hosts, fleet_of
-from penstock.passes.planner.plan import DELAYED, SCHEDULES, Plan, StagePlan, Wanted
+from penstock.passes.planner.plan import DELAYED, SCHEDULES, PipelinePlan, PlanRequest, StagePlan
 from penstock.passes.planner.planner import Outcome, Planner
-from penstock.passes.planner.search import Search, reaches
+from penstock.passes.planner.search import LayoutSearch, reaches
 from penstock.passes.planner.stages import Stages
 from penstock.passes.schedules import SCHEDULES as SCHEDULE_KINDS
 from penstock.passes.schedules import build_schedule
@@ -33,7 +33,7 @@ from penstock.runtime.simulated_machine import machine_of
 BASE = 1000
 
 
-def draw(seed: int, nics: bool = False) -> tuple[Chain, Fleet, Wanted]:
+def draw(seed: int, nics: bool = False) -> tuple[Chain, Fleet, PlanRequest]:
     rng = Random(seed)
     chain, fleet = draw_chain(rng, rng.randint(1, 6)), draw_fleet(rng, rng.choice([1, 2, 3, 3, 4, 4]), nics)
     batch, schedule = rng.choice([2, 4, 6, 8]), rng.choice(SCHEDULES)
@@ -41,11 +41,13 @@ def draw(seed: int, nics: bool = False) -> tuple[Chain, Fleet, Wanted]:
     return (
         chain,
         fleet,
-        Wanted(batch, (schedule,), recompute, tuple(b for b in (1, 2) if batch % b == 0), base=BASE, tolerance=1e-11),
+        PlanRequest(
+            batch, (schedule,), recompute, tuple(b for b in (1, 2) if batch % b == 0), base=BASE, tolerance=1e-11
+        ),
     )
 
 
-def planned(chain: Chain, fleet: Fleet, wanted: Wanted) -> float:
+def planned(chain: Chain, fleet: Fleet, wanted: PlanRequest) -> float:
     found = Planner(chain, fleet, wanted).best(wanted.schedules[0])
     return inf if found is None else found.step
 
@@ -119,7 +121,7 @@ def reached_and_found(seed: int) -> list[tuple[bool, bool]]:
                     found.append(
                         (
                             reaches(stages, layout, ends),
-                            Search(planner.table(b), fleet, stages, layout, ends).any() is not None,
+                            LayoutSearch(planner.table(b), fleet, stages, layout, ends).any() is not None,
                         )
                     )
     return found
@@ -261,7 +263,7 @@ def judged(
     chain = Chain(tuple(Layer(f"layer{i}", out=Amount(1), back=Amount(1)) for i in range(d)), timer=table)
     devices = tuple(Device(f"cpu:{i}") for i in range(d))
     links = tuple(Link(f"cpu:{i}", f"cpu:{i + 1}", 1e15, latency) for i in range(d - 1))
-    plan = Plan(kind, 1, m, tuple(StagePlan(i, i + 1, (i,), (m,)) for i in range(d)))
+    plan = PipelinePlan(kind, 1, m, tuple(StagePlan(i, i + 1, (i,), (m,)) for i in range(d)))
     return judge(Table(chain, 1), fleet_of(Cluster(devices, links)), plan).step
 
 
@@ -322,7 +324,7 @@ def test_formulas_of_replicas_against_simulation(kind: str) -> None:
         stages = tuple(
             StagePlan(s, s + 1, tuple(range(at[s], at[s] + r)), equal_shares(r, m)) for s, r in enumerate(counts)
         )
-        table, plan = Table(Chain(layers, timer=TimeTable({("native", 1): row})), 1), Plan(kind, 1, m, stages)
+        table, plan = Table(Chain(layers, timer=TimeTable({("native", 1): row})), 1), PipelinePlan(kind, 1, m, stages)
         wired = wire_chain(
             sum_late(build_schedule(kind, len(counts), m, [x.shares for x in stages]), SCHEDULE_KINDS[kind].delay)
         )
@@ -360,8 +362,8 @@ def equal_chain(layers: int, *, params: int = 1000, saved: int = 1000, out: int 
         Amount(0, saved),
         Amount(0, out),
         Amount(0, out),
-        forward=Work(Amount(0, 1000)),
-        backward=Work(Amount(0, 2000)),
+        forward=PhaseWork(Amount(0, 1000)),
+        backward=PhaseWork(Amount(0, 2000)),
     )
     return Chain(tuple(replace(layer, name=f"layer{i}") for i in range(layers)))
 
@@ -375,7 +377,7 @@ def test_unequal_devices_get_unequal_shares() -> None:
     """Twice as fast, twice the microbatches: one stage, because its gradients cost less than what would cross a cut."""
     fast, slow = Device("fast", flops=2e6, bandwidth=1e12), Device("slow", flops=1e6, bandwidth=1e12)
     fleet = fleet_of(Cluster((fast, slow), (Link("fast", "slow", 1e12, 0.0),)))
-    found = Planner(equal_chain(1), fleet, Wanted(12, ("2bw",), sizes=(1,), tolerance=1e-9)).best("2bw")
+    found = Planner(equal_chain(1), fleet, PlanRequest(12, ("2bw",), sizes=(1,), tolerance=1e-9)).best("2bw")
     assert found is not None
     assert dict(zip(found.plan.stages[0].devices, found.plan.stages[0].shares, strict=True)) == {0: 8, 1: 4}
 
@@ -386,7 +388,7 @@ def test_a_device_that_does_not_help_is_left_out() -> None:
         Device("b", flops=1e6, bandwidth=1e12),
         Device("snail", flops=1e3, bandwidth=1e12),
     )
-    found = Planner(equal_chain(4), fleet_of(Cluster(devices)), Wanted(8, ("1f1b",), tolerance=1e-9)).best("1f1b")
+    found = Planner(equal_chain(4), fleet_of(Cluster(devices)), PlanRequest(8, ("1f1b",), tolerance=1e-9)).best("1f1b")
     assert found is not None
     assert set(found.plan.devices) == {0, 1}
 
@@ -394,9 +396,9 @@ def test_a_device_that_does_not_help_is_left_out() -> None:
 def test_recomputes_only_where_memory_asks_for_it() -> None:
     """Under 1f1b the first stage holds the most microbatches."""
     chain = equal_chain(4, params=10, saved=1000)
-    found = Planner(chain, host(4, memory=3300), Wanted(8, ("1f1b",), sizes=(1,), replicas=1, tolerance=1e-9)).best(
-        "1f1b"
-    )
+    found = Planner(
+        chain, host(4, memory=3300), PlanRequest(8, ("1f1b",), sizes=(1,), replicas=1, tolerance=1e-9)
+    ).best("1f1b")
     assert found is not None
     assert [x.recompute for x in found.plan.stages] == [True, False, False, False]
 
@@ -405,7 +407,7 @@ def test_few_microbatches_make_2bw_shallow() -> None:
     """With m microbatches a replica may have no more than m forwards in hand."""
     chain = equal_chain(8, params=10**6)
     slow = fleet_of(equal_hosts(1, 8, Device("", flops=1e6, bandwidth=1e12), (1e6, 0.0), (1e6, 0.0)))
-    found = plan_chain(chain, slow, Wanted(4, ("1f1b", "2bw"), sizes=(1,), replicas=1))
+    found = plan_chain(chain, slow, PlanRequest(4, ("1f1b", "2bw"), sizes=(1,), replicas=1))
     assert len(found.outcomes["2bw"].plan.stages) == 5
     assert len(found.outcomes["1f1b"].plan.stages) == 8
 
@@ -413,7 +415,7 @@ def test_few_microbatches_make_2bw_shallow() -> None:
 def test_candidates_are_plans_near_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.passes.planner.planner._EXHAUSTIVE", 0)
     fleet = fleet_of(equal_hosts(2, 4, Device("", flops=1e6, bandwidth=1e12), (1e9, 0.0), (1e5, 0.0)))
-    planner = Planner(equal_chain(8, params=100), fleet, Wanted(16, ("2bw",)))
+    planner = Planner(equal_chain(8, params=100), fleet, PlanRequest(16, ("2bw",)))
     found, best = planner.candidates("2bw", 1.5), planner.best("2bw")
     assert best is not None
     assert best.step * (1 - planner.wanted.tolerance) <= found[0].step <= best.step
@@ -428,6 +430,6 @@ def test_candidates_are_plans_near_the_best(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_bad_wishes_are_told_together() -> None:
     with pytest.raises(UsageError, match=r"unknown schedule 'x'.*recompute is auto.*microbatches of 3 do not make"):
-        Wanted(4, ("x",), "some", (3,))
+        PlanRequest(4, ("x",), "some", (3,))
     with pytest.raises(UsageError, match="no times of layers on 'native' for microbatches of 2"):
-        plan_chain(Chain((Layer("a"),), timer=TimeTable({})), host(1), Wanted(2, sizes=(2,)))
+        plan_chain(Chain((Layer("a"),), timer=TimeTable({})), host(1), PlanRequest(2, sizes=(2,)))

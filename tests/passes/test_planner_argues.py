@@ -16,9 +16,9 @@ from penstock.ir.cluster import Cluster, Device
 from penstock.ir.errors import DoesNotFit
 from penstock.passes.planner import argue
 from penstock.passes.planner.argue import Result, counterfactuals, plan_chain
-from penstock.passes.planner.chain import Amount, Chain, Layer, Times, Work
+from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork, Times
 from penstock.passes.planner.fleet import fleet_of
-from penstock.passes.planner.plan import Wanted
+from penstock.passes.planner.plan import PlanRequest
 
 BASE = 1000
 
@@ -31,7 +31,9 @@ def drawn_results() -> tuple[Result, ...]:
         rng = Random(seed)
         chain, fleet = draw_chain(rng, rng.randint(2, 5)), draw_fleet(rng, 3, False)
         try:
-            found.append(plan_chain(chain, fleet, Wanted(4, ("1f1b", "2bw"), sizes=(1, 2), base=BASE, tolerance=1e-11)))
+            found.append(
+                plan_chain(chain, fleet, PlanRequest(4, ("1f1b", "2bw"), sizes=(1, 2), base=BASE, tolerance=1e-11))
+            )
         except DoesNotFit:
             continue
     return tuple(found)
@@ -67,11 +69,14 @@ def test_counterfactuals_are_what_planning_again_gives() -> None:
 def test_other_times_and_words() -> None:
     """Half the operations, as with 16-bit floats, are a chain of their own."""
     layers = tuple(
-        Layer(f"l{i}", 10, 10, 0, forward=Work(Amount(0, 1000)), backward=Work(Amount(0, 2000))) for i in range(4)
+        Layer(f"l{i}", 10, 10, 0, forward=PhaseWork(Amount(0, 1000)), backward=PhaseWork(Amount(0, 2000)))
+        for i in range(4)
     )
-    half = Chain(tuple(replace(x, forward=Work(Amount(0, 500)), backward=Work(Amount(0, 1000))) for x in layers))
+    half = Chain(
+        tuple(replace(x, forward=PhaseWork(Amount(0, 500)), backward=PhaseWork(Amount(0, 1000))) for x in layers)
+    )
     result = plan_chain(
-        Chain(layers), Cluster((Device("a", flops=1e6, bandwidth=1e12),)), Wanted(4, ("1f1b",), sizes=(1,))
+        Chain(layers), Cluster((Device("a", flops=1e6, bandwidth=1e12),)), PlanRequest(4, ("1f1b",), sizes=(1,))
     )
     (change,) = [c for c in counterfactuals(result, {"bf16": half}) if c.name == "bf16"]
     assert change.step == pytest.approx(result.best.step / 2, rel=1e-3)
@@ -90,7 +95,8 @@ def test_rows_say_what_each_device_does() -> None:
 
 def test_one_of_a_kind_is_no_plural() -> None:
     layers = tuple(
-        Layer(f"l{i}", 10, 10, 0, forward=Work(Amount(0, 1000)), backward=Work(Amount(0, 2000))) for i in range(4)
+        Layer(f"l{i}", 10, 10, 0, forward=PhaseWork(Amount(0, 1000)), backward=PhaseWork(Amount(0, 2000)))
+        for i in range(4)
     )
     for devices, said in (
         (1, []),
@@ -98,7 +104,7 @@ def test_one_of_a_kind_is_no_plural() -> None:
         (3, ["without d0 (or one of 2 like it)"]),
     ):
         fleet = fleet_of(Cluster(tuple(Device(f"d{i}", flops=1e6, bandwidth=1e12) for i in range(devices))))
-        result = plan_chain(Chain(layers), fleet, Wanted(24, ("1f1b",)))
+        result = plan_chain(Chain(layers), fleet, PlanRequest(24, ("1f1b",)))
         assert [c.name for c in counterfactuals(result) if "like it" in c.name] == said
 
 
@@ -109,9 +115,10 @@ def test_says_why_devices_are_left_out() -> None:
         Device("snail", flops=10.0, bandwidth=1e12),
     )
     layers = tuple(
-        Layer(f"l{i}", 1000, 1000, 0, forward=Work(Amount(0, 1000)), backward=Work(Amount(0, 2000))) for i in range(4)
+        Layer(f"l{i}", 1000, 1000, 0, forward=PhaseWork(Amount(0, 1000)), backward=PhaseWork(Amount(0, 2000)))
+        for i in range(4)
     )
-    result = plan_chain(Chain(layers), fleet_of(Cluster(devices)), Wanted(4, ("1f1b",)))
+    result = plan_chain(Chain(layers), fleet_of(Cluster(devices)), PlanRequest(4, ("1f1b",)))
     assert result.left_out["tiny"] == "no plan that uses it fits"
     assert re.fullmatch(
         r"a batch would take \d+\.\d{3} m?s with it instead of \d+\.\d{3} m?s", result.left_out["snail"]
@@ -126,7 +133,7 @@ def test_what_does_not_fit_says_what_would() -> None:
     for seed in range(2000, 2040):
         rng = Random(seed)
         chain, fleet = draw_chain(rng, 3), draw_fleet(rng, 2, False)
-        wanted = Wanted(4, ("2bw",), "none", (2,), base=BASE)
+        wanted = PlanRequest(4, ("2bw",), "none", (2,), base=BASE)
         try:
             plan_chain(chain, fleet, wanted)
             continue
@@ -193,7 +200,7 @@ def test_memory_is_named_where_sizes_have_rows_of_their_own() -> None:
         for k in "BAC"
         for i in range(several[k])
     ]
-    wanted = Wanted(8, ("gpipe",), "none", (1, 8), replicas=1)
+    wanted = PlanRequest(8, ("gpipe",), "none", (1, 8), replicas=1)
     with pytest.raises(DoesNotFit, match=r"with [\d.]+ times of it something would"):
         plan_chain(Chain(layers, timer=timer), Cluster(tuple(devices)), wanted)
 
@@ -202,7 +209,7 @@ def test_what_is_looked_for_is_told() -> None:
     """Cases of the search, then what could be otherwise; an error that need not be explained comes without the second."""
     chain, fleet = draw_chain(Random(3), 3), draw_fleet(Random(3), 2, False)
     none = fleet.but([replace(device, spaces=(("ram", 1000),)) for device in fleet.devices])
-    wanted = Wanted(4, ("1f1b", "2bw"), sizes=(1, 2), base=BASE)
+    wanted = PlanRequest(4, ("1f1b", "2bw"), sizes=(1, 2), base=BASE)
     told: dict[bool, list[tuple[int, int, str]]] = {True: [], False: []}
     for explained, lines in told.items():
         with pytest.raises(DoesNotFit, match="no plan fits into the memory of the devices") as error:
@@ -227,7 +234,7 @@ def test_what_was_given_is_not_proposed() -> None:
         chain, fleet = draw_chain(rng, 3), draw_fleet(rng, 2, False)
         for schedule, recompute in (("zb-1f1b", "none"), ("1f1b", "all")):
             try:
-                plan_chain(chain, fleet, Wanted(4, (schedule,), recompute, (2,), base=BASE))
+                plan_chain(chain, fleet, PlanRequest(4, (schedule,), recompute, (2,), base=BASE))
             except DoesNotFit as error:
                 hints[recompute].append(error.hint)
     assert min(map(len, hints.values())) >= 4

@@ -15,7 +15,7 @@ from penstock.models import write_cnn, write_gpt, write_mlp
 from penstock.passes.cost import GraphCost
 from penstock.passes.partition_chain import chain_of
 from penstock.passes.planner.fleet import fleet_of
-from penstock.passes.planner.plan import Wanted
+from penstock.passes.planner.plan import PlanRequest
 from penstock.passes.planner.planner import Planner
 from penstock.passes.planner.profile import profile_chain
 from penstock.passes.planner.sparing import LITTLE, without_little_help
@@ -76,7 +76,7 @@ def test_weight_gradients_are_apart(gpt):
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_clustering_costs_at_most_a_layer_per_stage(gpt, schedule):
     cluster = Cluster((DEVICE, Device("cpu:1", flops=2e10)), (Link("cpu:0", "cpu:1", 1e10, 1e-6),))
-    wanted = Wanted(32, (schedule,), sizes=(4,), tolerance=1e-9)
+    wanted = PlanRequest(32, (schedule,), sizes=(4,), tolerance=1e-9)
     steps = []
     for most in (10**6, 12):
         profile = profile_chain({4: gpt[4]}, DEVICE, most=most)
@@ -108,7 +108,7 @@ def three():
 
 
 def test_a_device_that_hardly_helps_is_left_out(gpt):
-    profile, wanted = profile_chain({4: gpt[4]}, DEVICE), Wanted(32, ("2bw",), sizes=(4,))
+    profile, wanted = profile_chain({4: gpt[4]}, DEVICE), PlanRequest(32, ("2bw",), sizes=(4,))
     chosen = Planner(profile.chain, three(), wanted).best("2bw")
     kept, told = without_little_help(profile.chain, three(), wanted, chosen)
     assert kept.step <= chosen.step * (1 + LITTLE)

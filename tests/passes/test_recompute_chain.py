@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.passes import recompute_chain
-from penstock.passes.recompute_chain import Choice, Element, cheapest
+from penstock.passes.recompute_chain import Element, KeptElements, cheapest
 
 BUDGETS = 20
 
@@ -71,13 +71,13 @@ def test_chains_of_twelve(seed: int) -> None:
         assert (found.seconds if found else None) == min(fits, default=None)
 
 
-def greedy(chain: list[Element], in_flight: int, budget: int) -> Choice | None:
+def greedy(chain: list[Element], in_flight: int, budget: int) -> KeptElements | None:
     """A wrong planner: lets go of the element that is cheapest for its bytes until the rest fits."""
     kept = list(range(len(chain)))
     while kept and cost(chain, in_flight, tuple(kept))[0] > budget:
         kept.remove(min(kept, key=lambda i: chain[i].seconds / max(chain[i].bytes, 1)))
     size, seconds = cost(chain, in_flight, tuple(kept))
-    return Choice(tuple(kept), size, seconds) if size <= budget else None
+    return KeptElements(tuple(kept), size, seconds) if size <= budget else None
 
 
 def test_a_greedy_planner_is_found_out() -> None:
@@ -95,7 +95,7 @@ def test_a_greedy_planner_is_found_out() -> None:
 
 def test_nothing_is_computed_again_where_all_fits() -> None:
     chain = [Element(4, 1.0), Element(10, 2.0)]
-    assert cheapest(chain, 3, 42) == Choice((0, 1), 42, 0.0)
+    assert cheapest(chain, 3, 42) == KeptElements((0, 1), 42, 0.0)
     found = cheapest(chain, 3, 41)
     assert found is not None
     assert found.seconds > 0

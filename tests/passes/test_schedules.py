@@ -22,7 +22,7 @@ from penstock.passes.communicate import communicate
 from penstock.passes.lifetimes import lifetimes
 from penstock.passes.manager import Pass, parse_pipeline
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, build_schedule, schedule
-from penstock.passes.schedules.kind import Kind, forwards, pairs
+from penstock.passes.schedules.kind import ScheduleKind, forwards, pairs
 from penstock.passes.split_backward import split_backward
 from penstock.passes.weight_versions import weight_versions
 
@@ -149,7 +149,7 @@ def test_a_new_schedule_is_one_function_and_the_checker_judges_it(toy, monkeypat
         stage, w = place.stage, 3 * place.ahead
         return Program(tuple(forwards(stage, m, w)), (*pairs(stage, m + w, m, m), Action("U", stage, 1)))
 
-    monkeypatch.setitem(SCHEDULES, "more", Kind(order, 1, "2bw with three times the warm-up"))
+    monkeypatch.setitem(SCHEDULES, "more", ScheduleKind(order, 1, "2bw with three times the warm-up"))
     verify(pipeline(toy(3), "more", 6))
     with pytest.raises(VerifyError, match=r"microbatches >= 6 or schedule 1f1b"):
         pipeline(toy(3), "more", 5)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.ir.graph import Module
-from penstock.ir.interp import Run, run_recurrence, run_schedule
+from penstock.ir.interp import InterpretedRun, run_recurrence, run_schedule
 from penstock.passes.manager import Call, run_passes
 from penstock.passes.pipelines import PASSES
 
@@ -21,12 +21,12 @@ class Trained:
     """`module` is the pipeline and `found` what it computed."""
 
     module: Module
-    found: Run
+    found: InterpretedRun
     whole: Module
     weights: Arrays
     batches: list[Arrays]
 
-    def expected(self, delay: int) -> Run:
+    def expected(self, delay: int) -> InterpretedRun:
         return run_recurrence(self.whole, self.weights, self.batches, delay=delay)
 
 

@@ -9,7 +9,7 @@ import penstock as ps
 from penstock.arguing import predict
 from penstock.dumping import Dump
 from penstock.models import write_gpt
-from penstock.report.material import Material, Step
+from penstock.report.material import Material, PassStep
 from penstock.report.reading import trace_of
 from penstock.runtime.trace import write_trace
 
@@ -36,7 +36,7 @@ def plan_in(folder: Path) -> Planned:
     found = predict(plan.module, plain=True).forecast.found
     ranks = [[(str(a), SLOWER * start, SLOWER * end) for a, start, end in found.timed(rank)] for rank in found.lines]
     write_trace(folder / "trace.json", ranks, module=plan.module)
-    steps = tuple(Step(*row) for row in dump.passes)
+    steps = tuple(PassStep(*row) for row in dump.passes)
     sources = {"s0.F/k0": "def kernel():\n    return 1  # the source of k0\n"}
     trace = trace_of(folder / "trace.json", plan.module)
     return Planned(

@@ -22,7 +22,7 @@ from penstock.ir.errors import UsageError
 from penstock.ir.memory import measure_memory
 from penstock.ir.text import print_op
 from penstock.report.facts import gather
-from penstock.report.material import Material, Trace
+from penstock.report.material import Material, RunTrace
 from penstock.report.page import page_of, render
 from penstock.report.reading import read_material, trace_of
 from penstock.report.schedule_facts import TICKS
@@ -93,7 +93,7 @@ def test_measured_memory_lies_on_the_plan_action_by_action(planned: Planned, fac
         actions[rank] = [(a.shifted(late, per_batch), real(start), real(end) - real(start)) for a, start, end in line]
         points = in_rows(facts["memory"][rank]["points"], 4)
         held[rank] = [(real(time / TICKS), saved + passing) for time, saved, passing, _ in points]
-    told = gather(replace(planned.material, trace=Trace(actions, held)), plain=True)["schedule"]["measured"]
+    told = gather(replace(planned.material, trace=RunTrace(actions, held)), plain=True)["schedule"]["measured"]
     assert told["at"][0] - late == told["at"][1] > 0
     for rank, flat in enumerate(told["held"]):
         points = in_rows(facts["memory"][rank]["points"], 4)

@@ -19,7 +19,7 @@ from small_plan import Planned
 
 from penstock.ir.graph import Module, Note
 from penstock.report.facts import gather
-from penstock.report.material import Trace
+from penstock.report.material import RunTrace
 from penstock.report.page import render
 
 VIEWS = ("overview", "graph", "passes", "placement", "schedule", "memory", "links", "kernels")
@@ -165,7 +165,7 @@ def test_a_trace_with_a_warm_up_opens_where_it_can_be_compared(
         rank: [(a, start + 10.0 * (i > 0), took + 10.0 * (i == 0)) for i, (a, start, took) in enumerate(line)]
         for rank, line in planned.material.trace.actions.items()
     }
-    facts = gather(replace(planned.material, trace=Trace(warm, {})), plain=True)
+    facts = gather(replace(planned.material, trace=RunTrace(warm, {})), plain=True)
     (tmp_path / "warm.html").write_text(render(facts), encoding="utf-8")
     browser.open(tmp_path / "warm.html", fragment="#schedule")
     batch = "document.querySelector('#view-schedule input[type=number]')"
@@ -184,7 +184,7 @@ def test_a_run_far_from_its_plan_is_compared_batch_by_batch(browser: Browser, pl
         rank: [(a, 20 * start, 20 * took) for a, start, took in line]
         for rank, line in planned.material.trace.actions.items()
     }
-    facts = gather(replace(planned.material, trace=Trace(slow, {})), plain=True)
+    facts = gather(replace(planned.material, trace=RunTrace(slow, {})), plain=True)
     (tmp_path / "slow.html").write_text(render(facts), encoding="utf-8")
     browser.open(tmp_path / "slow.html", fragment="#schedule")
     widths = "((height) => [...document.querySelectorAll('.gantt .slice.kind-B')].filter((box) => +box.getAttribute('height') === height).map((box) => +box.getAttribute('width')).sort((a, b) => b - a)[0])"

@@ -20,7 +20,7 @@ from penstock.runtime.feeds import DataFeed
 from penstock.runtime.group import Team
 from penstock.runtime.memory_trace import RankTrace
 from penstock.runtime.store import Store
-from penstock.runtime.transport import Transport
+from penstock.runtime.transport import RankTransport
 
 SECONDS = 60
 
@@ -121,7 +121,7 @@ def _traced(
                 if var.role != "grad":
                     given = np.array(var.init if isinstance(var.init, tuple) else 0.0)
                     store.newest(name).copy_(torch.from_numpy(np.resize(given, var.type.dims)))
-            transport = Transport(rank, module.edges, module.rank_stages(), SECONDS, team=team)
+            transport = RankTransport(rank, module.edges, module.rank_stages(), SECONDS, team=team)
             status = SimpleNamespace(show=lambda *_: None, spend=lambda *_: None, finish=lambda *_: None)
             program = NumpyBackend().load_stage(module, stage, ())
             executor = Executor(module, rank, program, store, transport, lambda *_: None, status, trace=True)

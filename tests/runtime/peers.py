@@ -21,9 +21,9 @@ from penstock.ir.types import parse_type
 from penstock.runtime import group as groups
 from penstock.runtime import neighbours
 from penstock.runtime import transport as transports
-from penstock.runtime.group import Group, host_store, join_store
+from penstock.runtime.group import RankGroup, host_store, join_store
 from penstock.runtime.neighbours import connect, identity
-from penstock.runtime.transport import Transport
+from penstock.runtime.transport import RankTransport
 
 KINDS = ("f32", "f16", "bf16", "f64", "i64", "i32", "i8", "u8", "bool")
 MANY = tuple(Value(f"v{k}", parse_type(f"{k}[3,5]")) for k in KINDS)
@@ -57,7 +57,7 @@ def slow_exchange(rank, group):
 
 def exchange(rank, group, latency=0.0):
     """Both phases at once, receives posted early and taken late, in orders that would mix up without tags."""
-    transport = Transport(rank, EDGES, {0: 0, 1: 1}, 10, latency=latency)
+    transport = RankTransport(rank, EDGES, {0: 0, 1: 1}, 10, latency=latency)
     microbatches = [0, 1, 2, 4095, 4096, 4097, 8192]
     if rank == 0:
         for mb in microbatches:
@@ -106,7 +106,7 @@ def together(rank, group):
     transports._world = lambda: counting
     for limit, expected in ((parcels.TOGETHER, 3), (0, 2 + len(MANY) + 2)):
         parcels.TOGETHER = limit
-        transport = Transport(rank, (edge,), {0: 0, 1: 1}, 10)
+        transport = RankTransport(rank, (edge,), {0: 0, 1: 1}, 10)
         counting.sent = counting.posted = 0
         for mb in range(3):
             if rank == 0:
@@ -180,7 +180,7 @@ def agree(rank, group):
 
 def silent(rank, group):
     """Rank 1 never sends."""
-    transport = Transport(rank, EDGES, {0: 0, 1: 1}, 1)
+    transport = RankTransport(rank, EDGES, {0: 0, 1: 1}, 1)
     if rank == 0:
         transport.receive(Action("RB", 0, 5, peer=1))
     else:
@@ -189,7 +189,7 @@ def silent(rank, group):
 
 def deaf(rank, group):
     """Rank 1 never receives: the send fails in the background and is raised at the flush."""
-    transport = Transport(rank, EDGES, {0: 0, 1: 1}, 1)
+    transport = RankTransport(rank, EDGES, {0: 0, 1: 1}, 1)
     if rank == 0:
         transport.send(Action("SF", 0, 5, peer=1), content(MANY, 5, 0))
         transport.flush()
@@ -199,7 +199,7 @@ def deaf(rank, group):
 
 def gone(rank, group):
     """Rank 1 dies while rank 0 waits."""
-    transport = Transport(rank, EDGES, {0: 0, 1: 1}, 30)
+    transport = RankTransport(rank, EDGES, {0: 0, 1: 1}, 30)
     if rank == 0:
         transport.receive(Action("RB", 0, 5, peer=1))
     else:
@@ -224,7 +224,7 @@ def share(group, edges=EDGES, key="near", timeout=10, **options):
     ends = {(f"{'S' if e.src == group.rank else 'R'}{e.phase}", 1 - group.rank) for e in edges}
     near = connect(group, ends, identity(), key)
     assert near.keys() == ends
-    return Transport(group.rank, edges, {0: 0, 1: 1}, timeout, near=near, **options)
+    return RankTransport(group.rank, edges, {0: 0, 1: 1}, timeout, near=near, **options)
 
 
 def shared_exchange(rank, group):
@@ -394,7 +394,7 @@ def speak(scenario, rank, port, log):
     store = host_store(2, 20) if rank == 0 else join_store(port, 2, 20)
     if rank == 0:
         print(store.port, flush=True)
-    group = Group(store, rank, 2, 20)
+    group = RankGroup(store, rank, 2, 20)
     group.connect()
     try:
         SCENARIOS[scenario](rank, group)

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.ir.schedule import Action
 from penstock.runtime import control
-from penstock.runtime.control import Audit, Batch, Channel, Failed, LogEntry, Run, Setup, Step
+from penstock.runtime.control import Audit, Batch, Channel, Failed, LogEntry, RunCommand, Setup, Step
 from penstock.runtime.metrics import Metrics, format_seconds
 from penstock.runtime.options import RunOptions
 from penstock.runtime.status import Status, StatusBoard, describe_line
@@ -25,7 +25,7 @@ def test_messages_and_arrays_round_trip():
     left, right = Channel(a), Channel(b)
     messages = [
         Setup("bundle", 60.0, control.DataSpec("x.npz", True, 3)),
-        Run(3),
+        RunCommand(3),
         Step(4, 0.5, (0.25, 0.75), None, 12.5),
         Audit({"w": 2}, {"w": 2}, 99, (LogEntry(0, 1, "F", 2),)),
         Failed("PeerLost", "gone", "rank 0", ""),
@@ -58,7 +58,7 @@ def test_messages_and_arrays_round_trip():
 def test_unknown_messages_and_fields_are_refused():
     decode = msgspec.msgpack.Decoder(control.Message).decode
     good = {"type": "Run", "first": 0, "batches": 2}
-    assert decode(msgspec.msgpack.encode(good)) == Run(0, 2)
+    assert decode(msgspec.msgpack.encode(good)) == RunCommand(0, 2)
     for bad in (good | {"more": 1}, {"type": "Format", "disk": "c"}, {"type": "Run"}, good | {"first": "0"}):
         with pytest.raises(msgspec.ValidationError):
             decode(msgspec.msgpack.encode(bad))

@@ -23,7 +23,7 @@ import pytest
 from penstock.backends.bundle import Bundle, open_bundle
 from penstock.ir.errors import PeerLost, UsageError, VerifyError
 from penstock.runtime import launch
-from penstock.runtime.control import Channel, DataSpec, Failed, Run, Stop
+from penstock.runtime.control import Channel, DataSpec, Failed, RunCommand, Stop
 from penstock.runtime.job import Job
 from penstock.runtime.launch import HEARTBEAT
 from penstock.runtime.running import run_bundle
@@ -328,7 +328,7 @@ def test_workers_refuse_what_changed_after_the_launcher_looked(bundle_of, tmp_pa
 def test_an_error_inside_a_worker_comes_with_its_place(bundle_of):
     """The worker's own error is shown, not the broken connections that follow from it."""
     job = Job(bundle_of(2, "2bw", 4), timeout=20, data=DataSpec())
-    job.workers.send_all(Run(5, 1))
+    job.workers.send_all(RunCommand(5, 1))
     with pytest.raises(VerifyError, match="version 4 was asked for, versions present: 0") as caught:
         job.workers.receive()
     assert caught.value.where == "rank 0, stage 0, action 0F20@4: @w0"

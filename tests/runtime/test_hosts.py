@@ -23,8 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from penstock.backends.bundle import open_bundle
 from penstock.ir.errors import UsageError
 from penstock.runtime.hosts import (
-    Place,
     Present,
+    ProcessPlace,
     check_hosts,
     check_world,
     choose_interface,
@@ -52,7 +52,7 @@ def test_places_of_torchrun_and_srun():
         "TORCHELASTIC_RUN_ID": "x",
     }
     found = place_of(torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert found == Place(3, 4, 1, "a", 29500, socket.gethostname(), "torchrun", served=True)
+    assert found == ProcessPlace(3, 4, 1, "a", 29500, socket.gethostname(), "torchrun", served=True)
     srun = {
         "SLURM_PROCID": "3",
         "SLURM_NTASKS": "4",
@@ -60,11 +60,11 @@ def test_places_of_torchrun_and_srun():
         "SLURM_LOCALID": "1",
         "SLURMD_NODENAME": "n08",
     }
-    assert place_of(srun | {"SLURM_JOB_ID": "10012", "SLURM_STEP_ID": "0"}) == Place(
+    assert place_of(srun | {"SLURM_JOB_ID": "10012", "SLURM_STEP_ID": "0"}) == ProcessPlace(
         3, 4, 1, "n07", 20012, "n08", "srun"
     )
     named = {"MASTER_ADDR": "b", "MASTER_PORT": "1234"}
-    assert place_of(srun | named) == Place(3, 4, 1, "b", 1234, "n08", "srun")
+    assert place_of(srun | named) == ProcessPlace(3, 4, 1, "b", 1234, "n08", "srun")
     # torchrun inside of a Slurm job: its own variables count.
     assert place_of(srun | torchrun).launcher == "torchrun"
 
@@ -140,7 +140,7 @@ def test_lists_of_nodes(groups):
 
 def test_interfaces():
     assert interfaces()["lo"] == "127.0.0.1"
-    place = Place(0, 2, 0, "127.0.0.1", 29500, "here", "torchrun")
+    place = ProcessPlace(0, 2, 0, "127.0.0.1", 29500, "here", "torchrun")
     assert choose_interface(place, "", {}).name == "lo"
     with pytest.raises(
         UsageError,
@@ -151,7 +151,7 @@ def test_interfaces():
         choose_interface(place, "ib7", {})
     assert choose_interface(place, "ib7", {"GLOO_SOCKET_IFNAME": "lo"}).why == "by GLOO_SOCKET_IFNAME"
     with pytest.raises(UsageError, match=r"nowhere\.invalid, where the group meets, has no IPv4 address"):
-        choose_interface(Place(1, 2, 0, "nowhere.invalid", 29500, "here", "torchrun"), "", {})
+        choose_interface(ProcessPlace(1, 2, 0, "nowhere.invalid", 29500, "here", "torchrun"), "", {})
 
 
 # ------------------------------------------------------------------------------------------------ the bundle's hosts
@@ -189,7 +189,7 @@ def test_hosts_in_the_wrong_order():
 
 
 def test_another_number_of_ranks():
-    place = Place(0, 3, 0, "a", 1, "a", "srun")
+    place = ProcessPlace(0, 3, 0, "a", 1, "a", "srun")
     with pytest.raises(
         UsageError,
         match=r"for 2 ranks, 3 were started by srun:\n  - rank 0: stage 0 on cpu:0 of host a\n  - rank 1: stage 1",

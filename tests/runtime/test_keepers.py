@@ -24,7 +24,7 @@ from namespaces import available
 from penstock.ir.errors import UsageError
 from penstock.runtime import restarts
 from penstock.runtime.control import Alive, Channel, DataSpec
-from penstock.runtime.mesh import Hello, Mesh, Proof, Pulse
+from penstock.runtime.mesh import PeerHello, Peers, Proof, Pulse
 from penstock.runtime.options import RunOptions
 from penstock.runtime.running import run_bundle
 from penstock.runtime.trust import Trust
@@ -272,7 +272,7 @@ def test_a_keeper_is_light():
 def test_which_run_is_unfinished(tmp_path):
     options = RunOptions("bundle", DataSpec(), 10, None, str(tmp_path), None, None, None, 60.0, False)
     assert restarts.find_unfinished(options, {}) is None
-    restarts.write(options, restarts.Unfinished("a", 5, 10, None, (restarts.Save("step-000007"),)))
+    restarts.write(options, restarts.UnfinishedRun("a", 5, 10, None, (restarts.BegunSave("step-000007"),)))
     for environment, expected in (
         ({"TORCHELASTIC_RUN_ID": "a"}, True),
         ({"TORCHELASTIC_RUN_ID": "b"}, False),
@@ -282,7 +282,7 @@ def test_which_run_is_unfinished(tmp_path):
     ):
         assert (restarts.find_unfinished(options, environment) is not None) is expected
     # torchrun's usual name says nothing, its count does.
-    restarts.write(options, restarts.Unfinished("", 5, 10))
+    restarts.write(options, restarts.UnfinishedRun("", 5, 10))
     assert restarts.find_unfinished(options, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}) is None
     assert (
         restarts.find_unfinished(options, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"})
@@ -338,7 +338,7 @@ def test_strangers_change_nothing():
         listener.listen()
         listeners.append(listener)
     addresses = [listener.getsockname() for listener in listeners]
-    mesh, friends = Mesh(listeners[0], 0, addresses, "secret", 5, Trust()), []
+    mesh, friends = Peers(listeners[0], 0, addresses, "secret", 5, Trust()), []
 
     def hear(seconds=5.0):
         deadline, heard = time.monotonic() + seconds, []
@@ -354,11 +354,11 @@ def test_strangers_change_nothing():
 
     for data in (
         b"GET / HTTP/1.1\r\n\r\n",
-        frame(Hello(1, "nonce")) + frame(Pulse("x", 1)),
+        frame(PeerHello(1, "nonce")) + frame(Pulse("x", 1)),
         frame(Proof("guess")),
         frame(Pulse("x", 1)),
         struct.pack("<I", 2**31),
-        frame(Hello(7, "secret")),
+        frame(PeerHello(7, "secret")),
     ):
         with socket.create_connection(addresses[0], 5) as stranger:
             stranger.settimeout(5)
@@ -377,7 +377,7 @@ def test_strangers_change_nothing():
         assert mesh.hear(0.05) == []
     for stranger in crowd:
         stranger.close()
-    friend = Mesh(listeners[1], 1, addresses, "secret", 5, Trust())
+    friend = Peers(listeners[1], 1, addresses, "secret", 5, Trust())
     friends.append(friend)
     friend.send_all(Pulse("1F3", 4))
     assert hear() == [(0 + 1, Pulse("1F3", 4))]

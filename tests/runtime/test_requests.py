@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from penstock.ir.errors import UsageError
 from penstock.ir.text import parse_module
-from penstock.runtime.control import End, Piece
+from penstock.runtime.control import End, RequestBatch
 from penstock.runtime.message_feeds import RequestFeed
 from penstock.runtime.program import ActionStream
-from penstock.runtime.requests import Layout, Packer, Part, Ticket
+from penstock.runtime.requests import Packer, RequestPart, SampleLayout, Ticket
 from penstock.runtime.status import Status
 
 from .conftest import classifier
@@ -42,8 +42,8 @@ EXTRA  var @table : f32[9,1] stage 0 param
 """
 
 
-def layout_of(whole_output: bool = False) -> Layout:
-    return Layout(parse_module(TEXT.replace("EXTRA", "  output %total\n" if whole_output else ""), "toy.ir"), {})
+def layout_of(whole_output: bool = False) -> SampleLayout:
+    return SampleLayout(parse_module(TEXT.replace("EXTRA", "  output %total\n" if whole_output else ""), "toy.ir"), {})
 
 
 def inputs_of(random: np.random.Generator, samples: int, scale: float) -> dict[str, np.ndarray]:
@@ -68,7 +68,7 @@ def test_every_request_gets_its_own_rows(sizes, shares, order):
     tickets = [Ticket(layout.request(one, "request"), layout) for one in given_]
     packer = Packer(layout, shares=shares)
     packer.waiting.extend(tickets)
-    made: list[tuple[list[Part], dict[str, np.ndarray]]] = []
+    made: list[tuple[list[RequestPart], dict[str, np.ndarray]]] = []
     while packer.waiting:
         parts = packer.take()
         assert len({float(p.ticket.request.inputs["scale"]) for p in parts}) == 1
@@ -156,7 +156,7 @@ def test_a_request_is_copied_where_its_arrays_may_change():
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2), st.integers(0, 9), st.randoms())
 def test_microbatches_run_one_by_one_as_they_come(stages, m, first, count, random):
     found = classifier(stages, "forward", m).schedule
-    messages = [(Piece(first * m + i), {"x": np.array(i)}) for i in range(count)] + [(End(), {})]
+    messages = [(RequestBatch(first * m + i), {"x": np.array(i)}) for i in range(count)] + [(End(), {})]
     for rank in range(stages):
         left = list(messages)
 

@@ -22,7 +22,7 @@ from penstock.runtime import saving, status
 from penstock.runtime.checkpoint import FORMAT, Index, SavedFile, read_index, read_tensors
 from penstock.runtime.choosing import choose, damage_of, decide_together, find_checkpoint
 from penstock.runtime.control import Setup
-from penstock.runtime.group import Group, host_store
+from penstock.runtime.group import RankGroup, host_store
 from penstock.runtime.job import Job
 from penstock.runtime.launch import Workers
 from penstock.runtime.metrics import Metrics
@@ -171,7 +171,7 @@ def test_all_ranks_go_on_from_what_rank_0_chose(tmp_path):
 
         def ask(rank, store=store, found=found, path=path):
             try:
-                group = Group(store.clone(), rank, 2, TIMEOUT)
+                group = RankGroup(store.clone(), rank, 2, TIMEOUT)
                 found[rank] = decide_together(
                     group, "place", lambda: Beginning(choose(path).place.name, None, False, []), Beginning
                 ).resume
@@ -249,7 +249,7 @@ class Ranks:
             for name in store.variables:
                 if name not in store.gradients:
                     store.newest(name).fill_(1)
-            group = Group(self.meeting.clone(), rank, bundle.world_size, TIMEOUT)
+            group = RankGroup(self.meeting.clone(), rank, bundle.world_size, TIMEOUT)
             self.stores.append(store)
             self.savers.append(saving.Saver(bundle, rank, group, setup, store, Status(None, rank)))
 

@@ -21,11 +21,11 @@ from penstock.passes.late_updates import sum_late
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, build_schedule, schedule
 from penstock.runtime.cores import TURN, Core, Cores
 from penstock.runtime.sharing import Resource, Task, fair_rates
-from penstock.runtime.simulate import Machine, Route, Seat, Transport, machine_of, simulate, wire_chain
+from penstock.runtime.simulate import Route, Seat, SimulatedMachine, TransportModel, machine_of, simulate, wire_chain
 
 LAW = settings(max_examples=40, deadline=None, derandomize=True)
 TRAINING = [kind for kind in SCHEDULES if kind != "forward"]
-EAGER = Transport(posted=None)
+EAGER = TransportModel(posted=None)
 # Twentieths of a turn that are no ticks.
 OFF_TICKS = [n for n in range(60) if n % 20]
 
@@ -150,7 +150,7 @@ def test_replicas_are_what_the_verifier_plays(kind, m, data):
 
 def test_a_sum_that_is_used_a_batch_later_keeps_nobody_waiting():
     """Two stages of two ranks under 2bw: sums that take a whole batch's time cost nothing; under 1f1b every step waits for them."""
-    machine = Machine(lambda a, b: Route(((f"{a}>{b}", 1.0),)))
+    machine = SimulatedMachine(lambda a, b: Route(((f"{a}>{b}", 1.0),)))
     step = {}
     for kind in ("1f1b", "2bw"):
         wired = wire_chain(sum_late(build_schedule(kind, 2, 8, [(4, 4), (4, 4)]), SCHEDULES[kind].delay))
@@ -169,7 +169,7 @@ def test_a_chain_is_wired_as_communicate_wires_it(toy):
 
 def test_latency_alone_is_that_of_the_schedule_on_paper():
     """With receives that need not be posted: what ir/simulate plays."""
-    machine = Machine(lambda a, b: Route((), 1.0), transport=EAGER)
+    machine = SimulatedMachine(lambda a, b: Route((), 1.0), transport=EAGER)
     for kind, step in (("2bw", 27), ("eager-2bw", 18)):
         wired = wire_chain(build_schedule(kind, 4, 6))
         # The pattern takes two batches to come again, so the window has four.
@@ -184,7 +184,7 @@ ONE_WAY = written(2, r0="0F2 0SF2>1 0F3 0SF3>1", r1="1RF2<0 1F2 1RF3<0 1F3")
 
 def test_bandwidth_and_latency():
     """8 bytes at 2 per second: 4 s for each message, one after another, and half a second until it is there."""
-    machine = Machine(lambda a, b: Route((("link", 2.0),), 0.5))
+    machine = SimulatedMachine(lambda a, b: Route((("link", 2.0),), 0.5))
     found = simulate(ONE_WAY, 1, lasting(F=1), lambda phase, source, target: 8, machine)
     assert when(found, 0)["0SF1>1"] == (2, 2)
     # Sent at 1, moves from 1 to 5; the second waits for its way from 2 to 5.
@@ -197,7 +197,7 @@ def test_bandwidth_and_latency():
 def test_messages_wait_for_their_receives():
     """Receives of rank 1 are posted one action ahead; the word takes the latency, too."""
     program = written(1, r0="0F1 0SF1>1", r1="1B1 1W1 1RF1<0 1F1")
-    machine = Machine(lambda a, b: Route((), 0.5), transport=Transport(posted=2, look_ahead=1))
+    machine = SimulatedMachine(lambda a, b: Route((), 0.5), transport=TransportModel(posted=2, look_ahead=1))
     found = simulate(program, 1, lasting(F=1, B=4, W=0.25), nothing, machine)
     # Sent at 1; posted when W starts at 4; known at 4.5, there at 5.
     assert when(found, 1)["1RF0<0"] == (5, 5)
@@ -210,13 +210,13 @@ def test_only_so_many_receives_of_a_channel_are_under_way():
     sends = " ".join(f"0SF{n}>1" for n in range(4, 8))
     takes = " ".join(f"1RF{n}<0 1F{n}" for n in range(4, 8))
     program = written(4, r0=sends, r1=takes)
-    machine = Machine(lambda a, b: Route((("link", 1.0),)))
+    machine = SimulatedMachine(lambda a, b: Route((("link", 1.0),)))
     found = simulate(program, 1, lasting(F=10), lambda *_: 1, machine)
     # The first two arrive at 1 and 2; the third is posted when the first was taken, at 1, and the fourth at 11: both long before their turn.
     assert [when(found, 1)[f"1RF{n}<0"][0] for n in range(4)] == [1, 11, 21, 31]
-    tight = simulate(program, 1, lasting(F=0.25), lambda *_: 1, replace(machine, transport=Transport(posted=1)))
+    tight = simulate(program, 1, lasting(F=0.25), lambda *_: 1, replace(machine, transport=TransportModel(posted=1)))
     assert [when(tight, 1)[f"1RF{n}<0"][0] for n in range(4)] == [1, 2, 3, 4]
-    latency = replace(machine, route=lambda a, b: Route((("link", 1.0),), 0.25), transport=Transport(posted=1))
+    latency = replace(machine, route=lambda a, b: Route((("link", 1.0),), 0.25), transport=TransportModel(posted=1))
     found = simulate(program, 1, lasting(F=0.25), lambda *_: 1, latency)
     # Taken at 1.25, the next one posted then, known at 1.5, moved at 2.5, there at 2.75, and so on.
     assert [when(found, 1)[f"1RF{n}<0"][0] for n in range(4)] == [1.25, 2.75, 4.25, 5.75]
@@ -226,7 +226,7 @@ TWO_PAIRS = written(1, r0="0F1 0SF1>2", r1="1F1 1SF1>3", r2="2RF1<0 2F1", r3="3R
 
 
 def by_nic(name=lambda a, b: "nic"):
-    return Machine(lambda a, b: Route(((f"{a}>{b}", 4.0), (name(a, b), 4.0))))
+    return SimulatedMachine(lambda a, b: Route(((f"{a}>{b}", 4.0), (name(a, b), 4.0))))
 
 
 def arrivals(machine, **sizes):
@@ -269,7 +269,7 @@ def test_a_nic_of_a_cluster_file_has_two_directions():
 def test_sums_over_replicas_go_on_beside_computations():
     """Two ranks of one stage; 12 bytes there and back at 2 per second, twice a quarter of a second of latency: the update waits, the forward does not."""
     program = written(1, r0="0B1 0AR1 0F1 0U1", r1="0B1 0AR1 0F1 0U1")
-    machine = Machine(lambda a, b: Route(((f"{a}>{b}", 2.0),), 0.25))
+    machine = SimulatedMachine(lambda a, b: Route(((f"{a}>{b}", 2.0),), 0.25))
     times = {0: {"B": 1.0, "F": 2.0, "U": 1.0}, 1: {"B": 3.0, "F": 2.0, "U": 1.0}}
     found = simulate(
         program, 1, lambda rank, a: times[rank].get(a.kind, 0.0), nothing, machine, reduced=lambda stage: 12.0
@@ -284,10 +284,10 @@ def test_sums_over_replicas_go_on_beside_computations():
 def test_a_ring_is_as_fast_as_its_slowest_link():
     text = "0AR1 0U1"
     program = written(1, r0=text, r1=text, r2=text)
-    machine = Machine(lambda a, b: Route(((f"{a}>{b}", 1.0 if a == 1 else 100.0),), 0.0))
+    machine = SimulatedMachine(lambda a, b: Route(((f"{a}>{b}", 1.0 if a == 1 else 100.0),), 0.0))
     found = simulate(program, 1, nothing, nothing, machine, reduced=lambda stage: 9.0)
     assert when(found, 2)["0U0"][0] == 12  # 2 * 2/3 * 9 bytes at 1 per second
-    crossing = Machine(lambda a, b: Route((("nic", 1.0),), 0.0))
+    crossing = SimulatedMachine(lambda a, b: Route((("nic", 1.0),), 0.0))
     # All three links of the ring go through one NIC: a third of its bandwidth for each.
     assert when(simulate(program, 1, nothing, nothing, crossing, reduced=lambda stage: 9.0), 2)["0U0"][0] == 36
 
@@ -295,7 +295,7 @@ def test_a_ring_is_as_fast_as_its_slowest_link():
 def ended(ranks, times, seats):
     """When each rank's only computation is done."""
     alone = written(1, **{f"r{rank}": f"{rank}F1" for rank in range(ranks)})
-    found = simulate(alone, 1, lambda rank, a: times[rank], nothing, Machine(seats=seats))
+    found = simulate(alone, 1, lambda rank, a: times[rank], nothing, SimulatedMachine(seats=seats))
     return [when(found, rank)[f"{rank}F0"][1] for rank in range(ranks)]
 
 
@@ -330,7 +330,7 @@ def test_a_parallel_computation_goes_as_its_slowest_thread():
 def test_busy_neighbours_slow_each_other():
     seats = {rank: Seat("h", 2, speeds=(1.0, 0.8)) for rank in range(2)}
     found = simulate(
-        written(1, r0="0F1", r1="1F1"), 1, lambda rank, a: 4.0 if rank else 8.0, nothing, Machine(seats=seats)
+        written(1, r0="0F1", r1="1F1"), 1, lambda rank, a: 4.0 if rank else 8.0, nothing, SimulatedMachine(seats=seats)
     )
     # Both at 0.8 until the first is done at 5; the other has 8 - 4 left.
     assert [when(found, r)[f"{r}F0"][1] for r in range(2)] == pytest.approx([9, 5])
@@ -339,7 +339,7 @@ def test_busy_neighbours_slow_each_other():
     assert ended(3, [4.0] * 3, turns) == pytest.approx([4 / 0.75 + 2 / 0.8, 4 / 0.75, 4 / 0.75 + 2 / 0.8], abs=3 * TURN)
     # Two threads of one rank slow each other in the time that it takes alone.
     alone = {0: Seat("h", 2, threads=2, speeds=(1.0, 0.8))}
-    assert when(simulate(written(1, r0="0F1"), 1, lasting(F=4), nothing, Machine(seats=alone)), 0)["0F0"][
+    assert when(simulate(written(1, r0="0F1"), 1, lasting(F=4), nothing, SimulatedMachine(seats=alone)), 0)["0F0"][
         1
     ] == pytest.approx(4)
 
@@ -347,19 +347,21 @@ def test_busy_neighbours_slow_each_other():
 def test_reading_takes_processor_time():
     """One core for both ranks: while 4 bytes are read, at a second each, what the receiver computes has every other turn."""
     program = written(1, r0="0SF1>1", r1="1B1 1RF1<0 1F1")
-    machine = Machine(seats={rank: Seat("h", 1, reading=1.0) for rank in range(2)})
+    machine = SimulatedMachine(seats={rank: Seat("h", 1, reading=1.0) for rank in range(2)})
     found = simulate(program, 1, lasting(B=6), lambda *_: 4.0, machine)
     assert when(found, 1)["1B0"] == (0, pytest.approx(10, abs=2 * TURN))
     assert when(found, 1)["1RF0<0"][1] == pytest.approx(10, abs=2 * TURN)
     assert found.messages == {}
-    free = simulate(program, 1, lasting(B=6), lambda *_: 4.0, Machine(seats={rank: Seat("h", 1) for rank in range(2)}))
+    free = simulate(
+        program, 1, lasting(B=6), lambda *_: 4.0, SimulatedMachine(seats={rank: Seat("h", 1) for rank in range(2)})
+    )
     assert when(free, 1)["1B0"] == (0, 6)
 
 
 def test_a_send_writes_what_fits_into_the_buffer():
     """4 of 6 bytes, at half a second each; the message moves meanwhile, at 1 byte per second."""
     program = written(1, r0="0SF1>1 0F1", r1="1RF1<0")
-    machine = Machine(lambda a, b: Route((("link", 1.0),)), seats={0: Seat("h", 2, writing=0.5, buffer=4)})
+    machine = SimulatedMachine(lambda a, b: Route((("link", 1.0),)), seats={0: Seat("h", 2, writing=0.5, buffer=4)})
     found = simulate(program, 1, lasting(F=1), lambda *_: 6.0, machine)
     assert when(found, 0) == {"0SF0>1": (0, 2), "0F0": (2, 3)}
     assert when(found, 1)["1RF0<0"] == (6, 6)
@@ -467,10 +469,10 @@ def test_what_holds_of_every_run(kind, data):
         for rank in range(d)
     }
     seated = data.draw(st.booleans())
-    machine = Machine(
+    machine = SimulatedMachine(
         lambda a, b: Route(((name(a, b), 2.0),), latency),
         seats if seated else {},
-        Transport(late=data.draw(st.sampled_from([0.0, 1.0]))),
+        TransportModel(late=data.draw(st.sampled_from([0.0, 1.0]))),
     )
     found = simulate(wired, batches, lambda rank, a: times.get((a.kind, a.stage), 0.0), lambda *_: size, machine)
     sent, taken, moved = {}, {}, 0.0
@@ -522,4 +524,4 @@ def test_impossible_times_are_refused():
         simulate(ONE_WAY, 0, nothing, nothing)
     seats = {0: Seat("h", 2), 1: Seat("h", 3)}
     with pytest.raises(UsageError, match="different things of its cores"):
-        simulate(ONE_WAY, 1, nothing, nothing, Machine(seats=seats))
+        simulate(ONE_WAY, 1, nothing, nothing, SimulatedMachine(seats=seats))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.ir.schedule import Action
 from penstock.runtime.clocks import Offset, measure_offset
-from penstock.runtime.group import Group
+from penstock.runtime.group import RankGroup
 from penstock.runtime.job import Job
 from penstock.runtime.trace import write_trace
 
@@ -166,7 +166,7 @@ def test_clocks_of_several_hosts_become_that_of_rank_0(hosts):
 
     def measure(rank: int) -> None:
         host, shift = hosts[rank]
-        group = Group(store, rank, len(hosts), 10.0)
+        group = RankGroup(store, rank, len(hosts), 10.0)
         # A host has one clock.
         shift = next(s for h, s in hosts if h == host)
         found[rank] = measure_offset(group, lambda: time.monotonic() + shift, str(host)), -shift

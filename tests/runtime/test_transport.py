@@ -14,7 +14,7 @@ from penstock.ir.graph import Edge, Value
 from penstock.ir.schedule import Action
 from penstock.ir.types import parse_type
 from penstock.runtime.neighbours import identity
-from penstock.runtime.transport import Transport
+from penstock.runtime.transport import RankTransport
 
 from . import peers
 from .test_failures import wait_until
@@ -109,7 +109,7 @@ def test_words_that_say_nothing_of_shared_memory():
 def test_an_error_of_this_process_is_not_the_peers():
     """And of many values a few are named."""
     edge = Edge(0, 1, "F", tuple(Value(f"v{i}", parse_type("f32[2]")) for i in range(9)))
-    transport, action = Transport(0, (edge,), {0: 0, 1: 1}, 1), Action("SF", 0, 3, peer=1)
+    transport, action = RankTransport(0, (edge,), {0: 0, 1: 1}, 1), Action("SF", 0, 3, peer=1)
     own = transport._lost(action, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
     assert isinstance(own, DoesNotFit)
     assert str(own).startswith(
@@ -122,7 +122,7 @@ def test_an_error_of_this_process_is_not_the_peers():
 
 
 def test_an_action_without_an_edge():
-    transport = Transport(0, (Edge(0, 1, "F", ()),), {0: 0, 1: 1}, 1)
+    transport = RankTransport(0, (Edge(0, 1, "F", ()),), {0: 0, 1: 1}, 1)
     assert transport.edge_of(Action("RF", 1, 0, peer=0)).dst == 1
     with pytest.raises(VerifyError, match="no edge from stage 1 to stage 0 in phase F"):
         transport.edge_of(Action("RF", 0, 0, peer=1))

@@ -24,7 +24,7 @@ from penstock.ir.errors import PeerLost, UsageError, VerifyError
 from penstock.runtime import launch
 from penstock.runtime.control import DataSpec, Join
 from penstock.runtime.job import Job
-from penstock.runtime.mesh import Hello, Mesh, Proof, Pulse, Said, Welcome
+from penstock.runtime.mesh import PeerHello, Peers, Proof, Pulse, Said, Welcome
 from penstock.runtime.sealed import SealedStore
 from penstock.runtime.trust import Trust, open_trust, proof, trust_problems
 
@@ -60,8 +60,8 @@ def meshes(listeners):
     """meshes(rank, trust, token): the keeper's end of that rank."""
     made = []
 
-    def mesh(rank: int, trust: Trust, token: str = TOKEN) -> Mesh:
-        made.append(Mesh(listeners[rank], rank, [listener.getsockname() for listener in listeners], token, 5, trust))
+    def mesh(rank: int, trust: Trust, token: str = TOKEN) -> Peers:
+        made.append(Peers(listeners[rank], rank, [listener.getsockname() for listener in listeners], token, 5, trust))
         return made[-1]
 
     yield mesh
@@ -69,7 +69,7 @@ def meshes(listeners):
         each.close()
 
 
-def hear(*meshes: Mesh, until, seconds: float = 10.0) -> list:
+def hear(*meshes: Peers, until, seconds: float = 10.0) -> list:
     """What the first one hears, while all of them go on, until it is what was expected."""
     heard: list = []
     deadline = time.monotonic() + seconds
@@ -102,7 +102,7 @@ class Stranger:
         (length,) = struct.unpack("<I", self.connection.recv(4, socket.MSG_WAITALL))
         return msgspec.msgpack.decode(self.connection.recv(length, socket.MSG_WAITALL), type=Said)
 
-    def is_cut_off(self, *meshes: Mesh) -> bool:
+    def is_cut_off(self, *meshes: Peers) -> bool:
         """Within bounded time, and nothing came of it."""
         deadline = time.monotonic() + 10
         self.connection.settimeout(0.01)
@@ -126,7 +126,7 @@ def strangers():
         yield lambda *given: stack.enter_context(contextlib.closing(Stranger(*given)))
 
 
-def running(mesh: Mesh):
+def running(mesh: Peers):
     """The mesh goes on in the background, while somebody waits for its answers; what it heard."""
     heard: list = []
     ended = threading.Event()
@@ -173,10 +173,10 @@ def test_who_has_another_secret_is_refused(meshes, trust, token):
 
 def test_guesses_are_refused(meshes, listeners, strangers):
     low = meshes(0, Trust(SECRET))
-    for last in (Proof("0" * 64), Proof("\u00e9"), Pulse("1F0", 3), Hello(1, "x")):
+    for last in (Proof("0" * 64), Proof("\u00e9"), Pulse("1F0", 3), PeerHello(1, "x")):
         stranger = strangers(listeners[0].getsockname())
         stop = running(low)
-        stranger.say(Hello(1, "n"))
+        stranger.say(PeerHello(1, "n"))
         assert isinstance(stranger.listen(), Welcome)
         assert stop() == []
         stranger.say(last)
@@ -189,7 +189,7 @@ def test_what_was_overheard_proves_nothing_later(meshes, listeners, strangers):
     address, key = listeners[0].getsockname(), Trust(SECRET).key(TOKEN)
     friend = strangers(address)
     stop = running(low)
-    friend.say(Hello(1, "nonce"))
+    friend.say(PeerHello(1, "nonce"))
     welcome = friend.listen()
     assert welcome.proof == proof(key, "accepts", (1, 0), ("nonce", welcome.nonce))
     friend.say(Proof(proof(key, "connects", (1, 0), ("nonce", welcome.nonce))))
@@ -210,7 +210,7 @@ def test_what_was_overheard_proves_nothing_later(meshes, listeners, strangers):
     # Nor does what the other side proved, turned round.
     again = strangers(address)
     stop = running(low)
-    again.say(Hello(1, "nonce"))
+    again.say(PeerHello(1, "nonce"))
     reflected = again.listen()
     stop()
     again.say(Proof(reflected.proof))
@@ -238,7 +238,7 @@ def test_over_tls(meshes, tls, listeners, strangers):
     assert all(link.secured.version() == "TLSv1.3" for mesh in (low, high) for link in mesh._links.values())
     address = listeners[0].getsockname()
     plain = strangers(address)
-    plain.say(Hello(1, "nonce"))
+    plain.say(PeerHello(1, "nonce"))
     assert plain.is_cut_off(low, high)
     nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
@@ -246,7 +246,7 @@ def test_over_tls(meshes, tls, listeners, strangers):
     try:
         client = strangers(address, nobody)
         with contextlib.suppress(ssl.SSLError, ConnectionError):
-            client.say(Hello(1, "nonce"))
+            client.say(PeerHello(1, "nonce"))
         assert client.is_cut_off()
     finally:
         assert stop() == []
@@ -493,7 +493,7 @@ def test_a_local_run_has_none_of_it(bundle_of, tmp_path):
 
 def test_what_is_lost_is_not_what_is_forged(store):
     """The control: a value that is missing is a lost peer, as before."""
-    from penstock.runtime.group import Group
+    from penstock.runtime.group import RankGroup
 
     with pytest.raises(PeerLost, match="waited up to"):
-        Group(SealedStore(store, SECRET), 0, 2, 0.2).get("never", "what never comes")
+        RankGroup(SealedStore(store, SECRET), 0, 2, 0.2).get("never", "what never comes")

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from penstock.ir.graph import Op, Slot, Value
 
-from ..kernels.body import Body, Group
+from ..kernels.body import Body, Fusion
 from ..kernels.elements import Index
 from ..kernels.emit import Buffer, Expr
-from ..target import Machine
+from ..target import TargetMachine
 from .threads import NARROW, DeviceFunctions, ThreadEmitter
 
 
@@ -24,7 +24,7 @@ class DeviceBody(Body):
 
     emit: ThreadEmitter
 
-    def __init__(self, group: Group, machine: Machine) -> None:
+    def __init__(self, group: Fusion, machine: TargetMachine) -> None:
         # First, because values may be asked for from here on.
         self._narrow: dict[Value, Value] = {}
         super().__init__(group, machine)

@@ -33,7 +33,7 @@ from ..jobs import ONE_AT_A_TIME
 from ..lower import functions_text, kernel_texts, plan_kernels, relax_module
 from ..pool import BuildError, environment
 from ..sources import calls_of
-from ..store import Store
+from ..store import Cache
 from .target import device_machine
 
 # A stage of a large model has hundreds of kernels, and nvcc takes up to seconds for each.
@@ -84,7 +84,7 @@ def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions) ->
     report = options.progress or (lambda done, total, what: None)
     out.parent.mkdir(parents=True, exist_ok=True)
     report(0, 3, f"lowering {where}")
-    key, libraries = key_of("library", target, nvcc_version(), *texts_of(graphs)), Store.of_user()
+    key, libraries = key_of("library", target, nvcc_version(), *texts_of(graphs)), Cache.of_user()
     content = libraries.get(key)
     sources = _kept_sources(libraries, key) if viewer is not None else None
     cached = content is not None and (viewer is None or sources is not None)
@@ -122,7 +122,7 @@ def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions) ->
     return Built(out, hashlib.sha256(content).hexdigest(), cached)
 
 
-def _kept_sources(libraries: Store, key: str) -> StageSources | None:
+def _kept_sources(libraries: Cache, key: str) -> StageSources | None:
     kept = libraries.get(key_of("sources", key))
     return None if kept is None else msgspec.json.decode(kept, type=StageSources)
 

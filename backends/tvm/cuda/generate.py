@@ -19,12 +19,12 @@ from penstock.ir.types import FLOATS
 
 from .. import kernels
 from ..kernels import elementwise, emit_group, rows, select, windows
-from ..kernels.body import Group, Kernel, NotOneKernel
+from ..kernels.body import Fusion, GeneratedKernel, NotOneKernel
 from ..kernels.elements import INDEXED, POINTWISE, Index, axis_of, linear, table_row, unravel, zero
 from ..kernels.elementwise import emit_nest
 from ..kernels.emit import Buffer, Expr, cast, ceil_div, literal
 from ..kernels.sums import add
-from ..target import Machine
+from ..target import TargetMachine
 from .attention import emit_attention, emit_attention_grad
 from .body import DeviceBody
 from .library import library_call
@@ -298,7 +298,7 @@ MAIN: dict[str, Callable[[DeviceBody, Op], None]] = {
 KINDS = frozenset((*POINTWISE, *INDEXED, *MAIN))
 
 
-def generate(group: Group, machine: Machine) -> Kernel:
+def generate(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
     """The kernel of a group; NotOneKernel when it needs several."""
     if any(op.attrs.get("library") for op in group.ops):
         try:
@@ -315,14 +315,14 @@ def _emit_main(body: DeviceBody, op: Op) -> None:
     MAIN[op.kind](body, body.widened(op))
 
 
-def generate_effect(group: Group, machine: Machine) -> Kernel:
+def generate_effect(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
     """The kernel of a state operation on its own."""
     body = _empty(group, machine)
     elementwise.emit_effect(body, group.ops[0])
     return body.kernel()
 
 
-def _empty(group: Group, machine: Machine) -> DeviceBody:
+def _empty(group: Fusion, machine: TargetMachine) -> DeviceBody:
     body = DeviceBody(group, machine)
     body.loops = DeviceLoops()
     return body

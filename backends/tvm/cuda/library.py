@@ -16,13 +16,13 @@ from penstock.ir.graph import Value
 from penstock.ir.ops import VIEWS, complete_attrs
 from penstock.ir.types import FLOATS
 
-from ..group import Group, Kernel, NotOneKernel
+from ..group import Fusion, GeneratedKernel, NotOneKernel
 from ..kernels.emit import HALVES
 from ..lower import LibraryCall
 from .torch_calls import CALLS, NAME, View
 
 
-def library_call(group: Group) -> Kernel:
+def library_call(group: Fusion) -> GeneratedKernel:
     """The call that computes a group; NotOneKernel when it is not of that kind."""
     if len(group.ops) != 1 or group.ops[0].kind not in CALLS or group.ops[0].outs[0].type.dtype not in FLOATS:
         raise NotOneKernel("no library call")
@@ -44,10 +44,10 @@ def library_call(group: Group) -> Kernel:
     outs = tuple(v for v in op.outs if v in group.outs)
     # Results that nobody wants are not computed.
     spec = {"kind": op.kind, "attrs": complete_attrs(op), "views": chains, "wanted": [v in outs for v in op.outs]}
-    return Kernel(LibraryCall(NAME, json.dumps(spec, sort_keys=True)), tuple(bases), (), outs)
+    return GeneratedKernel(LibraryCall(NAME, json.dumps(spec, sort_keys=True)), tuple(bases), (), outs)
 
 
-def _base_of(group: Group, value: Value) -> tuple[Value, list[View]]:
+def _base_of(group: Fusion, value: Value) -> tuple[Value, list[View]]:
     """The value in memory that an operand is a view of, and how."""
     chain: list[View] = []
     while value in group.inline:

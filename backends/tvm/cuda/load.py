@@ -19,7 +19,7 @@ from penstock.ir.graph import Graph
 
 from ...interface import ALIGNMENT
 from ..load import TvmProgram
-from ..machine import CUDA, Machine, load_cuda_runtime
+from ..machine import CUDA, VirtualMachine, load_cuda_runtime
 from . import torch_calls
 
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ class CudaProgram(TvmProgram):
     def __init__(self, library: Path, graphs: Sequence[Graph], device: torch.device, threads: int = 1) -> None:
         super().__init__(library, graphs, threads, device)
 
-    def _open(self, library: Path) -> Machine:
+    def _open(self, library: Path) -> VirtualMachine:
         load_cuda_runtime()
         torch_calls.register()
-        return Machine(library, CUDA, self.device.index)
+        return VirtualMachine(library, CUDA, self.device.index)
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         import torch

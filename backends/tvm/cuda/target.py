@@ -12,20 +12,20 @@ from typing import Any
 
 from penstock.ir.errors import UsageError
 
-from ..target import WITHOUT_VECTOR_COMBINE, Machine
+from ..target import WITHOUT_VECTOR_COMBINE, TargetMachine
 
 _ARCHITECTURE = re.compile(r"sm_(\d{2,3})([af]?)")
 
 
 @lru_cache(maxsize=32)
-def device_machine(name: str) -> Machine:
+def device_machine(name: str) -> TargetMachine:
     """The machine behind an architecture name."""
     found = _ARCHITECTURE.fullmatch(name)
     if found is None or int(found[1]) < 70:
         raise UsageError(
             f"unknown CUDA architecture {name!r}", hint="names are those of nvcc, from sm_70 on: sm_80, sm_90, ..."
         )
-    return Machine(name, 1, 1, 1, 1, 1, is_device=True)
+    return TargetMachine(name, 1, 1, 1, 1, 1, is_device=True)
 
 
 def cuda_target(name: str) -> Any:

@@ -14,9 +14,9 @@ from typing import Any
 
 from penstock.ir.graph import Op
 
-from ..target import Machine
+from ..target import TargetMachine
 from . import attention, attention_grad, conv, elementwise, gemm, lookup, reduce, rows, scan, select, windows
-from .body import Body, Group, Kernel, NotOneKernel, PackingEmitted
+from .body import Body, Fusion, GeneratedKernel, NotOneKernel, PackingEmitted
 from .elements import Index
 from .emit import literal
 from .sums import SUMS
@@ -90,7 +90,7 @@ def _emit_of_nothing(body: Body, op: Op) -> None:
 IN_PARTS = ("attention_grad",)
 
 
-def generate(group: Group, machine: Machine) -> Kernel:
+def generate(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
     """The kernel of a group; NotOneKernel when it needs several."""
     if machine.is_device:
         from ..cuda.generate import generate as generate_for_device
@@ -104,7 +104,7 @@ def generate(group: Group, machine: Machine) -> Kernel:
     return replace(kernel, packing=replace(kernel.packing, function=_packing_function(group, machine)))
 
 
-def _packing_function(group: Group, machine: Machine) -> object:
+def _packing_function(group: Fusion, machine: TargetMachine) -> object:
     """What fills the packed operand: the same generator, up to where it has filled it."""
     try:
         emit_group(Body(group, machine, only_packing=True), MAIN)
@@ -138,7 +138,7 @@ def emit_group(body: Body, generators: Mapping[str, Callable[[Any, Op], None]]) 
         elementwise.emit_elementwise(body)
 
 
-def generate_effect(group: Group, machine: Machine) -> Kernel:
+def generate_effect(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
     """The kernel of a state operation on its own."""
     if machine.is_device:
         from ..cuda.generate import generate_effect as generate_for_device
@@ -149,4 +149,4 @@ def generate_effect(group: Group, machine: Machine) -> Kernel:
     return body.kernel()
 
 
-__all__ = ["MAIN", "Group", "Kernel", "NotOneKernel", "generate", "generate_effect"]
+__all__ = ["MAIN", "Fusion", "GeneratedKernel", "NotOneKernel", "generate", "generate_effect"]

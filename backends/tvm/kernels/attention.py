@@ -24,7 +24,7 @@ from tvm import tirx
 from penstock.ir.graph import Op
 from penstock.ir.types import ITEM_BYTES
 
-from .attention_tiles import LOG2E, Sizes, Tiles, lowest, over_heads, scale_of, smaller
+from .attention_tiles import LOG2E, AttentionSizes, Tiles, lowest, over_heads, scale_of, smaller
 from .body import Body
 from .elements import Index, zero
 from .emit import SERIAL, Buffer, Expr, ceil_div, compute_dtype, literal
@@ -42,7 +42,7 @@ def emit_attention(body: Body, op: Op) -> None:
 class _Head:
     """One head of one batch entry."""
 
-    def __init__(self, body: Body, op: Op, sizes: Sizes, lead: Index) -> None:
+    def __init__(self, body: Body, op: Op, sizes: AttentionSizes, lead: Index) -> None:
         self.body, self.op, self.s, self.lead, self.emit = body, op, sizes, lead, body.emit
         self.dtype = compute_dtype(op.ins[0].type.dtype)
         self.tiles = Tiles(body, sizes, self.dtype)

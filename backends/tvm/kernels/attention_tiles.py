@@ -41,7 +41,7 @@ def lowest(dtype: str) -> float:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class AttentionSizes:
     """Of one attention, and of the tiles for it. `depth` is that of q and k, `value_depth` that of v; the padded ones fill vectors."""
 
     batch: tuple[int, ...]
@@ -70,19 +70,21 @@ class Sizes:
         return ceil_div(size, self.lanes) * self.lanes
 
 
-def sizes_of(body: Body, op: Op, q: Value, k: Value, v: Value) -> Sizes:
+def sizes_of(body: Body, op: Op, q: Value, k: Value, v: Value) -> AttentionSizes:
     lanes = max(body.lanes * 4 // ITEM_BYTES[compute_dtype(q.type.dtype)], 1)
     machine = body.machine
     batch, queries, depth = q.type.dims[:2], q.type.dims[2], q.type.dims[3]
     causal = bool(complete_attrs(op)["causal"])
     # Behind the last query no key is visible.
     keys = min(k.type.dims[2], queries) if causal else k.type.dims[2]
-    return Sizes(
+    return AttentionSizes(
         batch, queries, keys, depth, v.type.dims[3], causal, lanes, machine.product_rows, machine.product_vectors
     )
 
 
-def over_heads(body: Body, op: Op, operands: Sequence[Value], ease: int, head: Callable[[Sizes, Index], None]) -> None:
+def over_heads(
+    body: Body, op: Op, operands: Sequence[Value], ease: int, head: Callable[[AttentionSizes, Index], None]
+) -> None:
     """`head` for every head of every batch entry, shared out among threads; `operands` are q, k and v. A multiplication and an addition
     take 1 / `ease` of what loops count as work."""
     if body.loops is not None:
@@ -117,7 +119,7 @@ class Tile(Protocol):
 class Tiles:
     """Emits the pieces. Lengths and starts are numbers or index expressions; buffers are flat."""
 
-    def __init__(self, body: Body, sizes: Sizes, dtype: str) -> None:
+    def __init__(self, body: Body, sizes: AttentionSizes, dtype: str) -> None:
         self.body, self.emit, self.s, self.dtype = body, body.emit, sizes, dtype
         self.functions = body.functions
 

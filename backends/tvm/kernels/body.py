@@ -22,9 +22,9 @@ from penstock.ir.graph import Op, Slot, Value, slot_of
 from penstock.ir.ops import VIEWS
 from penstock.ir.types import ITEM_BYTES
 
-from ..group import EFFECTS, PACKED, Group, Kernel, NotOneKernel, Packing, packed_value, rules_of
+from ..group import EFFECTS, PACKED, Fusion, GeneratedKernel, NotOneKernel, PackedWeight, packed_value, rules_of
 from ..pipeline import HOLDS_BOOLS
-from ..target import Machine
+from ..target import TargetMachine
 from .elements import INDEXED, POINTWISE, Index, axis_of, element, forward_index, has_element_rule, linear
 from .emit import TVM_DTYPES, Buffer, Emitter, Expr, literal, load
 from .functions import Functions
@@ -66,10 +66,10 @@ class Body:
     # None: the loops for CPUs that stand beside the generators.
     loops: Loops | None = None
 
-    def __init__(self, group: Group, machine: Machine, *, only_packing: bool = False) -> None:
+    def __init__(self, group: Fusion, machine: TargetMachine, *, only_packing: bool = False) -> None:
         self.group, self.machine, self.emit = group, machine, Emitter()
         self._only_packing = only_packing
-        self.packing: Packing | None = None
+        self.packing: PackedWeight | None = None
         self.lanes = machine.lanes
         self.functions = Functions(self.emit, machine.lanes)
         self._producers = {v: op for op in group.ops for v in op.outs if op.kind != "take"}
@@ -406,7 +406,7 @@ class Body:
             return None
         assert self.packing is None, "one packed operand is enough"
         value = packed_value(source, dtype, size)
-        self.packing = Packing(None, value, source)
+        self.packing = PackedWeight(None, value, source)
         if not self._only_packing:
             return self.operand(value)
         fill(self.result(value))
@@ -416,7 +416,7 @@ class Body:
 
     # ------------------------------------------------------------------------------ the function
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> GeneratedKernel:
         missing = [v for v in self.group.outs if ("out", v) not in self._outs]
         if missing:
             raise NotOneKernel(f"%{missing[0].name} is not reached by the kernel of its group")
@@ -433,7 +433,7 @@ class Body:
         if not (touched & self._loaded) and not any(op.kind == "write" for op in self.group.ops):
             function = function.with_attr("tirx.noalias", True)
         outs = tuple(value for _, value in self._outs)
-        return Kernel(function, tuple(self._ins), tuple(self._slots), outs, self.packing)
+        return GeneratedKernel(function, tuple(self._ins), tuple(self._slots), outs, self.packing)
 
     def _function(self, params: Sequence[Buffer], keys: Sequence[Any]) -> Any:
         views = [tirx.DeclBuffer(self._views[k], data=tirx.buffer_data(p)) for k, p in zip(keys, params, strict=True)]
@@ -441,9 +441,9 @@ class Body:
         return function.with_attr("s_tir", True).with_attr("tirx.is_scheduled", True).with_attr("op_pattern", 8)
 
 
-def parallel_if(machine: Machine, work: int) -> Any:
+def parallel_if(machine: TargetMachine, work: int) -> Any:
     """The loop kind for an outermost loop over this much work."""
     return tirx.ForKind.PARALLEL if work >= machine.serial_below else tirx.ForKind.SERIAL
 
 
-__all__ = ["BIJECTIONS", "EFFECTS", "Body", "Group", "Kernel", "NotOneKernel", "parallel_if"]
+__all__ = ["BIJECTIONS", "EFFECTS", "Body", "Fusion", "GeneratedKernel", "NotOneKernel", "parallel_if"]

@@ -11,7 +11,7 @@ from math import prod
 from tvm import tirx
 
 from .body import Body, parallel_if
-from .correlation import Correlation, Phase, Source, cover
+from .correlation import BorderedSource, Correlation, Phase, cover
 from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, literal
 from .transpose import pieces
 
@@ -36,7 +36,7 @@ class _Lines:
         # Several rows at once when a tile would leave registers unused: taps then share loads of weights.
         self.height = max(min(budget // (c.filters * self.vectors), 4), 1)
         self.width = ceil_div(widest, lanes) * lanes
-        self.source = Source(body, c)
+        self.source = BorderedSource(body, c)
         self.source.split_columns(lanes * self.vectors)
 
     def _starts(self) -> list[int]:

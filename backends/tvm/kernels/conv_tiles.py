@@ -20,7 +20,7 @@ from tvm import tirx
 
 from .body import Body, parallel_if
 from .conv_panels import Panels
-from .correlation import Correlation, Pair, Phase, Source, cover, most_rows, strip_rows
+from .correlation import BorderedSource, Correlation, Pair, Phase, cover, most_rows, strip_rows
 from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, literal, load
 from .transpose import transpose_block
 
@@ -45,7 +45,7 @@ class _Tiles(Panels):
         self.most = most_rows(body, self.vectors)
         self.tap_count = sum(prod(p.taps) for p in c.phases)
         self.panel_size = c.channels * self.tap_count * self.width
-        self.source = Source(body, c)
+        self.source = BorderedSource(body, c)
         self.strip = strip_rows(c.spatial, c.step[0], lanes)
 
     def run(self) -> None:

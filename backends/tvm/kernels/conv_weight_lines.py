@@ -75,7 +75,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Layout:
+class LineLayout:
     """`height` rows of dy make a unit; `together` pairs of units a block."""
 
     rows: Axis
@@ -194,10 +194,10 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """`strips` strips of 32 channels are packed together."""
 
-    layout: Layout
+    layout: LineLayout
     strips: int
     cycles: float
 
@@ -206,29 +206,29 @@ def vector_cycles(sizes: Pair, spatial: Pair, images: int, taps: int) -> float:
     return prod(sizes) * prod(spatial) * images * taps / _VECTORS
 
 
-def find_plan(rows: Axis, columns: Axis, images: int, filters: int, channels: int, parts: int) -> Plan | None:
+def find_plan(rows: Axis, columns: Axis, images: int, filters: int, channels: int, parts: int) -> PackingPlan | None:
     """The blocks that are cheapest by an estimate of products, packing, and what goes to the third cache and back."""
-    best: Plan | None = None
+    best: PackingPlan | None = None
     strips = ceil_div(channels, STEP)
     for layout in _layouts(rows, columns, images):
         for together in sorted({ceil_div(strips, n) for n in range(1, strips + 1)}):
             cycles = _estimate(layout, together, filters, channels, parts)
             if best is None or cycles < best.cycles:
-                best = Plan(layout, together, cycles)
+                best = PackingPlan(layout, together, cycles)
     return best
 
 
-def _layouts(rows: Axis, columns: Axis, images: int) -> Iterator[Layout]:
+def _layouts(rows: Axis, columns: Axis, images: int) -> Iterator[LineLayout]:
     heights = sorted({ceil_div(rows.out, bands) for bands in range(1, rows.out + 1)})
     for height in heights:
-        pairs = Layout(rows, columns, images, height, 1).pairs
+        pairs = LineLayout(rows, columns, images, height, 1).pairs
         for together in range(1, pairs + 1):
-            layout = Layout(rows, columns, images, height, together)
+            layout = LineLayout(rows, columns, images, height, together)
             if pairs % together == 0 and layout.is_possible():
                 yield layout
 
 
-def _estimate(layout: Layout, strips: int, filters: int, channels: int, parts: int) -> float:
+def _estimate(layout: LineLayout, strips: int, filters: int, channels: int, parts: int) -> float:
     row_tiles, column_tiles = ceil_div(filters, SIDE), ceil_div(channels, SIDE)
     row_strips, passes = ceil_div(filters, STEP), ceil_div(ceil_div(channels, STEP), strips)
     taps = layout.rows.kernel * layout.columns.kernel

@@ -20,7 +20,7 @@ from tvm import tirx
 
 from .body import Body
 from .conv_weight import WeightGradient
-from .conv_weight_lines import Layout
+from .conv_weight_lines import LineLayout
 from .correlation import cover
 from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, i32, literal, load
 from .tile_registers import LEFT_PLACES, PARTS, RIGHT_PLACES, SIDE, WORDS, Magnitudes, pair_words
@@ -31,7 +31,7 @@ _ROWS = 16
 
 
 class WeightPacking:
-    def __init__(self, body: Body, w: WeightGradient, layout: Layout) -> None:
+    def __init__(self, body: Body, w: WeightGradient, layout: LineLayout) -> None:
         self.body, self.w, self.layout, self.emit = body, w, layout, body.emit
         self.parts = PARTS[w.out.type.dtype]
         # Words of 16 channels.

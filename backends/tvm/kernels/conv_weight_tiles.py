@@ -29,7 +29,7 @@ from tvm import tirx
 
 from .body import Body, parallel_if
 from .conv_weight import WeightGradient
-from .conv_weight_lines import Axis, Plan, find_plan, vector_cycles
+from .conv_weight_lines import Axis, PackingPlan, find_plan, vector_cycles
 from .conv_weight_packing import WeightPacking
 from .emit import SERIAL, Buffer, Expr, ceil_div, i32, literal, load
 from .tile_packing import STRIP, can_pack
@@ -39,7 +39,7 @@ from .transpose import pieces, transpose_block
 _A_TILES, _B_TILES = 4, 6
 
 
-def plan_tiles(body: Body, w: WeightGradient) -> Plan | None:
+def plan_tiles(body: Body, w: WeightGradient) -> PackingPlan | None:
     """How to do it on tiles; None: the machine has none, or vectors are faster."""
     if not can_pack(body, w.out):
         return None
@@ -54,7 +54,7 @@ def plan_tiles(body: Body, w: WeightGradient) -> Plan | None:
     return plan if plan is not None and plan.cycles < vectors else None
 
 
-def emit_weight_tiles(body: Body, w: WeightGradient, plan: Plan) -> None:
+def emit_weight_tiles(body: Body, w: WeightGradient, plan: PackingPlan) -> None:
     _WeightTiles(body, w, plan).run()
 
 
@@ -79,7 +79,7 @@ class _Operands:
 
 
 class _WeightTiles:
-    def __init__(self, body: Body, w: WeightGradient, plan: Plan) -> None:
+    def __init__(self, body: Body, w: WeightGradient, plan: PackingPlan) -> None:
         self.body, self.w, self.emit, self.layout, self.strips = body, w, body.emit, plan.layout, plan.strips
         self.packing = WeightPacking(body, w, plan.layout)
         self.registers = Registers(body.emit)

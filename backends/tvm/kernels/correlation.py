@@ -102,7 +102,7 @@ def strip_rows(spatial: Pair, step: int, lanes: int) -> int:
     return min(best, rows)
 
 
-class Source:
+class BorderedSource:
     """Reads of the source with its border: from a copy, or from where it is."""
 
     def __init__(self, body: Body, c: Correlation) -> None:

@@ -41,7 +41,7 @@ _STRIP = 512
 
 
 @dataclass(frozen=True)
-class Piece:
+class BandPiece:
     """Rows and columns of the source with its border that have these remainders; the columns first ..
     first + count of it are in the source."""
 
@@ -139,7 +139,7 @@ class Bands:
         h, w = shift[0] + r * c.dilations[0], shift[1] + s * c.dilations[1]
         return (h % c.strides[0], w % c.strides[1]), (h // c.strides[0], w // c.strides[1])
 
-    def _piece(self, remainder: Pair) -> Piece:
+    def _piece(self, remainder: Pair) -> BandPiece:
         c = self.c
         first = max(ceil_div(c.low[1] - remainder[1], c.strides[1]), 0)
         widest = max(
@@ -151,7 +151,7 @@ class Bands:
             default=0,
         )
         last = min((c.sizes[1] - 1 + c.low[1] - remainder[1]) // c.strides[1], widest - 1)
-        return Piece(remainder, first, max(last + 1 - first, 0))
+        return BandPiece(remainder, first, max(last + 1 - first, 0))
 
     def _rows(self, remainder: int) -> Pair:
         """The first row of a piece that has anything of the source, and the one behind the last."""
@@ -254,7 +254,7 @@ class SourcePacking:
         self,
         target: Buffer,
         at: Expr,
-        piece: Piece,
+        piece: BandPiece,
         area: Area,
         group: Expr,
         channels: list[Expr],
@@ -274,7 +274,7 @@ class SourcePacking:
         self,
         target: Buffer,
         start: Expr,
-        piece: Piece,
+        piece: BandPiece,
         image: Expr,
         row: Expr,
         rows: int,
@@ -317,7 +317,7 @@ class SourcePacking:
         self,
         target: Buffer,
         at: Expr,
-        piece: Piece,
+        piece: BandPiece,
         area: Area,
         group: Expr,
         channels: list[Expr],
@@ -355,7 +355,7 @@ class SourcePacking:
         self,
         target: Buffer,
         line: Expr,
-        piece: Piece,
+        piece: BandPiece,
         image: Expr,
         row: Expr,
         group: Expr,
@@ -405,14 +405,14 @@ class SourcePacking:
         return tirx.all(h >= 0, h < self.c.sizes[0])
 
     @staticmethod
-    def _padded(piece: Piece) -> int:
+    def _padded(piece: BandPiece) -> int:
         return ceil_div(piece.count, SIDE) * SIDE
 
     def _values(
         self,
         target: Buffer,
         line: Expr,
-        piece: Piece,
+        piece: BandPiece,
         value: Callable[[Expr, Expr], Expr],
         channels: list[Expr],
         large: Magnitudes | None,
@@ -422,7 +422,7 @@ class SourcePacking:
                 column = i + piece.first if piece.first else i
                 self._store(target, line + column, [self._noted(value(k, column), large) for k in channels])
 
-    def _spread(self, scratch: Buffer, at: Expr | int, piece: Piece, image: Expr, channel: Expr, h: Expr) -> None:
+    def _spread(self, scratch: Buffer, at: Expr | int, piece: BandPiece, image: Expr, channel: Expr, h: Expr) -> None:
         """The columns of a piece, which lie apart in the source, one beside the other."""
         emit, c = self.emit, self.c
         begin, apart = piece.first * c.strides[1] + piece.remainder[1] - c.low[1], c.strides[1]

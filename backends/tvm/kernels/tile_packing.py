@@ -55,7 +55,7 @@ def _is_rounded(body: Body, value: Value) -> bool:
 
 
 @dataclass(frozen=True)
-class Span:
+class SumSpan:
     """The numbers k_from .. k_from + k_size of all sums of one matrix of the batch."""
 
     lead: Index
@@ -108,23 +108,23 @@ class TilePacking:
 
     # ------------------------------------------------------------------------------ where things are
 
-    def strip_words(self, span: Span) -> int:
+    def strip_words(self, span: SumSpan) -> int:
         return 2 * span.steps * self.words
 
-    def b_words(self, span: Span, strips: int) -> int:
+    def b_words(self, span: SumSpan, strips: int) -> int:
         return strips * self.strip_words(span) + (ceil_div(strips, SIDE) * SIDE if self.parts > 1 else 0)
 
-    def rows_at(self, span: Span, row: Expr) -> Expr:
+    def rows_at(self, span: SumSpan, row: Expr) -> Expr:
         """Where the packed rows from a multiple of 32 on begin."""
         return tirx.floordiv(row, SIDE) * (span.steps * self.words)
 
-    def strip_at(self, span: Span, b: PackedB, number: Expr) -> Expr:
+    def strip_at(self, span: SumSpan, b: PackedB, number: Expr) -> Expr:
         return b.at + (number - b.first) * self.strip_words(span)
 
-    def _flag_at(self, span: Span, b: PackedB, number: Expr) -> Expr:
+    def _flag_at(self, span: SumSpan, b: PackedB, number: Expr) -> Expr:
         return b.at + b.count * self.strip_words(span) + (number - b.first)
 
-    def too_large(self, span: Span, a: PackedA, b: PackedB, number: Expr) -> Expr | None:
+    def too_large(self, span: SumSpan, a: PackedA, b: PackedB, number: Expr) -> Expr | None:
         """Whether tiles cannot compute these rows times this strip; None: they can."""
         if a.too_large is None:
             return None
@@ -213,7 +213,7 @@ class TilePacking:
 
     # ------------------------------------------------------------------------------ operands
 
-    def _each_step(self, span: Span, action: Callable[[Expr, int], None]) -> None:
+    def _each_step(self, span: SumSpan, action: Callable[[Expr, int], None]) -> None:
         """action(number of the step, numbers along k in it)."""
         whole, rest = divmod(span.k_size, STEP)
         with self.emit.loop(whole, SERIAL, "s") as s, self.body.point():
@@ -223,7 +223,7 @@ class TilePacking:
             with self.body.point():
                 action(i32(whole), rest)
 
-    def a(self, span: Span, start: Expr, rows: int) -> PackedA:
+    def a(self, span: SumSpan, start: Expr, rows: int) -> PackedA:
         """Rows start .. start + rows."""
         emit, p = self.emit, self.p
         packed = emit.alloc(ceil_div(rows, SIDE) * span.steps * self.words, "i32", "ap")
@@ -272,7 +272,7 @@ class TilePacking:
                 tile(i32(whole * STRIP), i32(h), ceil_div(rest, SIDE), min(rest - h * SIDE, SIDE))
         return PackedA(packed, emit.bind(large.too_large(), "large") if large is not None else None)
 
-    def b(self, span: Span, b: PackedB, strips: Strips) -> None:
+    def b(self, span: SumSpan, b: PackedB, strips: Strips) -> None:
         """Fills its strips."""
         emit, p = self.emit, self.p
         self._places = RIGHT_PLACES[self.parts]

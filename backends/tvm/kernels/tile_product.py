@@ -33,7 +33,7 @@ from ..group import PACKED
 from .body import Body, parallel_if
 from .elements import linear, unravel
 from .emit import SERIAL, Buffer, Expr, ceil_div, i32, literal
-from .tile_packing import STRIP, PackedA, PackedB, Span, Strips, TilePacking, can_pack
+from .tile_packing import STRIP, PackedA, PackedB, Strips, SumSpan, TilePacking, can_pack
 from .tile_registers import LEFT_PLACES, LINE, ORDER, PARTS, RIGHT_PLACES, SIDE, STEP, WORDS, Registers
 from .transpose import pieces
 
@@ -86,7 +86,7 @@ def emit_tile_product(body: Body, p: Product) -> None:
 
 
 @dataclass(frozen=True)
-class _Part(Span):
+class _Part(SumSpan):
     """The sums over a span. With `add`, they go on top of `partial`; without `last`, they are left there."""
 
     partial: Buffer | None
@@ -136,9 +136,9 @@ class _TileProduct:
     def _lead(self) -> Index:
         return (i32(0),) * len(self.p.batch)
 
-    def _spans(self) -> list[Span]:
+    def _spans(self) -> list[SumSpan]:
         starts = range(0, self.p.k, self.k_size)
-        return [Span(self._lead(), i32(k), min(self.k_size, self.p.k - k)) for k in starts]
+        return [SumSpan(self._lead(), i32(k), min(self.k_size, self.p.k - k)) for k in starts]
 
     def _fill(self, packed: Buffer) -> None:
         """All of B, span after span."""
@@ -152,7 +152,7 @@ class _TileProduct:
 
     def _matrix(self, lead: Index, kind: object, ready: Buffer | None) -> None:
         p, emit = self.p, self.emit
-        whole = Span(lead, i32(0), self.k_size)
+        whole = SumSpan(lead, i32(0), self.k_size)
         block = self.packing.b_words(whole, self.strips)
 
         def packed(q: Expr) -> PackedB | None:
@@ -190,7 +190,7 @@ class _TileProduct:
             with self.body.point():
                 self._rows(part, i32(whole * self.row_block), rest, everything, kind)
 
-    def _each_group(self, span: Span, kind: object, action: Callable[[Strips], None]) -> None:
+    def _each_group(self, span: SumSpan, kind: object, action: Callable[[Strips], None]) -> None:
         """All columns, some strips of 32 at a time."""
         whole, rest = divmod(self.p.n, STRIP)
         bytes_each = 4 * self.packing.strip_words(span)

@@ -25,7 +25,7 @@ import numpy as np
 from penstock.backends.interface import StageProgram, backend_of, stage_graphs
 from penstock.backends.numpy_backend import SlotStore, array_of, tensor_of
 from penstock.bisecting.allowed import as_typed, asked
-from penstock.bisecting.steps import Program
+from penstock.bisecting.steps import CompiledStages
 from penstock.bisecting.values import Errors, Spot
 from penstock.checks import relative_error
 from penstock.ir.errors import UsageError
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Call:
+class GraphCall:
     """A graph and what it is called with: arrays of the declared types."""
 
     graph: Graph
@@ -50,7 +50,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class KernelVerdict:
     """What a stage's graphs were found to be: how many were called, the errors of their results, and the first that is off."""
 
     stage: int
@@ -58,25 +58,25 @@ class Verdict:
     errors: Errors
     first: Spot | None
     # Whether it is a kernel that differs when it is compiled by itself; then the graph with its operands that shows it.
-    alone: Call | None = None
+    alone: GraphCall | None = None
     passed_over: str = ""
 
 
 def first_kernel(
     module: Module,
-    program: Program,
+    program: CompiledStages,
     weights: Mapping[str, Array],
     batches: Sequence[Mapping[str, Array]],
     tolerance: float | None,
-) -> list[Verdict]:
+) -> list[KernelVerdict]:
     """One verdict per stage, up to the first with a kernel that is off."""
     calls = recorded_calls(module, weights, batches[0])
-    found: list[Verdict] = []
+    found: list[KernelVerdict] = []
     for stage in module.stages:
         try:
             loaded = program.load(stage.index)
         except UsageError as error:
-            found.append(Verdict(stage.index, 0, Errors(), None, passed_over=error.what))
+            found.append(KernelVerdict(stage.index, 0, Errors(), None, passed_over=error.what))
             continue
         verdict = _judge_stage(module, stage.index, loaded, program.backend, calls, tolerance)
         found.append(verdict)
@@ -86,8 +86,13 @@ def first_kernel(
 
 
 def _judge_stage(
-    module: Module, stage: int, program: StageProgram, backend: str, calls: Mapping[str, Call], tolerance: float | None
-) -> Verdict:
+    module: Module,
+    stage: int,
+    program: StageProgram,
+    backend: str,
+    calls: Mapping[str, GraphCall],
+    tolerance: float | None,
+) -> KernelVerdict:
     errors = Errors()
     own = [calls[graph.name] for graph in stage_graphs(module, stage) if graph.name in calls]
     for count, call in enumerate(own, 1):
@@ -96,16 +101,16 @@ def _judge_stage(
         if spot is not None:
             say(f"stage {stage}: {spot.tensor} of @{call.graph.name} is off; comparing its kernels one by one")
             alone = first_alone(module, stage, call, backend, tolerance)
-            return Verdict(
+            return KernelVerdict(
                 stage, count, errors, spot if alone is None else alone[0], None if alone is None else alone[1]
             )
-    return Verdict(stage, len(own), errors, None)
+    return KernelVerdict(stage, len(own), errors, None)
 
 
 # ------------------------------------------------------------------------------------------------ what graphs are called with
 
 
-def recorded_calls(module: Module, weights: Mapping[str, Array], batch: Mapping[str, Array]) -> dict[str, Call]:
+def recorded_calls(module: Module, weights: Mapping[str, Array], batch: Mapping[str, Array]) -> dict[str, GraphCall]:
     """The first call of every stage graph in an interpreted run of one batch."""
     values: dict[tuple[str, int], Array] = {}
     reads: dict[str, dict[Slot, Array]] = {}
@@ -125,7 +130,7 @@ def recorded_calls(module: Module, weights: Mapping[str, Array], batch: Mapping[
     for name, graph in module.graphs.items():
         if name in numbers:
             ins = {v.name: _typed(values[v.name, numbers[name]], v.type) for v in graph.ins}
-            found[name] = Call(graph, ins, recorded_slots(module, graph, reads.get(name, {})))
+            found[name] = GraphCall(graph, ins, recorded_slots(module, graph, reads.get(name, {})))
     return found
 
 
@@ -155,7 +160,7 @@ def _typed(array: Array, kind: TensorType) -> Array:
 # ------------------------------------------------------------------------------------------------ one call
 
 
-def compare(program: StageProgram, call: Call, tolerance: float | None) -> tuple[Errors, Spot | None]:
+def compare(program: StageProgram, call: GraphCall, tolerance: float | None) -> tuple[Errors, Spot | None]:
     """Call a graph, and give the errors of its results and the first of these that is off."""
     graph, sig = call.graph, signature(call.graph)
     wide, own = _interpreted(call, F64), _interpreted(call, TYPED)
@@ -181,7 +186,7 @@ def _changed(graph: Graph) -> list[Slot]:
     )
 
 
-def _interpreted(call: Call, precision: str) -> dict[str | Slot, Array]:
+def _interpreted(call: GraphCall, precision: str) -> dict[str | Slot, Array]:
     """Results by name, and slots after the call."""
     # One buffer stays one buffer.
     copies: dict[int, Array] = {}
@@ -197,7 +202,7 @@ def _held(array: Array, precision: str) -> Array:
     return np.array(array, dtype=array_dtype("f64", precision) if floating and precision == F64 else array.dtype)
 
 
-def _called(program: StageProgram, call: Call) -> dict[str | Slot, Array]:
+def _called(program: StageProgram, call: GraphCall) -> dict[str | Slot, Array]:
     tensors: dict[int, torch.Tensor] = {}
     sig = signature(call.graph)
     ins = [tensor_of(np.array(call.ins[v.name], order="C")).to(program.device) for v in sig.ins]
@@ -214,8 +219,8 @@ def _called(program: StageProgram, call: Call) -> dict[str | Slot, Array]:
 
 
 def first_alone(
-    module: Module, stage: int, call: Call, backend: str, tolerance: float | None
-) -> tuple[Spot, Call] | None:
+    module: Module, stage: int, call: GraphCall, backend: str, tolerance: float | None
+) -> tuple[Spot, GraphCall] | None:
     """The first kernel of a graph that is off when it is compiled by itself, and its call; None where
     it takes several of them to be wrong."""
     parts = dict(kernel_calls(call))
@@ -229,7 +234,7 @@ def first_alone(
     return None
 
 
-def kernel_calls(call: Call) -> Iterator[tuple[str, Call]]:
+def kernel_calls(call: GraphCall) -> Iterator[tuple[str, GraphCall]]:
     """Each kernel as a graph of its own, with the values that the interpreter has at that point."""
     values: dict[str, Array] = dict(call.ins)
 
@@ -241,7 +246,10 @@ def kernel_calls(call: Call) -> Iterator[tuple[str, Call]]:
     )
     for kernel in kernels_of(call.graph):
         ins = {v.name: _typed(values[v.name], v.type) for v in kernel.body.ins}
-        yield kernel.name, Call(kernel.body, ins, {slot: call.slots[slot] for slot in signature(kernel.body).slots})
+        yield (
+            kernel.name,
+            GraphCall(kernel.body, ins, {slot: call.slots[slot] for slot in signature(kernel.body).slots}),
+        )
 
 
 @contextmanager
@@ -254,4 +262,13 @@ def compiled(module: Module, stage: int, graphs: Sequence[Graph], backend: str) 
         yield maker.load_stage(apart, stage, [Path(folder) / name for name in names])
 
 
-__all__ = ["Call", "Verdict", "compare", "compiled", "first_kernel", "kernel_calls", "recorded_calls", "recorded_slots"]
+__all__ = [
+    "GraphCall",
+    "KernelVerdict",
+    "compare",
+    "compiled",
+    "first_kernel",
+    "kernel_calls",
+    "recorded_calls",
+    "recorded_slots",
+]

@@ -22,10 +22,10 @@ import numpy as np
 from penstock.backends.tensor_file import map_tensors, write_tensors
 from penstock.bisecting.case import KERNEL, Case
 from penstock.bisecting.edits import with_outputs
-from penstock.bisecting.kernels import Call, compare, compiled, recorded_slots
+from penstock.bisecting.kernels import GraphCall, compare, compiled, recorded_slots
 from penstock.bisecting.original import OnnxOriginal, first_difference
 from penstock.bisecting.shrinking import Budget, shrink
-from penstock.bisecting.steps import Step
+from penstock.bisecting.steps import TrailStep
 from penstock.bisecting.trial import Off, Trial, can_run, comparable, drawn
 from penstock.bisecting.values import Spot
 from penstock.checks import synthetic_batch
@@ -101,7 +101,7 @@ def of_pass(
     def wrong(case: Case) -> bool:
         try:
             after = run_passes(case.module, calls, PASSES)
-            steps = [Step("before", "", case.module), Step("after", passes, after)]
+            steps = [TrailStep("before", "", case.module), TrailStep("after", passes, after)]
             found = Trial(steps, 0, seed, tolerance, case.weights, case.batches).problem(after)
         except _CRASHES:
             return False
@@ -143,7 +143,7 @@ def _shape(error: PenstockError) -> str:
 
 
 def of_kernel(
-    folder: Path, module: Module, call: Call, spot: Spot, backend: str, tolerance: float | None, budget: Budget
+    folder: Path, module: Module, call: GraphCall, spot: Spot, backend: str, tolerance: float | None, budget: Budget
 ) -> Written:
     """A kernel by itself, as the only graph of a stage."""
     slots = {op.var for op in call.graph.ops if slot_of(op) is not None}
@@ -295,7 +295,7 @@ def verify_ir(
             where=path,
             hint="begin with a module in one piece, before `split`",
         )
-    made = [Step(path, "", module), Step("after the passes", passes, after)]
+    made = [TrailStep(path, "", module), TrailStep("after the passes", passes, after)]
     trial = Trial(made, steps, seed, tolerance, weights, batches)
     try:
         trial.run_first()
@@ -389,7 +389,7 @@ def _graph_spot(case: Case, name: str, backend: str, tolerance: float | None) ->
         for slot in signature(graph).slots
         if slot.slot != "next" and slot.var in case.weights
     }
-    call = Call(graph, ins, recorded_slots(case.module, graph, reads))
+    call = GraphCall(graph, ins, recorded_slots(case.module, graph, reads))
     with compiled(case.module, 0, [graph], backend) as program:
         return compare(program, call, tolerance)[1]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock.bisecting import reproducer
-from penstock.bisecting.kernels import Verdict, first_kernel
+from penstock.bisecting.kernels import KernelVerdict, first_kernel
 from penstock.bisecting.original import OnnxOriginal, first_difference
 from penstock.bisecting.shrinking import Budget
 from penstock.bisecting.steps import WRITTEN, Original, Trail
@@ -242,7 +242,7 @@ class _Search:
             lambda budget: self._of_kernel(last, budget),
         )
 
-    def _of_kernel(self, verdict: Verdict, budget: Budget) -> reproducer.Written | None:
+    def _of_kernel(self, verdict: KernelVerdict, budget: Budget) -> reproducer.Written | None:
         assert self.options.repro is not None
         assert self.trail.compiled is not None
         assert verdict.first is not None
@@ -284,7 +284,7 @@ def _tell_graphs(spots: list[Spot]) -> None:
         print(table(["stage", "graph", "first value that is off", "error"], rows))
 
 
-def _row(verdict: Verdict) -> list[object]:
+def _row(verdict: KernelVerdict) -> list[object]:
     told = verdict.passed_over or _judged(verdict.errors, verdict.first)
     return [verdict.stage, verdict.graphs, f"{verdict.errors.largest:.1e}", told]
 

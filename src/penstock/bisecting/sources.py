@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.bisecting.steps import WRITTEN, Original, Program, Step, Trail
+from penstock.bisecting.steps import WRITTEN, CompiledStages, Original, Trail, TrailStep
 from penstock.dumping.folder import EXCERPT, PASSES
 from penstock.dumping.reading import dumped_passes, made_again, missing_dumps
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------------------------ dump folders
 
 
-def read_dumps(folder: str | Path) -> list[Step]:
+def read_dumps(folder: str | Path) -> list[TrailStep]:
     """The modules of a dump folder in the order of the passes."""
     found = dumped_passes(folder)
     if not found or found[0].path.name != "00_input.ir":
@@ -42,7 +42,7 @@ def read_dumps(folder: str | Path) -> list[Step]:
         raise UsageError(
             "has changes in place of modules", where=str(folder), hint="dump again without --dump-ir-changed"
         )
-    steps = [Step(dump.path.name, dump.call, dump.module) for dump in found]
+    steps = [TrailStep(dump.path.name, dump.call, dump.module) for dump in found]
     if any(note.origin == EXCERPT for step in steps for note in step.module.notes):
         raise UsageError("has parts of modules alone", where=str(folder), hint="dump again without --dump-ir-filter")
     if lost := missing_dumps(Path(folder)):
@@ -66,13 +66,13 @@ def bundle_trail(bundle: Bundle) -> Iterator[Trail]:
         raise UsageError(
             "the bundle holds no reference model to begin with", where=str(bundle.path), hint="compile it again"
         )
-    steps = [Step("reference.ir", "", bundle.reference), *_made_again(bundle)]
+    steps = [TrailStep("reference.ir", "", bundle.reference), *_made_again(bundle)]
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         original = _original_of(bundle, Path(scratch))
         yield Trail(str(bundle.path), steps, bundle.weights(), original, compiled=_Bundled(bundle))
 
 
-def _made_again(bundle: Bundle) -> Iterator[Step]:
+def _made_again(bundle: Bundle) -> Iterator[TrailStep]:
     """The modules of the passes from `partition` on. The last one is that of the bundle, whether or
     not these passes would make it today."""
     assert bundle.reference is not None
@@ -84,14 +84,14 @@ def _made_again(bundle: Bundle) -> Iterator[Step]:
     before = bundle.reference
     for number, step in enumerate(made, 1):
         if step.module is not before:
-            yield Step(f"{number:02d}_{step.call.name} (made again)", str(step.call), step.module)
+            yield TrailStep(f"{number:02d}_{step.call.name} (made again)", str(step.call), step.module)
         before = step.module
     if made:
         # The plan's own notes are left out of what is compared.
         if replace(before, notes=()) == replace(bundle.module, notes=()):
             return
         say("the passes that the plan names make another program today than the one that the bundle has")
-    yield Step("module.ir", WRITTEN, bundle.module)
+    yield TrailStep("module.ir", WRITTEN, bundle.module)
 
 
 def _original_of(bundle: Bundle, scratch: Path) -> Original | None:
@@ -200,7 +200,7 @@ class _Compiled:
 
 
 @contextmanager
-def _compiled_now(module: Module, backend: str | None) -> Iterator[Program | None]:
+def _compiled_now(module: Module, backend: str | None) -> Iterator[CompiledStages | None]:
     """Nothing where kernels are not asked for, or not chosen yet."""
     if backend == "numpy" or "fused" not in module.facts:
         yield None

@@ -20,7 +20,7 @@ WRITTEN = "the program of the bundle"
 
 
 @dataclass(frozen=True)
-class Step:
+class TrailStep:
     """A module, the file or place it stands in, and the call of the pass that made it."""
 
     name: str
@@ -39,7 +39,7 @@ class Original(Protocol):
     def source_of(self, name: str) -> str: ...
 
 
-class Program(Protocol):
+class CompiledStages(Protocol):
     """Compiled stages: those of a bundle, or compiled now."""
 
     @property
@@ -54,11 +54,11 @@ class Trail:
     that did not finish, and its error; `compiled` is the code of the last module."""
 
     name: str
-    steps: Sequence[Step]
+    steps: Sequence[TrailStep]
     weights: Mapping[str, Array] = field(default_factory=dict)
     original: Original | None = None
     refused: tuple[str, PenstockError] | None = None
-    compiled: Program | None = None
+    compiled: CompiledStages | None = None
     folder: Path | None = None
 
     def __post_init__(self) -> None:

@@ -33,14 +33,14 @@ import numpy as np
 from penstock.bisecting.allowed import Allowed, asked, in_float64
 from penstock.bisecting.slopes import ALLOWED as SLOPE_ALLOWED
 from penstock.bisecting.slopes import Slopes
-from penstock.bisecting.steps import Step
+from penstock.bisecting.steps import TrailStep
 from penstock.bisecting.values import Key, Seen, Spot, told
 from penstock.checks import changed_by, delay_of, relative_error, synthetic_batch
 from penstock.ir.errors import PenstockError, VerifyError
 from penstock.ir.graph import GRAD, PARAM, Module, Var, graph_kind
 from penstock.ir.interp import (
     DictStore,
-    Run,
+    InterpretedRun,
     Watch,
     initial_arrays,
     microbatches_of,
@@ -82,7 +82,7 @@ class Trial:
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[TrailStep],
         count: int,
         seed: int,
         tolerance: float | None = None,
@@ -266,14 +266,14 @@ class Trial:
     def store(self, module: Module) -> DictStore:
         return DictStore(initial_arrays(module, self.weights, list(module.vars), F64))
 
-    def recurrence(self, delay: int, watch: Watch | None = None) -> Run:
+    def recurrence(self, delay: int, watch: Watch | None = None) -> InterpretedRun:
         """Plain training, as late as a schedule is. Stages do what their own schedule says, which has to be as late."""
         assert self.trained is not None
         if not is_whole(self.trained):
             return self.execute(self.trained, watch)
         return run_recurrence(self.trained, self.weights, self.batches, delay=delay, watch=watch)
 
-    def execute(self, module: Module, watch: Watch | None = None) -> Run:
+    def execute(self, module: Module, watch: Watch | None = None) -> InterpretedRun:
         """Training as the module says; stages that have no schedule yet get one."""
         if is_whole(module):
             return run_recurrence(module, self.weights, self.batches, watch=watch)
@@ -340,7 +340,7 @@ def can_run(module: Module) -> bool:
     return module.schedule is None or "versioned" in module.facts or not _delay(module)
 
 
-def _results(run: Run) -> dict[Result, Array]:
+def _results(run: InterpretedRun) -> dict[Result, Array]:
     found: dict[Result, Array] = {
         ("output", k, name): array for k, outputs in run.outputs.items() for name, array in outputs.items()
     }
@@ -363,18 +363,18 @@ def _delay(module: Module) -> int:
     return delay_of(module) if module.schedule is not None else 0
 
 
-def _microbatches(steps: Sequence[Step]) -> int:
+def _microbatches(steps: Sequence[TrailStep]) -> int:
     """As the schedule says, or else as autodiff was told."""
     planned = [step.module.schedule.microbatches for step in steps if step.module.schedule is not None]
     return next(iter([*planned, *map(int, _options(steps, r"\bmicrobatches=(\d+)"))]), 1)
 
 
-def _loss_scale(steps: Sequence[Step]) -> float:
+def _loss_scale(steps: Sequence[TrailStep]) -> float:
     """What autodiff was told to multiply the loss by, where 16 bits are too few for its gradients."""
     return next(map(float, _options(steps, r"\bloss_scale=([\d.e+]+)")), 0.0) or 1.0
 
 
-def _options(steps: Sequence[Step], pattern: str) -> Iterable[str]:
+def _options(steps: Sequence[TrailStep], pattern: str) -> Iterable[str]:
     return [found[1] for step in steps if (found := re.search(pattern, step.call))]
 
 

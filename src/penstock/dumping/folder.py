@@ -142,10 +142,10 @@ class Dump:
         failure: str = "",
     ) -> None:
         """Write index.html: what was seen until now, whatever is left out elsewhere."""
-        from penstock.report.material import Material, Step
+        from penstock.report.material import Material, PassStep
         from penstock.report.page import page_of
 
-        steps = tuple(Step(*row) for row in self.passes)
+        steps = tuple(PassStep(*row) for row in self.passes)
         if self.folder is not None:
             material = Material(
                 module,

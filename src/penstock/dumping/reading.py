@@ -42,7 +42,7 @@ class Dumped:
 
 
 @dataclass(frozen=True)
-class Made:
+class PassResult:
     """The module after a pass; `number` is the place of the pass in the whole pipeline, from 1."""
 
     number: int
@@ -108,7 +108,7 @@ def dumped_passes(folder: str | Path) -> list[Dumped]:
     return [Dumped(number, rows[number][0] if number in rows else name, path) for number, name, path in found]
 
 
-def made_again(reference: Module, pipeline: str) -> list[Made]:
+def made_again(reference: Module, pipeline: str) -> list[PassResult]:
     """Run the passes from `partition` on; none where the pipeline has no such pass. What they refuse is their error."""
     from penstock.passes.pipelines import PASSES as TABLE
 
@@ -125,6 +125,6 @@ def made_again(reference: Module, pipeline: str) -> list[Made]:
 
     last = run_passes(reference, calls[start:], TABLE, before=look)
     return [
-        Made(start + i, call, module)
+        PassResult(start + i, call, module)
         for i, (call, module) in enumerate(zip(calls[start:], [*before[1:], last], strict=True), 1)
     ]

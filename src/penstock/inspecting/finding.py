@@ -30,7 +30,7 @@ _ENOUGH = 3
 
 
 @dataclass(frozen=True)
-class Place:
+class OpPlace:
     """Where an operation stands: its graph and its position in it."""
 
     graph: str
@@ -44,7 +44,7 @@ class Target:
 
     kind: str
     name: str
-    places: tuple[Place, ...]
+    places: tuple[OpPlace, ...]
 
     def within(self, module: Module) -> Target:
         """The same in another module of the pipeline: by the name; where that is not known there, of a kernel by what its operations make,
@@ -121,7 +121,7 @@ def _printable(name: str) -> str:
 # ------------------------------------------------------------------------------------------------ meanings
 
 
-def _places(module: Module, kind: str, name: str) -> Iterable[Place]:
+def _places(module: Module, kind: str, name: str) -> Iterable[OpPlace]:
     if kind == KERNEL:
         return _of_kernel(module, name)
     if kind == VALUE:
@@ -134,16 +134,16 @@ def _places(module: Module, kind: str, name: str) -> Iterable[Place]:
     return (place for place in _all(module) if below.search(place.op.loc))
 
 
-def _all(module: Module) -> Iterator[Place]:
+def _all(module: Module) -> Iterator[OpPlace]:
     for graph in module.graphs.values():
         for position, op in enumerate(graph.ops):
-            yield Place(graph.name, position, op)
+            yield OpPlace(graph.name, position, op)
 
 
-def _of_kernel(module: Module, name: str) -> Iterator[Place]:
+def _of_kernel(module: Module, name: str) -> Iterator[OpPlace]:
     match = _KERNEL.fullmatch(name)
     graph = module.graphs.get(match[1]) if match is not None else None
     if match is None or graph is None or not any("kernel" in op.attrs for op in graph.ops):
         return
     inside = {id(op) for op in divide(graph).kernels.get(match[2], ())}
-    yield from (Place(graph.name, position, op) for position, op in enumerate(graph.ops) if id(op) in inside)
+    yield from (OpPlace(graph.name, position, op) for position, op in enumerate(graph.ops) if id(op) in inside)

@@ -30,7 +30,7 @@ _HIDDEN = ("var", "kernel", "of", "stage", "mesh", "sharding", "library", "packe
 
 
 @dataclass(frozen=True)
-class Line:
+class FlowLine:
     """`op` is None for an input. `named` are operands without a rail, `result` what is made, `saved`
     whether it is kept for the backward graph."""
 
@@ -44,7 +44,7 @@ class Line:
     returned: bool
 
 
-def draw(graph: Graph, most: int = MOST_RAILS) -> list[Line]:
+def draw(graph: Graph, most: int = MOST_RAILS) -> list[FlowLine]:
     """The lines of a graph, in the order of its operations."""
     quiet = {v: name for op in graph.ops if (name := told_operand(op)) is not None for v in op.outs}
     shown = [op for op in graph.ops if not all(v in quiet for v in op.outs) or not op.outs]
@@ -56,13 +56,15 @@ def draw(graph: Graph, most: int = MOST_RAILS) -> list[Line]:
     lines = []
     for value in graph.ins if len(graph.ins) <= _FEW else ():
         drawn = rails.begin(value)
-        lines.append(Line(drawn, None, "input", (value,), (), "", value in saved, value in returned))
+        lines.append(FlowLine(drawn, None, "input", (value,), (), "", value in saved, value in returned))
     for i, op in enumerate(shown):
         operands = dict.fromkeys(op.ins)
         named = tuple(quiet.get(v, f"%{v.name}") for v in operands if v in quiet or not rails.has(v))
         drawn = rails.step(i, op)
         kept = bool(saved.intersection(op.outs)), bool(returned.intersection(op.outs))
-        lines.append(Line(drawn, op, op.kind, op.outs, (*_details(op), *named), str(op.attrs.get("kernel", "")), *kept))
+        lines.append(
+            FlowLine(drawn, op, op.kind, op.outs, (*_details(op), *named), str(op.attrs.get("kernel", "")), *kept)
+        )
     width = max((len(line.rails) for line in lines), default=0)
     return [replace(line, rails=line.rails.ljust(width)) for line in lines]
 

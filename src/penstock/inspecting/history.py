@@ -39,7 +39,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Change:
+class PassChange:
     """What one pass did to what is followed; `made` and `removed` where it was not there before, or is not there after it."""
 
     number: int
@@ -50,14 +50,14 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Record:
+class PipelineRecord:
     """The modules of a pipeline, in order, and for people where they come from and what is missing."""
 
     origin: str
     snapshots: tuple[Snapshot, ...] = ()
 
 
-def record_of(subject: Subject) -> Record:
+def record_of(subject: Subject) -> PipelineRecord:
     """The best record there is of how a module was made."""
     if subject.dumps:
         folder = subject.dumps[0].path.parent
@@ -69,41 +69,41 @@ def record_of(subject: Subject) -> Record:
             if any(folder.glob("*_*.diff"))
             else ""
         )
-        return Record(f"passes as dumped in {folder}{warning}", found)
+        return PipelineRecord(f"passes as dumped in {folder}{warning}", found)
     reference = subject.bundle.reference if subject.bundle is not None else None
     if reference is None or "pipeline" not in subject.plan:
-        return Record(f"what passes did is not known: {_ASK}")
+        return PipelineRecord(f"what passes did is not known: {_ASK}")
     return _run_again(subject, reference, str(subject.plan["pipeline"]))
 
 
-def _run_again(subject: Subject, reference: Module, pipeline: str) -> Record:
+def _run_again(subject: Subject, reference: Module, pipeline: str) -> PipelineRecord:
     try:
         made = made_again(reference, pipeline)
     except PenstockError as error:
-        return Record(
+        return PipelineRecord(
             f"what passes did is not known: those that plan.json names do not run today: {str(error).splitlines()[0]} ({_ASK})"
         )
     if not made:
-        return Record(
+        return PipelineRecord(
             f"what passes did is not known: plan.json names no `partition`, which the model in the bundle stands before ({_ASK})"
         )
     told = f"passes from {made[0].call.name} on, run again from reference.ir; of those before only a dump folder knows (--dumps)"
     if print_module(made[-1].module.but(notes=())) != print_module(subject.module.but(notes=())):
         told += "; they give another program than the bundle has, as another version of them made it"
     before = Snapshot(made[0].number - 1, "", reference)
-    return Record(told, (before, *(Snapshot(step.number, str(step.call), step.module) for step in made)))
+    return PipelineRecord(told, (before, *(Snapshot(step.number, str(step.call), step.module) for step in made)))
 
 
 # ------------------------------------------------------------------------------------------------ following
 
 
-def find_before(record: Record, text: str) -> Target | None:
+def find_before(record: PipelineRecord, text: str) -> Target | None:
     """What a name meant in the last module that had it."""
     found = (look_up(snapshot.module, text) for snapshot in reversed(record.snapshots))
     return next((target for target in found if target is not None), None)
 
 
-def changes(record: Record, target: Target) -> tuple[Change, ...]:
+def changes(record: PipelineRecord, target: Target) -> tuple[PassChange, ...]:
     """What every pass did to a target."""
     views = [(snapshot, _only(snapshot.module, target.within(snapshot.module))) for snapshot in record.snapshots]
     found = []
@@ -111,7 +111,7 @@ def changes(record: Record, target: Target) -> tuple[Change, ...]:
         lines = tuple(line for line in differences(before, after) if not _FRAME.fullmatch(line))
         if lines:
             found.append(
-                Change(snapshot.number, snapshot.call, lines, made=not before.graphs, removed=not after.graphs)
+                PassChange(snapshot.number, snapshot.call, lines, made=not before.graphs, removed=not after.graphs)
             )
     return tuple(found)
 

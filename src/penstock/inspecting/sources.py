@@ -19,7 +19,7 @@ ONNX, TORCH, VARIABLE = "ONNX node", "torch call", "variable"
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceNode:
     """`kind` is what the frontend read, empty where that is not known; the rest is what is known of the node.
     `module` is the path of a torch module."""
 
@@ -32,23 +32,23 @@ class Source:
     module: str = ""
 
 
-def source_of(bundle: Bundle | None, module: Module, loc: str) -> Source:
+def source_of(bundle: Bundle | None, module: Module, loc: str) -> SourceNode:
     if loc in module.vars:
-        return Source(loc, VARIABLE)
+        return SourceNode(loc, VARIABLE)
     if bundle is not None and bundle.source_rest is not None:
         path, slash, call = loc.rpartition("/")
-        return Source(loc, TORCH, call if slash else loc, module=path)
+        return SourceNode(loc, TORCH, call if slash else loc, module=path)
     if bundle is not None and (structure := bundle.source_structure) is not None:
-        return _nodes(structure).get(loc, Source(loc, ONNX))
-    return Source(loc)
+        return _nodes(structure).get(loc, SourceNode(loc, ONNX))
+    return SourceNode(loc)
 
 
 @lru_cache(maxsize=2)
-def _nodes(structure: Path) -> dict[str, Source]:
+def _nodes(structure: Path) -> dict[str, SourceNode]:
     return {source.name: source for source in _read(structure)}
 
 
-def _read(structure: Path) -> Iterator[Source]:
+def _read(structure: Path) -> Iterator[SourceNode]:
     import onnx
 
     from penstock.frontends.names import legal
@@ -58,4 +58,4 @@ def _read(structure: Path) -> Iterator[Source]:
     for index, node in enumerate(model.graph.node):
         attributes = tuple(str(onnx.helper.printable_attribute(attribute)) for attribute in node.attribute)
         name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-        yield Source(legal(node_name(node, index)), ONNX, name, tuple(node.input), tuple(node.output), attributes)
+        yield SourceNode(legal(node_name(node, index)), ONNX, name, tuple(node.input), tuple(node.output), attributes)

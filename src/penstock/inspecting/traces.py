@@ -19,7 +19,7 @@ _HINT = "give a file that `penstock run --trace` or `penstock simulate --trace` 
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ActionSpan:
     """One action; seconds from the first action of the run."""
 
     action: str
@@ -29,11 +29,11 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RankRow:
     """One rank: its name says stage and device, where the trace does. Spans are in the order in which they began."""
 
     name: str
-    spans: tuple[Span, ...]
+    spans: tuple[ActionSpan, ...]
 
     @property
     def computing(self) -> float:
@@ -44,7 +44,7 @@ class Row:
 @dataclass(frozen=True)
 class Trace:
     path: Path
-    rows: tuple[Row, ...]
+    rows: tuple[RankRow, ...]
 
     @property
     def seconds(self) -> float:
@@ -80,7 +80,7 @@ def load_trace(path: str | Path) -> Trace:
             for event in events
             if event["ph"] == "M" and event["name"] == "process_name"
         }
-        spans: dict[int, list[Span]] = {rank: [] for rank in names}
+        spans: dict[int, list[ActionSpan]] = {rank: [] for rank in names}
         for rank, span in _spans(events):
             spans[rank].append(span)
         ordered = sorted(names)
@@ -89,11 +89,12 @@ def load_trace(path: str | Path) -> Trace:
             f"cannot read it as a trace: {type(error).__name__}: {error}", where=str(path), hint=_HINT
         ) from error
     return Trace(
-        Path(path), tuple(Row(names[rank], tuple(sorted(spans[rank], key=lambda span: span.start))) for rank in ordered)
+        Path(path),
+        tuple(RankRow(names[rank], tuple(sorted(spans[rank], key=lambda span: span.start))) for rank in ordered),
     )
 
 
-def _spans(events: list[dict[str, Any]]) -> Iterator[tuple[int, Span]]:
+def _spans(events: list[dict[str, Any]]) -> Iterator[tuple[int, ActionSpan]]:
     for event in events:
         if event["ph"] == "X":
-            yield event["pid"], Span(str(event["name"]), str(event["cat"]), *seconds_of(event))
+            yield event["pid"], ActionSpan(str(event["name"]), str(event["cat"]), *seconds_of(event))

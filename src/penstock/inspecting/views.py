@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.inspecting.colours import paint, paint_changes, paint_ir
-from penstock.inspecting.flow import Line
+from penstock.inspecting.flow import FlowLine
 from penstock.inspecting.memory import Curve
-from penstock.inspecting.sources import ONNX, Source
+from penstock.inspecting.sources import ONNX, SourceNode
 from penstock.inspecting.summary import Summary
 from penstock.inspecting.weights import Statistics
-from penstock.inspecting.why import KernelUse, Part, Why
+from penstock.inspecting.why import KernelUse, OperationUse, Why
 from penstock.ir.graph import Module
 from penstock.ir.words import counted, shown_bytes, visible
 from penstock.passes.cost import shown_seconds
@@ -185,7 +185,7 @@ def _heights(curve: Curve, columns: int, end: float) -> list[int]:
 # ------------------------------------------------------------------------------------------------ the flow of a graph
 
 
-def show_flow(name: str, lines: Sequence[Line], width: int | None = None, colours: bool = False) -> str:
+def show_flow(name: str, lines: Sequence[FlowLine], width: int | None = None, colours: bool = False) -> str:
     """A graph with its rails, columns aligned."""
     names = [_results(line) for line in lines]
     kinds = max((len(line.kind) for line in lines), default=0)
@@ -203,7 +203,7 @@ def show_flow(name: str, lines: Sequence[Line], width: int | None = None, colour
     return "\n".join(shown)
 
 
-def _results(line: Line) -> str:
+def _results(line: FlowLine) -> str:
     """What is made: the first result in full."""
     more = f" +{len(line.result) - 1}" if line.result[1:] else ""
     return "".join(f"%{v.name} {v.type}" for v in line.result[:1]) + more
@@ -274,7 +274,7 @@ def _why(found: Why, colours: bool) -> Iterator[str]:
         yield paint_changes(text) if colours else text
 
 
-def told_source(source: Source) -> str:
+def told_source(source: SourceNode) -> str:
     """A node in one line."""
     if source.module:
         return f"{source.kind} {source.op_type} in module {source.module}"
@@ -284,14 +284,14 @@ def told_source(source: Source) -> str:
     return f"{source.kind} {source.name}: {', '.join(source.outputs)} = {source.op_type}({', '.join(source.inputs)}){attributes}"
 
 
-def _where(part: Part) -> str:
+def _where(part: OperationUse) -> str:
     if part.stage is None:
         return "before stages are made"
     place = f"stage {part.stage} on {' '.join(part.devices)}" if part.devices else f"stage {part.stage}"
     return place + (f", gradient of %{part.follows}" if part.follows else "")
 
 
-def _kernel(part: Part) -> Iterator[str]:
+def _kernel(part: OperationUse) -> Iterator[str]:
     if part.kernel is not None:
         yield from _told_kernel(part.kernel)
     elif part.fused:

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.inspecting.finding import NODE, PATH, Place, Target, find, look_up
-from penstock.inspecting.history import Change, Record, changes, find_before, record_of
+from penstock.inspecting.finding import NODE, PATH, OpPlace, Target, find, look_up
+from penstock.inspecting.history import PassChange, PipelineRecord, changes, find_before, record_of
 from penstock.inspecting.kernels import KernelRow, kernel_rows
 from penstock.inspecting.reasons import stage_reasons
-from penstock.inspecting.sources import Source, source_of
+from penstock.inspecting.sources import SourceNode, source_of
 from penstock.inspecting.subject import Subject
 from penstock.ir.graph import Module, graph_stage
 from penstock.ir.schedule import PER_BATCH
@@ -46,7 +46,7 @@ class KernelUse:
 
 
 @dataclass(frozen=True)
-class Part:
+class OperationUse:
     """One operation of the program. Without a kernel it is computed where it is read, or is a read of a variable; `fused` is whether
     kernels were chosen. `follows` names the first result of the forward operation that an operation of the backward pass belongs to."""
 
@@ -77,13 +77,13 @@ class Crossing:
 class Why:
     kind: str
     name: str
-    sources: tuple[Source, ...]
-    parts: tuple[Part, ...]
+    sources: tuple[SourceNode, ...]
+    parts: tuple[OperationUse, ...]
     followers: dict[str, int]
     crossings: tuple[Crossing, ...]
     reasons: dict[int, tuple[str, ...]]
     record: str
-    changes: tuple[Change, ...]
+    changes: tuple[PassChange, ...]
 
     @property
     def gone(self) -> bool:
@@ -106,7 +106,7 @@ def why(subject: Subject, name: str) -> Why:
     return explain(subject, target, record, nodes)
 
 
-def explain(subject: Subject, target: Target, record: Record, nodes: Sequence[Place]) -> Why:
+def explain(subject: Subject, target: Target, record: PipelineRecord, nodes: Sequence[OpPlace]) -> Why:
     """The same for operations that were found; `nodes` are those to name the sources of."""
     module = subject.module
     # Of a node or of all below a path, what computes comes before what is only read.
@@ -132,7 +132,7 @@ def explain(subject: Subject, target: Target, record: Record, nodes: Sequence[Pl
 # ------------------------------------------------------------------------------------------------ what there is now
 
 
-def _parts(subject: Subject, places: Sequence[Place]) -> Iterator[Part]:
+def _parts(subject: Subject, places: Sequence[OpPlace]) -> Iterator[OperationUse]:
     module = subject.module
     fused = "fused" in module.facts and module.cluster is not None
     rows = {(row.graph, name): row for row in kernel_rows(module) for name in row.names} if fused else {}
@@ -145,7 +145,9 @@ def _parts(subject: Subject, places: Sequence[Place]) -> Iterator[Part]:
         kernel = str(op.attrs.get("kernel", ""))
         row = rows.get((place.graph, kernel or f"op{place.position}")) if not is_inline(op) else None
         use = _use(row, kernel or f"op{place.position}", module, measured) if row is not None else None
-        yield Part(place.graph, place.position, print_op(op), stage, devices, use, fused, str(op.attrs.get("of", "")))
+        yield OperationUse(
+            place.graph, place.position, print_op(op), stage, devices, use, fused, str(op.attrs.get("of", ""))
+        )
 
 
 def _use(row: KernelRow, name: str, module: Module, measured: dict[str, float]) -> KernelUse:
@@ -177,7 +179,7 @@ def _measured(subject: Subject) -> dict[str, float]:
     return {label: seconds for label, seconds in found.items() if seconds is not None}
 
 
-def _followers(module: Module, places: Sequence[Place]) -> Iterator[tuple[str, int]]:
+def _followers(module: Module, places: Sequence[OpPlace]) -> Iterator[tuple[str, int]]:
     made = {v.name for place in places for v in place.op.outs}
     own = {(place.graph, place.position) for place in places}
     for graph in module.graphs.values():
@@ -186,7 +188,7 @@ def _followers(module: Module, places: Sequence[Place]) -> Iterator[tuple[str, i
             yield graph.name, found
 
 
-def _crossings(module: Module, places: Sequence[Place]) -> Iterator[Crossing]:
+def _crossings(module: Module, places: Sequence[OpPlace]) -> Iterator[Crossing]:
     """What operations give to other stages or take from them."""
     made = {v for place in places for v in place.op.outs}
     taken = {(graph_stage(place.graph), v) for place in places for v in place.op.ins}

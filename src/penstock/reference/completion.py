@@ -31,7 +31,7 @@ _BY_PLACE = {"PASS": (WORDS, tuple(PASSES)), "OP": (WORDS, tuple(OPS)), "PIPELIN
 
 
 @dataclass(frozen=True)
-class Slot:
+class CompletionSlot:
     """What can stand somewhere."""
 
     kind: str
@@ -45,8 +45,8 @@ class Command:
 
     name: str
     options: tuple[str, ...]
-    values: dict[str, Slot] = field(default_factory=dict)
-    place: Slot = Slot(NOTHING)
+    values: dict[str, CompletionSlot] = field(default_factory=dict)
+    place: CompletionSlot = CompletionSlot(NOTHING)
 
 
 def completion_command(arguments: Namespace) -> None:
@@ -60,12 +60,12 @@ def commands_of(parser: argparse.ArgumentParser, name: str = "") -> Iterator[Com
     """A command, then those below it."""
     below: dict[str, argparse.ArgumentParser] = {}
     options: list[str] = []
-    values: dict[str, Slot] = {}
-    place = Slot(NOTHING)
+    values: dict[str, CompletionSlot] = {}
+    place = CompletionSlot(NOTHING)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             below = dict(action.choices)
-            place = Slot(WORDS, tuple(below))
+            place = CompletionSlot(WORDS, tuple(below))
         elif not action.option_strings:
             place = place if place.kind != NOTHING else _slot(action)
         else:
@@ -77,13 +77,13 @@ def commands_of(parser: argparse.ArgumentParser, name: str = "") -> Iterator[Com
         yield from commands_of(child, f"{name} {word}".strip())
 
 
-def _slot(action: argparse.Action) -> Slot:
+def _slot(action: argparse.Action) -> CompletionSlot:
     if action.choices is not None:
-        return Slot(WORDS, tuple(map(str, action.choices)))
+        return CompletionSlot(WORDS, tuple(map(str, action.choices)))
     place = action.metavar if isinstance(action.metavar, str) else ""
     if place in _BY_PLACE:
-        return Slot(*_BY_PLACE[place])
-    return Slot(FILES if _FILES.search(place) else NOTHING)
+        return CompletionSlot(*_BY_PLACE[place])
+    return CompletionSlot(FILES if _FILES.search(place) else NOTHING)
 
 
 # ------------------------------------------------------------------------------------------------ bash
@@ -238,7 +238,7 @@ complete -c penstock -f
 """
 
 
-def _fish_slot(when: str, flag: str, slot: Slot) -> list[str]:
+def _fish_slot(when: str, flag: str, slot: CompletionSlot) -> list[str]:
     start = f"complete -c penstock -n '{when}'" + (f" {flag}" if flag else "")
     if slot.kind == WORDS:
         return [f"{start} {'-x ' if flag else ''}-a '{' '.join(slot.words)}'"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.ir.literals import print_literal
 from penstock.ir.numpy_ops import NUMPY
-from penstock.ir.ops import ANY, OPS, Needs, OpDef
+from penstock.ir.ops import ANY, OPS, OpDef, Required
 from penstock.passes.decompose import DECOMPOSE, DecomposeOptions
 from penstock.passes.vjp import FLAT, STATISTICS, STOPS, VJP
 from penstock.reference import trial
@@ -76,13 +76,13 @@ def _operands(row: OpDef) -> str:
             *names,
             *more,
             *variable,
-            *(f"{attr}=" for attr, spec in row.attrs.items() if isinstance(spec, Needs) and attr != "var"),
+            *(f"{attr}=" for attr, spec in row.attrs.items() if isinstance(spec, Required) and attr != "var"),
         ]
     )
 
 
 def _attribute(spec: object) -> tuple[str, str]:
-    if isinstance(spec, Needs):
+    if isinstance(spec, Required):
         return _TYPES.get(spec.kind, spec.kind.__name__), "must be given"
     return _TYPES[type(spec)], print_literal(spec)  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from penstock.ir.graph import Op, Value
-from penstock.ir.ops import Needs, OpDef, infer_op
+from penstock.ir.ops import OpDef, Required, infer_op
 from penstock.ir.types import TensorType
 
 _DTYPES = ("f32", "i64", "bool", "u32")
@@ -20,7 +20,7 @@ _SHAPES: tuple[tuple[int, ...], ...] = ((4,), (4, 4), (2, 4, 4, 4))
 
 def example_of(row: OpDef) -> Op | None:
     """The operation on some operands that fit; None where attributes have to be given, or none of those that are tried fit."""
-    if any(isinstance(spec, Needs) for spec in row.attrs.values()):
+    if any(isinstance(spec, Required) for spec in row.attrs.values()):
         return None
     for dtype, shape in product(_DTYPES, _SHAPES):
         ins = tuple(Value(f"x{i}", TensorType(dtype, shape)) for i in range(max(1, row.arity[0])))
@@ -34,11 +34,11 @@ def example_of(row: OpDef) -> Op | None:
 
 def trouble_with(op: Op) -> str:
     """Why there is no kernel for an operation."""
-    from penstock.backends.tvm.group import Group, rename
+    from penstock.backends.tvm.group import Fusion, rename
     from penstock.backends.tvm.jobs import do
-    from penstock.backends.tvm.messages import Failed, MakeKernel, Refused
+    from penstock.backends.tvm.messages import GroupRefused, JobFailed, MakeKernel
 
     with TemporaryDirectory(prefix="penstock-") as scratch:
         path = Path(scratch) / "kernel.o"
-        answer = do(MakeKernel(rename(Group((op,), op.outs)).text, "host", f"{op.kind}_", str(path)))
-    return answer.what if isinstance(answer, Failed) else answer.reason if isinstance(answer, Refused) else ""
+        answer = do(MakeKernel(rename(Fusion((op,), op.outs)).text, "host", f"{op.kind}_", str(path)))
+    return answer.what if isinstance(answer, JobFailed) else answer.reason if isinstance(answer, GroupRefused) else ""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Step:
+class PassStep:
     """A pass of the pipeline, the first being what went into it; `module` is what came out of it, None where nothing changed;
     so are ms where nobody measured them."""
 
@@ -30,7 +30,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Trace:
+class RunTrace:
     """Of every rank: actions with start and duration, and (time, bytes held) where that was traced;
     seconds from the first action of all."""
 
@@ -45,9 +45,9 @@ class Material:
     module alone, where somebody knows it."""
 
     module: Module
-    steps: tuple[Step, ...] = ()
+    steps: tuple[PassStep, ...] = ()
     plan: Mapping[str, Any] = field(default_factory=dict)
-    trace: Trace | None = None
+    trace: RunTrace | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     programs: Mapping[str, str] = field(default_factory=dict)
     failure: str = ""

@@ -21,7 +21,7 @@ from penstock.ir.graph import stage_vars
 from penstock.ir.lives import Life
 from penstock.ir.memory import Memory
 from penstock.ir.schedule import COMPUTE, Action
-from penstock.report.material import Trace
+from penstock.report.material import RunTrace
 from penstock.report.schedule_facts import ticks
 from penstock.report.strings import Strings
 from penstock.runtime.simulated import Simulated
@@ -68,7 +68,7 @@ def _flat(life: Life, finishes: list[int], strings: Strings) -> tuple[int, ...]:
     return strings[name], life.owner, _PASSING.index(life.purpose), life.nbytes, finishes[life.taken], given
 
 
-def measured_memory(trace: Trace, planned: Simulated, at: Sequence[int]) -> list[list[int]]:
+def measured_memory(trace: RunTrace, planned: Simulated, at: Sequence[int]) -> list[list[int]]:
     """Bytes of values that each rank of a traced run held, [time, bytes, ... flat], laid out by action: times are those of the plan.
 
     What the run held while an action ran is where the plan has that action, if batch at[0] of the run is batch at[1] of the plan; as far
@@ -76,7 +76,7 @@ def measured_memory(trace: Trace, planned: Simulated, at: Sequence[int]) -> list
     return [_laid_out(trace.held.get(rank, ()), _stops(trace, planned, rank, at)) for rank in sorted(trace.actions)]
 
 
-def _stops(trace: Trace, planned: Simulated, rank: int, at: Sequence[int]) -> list[tuple[float, float]]:
+def _stops(trace: RunTrace, planned: Simulated, rank: int, at: Sequence[int]) -> list[tuple[float, float]]:
     """Times of the run and of the plan that belong together: beginnings and ends of computations."""
     run = [(action, start, start + seconds) for action, start, seconds in trace.actions[rank] if action.kind in COMPUTE]
     plan = [timed for timed in planned.timed(rank) if timed[0].kind in COMPUTE]

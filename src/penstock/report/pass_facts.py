@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from penstock.differing import Difference, Lines, T, Words, compare, words
+from penstock.differing import Lines, ModuleDifference, T, Words, compare, words
 from penstock.ir.graph import Attr, Module, Op
 from penstock.ir.literals import print_literal
 from penstock.ir.text import print_op
 from penstock.passes.manager import count_ops
 from penstock.passes.pipelines import PASSES
-from penstock.report.material import Step
+from penstock.report.material import PassStep
 from penstock.report.strings import Strings
 
 # Of lines of which more words changed, words are not matched: schedules have a view of their own.
@@ -27,7 +27,7 @@ _MOST_WORDS = 300
 _ALIKE = 5
 
 
-def pass_facts(steps: Sequence[Step], strings: Strings) -> list[dict[str, Any]]:
+def pass_facts(steps: Sequence[PassStep], strings: Strings) -> list[dict[str, Any]]:
     """One entry per step; the first says what went in."""
     found = []
     before: Module | None = None
@@ -54,7 +54,7 @@ def pass_facts(steps: Sequence[Step], strings: Strings) -> list[dict[str, Any]]:
     return found
 
 
-def _parts(found: Difference, strings: Strings) -> Iterator[dict[str, Any]]:
+def _parts(found: ModuleDifference, strings: Strings) -> Iterator[dict[str, Any]]:
     def part(title: str, mark: str, rows: list[Any], moved: int, **more: Any) -> dict[str, Any]:
         return {"title": title, "mark": mark, "rows": rows, "moved": moved, "went": {}, "came": {}} | more
 

@@ -26,10 +26,10 @@ from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Module
 from penstock.ir.schedule import Action
 from penstock.passes.kernels import Kernel
-from penstock.report.material import Material, Step, Trace
+from penstock.report.material import Material, PassStep, RunTrace
 
 if TYPE_CHECKING:
-    from penstock.runtime.ledger import Entry
+    from penstock.runtime.ledger import LedgerEntry
 
 _SOURCE = re.compile(r"kernels/[\w.-]+\.py")
 
@@ -49,12 +49,12 @@ def read_material(subject: Subject, trace: str | Path | None = None) -> Material
     return Material(subject.module, tuple(_steps(subject, folder)), plan, times, sources, programs, failure)
 
 
-def _steps(subject: Subject, folder: Path | None) -> Iterator[Step]:
+def _steps(subject: Subject, folder: Path | None) -> Iterator[PassStep]:
     snapshots = {snapshot.number: snapshot for snapshot in record_of(subject).snapshots}
     rows = {} if folder is None else pass_rows(folder)
     for number in sorted({*snapshots, *rows}):
         call, ms = rows.get(number, (snapshots[number].call or "input" if number in snapshots else "", None))
-        yield Step(number, call, ms, snapshots[number].module if number in snapshots else None)
+        yield PassStep(number, call, ms, snapshots[number].module if number in snapshots else None)
 
 
 def _failure(folder: Path) -> str:
@@ -101,7 +101,7 @@ def _planned_sources(module: Module) -> dict[str, str]:
     return found
 
 
-def trace_of(path: str | Path, module: Module) -> Trace:
+def trace_of(path: str | Path, module: Module) -> RunTrace:
     """What `penstock run --trace` wrote of a run of this module."""
     # Here alone: it loads torch, which takes longer than a report without a trace.
     from penstock.runtime.memory_trace import read_trace
@@ -122,10 +122,10 @@ def trace_of(path: str | Path, module: Module) -> Trace:
             where=str(path),
             hint="give a file that `penstock run --trace` wrote",
         )
-    return Trace(actions, {rank: list(_held(ranks.entries)) for rank, ranks in enumerate(found)})
+    return RunTrace(actions, {rank: list(_held(ranks.entries)) for rank, ranks in enumerate(found)})
 
 
-def _held(entries: Iterable[Entry]) -> Iterator[tuple[float, int]]:
+def _held(entries: Iterable[LedgerEntry]) -> Iterator[tuple[float, int]]:
     from penstock.runtime.stays import VALUES, Stays
 
     stays = Stays()

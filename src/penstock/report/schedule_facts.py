@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action
-from penstock.report.material import Trace
+from penstock.report.material import RunTrace
 from penstock.runtime.simulated import Simulated
 
 KINDS = (*COMPUTE, *SENDS, *RECEIVES, "AR")
@@ -39,7 +39,7 @@ def planned_facts(found: Simulated) -> dict[str, Any]:
     return _timeline(lines, found.schedule.microbatches, range(found.batches))
 
 
-def measured_facts(trace: Trace, planned: Simulated, shown: Mapping[str, Any]) -> dict[str, Any]:
+def measured_facts(trace: RunTrace, planned: Simulated, shown: Mapping[str, Any]) -> dict[str, Any]:
     """What a run did, and how long computations took beside what was planned; `shown` are the facts of that."""
     per_batch = planned.schedule.microbatches
     batches = [action.batch(per_batch) for line in trace.actions.values() for action, _, _ in line]
