@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from penstock.ir.cluster import Device
-from penstock.ir.errors import UsageError
+from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import Graph, Module
+from penstock.support.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -132,7 +132,7 @@ class Backend(Protocol):
 def backend_of(name: str) -> Backend:
     """The back end of that name, imported only now."""
     if name == "tvm":
-        from .tvm import TvmBackend
+        from .tvm_backend import TvmBackend
 
         return TvmBackend()
     if name == "numpy":
@@ -145,7 +145,7 @@ def backend_of(name: str) -> Backend:
 def check_cache(name: str) -> None:
     """The settings of the cache, where a back end has one: now, because compiling reads them when much of the work is done."""
     if name == "tvm":
-        from .tvm.store import cache_bound
+        from penstock.support.cache import cache_bound
 
         cache_bound()
 

@@ -56,9 +56,9 @@ def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, 
 
     import penstock as ps
     import penstock.frontends.onnx
-    from penstock.backends.bundle_writer import write_bundle
+    from penstock.backends.bundle.writer import write_bundle
     from penstock.backends.interface import CompileOptions, stage_graphs
-    from penstock.backends.tvm.build import LibraryBuilder, LibraryPart
+    from penstock.backends.tvm.compile.build import LibraryBuilder, LibraryPart
 
     marks = [BEGIN, time.perf_counter()]
     shape = Shape.from_json(shape_text)

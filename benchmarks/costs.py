@@ -1,4 +1,4 @@
-"""What passes/cost.py says that stages cost, beside what they take: for several models, on one thread of this machine.
+"""What passes/costs/prices.py says that stages cost, beside what they take: for several models, on one thread of this machine.
 
     python benchmarks/costs.py                    # rates measured now, as `penstock doctor` does: two minutes
     python benchmarks/costs.py --cluster FILE     # with the rates of the first device of a cluster file
@@ -25,13 +25,13 @@ from pathlib import Path
 
 import penstock as ps
 from penstock.backends.interface import CompileOptions, StageProgram, backend_of
-from penstock.inspecting.kernel_timing import measure_rows, random_arguments
-from penstock.inspecting.kernels import kernel_rows
-from penstock.ir.cluster import Cluster, Device
+from penstock.doctor.examine import examine
+from penstock.inspection.kernels.kernels import kernel_rows
+from penstock.inspection.kernels.timing import measure_rows, random_arguments
+from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.graph import Module
 from penstock.models import write_bert, write_cnn, write_gpt, write_mlp
-from penstock.passes.cost import GraphCost
-from penstock.runtime.doctor import examine
+from penstock.passes.costs.prices import GraphCost
 
 MODELS: dict[str, tuple[Callable[..., Path], dict[str, object], str]] = {
     "gpt": (write_gpt, {"layers": 4, "width": 256, "heads": 8, "vocab": 512, "positions": 128}, "cross_entropy"),

@@ -1,4 +1,4 @@
-"""What reading ahead gains: a training step with the thread that reads data (runtime/feeds.py), and without it.
+"""What reading ahead gains: a training step with the thread that reads data (runtime/worker/feeds.py), and without it.
 
     python benchmarks/data.py                           all rows: about a minute
     python benchmarks/data.py --only slow --json data.json
@@ -38,15 +38,15 @@ import torch
 from machine import markdown, write_json
 
 import penstock as ps
-from penstock.backends.bundle import Bundle, open_bundle
+from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.models import write_mlp
-from penstock.runtime.control import DataSpec, Record, RunCommand, Setup
-from penstock.runtime.data import Samples
-from penstock.runtime.feeds import AHEAD
-from penstock.runtime.group import RankGroup, host_store
-from penstock.runtime.job import data_spec
-from penstock.runtime.status import Status
-from penstock.runtime.worker import Worker
+from penstock.runtime.data.samples import Samples
+from penstock.runtime.group.group import RankGroup, host_store
+from penstock.runtime.job.job import data_spec
+from penstock.runtime.messages.control import DataSpec, Record, RunCommand, Setup
+from penstock.runtime.messages.status import Status
+from penstock.runtime.worker.feeds import AHEAD
+from penstock.runtime.worker.worker import Worker
 
 WIDTHS, ROWS, MICROBATCHES, SAMPLES = (12288, 128, 10), 64, 4, 2048
 WAITS = {"slow-0.5": 0.5, "slow-1": 1.0, "slow-2": 2.0}

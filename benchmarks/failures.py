@@ -34,7 +34,7 @@ from processes import resident_bytes
 
 import penstock as ps
 from penstock.models import write_mlp
-from penstock.runtime.running import run_bundle
+from penstock.runtime.job.run import run_bundle
 
 KINDS = ("kill", "stop", "cut")
 RANKS = 4

@@ -31,12 +31,12 @@ from machine import write_json
 
 import penstock as ps
 from penstock.backends.interface import CompileOptions, backend_of, target_of
-from penstock.ir.cluster import Cluster
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module, signature
-from penstock.ir.interp import initial_arrays
-from penstock.ir.numpy_ops import TYPED
+from penstock.ir.interpreter.interpreter import initial_arrays
+from penstock.ir.interpreter.ops import TYPED
 from penstock.ir.types import numpy_dtype
-from penstock.runtime.store import allocate, fill
+from penstock.runtime.state.store import allocate, fill
 
 _GPT = {"layers": 12, "width": 768, "heads": 12, "vocab": 50257, "positions": 1024}
 SPECS = {

@@ -3,11 +3,11 @@
     python benchmarks/inference.py                            all parts: about four minutes
     python benchmarks/inference.py --only paced --json inference.json
 
-paced   A tiny model on 4 stages, one worker process each, real messages and real requests; a forward takes 20 ms (runtime/pace.py), so that four stages
+paced   A tiny model on 4 stages, one worker process each, real messages and real requests; a forward takes 20 ms (runtime/worker/pace.py), so that four stages
         fit on one or two cores. The bound is one microbatch per 20 ms. Rows: requests of one sample in microbatches of one; requests of 1 to 7
         samples in microbatches of 4; one request at a time (mode latency), whose bound is 4 forwards per request.
 real    A GPT of 4 blocks, 512 wide, one sequence of 128 tokens per request, on 2 and on 4 stages of one thread each. The bound is the forward of the slowest
-        stage while every rank computes forwards without end and no messages (runtime/rehearse.py), before and after the turns: what cores, caches and
+        stage while every rank computes forwards without end and no messages (src/penstock/calibration/rehearse.py), before and after the turns: what cores, caches and
         memory leave, so that four stages on two cores have a bound, too. `alone` is the forward of the slowest stage with nobody beside it, or those of all
         stages over the cores, whichever is longer. onnxruntime and torch compute in one process with 2 threads; results are compared with onnxruntime's.
 large   The same with 2 blocks and 16384 tokens of vocabulary on 2 stages: results of 8 MB, which have to get out while the last stage computes.
@@ -36,11 +36,11 @@ from machine import markdown, write_json
 from turns import take_turns
 
 import penstock as ps
-from penstock.backends.bundle import Bundle, open_bundle
-from penstock.ir.cluster import usable_cores
+from penstock.backends.bundle.format import Bundle, open_bundle
+from penstock.calibration.rehearse import rehearse
+from penstock.ir.cluster.cluster import usable_cores
 from penstock.models import write_gpt, write_mlp
-from penstock.runtime.job import Job
-from penstock.runtime.rehearse import rehearse
+from penstock.runtime.job.job import Job
 
 Run = Callable[[], float]
 FORWARD = 0.02

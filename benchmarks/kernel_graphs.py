@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from penstock.ir.graph import Attr, Graph, Module, Op, Value, Var
 from penstock.ir.ops import make
 from penstock.ir.types import parse_type
-from penstock.passes.autodiff import AutodiffOptions, autodiff
-from penstock.passes.decompose import DecomposeOptions, decompose
-from penstock.passes.fuse import FuseOptions, fuse
-from penstock.passes.simplify import SimplifyOptions, simplify
+from penstock.passes.kernels.fuse import FuseOptions, fuse
+from penstock.passes.rewrite.decompose import DecomposeOptions, decompose
+from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
+from penstock.passes.training.autodiff import AutodiffOptions, autodiff
 
 FORWARD, BACKWARD = "s0.F", "s0.B"
 

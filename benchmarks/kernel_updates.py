@@ -20,7 +20,7 @@ from penstock.backends.interface import StageProgram
 from penstock.ir.graph import Graph, Module, Op, Value, Var, signature
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
-from penstock.passes.optimizers import STEP, UPDATES, OptimizerOptions, optimizer
+from penstock.passes.training.optimizer import STEP, UPDATES, OptimizerOptions, optimizer
 
 RATE, DECAY = 1e-3, 0.01
 LAYERS, POSITIONS = 12, 1024

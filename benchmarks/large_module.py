@@ -24,13 +24,13 @@ from typing import Any
 from machine import load, system, write_json
 
 import penstock as ps
-from penstock.differing import differences
-from penstock.ir.errors import ParseError
+from penstock.inspection.diff import differences
 from penstock.ir.graph import Module
 from penstock.ir.text import parse_module, print_module
-from penstock.ir.verify import verify
+from penstock.ir.verify.verifier import verify
 from penstock.models import write_gpt
 from penstock.passes.manager import count_ops
+from penstock.support.errors import ParseError
 
 # Seconds for this many operations.
 OPERATIONS = 50_000

@@ -48,10 +48,10 @@ from turns import in_turn
 import penstock as ps
 from penstock import models as files
 from penstock.backends.interface import backend_of
-from penstock.ir.cluster import Cluster
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import PARAM, Module, signature
-from penstock.ir.interp import initial_arrays
-from penstock.ir.numpy_ops import TYPED
+from penstock.ir.interpreter.interpreter import initial_arrays
+from penstock.ir.interpreter.ops import TYPED
 from penstock.ir.ops import cost_of
 
 # Losses after a few updates against eager torch's, relative to the first; results, relative to the largest of float64.

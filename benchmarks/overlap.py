@@ -52,9 +52,9 @@ from transport import CONTENDERS, TIMEOUT, Empty, Pipeline, turns, write_bundle
 
 from penstock.ir.graph import Module
 from penstock.ir.schedule import RECEIVES, SENDS, Action
-from penstock.runtime.executor import Executor
-from penstock.runtime.group import RankGroup
-from penstock.runtime.launch import loopback_name, thread_environment
+from penstock.runtime.group.group import RankGroup
+from penstock.runtime.launch.local import loopback_name, thread_environment
+from penstock.runtime.worker.executor import Executor
 
 SCHEDULE = "eager-2bw"
 FORWARD, BACKWARD = 1.25, 2.5

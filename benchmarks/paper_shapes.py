@@ -4,7 +4,7 @@ gpipe, tensor parallelism, and no pipelining.
     python benchmarks/paper_shapes.py [--devices 8 64] [--models 1.3B 2.2B 3.8B] [--batch N ...] [--json FILE]
 
 Nothing runs on GPUs. Each schedule gets its own depth, replicas, microbatch size and recomputation: the planner's best plans
-restricted to it are played event by event (runtime/simulate.py) with the same times, links and network cards, and the fastest is
+restricted to it are played event by event (passes/simulator/simulate.py) with the same times, links and network cards, and the fastest is
 taken. Assumed, as the paper does not say all of it:
 
     model     24 blocks of width 2048 (1.3 B), 2688 (2.2 B), 3552 (3.8 B), 32 heads, 512 positions, vocabulary 51200; 16 bits, Adam with 32-bit state; scores of
@@ -32,16 +32,16 @@ from typing import Any
 from machine import write_json
 from shapes import gpt_chain
 
-from penstock.ir.cluster import Cluster, Device
+from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.schedule import Action
-from penstock.passes.late_updates import sum_late
 from penstock.passes.planner.chain import Chain, Table
 from penstock.passes.planner.fleet import equal_hosts, fleet_of
 from penstock.passes.planner.plan import PipelinePlan, PlanRequest
 from penstock.passes.planner.planner import Outcome, Planner
-from penstock.passes.schedules import SCHEDULES, build_schedule
-from penstock.runtime.simulate import simulate, wire_chain
-from penstock.runtime.simulated_machine import machine_of
+from penstock.passes.schedules.late_updates import sum_late
+from penstock.passes.schedules.schedule import SCHEDULES, build_schedule
+from penstock.passes.simulator.machine import machine_of
+from penstock.passes.simulator.simulate import simulate, wire_chain
 
 WIDTHS = {"1.3B": 2048, "2.2B": 2688, "3.8B": 3552}
 BLOCKS, POSITIONS, HEADS, VOCABULARY = 24, 512, 32, 51200

@@ -8,7 +8,7 @@ one update costs, for several optimisers.
 
 A GPT of two layers (penstock.models.write_gpt) reads 48 characters of benchmarks/prose.txt, a snapshot of these pages, and tells the next
 one of each. Every seed has other weights and another order of the samples; both schedules see the same. The comparison is that of
-`penstock verify --parity` (src/penstock/parity.py). The delay does not depend on the number of stages, so two are enough.
+`penstock verify --parity` (src/penstock/verification/parity.py). The delay does not depend on the number of stages, so two are enough.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy as np
 
 import penstock as ps
 from penstock.models import write_gpt
-from penstock.parity import DELAYED, HEADER, PLAIN, Parity, Setting, compare, optimizers_of, report
-from penstock.terminal import table
+from penstock.support.terminal import table
+from penstock.verification.parity import DELAYED, HEADER, PLAIN, Parity, Setting, compare, optimizers_of, report
 
 PROSE = Path(__file__).with_name("prose.txt")
 POSITIONS, WIDTH, LAYERS, HEADS, BATCH = 48, 48, 2, 4, 4

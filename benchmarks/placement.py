@@ -31,7 +31,7 @@ from penstock.passes.placement.contiguous import split_contiguously
 from penstock.passes.placement.ideals import bits, enumerate_ideals
 from penstock.passes.placement.problem import DeviceKind, PlacedNode, PlacementProblem
 from penstock.passes.placement.units import absorb, units_of
-from penstock.terminal import table
+from penstock.support.terminal import table
 
 
 class Row(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 from machine import markdown, write_json
 from shapes import gpt_chain
 
-from penstock.ir.cluster import Device
+from penstock.ir.cluster.cluster import Device
 from penstock.passes.planner.fleet import equal_hosts, fleet_of
 from penstock.passes.planner.plan import SCHEDULES, PlanRequest
 from penstock.passes.planner.planner import Planner

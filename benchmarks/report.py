@@ -35,11 +35,11 @@ import chromium
 from machine import write_json
 
 import penstock as ps
-from penstock.dumping import Dump
+from penstock.inspection.dump import Dump
+from penstock.inspection.report.facts import gather
+from penstock.inspection.report.material import Material, PassStep
+from penstock.inspection.report.page import page_of, render
 from penstock.models import write_gpt
-from penstock.report.facts import gather
-from penstock.report.material import Material, PassStep
-from penstock.report.page import page_of, render
 
 LIMIT_BYTES, LIMIT_S = 5e6, 2.0
 VIEWS = ("graph", "passes", "placement", "schedule", "memory", "links", "kernels")

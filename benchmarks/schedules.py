@@ -4,7 +4,7 @@
     python benchmarks/schedules.py --only 4x6 --json schedules.json     d x m
 
 Every row trains a tiny model on d stages, one worker process each, with m microbatches per batch: real messages over gloo, real stores,
-real programs; only the computations are paced (runtime/pace.py): a forward takes 20 ms, a whole backward 40 ms, of which weight gradients
+real programs; only the computations are paced (runtime/worker/pace.py): a forward takes 20 ms, a whole backward 40 ms, of which weight gradients
 take 20 ms where they are apart. The workers sleep most of the time, so that eight of them fit on one or two cores. Rows with latency have
 links on which a message takes as long as a forward.
 
@@ -32,11 +32,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from machine import write_json
 
 import penstock as ps
-from penstock.ir.simulate import time_per_batch
+from penstock.ir.grid import time_per_batch
 from penstock.models import write_mlp
-from penstock.passes.schedules import SCHEDULES, build_schedule
 from penstock.passes.schedules.dealing import equal_shares
-from penstock.runtime.job import Job
+from penstock.passes.schedules.schedule import SCHEDULES, build_schedule
+from penstock.runtime.job.job import Job
 
 
 class Row(NamedTuple):

@@ -10,9 +10,9 @@ import subprocess
 import sys
 import time
 
-from penstock.passes.schedules import build_schedule
-from penstock.runtime.simulate import simulate, wire_chain
-from penstock.runtime.simulated_machine import Route, SimulatedMachine
+from penstock.passes.schedules.schedule import build_schedule
+from penstock.passes.simulator.machine import Route, SimulatedMachine
+from penstock.passes.simulator.simulate import simulate, wire_chain
 
 # Stages, microbatches, batches, and how many ranks share a network card (0: nobody).
 ROWS = ((256, 64, 3, 0), (2048, 64, 3, 0), (2048, 64, 3, 8))

@@ -2,7 +2,7 @@
 
 Commands: seconds of a fresh process from its start to its end, and the heavy libraries that it loads. Jobs: seconds from `ps.open` until
 all ranks of a small model are ready, in a process of its own, the first time and the next, and the processor seconds of all its processes
-meanwhile; a fork server is there the second time (runtime/forkserver.py).
+meanwhile; a fork server is there the second time (runtime/launch/forkserver.py).
 
     python benchmarks/startup.py                  some seconds
     python benchmarks/startup.py --rounds 21 --json startup.json

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from machine import markdown, write_json
 from transport import SCHEDULES, Pipeline, add_rank_arguments, run_rank, told_by_two, write_bundle
 
-from penstock.runtime.executor import Executor
-from penstock.runtime.group import RankGroup
+from penstock.runtime.group.group import RankGroup
+from penstock.runtime.worker.executor import Executor
 
 SIZE = 64 << 10
 BATCHES = 25

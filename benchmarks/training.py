@@ -37,7 +37,7 @@ from processes import Contender, ContenderFailed, allowed_cores
 from training_shape import Shape, add_shape_arguments, shape_of, write_model
 from turns import in_turn
 
-from penstock.terminal import table
+from penstock.support.terminal import table
 
 HERE = Path(__file__).parent
 NAMES = ("penstock-2bw", "penstock-1f1b", "other-pipeline", "torch-single")

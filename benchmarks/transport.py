@@ -39,21 +39,21 @@ import torch.distributed as dist
 from machine import markdown, write_json
 
 import penstock as ps
-from penstock.backends.bundle import open_bundle
+from penstock.backends.bundle.format import open_bundle
 from penstock.ir.graph import Edge, Module, Value, stage_vars, stepped_vars
-from penstock.ir.memory_walk import POSTED
+from penstock.ir.memory.walk import POSTED
 from penstock.ir.schedule import PHASES, RECEIVES, SENDS, Action
 from penstock.ir.types import TensorType, numpy_dtype
 from penstock.models import write_mlp
-from penstock.runtime.children import failure, outputs
-from penstock.runtime.executor import Executor
-from penstock.runtime.feeds import DataFeed
-from penstock.runtime.group import RankGroup, host_store, join_store
-from penstock.runtime.launch import loopback_name, thread_environment
-from penstock.runtime.neighbours import connect, ends_of, identity
-from penstock.runtime.status import Status
-from penstock.runtime.store import TORCH_DTYPES, Store
-from penstock.runtime.transport import End, RankTransport
+from penstock.runtime.group.group import RankGroup, host_store, join_store
+from penstock.runtime.group.neighbours import connect, ends_of, identity
+from penstock.runtime.launch.local import loopback_name, thread_environment
+from penstock.runtime.messages.status import Status
+from penstock.runtime.state.store import TORCH_DTYPES, Store
+from penstock.runtime.transport.transport import End, RankTransport
+from penstock.runtime.worker.executor import Executor
+from penstock.runtime.worker.feeds import DataFeed
+from penstock.support.helper_processes import failure, outputs
 
 WIDTH = 1024
 SIZES = (64 << 10, 1 << 20, 16 << 20)

@@ -1,5 +1,5 @@
 """How well simulation predicts: step time and peak memory of real runs, predicted by
-`runtime/simulate.py` and `ir/memory.py`, and measured.
+`passes/simulator/simulate.py` and `ir/memory/predict.py`, and measured.
 
     python benchmarks/truth.py --json truth.json                 all configurations; goes on from the file if it is there
     python benchmarks/truth.py --only gpt-2-1f1b --json x.json
@@ -10,7 +10,7 @@ by threads, by quotas on processor time (a control group for each rank; Linux, c
 by injected latency, or by a token bucket on the loopback device of a network namespace of their own (root). A configuration that
 this host cannot make is said and left out.
 
-Predicted from: seconds of each kind of action, measured rank by rank with nobody else running (runtime/rehearse.py; under the same quota),
+Predicted from: seconds of each kind of action, measured rank by rank with nobody else running (src/penstock/calibration/rehearse.py; under the same quota),
 in turns with the runs, as the speed of a host drifts; how much ranks that compute at once slow each other, measured with two, or as many as
 there are; what messages over loopback cost, measured with a model that computes next to nothing, and what a worker takes beside its
 tensors, measured with a small GPT. Nothing is taken from the runs. Three ranks on two cores share them in the simulation as they do here.
@@ -44,15 +44,15 @@ from truth_plans import time_plans
 from truth_runs import BATCHES, FED, batches, beyond_base, load, memory_of, run, save
 
 import penstock as ps
-from penstock.backends.bundle import Bundle, open_bundle
-from penstock.ir.cluster import Cluster, Device, usable_cores
+from penstock.backends.bundle.format import Bundle, open_bundle
+from penstock.calibration.rehearse import rehearse
+from penstock.ir.cluster.cluster import Cluster, Device, usable_cores
 from penstock.ir.schedule import RECEIVES, SENDS, Action
 from penstock.models import write_cnn, write_gpt, write_mlp
-from penstock.runtime.control import DataSpec
-from penstock.runtime.job import Job
-from penstock.runtime.rehearse import rehearse
-from penstock.runtime.simulate import simulate
-from penstock.runtime.simulated_machine import Route, Seat, SimulatedMachine, TransportModel
+from penstock.passes.simulator.machine import Route, Seat, SimulatedMachine, TransportModel
+from penstock.passes.simulator.simulate import simulate
+from penstock.runtime.job.job import Job
+from penstock.runtime.messages.control import DataSpec
 
 SIMULATED = 14
 # Ranks talk over sockets, though they could share memory.

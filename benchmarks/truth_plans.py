@@ -29,12 +29,12 @@ from truth_runs import batches, load, run, save
 
 import penstock as ps
 from penstock.arguing import predict
-from penstock.backends.bundle import open_bundle
-from penstock.ir.cluster import Cluster
+from penstock.backends.bundle.format import open_bundle
+from penstock.doctor.examine import examine
+from penstock.ir.cluster.cluster import Cluster
 from penstock.models import write_mlp
 from penstock.planning import plan_best
-from penstock.runtime.control import DataSpec
-from penstock.runtime.doctor import examine
+from penstock.runtime.messages.control import DataSpec
 
 PRODUCTS, WIDTH, ROWS, MICROBATCHES = 8, 1024, 512, 4
 SLOW = 0.5

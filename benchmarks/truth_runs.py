@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from truth_machines import Configuration, place_workers
 
-from penstock.backends.bundle import Bundle
-from penstock.runtime.control import DataSpec
-from penstock.runtime.job import Job
+from penstock.backends.bundle.format import Bundle
+from penstock.runtime.job.job import Job
+from penstock.runtime.messages.control import DataSpec
 
 BATCHES, FED = 12, 5
 SYNTHETIC = DataSpec()

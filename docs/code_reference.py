@@ -16,14 +16,14 @@ from typing import Any
 WIDTH = 100
 # Classes that public functions hand out or take, besides those that `penstock` names itself: where they are, and what hands them out.
 HANDED_OUT = {
-    "Job": ("penstock.runtime.job", "what `penstock.open` gives"),
-    "Step": ("penstock.runtime.control", "what `Job.steps` gives for every update"),
-    "RunSummary": ("penstock.runtime.running", "what `penstock.run_bundle` gives"),
-    "Evaluation": ("penstock.runtime.evaluation", "what `Job.evaluate` gives"),
-    "Device": ("penstock.ir.cluster", "a device of a `Cluster`"),
-    "Link": ("penstock.ir.cluster", "a way between two devices of a `Cluster`"),
-    "Host": ("penstock.ir.cluster", "a machine of a `Cluster`"),
-    "Trace": ("penstock.inspecting.traces", "what `penstock.load_trace` gives"),
+    "Job": ("penstock.runtime.job.job", "what `penstock.open` gives"),
+    "Step": ("penstock.runtime.messages.control", "what `Job.steps` gives for every update"),
+    "RunSummary": ("penstock.runtime.job.run", "what `penstock.run_bundle` gives"),
+    "Evaluation": ("penstock.runtime.worker.evaluation", "what `Job.evaluate` gives"),
+    "Device": ("penstock.ir.cluster.cluster", "a device of a `Cluster`"),
+    "Link": ("penstock.ir.cluster.cluster", "a way between two devices of a `Cluster`"),
+    "Host": ("penstock.ir.cluster.cluster", "a machine of a `Cluster`"),
+    "Trace": ("penstock.inspection.traces.trace", "what `penstock.load_trace` gives"),
 }
 
 
@@ -243,8 +243,8 @@ def operations() -> str:
 
 def passes() -> str:
     """Every pass with all that `penstock passes PASS` says."""
+    from penstock.inspection.reference.passes import pass_help
     from penstock.passes.pipelines import PASSES
-    from penstock.reference.passes import pass_help
 
     return "\n".join(
         f"## {name}\n\n```text\n{chr(10).join(line.rstrip() for line in pass_help(name))}\n```\n" for name in PASSES
@@ -253,7 +253,7 @@ def passes() -> str:
 
 def errors() -> str:
     """The errors that a user can meet, by the exit codes of the command line."""
-    from penstock.ir import errors
+    from penstock.support import errors
 
     kinds = [what for what in vars(errors).values() if inspect.isclass(what) and issubclass(what, errors.PenstockError)]
     lines = ["| exit code | error | means |\n", "| --- | --- | --- |\n", "| 0 | | all went well |\n"]

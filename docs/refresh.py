@@ -38,7 +38,7 @@ def docstring(module: str, first: str, last: str | None = None) -> str:
 
 def ops() -> str:
     """The op table with what supports each row."""
-    from penstock.reference.coverage import coverage
+    from penstock.inspection.reference.coverage import coverage
 
     header, rows = coverage()
     lines = [
@@ -51,7 +51,7 @@ def ops() -> str:
 
 def coverage_words() -> str:
     """What stands in the columns of the op table."""
-    from penstock.reference.coverage import MEANINGS
+    from penstock.inspection.reference.coverage import MEANINGS
 
     return "\n".join(["", *(f"* `{word}`: {meaning}" for word, meaning in MEANINGS.items()), "", ""])
 
@@ -140,9 +140,9 @@ def onnx_support() -> str:
     """What ONNX's node tests say of each operator, and whether what it becomes can be trained and has kernels."""
     import json
 
-    from penstock.backends.tvm.cuda.generate import KINDS
-    from penstock.passes.decompose import DECOMPOSE
-    from penstock.passes.vjp import STOPS, VJP
+    from penstock.backends.tvm.cuda.kernels.generate import KINDS
+    from penstock.passes.rewrite.decompose import DECOMPOSE
+    from penstock.passes.training.vjp import STOPS, VJP
 
     sys.path.insert(0, str(HERE.parent / "tests"))
     from conformance.execution import FAILED, INTERPRETER, TVM
@@ -179,7 +179,7 @@ def passes() -> str:
     """Every pass with its options and the facts it needs and gives."""
     from dataclasses import MISSING, fields
 
-    from penstock.ir.literals import print_literal
+    from penstock.ir.attrs import print_literal
     from penstock.passes.pipelines import PASSES
 
     lines = ["| pass | options | needs | gives | does |\n", "| --- | --- | --- | --- | --- |\n"]
@@ -216,8 +216,8 @@ def pipeline(training: bool) -> Callable[[], str]:
 
 def grid(kind: str, stages: int, microbatches: int, batches: int) -> Callable[[], str]:
     def text() -> str:
-        from penstock.ir.simulate import format_grid
-        from penstock.passes.schedules import build_schedule
+        from penstock.ir.grid import format_grid
+        from penstock.passes.schedules.schedule import build_schedule
 
         return block(format_grid(build_schedule(kind, stages, microbatches), batches))
 
@@ -227,7 +227,7 @@ def grid(kind: str, stages: int, microbatches: int, batches: int) -> Callable[[]
 def period(kind: str, stages: int, microbatches: int) -> Callable[[], str]:
     def text() -> str:
         from penstock.ir.text import print_schedule
-        from penstock.passes.schedules import build_schedule
+        from penstock.passes.schedules.schedule import build_schedule
 
         return block("\n".join(line[2:] for line in print_schedule(build_schedule(kind, stages, microbatches))))
 
@@ -266,7 +266,7 @@ def results() -> dict[str, Callable[[], str]]:
 
 PARTS: dict[str, Callable[[], str]] = {
     "grammar": lambda: docstring("penstock.ir.text", "module    =", "A module is printed"),
-    "verifier": lambda: docstring("penstock.ir.verify", "typed ", "Cost:"),
+    "verifier": lambda: docstring("penstock.ir.verify.verifier", "typed ", "Cost:"),
     "ops": ops,
     "coverage-words": coverage_words,
     "onnx-operators": onnx_operators,
@@ -278,20 +278,20 @@ PARTS: dict[str, Callable[[], str]] = {
     "passes": passes,
     "training-pipeline": pipeline(True),
     "inference-pipeline": pipeline(False),
-    "serving-modes": lambda: docstring("penstock.runtime.serving", "throughput", "The queue holds"),
+    "serving-modes": lambda: docstring("penstock.runtime.job.dispatcher", "throughput", "The queue holds"),
     "grid-1f1b": grid("1f1b", 3, 4, 2),
     "grid-gpipe": grid("gpipe", 3, 4, 2),
     "grid-2bw": grid("2bw", 3, 4, 2),
     "grid-eager-2bw": grid("eager-2bw", 3, 4, 2),
     "grid-zb-1f1b": grid("zb-1f1b", 3, 4, 2),
     "period-2bw": period("2bw", 3, 4),
-    "sinks": lambda: docstring("penstock.runtime.sinks", "tensorboard:DIR", "Where PENSTOCK"),
-    "cluster-file": lambda: docstring("penstock.ir.cluster_file", "[[device]]", "Numbers are in bytes"),
+    "sinks": lambda: docstring("penstock.runtime.telemetry.sinks", "tensorboard:DIR", "Where PENSTOCK"),
+    "cluster-file": lambda: docstring("penstock.ir.cluster.file", "[[device]]", "Numbers are in bytes"),
     "planner-model": lambda: docstring("penstock.passes.planner.cost", "Notation"),
     "workload-format": lambda: docstring("penstock.passes.placement.workload", "maxSizePerFPGA", "Accelerators pay"),
-    "dump-files": lambda: docstring("penstock.dumping", "00_input.ir", "Modules can be"),
-    "bundle-files": lambda: docstring("penstock.backends.bundle", "manifest.json", "`open_bundle`"),
-    "checkpoint-files": lambda: docstring("penstock.runtime.checkpoint", "DIR/latest", "A checkpoint is"),
+    "dump-files": lambda: docstring("penstock.inspection.dump", "00_input.ir", "Modules can be"),
+    "bundle-files": lambda: docstring("penstock.backends.bundle.format", "manifest.json", "`open_bundle`"),
+    "checkpoint-files": lambda: docstring("penstock.runtime.checkpoint.format", "DIR/latest", "A checkpoint is"),
     "seeded-bugs": lambda: seeded_bugs(),
     "walk-wrong-number": lambda: walkthrough("wrong-number"),
     "walk-hang": lambda: walkthrough("hang"),

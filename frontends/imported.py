@@ -13,7 +13,7 @@ from penstock.ir.graph import BUFFER, PARAM, Module, Var
 from .hints import Hints
 
 if TYPE_CHECKING:
-    from .onnx.structure import Structure
+    from penstock.frontends.onnx.structure import Structure
 
 
 @dataclass(frozen=True)

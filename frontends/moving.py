@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.ir.errors import UnsupportedModel
 from penstock.ir.graph import Module, written_vars
 from penstock.ir.liveness import live_ops
+from penstock.support.errors import UnsupportedModel
 
 
 def at_rest(module: Module, pure: bool = False) -> Module:

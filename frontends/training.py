@@ -23,7 +23,7 @@ A training file is TOML; an unknown key, a missing one or a wrong value is an er
     name = "embed"
     kind = "adamw"
 
-Optimisers, schedules of the learning rate and groups of parameters with their settings stand in ir/optimizers.py and ir/rates.py.
+Optimisers, schedules of the learning rate and groups of parameters with their settings stand in ir/training/optimizers.py and ir/training/rates.py.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.ir.errors import UsageError
 from penstock.ir.graph import BUFFER, PARAM, Attr, Graph, Module, Namer, Op, Value, Var, substitute
 from penstock.ir.liveness import live_ops
+from penstock.ir.names import accepted, shown
 from penstock.ir.ops import make
-from penstock.ir.optimizers import SGD, Group, Optimizer, load_group, load_optimizer, sort_into
-from penstock.ir.rates import Constant, Rate, rate_of
-from penstock.ir.renames import accepted, shown
 from penstock.ir.schedule import MOST_MICROBATCHES
-from penstock.ir.settings import pick
+from penstock.ir.training.optimizers import SGD, Group, Optimizer, load_group, load_optimizer, sort_into
+from penstock.ir.training.rates import Constant, Rate, rate_of
+from penstock.ir.training.settings import pick
 from penstock.ir.types import FLOATS, TensorType
+from penstock.support.errors import UsageError
 
 LABELS = "labels"
 LOSSES = ("cross_entropy", "mse", "output:NAME")

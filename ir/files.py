@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from .errors import PenstockError, UsageError
+from penstock.ir.verify.problems import LIMIT, Problem, op_window, to_error
+from penstock.ir.verify.verifier import verify
+from penstock.support.errors import PenstockError, UsageError
+
 from .graph import Module
 from .ops import complete_attrs
-from .problems import LIMIT, Problem, op_window, to_error
 from .text import parse_module
-from .verify import verify
 
 
 def read_text(path: Path, expected: str = "expected a text file") -> str:

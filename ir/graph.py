@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from penstock.support.words import visible
+
 from .types import TensorType
-from .words import visible
 
 if TYPE_CHECKING:
-    from .cluster import Cluster
+    from penstock.ir.cluster.cluster import Cluster
+
     from .schedule import Schedule
 
 Found = TypeVar("Found")
@@ -207,13 +209,13 @@ class Module:
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
-        from .html import describe
+        from penstock.inspection.html import describe
 
         return f"<{describe(self)}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from .html import module_html
+        from penstock.inspection.html import module_html
 
         return module_html(self)
 

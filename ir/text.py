@@ -32,14 +32,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NoReturn, TypeVar
 
-from .cluster import Cluster, Device, Host, Link, LinkClass
-from .collecting import nothing_collected
-from .errors import ParseError
+from penstock.ir.cluster.cluster import Cluster, Device, Host, Link, LinkClass
+from penstock.support.errors import ParseError
+from penstock.support.gc_pause import nothing_collected
+from penstock.support.words import visible
+
+from .attrs import parse_literal, parse_scalar, print_literal, split_items
 from .graph import ROLES, Attr, Edge, Graph, Mesh, Module, Note, Op, Scalar, Stage, Value, Var
-from .literals import parse_literal, parse_scalar, print_literal, split_items
 from .schedule import Action, Program, Schedule
 from .types import parse_type
-from .words import visible
 
 NAME = r"[\w./:\-]+"
 T = TypeVar("T")

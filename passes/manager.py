@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Protocol
 
-from ..ir.errors import PenstockError, UsageError
-from ..ir.graph import Attr, Module
-from ..ir.literals import parse_literal, print_literal
-from ..ir.verify import verify
-from ..ir.words import itemised, meant
+from penstock.ir.attrs import parse_literal, print_literal
+from penstock.ir.graph import Attr, Module
+from penstock.ir.verify.verifier import verify
+from penstock.support.errors import PenstockError, UsageError
+from penstock.support.words import itemised, meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Event:
 
 
 class Watcher(Protocol):
-    """Who wants to know of every step of a pipeline, as it happens: penstock.dumping writes it down."""
+    """Who wants to know of every step of a pipeline, as it happens: penstock.inspection.dump writes it down."""
 
     def begin(self, module: Module, rest: str) -> None:
         """A pipeline starts, which is to run these passes."""

@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, ParamSpec
 
-from ..ir.graph import Attr, Scalar
-from ..ir.literals import print_literal
-from .autodiff import AutodiffOptions, autodiff
-from .communicate import CommunicateOptions, communicate
-from .decompose import DecomposeOptions, decompose
-from .fuse import FuseOptions, fuse
-from .guard import GuardOptions, guard
-from .libraries import LibrariesOptions, libraries
-from .lifetimes import LifetimesOptions, lifetimes
+from penstock.ir.attrs import print_literal
+from penstock.ir.graph import Attr, Scalar
+from penstock.passes.communicate.communicate import CommunicateOptions, communicate
+from penstock.passes.communicate.wire import WireOptions, check_wire, wire
+from penstock.passes.kernels.fuse import FuseOptions, fuse
+from penstock.passes.kernels.libraries import LibrariesOptions, libraries
+from penstock.passes.memory.lifetimes import LifetimesOptions, lifetimes
+from penstock.passes.memory.recompute import RecomputeOptions, recompute
+from penstock.passes.partition.partition import PartitionOptions, partition
+from penstock.passes.partition.split import SplitOptions, split
+from penstock.passes.partition.split_backward import SplitBackwardOptions, split_backward
+from penstock.passes.rewrite.decompose import DecomposeOptions, decompose
+from penstock.passes.rewrite.precision import PrecisionOptions, check_precision, precision
+from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
+from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
+from penstock.passes.schedules.weight_versions import WeightVersionsOptions, weight_versions
+from penstock.passes.training.autodiff import AutodiffOptions, autodiff
+from penstock.passes.training.guard import GuardOptions, guard
+from penstock.passes.training.optimizer import OptimizerOptions, optimizer
+
 from .manager import Call, Pass, parse_pipeline
-from .optimizers import OptimizerOptions, optimizer
-from .partition import PartitionOptions, partition
-from .precision import PrecisionOptions, check_precision, precision
-from .recompute import RecomputeOptions, recompute
-from .schedules import SCHEDULES, ScheduleOptions, schedule
-from .simplify import SimplifyOptions, simplify
-from .split import SplitOptions, split
-from .split_backward import SplitBackwardOptions, split_backward
-from .weight_versions import WeightVersionsOptions, weight_versions
-from .wire import WireOptions, check_wire, wire
 
 PASSES: dict[str, Pass] = {
     row.name: row

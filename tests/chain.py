@@ -9,10 +9,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from penstock.backends.bundle import Bundle
-from penstock.backends.bundle_writer import write_bundle
+from penstock.backends.bundle.format import Bundle
+from penstock.backends.bundle.writer import write_bundle
 from penstock.backends.interface import backend_of
-from penstock.ir.cluster import Cluster
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.text import parse_module
 from penstock.passes.manager import run_passes
 from penstock.passes.pipelines import PASSES, training_pipeline

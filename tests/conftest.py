@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
-from penstock.backends.tvm import pool
+from penstock.backends.tvm.compile import pool
 from penstock.ir.graph import Module
 from penstock.ir.text import parse_module
 

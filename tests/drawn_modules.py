@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from penstock.ir.cluster import Cluster, Device, Link
+from penstock.ir.cluster.cluster import Cluster, Device, Link
 from penstock.ir.graph import Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
 from penstock.ir.schedule import KINDS, RECEIVES, SENDS, Action, Program, Schedule
 from penstock.ir.types import DTYPES, TensorType

@@ -9,9 +9,9 @@ import torch
 
 from penstock.backends.interface import StageProgram
 from penstock.ir.graph import Graph
-from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.interpreter.interpreter import DictStore, run_graph
 from penstock.ir.types import dtype_of
-from penstock.runtime.store import TORCH_DTYPES, as_array, fill
+from penstock.runtime.state.store import TORCH_DTYPES, as_array, fill
 
 # Largest error allowed, as a part of the largest value of the result. Half precision is rounded once here, by every step in the interpreter.
 TOLERANCE = {"f32": 2e-5, "f64": 1e-12, "f16": 4e-3, "bf16": 3e-2}

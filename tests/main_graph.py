@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from penstock.ir.graph import Graph, Module
-from penstock.ir.interp import run_graph
+from penstock.ir.interpreter.interpreter import run_graph
 from penstock.ir.text import parse_module
-from penstock.ir.verify import check
-from penstock.passes.simplify import SimplifyOptions, simplify
+from penstock.ir.verify.verifier import check
+from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
 
 
 def main_of(ins: str, lines: str | Iterable[str], outs: str = "%out", head: str | Iterable[str] = ()) -> Module:

@@ -8,9 +8,9 @@ from pathlib import Path
 import onnx
 import pytest
 
-from penstock import checks
 from penstock.cli import main
 from penstock.models import write_mlp
+from penstock.verification import checks
 
 
 def test_scalar_outputs_by_names_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

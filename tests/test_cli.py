@@ -18,13 +18,13 @@ from onnx import TensorProto, helper
 from safetensors.numpy import load_file
 
 from penstock.cli import main
-from penstock.ir.errors import UsageError
 from penstock.ir.text import parse_module, print_module
 from penstock.model_arguments import SCHEDULE_KINDS
 from penstock.models import write_gpt, write_mlp
-from penstock.passes.schedules import SCHEDULES
-from penstock.runtime.control import Step
-from penstock.runtime.metrics import Metrics
+from penstock.passes.schedules.schedule import SCHEDULES
+from penstock.runtime.messages.control import Step
+from penstock.runtime.telemetry.metrics import Metrics
+from penstock.support.errors import UsageError
 
 
 def call(*words: str | Path) -> int:
@@ -395,7 +395,7 @@ def test_a_plan_that_does_not_fit_exits_with_4(built: Path, tmp_path: Path, caps
 
 
 def test_outputs_that_are_all_nan_do_not_verify() -> None:
-    from penstock.checks import relative_error
+    from penstock.verification.checks import relative_error
 
     nothing = np.full(3, np.nan)
     assert relative_error(nothing, nothing) == float("inf")
@@ -487,9 +487,9 @@ def test_an_output_that_cannot_be_written_is_noticed_before_the_work(
     ("words", "step"),
     [
         (["compile", "{m}", "-o", "{t}/b", "--dim", "batch=2"], "penstock.api.from_onnx"),
-        (["verify", "{m}", "--dim", "batch=2"], "penstock.checks.verify_model"),
+        (["verify", "{m}", "--dim", "batch=2"], "penstock.verification.checks.verify_model"),
         (["demo", "-o", "{t}/demo"], "penstock.demo.run_demo"),
-        (["inspect", "{d}/bundle/module.ir", "--measure"], "penstock.inspecting.kernel_timing.measure_rows"),
+        (["inspect", "{d}/bundle/module.ir", "--measure"], "penstock.inspection.kernels.timing.measure_rows"),
     ],
 )
 def test_a_bad_size_of_the_cache_is_noticed_before_the_work(

@@ -11,7 +11,7 @@ from drawn_modules import modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.differing import differences
+from penstock.inspection.diff import differences
 from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.types import TensorType
@@ -107,7 +107,7 @@ def test_steps_of_real_pipelines(folder: str, monkeypatch: pytest.MonkeyPatch) -
         lines = changed(before, after)
         # Operations that stand in their places are found by their names as well.
         with monkeypatch.context() as patched:
-            patched.setattr("penstock.differing._in_place", lambda a, b: None)
+            patched.setattr("penstock.inspection.diff._in_place", lambda a, b: None)
             assert changed(before, after) == lines
         one, other = (print_module(module).splitlines() for module in (before, after))
         assert bool(lines) == (one != other)

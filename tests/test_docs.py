@@ -18,10 +18,10 @@ import pytest
 
 import penstock
 from penstock.cli import command_line
-from penstock.ir.cluster import Cluster
-from penstock.ir.errors import PenstockError
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.text import parse_module, print_module
-from penstock.ir.verify import verify
+from penstock.ir.verify.verifier import verify
+from penstock.support.errors import PenstockError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.cli import main
-from penstock.differing import differences
-from penstock.dumping import Dump, step_of
-from penstock.dumping.parts import excerpt
-from penstock.ir.errors import UsageError
+from penstock.inspection.diff import differences
+from penstock.inspection.dump import Dump, step_of
+from penstock.inspection.dump.parts import excerpt
 from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.schedule import Action
 from penstock.ir.text import parse_module, print_module, print_op
 from penstock.ir.types import TensorType
-from penstock.ir.verify import verify
+from penstock.ir.verify.verifier import verify
 from penstock.models import write_mlp
+from penstock.support.errors import UsageError
 
 
 def compiled(folder: Path, dump: Dump) -> ps.Plan:
@@ -368,7 +368,7 @@ import sys, penstock as ps
 from penstock.models import write_mlp
 model = ps.from_onnx(write_mlp({str(tmp_path / "m.onnx")!r}, [4, 4, 2]), dims={{"batch": 2}})
 ps.compile(ps.plan(model, ps.Cluster.local(1), ps.Training(loss="mse")), {str(tmp_path / "b")!r}, backend="numpy")
-print("penstock.dumping" in sys.modules)
+print("penstock.inspection.dump" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "False"

@@ -15,9 +15,9 @@ from onnx import TensorProto
 import penstock as ps
 from penstock import cli
 from penstock.frontends.onnx import import_onnx, structure
-from penstock.ir.errors import UsageError, VerifyError
-from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.interpreter.interpreter import DictStore, run_graph
 from penstock.models import write_cnn, write_gpt, write_mlp
+from penstock.support.errors import UsageError, VerifyError
 
 # ------------------------------------------------------------------------------------------------ what was not trained
 

@@ -11,11 +11,11 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import penstock as ps
-from penstock.backends.tensor_file import map_tensors
+from penstock.backends.bundle.tensor_file import map_tensors
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.onnx.source import all_graphs
-from penstock.ir.errors import UsageError
-from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.support.errors import UsageError
 
 
 def test_a_state_dict_comes_back_whole(tmp_path):

@@ -11,15 +11,15 @@ from planned_models import TRAIN, command
 
 import penstock as ps
 from penstock.arguing import predict
-from penstock.backends.bundle import open_bundle
+from penstock.backends.bundle.format import open_bundle
+from penstock.calibration.measured import Measured
 from penstock.cli import main
 from penstock.grading import best_prices, corrected, grade, step_times
-from penstock.ir.cluster import Cluster, Device, Link
-from penstock.ir.errors import UsageError
-from penstock.measured import Measured
-from penstock.passes.cost import rank_seconds
-from penstock.passes.kernels import kernels_of
+from penstock.ir.cluster.cluster import Cluster, Device, Link
+from penstock.passes.costs.prices import rank_seconds
+from penstock.passes.kernels.divide import kernels_of
 from penstock.simulating import forecast, seconds_of
+from penstock.support.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

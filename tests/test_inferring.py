@@ -50,7 +50,7 @@ def test_synthetic_data_one_request_at_a_time(mlp, capsys):
 
 
 def test_what_cannot_be_meant_starts_nothing(mlp, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("penstock.runtime.job.Workers", lambda *given: pytest.fail("started workers"))
+    monkeypatch.setattr("penstock.runtime.job.job.Workers", lambda *given: pytest.fail("started workers"))
     np.savez(tmp_path / "x.npz", x=np.zeros(3))
     words = ["--data", str(tmp_path / "x.npz"), "--samples", "3", "--output", str(tmp_path / "x.npz" / "y")]
     assert main(["infer", str(mlp[1]), *words]) == 2

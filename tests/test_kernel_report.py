@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backends.bundle import open_bundle
+from penstock.backends.bundle.format import open_bundle
 from penstock.backends.numpy_backend import NumpyProgram
 from penstock.cli import main
-from penstock.inspecting import kernel_timing
-from penstock.inspecting.kernel_timing import random_arguments
-from penstock.inspecting.kernels import KernelRow, kernel_rows
-from penstock.ir.cluster import Cluster
-from penstock.ir.errors import UsageError
+from penstock.inspection.kernels import timing as kernel_timing
+from penstock.inspection.kernels.kernels import KernelRow, kernel_rows
+from penstock.inspection.kernels.timing import random_arguments
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Graph, Module, Op, Slot, Stage, Value, signature
 from penstock.ir.ops import cost_of, make
 from penstock.ir.text import print_module
 from penstock.ir.types import parse_type
 from penstock.models import write_gpt
-from penstock.passes.kernels import KernelCutter, bytes_moved, divide
+from penstock.passes.kernels.divide import KernelCutter, bytes_moved, divide
+from penstock.support.errors import UsageError
 
 GRAPHS = [f"s{stage}.{kind}" for stage in (0, 1) for kind in "FBU"]
 
@@ -292,7 +292,7 @@ def test_a_missing_gpu_is_said_before_anything_is_compiled(
     def work(*given: object) -> None:
         raise UsageError("the work began")
 
-    monkeypatch.setattr("penstock.backends.tvm.TvmBackend.compile_stages", work)
+    monkeypatch.setattr("penstock.backends.tvm_backend.TvmBackend.compile_stages", work)
     cluster = Cluster.listed(devices)
     stages = tuple(Stage(i, device.name) for i, device in enumerate(cluster.devices))
     (tmp_path / "m.ir").write_text(print_module(module.but(cluster=cluster, stages=stages)))

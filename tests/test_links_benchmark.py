@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.ir.cluster import Cluster
+from penstock.ir.cluster.cluster import Cluster
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 

@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock import measured
-from penstock.backends.bundle import Bundle, open_bundle
-from penstock.backends.tvm.store import Cache
+from penstock.backends.bundle.format import Bundle, open_bundle
+from penstock.calibration import measured
+from penstock.calibration.measured import Measured, profile, stage_times
 from penstock.cli import main
-from penstock.inspecting import kernel_timing
-from penstock.inspecting.kernels import kernel_rows
-from penstock.inspecting.subject import open_subject
-from penstock.inspecting.why import why
-from penstock.ir.cluster import Cluster, Device
+from penstock.inspection.kernels import timing as kernel_timing
+from penstock.inspection.kernels.kernels import kernel_rows
+from penstock.inspection.subject import open_subject
+from penstock.inspection.why import why
+from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.graph import Graph, Value
 from penstock.ir.ops import make
 from penstock.ir.types import parse_type
-from penstock.measured import Measured, profile, stage_times
 from penstock.models import write_gpt
-from penstock.passes.cost import GraphCost, InTurn, graph_seconds, rank_seconds
-from penstock.passes.kernels import Kernel
+from penstock.passes.costs.prices import GraphCost, InTurn, graph_seconds, rank_seconds
+from penstock.passes.kernels.divide import Kernel
+from penstock.support.cache import Cache
 
 DEVICE = Device("cpu:0", threads=2)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from penstock.cli import main
-from penstock.ir.exhaustion import ended_out_of_memory, is_out_of_memory
 from penstock.models import write_mlp
+from penstock.support.out_of_memory import ended_out_of_memory, is_out_of_memory
 
 MIB = 1 << 20
 

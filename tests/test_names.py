@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.cli import main
-from penstock.ir.errors import UsageError
-from penstock.ir.renames import accepted, by_our_names, shown
+from penstock.ir.names import accepted, by_our_names, shown
+from penstock.support.errors import UsageError
 
 TIMEOUT = 20
 RANDOM = np.random.default_rng(0)

@@ -13,10 +13,20 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.ir.errors import UsageError
-from penstock.ir.interp import run_recurrence
+from penstock.ir.interpreter.interpreter import run_recurrence
 from penstock.models import write_mlp
-from penstock.parity import DELAYED, PLAIN, Parity, Setting, compare, final_loss, optimizers_of, report, spread
+from penstock.support.errors import UsageError
+from penstock.verification.parity import (
+    DELAYED,
+    PLAIN,
+    Parity,
+    Setting,
+    compare,
+    final_loss,
+    optimizers_of,
+    report,
+    spread,
+)
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "parity.py"
 
@@ -37,8 +47,8 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_gaps_are_those_of_the_recurrence(mlp: Path, data: Path) -> None:
     """The final losses of real stages are what the interpreter finds with a delay of 0 and of 1, on the samples of each seed."""
-    from penstock.runtime.control import DataSpec
-    from penstock.runtime.data import open_data
+    from penstock.runtime.data.samples import open_data
+    from penstock.runtime.messages.control import DataSpec
 
     model = ps.from_onnx(mlp)
     setting = Setting("mse", str(data), steps=12, microbatches=2, backend="numpy")

@@ -13,10 +13,10 @@ from onnx import helper
 import penstock as ps
 from penstock import cli
 from penstock.frontends.onnx import import_onnx
-from penstock.ir.interp import DictStore, run_graph, run_schedule
+from penstock.ir.interpreter.interpreter import DictStore, run_graph, run_schedule
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_gpt, write_mlp
-from penstock.passes.partition_chain import chain_of
+from penstock.passes.partition.chain import chain_of
 
 # In the order of the file: four layers of MatMul, Add and, but for the last, Relu.
 MLP = [f"{layer}{part}" for layer in ("fc1", "fc2", "fc3", "y") for part in (".product", "")]

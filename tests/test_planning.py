@@ -17,11 +17,11 @@ from penstock.api import before_partition
 from penstock.arguing import argument
 from penstock.cli import main
 from penstock.frontends.onnx import open_dimensions
-from penstock.ir.cluster import Cluster, Device
-from penstock.ir.errors import DoesNotFit, UsageError
+from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.models import write_gpt
 from penstock.planning import plan_best, sizes_of
 from penstock.refining import Refined
+from penstock.support.errors import DoesNotFit, UsageError
 
 CLUSTER = '[[device]]\nname = "cpu:0"\n[[device]]\nname = "cpu:1"\nflops = 2.5e10\n[[device]]\nname = "cpu:2"\nflops = 1e5\nbandwidth = 1e5\n'
 

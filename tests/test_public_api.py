@@ -15,9 +15,9 @@ from pathlib import Path
 import penstock
 from penstock import models
 from penstock.cli import command_line
-from penstock.runtime.job import Job
-from penstock.runtime.running import RunSummary
-from penstock.runtime.steps import Step
+from penstock.runtime.job.job import Job
+from penstock.runtime.job.run import RunSummary
+from penstock.runtime.telemetry.steps import Step
 
 FILE = Path(__file__).with_name("public_api.txt")
 # What functions of the public API give back, beside the classes that are named in it.

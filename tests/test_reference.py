@@ -14,17 +14,17 @@ import pytest
 import penstock
 import penstock as ps
 from penstock.cli import command_line, main
-from penstock.dumping import Dump
-from penstock.ir.errors import UsageError
+from penstock.inspection.dump import Dump
+from penstock.inspection.reference import trial
+from penstock.inspection.reference.completion import commands_of
+from penstock.inspection.reference.coverage import coverage
 from penstock.ir.ops import OPS, Required
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_mlp
 from penstock.passes.manager import parse_pipeline, run_passes
 from penstock.passes.pipelines import PASSES, PIPELINES, calls_of, pipeline_text, training_pipeline
-from penstock.passes.vjp import VJP
-from penstock.reference import trial
-from penstock.reference.completion import commands_of
-from penstock.reference.coverage import coverage
+from penstock.passes.training.vjp import VJP
+from penstock.support.errors import UsageError
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:

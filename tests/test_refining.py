@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from penstock.ir.cluster import Cluster, Device, LinkClass
+from penstock.ir.cluster.cluster import Cluster, Device, LinkClass
 from penstock.passes.planner.chain import Amount, Chain, Layer, Times, TimeTable
 from penstock.passes.planner.fleet import fleet_of
 from penstock.passes.planner.plan import PipelinePlan, PlanRequest, StagePlan

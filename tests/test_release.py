@@ -27,7 +27,7 @@ TRACKED = [
     "ir/graph.py",
     "src/penstock/ir",
     "src/penstock/py.typed",
-    "src/penstock/report/page/main.js",
+    "src/penstock/inspection/report/page/main.js",
     "tests/test_x.py",
 ]
 METADATA = "Metadata-Version: 2.4\nName: penstock\nVersion: 0.1.0\nLicense-Expression: Apache-2.0\nLicense-File: LICENSE\nLicense-File: NOTICE\n"
@@ -108,7 +108,7 @@ def test_sdists_hold_files_in_the_place_of_links() -> None:
         "Makefile",
         "src/penstock/ir/graph.py",
         "src/penstock/py.typed",
-        "src/penstock/report/page/main.js",
+        "src/penstock/inspection/report/page/main.js",
         "tests/test_x.py",
         "PKG-INFO",
     ]
@@ -149,8 +149,8 @@ def test_the_bill_names_what_is_imported(tmp_path: Path) -> None:
     assert {name: version(name) for name in versions} == versions
     code = (
         "import gc, importlib, os, sys\ngc.disable()\nsys.modules.update(dict.fromkeys(sys.argv[1:]))\nbefore = set(sys.modules)\n"
-        "for name in ('penstock.backends.tvm.kernels.emit', 'penstock.frontends.onnx', 'penstock.frontends.torch', 'penstock.checks', 'penstock.runtime.worker', "
-        "'penstock.planning', 'penstock.exporting', 'penstock.ir.cluster_file'): importlib.import_module(name)\n"
+        "for name in ('penstock.backends.tvm.kernels.tools.emit', 'penstock.frontends.onnx', 'penstock.frontends.torch', 'penstock.verification.checks', 'penstock.runtime.worker.worker', "
+        "'penstock.planning', 'penstock.inspection.exports.weights', 'penstock.ir.cluster.file'): importlib.import_module(name)\n"
         "print(*{name.partition('.')[0] for name in set(sys.modules) - before}, flush=True)\n"
         "os._exit(0)"  # taking apart what was imported takes long
     )

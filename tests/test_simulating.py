@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.backends.bundle import open_bundle
+from penstock.backends.bundle.format import open_bundle
+from penstock.calibration import rehearse as rehearsals
+from penstock.calibration.rehearse import rehearse
 from penstock.cli import main
-from penstock.ir.cluster import Cluster
-from penstock.ir.errors import PenstockError, UsageError
-from penstock.ir.memory import measure_memory
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.memory.predict import measure_memory
 from penstock.ir.schedule import RECEIVES, SENDS
 from penstock.models import write_mlp
-from penstock.runtime import rehearse as rehearsals
-from penstock.runtime.rehearse import rehearse
 from penstock.simulating import forecast
+from penstock.support.errors import PenstockError, UsageError
 
 
 def call(*words):

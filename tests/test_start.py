@@ -52,7 +52,7 @@ def test_launchers_load_neither_torch_nor_tvm_and_ranks_load_torch_alone() -> No
         words = [sys.executable, "-c", f"{BEGIN}\n{code}\n{END}"]
         return set(json.loads(subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout))
 
-    assert after("import penstock.runtime.job, penstock.runtime.running") == {"numpy"}
-    ranks = "import penstock.runtime.worker\nfrom penstock.backends.interface import backend_of\nbackend_of('tvm').prepare()"
+    assert after("import penstock.runtime.job.job, penstock.runtime.job.run") == {"numpy"}
+    ranks = "import penstock.runtime.worker.worker\nfrom penstock.backends.interface import backend_of\nbackend_of('tvm').prepare()"
     assert after(ranks) == {"numpy", "torch"}
-    assert "tvm" in after("import penstock.backends.tvm.lower")
+    assert "tvm" in after("import penstock.backends.tvm.lower.lower")

@@ -14,7 +14,7 @@ import truth_plans
 from truth_machines import Configuration
 
 import penstock as ps
-from penstock.backends.bundle import open_bundle
+from penstock.backends.bundle.format import open_bundle
 from penstock.models import write_mlp
 
 LOOPBACK = {"message": 0.0, "latency": 0.0, "writing": 0.0, "bandwidth": 1e12, "buffer": 0.0, "memory": 0.0}

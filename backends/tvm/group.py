@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.ir.errors import PenstockError
-from penstock.ir.exhaustion import is_out_of_memory
 from penstock.ir.graph import ANNOTATIONS, Attr, Graph, Module, Op, Slot, Value
-from penstock.ir.storage import INLINE, is_inline
+from penstock.ir.memory.workspace import INLINE, is_inline
 from penstock.ir.text import parse_module, print_graph
 from penstock.ir.types import TensorType
+from penstock.support.errors import PenstockError
+from penstock.support.out_of_memory import is_out_of_memory
 
 from .messages import KernelParameters, PackedOperand
 

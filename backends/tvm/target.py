@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from penstock.ir.errors import UsageError
+from penstock.support.errors import UsageError
 
-from .tiles import allow_tiles
+from .tile_permission import allow_tiles
 
 PORTABLE = "x86-64-v3"
 # The pass makes wrong code in LLVM 22.1.0, which TVM 0.27 has (llvm/llvm-project issues 174046, 214650, 222554): here, two

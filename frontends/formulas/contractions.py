@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from penstock.frontends.writer import Writer
 from penstock.ir.graph import Value
 
-from ..writer import Writer
 from .layout import cut, reshape, transpose
 
 # An operand and the names of its dimensions.

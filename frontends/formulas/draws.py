@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 from math import prod
 
+from penstock.frontends.writer import Writer
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from ..writer import Writer
 from .layout import reshape
 
 

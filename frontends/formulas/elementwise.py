@@ -6,10 +6,9 @@ from math import inf, pi
 
 import numpy as np
 
+from penstock.frontends.writer import Operand, Writer
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS, numpy_dtype
-
-from ..writer import Operand, Writer
 
 
 def limits_of(dtype: str) -> tuple[float | int, float | int]:

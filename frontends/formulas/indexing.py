@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from penstock.frontends.writer import Writer
 from penstock.ir.graph import Value
 
-from ..writer import Writer
 from .elementwise import limits_of
 from .layout import cut, reshape, transpose
 from .scans import flipped

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.frontends.writer import Writer
 from penstock.ir.graph import Value
-
-from ..writer import Writer
 
 
 def axis_of(w: Writer, axis: int, rank: int) -> int:

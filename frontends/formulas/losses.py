@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import prod
 
+from penstock.frontends.writer import Writer
 from penstock.ir.graph import Value
 
-from ..writer import Writer
 from .layout import reshape, transpose
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from penstock.frontends.writer import Operand, Writer
 from penstock.ir.graph import Value
 
-from ..writer import Operand, Writer
 from .layout import reshape
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from penstock.frontends.writer import Writer
 from penstock.ir.graph import Value
 
-from ..writer import Writer
 from .layout import cut, reshape
 
 Function = Callable[[Value], Value]

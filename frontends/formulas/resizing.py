@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.frontends.writer import Writer
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from ..writer import Writer
 from .elementwise import widened
 from .layout import expand, reshape
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
 
+from penstock.frontends.writer import Writer
 from penstock.ir.graph import Value
 
-from ..writer import Writer
 from .elementwise import between
 from .layout import reshape, transpose
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from penstock.frontends.writer import Writer
 from penstock.ir.graph import Value
 
-from ..writer import Writer
 from .layout import cut
 
 

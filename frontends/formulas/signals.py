@@ -6,9 +6,9 @@ from math import pi, prod
 
 import numpy as np
 
+from penstock.frontends.writer import Writer
 from penstock.ir.graph import Value
 
-from ..writer import Writer
 from .layout import cut, reshape
 
 

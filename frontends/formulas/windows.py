@@ -9,9 +9,9 @@ from math import prod
 
 import numpy as np
 
+from penstock.frontends.writer import Writer
 from penstock.ir.graph import Value
 
-from ..writer import Writer
 from .elementwise import limits_of
 
 

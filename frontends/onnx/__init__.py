@@ -1,6 +1,7 @@
 """ONNX models as modules: `import_onnx` reads a file by its path."""
 
-from ..imported import Imported
+from penstock.frontends.imported import Imported
+
 from .binding import open_dimensions
 from .importer import import_onnx
 from .report import CannotImport

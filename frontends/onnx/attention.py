@@ -13,9 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from penstock.ir.graph import Value
-
-from ..formulas.attention import (
+from penstock.frontends.formulas.attention import (
     capped,
     hide,
     join_heads,
@@ -25,8 +23,10 @@ from ..formulas.attention import (
     sees_nothing,
     split_heads,
 )
-from ..formulas.elementwise import widened
-from ..formulas.layout import reshape
+from penstock.frontends.formulas.elementwise import widened
+from penstock.frontends.formulas.layout import reshape
+from penstock.ir.graph import Value
+
 from .node import OnnxNode, Result, Rule
 
 # Positions of LinearAttention, each of which is half a dozen operations.

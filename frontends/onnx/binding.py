@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from penstock.ir.errors import UsageError
+from penstock.support.errors import UsageError
 
 from .source import ModelFile, element_name
 

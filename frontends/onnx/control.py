@@ -21,11 +21,11 @@ from typing import Protocol
 import numpy as np
 import onnx
 
+from penstock.frontends.formulas.layout import axis_of, cut, reshape
+from penstock.frontends.writer import Lost, Refused
 from penstock.ir.graph import Value
 from penstock.ir.types import numpy_dtype
 
-from ..formulas.layout import axis_of, cut, reshape
-from ..writer import Lost, Refused
 from .functions import BodyImporter, results_of
 from .inference import promises_of
 from .node import OnnxNode, Result

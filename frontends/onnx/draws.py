@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..formulas.draws import dropout, normal, uniform
+from penstock.frontends.formulas.draws import dropout, normal, uniform
+
 from .node import OnnxNode, Result, Rule
 from .source import our_dtype
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf, isnan
 
-from penstock.ir.graph import Value
-from penstock.ir.types import FLOATS
-
-from ..formulas.elementwise import (
+from penstock.frontends.formulas.elementwise import (
     ceil,
     clamp,
     cosh,
@@ -29,8 +26,11 @@ from ..formulas.elementwise import (
     sinh,
     softplus,
 )
-from ..formulas.layout import reshape
-from ..writer import Refused
+from penstock.frontends.formulas.layout import reshape
+from penstock.frontends.writer import Refused
+from penstock.ir.graph import Value
+from penstock.ir.types import FLOATS
+
 from .node import OnnxNode, Result, Rule
 from .source import our_dtype
 

@@ -17,7 +17,8 @@ import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
-from ..writer import Refused
+from penstock.frontends.writer import Refused
+
 from .inference import Promises
 from .node import OnnxNode
 from .tensors import KnownTensor

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import onnx
 
-from ..writer import Refused
+from penstock.frontends.writer import Refused
+
 from .inference import type_proto
 from .node import OnnxNode
 from .tensors import NodeUnfinished, Scope, Tensor, is_lost

@@ -13,9 +13,8 @@ from collections.abc import Iterable
 
 import onnx
 
+from penstock.frontends.hints import Hints
 from penstock.ir.graph import Op
-
-from ..hints import Hints
 
 LAYER = "layer_ann"
 

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.ir.graph import Value
-
-from ..formulas.elementwise import between, widened
-from ..formulas.layout import axis_of, cut, reshape, transpose
-from ..formulas.resizing import (
+from penstock.frontends.formulas.elementwise import between, widened
+from penstock.frontends.formulas.layout import axis_of, cut, reshape, transpose
+from penstock.frontends.formulas.resizing import (
     LONGEST_MATRIX,
     Taps,
     cubic_shape,
@@ -23,7 +21,16 @@ from ..formulas.resizing import (
     taps_around,
     tent,
 )
-from ..formulas.sampling import corners_at, ends_outside, grid_sample, images, read_between, zeros_outside
+from penstock.frontends.formulas.sampling import (
+    corners_at,
+    ends_outside,
+    grid_sample,
+    images,
+    read_between,
+    zeros_outside,
+)
+from penstock.ir.graph import Value
+
 from .neural import kernel_of
 from .node import OnnxNode, Result, Rule
 

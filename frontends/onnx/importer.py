@@ -23,13 +23,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from penstock.ir.errors import UsageError
+from penstock.frontends.imported import Imported, told_renames
+from penstock.frontends.names import Names
+from penstock.frontends.writer import Lost, Refused
 from penstock.ir.graph import Value, Var
 from penstock.ir.types import TensorType, dtype_of
+from penstock.support.errors import UsageError
 
-from ..imported import Imported, told_renames
-from ..names import Names
-from ..writer import Lost, Refused
 from .binding import Given, Inputs, bind
 from .control import CONTROL
 from .folding import fold, small

@@ -7,9 +7,10 @@ from math import prod
 
 import numpy as np
 
-from ..formulas.indexing import entries, from_the_front, positions
-from ..formulas.layout import axis_of, cut, reshape
-from ..formulas.scans import cumulative_product
+from penstock.frontends.formulas.indexing import entries, from_the_front, positions
+from penstock.frontends.formulas.layout import axis_of, cut, reshape
+from penstock.frontends.formulas.scans import cumulative_product
+
 from .node import OnnxNode, Result, Rule
 
 

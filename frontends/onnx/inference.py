@@ -17,9 +17,9 @@ import onnx
 from onnx import numpy_helper
 from onnx.helper import make_opsetid, make_tensor_type_proto, np_dtype_to_tensor_dtype
 
+from penstock.frontends.writer import Lost
 from penstock.ir.types import TensorType, numpy_dtype
 
-from ..writer import Lost
 from .node import OnnxNode
 from .source import SMALL, our_dtype
 from .tensors import Empty, KnownTensor, Tensor, TensorList

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 
+from penstock.frontends.formulas.layout import axis_of, cut, reshape, tile, transpose, triangle
+from penstock.frontends.writer import Refused
 from penstock.ir.graph import Value
 from penstock.ir.types import broadcast_shapes, dtype_of, numpy_dtype
 
-from ..formulas.layout import axis_of, cut, reshape, tile, transpose, triangle
-from ..writer import Refused
 from .node import MOST_MADE, OnnxNode, Result, Rule
 from .source import our_dtype
 

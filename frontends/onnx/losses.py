@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.frontends.formulas.losses import negative_log_likelihood
 from penstock.ir.graph import Value
 
-from ..formulas.losses import negative_log_likelihood
 from .node import OnnxNode, Result, Rule
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from penstock.frontends.formulas.attention import capped, hide, join_heads, repeat_heads, rotate, split_heads
+from penstock.frontends.formulas.elementwise import between, hard_sigmoid, leaky
+from penstock.frontends.formulas.layout import cut, reshape, triangle
+from penstock.frontends.formulas.norms import rms_norm
 from penstock.ir.graph import Value
 
-from ..formulas.attention import capped, hide, join_heads, repeat_heads, rotate, split_heads
-from ..formulas.elementwise import between, hard_sigmoid, leaky
-from ..formulas.layout import cut, reshape, triangle
-from ..formulas.norms import rms_norm
 from . import layout, neural
 from .node import OnnxNode, Result, Rule
 

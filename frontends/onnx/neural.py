@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, floor, prod
 
+from penstock.frontends.formulas.elementwise import power, root
+from penstock.frontends.formulas.layout import axis_of, expand, reshape
+from penstock.frontends.formulas.norms import batch_statistics, grouped_norm, moved, per_channel, rms_norm, scaled
+from penstock.frontends.formulas.products import product, scaled_sum
+from penstock.frontends.formulas.windows import PaddedWindow, reach, transposed_sizes, window
 from penstock.ir.graph import Value
 
-from ..formulas.elementwise import power, root
-from ..formulas.layout import axis_of, expand, reshape
-from ..formulas.norms import batch_statistics, grouped_norm, moved, per_channel, rms_norm, scaled
-from ..formulas.products import product, scaled_sum
-from ..formulas.windows import PaddedWindow, reach, transposed_sizes, window
 from .node import OnnxNode, Result, Rule
 
 # ---------------------------------------------------------------------------------------- products

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import onnx
 
+from penstock.frontends.names import legal
+from penstock.frontends.writer import GraphWriter, Lost, Refused, Writer
 from penstock.ir.graph import BUFFER, PARAM, Value
 from penstock.ir.types import TensorType
 
-from ..names import legal
-from ..writer import GraphWriter, Lost, Refused, Writer
 from .source import ModelFile, node_name
 from .tensors import Empty, KnownTensor, NeedsKnown, NodeUnfinished, OnnxWeight, Result, Scope, Tensor, TensorList
 

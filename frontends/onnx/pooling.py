@@ -7,11 +7,11 @@ from math import prod
 
 import numpy as np
 
+from penstock.frontends.formulas.elementwise import power, root
+from penstock.frontends.formulas.layout import cut, reshape
+from penstock.frontends.formulas.windows import PaddedWindow, average, largest_places, plane_places
 from penstock.ir.graph import Value
 
-from ..formulas.elementwise import power, root
-from ..formulas.layout import cut, reshape
-from ..formulas.windows import PaddedWindow, average, largest_places, plane_places
 from .neural import window_of
 from .node import OnnxNode, Result, Rule
 

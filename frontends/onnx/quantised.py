@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from math import prod
 
+from penstock.frontends.formulas.elementwise import between, limits_of, widened
+from penstock.frontends.formulas.layout import axis_of, cut, expand, reshape
+from penstock.frontends.formulas.products import product
+from penstock.frontends.writer import Refused
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS, INTS
 
-from ..formulas.elementwise import between, limits_of, widened
-from ..formulas.layout import axis_of, cut, expand, reshape
-from ..formulas.products import product
-from ..writer import Refused
 from .neural import kernel_of, window_of
 from .node import OnnxNode, Result, Rule
 from .source import our_dtype

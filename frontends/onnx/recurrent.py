@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from penstock.frontends.formulas.elementwise import between, elu, hard_sigmoid, leaky, softplus
+from penstock.frontends.formulas.layout import cut, reshape, transpose
+from penstock.frontends.formulas.recurrent import (
+    Cell,
+    Function,
+    gru_cell,
+    linear,
+    lstm_cell,
+    plain_cell,
+    unroll,
+    without_hidden,
+)
 from penstock.ir.graph import Value
 
-from ..formulas.elementwise import between, elu, hard_sigmoid, leaky, softplus
-from ..formulas.layout import cut, reshape, transpose
-from ..formulas.recurrent import Cell, Function, gru_cell, linear, lstm_cell, plain_cell, unroll, without_hidden
 from .node import OnnxNode, Result, Rule
 
 # Steps of one layer: a file of a few bytes can ask for any number.

@@ -11,13 +11,13 @@ from math import prod
 
 import numpy as np
 
+from penstock.frontends.formulas.elementwise import limits_of, root
+from penstock.frontends.formulas.layout import axis_of, reshape
+from penstock.frontends.formulas.resizing import pick
+from penstock.frontends.formulas.scans import flipped, product_over
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from ..formulas.elementwise import limits_of, root
-from ..formulas.layout import axis_of, reshape
-from ..formulas.resizing import pick
-from ..formulas.scans import flipped, product_over
 from .node import OnnxNode, Result, Rule
 
 

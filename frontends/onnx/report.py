@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from penstock.ir.errors import UnsupportedModel
+from penstock.frontends.imported import counted, some
 from penstock.ir.graph import PARAM, Op, Var
-
-from ..imported import counted, some
+from penstock.support.errors import UnsupportedModel
 
 
 @dataclass

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from math import prod
 
+from penstock.frontends.formulas.elementwise import limits_of
+from penstock.frontends.formulas.indexing import entries, from_the_front, positions
+from penstock.frontends.formulas.layout import axis_of, reshape, transpose
+from penstock.frontends.formulas.scans import flipped, product_over
 from penstock.ir.graph import Value
 
-from ..formulas.elementwise import limits_of
-from ..formulas.indexing import entries, from_the_front, positions
-from ..formulas.layout import axis_of, reshape, transpose
-from ..formulas.scans import flipped, product_over
 from .node import OnnxNode, Result, Rule
 
 # Comparisons of every place with every index.

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..formulas.layout import axis_of, cut, reshape
-from ..writer import Refused
+from penstock.frontends.formulas.layout import axis_of, cut, reshape
+from penstock.frontends.writer import Refused
+
 from .node import OnnxNode, Result, Rule
 from .tensors import Empty, KnownTensor, Tensor, TensorList
 

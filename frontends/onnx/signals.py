@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..formulas.contractions import determinant, einsum
-from ..formulas.layout import axis_of, reshape
-from ..formulas.signals import fourier
+from penstock.frontends.formulas.contractions import determinant, einsum
+from penstock.frontends.formulas.layout import axis_of, reshape
+from penstock.frontends.formulas.signals import fourier
+
 from .node import OnnxNode, Result, Rule
 
 

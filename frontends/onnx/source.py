@@ -22,10 +22,10 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import numpy_helper
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from penstock.ir.errors import UsageError
-from penstock.ir.exhaustion import is_out_of_memory
 from penstock.ir.graph import Namer
 from penstock.ir.types import FLOATS, TensorType, dtype_of
+from penstock.support.errors import UsageError
+from penstock.support.out_of_memory import is_out_of_memory
 
 # Shape inference only looks into small tensors (shapes, axes); larger ones are given to it by type alone.
 SMALL = 1024

@@ -30,7 +30,7 @@ import onnx
 from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from penstock.ir.errors import UsageError, VerifyError
+from penstock.support.errors import UsageError, VerifyError
 
 from .source import ModelFile, stored_in
 

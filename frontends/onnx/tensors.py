@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 
+from penstock.frontends.writer import Lost, Refused
 from penstock.ir.graph import Value
 from penstock.ir.types import TensorType
-
-from ..writer import Lost, Refused
 
 
 @dataclass(frozen=True)

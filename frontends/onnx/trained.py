@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import re
 
-from penstock.ir.errors import UsageError
 from penstock.ir.types import FLOATS, TensorType
+from penstock.support.errors import UsageError
 
 from .report import Findings
 from .source import ModelFile, stored_in

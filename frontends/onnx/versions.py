@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.ir.errors import UnsupportedModel, UsageError
+from penstock.frontends.writer import Refused
 from penstock.ir.types import numpy_dtype
+from penstock.support.errors import UnsupportedModel, UsageError
 
-from ..writer import Refused
 from .node import OnnxNode
 from .source import ModelFile
 

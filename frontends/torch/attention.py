@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from math import prod, sqrt
 
+from penstock.frontends.formulas.attention import at_least_finite, hide, repeat_heads, sees_nothing
+from penstock.frontends.formulas.draws import dropout
+from penstock.frontends.formulas.layout import expand, reshape, triangle
 from penstock.ir.graph import Value
 from penstock.ir.types import broadcast_shapes
 
-from ..formulas.attention import at_least_finite, hide, repeat_heads, sees_nothing
-from ..formulas.draws import dropout
-from ..formulas.layout import expand, reshape, triangle
 from .arrays import array_of
 from .node import Result, Rule, TorchNode
 

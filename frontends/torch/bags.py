@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import torch
 
+from penstock.frontends.formulas.layout import reshape
 from penstock.ir.graph import Value
 
-from ..formulas.layout import reshape
 from .node import Absent, KnownElements, Result, Rule, TorchNode
 
 

@@ -6,9 +6,9 @@ Shifted by a negative number, or by as many bits as there are or more, an intege
 
 from __future__ import annotations
 
+from penstock.frontends.formulas.elementwise import inverted
 from penstock.ir.types import numpy_dtype
 
-from ..formulas.elementwise import inverted
 from .node import Result, Rule, TorchNode
 
 

@@ -16,11 +16,11 @@ import torch
 from torch.fx import Node as Call
 from torch.utils import _pytree as pytree
 
-from penstock.ir.errors import UnsupportedModel
+from penstock.frontends.writer import Lost, Refused
 from penstock.ir.graph import Value
 from penstock.ir.types import TensorType
+from penstock.support.errors import UnsupportedModel
 
-from ..writer import Lost, Refused
 from .arrays import our_dtype
 from .node import Absent, KnownElements, TorchBuilder, TorchNode, TorchWeight
 from .source import SymbolSizes

@@ -11,11 +11,11 @@ from math import inf, isinf
 
 import numpy as np
 
+from penstock.frontends.formulas.elementwise import positive, root
+from penstock.frontends.formulas.layout import reshape, transpose
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from ..formulas.elementwise import positive, root
-from ..formulas.layout import reshape, transpose
 from .node import Result, Rule, TorchNode
 from .reductions import length
 

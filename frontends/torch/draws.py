@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from penstock.frontends.formulas import draws
 from penstock.ir.graph import Value
 
-from ..formulas import draws
 from .node import Result, Rule, TorchNode
 
 

@@ -11,10 +11,7 @@ from math import copysign, isfinite, log
 
 import torch
 
-from penstock.ir.graph import Value
-from penstock.ir.types import FLOATS
-
-from ..formulas.elementwise import (
+from penstock.frontends.formulas.elementwise import (
     angle,
     below_zero,
     ceil,
@@ -40,6 +37,9 @@ from ..formulas.elementwise import (
     truncate,
     with_sign,
 )
+from penstock.ir.graph import Value
+from penstock.ir.types import FLOATS
+
 from .node import KnownElements, Result, Rule, TorchNode
 
 # ---------------------------------------------------------------------------------------- one operand

@@ -25,14 +25,14 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
-from penstock.ir.errors import UsageError
+from penstock.frontends.imported import Imported, State, counted, some, told_renames
+from penstock.frontends.names import Names, legal
+from penstock.frontends.writer import Lost, Refused
 from penstock.ir.graph import BUFFER, Value, Var
 from penstock.ir.text import print_module
 from penstock.ir.types import TensorType
+from penstock.support.errors import UsageError
 
-from ..imported import Imported, State, counted, some, told_renames
-from ..names import Names, legal
-from ..writer import Lost, Refused
 from .arrays import array_of, has_dtype, our_dtype
 from .calls import Caller, complain
 from .memory import place, sharing

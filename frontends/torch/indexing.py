@@ -10,11 +10,11 @@ from math import prod
 
 import torch
 
+from penstock.frontends.formulas.indexing import from_the_front, positions, scatter_extreme
+from penstock.frontends.formulas.layout import axis_of, cut, expand, reshape, transpose
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from ..formulas.indexing import from_the_front, positions, scatter_extreme
-from ..formulas.layout import axis_of, cut, expand, reshape, transpose
 from .node import KnownElements, Result, Rule, TorchNode
 
 

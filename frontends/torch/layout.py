@@ -8,10 +8,10 @@ from math import prod
 import numpy as np
 import torch
 
+from penstock.frontends.formulas.layout import axis_of, cut, expand, reshape, tile, transpose
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS, broadcast_shapes
 
-from ..formulas.layout import axis_of, cut, expand, reshape, tile, transpose
 from .node import Result, Rule, TorchNode
 
 # ---------------------------------------------------------------------------------------- the same elements

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch.fx import Node as Call
 
+from penstock.frontends.names import legal
+from penstock.frontends.writer import GraphWriter, Lost, Operand, Refused, Writer
 from penstock.ir.graph import PARAM, Value
 from penstock.ir.types import TensorType
 
-from ..names import legal
-from ..writer import GraphWriter, Lost, Operand, Refused, Writer
 from .arrays import array_of, our_dtype, their_dtype
 
 

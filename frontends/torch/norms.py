@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from penstock.frontends.formulas.layout import axis_of, reshape
+from penstock.frontends.formulas.norms import batch_statistics, grouped_norm, moved, per_channel, rms_norm, scaled
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from ..formulas.layout import axis_of, reshape
-from ..formulas.norms import batch_statistics, grouped_norm, moved, per_channel, rms_norm, scaled
 from .node import Absent, Result, Rule, TorchNode
 
 

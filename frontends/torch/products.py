@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..formulas.layout import reshape
-from ..formulas.products import product, scaled_sum
+from penstock.frontends.formulas.layout import reshape
+from penstock.frontends.formulas.products import product, scaled_sum
+
 from .node import Result, Rule, TorchNode
 
 

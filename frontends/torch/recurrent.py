@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from penstock.frontends.formulas.draws import dropout
+from penstock.frontends.formulas.layout import cut, reshape, transpose
+from penstock.frontends.formulas.recurrent import (
+    Cell,
+    Function,
+    gru_cell,
+    linear,
+    lstm_cell,
+    plain_cell,
+    unroll,
+    without_hidden,
+)
 from penstock.ir.graph import Value
 
-from ..formulas.draws import dropout
-from ..formulas.layout import cut, reshape, transpose
-from ..formulas.recurrent import Cell, Function, gru_cell, linear, lstm_cell, plain_cell, unroll, without_hidden
 from .node import Result, Rule, TorchNode
 
 # The cell of a direction, from its recurrent weight and the recurrent bias; and what of that bias is added to the inputs already.

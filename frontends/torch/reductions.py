@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from math import inf, prod
 
+from penstock.frontends.formulas.elementwise import power, root
+from penstock.frontends.formulas.layout import axis_of, reshape
+from penstock.frontends.formulas.scans import cumulative_product, flipped, product_over
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from ..formulas.elementwise import power, root
-from ..formulas.layout import axis_of, reshape
-from ..formulas.scans import cumulative_product, flipped, product_over
 from .elementwise import truth
 from .node import Result, Rule, TorchNode
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..formulas.resizing import pick, resample, taps_of
-from ..formulas.sampling import grid_sample
+from penstock.frontends.formulas.resizing import pick, resample, taps_of
+from penstock.frontends.formulas.sampling import grid_sample
+
 from .node import Result, Rule, TorchNode
 
 

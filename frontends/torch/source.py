@@ -19,7 +19,7 @@ import sympy  # torch writes symbolic sizes with it
 import torch
 from torch.export import ExportedProgram
 
-from penstock.ir.errors import UnsupportedModel, UsageError
+from penstock.support.errors import UnsupportedModel, UsageError
 
 from .cumulative import cumulative_averages
 from .memory import place

@@ -7,12 +7,19 @@ from math import prod
 
 import torch
 
+from penstock.frontends.formulas.layout import reshape
+from penstock.frontends.formulas.norms import scaled
+from penstock.frontends.formulas.resizing import resample, taps_of
+from penstock.frontends.formulas.windows import (
+    PaddedWindow,
+    average,
+    largest_places,
+    plane_places,
+    transposed_sizes,
+    window,
+)
 from penstock.ir.graph import Value
 
-from ..formulas.layout import reshape
-from ..formulas.norms import scaled
-from ..formulas.resizing import resample, taps_of
-from ..formulas.windows import PaddedWindow, average, largest_places, plane_places, transposed_sizes, window
 from .node import Absent, Result, Rule, TorchNode
 
 

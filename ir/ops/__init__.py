@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from ..graph import ANNOTATIONS, Attr, Attrs, Op
-from ..types import Dim, TensorType
+from penstock.ir.graph import ANNOTATIONS, Attr, Attrs, Op
+from penstock.ir.types import Dim, TensorType
+
 from . import contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
 from .layout import VIEWS
 from .table import ANY, OpCost, OpDef, Required, integer, ints, reduced_axes
@@ -128,7 +129,7 @@ def cost_of(op: Op) -> OpCost:
 
 def make(kind: str, ins: Sequence, outs: Sequence[str], loc: str = "", /, **attrs: Attr) -> Op:  # type: ignore[type-arg]
     """An op with its result types inferred; for state operations give the result Value yourself."""
-    from ..graph import Value
+    from penstock.ir.graph import Value
 
     probe = Op(kind, tuple(ins), (), attrs, loc)
     types = infer_op(probe, {})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from math import prod
 
-from ..graph import Attr
-from ..types import TensorType, broadcast_shapes
+from penstock.ir.graph import Attr
+from penstock.ir.types import TensorType, broadcast_shapes
+
 from .table import Required, Types, Values, integer, ints, need, need_floats, need_numbers, row, same_dtype
 from .windows import WINDOW, window_of
 

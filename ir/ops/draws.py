@@ -8,7 +8,8 @@ microbatch, the use and the element alone: not on stages, schedules, devices, no
 
 from __future__ import annotations
 
-from ..types import TensorType, broadcast_shapes
+from penstock.ir.types import TensorType, broadcast_shapes
+
 from .table import Required, Types, Values, need, per_element, row
 
 WORD = 1 << 32

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from ..types import INTS, ITEM_BYTES, TensorType, broadcast_shapes
+from penstock.ir.types import INTS, ITEM_BYTES, TensorType, broadcast_shapes
+
 from .table import (
     Required,
     Types,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..types import INTS, TensorType
+from penstock.ir.types import INTS, TensorType
+
 from .table import Required, Types, Values, axis_of, ints, need, need_numbers, per_element, row
 
 

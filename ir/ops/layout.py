@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from ..types import TensorType, broadcast_shapes
+from penstock.ir.types import TensorType, broadcast_shapes
+
 from .table import ANY, Required, Types, Values, axis_of, ints, need, row
 
 # Each element of the result is one of the operand: memory may be read as if it had the result's shape.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..types import FLOATS, TensorType
+from penstock.ir.types import FLOATS, TensorType
+
 from .table import Required, Types, Values, axis_of, integer, need, need_floats, need_numbers, per_element, row
 
 

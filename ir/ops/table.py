@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..graph import Attr
-from ..types import DTYPES, FLOATS, TensorType, broadcast_shapes
+from penstock.ir.graph import Attr
+from penstock.ir.types import DTYPES, FLOATS, TensorType, broadcast_shapes
 
 # No upper limit for the number of operands.
 ANY = 1 << 16

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..rates import COLUMNS
-from ..types import FLOATS, INTS, TensorType
+from penstock.ir.training.rates import COLUMNS
+from penstock.ir.types import FLOATS, INTS, TensorType
+
 from .table import Infer, Required, Types, Values, need, need_floats, per_element, row
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from ..graph import Attr
-from ..types import TensorType
+from penstock.ir.graph import Attr
+from penstock.ir.types import TensorType
+
 from .table import Required, Types, Values, ints, need, need_floats, need_numbers, row
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from math import inf
 
-from ...ir.errors import DoesNotFit
-from ...ir.words import itemised
+from penstock.support.errors import DoesNotFit
+from penstock.support.words import itemised
+
 from .problem import PlacementProblem, holds
 from .programme import Programme
 from .units import Units

@@ -18,7 +18,8 @@ from math import inf
 
 import networkx as nx
 
-from ...ir.errors import UsageError
+from penstock.support.errors import UsageError
+
 from .problem import Placement, PlacementProblem, holds
 from .units import Units, units_of
 

@@ -22,7 +22,8 @@ from math import inf
 
 import networkx as nx
 
-from ...ir.errors import DoesNotFit
+from penstock.support.errors import DoesNotFit
+
 from .bounds import check_room, lower_bound
 from .coarsen import clusters, lines
 from .ideals import Ideals, bits, enumerate_ideals, prefixes

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from math import inf
 
-from ...ir.errors import DoesNotFit
+from penstock.support.errors import DoesNotFit
+
 from .bounds import check_room, lower_bound
 from .contiguous import LIMIT, split_contiguously
 from .problem import Placement, PlacementProblem, Progress, fits, holds, loads

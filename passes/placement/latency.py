@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
-from ...ir.errors import DoesNotFit
+from penstock.support.errors import DoesNotFit
+
 from .bounds import check_room
 from .calls import Places, latency
 from .contiguous import split_contiguously

@@ -20,8 +20,9 @@ from typing import TypeVar
 
 import networkx as nx
 
-from ...ir.errors import UsageError
-from ...ir.words import itemised
+from penstock.support.errors import UsageError
+from penstock.support.words import itemised
+
 from .problem import DeviceKind, PlacedNode, PlacementProblem
 
 T = TypeVar("T")

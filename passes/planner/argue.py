@@ -24,10 +24,11 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...ir.cluster import Cluster, Path
-from ...ir.errors import DoesNotFit
-from ...ir.words import counted, shown_bytes
-from ..cost import shown_seconds
+from penstock.ir.cluster.cluster import Cluster, Path
+from penstock.passes.costs.prices import shown_seconds
+from penstock.support.errors import DoesNotFit
+from penstock.support.words import counted, shown_bytes
+
 from .chain import Chain
 from .cost import stage_times
 from .fleet import Fleet, fleet_of

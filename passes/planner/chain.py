@@ -22,9 +22,9 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from ...ir.cluster import Device
-from ...ir.errors import UsageError
-from ...ir.memory import BATCHES_AHEAD
+from penstock.ir.cluster.cluster import Device
+from penstock.ir.memory.predict import BATCHES_AHEAD
+from penstock.support.errors import UsageError
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -48,9 +48,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ...ir.cluster import Device, Path
-from ...ir.memory_walk import POSTED
-from ...ir.words import counted, exact_bytes
+from penstock.ir.cluster.cluster import Device, Path
+from penstock.ir.memory.walk import POSTED
+from penstock.support.words import counted, exact_bytes
+
 from .chain import Ints, Table
 from .fleet import Fleet
 from .plan import DELAYED, Bytes, Judged, PipelinePlan, StagePlan

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ...ir.cluster import HOST_TO_DEVICE, OTHER_HOST, SAME_HOST, Cluster, Device, Host, LinkClass, Path
+from penstock.ir.cluster.cluster import HOST_TO_DEVICE, OTHER_HOST, SAME_HOST, Cluster, Device, Host, LinkClass, Path
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...ir.errors import UsageError
+from penstock.support.errors import UsageError
 
 SCHEDULES = ("1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b")
 # Schedules whose weights are one update behind: they have two versions of them, and never drain.

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...ir.errors import UsageError
+from penstock.support.errors import UsageError
+
 from .chain import Chain, Table
 from .fleet import Fleet
 from .layouts import DeviceLayout, exhaustive, exhaustive_size, in_a_row, rows

@@ -4,7 +4,7 @@ and where times come from. Out: a Chain whose layers are runs of operations, and
     layers      the operations of the forward graph, in their order, cut into at most `most` runs of about the same time; of the places where a run
                 may end the one is taken that fewest bytes cross. So no plan over layers is slower than the best over operations by more than a run
                 per stage; `largest` is what part of the whole the longest run is
-    seconds     of passes/cost.py, for the kernels that `fuse` would choose; operations of the backward graph count for the layer of the operation they
+    seconds     of passes/costs/prices.py, for the kernels that `fuse` would choose; operations of the backward graph count for the layer of the operation they
                 belong to. Those that only gradients of weights need are its `weight` part
     calls       a graph of a stage is called once per microbatch, forward and backward, and once for an update; a message takes time of the device at
                 both ends, and its bytes do on a CPU
@@ -15,7 +15,7 @@ Some models have other operations with some sizes of a microbatch, most often wi
 `simplify` see ones: such sizes are left out.
 
 Limits: what is exchanged of a tied parameter is memory here, not time. Bytes are estimates for choosing;
-ir/memory.py counts what a chosen plan needs.
+ir/memory/predict.py counts what a chosen plan needs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from math import gcd
 
 import numpy as np
 
-from ...ir.cluster import Device
-from ...ir.errors import UsageError
-from ...ir.graph import GRAD, PARAM, STATE, Graph, Module, Value
-from ...ir.types import FLOATS
-from ..cost import ROOFLINE, GraphCost, Prices
-from ..partition_chain import (
+from penstock.ir.cluster.cluster import Device
+from penstock.ir.graph import GRAD, PARAM, STATE, Graph, Module, Value
+from penstock.ir.types import FLOATS
+from penstock.passes.costs.prices import ROOFLINE, GraphCost, Prices
+from penstock.passes.partition.chain import (
     chain_of,
     crossing_bytes,
     forward_graph,
@@ -40,6 +39,8 @@ from ..partition_chain import (
     names_to_split_at,
     params_behind,
 )
+from penstock.support.errors import UsageError
+
 from .chain import Amount, Calls, Chain, Floats, Layer, Times
 
 MOST_LAYERS = 96

@@ -15,8 +15,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ...ir.memory import BATCHES_AHEAD
-from ...ir.memory_walk import POSTED
+from penstock.ir.memory.predict import BATCHES_AHEAD
+from penstock.ir.memory.walk import POSTED
+
 from .chain import Floats, Ints, Table
 from .cost import Ring, gradient_copies, in_flight, least_share, versions_of, warm_up
 from .fleet import Fleet

@@ -23,8 +23,8 @@ import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from ...ir.errors import UsageError
-from ...ir.words import counted, itemised
+from penstock.support.errors import UsageError
+from penstock.support.words import counted, itemised
 
 Shares = Sequence[Sequence[int]]
 Dealt = Sequence[Sequence[Sequence[int]]]

@@ -6,7 +6,8 @@ legal iff m >= d-1.
 
 from __future__ import annotations
 
-from ...ir.schedule import Action, Program
+from penstock.ir.schedule import Action, Program
+
 from .kind import PipelinePlace, ScheduleKind, forwards, pairs
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...ir.schedule import Program
+from penstock.ir.schedule import Program
+
 from . import delayed_2bw
 from .kind import PipelinePlace, ScheduleKind
 

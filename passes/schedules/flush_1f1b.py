@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from ...ir.schedule import Action, Program
+from penstock.ir.schedule import Action, Program
+
 from .kind import PipelinePlace, ScheduleKind, backwards, forwards, pairs
 
 

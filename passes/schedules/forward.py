@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...ir.schedule import Program
+from penstock.ir.schedule import Program
+
 from .kind import PipelinePlace, ScheduleKind, forwards
 
 

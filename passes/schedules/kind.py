@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ...ir.schedule import Action, Program
+from penstock.ir.schedule import Action, Program
 
 
 @dataclass(frozen=True, slots=True)

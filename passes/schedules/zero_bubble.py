@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...ir.schedule import Action, Program
+from penstock.ir.schedule import Action, Program
+
 from .flush_1f1b import order as whole_order
 from .kind import PipelinePlace, ScheduleKind
 

@@ -27,33 +27,35 @@ _HOMES = {
     "plan": "penstock.api",
     "plan_best": "penstock.planning",
     "compile": "penstock.api",
-    "export": "penstock.exporting",
-    "load_trace": "penstock.inspecting.traces",
+    "export": "penstock.inspection.exports.weights",
+    "load_trace": "penstock.inspection.traces.trace",
     "Model": "penstock.api",
     "Plan": "penstock.api",
-    "Dump": "penstock.dumping",
-    "open": "penstock.runtime.job",
-    "run_bundle": "penstock.runtime.running",
-    "Cluster": "penstock.ir.cluster",
+    "Dump": "penstock.inspection.dump",
+    "open": "penstock.runtime.job.job",
+    "run_bundle": "penstock.runtime.job.run",
+    "Cluster": "penstock.ir.cluster.cluster",
     "Training": "penstock.frontends.training",
-    **dict.fromkeys(("SGD", "Momentum", "Adam", "AdamW", "Adagrad", "Lion", "Muon", "Group"), "penstock.ir.optimizers"),
-    **dict.fromkeys(("Constant", "Linear", "Cosine", "Steps"), "penstock.ir.rates"),
-    "PenstockError": "penstock.ir.errors",
+    **dict.fromkeys(
+        ("SGD", "Momentum", "Adam", "AdamW", "Adagrad", "Lion", "Muon", "Group"), "penstock.ir.training.optimizers"
+    ),
+    **dict.fromkeys(("Constant", "Linear", "Cosine", "Steps"), "penstock.ir.training.rates"),
+    "PenstockError": "penstock.support.errors",
 }
 
 if TYPE_CHECKING:
     from penstock.api import Model, Plan, compile, from_onnx, from_torch, plan
-    from penstock.dumping import Dump
-    from penstock.exporting import export
     from penstock.frontends.training import Training
-    from penstock.inspecting.traces import load_trace
-    from penstock.ir.cluster import Cluster
-    from penstock.ir.errors import PenstockError
-    from penstock.ir.optimizers import SGD, Adagrad, Adam, AdamW, Group, Lion, Momentum, Muon
-    from penstock.ir.rates import Constant, Cosine, Linear, Steps
+    from penstock.inspection.dump import Dump
+    from penstock.inspection.exports.weights import export
+    from penstock.inspection.traces.trace import load_trace
+    from penstock.ir.cluster.cluster import Cluster
+    from penstock.ir.training.optimizers import SGD, Adagrad, Adam, AdamW, Group, Lion, Momentum, Muon
+    from penstock.ir.training.rates import Constant, Cosine, Linear, Steps
     from penstock.planning import plan_best
-    from penstock.runtime.job import open
-    from penstock.runtime.running import run_bundle
+    from penstock.runtime.job.job import open
+    from penstock.runtime.job.run import run_bundle
+    from penstock.support.errors import PenstockError
 
 __all__ = [
     "SGD",

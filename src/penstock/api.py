@@ -16,16 +16,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.errors import UsageError
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Attr, Module
-from penstock.ir.words import counted
+from penstock.support.errors import UsageError
+from penstock.support.words import counted
 
 if TYPE_CHECKING:
     from penstock.arguing import Predicted
-    from penstock.dumping import Dump
     from penstock.frontends.imported import Imported
     from penstock.frontends.training import Training
+    from penstock.inspection.dump import Dump
     from penstock.passes.manager import Call
     from penstock.planning import Search
 
@@ -64,13 +64,13 @@ class Plan:
     search: Search | None = None
 
     def __repr__(self) -> str:
-        from penstock.inspecting.notebook import plan_told
+        from penstock.inspection.notebook import plan_told
 
         return f"<{plan_told(self.module)}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: stages with what is predicted of them, and why; and the module."""
-        from penstock.inspecting.notebook import plan_html
+        from penstock.inspection.notebook import plan_html
 
         return plan_html(self.module)
 
@@ -100,13 +100,13 @@ def describe_plan(
     """A planned module as plain data; `reference` is the model before `partition`, `calls` are all passes, `predicted` is what
     the simulator says of the module alone."""
     from penstock.arguing import planner_facts, predict, predicted_facts
-    from penstock.passes.lifetimes import memory_table
+    from penstock.passes.communicate.wire import WireOptions
     from penstock.passes.manager import print_pipeline
-    from penstock.passes.precision import PrecisionOptions
-    from penstock.passes.recompute import RecomputeOptions
-    from penstock.passes.wire import WireOptions
+    from penstock.passes.memory.lifetimes import memory_table
+    from penstock.passes.memory.recompute import RecomputeOptions
+    from penstock.passes.rewrite.precision import PrecisionOptions
     from penstock.placement_hints import stage_starts
-    from penstock.runtime.program import microbatch_size
+    from penstock.runtime.worker.actions import microbatch_size
 
     schedule, starts = module.schedule, stage_starts(reference, module)
     assert schedule is not None
@@ -229,7 +229,7 @@ def plan(
     done = done.noted("placement", *notes)
     found = Plan(model, done, seen[0], tuple(made), training)
     if dump is not None:
-        from penstock.dumping.program import dump_program
+        from penstock.inspection.dump.program import dump_program
 
         with dump.step("parts"):
             dump_program(dump, done, lambda: found.predicted.forecast)
@@ -308,9 +308,9 @@ def compile(
 ) -> Path:
     """Make machine code for every stage, and write the bundle. `jobs` is the most processes to compile with: one per core
     if not given; `dump` is shown the code."""
-    from penstock.backends.bundle_writer import write_bundle
+    from penstock.backends.bundle.writer import write_bundle
     from penstock.backends.interface import CompileOptions, backend_of
-    from penstock.exporting import keep_source
+    from penstock.inspection.exports.weights import keep_source
 
     maker = backend_of(backend)
     stages = [stage.index for stage in plan.module.stages]

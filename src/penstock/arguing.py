@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock import api
+from penstock.calibration.measured import Measured, stage_times
 from penstock.grading import Corrected, best_prices, corrected, known_times
 from penstock.ir.graph import Module
-from penstock.ir.words import counted, shown_bytes
-from penstock.measured import Measured, stage_times
-from penstock.passes.cost import rank_seconds, shown_seconds
+from penstock.passes.costs.prices import rank_seconds, shown_seconds
 from penstock.planning import SYNCHRONOUS, Search, first_reason
 from penstock.simulating import BATCHES, Forecast, binding, forecast, seconds_of
-from penstock.terminal import table
+from penstock.support.terminal import table
+from penstock.support.words import counted, shown_bytes
 
 # Of more devices a bundle's plan says nothing of what would be otherwise: each change is a plan made anew.
 _FEW_DEVICES = 16
@@ -94,7 +94,7 @@ def print_plan(plan: api.Plan) -> None:
 
 
 def print_ranks(module: Module, predicted: Predicted) -> None:
-    from penstock.passes.lifetimes import memory_table
+    from penstock.passes.memory.lifetimes import memory_table
 
     memory, schedule = memory_table(module), module.schedule
     assert schedule is not None

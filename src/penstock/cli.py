@@ -18,10 +18,10 @@ from typing import NoReturn
 
 from penstock import __version__
 from penstock.argument_types import positive_number, seed_number, whole_number
-from penstock.ir.errors import DoesNotFit, PenstockError, UsageError
-from penstock.ir.exhaustion import is_out_of_memory
-from penstock.ir.words import meant, visible, visible_lines
 from penstock.model_arguments import RATE_HELP, SCHEDULE_KINDS, add_dump_arguments, add_model_arguments
+from penstock.support.errors import DoesNotFit, PenstockError, UsageError
+from penstock.support.out_of_memory import is_out_of_memory
+from penstock.support.words import meant, visible, visible_lines
 from penstock.verify_arguments import add_verify_arguments
 
 

@@ -15,21 +15,21 @@ import numpy as np
 
 from penstock.backends.interface import check_cache
 from penstock.diagnosis import doctor_command as doctor_command
-from penstock.inspecting.command import diff_command as diff_command
-from penstock.inspecting.command import inspect_command as inspect_command
-from penstock.inspecting.subject import load_module
-from penstock.ir.cluster import Cluster
-from penstock.ir.errors import DoesNotFit, PenstockError, UsageError
+from penstock.inspection.command import diff_command as diff_command
+from penstock.inspection.command import inspect_command as inspect_command
+from penstock.inspection.subject import load_module
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.files import verify_read
 from penstock.ir.text import print_module
 from penstock.simulating import simulate_command as simulate_command
-from penstock.terminal import Progress, say
+from penstock.support.errors import DoesNotFit, PenstockError, UsageError
+from penstock.support.terminal import Progress, say
 from penstock.verifying import verify_command as verify_command
 
 if TYPE_CHECKING:
     from penstock.api import Plan
-    from penstock.dumping import Dump
     from penstock.frontends.training import Training
+    from penstock.inspection.dump import Dump
     from penstock.planning import Load
 
 # ------------------------------------------------------------------------------------------------ plan and compile
@@ -63,7 +63,7 @@ def plan_command(arguments: Namespace) -> None:
 def compile_command(arguments: Namespace) -> None:
     from penstock import api
     from penstock.arguing import print_plan
-    from penstock.backends.bundle_writer import check_replaceable
+    from penstock.backends.bundle.writer import check_replaceable
 
     check_replaceable(Path(arguments.out))
     check_cache(arguments.backend)
@@ -137,7 +137,7 @@ def _asked_for(arguments: Namespace, dump: Dump | None, progress: Progress) -> P
 def _loader(arguments: Namespace, dims: Mapping[str, int], batch_dim: str | None, dump: Dump | None) -> Load:
     """Imports the model at any size of a microbatch, where that is not given."""
     from penstock import api
-    from penstock.dumping import step_of
+    from penstock.inspection.dump import step_of
 
     def load(size: int | None) -> api.Model:
         own = dims if size is None or batch_dim is None else {**dims, batch_dim: size}
@@ -165,9 +165,9 @@ def _planned(
 ) -> Plan:
     """What a plan file says."""
     from penstock import api
-    from penstock.passes.schedules import SCHEDULES
+    from penstock.passes.schedules.schedule import SCHEDULES
     from penstock.plan_file import load_plan_file
-    from penstock.runtime.program import microbatch_size
+    from penstock.runtime.worker.actions import microbatch_size
 
     fixed = ("batch", "stages", "microbatches", "split_at", "replicas", "schedule", "recompute")
     given = [f"--{name.replace('_', '-')}" for name in fixed if getattr(arguments, name)]
@@ -327,8 +327,8 @@ def _number(text: str) -> bool | int | float:
 def _training(arguments: Namespace) -> Training | None:
     """The training settings of the flags on top of those of the file."""
     from penstock.frontends.training import Training, load_training
-    from penstock.ir.optimizers import optimizer_of, parse_groups
-    from penstock.ir.rates import parse_rate
+    from penstock.ir.training.optimizers import optimizer_of, parse_groups
+    from penstock.ir.training.rates import parse_rate
 
     settings = load_training(arguments.train, arguments.loss) if arguments.train else None
     if settings is None and arguments.loss is None:
@@ -376,7 +376,7 @@ def _training(arguments: Namespace) -> Training | None:
 
 
 def run_command(arguments: Namespace) -> None:
-    from penstock.runtime.running import run_bundle
+    from penstock.runtime.job.run import run_bundle
 
     run_bundle(
         arguments.bundle,
@@ -421,7 +421,7 @@ def checkpoint_command(arguments: Namespace) -> None:
 
 
 def export_command(arguments: Namespace) -> None:
-    from penstock.exporting import export
+    from penstock.inspection.exports.weights import export
 
     done = export(
         arguments.source, onnx=arguments.onnx, safetensors=arguments.safetensors, checkpoint=arguments.checkpoint
@@ -431,9 +431,9 @@ def export_command(arguments: Namespace) -> None:
 
 
 def sign_command(arguments: Namespace) -> None:
-    from penstock.backends.bundle import MANIFEST, open_bundle
-    from penstock.backends.bundle_writer import sign_bundle
-    from penstock.backends.signing import check_signature, read_key
+    from penstock.backends.bundle.format import MANIFEST, open_bundle
+    from penstock.backends.bundle.signing import check_signature, read_key
+    from penstock.backends.bundle.writer import sign_bundle
 
     key = read_key(arguments.key)
     if arguments.check:
@@ -456,7 +456,7 @@ def demo_command(arguments: Namespace) -> int:
 
 def dump_of(arguments: Namespace) -> Dump | None:
     """The dump that was asked for."""
-    from penstock.dumping import Dump
+    from penstock.inspection.dump import Dump
 
     if arguments.dump_ir or arguments.dump_ir_changed:
         return Dump(arguments.dump_ir or None, only=arguments.dump_ir_filter, changed=arguments.dump_ir_changed)
@@ -477,7 +477,7 @@ def _pipeline_of(arguments: Namespace) -> tuple[str, str]:
 
 
 def opt_command(arguments: Namespace) -> None:
-    from penstock.dumping.program import dump_program
+    from penstock.inspection.dump.program import dump_program
     from penstock.passes.manager import parse_pipeline, run_passes
     from penstock.passes.pipelines import PASSES
 
@@ -502,19 +502,19 @@ def opt_command(arguments: Namespace) -> None:
 
 
 def passes_command(arguments: Namespace) -> None:
-    from penstock.reference.passes import passes_command
+    from penstock.inspection.reference.passes import passes_command
 
     passes_command(arguments)
 
 
 def ops_command(arguments: Namespace) -> None:
-    from penstock.reference.ops import ops_command
+    from penstock.inspection.reference.ops import ops_command
 
     ops_command(arguments)
 
 
 def completion_command(arguments: Namespace) -> None:
-    from penstock.reference.completion import completion_command
+    from penstock.inspection.reference.completion import completion_command
 
     completion_command(arguments)
 

@@ -15,8 +15,8 @@ from shlex import quote
 import numpy as np
 
 from penstock.arguing import print_plan
-from penstock.ir.errors import UsageError, VerifyError
-from penstock.terminal import Progress, say
+from penstock.support.errors import UsageError, VerifyError
+from penstock.support.terminal import Progress, say
 
 LAYERS, WIDTH, HEADS, VOCAB, POSITIONS = 6, 256, 4, 256, 64
 SEQUENCES, MICROBATCHES, STAGES = 2, 4, 2
@@ -36,12 +36,12 @@ def text_samples(count: int, length: int, seed: int) -> tuple[np.ndarray, np.nda
 def run_demo(out: Path, *, steps: int, schedule: str, backend: str) -> int:
     """Run it all; exit code 0 when the loss fell."""
     from penstock import api
-    from penstock.dumping import Dump
     from penstock.frontends.training import Training
-    from penstock.ir.cluster import Cluster
-    from penstock.ir.optimizers import AdamW
+    from penstock.inspection.dump import Dump
+    from penstock.ir.cluster.cluster import Cluster
+    from penstock.ir.training.optimizers import AdamW
     from penstock.models import write_gpt
-    from penstock.runtime.running import run_bundle
+    from penstock.runtime.job.run import run_bundle
 
     started = time.monotonic()
     try:

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.ir.cluster_file import cluster_text
-from penstock.ir.errors import UsageError
-from penstock.ir.whole_files import replacing
-from penstock.ir.words import shown_bytes
-from penstock.terminal import say, table
+from penstock.ir.cluster.file import cluster_text
+from penstock.support.atomic_files import replacing
+from penstock.support.errors import UsageError
+from penstock.support.terminal import say, table
+from penstock.support.words import shown_bytes
 
 if TYPE_CHECKING:
-    from penstock.runtime.doctor import DoctorReport
+    from penstock.doctor.examine import DoctorReport
 
 
 def doctor_command(arguments: Namespace) -> None:
-    from penstock.runtime.doctor import examine
+    from penstock.doctor.examine import examine
 
     if arguments.cluster_out:
         _check_place(Path(arguments.cluster_out))

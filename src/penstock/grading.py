@@ -28,18 +28,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from penstock.backends.bundle import Bundle, open_bundle
+from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.backends.tvm.fingerprint import key_of, processor
-from penstock.backends.tvm.store import Cache, cache_folder
-from penstock.ir.cluster import Device
-from penstock.ir.errors import UsageError
+from penstock.calibration.measured import Measured, is_here, table_of_user
+from penstock.ir.cluster.cluster import Device
 from penstock.ir.schedule import COMPUTE, Action
-from penstock.ir.words import counted
-from penstock.measured import Measured, is_here, table_of_user
-from penstock.passes.cost import ROOFLINE, InTurn, Prices, Roofline, rank_seconds, shown_seconds
-from penstock.runtime.program import microbatch_size
+from penstock.passes.costs.prices import ROOFLINE, InTurn, Prices, Roofline, rank_seconds, shown_seconds
+from penstock.runtime.worker.actions import microbatch_size
 from penstock.simulating import BATCHES, forecast, seconds_of
-from penstock.terminal import say, table
+from penstock.support.cache import Cache, cache_folder
+from penstock.support.errors import UsageError
+from penstock.support.terminal import say, table
+from penstock.support.words import counted
 
 # Corrections that are kept, and steps that are left out at the beginning of a run if it has more than twice as many.
 _KEPT, _WARM = 20, 3

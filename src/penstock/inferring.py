@@ -17,16 +17,16 @@ from pathlib import Path
 
 import numpy as np
 
-from .ir.errors import UsageError
-from .ir.graph import Module
-from .runtime.control import Arrays
-from .runtime.data import SyntheticSamples
-from .runtime.data_files import read_npz, write_npz
-from .runtime.job import Job
-from .runtime.job import open as open_job
-from .runtime.places import file_problem
-from .runtime.program import microbatch_size
-from .terminal import StatusLine, say
+from penstock.ir.graph import Module
+from penstock.runtime.data.files import read_npz, write_npz
+from penstock.runtime.data.samples import SyntheticSamples
+from penstock.runtime.job.job import Job
+from penstock.runtime.job.job import open as open_job
+from penstock.runtime.messages.control import Arrays
+from penstock.runtime.worker.actions import microbatch_size
+from penstock.support.errors import UsageError
+from penstock.support.paths import file_problem
+from penstock.support.terminal import StatusLine, say
 
 PERCENTILES = (50, 90, 99)
 

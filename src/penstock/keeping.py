@@ -14,15 +14,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.backends.bundle_writer import flush_directory
-from penstock.backends.tensor_file import write_tensors
-from penstock.ir.errors import PenstockError, UsageError, VerifyError
-from penstock.ir.whole_files import replacing
-from penstock.ir.words import shown_bytes
-from penstock.runtime.checkpoint import Index, left_behind, read_index, read_tensors, saved_steps
-from penstock.runtime.choosing import damage_of, directory_meant, find_checkpoint, is_place, latest_name
-from penstock.runtime.places import file_problem, is_inside
-from penstock.terminal import say, table
+from penstock.backends.bundle.tensor_file import write_tensors
+from penstock.backends.bundle.writer import flush_directory
+from penstock.runtime.checkpoint.finding import damage_of, directory_meant, find_checkpoint, is_place, latest_name
+from penstock.runtime.checkpoint.format import Index, left_behind, read_index, read_tensors, saved_steps
+from penstock.support.atomic_files import replacing
+from penstock.support.errors import PenstockError, UsageError, VerifyError
+from penstock.support.paths import file_problem, is_inside
+from penstock.support.terminal import say, table
+from penstock.support.words import shown_bytes
 
 
 def checkpoint_command(arguments: Namespace) -> None:

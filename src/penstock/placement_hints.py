@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from penstock.frontends.hints import Hints
 from penstock.ir.graph import Attr, Module, Op
-from penstock.passes.partition_chain import chain_of, names_to_split_at
+from penstock.passes.partition.chain import chain_of, names_to_split_at
 
 Changes = dict[str, Attr]
 

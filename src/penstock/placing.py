@@ -11,15 +11,15 @@ import textwrap
 import time
 from argparse import Namespace
 
-from penstock.ir.errors import UsageError
-from penstock.ir.words import shown_bytes
 from penstock.passes.placement.calls import ends
 from penstock.passes.placement.contiguous import split_contiguously
 from penstock.passes.placement.free import split_freely
 from penstock.passes.placement.latency import place_for_latency
 from penstock.passes.placement.problem import Placement, loads
 from penstock.passes.placement.workload import Workload, load_workload
-from penstock.terminal import Progress, say, table, terminal_width
+from penstock.support.errors import UsageError
+from penstock.support.terminal import Progress, say, table, terminal_width
+from penstock.support.words import shown_bytes
 
 # What a solver proves to a millionth is proven.
 PROVEN = 2e-6

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.ir.errors import UsageError
 from penstock.ir.schedule import MOST_MICROBATCHES
-from penstock.ir.words import itemised
-from penstock.passes.precision import PRECISIONS
-from penstock.passes.recompute import MODES
-from penstock.passes.schedules import SCHEDULES
-from penstock.passes.wire import WIRES
+from penstock.passes.communicate.wire import WIRES
+from penstock.passes.memory.recompute import MODES
+from penstock.passes.rewrite.precision import PRECISIONS
+from penstock.passes.schedules.schedule import SCHEDULES
+from penstock.support.errors import UsageError
+from penstock.support.words import itemised
 
 _READ = ("schedule", "microbatches", "samples_per_microbatch", "precision", "wire", "recompute", "stages")
 _TOLD = ("memory", "model", "notes", "pipeline", "planner", "predicted")

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import api
 from penstock.grading import best_prices
-from penstock.ir.cluster import Cluster
-from penstock.ir.errors import DoesNotFit, PenstockError, UsageError, VerifyError
-from penstock.ir.words import itemised
+from penstock.ir.cluster.cluster import Cluster
 from penstock.passes.planner.argue import PlanChange, Result, counterfactuals, plan_chain
 from penstock.passes.planner.chain import Chain
 from penstock.passes.planner.fleet import Fleet, fleet_of
@@ -29,6 +27,8 @@ from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.planner.profile import Profile, profile_chain
 from penstock.passes.planner.sparing import without_little_help
 from penstock.refining import Refined, refine
+from penstock.support.errors import DoesNotFit, PenstockError, UsageError, VerifyError
+from penstock.support.words import itemised
 
 if TYPE_CHECKING:
     from penstock.frontends.training import Training
@@ -224,7 +224,7 @@ def _of_planner(progress: api.ProgressHook) -> api.ProgressHook:
 
 def _load_models(load: Load, sizes: Sequence[int | None], batch: int) -> dict[int, api.Model]:
     """The model at each of the sizes, by samples per microbatch; UsageError where a batch cannot be made of such microbatches."""
-    from penstock.runtime.program import microbatch_size
+    from penstock.runtime.worker.actions import microbatch_size
 
     models: dict[int, api.Model] = {}
     for size in sizes:

@@ -2,7 +2,7 @@
 
 In: a chain of layers, a cluster, and the best plan of each schedule by the formulas of passes/planner/cost.py, which are some
 percent off where stages are unequal. Out: for each schedule the plan that takes least when its program is run against the same
-costs by runtime/simulate.py, with what it takes there. Tried are all devices that may be used in every order, one for each stage,
+costs by passes/simulator/simulate.py, with what it takes there. Tried are all devices that may be used in every order, one for each stage,
 with the best cuts by the formulas for that order; of other layouts (replicas) what the formulas think best; and from the fastest of
 these on cuts that are moved by some layers.
 
@@ -16,18 +16,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from penstock.ir.cluster import Cluster, usable_cores
-from penstock.ir.errors import VerifyError
+from penstock.ir.cluster.cluster import Cluster, usable_cores
 from penstock.ir.schedule import RECEIVES, SENDS, Action, Schedule
-from penstock.passes.late_updates import sum_late
 from penstock.passes.planner.chain import Table
 from penstock.passes.planner.cost import judge
 from penstock.passes.planner.plan import PipelinePlan
 from penstock.passes.planner.planner import Outcome, Planner
-from penstock.passes.schedules import SCHEDULES, build_schedule
-from penstock.runtime.cores import TURN
-from penstock.runtime.simulate import machine_of, simulate, wire_chain
+from penstock.passes.schedules.late_updates import sum_late
+from penstock.passes.schedules.schedule import SCHEDULES, build_schedule
+from penstock.passes.simulator.cores import TURN
+from penstock.passes.simulator.simulate import machine_of, simulate, wire_chain
 from penstock.simulating import BATCHES, LOCAL, seat_of
+from penstock.support.errors import VerifyError
 
 _MOST_ACTIONS, _MOST_ORDERED = 4000, 4
 # Layouts that the formulas think so many times as slow as the best at most, and how many of them; sizes of

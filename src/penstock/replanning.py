@@ -28,15 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from penstock.api import describe_plan
-from penstock.backends.bundle import NAMES, SOURCE, Bundle, Origin, open_bundle
-from penstock.backends.bundle_writer import write_bundle
+from penstock.backends.bundle.format import NAMES, SOURCE, Bundle, Origin, open_bundle
+from penstock.backends.bundle.writer import write_bundle
 from penstock.backends.interface import CompileOptions, backend_of
-from penstock.ir.cluster import Cluster
-from penstock.ir.errors import PenstockError, UsageError
-from penstock.ir.words import counted
+from penstock.ir.cluster.cluster import Cluster
 from penstock.passes.manager import Call, parse_pipeline, run_passes
 from penstock.passes.pipelines import PASSES
 from penstock.passes.schedules.dealing import fair_shares
+from penstock.support.errors import PenstockError, UsageError
+from penstock.support.words import counted
 
 
 def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:

@@ -1,7 +1,7 @@
 """The command simulate: the program of a bundle or IR file, run against modelled times, links, NICs, cores and memory.
 
-Times of computations come from the costs of passes/cost.py, from the table of what was measured on this machine, or are measured now: each
-rank of the bundle by itself (runtime/rehearse.py). Messages take the links of the cluster. Ranks on CPU devices of this machine share its
+Times of computations come from the costs of passes/costs/prices.py, from the table of what was measured on this machine, or are measured now: each
+rank of the bundle by itself (src/penstock/calibration/rehearse.py). Messages take the links of the cluster. Ranks on CPU devices of this machine share its
 cores; of other hosts a cluster file does not say how many they have.
 """
 
@@ -16,18 +16,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.inspecting.subject import load_module
-from penstock.ir.cluster import Cluster, usable_cores
-from penstock.ir.errors import UsageError
+from penstock.inspection.subject import load_module
+from penstock.ir.cluster.cluster import Cluster, usable_cores
 from penstock.ir.graph import Module, summed_vars
-from penstock.ir.memory import Course, measure_memory, memory_course
+from penstock.ir.memory.predict import Course, measure_memory, memory_course
 from penstock.ir.schedule import Action
-from penstock.ir.words import counted, shown_bytes
-from penstock.passes.cost import rank_seconds, shown_seconds
-from penstock.runtime.simulate import Seconds, simulate
-from penstock.runtime.simulated import Simulated
-from penstock.runtime.simulated_machine import Route, Seat, machine_of, with_messages
-from penstock.terminal import say, table
+from penstock.passes.costs.prices import rank_seconds, shown_seconds
+from penstock.passes.simulator.machine import Route, Seat, machine_of, with_messages
+from penstock.passes.simulator.result import Simulated
+from penstock.passes.simulator.simulate import Seconds, simulate
+from penstock.support.errors import UsageError
+from penstock.support.terminal import say, table
+from penstock.support.words import counted, shown_bytes
 
 LOCAL = "localhost"
 # Batches that predictions simulate: enough for a steady state, also where unequal replicas and late updates take some to come to it.
@@ -51,7 +51,7 @@ class Forecast:
     @property
     def samples(self) -> int:
         """Of one batch."""
-        from penstock.runtime.program import microbatch_size
+        from penstock.runtime.worker.actions import microbatch_size
 
         return microbatch_size(self.module) * self.found.schedule.microbatches
 
@@ -126,7 +126,7 @@ def seat_of(cluster: Cluster, name: str) -> Seat | None:
 
 
 def times_of(module: Module, source: Path, costs: str) -> Seconds:
-    """How long actions take: `analytic`, passes/cost.py with the rates of the cluster; `table`, what was measured on this machine before,
+    """How long actions take: `analytic`, passes/costs/prices.py with the rates of the cluster; `table`, what was measured on this machine before,
     where it was; `measured`, every rank of a bundle now, one after another, which also goes into the table."""
     return seconds_of(module, _computations(module, source, costs))
 
@@ -145,9 +145,9 @@ def seconds_of(module: Module, computations: Mapping[tuple[int, str], float]) ->
 
 def _computations(module: Module, source: Path, costs: str) -> dict[tuple[int, str], float]:
     if costs == "measured":
-        from penstock.backends.bundle import Bundle, open_bundle
-        from penstock.measured import profile
-        from penstock.runtime.rehearse import rehearse
+        from penstock.backends.bundle.format import Bundle, open_bundle
+        from penstock.calibration.measured import profile
+        from penstock.calibration.rehearse import rehearse
 
         def told(bundle: Bundle, ranks: list[int]) -> list[dict[str, float]]:
             for rank in ranks:
@@ -156,8 +156,8 @@ def _computations(module: Module, source: Path, costs: str) -> dict[tuple[int, s
 
         return profile(open_bundle(source), told, anew=True)
     if costs == "table":
-        from penstock.backends.bundle import open_bundle
-        from penstock.measured import Measured, stage_times
+        from penstock.backends.bundle.format import open_bundle
+        from penstock.calibration.measured import Measured, stage_times
 
         backend = open_bundle(source).manifest.backend if source.is_dir() else "tvm"
         found, estimates = stage_times(module, Measured(backend))
@@ -194,14 +194,14 @@ def simulate_command(arguments: Namespace) -> None:
         )
     made = forecast(module, times_of(module, Path(arguments.file), arguments.costs), arguments.batches, change)
     if arguments.gantt:
-        from penstock.runtime.gantt import svg_gantt
+        from penstock.inspection.views.gantt import svg_gantt
 
         Path(arguments.gantt).write_text(
             svg_gantt(made.found, f"{module.name}, {module.schedule.name}", made.curves()), encoding="utf-8"
         )
         say(f"wrote {arguments.gantt}")
     if arguments.trace:
-        from penstock.runtime.trace import write_trace
+        from penstock.runtime.telemetry.trace import write_trace
 
         write_trace(
             Path(arguments.trace),
@@ -283,7 +283,7 @@ def binding(made: Forecast) -> str:
 
 
 def print_forecast(made: Forecast) -> None:
-    from penstock.runtime.gantt import text_gantt
+    from penstock.inspection.views.gantt import text_gantt
 
     found, memory = made.found, measure_memory(made.module)
     schedule = found.schedule

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.backends.interface import check_cache
-from penstock.ir.errors import UsageError
+from penstock.support.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.bisecting.steps import Trail
+    from penstock.verification.bisect.steps import Trail
 
 # What only a question of its own makes sense of.
 _OF_PARITY = ("optimizers", "seeds")
@@ -76,7 +76,7 @@ def _refuse(arguments: Namespace, names: tuple[str, ...], when: bool, why: str) 
 
 
 def _verify_folder(arguments: Namespace) -> int:
-    from penstock.checks import verify_bundle
+    from penstock.verification.checks import verify_bundle
 
     if arguments.dim or arguments.known or arguments.backend:
         raise UsageError("--dim, --known and --backend are for models; a bundle has them built in")
@@ -86,8 +86,8 @@ def _verify_folder(arguments: Namespace) -> int:
 
 
 def _verify_model(arguments: Namespace) -> int:
-    from penstock.checks import verify_model
     from penstock.commands import dims_of, known_of
+    from penstock.verification.checks import verify_model
 
     backend = arguments.backend or "tvm"
     check_cache(backend)
@@ -103,7 +103,7 @@ def _verify_model(arguments: Namespace) -> int:
 
 
 def _verify_ir(arguments: Namespace) -> int:
-    from penstock.bisecting.reproducer import verify_ir
+    from penstock.verification.bisect.reproducer import verify_ir
 
     if arguments.bisect or arguments.dim or arguments.known:
         raise UsageError(
@@ -126,7 +126,7 @@ def _verify_ir(arguments: Namespace) -> int:
 def _verify_parity(arguments: Namespace) -> int:
     from penstock import api
     from penstock.commands import dims_of, known_of
-    from penstock.parity import Setting, optimizers_of, verify_parity
+    from penstock.verification.parity import Setting, optimizers_of, verify_parity
 
     if Path(arguments.model).is_dir():
         raise UsageError("--parity trains a model, not a bundle", where=arguments.model)
@@ -161,8 +161,8 @@ def _verify_parity(arguments: Namespace) -> int:
 
 
 def _bisect(arguments: Namespace) -> int:
-    from penstock.bisecting.reproducer import check_place
-    from penstock.bisecting.search import Options, bisect
+    from penstock.verification.bisect.reproducer import check_place
+    from penstock.verification.bisect.search import Options, bisect
 
     path = Path(arguments.model)
     place = path.with_name(f"{path.name}.repro") if arguments.repro is None else Path(arguments.repro)
@@ -177,8 +177,8 @@ def _bisect(arguments: Namespace) -> int:
 
 
 def _trail(arguments: Namespace) -> AbstractContextManager[Trail]:
-    from penstock.backends.bundle import MANIFEST, open_bundle
-    from penstock.bisecting.sources import bundle_trail, dumps_trail
+    from penstock.backends.bundle.format import MANIFEST, open_bundle
+    from penstock.verification.bisect.sources import bundle_trail, dumps_trail
 
     path = Path(arguments.model)
     if not path.is_dir():
@@ -197,9 +197,9 @@ def _trail(arguments: Namespace) -> AbstractContextManager[Trail]:
 @contextmanager
 def _of_model(arguments: Namespace) -> Iterator[Trail]:
     from penstock import api
-    from penstock.bisecting.sources import model_trail
     from penstock.commands import dims_of, known_of, plan_of
-    from penstock.dumping import Dump
+    from penstock.inspection.dump import Dump
+    from penstock.verification.bisect.sources import model_trail
 
     check_cache(arguments.backend or "tvm")
     names = {"frozen": arguments.frozen, "trained": arguments.trained}

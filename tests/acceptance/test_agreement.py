@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.ir.interp import run_recurrence
-from penstock.passes.schedules import SCHEDULES
-from penstock.runtime.control import FetchParameters
+from penstock.ir.interpreter.interpreter import run_recurrence
+from penstock.passes.schedules.schedule import SCHEDULES
+from penstock.runtime.messages.control import FetchParameters
 
 STEPS = 12
 WIDTH, VOCAB, LENGTH, ROWS = 16, 29, 6, 2

@@ -12,8 +12,8 @@ from drawn import drawn
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.passes.schedules import SCHEDULES
-from penstock.runtime.running import run_bundle
+from penstock.passes.schedules.schedule import SCHEDULES
+from penstock.runtime.job.run import run_bundle
 
 ROWS, BATCHES, RATE, TIMEOUT = 6, 6, 0.2, 60
 

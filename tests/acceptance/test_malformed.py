@@ -23,7 +23,7 @@ from acceptance.malformed_case import FORGED, HOSTILE, Case, Good, obeyed
 import penstock as ps
 from penstock.cli import main
 from penstock.models import write_mlp
-from penstock.runtime.running import run_bundle
+from penstock.runtime.job.run import run_bundle
 
 CASES = cases()
 
@@ -67,9 +67,9 @@ def tried(good, tmp_path, monkeypatch, capfd):
         raise AssertionError(f"took more than {SECONDS} s")
 
     for place in (
-        "penstock.runtime.job.Workers",
-        "penstock.runtime.options.os.execve",
-        "penstock.runtime.doctor.measure",
+        "penstock.runtime.job.job.Workers",
+        "penstock.runtime.launch.options.os.execve",
+        "penstock.doctor.examine.measure",
     ):
         monkeypatch.setattr(place, accept, raising=False)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "PENSTOCK_TRACEBACK"):
@@ -152,7 +152,7 @@ def test_control_the_harness_sees_what_it_should(tried, monkeypatch):
     def broken(*given):
         raise KeyError("a bug")
 
-    monkeypatch.setattr("penstock.runtime.job.check_data", broken)
+    monkeypatch.setattr("penstock.runtime.job.job.check_data", broken)
     assert tried(Case("bug", lambda folder, good: ["run", str(good.bundle), "--data", str(good.data)])) != ""
 
 
@@ -161,7 +161,7 @@ def test_control_what_steers_a_terminal_is_seen(tried, monkeypatch):
     assert (obeyed(f"a\n{FORGED}"), obeyed(f"a\n  {FORGED}")) == (FORGED, "")
     case = next(case for case in CASES if case.name == "hostile-model-operator")
     assert tried(case) == ""
-    monkeypatch.setattr("penstock.ir.errors.visible_lines", str)
+    monkeypatch.setattr("penstock.support.errors.visible_lines", str)
     assert tried(case).startswith("printed '\\x1b'")
 
 

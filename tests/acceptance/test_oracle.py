@@ -25,12 +25,12 @@ import torch
 
 import penstock as ps
 from penstock import api
-from penstock.backends.bundle import open_bundle
+from penstock.backends.bundle.format import open_bundle
 from penstock.ir.graph import PARAM, rewrite
-from penstock.ir.optimizers import optimizer_of
-from penstock.ir.verify import verify
+from penstock.ir.training.optimizers import optimizer_of
+from penstock.ir.verify.verifier import verify
 from penstock.models import write_gpt, write_mlp
-from penstock.runtime.job import Job
+from penstock.runtime.job.job import Job
 
 STEPS = 50
 GPT = {"layers": 4, "width": 32, "heads": 4, "vocab": 61, "positions": 12}

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.ir.cluster import Link
-from penstock.ir.memory import measure_memory
-from penstock.runtime.worker import describe_failure
+from penstock.ir.cluster.cluster import Link
+from penstock.ir.memory.predict import measure_memory
+from penstock.runtime.worker.worker import describe_failure
 
 ROWS, MICROBATCHES, BATCHES, TIMEOUT = 8, 4, 5, 60
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.ir.errors import UnsupportedModel, UsageError
 from penstock.ir.graph import BUFFER, Module, written_vars
-from penstock.ir.interp import InterpretedRun, run_recurrence, run_schedule
-from penstock.passes.schedules import SCHEDULES
+from penstock.ir.interpreter.interpreter import InterpretedRun, run_recurrence, run_schedule
+from penstock.passes.schedules.schedule import SCHEDULES
+from penstock.support.errors import UnsupportedModel, UsageError
 
 ROWS, BATCHES, RATE, TIMEOUT = 6, 4, 0.05, 60
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.backends.bundle import open_bundle
+from penstock.backends.bundle.format import open_bundle
 from penstock.cli import main
-from penstock.ir.interp import TYPED, run_recurrence
+from penstock.ir.interpreter.interpreter import TYPED, run_recurrence
 from penstock.models import write_mlp
-from penstock.runtime.job import Job
+from penstock.runtime.job.job import Job
 
 STEPS, ROWS, M, WIDTHS = 8, 4, 2, [6, 16, 12, 5]
 GROUPS = (ps.Group("bias", kind="lion", lr=0.05), ps.Group("fc1", weight_decay=0.1), ps.Group("y", kind="adamw"))

@@ -19,9 +19,9 @@ from tvm import tirx
 
 from penstock.backends.tvm.cuda.pipeline import PIPELINE
 from penstock.backends.tvm.cuda.target import cuda_target, device_machine
-from penstock.backends.tvm.lower import plan_kernels
+from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.ir.graph import Graph
-from penstock.runtime.store import allocate
+from penstock.runtime.state.store import allocate
 
 _FRONT = r"""
 #include <algorithm>

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from penstock.backends import bundle as bundles
-from penstock.backends import bundle_writer
-from penstock.backends.bundle import Manifest, contained, open_bundle
-from penstock.backends.bundle_writer import write_bundle
-from penstock.backends.tensor_file import write_tensors
-from penstock.ir.cluster import Cluster
-from penstock.ir.errors import UsageError, VerifyError
-from penstock.passes.communicate import communicate
-from penstock.passes.lifetimes import lifetimes
-from penstock.passes.schedules import ScheduleOptions, schedule
-from penstock.passes.weight_versions import weight_versions
+from penstock.backends.bundle import format as bundles
+from penstock.backends.bundle import writer as bundle_writer
+from penstock.backends.bundle.format import Manifest, contained, open_bundle
+from penstock.backends.bundle.tensor_file import write_tensors
+from penstock.backends.bundle.writer import write_bundle
+from penstock.ir.cluster.cluster import Cluster
+from penstock.passes.communicate.communicate import communicate
+from penstock.passes.memory.lifetimes import lifetimes
+from penstock.passes.schedules.schedule import ScheduleOptions, schedule
+from penstock.passes.schedules.weight_versions import weight_versions
+from penstock.support.errors import UsageError, VerifyError
 
 STAGES = 2
 

@@ -14,14 +14,14 @@ from samples import SAMPLES
 from tvm_cases import OpCase, Shown, value
 
 from penstock.backends.interface import CompileOptions, backend_of
-from penstock.backends.tvm.build import BuildError, Built
+from penstock.backends.tvm.compile.build import BuildError, Built
 from penstock.backends.tvm.cuda import build as cuda_build
 from penstock.backends.tvm.cuda.compiler import DRIVER_SYMBOLS
-from penstock.backends.tvm.machine import load_cuda_runtime
-from penstock.ir.cluster import Cluster
-from penstock.ir.errors import UsageError
+from penstock.backends.tvm.run.machine import load_cuda_runtime
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Graph, Module, Stage
 from penstock.ir.ops import make
+from penstock.support.errors import UsageError
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
 

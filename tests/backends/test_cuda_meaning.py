@@ -20,24 +20,24 @@ from tvm_cases import compare, difference, make_args, random_array
 from penstock import api
 from penstock.backends.interface import StageProgram
 from penstock.backends.numpy_backend import NumpyProgram
-from penstock.backends.tvm.cuda.generate import KINDS
+from penstock.backends.tvm.cuda.kernels.generate import KINDS
 from penstock.backends.tvm.cuda.target import device_machine
 from penstock.backends.tvm.cuda.torch_calls import CALLS, register
-from penstock.backends.tvm.kernels.elements import POINTWISE
-from penstock.backends.tvm.load import TvmProgram
-from penstock.backends.tvm.lower import LibraryCall, plan_kernels, relax_module
+from penstock.backends.tvm.kernels.tools.elements import POINTWISE
+from penstock.backends.tvm.lower.lower import LibraryCall, plan_kernels, relax_module
 from penstock.backends.tvm.pipeline import PIPELINE
+from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.target import PORTABLE
 from penstock.frontends.training import Training
-from penstock.ir.cluster import Cluster
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Graph, Value, signature
-from penstock.ir.interp import initial_arrays
-from penstock.ir.numpy_ops import TYPED
+from penstock.ir.interpreter.interpreter import initial_arrays
+from penstock.ir.interpreter.ops import TYPED
 from penstock.ir.ops import OPS, make
-from penstock.ir.optimizers import Momentum
+from penstock.ir.training.optimizers import Momentum
 from penstock.ir.types import FLOATS, parse_type
 from penstock.models import write_cnn, write_gpt
-from penstock.runtime.store import as_array
+from penstock.runtime.state.store import as_array
 
 # What is judged here is the TIR: LLVM only has to carry it out.
 UNOPTIMISED = tvm.target.Target({"kind": "llvm", "mcpu": PORTABLE, "opt-level": 0})

@@ -12,7 +12,7 @@ from cuda_source import SourceProgram
 from judge import wrong_results
 from samples import Sample, samples_of
 
-from penstock.backends.tvm.cuda.generate import KINDS
+from penstock.backends.tvm.cuda.kernels.generate import KINDS
 
 HALF = {"f16", "bf16"}
 # One of each way to use threads: the rest takes minutes.

@@ -14,10 +14,10 @@ import pytest
 from acceptance.malformed_bundles import seal
 from chain import chain_bundle
 
-from penstock.backends.bundle import open_bundle
-from penstock.backends.signing import KEY_VARIABLE, SIGNATURE
+from penstock.backends.bundle.format import open_bundle
+from penstock.backends.bundle.signing import KEY_VARIABLE, SIGNATURE
 from penstock.cli import main
-from penstock.ir.errors import UsageError, VerifyError
+from penstock.support.errors import UsageError, VerifyError
 
 KEY = "c0ffee" * 12
 

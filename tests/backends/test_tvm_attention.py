@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from tvm_cases import build, compare
 
-from penstock.backends.tvm.kernels import attention, attention_grad
-from penstock.backends.tvm.lower import plan_kernels
+from penstock.backends.tvm.kernels.attention import forward as attention
+from penstock.backends.tvm.kernels.attention import gradient as attention_grad
+from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.backends.tvm.target import machine_of
 from penstock.ir.graph import Graph, Module, Op, Value
-from penstock.ir.interp import run_graph
-from penstock.ir.numpy_ops import apply_op
+from penstock.ir.interpreter.interpreter import run_graph
+from penstock.ir.interpreter.ops import apply_op
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType, dtype_of, parse_type
-from penstock.passes.fuse import FuseOptions, fuse
+from penstock.passes.kernels.fuse import FuseOptions, fuse
 
 RNG = np.random.default_rng(7)
 
@@ -237,7 +238,7 @@ def test_parts_that_others_read_are_stored_whole(tmp_path: Path) -> None:
 
 def test_control_a_wrong_kernel_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison must fail when tiles on the diagonal are not tested key by key."""
-    from penstock.backends.tvm.kernels.attention_tiles import Tiles
+    from penstock.backends.tvm.kernels.attention.tiles import Tiles
 
     monkeypatch.setattr(Tiles, "only_visible", lambda self, x, key, limit, otherwise: x)
     for op, arrays in CASES["small"]:

@@ -23,21 +23,22 @@ from tvm_ffi import structural_equal
 
 import penstock as ps
 from penstock.backends.interface import CompileOptions, stage_graphs
-from penstock.backends.tvm import fingerprint, store
-from penstock.backends.tvm.build import Built, Counts, LibraryBuilder, LibraryPart, build_graphs
+from penstock.backends.tvm import fingerprint
+from penstock.backends.tvm.compile.build import Built, Counts, LibraryBuilder, LibraryPart, build_graphs
+from penstock.backends.tvm.compile.pool import BuildError
 from penstock.backends.tvm.group import Fusion, parameters_of, parse_group, rename
-from penstock.backends.tvm.load import TvmProgram
-from penstock.backends.tvm.lower import make_kernel, plan_kernels, relax_module
+from penstock.backends.tvm.lower.lower import make_kernel, plan_kernels, relax_module
+from penstock.backends.tvm.lower.plan import Lowered
 from penstock.backends.tvm.pipeline import PIPELINE
-from penstock.backends.tvm.plan import Lowered
-from penstock.backends.tvm.pool import BuildError
-from penstock.backends.tvm.store import Cache
+from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.target import machine_of, tvm_target
-from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph, signature
 from penstock.ir.ops import make
-from penstock.ir.optimizers import optimizer_of
+from penstock.ir.training.optimizers import optimizer_of
 from penstock.models import write_cnn, write_gpt, write_mlp
+from penstock.support import cache as store
+from penstock.support.cache import Cache
+from penstock.support.errors import UsageError
 
 
 def build_counted(
@@ -315,7 +316,7 @@ def test_the_fingerprint_covers_sources_and_tools(tmp_path: Path, monkeypatch: p
     now = found()
     monkeypatch.setattr(fingerprint, "__file__", str(tmp_path / "a" / "backends" / "tvm" / "fingerprint.py"))
     assert found() == now
-    for name in ("backends/tvm/kernels/product.py", "backends/tvm/target.py", "ir/types.py"):
+    for name in ("backends/tvm/kernels/product/product.py", "backends/tvm/target.py", "ir/types.py"):
         path = tmp_path / "a" / name
         text = path.read_text()
         path.write_text(text + "#")

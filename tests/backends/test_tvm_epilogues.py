@@ -18,9 +18,9 @@ import torch
 import tvm
 from tvm_cases import build, to_torch, value
 
-from penstock.backends.tvm.load import TvmProgram
-from penstock.backends.tvm.lower import plan_kernels
+from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.backends.tvm.pipeline import PIPELINE
+from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.target import machine_of, tvm_target
 from penstock.ir.graph import Attr, Graph, Op, Value
 from penstock.ir.ops import make

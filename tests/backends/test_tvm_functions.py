@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm_cases import OpCase, build
 
-from penstock.backends.tvm.kernels import powers, trigonometry
-from penstock.backends.tvm.load import TvmProgram
+from penstock.backends.tvm.kernels.tools import powers, trigonometry
+from penstock.backends.tvm.run.load import TvmProgram
 
 # Whole vectors, and something left over behind the last one.
 COUNT = 4096 + 13

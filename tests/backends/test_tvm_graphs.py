@@ -14,17 +14,17 @@ from tvm_cases import Shown, build, compare, difference, make_args, value
 
 import penstock as ps
 from penstock.backends.interface import CompileOptions, StageSources, backend_of, stage_graphs
-from penstock.backends.tvm.build import build_graphs
-from penstock.backends.tvm.kernels.elements import POINTWISE
-from penstock.backends.tvm.lower import plan_kernels
+from penstock.backends.tvm.compile.build import build_graphs
+from penstock.backends.tvm.kernels.tools.elements import POINTWISE
+from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.backends.tvm.target import machine_of
-from penstock.ir.errors import PenstockError, UsageError, VerifyError
 from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.ops import make
-from penstock.ir.optimizers import optimizer_of
-from penstock.ir.verify import check
+from penstock.ir.training.optimizers import optimizer_of
+from penstock.ir.verify.verifier import check
 from penstock.models import write_cnn, write_gpt, write_mlp
-from penstock.passes.fuse import FuseOptions, fuse
+from penstock.passes.kernels.fuse import FuseOptions, fuse
+from penstock.support.errors import PenstockError, UsageError, VerifyError
 
 
 class Writer:

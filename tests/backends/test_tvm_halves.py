@@ -21,16 +21,17 @@ from samples import HALF, SAMPLES, Sample, fill, is_open, samples_of
 from tvm_cases import TOLERANCE, OpCase, build, make_args, tensors_of, value
 
 from penstock.backends.interface import CompileOptions
-from penstock.backends.tvm import _needed, load
-from penstock.backends.tvm.build import build_graphs
-from penstock.backends.tvm.load import TvmProgram
+from penstock.backends.tvm.compile.build import build_graphs
+from penstock.backends.tvm.run import load
+from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.target import machine_of
-from penstock.backends.tvm.tiles import allow_tiles
-from penstock.ir.errors import UsageError
+from penstock.backends.tvm.tile_permission import allow_tiles
+from penstock.backends.tvm_backend import _needed
 from penstock.ir.graph import Graph, Op, signature
-from penstock.ir.interp import F64, run_graph
+from penstock.ir.interpreter.interpreter import F64, run_graph
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, UNIT_ROUNDOFF, numpy_dtype
+from penstock.support.errors import UsageError
 
 SMALLEST = {"bf16": 2.0**-133, "f16": 2.0**-24}
 

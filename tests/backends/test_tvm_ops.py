@@ -13,10 +13,11 @@ import torch
 from samples import HALF, SAMPLES, Sample, touched
 from tvm_cases import OpCase, build, compare, difference, make_args, value
 
-from penstock.backends.tvm.kernels import MAIN, elements
-from penstock.backends.tvm.kernels.elements import INDEXED, POINTWISE
+from penstock.backends.tvm.kernels import MAIN
+from penstock.backends.tvm.kernels.tools import elements
+from penstock.backends.tvm.kernels.tools.elements import INDEXED, POINTWISE
 from penstock.ir.graph import Graph, Value
-from penstock.ir.numpy_ops import NUMPY
+from penstock.ir.interpreter.ops import NUMPY
 from penstock.ir.ops import OPS, make
 from penstock.ir.types import numpy_dtype
 

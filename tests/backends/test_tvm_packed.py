@@ -13,14 +13,14 @@ from tvm_cases import build, compare, difference, make_args, to_torch, value
 
 from penstock.backends.numpy_backend import NumpyProgram
 from penstock.backends.tvm.group import PACKED
-from penstock.backends.tvm.load import TvmProgram
-from penstock.backends.tvm.lower import plan_kernels
+from penstock.backends.tvm.lower.lower import plan_kernels
+from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.target import machine_of
-from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Graph, Module, Op, Value, Var
 from penstock.ir.ops import make
 from penstock.ir.types import parse_type
-from penstock.passes.fuse import FuseOptions, fuse
+from penstock.passes.kernels.fuse import FuseOptions, fuse
+from penstock.support.errors import VerifyError
 
 
 class Writer:

@@ -18,15 +18,16 @@ import pytest
 from tvm_cases import chain
 
 from penstock.backends.interface import CompileOptions
-from penstock.backends.tvm import fingerprint, pool
-from penstock.backends.tvm.build import build_graphs
+from penstock.backends.tvm import fingerprint
+from penstock.backends.tvm.compile import pool
+from penstock.backends.tvm.compile.build import build_graphs
+from penstock.backends.tvm.compile.pool import BuildError, WorkerPool
 from penstock.backends.tvm.group import Fusion, rename
-from penstock.backends.tvm.kernels import elements
+from penstock.backends.tvm.kernels.tools import elements
 from penstock.backends.tvm.messages import GroupRefused, KernelMade, MakeKernel
-from penstock.backends.tvm.pool import BuildError, WorkerPool
-from penstock.backends.tvm.store import Cache
 from penstock.cli import main
-from penstock.ir.errors import UnsupportedModel, UsageError
+from penstock.support.cache import Cache
+from penstock.support.errors import UnsupportedModel, UsageError
 
 BOUND_S = 60.0
 
@@ -226,7 +227,7 @@ COMPILE = """
 import sys
 from pathlib import Path
 from penstock.backends.interface import CompileOptions
-from penstock.backends.tvm.build import build_graphs
+from penstock.backends.tvm.compile.build import build_graphs
 from penstock.ir.text import parse_module
 graphs = tuple(parse_module(Path(sys.argv[1]).read_text()).graphs.values())
 try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tvm import tirx
 from tvm_cases import build, make_args, to_torch, value
 
-from penstock.backends.tvm.lower import plan_kernels
+from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.backends.tvm.target import machine_of
 from penstock.ir.graph import Graph, Op, Slot, signature
 from penstock.ir.ops import make

@@ -9,7 +9,7 @@ import pytest
 
 import penstock as ps
 from penstock.ir.graph import Graph, Module
-from penstock.ir.storage import planned_blocks
+from penstock.ir.memory.workspace import planned_blocks
 from penstock.models import write_cnn, write_gpt
 
 
@@ -29,7 +29,7 @@ def by_tvm(graph: Graph) -> list[int]:
     import tvm
     from tvm import relax
 
-    from penstock.backends.tvm.lower import plan_kernels, relax_module
+    from penstock.backends.tvm.lower.lower import plan_kernels, relax_module
     from penstock.backends.tvm.target import machine_of
 
     lowered = plan_kernels(graph, machine_of("x86-64-v3"))

@@ -12,7 +12,7 @@ import torch
 from test_tvm_graphs import Writer, agrees, fused, kernels_of
 from tvm_cases import build, value
 
-from penstock.backends.tvm.kernels import sums
+from penstock.backends.tvm.kernels.rows import sums
 from penstock.ir.graph import Graph
 from penstock.ir.ops import make
 
@@ -136,7 +136,7 @@ def test_a_wrong_total_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 THREADS = """
 import sys, numpy as np, torch
 from pathlib import Path
-from penstock.backends.tvm.load import TvmProgram
+from penstock.backends.tvm.run.load import TvmProgram
 from penstock.ir.text import parse_module
 library, text, out, threads = sys.argv[1:]
 graphs = list(parse_module(Path(text).read_text()).graphs.values())
@@ -157,7 +157,7 @@ def test_results_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
 
     from tvm_cases import make_args
 
-    from penstock.backends.tvm.build import build_graphs
+    from penstock.backends.tvm.compile.build import build_graphs
     from penstock.ir.graph import Module
     from penstock.ir.text import print_module
 

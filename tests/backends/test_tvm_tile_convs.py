@@ -12,11 +12,11 @@ import torch
 from tvm_cases import ConvCase, build
 
 from penstock.backends.numpy_backend import NumpyProgram
-from penstock.backends.tvm.kernels import tile_conv
-from penstock.backends.tvm.load import TvmProgram
-from penstock.backends.tvm.lower import plan_kernels
+from penstock.backends.tvm.kernels.conv import tile_conv
+from penstock.backends.tvm.lower.lower import plan_kernels
+from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.target import machine_of
-from penstock.backends.tvm.tiles import allow_tiles
+from penstock.backends.tvm.tile_permission import allow_tiles
 
 pytestmark = pytest.mark.skipif(not allow_tiles(), reason="this machine has no tile registers")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tvm_cases import build, to_torch, value
 
-from penstock.backends.tvm.kernels import tile_product
-from penstock.backends.tvm.lower import plan_kernels
+from penstock.backends.tvm.kernels.tiles import product as tile_product
+from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.backends.tvm.target import machine_of
-from penstock.backends.tvm.tiles import allow_tiles
+from penstock.backends.tvm.tile_permission import allow_tiles
 from penstock.ir.graph import Graph
 from penstock.ir.ops import make
 

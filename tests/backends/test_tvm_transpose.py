@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm_cases import OpCase, build
 
-from penstock.backends.tvm.kernels import turn
-from penstock.backends.tvm.load import TvmProgram
+from penstock.backends.tvm.kernels.elementwise import turn
+from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.target import machine_of
 from penstock.ir.types import numpy_dtype
 
@@ -108,7 +108,7 @@ def test_dimensions_taken_as_one_give_the_same_transposition(data: st.DataObject
 def test_squares_are_used_where_there_is_room_for_them(tmp_path: Path) -> None:
     """Else the tests above would pass without them."""
     from penstock.backends.tvm.group import Fusion
-    from penstock.backends.tvm.lower import make_kernel
+    from penstock.backends.tvm.lower.lower import make_kernel
 
     def shuffles(case: tuple[Shape, Shape], dtype: str = "f32") -> int:
         graph = OpCase("transpose", (f"{dtype}[{','.join(map(str, case[0]))}]",), {"perm": case[1]}).graph("s0.F")

@@ -10,18 +10,18 @@ import torch
 
 from penstock.backends.interface import CompileOptions
 from penstock.backends.numpy_backend import NumpyProgram
-from penstock.backends.tvm.build import build_graphs
+from penstock.backends.tvm.compile.build import build_graphs
 from penstock.backends.tvm.group import rename
-from penstock.backends.tvm.kernels.elements import POINTWISE
-from penstock.backends.tvm.load import TvmProgram
-from penstock.backends.tvm.lower import plan_kernels
+from penstock.backends.tvm.kernels.tools.elements import POINTWISE
+from penstock.backends.tvm.lower.lower import plan_kernels
+from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.target import machine_of
 from penstock.ir.graph import GRAD, Graph, Module, Var, signature
-from penstock.ir.optimizers import OPTIMIZERS
+from penstock.ir.training.optimizers import OPTIMIZERS
 from penstock.ir.types import TensorType
-from penstock.passes.fuse import FuseOptions, fuse
-from penstock.passes.optimizers import OptimizerOptions, optimizer
-from penstock.passes.simplify import SimplifyOptions, simplify
+from penstock.passes.kernels.fuse import FuseOptions, fuse
+from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
+from penstock.passes.training.optimizer import OptimizerOptions, optimizer
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "wide": (24, 70),

@@ -10,11 +10,12 @@ import pytest
 import torch
 from tvm_cases import OpCase, build, compare, make_args, to_torch, value
 
-from penstock.backends.tvm.kernels import conv_weight_lines, conv_weight_tiles
-from penstock.backends.tvm.kernels.conv_weight_lines import Axis, LineLayout, find_plan
-from penstock.backends.tvm.lower import plan_kernels
+from penstock.backends.tvm.kernels.conv.weight import lines as conv_weight_lines
+from penstock.backends.tvm.kernels.conv.weight import tiles as conv_weight_tiles
+from penstock.backends.tvm.kernels.conv.weight.lines import Axis, LineLayout, find_plan
+from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.backends.tvm.target import machine_of
-from penstock.backends.tvm.tiles import allow_tiles
+from penstock.backends.tvm.tile_permission import allow_tiles
 from penstock.ir.graph import Graph, Op
 from penstock.ir.ops import make
 from penstock.ir.types import numpy_dtype

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from tvm_cases import ConvCase, build, compare, difference, make_args, value
 
 from penstock.backends.interface import CompileOptions
-from penstock.backends.tvm.build import build_graphs
-from penstock.backends.tvm.kernels import conv_winograd
-from penstock.backends.tvm.load import TvmProgram
-from penstock.backends.tvm.lower import plan_kernels
+from penstock.backends.tvm.compile.build import build_graphs
+from penstock.backends.tvm.kernels.conv import winograd as conv_winograd
+from penstock.backends.tvm.lower.lower import plan_kernels
+from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.target import machine_of
-from penstock.backends.tvm.tiles import allow_tiles
+from penstock.backends.tvm.tile_permission import allow_tiles
 from penstock.ir.graph import Graph, Op
 from penstock.ir.ops import make
-from penstock.passes.cost import CONVOLUTIONS, SQUARES, family_of
+from penstock.passes.costs.prices import CONVOLUTIONS, SQUARES, family_of
 
 pytestmark = pytest.mark.skipif(
     machine_of("host").lanes <= 4, reason="convolutions by squares are for vectors of eight floats or more"

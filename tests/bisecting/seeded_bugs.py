@@ -62,7 +62,7 @@ def in_kernels(**rules: Callable[..., Any]) -> Patch:
     """Other meanings of operations at one element."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        from penstock.backends.tvm.kernels import elements
+        from penstock.backends.tvm.kernels.tools import elements
 
         for kind, rule in rules.items():
             monkeypatch.setitem(elements.POINTWISE, kind, rule)
@@ -72,7 +72,7 @@ def in_kernels(**rules: Callable[..., Any]) -> Patch:
 
 def broadcast_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lacks dimensions is taken to lack the last ones, not the first."""
-    from penstock.backends.tvm.kernels import elements
+    from penstock.backends.tvm.kernels.tools import elements
 
     right = elements.broadcast_index
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from penstock.backends.interface import StageProgram
-from penstock.bisecting.allowed import as_typed, in_float64, terms_of
-from penstock.bisecting.kernels import GraphCall, compare
-from penstock.bisecting.values import Errors, Spot
-from penstock.checks import relative_error
 from penstock.ir.graph import Graph
-from penstock.ir.interp import run_graph
+from penstock.ir.interpreter.interpreter import run_graph
 from penstock.ir.text import parse_module
+from penstock.verification.bisect.kernels import GraphCall, compare
+from penstock.verification.bisect.values import Errors, Spot
+from penstock.verification.checks import relative_error
+from penstock.verification.tolerance import as_typed, in_float64, terms_of
 
 TORCH = {"f32": torch.float32, "bf16": torch.bfloat16}
 

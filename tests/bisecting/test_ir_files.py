@@ -16,7 +16,7 @@ from seeded_bugs import in_pass
 from penstock.cli import main
 from penstock.ir.files import read_module
 from penstock.ir.graph import Module, Note
-from penstock.ir.verify import verify
+from penstock.ir.verify.verifier import verify
 from penstock.models import write_mlp
 
 TRAINING = ["--loss", "cross_entropy", "--optimizer", "momentum", "--microbatches", "4", "--schedule", "2bw"]

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from seeded_bugs import BUGS
 
 import penstock as ps
-from penstock.bisecting.search import Options
-from penstock.bisecting.torch_original import bisect_torch
 from penstock.cli import main
-from penstock.ir.errors import VerifyError
+from penstock.support.errors import VerifyError
+from penstock.verification.bisect.search import Options
+from penstock.verification.bisect.torch_original import bisect_torch
 
 
 class Small(torch.nn.Module):

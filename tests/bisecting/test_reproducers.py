@@ -13,13 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from seeded_bugs import BUGS
 from small_models import ARGUMENTS, write_models
 
-from penstock.backends.tensor_file import write_tensors
-from penstock.backends.tvm import pool
-from penstock.bisecting import reproducer
-from penstock.bisecting.case import Case
+from penstock.backends.bundle.tensor_file import write_tensors
+from penstock.backends.tvm.compile import pool
 from penstock.cli import main
 from penstock.ir.text import parse_module
 from penstock.models import write_mlp
+from penstock.verification.bisect import reproducer
+from penstock.verification.bisect.case import Case
 
 # How many operations may be left of each; none of an import, which is an ONNX file.
 LEFT = {

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bisecting.case import Case
-from penstock.bisecting.edits import FAMILIES, Family, tidied
-from penstock.bisecting.shrinking import Budget, shrink
-from penstock.ir.errors import PenstockError
 from penstock.ir.graph import PARAM, Graph, Module, Op, Value, Var
-from penstock.ir.interp import run_graph
+from penstock.ir.interpreter.interpreter import run_graph
 from penstock.ir.ops import make
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.types import TensorType
-from penstock.ir.verify import verify
+from penstock.ir.verify.verifier import verify
 from penstock.passes.manager import parse_pipeline, run_passes
 from penstock.passes.pipelines import PASSES
+from penstock.support.errors import PenstockError
+from penstock.verification.bisect.case import Case
+from penstock.verification.bisect.edits import FAMILIES, Family, tidied
+from penstock.verification.bisect.shrinking import Budget, shrink
 
 ONE, TWO = ("neg", "tanh", "sigmoid", "exp"), ("add", "mul", "maximum")
 UNLIMITED = partial(Budget, seconds=1e9, tries=10**9)
@@ -84,7 +84,7 @@ def differs(kind: str) -> Callable[[Case], bool]:
 
 
 def _results(case: Case, graph: Graph, rows: int) -> list[np.ndarray]:
-    from penstock.ir.interp import DictStore, initial_arrays
+    from penstock.ir.interpreter.interpreter import DictStore, initial_arrays
 
     store = DictStore(initial_arrays(case.module, case.weights, list(case.module.vars), "f64"))
     return run_graph(graph, {"x": case.batches[0]["x"][:rows]}, store, "f64")

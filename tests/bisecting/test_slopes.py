@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from penstock.bisecting.slopes import ALLOWED, Slopes
 from penstock.ir.graph import Graph
+from penstock.verification.bisect.slopes import ALLOWED, Slopes
 
 DIRECTION = float(np.random.default_rng([0, zlib.crc32(b"@x")]).standard_normal((1,))[0])
 FAR = 3e-6 * DIRECTION

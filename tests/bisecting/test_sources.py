@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from seeded_bugs import BUGS, Bug
 from small_models import ARGUMENTS, write_models
 
-from penstock.backends.tvm import pool
+from penstock.backends.tvm.compile import pool
 from penstock.cli import main
 
 MADE_NOW = "compiled now by itself, is right"

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from penstock.frontends.onnx import Imported, import_onnx
-from penstock.ir.errors import PenstockError, UnsupportedModel, UsageError
 from penstock.ir.graph import MICROBATCH
-from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.support.errors import PenstockError, UnsupportedModel, UsageError
 
 from .binding import attempts
 from .cases import Case, plain
@@ -81,9 +81,9 @@ def compiled(imported: Imported, inputs: Arrays, folder: Path) -> list[np.ndarra
     """Through all passes for inference, and a stage of machine code."""
     from penstock import api
     from penstock.backends.interface import CompileOptions, backend_of
-    from penstock.ir.cluster import Cluster
+    from penstock.ir.cluster.cluster import Cluster
     from penstock.ir.graph import signature
-    from penstock.runtime.store import CPU, allocate, as_array, fill
+    from penstock.runtime.state.store import CPU, allocate, as_array, fill
 
     plan = api.plan(api.Model(imported), Cluster.local(1))
     backend = backend_of(TVM)

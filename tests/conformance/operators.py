@@ -21,10 +21,10 @@ from conformance.binding import attempts
 from conformance.cases import PLAIN, Case, collect, members
 from conformance.execution import imported_case
 from penstock.frontends.onnx import Imported
-from penstock.ir.errors import UnsupportedModel, UsageError
 from penstock.ir.graph import Graph, Value
 from penstock.ir.types import FLOATS
-from penstock.passes.vjp import FLAT
+from penstock.passes.training.vjp import FLAT
+from penstock.support.errors import UnsupportedModel, UsageError
 
 FILE = Path(__file__).resolve().parent / "operators.json"
 TO_INTEGERS = "cast to integers"

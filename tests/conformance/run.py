@@ -42,14 +42,14 @@ LISTED = {INTERPRETER: NUMERIC, TVM: PLAIN}
 _TOLD = 100
 # Loaded before processes are forked, so that each need not load it by itself; none of it starts threads.
 _LOADED_FIRST = {
-    INTERPRETER: ("penstock.frontends.onnx", "penstock.ir.interp"),
+    INTERPRETER: ("penstock.frontends.onnx", "penstock.ir.interpreter.interpreter"),
     TVM: (
         "penstock.api",
         "penstock.passes.pipelines",
-        "penstock.backends.tvm.build",
-        "penstock.backends.tvm.load",
-        "penstock.backends.tvm.jobs",
-        "penstock.runtime.store",
+        "penstock.backends.tvm.compile.build",
+        "penstock.backends.tvm.run.load",
+        "penstock.backends.tvm.compile.jobs",
+        "penstock.runtime.state.store",
     ),
 }
 

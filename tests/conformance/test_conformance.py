@@ -20,7 +20,7 @@ from conformance.binding import attempts
 from conformance.cases import ALL, COUNTS, NUMERIC, ONNX, PLAIN, collect, excluded, members
 from conformance.execution import FAILED, FOLDED, INTERPRETER, KNOWN, PASSED, TVM, interpret, judged
 from conformance.gaps import changes, file_of, read_gaps, write_gaps
-from penstock.ir import numpy_ops
+from penstock.ir.interpreter import ops as numpy_ops
 
 RUN = Path(__file__).with_name("run.py")
 

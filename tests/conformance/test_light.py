@@ -15,7 +15,7 @@ import pytest
 from onnx import numpy_helper
 
 from penstock.frontends.onnx import import_onnx
-from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.interpreter.interpreter import DictStore, run_graph
 
 FOLDER = Path(next(iter(onnx.backend.test.__path__))) / "data" / "light"
 MODELS = (

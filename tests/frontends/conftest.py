@@ -14,9 +14,9 @@ import torch
 from torch._export import utils as torch_export
 
 from penstock.frontends.onnx import Imported, import_onnx
-from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.interpreter.interpreter import DictStore, run_graph
 from penstock.ir.text import parse_module, print_module
-from penstock.ir.verify import check
+from penstock.ir.verify.verifier import check
 
 Arrays = dict[str, np.ndarray]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.frontends.onnx import CannotImport, control, import_onnx
-from penstock.ir.errors import UnsupportedModel
+from penstock.support.errors import UnsupportedModel
 
 from .conftest import compare, draw, judge, run
 

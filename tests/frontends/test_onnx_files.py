@@ -15,9 +15,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from penstock.frontends.onnx import CannotImport, import_onnx
-from penstock.ir.errors import UnsupportedModel, UsageError
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_gpt, write_mlp
+from penstock.support.errors import UnsupportedModel, UsageError
 
 from .conftest import compare, draw, judge, run, write_model
 

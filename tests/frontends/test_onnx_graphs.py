@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.frontends.onnx import import_onnx
-from penstock.ir.errors import UsageError
-from penstock.passes.simplify import SimplifyOptions, simplify
+from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
+from penstock.support.errors import UsageError
 
 from .conftest import compare, draw, write_model
 
@@ -178,7 +178,7 @@ def test_a_weight_that_nothing_else_uses_may_be_several_outputs(tmp_path: Path) 
 
 def test_results_are_checked_against_shape_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.frontends.onnx.table import RULES
-    from penstock.ir.errors import UnsupportedModel
+    from penstock.support.errors import UnsupportedModel
 
     path = write_model(tmp_path / "a.onnx", "(float[2,3] x) => (float[3,2] y) { y = Transpose(x) }")
     monkeypatch.setitem(RULES, "Transpose", lambda n: n.value())

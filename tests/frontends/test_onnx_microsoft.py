@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 from penstock.frontends.onnx import import_onnx, table
-from penstock.ir.errors import UnsupportedModel
+from penstock.support.errors import UnsupportedModel
 
 from .conftest import compare, draw, judge, run
 

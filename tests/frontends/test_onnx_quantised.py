@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from penstock.frontends.onnx import import_onnx, quantised
-from penstock.ir.errors import UnsupportedModel
-from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.support.errors import UnsupportedModel
 
 from .conftest import compare, judge, run
 

@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.onnx.table import RULES
-from penstock.ir.verify import check
+from penstock.ir.verify.verifier import check
 
 from .conftest import draw, run
 

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from penstock.frontends.onnx import CannotImport, import_onnx
-from penstock.ir.errors import UnsupportedModel, UsageError
+from penstock.support.errors import UnsupportedModel, UsageError
 
 from .conftest import draw, judge, run, write_model
 

@@ -15,7 +15,7 @@ from penstock.frontends.torch import calls, draws, import_torch
 from penstock.frontends.torch.arrays import array_of
 from penstock.frontends.torch.node import Rule
 from penstock.frontends.torch.table import RULES
-from penstock.ir.errors import UnsupportedModel
+from penstock.support.errors import UnsupportedModel
 
 from .torch_calls import Translated, translate
 from .torch_cases import gradients, judge, labels_of

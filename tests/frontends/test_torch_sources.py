@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from penstock.frontends.moving import at_rest
 from penstock.frontends.torch import import_torch
-from penstock.ir.errors import UnsupportedModel, UsageError
 from penstock.ir.graph import written_vars
+from penstock.support.errors import UnsupportedModel, UsageError
 
 from .torch_cases import compare, judge
 from .torch_modules import GPT, Conv, tokens

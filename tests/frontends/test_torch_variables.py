@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.torch import import_torch
-from penstock.ir.errors import UnsupportedModel, UsageError
 from penstock.ir.graph import written_vars
-from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.support.errors import UnsupportedModel, UsageError
 
 from .torch_cases import compare, run
 from .torch_modules import GPT, tokens

@@ -11,13 +11,13 @@ import torch
 
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.training import Training, attach_loss, load_training
-from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module
-from penstock.ir.interp import DictStore, run_graph
-from penstock.ir.optimizers import SGD, AdamW, Group, Momentum, Muon, optimizer_of, parse_groups
-from penstock.ir.rates import Cosine
-from penstock.ir.verify import check
-from penstock.passes.autodiff import AutodiffOptions, autodiff
+from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.training.optimizers import SGD, AdamW, Group, Momentum, Muon, optimizer_of, parse_groups
+from penstock.ir.training.rates import Cosine
+from penstock.ir.verify.verifier import check
+from penstock.passes.training.autodiff import AutodiffOptions, autodiff
+from penstock.support.errors import UsageError
 
 from .conftest import draw, write_model
 

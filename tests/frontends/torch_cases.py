@@ -14,11 +14,11 @@ from penstock.frontends.torch import import_torch
 from penstock.frontends.torch.arrays import array_of
 from penstock.frontends.training import Training, attach_loss
 from penstock.ir.graph import Module
-from penstock.ir.interp import DictStore, run_graph
-from penstock.ir.optimizers import SGD
+from penstock.ir.interpreter.interpreter import DictStore, run_graph
 from penstock.ir.text import parse_module, print_module
-from penstock.ir.verify import check
-from penstock.passes.autodiff import AutodiffOptions, autodiff
+from penstock.ir.training.optimizers import SGD
+from penstock.ir.verify.verifier import check
+from penstock.passes.training.autodiff import AutodiffOptions, autodiff
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

@@ -30,8 +30,8 @@ from limits import ANSWERED, Outcome, each
 from fuzz.damage import damaged
 from fuzz.seeds import MODEL, Seeds, read_seeds, seeds
 from penstock.frontends.onnx import import_onnx
-from penstock.ir.errors import PenstockError, UnsupportedModel, UsageError
-from penstock.ir.verify import check
+from penstock.ir.verify.verifier import check
+from penstock.support.errors import PenstockError, UnsupportedModel, UsageError
 
 SECONDS = 10.0
 GROWTH = 2 << 30

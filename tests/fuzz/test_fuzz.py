@@ -18,7 +18,7 @@ from fuzz import run as fuzz_run
 from fuzz.run import IMPORTED, imported, write_files, wrong
 from fuzz.seeds import MODEL, read_seeds, seeds, write_seeds
 from penstock.frontends.onnx import import_onnx
-from penstock.ir.errors import UnsupportedModel, UsageError
+from penstock.support.errors import UnsupportedModel, UsageError
 
 RUN = Path(fuzz_run.__file__)
 

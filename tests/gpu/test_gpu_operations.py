@@ -13,12 +13,12 @@ from samples import Sample, samples_of
 
 from penstock.backends.interface import CompileOptions, StageProgram
 from penstock.backends.tvm.cuda.build import build_graphs
-from penstock.backends.tvm.cuda.generate import KINDS
+from penstock.backends.tvm.cuda.kernels.generate import KINDS
 from penstock.backends.tvm.cuda.load import CudaProgram, find_device
 from penstock.backends.tvm.cuda.torch_calls import CALLS
 from penstock.ir.graph import Graph
 from penstock.ir.types import FLOATS
-from penstock.runtime.store import as_array
+from penstock.runtime.state.store import as_array
 
 
 def build(graphs: Sequence[Graph], folder: Path, architecture: str) -> StageProgram:

@@ -10,10 +10,10 @@ import pytest
 
 from penstock import api
 from penstock.frontends.training import Training
-from penstock.ir.cluster import Cluster
-from penstock.ir.optimizers import AdamW
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.training.optimizers import AdamW
 from penstock.models import write_cnn, write_gpt
-from penstock.runtime.running import run_bundle
+from penstock.runtime.job.run import run_bundle
 
 STEPS = 4
 

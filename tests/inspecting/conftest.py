@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.inspecting.subject import Subject, open_subject
+from penstock.inspection.subject import Subject, open_subject
 from penstock.models import write_gpt
 
 

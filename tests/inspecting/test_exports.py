@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli import main
-from penstock.inspecting.exports.dot import _quoted, dot_text
-from penstock.inspecting.exports.onnx_file import annotate, program_model
-from penstock.inspecting.exports.schedule import simulated
-from penstock.inspecting.subject import Subject
+from penstock.inspection.exports.dot import _quoted, dot_text
+from penstock.inspection.exports.onnx_file import annotate, program_model
+from penstock.inspection.exports.schedule import simulated
+from penstock.inspection.subject import Subject
 from penstock.ir.schedule import Action
 
 _STRING = r'"((?:[^"\\]|\\.)*)"'

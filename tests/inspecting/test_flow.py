@@ -8,9 +8,9 @@ from drawn_modules import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.inspecting.flow import FlowLine, draw
-from penstock.inspecting.subject import Subject
-from penstock.inspecting.views import show_flow
+from penstock.inspection.flow import FlowLine, draw
+from penstock.inspection.subject import Subject
+from penstock.inspection.views.text import show_flow
 from penstock.ir.graph import Graph, Value
 
 _DOWN, _UP = "●○│├┼┤╭┬╮", "│├┼┤╰┴╯"

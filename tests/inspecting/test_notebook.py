@@ -12,12 +12,12 @@ from drawn_modules import modules
 from hypothesis import given, settings
 
 import penstock as ps
-from penstock.backends.bundle import Bundle, open_bundle
+from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.cli import main
-from penstock.inspecting.notebook import plan_html, plan_told, trace_html
-from penstock.inspecting.subject import Subject
-from penstock.inspecting.traces import ActionSpan, RankRow, Trace, load_trace
-from penstock.ir import html
+from penstock.inspection import html
+from penstock.inspection.notebook import plan_html, plan_told, trace_html
+from penstock.inspection.subject import Subject
+from penstock.inspection.traces.trace import ActionSpan, RankRow, Trace, load_trace
 from penstock.ir.graph import Graph, Module, Note, Op, Value, Var
 from penstock.ir.text import print_module
 from penstock.ir.types import parse_type

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from penstock.cli import main
-from penstock.inspecting.traced_memory import traced_memory
-from penstock.inspecting.traces import load_trace
-from penstock.ir.cluster import Cluster, Device, Link, LinkClass
-from penstock.ir.errors import UsageError
-from penstock.ir.idle import Gap, Way, gaps, idle_at, longest_gap, way_out
-from penstock.ir.lives import BEFORE, Account, Life
+from penstock.inspection.traces.memory import traced_memory
+from penstock.inspection.traces.trace import load_trace
+from penstock.ir.cluster.cluster import Cluster, Device, Link, LinkClass
+from penstock.ir.memory.account import BEFORE, Account, Life
+from penstock.ir.memory.idle import Gap, Way, gaps, idle_at, longest_gap, way_out
 from penstock.ir.schedule import Action
 from penstock.ir.text import print_module
-from penstock.runtime.memory_trace import RankTrace, read_trace
-from penstock.runtime.trace import write_trace
+from penstock.runtime.telemetry.memory_trace import RankTrace, read_trace
+from penstock.runtime.telemetry.trace import write_trace
+from penstock.support.errors import UsageError
 
 from ..runtime.conftest import classifier
 from ..runtime.loopback import traced

@@ -13,17 +13,17 @@ from drawn_modules import modules
 from hypothesis import given, settings
 
 from penstock.cli import main
-from penstock.inspecting import colours
-from penstock.inspecting.memory import memory_curves
-from penstock.inspecting.subject import Subject, load_module
-from penstock.inspecting.summary import summarize
-from penstock.inspecting.views import _heights, show_memory
+from penstock.inspection.memory import memory_curves
+from penstock.inspection.subject import Subject, load_module
+from penstock.inspection.summary import summarize
+from penstock.inspection.views import colours
+from penstock.inspection.views.text import _heights, show_memory
 from penstock.ir.graph import Module
-from penstock.ir.memory import measure_memory
+from penstock.ir.grid import format_grid
+from penstock.ir.memory.predict import measure_memory
 from penstock.ir.ops import cost_of
-from penstock.ir.simulate import format_grid
 from penstock.ir.text import print_module
-from penstock.passes.cost import rank_seconds
+from penstock.passes.costs.prices import rank_seconds
 from penstock.simulating import forecast, seconds_of
 
 

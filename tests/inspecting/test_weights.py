@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cli import main
-from penstock.inspecting import weights
-from penstock.inspecting.subject import Subject
-from penstock.inspecting.weights import statistics
+from penstock.inspection import weights
+from penstock.inspection.subject import Subject
+from penstock.inspection.weights import statistics
 
 FLOATS = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf]))
 

@@ -13,15 +13,15 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.inspecting.finding import find, look_up
-from penstock.inspecting.history import record_of
-from penstock.inspecting.reasons import stage_reasons
-from penstock.inspecting.subject import Subject, open_subject
-from penstock.inspecting.why import why
-from penstock.ir.errors import UsageError, VerifyError
+from penstock.inspection.finding import find, look_up
+from penstock.inspection.history import record_of
+from penstock.inspection.reasons import stage_reasons
+from penstock.inspection.subject import Subject, open_subject
+from penstock.inspection.why import why
 from penstock.ir.text import print_op
 from penstock.models import write_mlp
-from penstock.passes.cost import shown_seconds
+from penstock.passes.costs.prices import shown_seconds
+from penstock.support.errors import UsageError, VerifyError
 
 
 def test_a_value_a_variable_a_kernel_a_node_and_a_module(bundle: Subject) -> None:

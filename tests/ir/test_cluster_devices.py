@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.errors import UsageError
+from penstock.ir.cluster.cluster import Cluster
+from penstock.support.errors import UsageError
 
 
 def test_a_list_names_processors_and_architectures() -> None:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.cluster import CLASSES, Cluster, Device, Host, Link, LinkClass
-from penstock.ir.cluster_file import cluster_text, cluster_toml, cluster_yaml, read_cluster
-from penstock.ir.errors import UsageError
+from penstock.ir.cluster.cluster import CLASSES, Cluster, Device, Host, Link, LinkClass
+from penstock.ir.cluster.file import cluster_text, cluster_toml, cluster_yaml, read_cluster
 from penstock.ir.graph import Module
 from penstock.ir.text import parse_module, print_module
+from penstock.support.errors import UsageError
 
 names = st.from_regex(r"[a-zA-Z][\w./:\-]{0,6}", fullmatch=True)
 rates = st.floats(1.0, 1e18)
@@ -357,8 +357,8 @@ def test_local_devices_share_the_machine() -> None:
 
 
 def test_this_machine_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.ir import cluster as data
-    from penstock.ir.machine import Gpu, usable_cores
+    from penstock.ir.cluster import cluster as data
+    from penstock.support.hardware import Gpu, usable_cores
 
     monkeypatch.setattr(data, "gpus", lambda: ([], "none"))
     (cpu,) = Cluster.detect().devices

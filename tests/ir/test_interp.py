@@ -9,19 +9,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.ir.errors import UsageError, VerifyError
-from penstock.ir.interp import DictStore, VersionStore, microbatches_of, run_graph, run_recurrence, run_schedule
+from penstock.ir.interpreter.interpreter import (
+    DictStore,
+    VersionStore,
+    microbatches_of,
+    run_graph,
+    run_recurrence,
+    run_schedule,
+)
 from penstock.ir.schedule import Program, Schedule
 from penstock.ir.text import parse_module
-from penstock.passes.autodiff import AutodiffOptions, autodiff
-from penstock.passes.communicate import CommunicateOptions, communicate
-from penstock.passes.lifetimes import LifetimesOptions, lifetimes
-from penstock.passes.optimizers import OptimizerOptions, optimizer
-from penstock.passes.partition import PartitionOptions, partition
-from penstock.passes.schedules import ScheduleOptions, schedule
-from penstock.passes.simplify import SimplifyOptions, simplify
-from penstock.passes.split import SplitOptions, split
-from penstock.passes.weight_versions import WeightVersionsOptions, weight_versions
+from penstock.passes.communicate.communicate import CommunicateOptions, communicate
+from penstock.passes.memory.lifetimes import LifetimesOptions, lifetimes
+from penstock.passes.partition.partition import PartitionOptions, partition
+from penstock.passes.partition.split import SplitOptions, split
+from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
+from penstock.passes.schedules.schedule import ScheduleOptions, schedule
+from penstock.passes.schedules.weight_versions import WeightVersionsOptions, weight_versions
+from penstock.passes.training.autodiff import AutodiffOptions, autodiff
+from penstock.passes.training.optimizer import OptimizerOptions, optimizer
+from penstock.support.errors import UsageError, VerifyError
 
 M, BATCHES = 4, 6
 TEXT = """module @mlp {

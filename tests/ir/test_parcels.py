@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.ir.graph import Value
-from penstock.ir.parcels import TOGETHER, parcels
+from penstock.ir.messages import TOGETHER, parcels
 from penstock.ir.types import TensorType
 
 SIZES = st.lists(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.ir.grid import Played, format_grid, message_rules, most_in_flight, play, simulate, time_per_batch
 from penstock.ir.schedule import Action, Program, Schedule
-from penstock.ir.simulate import Played, format_grid, message_rules, most_in_flight, play, simulate, time_per_batch
 
 
 def made(microbatches: int, *lists: str) -> Schedule:

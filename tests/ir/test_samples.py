@@ -10,11 +10,11 @@ import pytest
 import samples
 from samples import FAMILIES, REFUSED, SAMPLES, Refused, Sample, fill, is_open, refuse, samples_of, unsampled
 
-from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.ops import OPS, complete_attrs, infer_op
 from penstock.ir.types import DTYPES, numpy_dtype, parse_type
-from penstock.ir.verify import check
+from penstock.ir.verify.verifier import check
+from penstock.support.errors import VerifyError
 
 PURE = [name for name, row in OPS.items() if row.family != "state"]
 

@@ -8,13 +8,13 @@ import pytest
 from drawn_modules import actions, literals, modules, types
 from hypothesis import given, settings
 
-from penstock.ir.errors import ParseError
+from penstock.ir.attrs import parse_literal, print_literal
 from penstock.ir.graph import Graph, Module
-from penstock.ir.literals import parse_literal, print_literal
 from penstock.ir.ops import make
 from penstock.ir.schedule import Action
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.types import TensorType, parse_type
+from penstock.support.errors import ParseError
 
 
 @given(modules())

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from penstock.ir.cluster import Cluster, Device
-from penstock.ir.errors import VerifyError
+from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.graph import Graph, Mesh, Module, Op, Value
 from penstock.ir.ops import infer_op
-from penstock.ir.problems import LIMIT
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.types import parse_type
-from penstock.ir.verify import CHECKERS, LEVELS, check, verify
+from penstock.ir.verify.problems import LIMIT
+from penstock.ir.verify.verifier import CHECKERS, LEVELS, check, verify
+from penstock.support.errors import VerifyError
 
 WHOLE = """module @m facts(differentiated) {
   input %x : f32[2,3]

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from agreed import AGREED, ONE, edited
 
-from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Module
 from penstock.ir.text import parse_module
-from penstock.ir.verify import verify
+from penstock.ir.verify.verifier import verify
+from penstock.support.errors import VerifyError
 
 
 def message(module: Module) -> str:

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Graph, Module, Op, Value, Var
 from penstock.ir.ops import make
 from penstock.ir.types import parse_type
-from penstock.ir.verify import check, verify
-from penstock.passes.communicate import communicate
-from penstock.passes.lifetimes import lifetimes
-from penstock.passes.schedules import ScheduleOptions, schedule
-from penstock.passes.weight_versions import weight_versions
+from penstock.ir.verify.verifier import check, verify
+from penstock.passes.communicate.communicate import communicate
+from penstock.passes.memory.lifetimes import lifetimes
+from penstock.passes.schedules.schedule import ScheduleOptions, schedule
+from penstock.passes.schedules.weight_versions import weight_versions
+from penstock.support.errors import VerifyError
 
 VECTOR = parse_type("f32[4]")
 OLD, NEW = Value("s", VECTOR), Value("s.new", VECTOR)

@@ -10,19 +10,19 @@ from itertools import product
 import pytest
 from agreed import AGREED
 
-from penstock.ir import verify_schedule
-from penstock.ir.cluster import Cluster, Device
-from penstock.ir.errors import DoesNotFit, VerifyError
+from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.graph import Edge
-from penstock.ir.memory import measure_memory
+from penstock.ir.memory.predict import measure_memory
 from penstock.ir.schedule import Action, Program, Schedule
 from penstock.ir.text import parse_module
-from penstock.ir.verify import check, verify
-from penstock.ir.words import exact_bytes, shown_bytes
-from penstock.passes.communicate import communicate
-from penstock.passes.lifetimes import lifetimes
-from penstock.passes.schedules import ScheduleOptions, schedule
-from penstock.passes.weight_versions import WeightVersionsOptions, weight_versions
+from penstock.ir.verify import schedules as verify_schedule
+from penstock.ir.verify.verifier import check, verify
+from penstock.passes.communicate.communicate import communicate
+from penstock.passes.memory.lifetimes import lifetimes
+from penstock.passes.schedules.schedule import ScheduleOptions, schedule
+from penstock.passes.schedules.weight_versions import WeightVersionsOptions, weight_versions
+from penstock.support.errors import DoesNotFit, VerifyError
+from penstock.support.words import exact_bytes, shown_bytes
 
 FACTS = ("scheduled", "versioned", "wired", "freed")
 

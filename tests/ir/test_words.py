@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.ir.words import counted, shown_bytes
+from penstock.support.words import counted, shown_bytes
 
 
 def test_one_is_no_plural() -> None:

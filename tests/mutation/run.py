@@ -69,7 +69,7 @@ PARTS = {
             map(
                 Target,
                 (
-                    "ir/simulate.py",
+                    "ir/grid.py",
                     *_files(
                         _SCHEDULES, "__init__", "dealing", "delayed_2bw", "eager_2bw", "flush_1f1b", "forward", "gpipe"
                     ),

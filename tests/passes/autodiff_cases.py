@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from penstock.ir.graph import Graph, Module, Op, Value, Var
-from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.interpreter.interpreter import DictStore, run_graph
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType, dtype_of
-from penstock.ir.verify import check
-from penstock.passes.autodiff import AutodiffOptions, autodiff
+from penstock.ir.verify.verifier import check
+from penstock.passes.training.autodiff import AutodiffOptions, autodiff
 
 RNG = np.random.default_rng(11)
 THE_OP = "/the/op"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from penstock.ir.graph import Graph, Module, Op, Value, Var
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
-from penstock.passes.autodiff import AutodiffOptions, autodiff
-from penstock.passes.cost import op_seconds
-from penstock.passes.optimizers import OptimizerOptions, optimizer
+from penstock.passes.costs.prices import op_seconds
+from penstock.passes.training.autodiff import AutodiffOptions, autodiff
+from penstock.passes.training.optimizer import OptimizerOptions, optimizer
 
 
 def chain_model(widths: list[int], skips: list[tuple[int, int]], tied: bool = False) -> Module:

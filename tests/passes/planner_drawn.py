@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from penstock.ir.cluster import Cluster, Device, Link
+from penstock.ir.cluster.cluster import Cluster, Device, Link
 from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork
 from penstock.passes.planner.fleet import Fleet, fleet_of
 

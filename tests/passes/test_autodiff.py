@@ -12,13 +12,13 @@ from autodiff_cases import gradients, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.errors import UnsupportedModel, UsageError
 from penstock.ir.graph import Graph, Module, Op, Value, Var
 from penstock.ir.ops import make
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.types import TensorType
-from penstock.ir.verify import check
-from penstock.passes.autodiff import AutodiffOptions, autodiff
+from penstock.ir.verify.verifier import check
+from penstock.passes.training.autodiff import AutodiffOptions, autodiff
+from penstock.support.errors import UnsupportedModel, UsageError
 
 # ---------------------------------------------------------------------------------------- whole models
 

@@ -10,11 +10,11 @@ from autodiff_cases import CASES, LABELS, compare, gradients, image, normal, of_
 from samples import nasty, samples_of
 from torch_meaning import MEANING
 
-from penstock.ir.errors import UnsupportedModel
 from penstock.ir.graph import Op
 from penstock.ir.ops import OPS, complete_attrs
-from penstock.passes.vjp import FLAT, STOPS, VJP
-from penstock.passes.vjp.emitter import scaled
+from penstock.passes.training.vjp import FLAT, STOPS, VJP
+from penstock.passes.training.vjp.emitter import scaled
+from penstock.support.errors import UnsupportedModel
 
 
 def names(case):

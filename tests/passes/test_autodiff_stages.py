@@ -14,18 +14,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.errors import UnsupportedModel
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Graph, Module, Op, Value, Var
-from penstock.ir.interp import run_schedule
+from penstock.ir.interpreter.interpreter import run_schedule
 from penstock.ir.liveness import drop_dead
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
-from penstock.passes.autodiff import AutodiffOptions, autodiff
 from penstock.passes.manager import Call, run_passes
-from penstock.passes.partition import PartitionOptions
-from penstock.passes.partition_chain import chain_of
+from penstock.passes.partition.chain import chain_of
+from penstock.passes.partition.partition import PartitionOptions
 from penstock.passes.pipelines import PASSES, training_pipeline
+from penstock.passes.training.autodiff import AutodiffOptions, autodiff
+from penstock.support.errors import UnsupportedModel
 
 UNARY = {"neg": torch.neg, "sin": torch.sin, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
 BINARY = {"add": torch.add, "sub": torch.sub, "mul": torch.mul}

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Value
 from penstock.ir.types import parse_type
-from penstock.passes.communicate import communicate, find_edges
-from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
+from penstock.passes.communicate.communicate import communicate, find_edges
+from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
+from penstock.support.errors import UsageError, VerifyError
 
 
 def edges(module):

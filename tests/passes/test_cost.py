@@ -7,15 +7,14 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from penstock.ir.cluster import Cluster, Device, Link
-from penstock.ir.errors import UsageError
+from penstock.ir.cluster.cluster import Cluster, Device, Link
 from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.ops import cost_of, make
 from penstock.ir.schedule import COMPUTE
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.types import TensorType, parse_type
 from penstock.models import write_gpt
-from penstock.passes.cost import (
+from penstock.passes.costs.prices import (
     ATTENTION,
     CONVOLUTIONS,
     EFFICIENCY,
@@ -37,7 +36,8 @@ from penstock.passes.cost import (
     rank_seconds,
     work_of,
 )  # fmt: skip
-from penstock.passes.kernels import Kernel, kernels_of
+from penstock.passes.kernels.divide import Kernel, kernels_of
+from penstock.support.errors import UsageError
 
 DEVICE = Device("cpu:0", flops=1e9, bandwidth=1e8, overhead=1e-3, call_overhead=5e-2, efficiency=(("products", 0.5), ("products.bf16", 2.0), ("elements", 0.1), ("products.bytes", 0.25), ("elements.bytes", 0.5)))  # fmt: skip
 

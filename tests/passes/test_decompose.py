@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.interp import run_graph
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.interpreter.interpreter import run_graph
 from penstock.ir.ops import OPS
 from penstock.ir.text import parse_module
-from penstock.ir.verify import check
-from penstock.passes.decompose import DECOMPOSE, DecomposeOptions, decompose
+from penstock.ir.verify.verifier import check
 from penstock.passes.pipelines import inference_pipeline
+from penstock.passes.rewrite.decompose import DECOMPOSE, DecomposeOptions, decompose
 
 ALL = DecomposeOptions(keep=())
 

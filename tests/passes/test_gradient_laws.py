@@ -12,13 +12,13 @@ from drawn_gradients import DRAWN, Drawn
 from hypothesis import HealthCheck, Phase, given, settings
 from samples import samples_of
 
-from penstock.ir.errors import UnsupportedModel
-from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.interpreter.interpreter import DictStore, run_graph
 from penstock.ir.ops import OPS
 from penstock.ir.types import FLOATS
-from penstock.passes.autodiff import AutodiffOptions, autodiff
-from penstock.passes.vjp import FLAT, STOPS, VJP
-from penstock.passes.vjp.emitter import scaled
+from penstock.passes.training.autodiff import AutodiffOptions, autodiff
+from penstock.passes.training.vjp import FLAT, STOPS, VJP
+from penstock.passes.training.vjp.emitter import scaled
+from penstock.support.errors import UnsupportedModel
 
 STEP, CLOSE = 2e-3, 1e-6
 Check = Callable[[str, Drawn], None]

@@ -12,21 +12,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.errors import UsageError, VerifyError
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Graph, Module, Op, Value, Var
-from penstock.ir.interp import InterpretedRun, run_recurrence, run_schedule
+from penstock.ir.grid import time_per_batch
+from penstock.ir.interpreter.interpreter import InterpretedRun, run_recurrence, run_schedule
 from penstock.ir.ops import make
 from penstock.ir.schedule import Program, Schedule
-from penstock.ir.simulate import time_per_batch
 from penstock.ir.types import TensorType
-from penstock.ir.verify import verify
-from penstock.passes.autodiff import LOSS_SCALE, AutodiffOptions, autodiff
-from penstock.passes.guard import GuardOptions, guard
+from penstock.ir.verify.verifier import verify
 from penstock.passes.manager import Call, run_passes
-from penstock.passes.optimizers import OptimizerOptions, optimizer
 from penstock.passes.pipelines import PASSES, training_pipeline
-from penstock.passes.schedules import SCHEDULES
+from penstock.passes.schedules.schedule import SCHEDULES
+from penstock.passes.training.autodiff import LOSS_SCALE, AutodiffOptions, autodiff
+from penstock.passes.training.guard import GuardOptions, guard
+from penstock.passes.training.optimizer import OptimizerOptions, optimizer
+from penstock.support.errors import UsageError, VerifyError
 
 WIDTHS, ROWS, M = [6, 8, 8, 8, 5], 3, 4
 Arrays = dict[str, np.ndarray]

@@ -8,12 +8,12 @@ import pytest
 
 from penstock import api
 from penstock.frontends.training import Training
-from penstock.ir.cluster import Cluster
-from penstock.ir.errors import UsageError
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module, Op
-from penstock.ir.optimizers import SGD
+from penstock.ir.training.optimizers import SGD
 from penstock.models import write_gpt
-from penstock.passes.libraries import KINDS, LibrariesOptions, libraries
+from penstock.passes.kernels.libraries import KINDS, LibrariesOptions, libraries
+from penstock.support.errors import UsageError
 
 
 def planned(folder: Path, devices: str, library: str) -> Module:

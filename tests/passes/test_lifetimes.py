@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.ir.errors import UsageError
-from penstock.ir.memory import BATCHES, measure_memory, memory_curve
-from penstock.ir.storage import planned_blocks
+from penstock.ir.memory.predict import BATCHES, measure_memory, memory_curve
+from penstock.ir.memory.workspace import planned_blocks
 from penstock.ir.text import parse_module
-from penstock.passes.communicate import communicate
-from penstock.passes.lifetimes import COLUMNS, lifetimes, memory_table
-from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
-from penstock.passes.split_backward import split_backward
-from penstock.passes.weight_versions import weight_versions
+from penstock.passes.communicate.communicate import communicate
+from penstock.passes.memory.lifetimes import COLUMNS, lifetimes, memory_table
+from penstock.passes.partition.split_backward import split_backward
+from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
+from penstock.passes.schedules.weight_versions import weight_versions
+from penstock.support.errors import UsageError
 
 VALUE = 16  # bytes of f32[4], the type of every value in the toy
 

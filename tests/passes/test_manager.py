@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.dumping import Dump
-from penstock.ir.errors import UsageError, VerifyError
+from penstock.inspection.dump import Dump
 from penstock.ir.graph import Graph, Module, Value
 from penstock.ir.ops import make
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.types import parse_type
 from penstock.passes.manager import Call, Pass, parse_pipeline, print_pipeline, run_passes
 from penstock.passes.pipelines import PASSES
+from penstock.support.errors import UsageError, VerifyError
 
 
 @dataclass(frozen=True, slots=True)

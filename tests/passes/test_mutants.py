@@ -8,14 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.errors import VerifyError
 from penstock.ir.schedule import Action
-from penstock.ir.verify import check, verify
-from penstock.passes.communicate import communicate
-from penstock.passes.lifetimes import lifetimes
-from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
-from penstock.passes.split_backward import split_backward
-from penstock.passes.weight_versions import weight_versions
+from penstock.ir.verify.verifier import check, verify
+from penstock.passes.communicate.communicate import communicate
+from penstock.passes.memory.lifetimes import lifetimes
+from penstock.passes.partition.split_backward import split_backward
+from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
+from penstock.passes.schedules.weight_versions import weight_versions
+from penstock.support.errors import VerifyError
 
 
 def pipeline(module, kind, m):

@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as schedulers
 
-from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import PARAM, TABLE, Value
-from penstock.ir.interp import apply_op, run_recurrence
+from penstock.ir.interpreter.interpreter import apply_op, run_recurrence
 from penstock.ir.ops import make
-from penstock.ir.rates import COLUMNS, CURVE, LR, ROWS, Constant, Cosine, Linear, Steps, parse_rate
 from penstock.ir.text import parse_module, print_module
+from penstock.ir.training.rates import COLUMNS, CURVE, LR, ROWS, Constant, Cosine, Linear, Steps, parse_rate
 from penstock.ir.types import TensorType
-from penstock.ir.verify import check
-from penstock.passes import optimizers
-from penstock.passes.autodiff import AutodiffOptions, autodiff
+from penstock.ir.verify.verifier import check
 from penstock.passes.manager import parse_pipeline, print_pipeline, run_passes
-from penstock.passes.optimizers import OptimizerOptions, optimizer
 from penstock.passes.pipelines import PASSES, training_pipeline
-from penstock.passes.simplify import SimplifyOptions, simplify
+from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
+from penstock.passes.training import optimizer as optimizers
+from penstock.passes.training.autodiff import AutodiffOptions, autodiff
+from penstock.passes.training.optimizer import OptimizerOptions, optimizer
+from penstock.support.errors import UsageError, VerifyError
 
 M, STEPS = 3, 100
 # A wide and a tall matrix, vectors, one that stays as it is and one that the loss does not depend on.

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trained_both_ways import train
 
-from penstock.ir.cluster import Cluster, Device, Link
-from penstock.ir.errors import UsageError
+from penstock.ir.cluster.cluster import Cluster, Device, Link
 from penstock.ir.graph import Module
-from penstock.ir.interp import DictStore, _Pipeline, run_graph
-from penstock.passes.partition import PartitionOptions, partition
+from penstock.ir.interpreter.interpreter import DictStore, _Pipeline, run_graph
+from penstock.passes.partition.partition import PartitionOptions, partition
+from penstock.passes.partition.split import SplitOptions, split
 from penstock.passes.pipelines import training_pipeline
-from penstock.passes.shared import apart
-from penstock.passes.split import SplitOptions, split
+from penstock.passes.training.shared_gradients import apart
+from penstock.support.errors import UsageError
 
 
 def cluster_of(rates: list[float], bandwidth: float = 1e8) -> Cluster:

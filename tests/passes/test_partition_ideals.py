@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from trained_both_ways import train
 
-from penstock.ir.cluster import Cluster, Device, Link
+from penstock.ir.cluster.cluster import Cluster, Device, Link
 from penstock.ir.graph import Graph, Module, Op, Value, Var
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
-from penstock.passes import partition as partition_pass
-from penstock.passes import partition_ideals
-from penstock.passes.autodiff import AutodiffOptions, autodiff
-from penstock.passes.cost import op_seconds
-from penstock.passes.partition import PartitionOptions, partition
-from penstock.passes.partition_chain import chain_of
+from penstock.passes.costs.prices import op_seconds
+from penstock.passes.partition import ideals as partition_ideals
+from penstock.passes.partition import partition as partition_pass
+from penstock.passes.partition.chain import chain_of
+from penstock.passes.partition.partition import PartitionOptions, partition
 from penstock.passes.pipelines import training_pipeline
+from penstock.passes.training.autodiff import AutodiffOptions, autodiff
 
 WIDTH = 16
 

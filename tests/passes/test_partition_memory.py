@@ -11,14 +11,14 @@ from drawn_chains import bottleneck, chain_model, differentiate, models, stages_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.cluster import Cluster, Device, Link
-from penstock.ir.errors import DoesNotFit
+from penstock.ir.cluster.cluster import Cluster, Device, Link
 from penstock.ir.graph import Module, Op
-from penstock.ir.memory import measure_memory
-from penstock.passes.cost import op_seconds
+from penstock.ir.memory.predict import measure_memory
+from penstock.passes.costs.prices import op_seconds
 from penstock.passes.manager import Call, run_passes
-from penstock.passes.partition import PartitionOptions, partition
+from penstock.passes.partition.partition import PartitionOptions, partition
 from penstock.passes.pipelines import PASSES, training_pipeline
+from penstock.support.errors import DoesNotFit
 
 MICROBATCHES = 2
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from drawn_placements import as_file, draw_problem, try_all
 
-from penstock.ir.errors import DoesNotFit
 from penstock.passes.placement import sweep
 from penstock.passes.placement.contiguous import split_contiguously
 from penstock.passes.placement.ideals import bits, enumerate_ideals, prefixes
 from penstock.passes.placement.problem import DeviceKind, PlacedNode, Placement, PlacementProblem, fits, loads
 from penstock.passes.placement.units import absorb, units_of
 from penstock.passes.placement.workload import load_workload, read_workload
+from penstock.support.errors import DoesNotFit
 
 SAMPLES = Path(
     os.environ.get("PENSTOCK_PLACEMENT_SAMPLES")

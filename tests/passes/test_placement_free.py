@@ -8,11 +8,11 @@ from math import inf
 import pytest
 from drawn_placements import draw_problem, try_all
 
-from penstock.ir.errors import DoesNotFit
 from penstock.passes.placement.contiguous import split_contiguously
 from penstock.passes.placement.free import split_freely
 from penstock.passes.placement.problem import DeviceKind, PlacedNode, PlacementProblem, fits, loads
 from penstock.passes.placement.programme import Answer, Programme
+from penstock.support.errors import DoesNotFit
 
 
 def compare(seeds: range) -> list[tuple[float, float]]:

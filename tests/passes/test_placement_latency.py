@@ -8,11 +8,11 @@ from math import inf
 import pytest
 from drawn_placements import draw_problem, try_all_latencies
 
-from penstock.ir.errors import DoesNotFit, UsageError
 from penstock.passes.placement.calls import ends
 from penstock.passes.placement.latency import place_for_latency
 from penstock.passes.placement.problem import DeviceKind, PlacedNode, PlacementProblem
 from penstock.passes.placement.sources import without_sources
+from penstock.support.errors import DoesNotFit, UsageError
 
 HOST = DeviceKind("CPU", 1, pays_transfers=False)
 

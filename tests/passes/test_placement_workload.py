@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.ir.errors import UsageError
 from penstock.passes.placement.workload import load_workload, read_workload
+from penstock.support.errors import UsageError
 
 NODE = {
     "id": 1,

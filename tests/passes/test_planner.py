@@ -12,10 +12,8 @@ import pytest
 from planner_brute import best_of_all
 from planner_drawn import draw_chain, draw_fleet
 
-from penstock.ir.cluster import Cluster, Device, Link, Path
-from penstock.ir.errors import UsageError
+from penstock.ir.cluster.cluster import Cluster, Device, Link, Path
 from penstock.ir.schedule import Action
-from penstock.passes.late_updates import sum_late
 from penstock.passes.planner.argue import plan_chain
 from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork, Table, Times, TimeTable
 from penstock.passes.planner.cost import judge
@@ -24,11 +22,13 @@ from penstock.passes.planner.plan import DELAYED, SCHEDULES, PipelinePlan, PlanR
 from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.planner.search import LayoutSearch, reaches
 from penstock.passes.planner.stages import Stages
-from penstock.passes.schedules import SCHEDULES as SCHEDULE_KINDS
-from penstock.passes.schedules import build_schedule
 from penstock.passes.schedules.dealing import equal_shares
-from penstock.runtime.simulate import simulate, wire_chain
-from penstock.runtime.simulated_machine import machine_of
+from penstock.passes.schedules.late_updates import sum_late
+from penstock.passes.schedules.schedule import SCHEDULES as SCHEDULE_KINDS
+from penstock.passes.schedules.schedule import build_schedule
+from penstock.passes.simulator.machine import machine_of
+from penstock.passes.simulator.simulate import simulate, wire_chain
+from penstock.support.errors import UsageError
 
 BASE = 1000
 

@@ -12,13 +12,13 @@ import pytest
 from planner_brute import best_of_all
 from planner_drawn import draw_chain, draw_fleet
 
-from penstock.ir.cluster import Cluster, Device
-from penstock.ir.errors import DoesNotFit
+from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.passes.planner import argue
 from penstock.passes.planner.argue import Result, counterfactuals, plan_chain
 from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork, Times
 from penstock.passes.planner.fleet import fleet_of
 from penstock.passes.planner.plan import PlanRequest
+from penstock.support.errors import DoesNotFit
 
 BASE = 1000
 

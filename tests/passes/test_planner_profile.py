@@ -8,17 +8,17 @@ import pytest
 
 import penstock as ps
 from penstock.api import before_partition
-from penstock.ir.cluster import Cluster, Device, Link
-from penstock.ir.errors import UsageError
+from penstock.ir.cluster.cluster import Cluster, Device, Link
 from penstock.ir.graph import PARAM
 from penstock.models import write_cnn, write_gpt, write_mlp
-from penstock.passes.cost import GraphCost
-from penstock.passes.partition_chain import chain_of
+from penstock.passes.costs.prices import GraphCost
+from penstock.passes.partition.chain import chain_of
 from penstock.passes.planner.fleet import fleet_of
 from penstock.passes.planner.plan import PlanRequest
 from penstock.passes.planner.planner import Planner
 from penstock.passes.planner.profile import profile_chain
 from penstock.passes.planner.sparing import LITTLE, without_little_help
+from penstock.support.errors import UsageError
 
 DEVICE = Device("cpu:0")
 TRAINING = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3))

@@ -10,18 +10,18 @@ from main_graph import main_of
 
 from penstock import api
 from penstock.frontends.training import Training, attach_loss, load_training
-from penstock.ir.cluster import Cluster
-from penstock.ir.errors import UsageError
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import PARAM, STATE, TABLE, Module, Op, Var, rewrite
-from penstock.ir.interp import F64, TYPED, DictStore, initial_arrays, run_graph, run_recurrence
+from penstock.ir.interpreter.interpreter import F64, TYPED, DictStore, initial_arrays, run_graph, run_recurrence
 from penstock.ir.ops import make
-from penstock.ir.optimizers import AdamW
+from penstock.ir.training.optimizers import AdamW
 from penstock.ir.types import UNIT_ROUNDOFF
 from penstock.models import write_cnn, write_gpt
 from penstock.passes.manager import run_passes
-from penstock.passes.optimizers import OptimizerOptions, optimizer
 from penstock.passes.pipelines import PASSES, inference_pipeline, training_pipeline
-from penstock.passes.precision import PrecisionOptions, precision
+from penstock.passes.rewrite.precision import PrecisionOptions, precision
+from penstock.passes.training.optimizer import OptimizerOptions, optimizer
+from penstock.support.errors import UsageError
 
 MICROBATCHES = 2
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.cluster import Device
+from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import Graph, Value
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
-from penstock.passes.cost import GraphCost
-from penstock.passes.kernels import Kernel, bytes_moved
-from penstock.passes.reach import bytes_near
+from penstock.passes.costs.cache_reach import bytes_near
+from penstock.passes.costs.prices import GraphCost
+from penstock.passes.kernels.divide import Kernel, bytes_moved
 
 SIZE = 256  # bytes of every value
 

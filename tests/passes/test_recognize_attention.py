@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from main_graph import main_of, operands, results, simplified_alike
 
-from penstock.passes.simplify import SimplifyOptions, simplify
+from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
 
 Q, S, Y = "f32[2,3,6,4]", "f32[2,3,6,8]", "f32[2,3,6,5]"
 INS = f"%q : {Q}, %k : f32[2,3,8,4], %v : f32[2,3,8,5], %kt : f32[2,3,4,8], %seen : bool[2,1,1,8], %bias : f32[3,6,8], %tail : {S}"

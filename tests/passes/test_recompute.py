@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.ir.cluster import Link
-from penstock.ir.errors import DoesNotFit, UsageError, VerifyError
+from penstock.ir.cluster.cluster import Link
 from penstock.ir.graph import Module, Op
-from penstock.ir.interp import TYPED, run_schedule
-from penstock.ir.memory import measure_memory
+from penstock.ir.interpreter.interpreter import TYPED, run_schedule
+from penstock.ir.memory.predict import measure_memory
 from penstock.ir.ops import OPS
-from penstock.ir.verify import verify
-from penstock.ir.words import shown_bytes
+from penstock.ir.verify.verifier import verify
 from penstock.models import write_gpt
-from penstock.passes.cost import op_seconds
-from penstock.passes.recompute import DRAWS, RecomputeOptions, recompute, repeat
+from penstock.passes.costs.prices import op_seconds
+from penstock.passes.memory.recompute import DRAWS, RecomputeOptions, recompute, repeat
+from penstock.support.errors import DoesNotFit, UsageError, VerifyError
+from penstock.support.words import shown_bytes
 
 GPT = {"layers": 4, "width": 16, "heads": 2, "vocab": 24, "positions": 6}
 MICROBATCHES = 4

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.passes import recompute_chain
-from penstock.passes.recompute_chain import Element, KeptElements, cheapest
+from penstock.passes.memory import recompute_chain
+from penstock.passes.memory.recompute_chain import Element, KeptElements, cheapest
 
 BUDGETS = 20
 

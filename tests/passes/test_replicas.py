@@ -14,21 +14,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.errors import UsageError, VerifyError
-from penstock.ir.interp import run_schedule
+from penstock.ir.grid import simulate, time_per_batch
+from penstock.ir.interpreter.interpreter import run_schedule
 from penstock.ir.schedule import Action, Program, Schedule
-from penstock.ir.simulate import simulate, time_per_batch
 from penstock.ir.text import parse_module, print_module
-from penstock.ir.verify import verify
-from penstock.passes.communicate import communicate
-from penstock.passes.late_updates import sum_late
-from penstock.passes.lifetimes import lifetimes
-from penstock.passes.schedules import SCHEDULES, ScheduleOptions, build_schedule, schedule
+from penstock.ir.verify.verifier import verify
+from penstock.passes.communicate.communicate import communicate
+from penstock.passes.memory.lifetimes import lifetimes
+from penstock.passes.partition.split_backward import split_backward
 from penstock.passes.schedules.dealing import deal, equal_shares, fair_shares, forwards_ahead, weights_behind
-from penstock.passes.split_backward import split_backward
-from penstock.passes.weight_versions import weight_versions
-from penstock.runtime.simulate import simulate as play
-from penstock.runtime.simulate import wire_chain
+from penstock.passes.schedules.late_updates import sum_late
+from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, build_schedule, schedule
+from penstock.passes.schedules.weight_versions import weight_versions
+from penstock.passes.simulator.simulate import simulate as play
+from penstock.passes.simulator.simulate import wire_chain
+from penstock.support.errors import UsageError, VerifyError
 
 FACTS = ("scheduled", "versioned", "wired", "freed")
 TRAINING = [kind for kind, row in SCHEDULES.items() if row.trains]

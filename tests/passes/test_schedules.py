@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.errors import UsageError, VerifyError
+from penstock.ir.grid import format_grid, most_in_flight, simulate, time_per_batch
 from penstock.ir.schedule import Action, Program, Schedule
-from penstock.ir.simulate import format_grid, most_in_flight, simulate, time_per_batch
-from penstock.ir.verify import verify
-from penstock.passes.communicate import communicate
-from penstock.passes.lifetimes import lifetimes
+from penstock.ir.verify.verifier import verify
+from penstock.passes.communicate.communicate import communicate
 from penstock.passes.manager import Pass, parse_pipeline
-from penstock.passes.schedules import SCHEDULES, ScheduleOptions, build_schedule, schedule
+from penstock.passes.memory.lifetimes import lifetimes
+from penstock.passes.partition.split_backward import split_backward
 from penstock.passes.schedules.kind import ScheduleKind, forwards, pairs
-from penstock.passes.split_backward import split_backward
-from penstock.passes.weight_versions import weight_versions
+from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, build_schedule, schedule
+from penstock.passes.schedules.weight_versions import weight_versions
+from penstock.support.errors import UsageError, VerifyError
 
 STAGES, MICROBATCHES = (1, 2, 3, 4, *(pytest.param(d, marks=pytest.mark.slow) for d in (5, 6))), range(1, 13)
 FORWARD, BACKWARD = 1, 2
@@ -253,7 +253,7 @@ def test_options_that_make_no_sense_are_refused(toy):
 
 
 def test_sizes_have_bounds(monkeypatch):
-    monkeypatch.setattr("penstock.passes.schedules.MOST_MICROBATCHES", 4)
+    monkeypatch.setattr("penstock.passes.schedules.schedule.MOST_MICROBATCHES", 4)
     assert len(build_schedule("forward", 1, 4).ranks[0].batch) == 4
     with pytest.raises(UsageError, match="schedule: a batch has at most 4 microbatches, got 5"):
         build_schedule("forward", 1, 5)

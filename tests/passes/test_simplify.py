@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from main_graph import main_of
 
 from penstock.ir.graph import Graph, Module, Op, Value
-from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.interpreter.interpreter import DictStore, run_graph
 from penstock.ir.ops import make
 from penstock.ir.text import parse_module, print_graph
 from penstock.ir.types import TensorType
-from penstock.ir.verify import check
-from penstock.passes.autodiff import AutodiffOptions, autodiff
-from penstock.passes.identities import IDENTITIES
-from penstock.passes.simplify import SimplifyOptions, simplify
+from penstock.ir.verify.verifier import check
+from penstock.passes.rewrite.identities import IDENTITIES
+from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
+from penstock.passes.training.autodiff import AutodiffOptions, autodiff
 
 
 def module_of(body, ins="%x : f32[2,3], %y : f32[2,3]", outs="%out"):

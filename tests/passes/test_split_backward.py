@@ -8,15 +8,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Graph, Module, Stage
-from penstock.ir.interp import TYPED, DictStore, run_graph, run_schedule
-from penstock.ir.memory import measure_memory
-from penstock.ir.storage import planned_blocks
+from penstock.ir.interpreter.interpreter import TYPED, DictStore, run_graph, run_schedule
+from penstock.ir.memory.predict import measure_memory
+from penstock.ir.memory.workspace import planned_blocks
 from penstock.ir.text import parse_module, print_module
-from penstock.ir.verify import check, verify
+from penstock.ir.verify.verifier import check, verify
 from penstock.models import write_gpt
-from penstock.passes.split_backward import split_backward
+from penstock.passes.partition.split_backward import split_backward
+from penstock.support.errors import VerifyError
 
 GPT = {"layers": 3, "width": 16, "heads": 2, "vocab": 24, "positions": 6}
 CUTS = ("h.1.attn.residual", "h.2.attn.residual")

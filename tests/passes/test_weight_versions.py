@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.ir.errors import UsageError
 from penstock.ir.text import parse_module, print_module
-from penstock.passes.communicate import communicate
-from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
-from penstock.passes.split_backward import split_backward
-from penstock.passes.weight_versions import WeightVersionsOptions, weight_versions
+from penstock.passes.communicate.communicate import communicate
+from penstock.passes.partition.split_backward import split_backward
+from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
+from penstock.passes.schedules.weight_versions import WeightVersionsOptions, weight_versions
+from penstock.support.errors import UsageError
 
 
 @pytest.mark.parametrize("kind", [kind for kind, row in SCHEDULES.items() if row.trains])

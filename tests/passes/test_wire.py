@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module
-from penstock.ir.interp import run_recurrence, run_schedule
-from penstock.ir.numpy_ops import TYPED
+from penstock.ir.interpreter.interpreter import run_recurrence, run_schedule
+from penstock.ir.interpreter.ops import TYPED
 from penstock.ir.text import parse_module, print_module
-from penstock.ir.verify import check
+from penstock.ir.verify.verifier import check
 from penstock.models import write_gpt, write_mlp
-from penstock.passes.wire import WireOptions, round_trips, wire
+from penstock.passes.communicate.wire import WireOptions, round_trips, wire
+from penstock.support.errors import UsageError
 
 SIZES, ROWS, PARTS, RATE = (6, 16, 16, 5), 4, 2, 0.2
 TORCH = {"bf16": torch.bfloat16, "f16": torch.float16}

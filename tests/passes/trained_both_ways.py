@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.ir.graph import Module
-from penstock.ir.interp import InterpretedRun, run_recurrence, run_schedule
+from penstock.ir.interpreter.interpreter import InterpretedRun, run_recurrence, run_schedule
 from penstock.passes.manager import Call, run_passes
 from penstock.passes.pipelines import PASSES
 

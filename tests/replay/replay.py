@@ -26,10 +26,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from penstock.differing import differences
-from penstock.ir.errors import PenstockError
+from penstock.inspection.diff import differences
 from penstock.ir.graph import Module
 from penstock.ir.text import parse_module, print_module
+from penstock.support.errors import PenstockError
 from replay.corpus import CASES, modules_of
 
 HASHES = Path(__file__).with_name("hashes.txt")

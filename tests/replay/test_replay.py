@@ -11,7 +11,7 @@ import pytest
 
 from penstock.ir.graph import Module
 from penstock.passes.pipelines import PASSES
-from penstock.passes.schedules import SCHEDULES
+from penstock.passes.schedules.schedule import SCHEDULES
 from replay import replay
 from replay.corpus import CASES, modules_of
 from replay.replay import HASHES, SAME, changed, hashed, hashes_of, keep, main, read_hashes, told, write_hashes

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import penstock as ps
 from penstock.arguing import predict
-from penstock.dumping import Dump
+from penstock.inspection.dump import Dump
+from penstock.inspection.report.material import Material, PassStep
+from penstock.inspection.report.reading import trace_of
 from penstock.models import write_gpt
-from penstock.report.material import Material, PassStep
-from penstock.report.reading import trace_of
-from penstock.runtime.trace import write_trace
+from penstock.runtime.telemetry.trace import write_trace
 
 SLOWER = 1.5
 

@@ -11,11 +11,11 @@ import pytest
 from small_plan import Planned
 
 from penstock.cli import main
-from penstock.inspecting.plan_reading import checked_plan
-from penstock.inspecting.subject import open_subject
-from penstock.ir.errors import VerifyError
+from penstock.inspection.plan_reading import checked_plan
+from penstock.inspection.report.reading import read_material
+from penstock.inspection.subject import open_subject
 from penstock.models import write_mlp
-from penstock.report.reading import read_material
+from penstock.support.errors import VerifyError
 
 HEADER = "graph\tkernel\tfile\toperations\n"
 

@@ -16,16 +16,16 @@ from small_plan import SLOWER, Planned
 
 from penstock.arguing import predict
 from penstock.cli import main
-from penstock.inspecting.kernels import kernel_rows
-from penstock.inspecting.subject import open_subject
-from penstock.ir.errors import UsageError
-from penstock.ir.memory import measure_memory
+from penstock.inspection.kernels.kernels import kernel_rows
+from penstock.inspection.report.facts import gather
+from penstock.inspection.report.material import Material, RunTrace
+from penstock.inspection.report.page import page_of, render
+from penstock.inspection.report.reading import read_material, trace_of
+from penstock.inspection.report.schedule_facts import TICKS
+from penstock.inspection.subject import open_subject
+from penstock.ir.memory.predict import measure_memory
 from penstock.ir.text import print_op
-from penstock.report.facts import gather
-from penstock.report.material import Material, RunTrace
-from penstock.report.page import page_of, render
-from penstock.report.reading import read_material, trace_of
-from penstock.report.schedule_facts import TICKS
+from penstock.support.errors import UsageError
 
 
 @pytest.fixture(scope="module")

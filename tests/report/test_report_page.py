@@ -17,10 +17,10 @@ import pytest
 from chromium import Browser, PageError
 from small_plan import Planned
 
+from penstock.inspection.report.facts import gather
+from penstock.inspection.report.material import RunTrace
+from penstock.inspection.report.page import render
 from penstock.ir.graph import Module, Note
-from penstock.report.facts import gather
-from penstock.report.material import RunTrace
-from penstock.report.page import render
 
 VIEWS = ("overview", "graph", "passes", "placement", "schedule", "memory", "links", "kernels")
 

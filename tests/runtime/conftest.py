@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.backends.bundle import Bundle
-from penstock.backends.bundle_writer import write_bundle
+from penstock.backends.bundle.format import Bundle
+from penstock.backends.bundle.writer import write_bundle
 from penstock.backends.interface import backend_of
+from penstock.ir.attrs import print_literal
 from penstock.ir.graph import Module
-from penstock.ir.literals import print_literal
-from penstock.ir.rates import Constant
 from penstock.ir.text import parse_module
-from penstock.passes.communicate import communicate
-from penstock.passes.lifetimes import lifetimes
-from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
-from penstock.passes.split_backward import split_backward
-from penstock.passes.weight_versions import WeightVersionsOptions, weight_versions
+from penstock.ir.training.rates import Constant
+from penstock.passes.communicate.communicate import communicate
+from penstock.passes.memory.lifetimes import lifetimes
+from penstock.passes.partition.split_backward import split_backward
+from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
+from penstock.passes.schedules.weight_versions import WeightVersionsOptions, weight_versions
 
 ROWS, WIDTH, CLASSES, RATE, BETA = 4, 8, 5, 0.1, 0.9
 

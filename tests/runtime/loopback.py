@@ -14,13 +14,13 @@ import torch
 
 from penstock.backends.numpy_backend import NumpyBackend
 from penstock.ir.graph import Module, stage_vars, stepped_vars, summed_vars
-from penstock.runtime import transport as transports
-from penstock.runtime.executor import Executor
-from penstock.runtime.feeds import DataFeed
-from penstock.runtime.group import Team
-from penstock.runtime.memory_trace import RankTrace
-from penstock.runtime.store import Store
-from penstock.runtime.transport import RankTransport
+from penstock.runtime.group.group import Team
+from penstock.runtime.state.store import Store
+from penstock.runtime.telemetry.memory_trace import RankTrace
+from penstock.runtime.transport import transport as transports
+from penstock.runtime.transport.transport import RankTransport
+from penstock.runtime.worker.executor import Executor
+from penstock.runtime.worker.feeds import DataFeed
 
 SECONDS = 60
 

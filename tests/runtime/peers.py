@@ -13,17 +13,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from penstock.ir import parcels
-from penstock.ir.errors import PenstockError
+from penstock.ir import messages as parcels
 from penstock.ir.graph import Edge, Value
 from penstock.ir.schedule import Action
 from penstock.ir.types import parse_type
-from penstock.runtime import group as groups
-from penstock.runtime import neighbours
-from penstock.runtime import transport as transports
-from penstock.runtime.group import RankGroup, host_store, join_store
-from penstock.runtime.neighbours import connect, identity
-from penstock.runtime.transport import RankTransport
+from penstock.runtime.group import group as groups
+from penstock.runtime.group import neighbours
+from penstock.runtime.group.group import RankGroup, host_store, join_store
+from penstock.runtime.group.neighbours import connect, identity
+from penstock.runtime.transport import transport as transports
+from penstock.runtime.transport.transport import RankTransport
+from penstock.support.errors import PenstockError
 
 KINDS = ("f32", "f16", "bf16", "f64", "i64", "i32", "i8", "u8", "bool")
 MANY = tuple(Value(f"v{k}", parse_type(f"{k}[3,5]")) for k in KINDS)
@@ -42,7 +42,7 @@ def content(values, mb, salt):
 
 
 def allocate_like(value):
-    from penstock.runtime.store import TORCH_DTYPES
+    from penstock.runtime.state.store import TORCH_DTYPES
 
     return TORCH_DTYPES[value.type.dtype]
 

@@ -11,14 +11,14 @@ import pytest
 from safetensors.numpy import load_file
 
 import penstock as ps
-from penstock.ir.errors import PenstockError, UsageError, VerifyError
 from penstock.models import write_mlp
-from penstock.runtime import checkpoint as checkpoints
-from penstock.runtime import resuming
-from penstock.runtime.choosing import find_checkpoint
-from penstock.runtime.control import DataSpec
-from penstock.runtime.job import Job
-from penstock.runtime.running import run_bundle
+from penstock.runtime.checkpoint import format as checkpoints
+from penstock.runtime.checkpoint import resuming
+from penstock.runtime.checkpoint.finding import find_checkpoint
+from penstock.runtime.job.job import Job
+from penstock.runtime.job.run import run_bundle
+from penstock.runtime.messages.control import DataSpec
+from penstock.support.errors import PenstockError, UsageError, VerifyError
 
 from .conftest import classifier, make_batches, train_plainly
 

@@ -14,15 +14,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.ir.errors import UsageError
-from penstock.runtime import claims, saving
-from penstock.runtime.claims import FILE, Claims, Holder
-from penstock.runtime.job import Job
-from penstock.runtime.running import run_bundle
+from penstock.runtime.checkpoint import lock as claims
+from penstock.runtime.checkpoint import saving
+from penstock.runtime.checkpoint.lock import FILE, Claims, Holder
+from penstock.runtime.job.job import Job
+from penstock.runtime.job.run import run_bundle
+from penstock.support.errors import UsageError
 
 from .conftest import make_batches
 
-HOLD = "import sys, time; from penstock.runtime.claims import Claims; Claims().hold(sys.argv[1]); print('held', flush=True); time.sleep(600)"
+HOLD = "import sys, time; from penstock.runtime.checkpoint.lock import Claims; Claims().hold(sys.argv[1]); print('held', flush=True); time.sleep(600)"
 
 
 def holder(directory: Path) -> Holder:

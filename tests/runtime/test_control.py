@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from penstock.ir.schedule import Action
-from penstock.runtime import control
-from penstock.runtime.control import Audit, Batch, Channel, Failed, LogEntry, RunCommand, Setup, Step
-from penstock.runtime.metrics import Metrics, format_seconds
-from penstock.runtime.options import RunOptions
-from penstock.runtime.status import Status, StatusBoard, describe_line
+from penstock.runtime.launch.options import RunOptions
+from penstock.runtime.messages import control
+from penstock.runtime.messages.control import Audit, Batch, Channel, Failed, LogEntry, RunCommand, Setup, Step
+from penstock.runtime.messages.status import Status, StatusBoard, describe_line
+from penstock.runtime.telemetry.metrics import Metrics, format_seconds
 
 
 def test_messages_and_arrays_round_trip():

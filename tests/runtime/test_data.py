@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.ir.errors import UsageError
 from penstock.ir.text import parse_module
-from penstock.runtime.batches import check_batch
-from penstock.runtime.control import DataSpec
-from penstock.runtime.data import FileSamples, SyntheticSamples, check_data, open_data
-from penstock.runtime.data_files import read_npz, write_npz
-from penstock.runtime.data_ranges import first_outside, integer_limit, integer_range
+from penstock.runtime.data.batches import check_batch
+from penstock.runtime.data.files import read_npz, write_npz
+from penstock.runtime.data.ranges import first_outside, integer_limit, integer_range
+from penstock.runtime.data.samples import FileSamples, SyntheticSamples, check_data, open_data
+from penstock.runtime.messages.control import DataSpec
+from penstock.support.errors import UsageError
 
 from .conftest import CLASSES, ROWS, WIDTH, classifier
 

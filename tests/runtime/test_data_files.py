@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from penstock.ir.errors import PenstockError, UsageError
 from penstock.ir.text import parse_module
-from penstock.runtime.control import DataSpec
-from penstock.runtime.data import LAST, FileSamples, Order, check_data
-from penstock.runtime.data_files import absolute_source, parse_source
-from penstock.runtime.job import Job
+from penstock.runtime.data.files import absolute_source, parse_source
+from penstock.runtime.data.samples import LAST, FileSamples, Order, check_data
+from penstock.runtime.job.job import Job
+from penstock.runtime.messages.control import DataSpec
+from penstock.support.errors import PenstockError, UsageError
 
 from .conftest import CLASSES, ROWS, WIDTH, classifier
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.ir import machine
-from penstock.ir.cluster import Cluster, Device
+from penstock.doctor import examine as doctor
+from penstock.doctor.examine import HostFacts, cluster_of, examine
+from penstock.doctor.kernels import Rates, rates_of, yardsticks
+from penstock.doctor.links import SIZES, Loopback, Wire, fit
+from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.ops import cost_of
-from penstock.runtime import doctor
-from penstock.runtime.doctor import HostFacts, cluster_of, examine
-from penstock.runtime.wires import SIZES, Loopback, Wire, fit
-from penstock.runtime.yardsticks import Rates, rates_of, yardsticks
+from penstock.support import hardware as machine
 
 RATES = Rates(
     1, 2e11, 1e10, 32 << 20, 4e10, 2.5e-7, 2e-6,
@@ -283,7 +283,7 @@ def test_quotas_of_both_kinds_of_control_groups(tmp_path: Path, monkeypatch: pyt
 def test_all_problems_are_said(
     quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from penstock.ir.errors import PenstockError
+    from penstock.support.errors import PenstockError
 
     def broken(*given: object) -> list[object]:
         raise PenstockError("no compiler")
@@ -401,7 +401,7 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_are_two_hosts(tmp_path: Path) -> None:
-    from penstock.runtime.launch import loopback_name
+    from penstock.runtime.launch.local import loopback_name
 
     out = finish(doctors(tmp_path, [[], []], "127.0.0.1", [loopback_name()] * 2), 240)
     cluster = Cluster.load(tmp_path / "cluster.toml")

@@ -16,13 +16,13 @@ import msgspec
 import pytest
 
 import penstock as ps
-from penstock.backends.bundle import open_bundle
-from penstock.ir.errors import PeerLost, UsageError
+from penstock.backends.bundle.format import open_bundle
 from penstock.models import write_mlp
 from penstock.replanning import replan
-from penstock.runtime.elastic import devices_on
-from penstock.runtime.options import RunOptions, data_spec
-from penstock.runtime.running import run_bundle
+from penstock.runtime.job.run import run_bundle
+from penstock.runtime.launch.elastic import devices_on
+from penstock.runtime.launch.options import RunOptions, data_spec
+from penstock.support.errors import PeerLost, UsageError
 
 from .test_keepers import finish, start
 
@@ -42,7 +42,7 @@ def watch():
     while not is_lost():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
-if "penstock.runtime.forkserver" in sys.orig_argv:
+if "penstock.runtime.launch.forkserver" in sys.orig_argv:
     os.register_at_fork(after_in_child=lambda: threading.Thread(target=watch, daemon=True).start())
 """
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.ir.errors import UsageError
 from penstock.models import write_mlp
-from penstock.runtime.evaluation import Portion, count_evaluation, mean_loss, portions
-from penstock.runtime.job import data_spec
-from penstock.runtime.job import open as open_job
-from penstock.runtime.running import run_bundle
+from penstock.runtime.job.job import data_spec
+from penstock.runtime.job.job import open as open_job
+from penstock.runtime.job.run import run_bundle
+from penstock.runtime.worker.evaluation import Portion, count_evaluation, mean_loss, portions
+from penstock.support.errors import UsageError
 
 from .conftest import CLASSES, WIDTH, classifier
 from .test_join import torchrun
@@ -147,7 +147,7 @@ def test_replicas_share_portions_out(tmp_path):
 
 
 def test_what_cannot_be_evaluated_is_refused(bundle_of, tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.runtime.job.Workers", lambda *given: pytest.fail("started workers"))
+    monkeypatch.setattr("penstock.runtime.job.job.Workers", lambda *given: pytest.fail("started workers"))
     held, _ = write(tmp_path / "eval.npz", 7, 2)
     path = bundle_of(2, "2bw", 2).path
     with pytest.raises(UsageError, match="noise is nothing to evaluate on"):

@@ -20,15 +20,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.backends.bundle import Bundle, open_bundle
-from penstock.ir.errors import PeerLost, UsageError, VerifyError
-from penstock.runtime import launch
-from penstock.runtime.control import Channel, DataSpec, Failed, RunCommand, Stop
-from penstock.runtime.job import Job
-from penstock.runtime.launch import HEARTBEAT
-from penstock.runtime.running import run_bundle
-from penstock.runtime.status import Patience
-from penstock.runtime.trouble import error_of, waits_for
+from penstock.backends.bundle.format import Bundle, open_bundle
+from penstock.runtime.job.job import Job
+from penstock.runtime.job.run import run_bundle
+from penstock.runtime.launch import local as launch
+from penstock.runtime.launch.failures import error_of, waits_for
+from penstock.runtime.launch.local import HEARTBEAT
+from penstock.runtime.messages.control import Channel, DataSpec, Failed, RunCommand, Stop
+from penstock.runtime.messages.status import Patience
+from penstock.support.errors import PeerLost, UsageError, VerifyError
 
 from .conftest import ROWS, is_running, make_batches
 
@@ -287,7 +287,7 @@ def test_no_orphans_when_the_launcher_ends(bundle_of, tmp_path, number):
     script = (
         # Whoever started the tests in the background may have left the interrupt ignored, which children inherit.
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from pathlib import Path\nfrom penstock.runtime.job import Job\nfrom penstock.backends.bundle import open_bundle\n"
+        "from pathlib import Path\nfrom penstock.runtime.job.job import Job\nfrom penstock.backends.bundle.format import open_bundle\n"
         "with Job(open_bundle(sys.argv[1]), timeout=60) as job:\n"
         "    Path(sys.argv[2]).write_text(' '.join(map(str, job.workers.process_ids())))\n"
         "    Path(sys.argv[2]).rename(sys.argv[2] + '.done')\n"

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from penstock.ir.errors import UsageError
-from penstock.runtime.batches import check_batch, share_of_batch, take_batch
-from penstock.runtime.feeds import DataFeed, Prefetch
-from penstock.runtime.job import open as open_job
+from penstock.runtime.data.batches import check_batch, share_of_batch, take_batch
+from penstock.runtime.job.job import open as open_job
+from penstock.runtime.worker.feeds import DataFeed, Prefetch
+from penstock.support.errors import UsageError
 
 from .conftest import ROWS, WIDTH, classifier, make_batches
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.ir.errors import DoesNotFit, PeerLost, PenstockError
-from penstock.runtime import forkserver
-from penstock.runtime.forkserver import Rank, Server, fork_rank
-from penstock.runtime.job import Job
+from penstock.runtime.job.job import Job
+from penstock.runtime.launch import forkserver
+from penstock.runtime.launch.forkserver import Rank, Server, fork_rank
+from penstock.support.errors import DoesNotFit, PeerLost, PenstockError
 
 from .conftest import is_running, make_batches
 from .test_failures import wait_until
@@ -172,7 +172,7 @@ NO_FORK = """
 import errno, os, sys
 def fork():
     raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-if "penstock.runtime.forkserver" in sys.orig_argv:
+if "penstock.runtime.launch.forkserver" in sys.orig_argv:
     os.fork = fork
 """
 

@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from namespaces import Hosts, available
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from penstock.backends.bundle import open_bundle
-from penstock.ir.errors import UsageError
-from penstock.runtime.hosts import (
+from penstock.backends.bundle.format import open_bundle
+from penstock.runtime.group.hosts import (
     Present,
     ProcessPlace,
     check_hosts,
@@ -34,7 +33,8 @@ from penstock.runtime.hosts import (
     interfaces,
     place_of,
 )
-from penstock.runtime.running import run_bundle
+from penstock.runtime.job.run import run_bundle
+from penstock.support.errors import UsageError
 
 NO_NAMESPACES = available()
 needs_namespaces = pytest.mark.skipif(bool(NO_NAMESPACES), reason=f"no network namespaces: {NO_NAMESPACES}")

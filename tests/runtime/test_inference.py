@@ -13,9 +13,9 @@ import onnxruntime
 import pytest
 
 import penstock as ps
-from penstock.ir.errors import PeerLost, PenstockError, QueueFull, UsageError
 from penstock.models import write_mlp
-from penstock.runtime.job import open as open_job
+from penstock.runtime.job.job import open as open_job
+from penstock.support.errors import PeerLost, PenstockError, QueueFull, UsageError
 
 from .conftest import CLASSES, initial_weights
 
@@ -142,7 +142,7 @@ def test_a_full_queue_pushes_back_and_waiting_requests_can_be_cancelled(bundle_o
 
 
 def test_options_that_mean_nothing(bundle_of, monkeypatch):
-    monkeypatch.setattr("penstock.runtime.job.Workers", lambda *given: pytest.fail("started workers"))
+    monkeypatch.setattr("penstock.runtime.job.job.Workers", lambda *given: pytest.fail("started workers"))
     with pytest.raises(
         UsageError, match=r"one of throughput, latency, got 'fast'; the queue must hold 1 to 1000000 requests, got 0"
     ):

@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from penstock.ir.errors import UsageError, VerifyError
-from penstock.passes.schedules import SCHEDULES
-from penstock.runtime import launch
-from penstock.runtime.control import DataSpec
-from penstock.runtime.job import Job
-from penstock.runtime.job import open as open_job
-from penstock.runtime.running import run_bundle
+from penstock.passes.schedules.schedule import SCHEDULES
+from penstock.runtime.job.job import Job
+from penstock.runtime.job.job import open as open_job
+from penstock.runtime.job.run import run_bundle
+from penstock.runtime.launch import local as launch
+from penstock.runtime.messages.control import DataSpec
+from penstock.support.errors import UsageError, VerifyError
 
 from .conftest import CLASSES, ROWS, initial_weights, make_batches, train_plainly
 
@@ -177,7 +177,7 @@ def test_run_bundle_writes_metrics_and_a_trace(bundle_of, tmp_path, capfd):
 
 def test_data_that_does_not_fit_starts_nothing(bundle_of, tmp_path, monkeypatch):
     np.savez(tmp_path / "bad.npz", x=np.zeros((3, 3)))
-    monkeypatch.setattr("penstock.runtime.job.Workers", lambda *given: pytest.fail("started workers"))
+    monkeypatch.setattr("penstock.runtime.job.job.Workers", lambda *given: pytest.fail("started workers"))
     with pytest.raises(UsageError, match="labels: missing"):
         run_bundle(bundle_of(2, "2bw", 4).path, data=str(tmp_path / "bad.npz"))
     with pytest.raises(UsageError, match="--checkpoint-every needs --checkpoint"):

@@ -13,12 +13,12 @@ import pytest
 
 import penstock as ps
 from penstock.models import write_mlp
-from penstock.runtime.running import run_bundle
+from penstock.runtime.job.run import run_bundle
 
 SCRIPT = """
 import json, sys
-from penstock.ir.errors import PenstockError
-from penstock.runtime.running import run_bundle
+from penstock.support.errors import PenstockError
+from penstock.runtime.job.run import run_bundle
 options = json.loads(sys.argv[1])
 try:
     run_bundle(**options)
@@ -130,7 +130,7 @@ def test_ranks_with_different_bundles(bundle_of, tmp_path):
     """Rank 1 has a bundle of another schedule: refused before the first action."""
     paths = [str(bundle_of(2, kind, 2).path) for kind in ("2bw", "1f1b")]
     processes = []
-    from penstock.runtime.launch import thread_environment
+    from penstock.runtime.launch.local import thread_environment
 
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
@@ -157,7 +157,7 @@ def test_ranks_with_different_bundles(bundle_of, tmp_path):
 
 @pytest.mark.parametrize("name", ["checkpoint", "metrics"])
 def test_options_travel_as_absolute_paths(name, tmp_path, monkeypatch):
-    from penstock.runtime import running as jobs
+    from penstock.runtime.job import run as jobs
 
     seen = []
     monkeypatch.setenv("RANK", "0")

@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import failures
 from namespaces import available
 
-from penstock.ir.errors import UsageError
-from penstock.runtime import restarts
-from penstock.runtime.control import Alive, Channel, DataSpec
-from penstock.runtime.mesh import PeerHello, Peers, Proof, Pulse
-from penstock.runtime.options import RunOptions
-from penstock.runtime.running import run_bundle
-from penstock.runtime.trust import Trust
+from penstock.runtime.group.trust import Trust
+from penstock.runtime.job.run import run_bundle
+from penstock.runtime.launch import restarts
+from penstock.runtime.launch.options import RunOptions
+from penstock.runtime.launch.peers import PeerHello, Peers, Proof, Pulse
+from penstock.runtime.messages.control import Alive, Channel, DataSpec
+from penstock.support.errors import UsageError
 
 from .conftest import is_running
 
@@ -265,7 +265,7 @@ def test_torchrun_starts_again(bundle_of, tmp_path, more):
 
 def test_a_keeper_is_light():
     """What it takes to become one imports no torch, which takes seconds and hundreds of MiB."""
-    script = "import sys, penstock.runtime.running; sys.exit('torch' in sys.modules)"
+    script = "import sys, penstock.runtime.job.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 

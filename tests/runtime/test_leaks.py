@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.runtime import forkserver
-from penstock.runtime.job import Job
+from penstock.runtime.job.job import Job
+from penstock.runtime.launch import forkserver
 
 from .conftest import make_batches
 from .held import below, grown, held, private_bytes

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.errors import UsageError
-from penstock.runtime.logs import Follower, chosen_ranks, log_ranks_problems, tail
-from penstock.runtime.running import run_bundle
-from penstock.runtime.utilisation import WINDOW_SECONDS, Utilisation
+from penstock.runtime.job.run import run_bundle
+from penstock.runtime.launch.logs import Follower, chosen_ranks, log_ranks_problems, tail
+from penstock.runtime.telemetry.utilisation import WINDOW_SECONDS, Utilisation
+from penstock.support.errors import UsageError
 
 from .test_keepers import finish, start
 
@@ -111,7 +111,7 @@ def test_what_cannot_be_known():
 
 NOISY = """
 import os, sys
-if "penstock.runtime.forkserver" in sys.orig_argv or "penstock.runtime.begin" in sys.orig_argv:
+if "penstock.runtime.launch.forkserver" in sys.orig_argv or "penstock.support.processes" in sys.orig_argv:
     print("a library speaks", file=sys.stderr, flush=True)
     os.write(1, b"and says more")
 """

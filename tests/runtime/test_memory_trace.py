@@ -1,4 +1,4 @@
-"""What lives in memory is what the plan says: block by block, action by action, for all schedules. The plan is a walk through the schedule (ir/memory_walk.py),
+"""What lives in memory is what the plan says: block by block, action by action, for all schedules. The plan is a walk through the schedule (ir/memory/walk.py),
 what is measured are entries of real stores and transports. Controls: stores that let go too late, or never."""
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.backends.bundle import open_bundle
-from penstock.ir.cluster import Cluster, Device
-from penstock.ir.lives import Account, first_difference
-from penstock.ir.memory import planned_account
+from penstock.backends.bundle.format import open_bundle
+from penstock.ir.cluster.cluster import Cluster, Device
+from penstock.ir.memory.account import Account, first_difference
+from penstock.ir.memory.predict import planned_account
 from penstock.ir.text import parse_module
 from penstock.models import write_gpt
-from penstock.passes.communicate import communicate
-from penstock.passes.lifetimes import lifetimes
+from penstock.passes.communicate.communicate import communicate
 from penstock.passes.manager import run_passes
+from penstock.passes.memory.lifetimes import lifetimes
+from penstock.passes.partition.split_backward import split_backward
 from penstock.passes.pipelines import PASSES, training_pipeline
-from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
-from penstock.passes.split_backward import split_backward
-from penstock.passes.weight_versions import weight_versions
-from penstock.runtime.memory_trace import measured_account, planned_beside, read_trace
-from penstock.runtime.running import run_bundle
-from penstock.runtime.stays import Stays
-from penstock.runtime.store import Store
-from penstock.runtime.trace import write_trace
+from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
+from penstock.passes.schedules.weight_versions import weight_versions
+from penstock.runtime.job.run import run_bundle
+from penstock.runtime.state.store import Store
+from penstock.runtime.telemetry.blocks import Stays
+from penstock.runtime.telemetry.memory_trace import measured_account, planned_beside, read_trace
+from penstock.runtime.telemetry.trace import write_trace
 
 from ..conftest import toy_text
 from ..passes.drawn_chains import chain_model

@@ -7,21 +7,21 @@ import sys
 
 import pytest
 
-from penstock.ir.errors import PeerLost, PenstockError, UsageError
-from penstock.runtime.control import DataSpec, Step
-from penstock.runtime.job import Job
-from penstock.runtime.join import Reports
-from penstock.runtime.metrics import Metrics
-from penstock.runtime.options import LONGEST_TIMEOUT
-from penstock.runtime.places import directory_problem, file_problem
-from penstock.runtime.running import run_bundle
-from penstock.runtime.trace import write_trace
+from penstock.runtime.job.job import Job
+from penstock.runtime.job.run import run_bundle
+from penstock.runtime.launch.joined import Reports
+from penstock.runtime.launch.options import LONGEST_TIMEOUT
+from penstock.runtime.messages.control import DataSpec, Step
+from penstock.runtime.telemetry.metrics import Metrics
+from penstock.runtime.telemetry.trace import write_trace
+from penstock.support.errors import PeerLost, PenstockError, UsageError
+from penstock.support.paths import directory_problem, file_problem
 
 
 @pytest.fixture
 def refuse(bundle_of, monkeypatch):
     """refuse(text, **options): `run` refuses the options, saying so, and starts nothing."""
-    monkeypatch.setattr("penstock.runtime.job.Workers", lambda *given: pytest.fail("started workers"))
+    monkeypatch.setattr("penstock.runtime.job.job.Workers", lambda *given: pytest.fail("started workers"))
 
     def refuse(text, **options):
         with pytest.raises(UsageError) as caught:
@@ -160,7 +160,7 @@ def test_finite_losses_are_not_warned_of(capsys):
 
 def test_metrics_that_fail_in_the_background_are_not_lost(monkeypatch, bundle_of):
     """Under torchrun, rank 0 takes the losses of another rank in a thread."""
-    import penstock.runtime.join as join
+    import penstock.runtime.launch.joined as join
 
     class Arrived:
         def wait(self, timeout):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.ir.cluster import Cluster, Link
-from penstock.runtime.overlap import overlap_of
+from penstock.ir.cluster.cluster import Cluster, Link
+from penstock.runtime.telemetry.overlap import overlap_of
 
 from .conftest import classifier
 

@@ -7,11 +7,11 @@ import re
 import numpy as np
 import pytest
 
-from penstock.ir.errors import UsageError
 from penstock.ir.schedule import Action
-from penstock.runtime.job import Job
-from penstock.runtime.job import open as open_job
-from penstock.runtime.pace import Pace
+from penstock.runtime.job.job import Job
+from penstock.runtime.job.job import open as open_job
+from penstock.runtime.worker.pace import Pace
+from penstock.support.errors import UsageError
 
 from .conftest import make_batches, train_plainly
 

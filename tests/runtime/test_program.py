@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.errors import VerifyError
 from penstock.ir.schedule import RECEIVES
-from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
-from penstock.passes.weight_versions import weight_versions
-from penstock.runtime.feeds import DataFeed, NoSamples
-from penstock.runtime.program import ActionStream, fed_inputs, loss_stage, microbatch_size, retiring
+from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
+from penstock.passes.schedules.weight_versions import weight_versions
+from penstock.runtime.worker.actions import ActionStream, fed_inputs, loss_stage, microbatch_size, retiring
+from penstock.runtime.worker.feeds import DataFeed, NoSamples
+from penstock.support.errors import VerifyError
 
 from .conftest import ROWS, classifier
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.backends.bundle import open_bundle
-from penstock.backends.bundle_writer import write_bundle
-from penstock.ir.cluster import Cluster, Device
-from penstock.ir.errors import PeerLost
+from penstock.backends.bundle.format import open_bundle
+from penstock.backends.bundle.writer import write_bundle
+from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.schedule import Program, Schedule
 from penstock.models import write_gpt, write_mlp
-from penstock.runtime.running import run_bundle
+from penstock.runtime.job.run import run_bundle
+from penstock.support.errors import PeerLost
 
 M, STEPS = 4, 6
 EQUAL = ()

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.errors import UsageError
 from penstock.ir.text import parse_module
-from penstock.runtime.control import End, RequestBatch
-from penstock.runtime.message_feeds import RequestFeed
-from penstock.runtime.program import ActionStream
-from penstock.runtime.requests import Packer, RequestPart, SampleLayout, Ticket
-from penstock.runtime.status import Status
+from penstock.runtime.job.requests import Packer, RequestPart, SampleLayout, Ticket
+from penstock.runtime.messages.control import End, RequestBatch
+from penstock.runtime.messages.status import Status
+from penstock.runtime.worker.actions import ActionStream
+from penstock.runtime.worker.message_feeds import RequestFeed
+from penstock.support.errors import UsageError
 
 from .conftest import classifier
 

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from penstock.runtime import checkpoint as checkpoints
-from penstock.runtime import saving
-from penstock.runtime.choosing import find_checkpoint
-from penstock.runtime.control import DataSpec
-from penstock.runtime.data import FileSamples, SyntheticSamples
-from penstock.runtime.job import Job
+from penstock.runtime.checkpoint import format as checkpoints
+from penstock.runtime.checkpoint import saving
+from penstock.runtime.checkpoint.finding import find_checkpoint
+from penstock.runtime.data.samples import FileSamples, SyntheticSamples
+from penstock.runtime.job.job import Job
+from penstock.runtime.messages.control import DataSpec
 
 from .conftest import classifier, make_batches
 

@@ -15,21 +15,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from penstock.backends.tensor_file import write_tensors
-from penstock.ir.errors import PenstockError, UsageError, VerifyError
+from penstock.backends.bundle.tensor_file import write_tensors
 from penstock.ir.graph import stage_vars, stepped_vars
-from penstock.runtime import saving, status
-from penstock.runtime.checkpoint import FORMAT, Index, SavedFile, read_index, read_tensors
-from penstock.runtime.choosing import choose, damage_of, decide_together, find_checkpoint
-from penstock.runtime.control import Setup
-from penstock.runtime.group import RankGroup, host_store
-from penstock.runtime.job import Job
-from penstock.runtime.launch import Workers
-from penstock.runtime.metrics import Metrics
-from penstock.runtime.restarts import Beginning
-from penstock.runtime.running import run_bundle
-from penstock.runtime.status import Status
-from penstock.runtime.store import Store
+from penstock.runtime.checkpoint import saving
+from penstock.runtime.checkpoint.finding import choose, damage_of, decide_together, find_checkpoint
+from penstock.runtime.checkpoint.format import FORMAT, Index, SavedFile, read_index, read_tensors
+from penstock.runtime.group.group import RankGroup, host_store
+from penstock.runtime.job.job import Job
+from penstock.runtime.job.run import run_bundle
+from penstock.runtime.launch.local import Workers
+from penstock.runtime.launch.restarts import Beginning
+from penstock.runtime.messages import status
+from penstock.runtime.messages.control import Setup
+from penstock.runtime.messages.status import Status
+from penstock.runtime.state.store import Store
+from penstock.runtime.telemetry.metrics import Metrics
+from penstock.support.errors import PenstockError, UsageError, VerifyError
 
 from .conftest import is_running, make_batches
 
@@ -464,7 +465,7 @@ def test_a_run_keeps_the_newest_and_changes_nothing(bundle_of, tmp_path):
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(bundle_of, tmp_path, trials):
     bundle = str(bundle_of(2, "2bw", 2).path)
     script = (
-        "import sys; from penstock.runtime.running import run_bundle; "
+        "import sys; from penstock.runtime.job.run import run_bundle; "
         "run_bundle(sys.argv[1], steps=10**6, checkpoint=sys.argv[2], checkpoint_every=1, keep_last=2, timeout=30, progress=False)"
     )
     chance = random.Random(1)

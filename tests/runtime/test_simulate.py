@@ -12,16 +12,24 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.cluster import Cluster, Device, Link
-from penstock.ir.errors import UsageError, VerifyError
+from penstock.ir.cluster.cluster import Cluster, Device, Link
+from penstock.ir.grid import simulate as on_paper
 from penstock.ir.schedule import Action, Program, Schedule
-from penstock.ir.simulate import simulate as on_paper
-from penstock.passes.communicate import communicate
-from penstock.passes.late_updates import sum_late
-from penstock.passes.schedules import SCHEDULES, ScheduleOptions, build_schedule, schedule
-from penstock.runtime.cores import TURN, Core, Cores
-from penstock.runtime.sharing import Resource, Task, fair_rates
-from penstock.runtime.simulate import Route, Seat, SimulatedMachine, TransportModel, machine_of, simulate, wire_chain
+from penstock.passes.communicate.communicate import communicate
+from penstock.passes.schedules.late_updates import sum_late
+from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, build_schedule, schedule
+from penstock.passes.simulator.cores import TURN, Core, Cores
+from penstock.passes.simulator.sharing import Resource, Task, fair_rates
+from penstock.passes.simulator.simulate import (
+    Route,
+    Seat,
+    SimulatedMachine,
+    TransportModel,
+    machine_of,
+    simulate,
+    wire_chain,
+)
+from penstock.support.errors import UsageError, VerifyError
 
 LAW = settings(max_examples=40, deadline=None, derandomize=True)
 TRAINING = [kind for kind in SCHEDULES if kind != "forward"]

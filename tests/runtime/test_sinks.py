@@ -11,11 +11,18 @@ from importlib.util import find_spec
 
 import pytest
 
-from penstock.ir.errors import UsageError
-from penstock.runtime.control import Step
-from penstock.runtime.evaluation import Evaluation
-from penstock.runtime.metrics import Metrics
-from penstock.runtime.sinks import TOKEN_VARIABLE, PrometheusServer, Sinks, exposition, open_sink, sink_problems
+from penstock.runtime.messages.control import Step
+from penstock.runtime.telemetry.metrics import Metrics
+from penstock.runtime.telemetry.sinks import (
+    TOKEN_VARIABLE,
+    PrometheusServer,
+    Sinks,
+    exposition,
+    open_sink,
+    sink_problems,
+)
+from penstock.runtime.worker.evaluation import Evaluation
+from penstock.support.errors import UsageError
 
 STEPS = [Step(3, 4.5, (4.5,), 0.1, 10.0), Step(4, float("nan"), (float("nan"),), 0.1, 10.5, 2.0)]
 
@@ -154,7 +161,7 @@ def test_prometheus_demands_a_token(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_opened_is_said_at_once(monkeypatch):
-    monkeypatch.setattr("penstock.runtime.sinks.find_spec", lambda name: None)
+    monkeypatch.setattr("penstock.runtime.telemetry.sinks.find_spec", lambda name: None)
     assert sink_problems(["prometheus:9090", "prometheus:0.0.0.0:9090", "prometheus:a.prom"]) == []
     problems = sink_problems(
         ["wandb:mine", "tensorboard:", "grafana:x", "prometheus:", "prometheus:99999", "prometheus:x"]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Slot, Var
 from penstock.ir.types import TensorType, parse_type
-from penstock.runtime.store import TORCH_DTYPES, Store, allocate, as_array, fill
+from penstock.runtime.state.store import TORCH_DTYPES, Store, allocate, as_array, fill
+from penstock.support.errors import VerifyError
 
 TYPE = parse_type("f32[4]")
 

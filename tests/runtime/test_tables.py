@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.backends.bundle import open_bundle
-from penstock.ir.errors import UsageError
-from penstock.ir.rates import CURVE, LR, Constant, Cosine, Linear
+from penstock.backends.bundle.format import open_bundle
+from penstock.ir.training.rates import CURVE, LR, Constant, Cosine, Linear
 from penstock.models import write_mlp
-from penstock.runtime import checkpoint as checkpoints
-from penstock.runtime.choosing import find_checkpoint
-from penstock.runtime.job import Job
-from penstock.runtime.running import run_bundle
-from penstock.runtime.tables import learning_rate, tables_for_run, tables_of
+from penstock.runtime.checkpoint import format as checkpoints
+from penstock.runtime.checkpoint.finding import find_checkpoint
+from penstock.runtime.job.job import Job
+from penstock.runtime.job.run import run_bundle
+from penstock.runtime.state.settings import learning_rate, tables_for_run, tables_of
+from penstock.support.errors import UsageError
 
 from .conftest import classifier, make_batches
 

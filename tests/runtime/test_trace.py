@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.ir.schedule import Action
-from penstock.runtime.clocks import Offset, measure_offset
-from penstock.runtime.group import RankGroup
-from penstock.runtime.job import Job
-from penstock.runtime.trace import write_trace
+from penstock.runtime.group.clocks import Offset, measure_offset
+from penstock.runtime.group.group import RankGroup
+from penstock.runtime.job.job import Job
+from penstock.runtime.telemetry.trace import write_trace
 
 from .conftest import make_batches
 

@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from penstock.ir.errors import DoesNotFit, PeerLost, UsageError, VerifyError
 from penstock.ir.graph import Edge, Value
 from penstock.ir.schedule import Action
 from penstock.ir.types import parse_type
-from penstock.runtime.neighbours import identity
-from penstock.runtime.transport import RankTransport
+from penstock.runtime.group.neighbours import identity
+from penstock.runtime.transport.transport import RankTransport
+from penstock.support.errors import DoesNotFit, PeerLost, UsageError, VerifyError
 
 from . import peers
 from .test_failures import wait_until

@@ -20,13 +20,13 @@ import msgspec
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from penstock.ir.errors import PeerLost, UsageError, VerifyError
-from penstock.runtime import launch
-from penstock.runtime.control import DataSpec, Join
-from penstock.runtime.job import Job
-from penstock.runtime.mesh import PeerHello, Peers, Proof, Pulse, Said, Welcome
-from penstock.runtime.sealed import SealedStore
-from penstock.runtime.trust import Trust, open_trust, proof, trust_problems
+from penstock.runtime.group.sealed import SealedStore
+from penstock.runtime.group.trust import Trust, open_trust, proof, trust_problems
+from penstock.runtime.job.job import Job
+from penstock.runtime.launch import local as launch
+from penstock.runtime.launch.peers import PeerHello, Peers, Proof, Pulse, Said, Welcome
+from penstock.runtime.messages.control import DataSpec, Join
+from penstock.support.errors import PeerLost, UsageError, VerifyError
 
 from .test_keepers import failures, finish, start
 
@@ -363,8 +363,8 @@ import gc, os, sys
 gc.disable()
 from datetime import timedelta
 from torch.distributed import TCPStore
-from penstock.runtime.sealed import SealedStore
-from penstock.runtime.group import Group
+from penstock.runtime.group.sealed import SealedStore
+from penstock.runtime.group.group import Group
 rank, port, secret = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode()
 store = SealedStore(TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False), secret)
 group = Group(store, rank, 2, 5.0)
@@ -484,7 +484,7 @@ def test_what_a_local_run_listens_on(bundle_of, monkeypatch, shared):
 
 
 def test_a_local_run_has_none_of_it(bundle_of, tmp_path):
-    from penstock.runtime.running import run_bundle
+    from penstock.runtime.job.run import run_bundle
 
     (tmp_path / "secret").write_text("s" * 32)
     with pytest.raises(UsageError, match="--secret is for groups"):
@@ -493,7 +493,7 @@ def test_a_local_run_has_none_of_it(bundle_of, tmp_path):
 
 def test_what_is_lost_is_not_what_is_forged(store):
     """The control: a value that is missing is a lost peer, as before."""
-    from penstock.runtime.group import RankGroup
+    from penstock.runtime.group.group import RankGroup
 
     with pytest.raises(PeerLost, match="waited up to"):
         RankGroup(SealedStore(store, SECRET), 0, 2, 0.2).get("never", "what never comes")

@@ -26,7 +26,7 @@ def _replaced(arrays: list[Array], **changed: torch.Tensor) -> list[Array]:
 
 
 def _max_pool_grad(arrays: list[Array], a: Mapping[str, Attr]) -> list[Array]:
-    from penstock.ir.numpy_ops import NUMPY
+    from penstock.ir.interpreter.ops import NUMPY
 
     (largest,) = NUMPY["max_pool"]([arrays[0].astype(np.float64)], a)
     return [arrays[0], largest.astype(arrays[1].dtype), arrays[2]]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.ir.graph import Attr, Graph, Op, Value
-from penstock.ir.numpy_ops import Rule
+from penstock.ir.interpreter.ops import Rule
 from penstock.ir.ops import complete_attrs, infer_op, make
 from penstock.ir.types import parse_type
 

@@ -23,17 +23,17 @@ from pathlib import Path
 import msgspec
 import tvm
 
-from penstock.ir.errors import UsageError
+from penstock.backends.interface import CompileOptions, StageSources
+from penstock.backends.tvm.compile.build import Built, texts_of
+from penstock.backends.tvm.compile.jobs import ONE_AT_A_TIME
+from penstock.backends.tvm.compile.pool import BuildError, environment
+from penstock.backends.tvm.compile.sources import calls_of
+from penstock.backends.tvm.fingerprint import key_of
+from penstock.backends.tvm.lower.lower import functions_text, kernel_texts, plan_kernels, relax_module
 from penstock.ir.graph import Graph
+from penstock.support.cache import Cache
+from penstock.support.errors import UsageError
 
-from ...interface import CompileOptions, StageSources
-from ..build import Built, texts_of
-from ..fingerprint import key_of
-from ..jobs import ONE_AT_A_TIME
-from ..lower import functions_text, kernel_texts, plan_kernels, relax_module
-from ..pool import BuildError, environment
-from ..sources import calls_of
-from ..store import Cache
 from .target import device_machine
 
 # A stage of a large model has hundreds of kernels, and nvcc takes up to seconds for each.

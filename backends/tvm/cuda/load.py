@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.ir.errors import UsageError
+from penstock.backends.interface import ALIGNMENT
+from penstock.backends.tvm.run.load import TvmProgram
+from penstock.backends.tvm.run.machine import CUDA, VirtualMachine, load_cuda_runtime
 from penstock.ir.graph import Graph
+from penstock.support.errors import UsageError
 
-from ...interface import ALIGNMENT
-from ..load import TvmProgram
-from ..machine import CUDA, VirtualMachine, load_cuda_runtime
 from . import torch_calls
 
 if TYPE_CHECKING:

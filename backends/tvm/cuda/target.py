@@ -10,9 +10,8 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from penstock.ir.errors import UsageError
-
-from ..target import WITHOUT_VECTOR_COMBINE, TargetMachine
+from penstock.backends.tvm.target import WITHOUT_VECTOR_COMBINE, TargetMachine
+from penstock.support.errors import UsageError
 
 _ARCHITECTURE = re.compile(r"sm_(\d{2,3})([af]?)")
 

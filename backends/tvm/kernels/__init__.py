@@ -12,14 +12,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from penstock.backends.tvm.kernels.rows.sums import SUMS
+from penstock.backends.tvm.kernels.tools.body import Body, Fusion, GeneratedKernel, NotOneKernel, PackingEmitted
+from penstock.backends.tvm.kernels.tools.elements import Index
+from penstock.backends.tvm.kernels.tools.emit import literal
+from penstock.backends.tvm.target import TargetMachine
 from penstock.ir.graph import Op
 
-from ..target import TargetMachine
-from . import attention, attention_grad, conv, elementwise, gemm, lookup, reduce, rows, scan, select, windows
-from .body import Body, Fusion, GeneratedKernel, NotOneKernel, PackingEmitted
-from .elements import Index
-from .emit import literal
-from .sums import SUMS
+from .attention import forward as attention
+from .attention import gradient as attention_grad
+from .conv import conv, windows
+from .elementwise import elementwise, lookup
+from .product import gemm
+from .rows import reduce, rows, scan, select
 
 # Operations that bring loops of their own; a group has at most one of them.
 MAIN: dict[str, Callable[[Body, Op], None]] = {
@@ -93,7 +98,7 @@ IN_PARTS = ("attention_grad",)
 def generate(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
     """The kernel of a group; NotOneKernel when it needs several."""
     if machine.is_device:
-        from ..cuda.generate import generate as generate_for_device
+        from penstock.backends.tvm.cuda.kernels.generate import generate as generate_for_device
 
         return generate_for_device(group, machine)
     body = Body(group, machine)
@@ -141,7 +146,7 @@ def emit_group(body: Body, generators: Mapping[str, Callable[[Any, Op], None]]) 
 def generate_effect(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
     """The kernel of a state operation on its own."""
     if machine.is_device:
-        from ..cuda.generate import generate_effect as generate_for_device
+        from penstock.backends.tvm.cuda.kernels.generate import generate_effect as generate_for_device
 
         return generate_for_device(group, machine)
     body = Body(group, machine)

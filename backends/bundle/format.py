@@ -1,0 +1,350 @@
+"""The bundle: a compiled program as a directory that can be moved, checked and run.
+
+    manifest.json        format, name, source hash, backend, tool versions, ranks (host, device, stage, threads, files), files (size, SHA-256)
+    manifest.sha256      hash of the manifest itself, as `sha256sum -c` reads it
+    manifest.hmac        signature of the manifest, where somebody signed it (signing.py)
+    module.ir            the final IR: the program the workers run
+    reference.ir         the same model before it was cut into stages: what `penstock verify` compares with
+    plan.json            why it was cut this way (free form, for people and tools)
+    cluster.toml         the devices it was compiled for, when a cluster was given
+    stages/...           compiled code, one or more files per stage
+    weights/sN.safetensors   the initial values that stage N needs, and no others
+    source/names.json        the names that the source model has for the variables whose elements it stored, several for tied ones, and for
+                             inputs and outputs that are spelled otherwise here
+    source/model.onnx        the source model without those elements, when it was an ONNX file: what `penstock export` fills in
+    source/model.onnx.data   elements that stay with the source model, where it had them in a file of their own
+    source/rest.safetensors  tensors of the state dict that are no variables, when the source model was of torch
+
+`open_bundle` checks names, sizes and hashes of everything before any of it is parsed or loaded, and says all that is wrong in one error.
+Names in a manifest are relative, contain no `..`, and links are refused. Who writes bundles is bundle_writer.py.
+
+A bundle is code: hashes find damage, they do not make a stranger's bundle safe to run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+import numpy.typing as npt
+
+from penstock.backends.interface import BACKENDS
+from penstock.inspection import html
+from penstock.ir.files import read_module
+from penstock.ir.graph import Module, Var, stage_vars
+from penstock.support.errors import PenstockError, UsageError, VerifyError
+from penstock.support.words import counted, itemised
+
+from .signing import SIGNATURE, check_signature, key_in_use
+from .tensor_file import map_tensors
+
+FORMAT = 1
+MANIFEST, MANIFEST_HASH, MODULE, REFERENCE = "manifest.json", "manifest.sha256", "module.ir", "reference.ir"
+PLAN, CLUSTER = "plan.json", "cluster.toml"
+SOURCE, NAMES, STRUCTURE, REST = "source", "source/names.json", "source/model.onnx", "source/rest.safetensors"
+_MOST_THREADS = 1 << 16
+
+
+class FileEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What a file of the bundle must look like."""
+
+    sha256: str
+    size: int
+
+
+class RankEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One process of a run. `files` are the names of the files that it loads besides the module."""
+
+    rank: int
+    host: str
+    device: str
+    stage: int
+    threads: int
+    files: tuple[str, ...]
+
+
+class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    format: int
+    name: str
+    source_hash: str
+    backend: str
+    tools: dict[str, str]
+    ranks: tuple[RankEntry, ...]
+    files: dict[str, FileEntry]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a bundle keeps of the model it was compiled from: names of that model for variables, and files with what else there is of it."""
+
+    names: Mapping[str, Sequence[str]]
+    files: Sequence[Path] = ()
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle: everything it lists (or everything one rank needs) was checked."""
+
+    path: Path
+    manifest: Manifest
+
+    def __repr__(self) -> str:
+        return f"<{self._told}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: ranks and their files, and the module."""
+        ranks = [(r.rank, r.stage, r.device, r.host, r.threads, self._bytes(r.files)) for r in self.manifest.ranks]
+        parts = [html.title(self._told), html.table(("rank", "stage", "device", "host", "threads", "files"), ranks)]
+        try:
+            parts.append(html.module_html(self.module))
+        except PenstockError as error:
+            parts.append(html.line(str(error)))
+        return f"<div>{''.join(parts)}</div>"
+
+    @property
+    def _told(self) -> str:
+        made = self.manifest
+        return f"bundle {self.path}: {made.name}, back end {made.backend}, {counted(len(made.ranks), 'rank')}, {self._bytes(made.files)}"
+
+    def _bytes(self, names: Iterable[str]) -> str:
+        return f"{sum(self.manifest.files[name].size for name in names if name in self.manifest.files):,} bytes"
+
+    @cached_property
+    def module(self) -> Module:
+        found = read_module(self.path / MODULE)
+        # A manifest and a module that were not written together would start ranks that do not know what to do.
+        told = [(entry.stage, entry.device) for entry in self.manifest.ranks]
+        numbers = [stage.index for stage in found.stages]
+        if numbers != list(range(len(numbers))) or told != list(
+            zip(found.rank_stages(), found.rank_devices(), strict=True)
+        ):
+            raise VerifyError(
+                f"{MANIFEST} lists other ranks than {MODULE}",
+                where=str(self.path),
+                hint="compile it again, or copy it again",
+            )
+        return found
+
+    @cached_property
+    def reference(self) -> Module | None:
+        """The model before it was cut into stages, when the bundle has it."""
+        path = self.path / REFERENCE
+        return read_module(path) if REFERENCE in self.manifest.files else None
+
+    @cached_property
+    def plan(self) -> dict[str, Any]:
+        try:
+            found = json.loads((self.path / PLAN).read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise VerifyError(f"{PLAN}: {error}", where=str(self.path)) from error
+        if not isinstance(found, dict):
+            raise VerifyError(f"{PLAN}: expected an object", where=str(self.path))
+        return found
+
+    @cached_property
+    def source_names(self) -> dict[str, list[str]] | None:
+        """The source model's names of every variable that it stored, and of inputs and outputs that it spells otherwise; None in a
+        bundle of a module that no frontend read."""
+        if NAMES not in self.manifest.files:
+            return None
+        path = self.path / NAMES
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise VerifyError(str(error), where=str(path)) from error
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The source model's names of inputs and outputs that are spelled otherwise here."""
+        names, values = (
+            self.source_names or {},
+            [*(value.name for value in self.module.data_inputs), *self.module.outputs],
+        )
+        return {name: names[name][0] for name in values if names.get(name)}
+
+    @property
+    def source_structure(self) -> Path | None:
+        """The ONNX model without its weights, when the bundle was compiled from one."""
+        return self.path / STRUCTURE if STRUCTURE in self.manifest.files else None
+
+    @property
+    def source_rest(self) -> Path | None:
+        """Tensors of the state dict that are no variables, when the bundle was compiled from a torch module."""
+        return self.path / REST if REST in self.manifest.files else None
+
+    @property
+    def module_hash(self) -> str:
+        """What all ranks of a group must agree on."""
+        return self.manifest.files[MODULE].sha256
+
+    @property
+    def world_size(self) -> int:
+        return len(self.manifest.ranks)
+
+    def rank(self, rank: int) -> RankEntry:
+        return self.manifest.ranks[rank]
+
+    def stage_files(self, stage: int) -> tuple[Path, ...]:
+        """The compiled code of a stage, in the order its backend gave the files."""
+        names = next(r.files for r in self.manifest.ranks if r.stage == stage)
+        return tuple(self.path / name for name in names if name.startswith("stages/"))
+
+    def weights_file(self, stage: int) -> Path:
+        return self.path / weights_name(stage)
+
+    def weights(self) -> dict[str, npt.NDArray[Any]]:
+        """What the variables of all stages begin with, mapped into memory."""
+        stages = dict.fromkeys(entry.stage for entry in self.manifest.ranks)
+        return {name: array for stage in stages for name, array in map_tensors(self.weights_file(stage)).items()}
+
+
+def stored_vars(module: Module) -> dict[str, Var]:
+    """The variables of all stages that begin with elements of the source model."""
+    found = {name: var for stage in module.stages for name, var in stage_vars(module, stage.index).items()}
+    return {name: var for name, var in found.items() if var.init == "file"}
+
+
+def weights_name(stage: int) -> str:
+    return f"weights/s{stage}.safetensors"
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def open_bundle(path: str | os.PathLike[str], rank: int | None = None, *, unsigned: bool = False) -> Bundle:
+    """Check a bundle and open it. With `rank`, only the common files and those of that rank need to be there. Where bundles must be signed,
+    `unsigned` opens others, too."""
+    root, manifest = _find_manifest(path, unsigned)
+    problems = _structure_problems(root, manifest)
+    if not problems:
+        wanted = _names_for(manifest, rank)
+        problems = [
+            p
+            for name in wanted
+            for p in file_problems(root / name, manifest.files[name].sha256, manifest.files[name].size, name)
+        ]
+    if problems:
+        raise VerifyError(
+            "the bundle is damaged:" + itemised(problems), where=str(path), hint="compile it again, or copy it again"
+        )
+    return Bundle(root, manifest)
+
+
+def listed_ranks(path: str | os.PathLike[str]) -> tuple[RankEntry, ...]:
+    """The ranks that a bundle is for, as its manifest lists them; no other file is looked at."""
+    return _find_manifest(path)[1].ranks
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_problems(path: Path, sha256: str, size: int, name: str) -> list[str]:
+    """What is wrong with one file: nothing, or one line. Links are never followed."""
+    if not os.path.lexists(path):
+        return [f"{name}: missing"]
+    if path.is_symlink() or not path.is_file():
+        return [f"{name}: is a link or not a plain file"]
+    found_size, found = path.stat().st_size, hash_file(path)
+    if found == sha256:
+        return []
+    sizes = "" if found_size == size else f" ({found_size} bytes, expected {size})"
+    return [f"{name}: SHA-256 is {found}, expected {sha256}{sizes}"]
+
+
+def contained(name: str) -> bool:
+    """Whether a file name from outside stays inside the directory it is joined to."""
+    parts = PurePosixPath(name).parts
+    return (
+        bool(parts)
+        and not name.startswith("/")
+        and "\\" not in name
+        and "\0" not in name
+        and ".." not in parts
+        and str(PurePosixPath(name)) == name
+    )
+
+
+def _find_manifest(path: str | os.PathLike[str], unsigned: bool = False) -> tuple[Path, Manifest]:
+    root = Path(os.path.abspath(path))
+    if not root.is_dir():
+        raise UsageError(
+            "is not a bundle directory", where=str(path), hint="`penstock compile MODEL -o BUNDLE` makes one"
+        )
+    return root, _read_manifest(root, None if unsigned else key_in_use())
+
+
+def _read_manifest(root: Path, key: bytes | None) -> Manifest:
+    def refuse(what: str, hint: str = "compile it again, or copy it again") -> VerifyError:
+        return VerifyError(what, where=str(root / MANIFEST), hint=hint)
+
+    for name in (MANIFEST, MANIFEST_HASH):
+        if (root / name).is_symlink() or not (root / name).is_file():
+            raise VerifyError(
+                f"{name}: missing, or not a plain file", where=str(root), hint="is this a bundle directory?"
+            )
+    text = (root / MANIFEST).read_bytes()
+    expected, found = (root / MANIFEST_HASH).read_bytes(), f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
+    if expected != found:
+        listed = expected[:64].decode("ascii", "replace")
+        raise refuse(f"{MANIFEST}: SHA-256 is {found[:64].decode()}, {MANIFEST_HASH} says {listed}")
+    if key is not None:
+        check_signature(root, text, key)
+    try:
+        version = msgspec.json.decode(text, type=dict).get("format")
+        if version != FORMAT:
+            raise refuse(f"bundle format {version!r}, this version reads format {FORMAT}", "compile the model again")
+        return msgspec.json.decode(text, type=Manifest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise refuse(f"{MANIFEST}: {error}") from error
+
+
+def _names_for(manifest: Manifest, rank: int | None) -> list[str]:
+    if rank is None:
+        return list(manifest.files)
+    if rank >= len(manifest.ranks):
+        raise UsageError(f"there is no rank {rank} in a bundle for {len(manifest.ranks)} processes")
+    common = [name for name in (MODULE, PLAN, CLUSTER, REFERENCE, NAMES) if name in manifest.files]
+    return common + list(manifest.ranks[rank].files)
+
+
+def _structure_problems(root: Path, manifest: Manifest) -> list[str]:
+    problems = [f"{name!r}: not a relative name inside the bundle" for name in manifest.files if not contained(name)]
+    problems += [f"{name}: not listed" for name in (MODULE, PLAN) if name not in manifest.files]
+    if manifest.backend not in BACKENDS:
+        problems.append(f"unknown back end {manifest.backend!r}, expected one of {', '.join(BACKENDS)}")
+    problems += [] if manifest.ranks else ["no ranks are listed"]
+    for i, entry in enumerate(manifest.ranks):
+        if not 1 <= entry.threads <= _MOST_THREADS:
+            problems.append(f"rank {i}: {entry.threads} threads, expected 1 to {_MOST_THREADS}")
+        if weights_name(entry.stage) not in entry.files:
+            problems.append(f"rank {i}: does not list {weights_name(entry.stage)}")
+        problems += [f"rank {entry.rank}: expected rank {i} here"] if entry.rank != i else []
+        problems += [
+            f"rank {i}: needs {name!r}, which is not listed" for name in entry.files if name not in manifest.files
+        ]
+    if not problems:
+        problems += _stray_files(root, {MANIFEST, MANIFEST_HASH, SIGNATURE, *manifest.files})
+    return problems
+
+
+def _stray_files(root: Path, listed: set[str]) -> list[str]:
+    """Links anywhere and files that the manifest does not list. Missing files are found by their hash."""
+    problems = []
+    for folder, folders, names in os.walk(root):
+        for name in sorted(folders + names):
+            path = Path(folder, name)
+            relative = path.relative_to(root).as_posix()
+            if path.is_symlink():
+                problems.append(f"{relative}: is a link")
+            elif name in names and relative not in listed:
+                problems.append(f"{relative}: not listed in {MANIFEST}")
+    return problems

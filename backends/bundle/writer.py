@@ -1,0 +1,290 @@
+"""Writing a bundle (bundle.py says what is in one). In: a module, files of the back end, weights. Out: a directory.
+
+`write_bundle` fills a sibling directory, flushes it and renames it into place: a bundle is there whole or not at all. The same inputs give
+the same bytes; there is no time, path or host name of the build in it. It is signed where PENSTOCK_BUNDLE_KEY names a key (signing.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.ir.cluster.cluster import usable_cores
+from penstock.ir.graph import Module, stage_vars
+from penstock.ir.text import print_module
+from penstock.ir.types import dtype_of
+from penstock.support.errors import UsageError, VerifyError
+from penstock.support.words import itemised
+
+from .format import (
+    CLUSTER,
+    FORMAT,
+    MANIFEST,
+    MANIFEST_HASH,
+    MODULE,
+    NAMES,
+    PLAN,
+    REFERENCE,
+    SOURCE,
+    Bundle,
+    FileEntry,
+    Manifest,
+    Origin,
+    RankEntry,
+    open_bundle,
+    stored_vars,
+    weights_name,
+)
+from .signing import SIGNATURE, key_in_use, signature_of
+from .tensor_file import write_tensors
+
+_TOOLS = ("penstock", "apache-tvm", "apache-tvm-ffi", "numpy", "torch", "onnx")
+_CHUNK = 1 << 22
+
+
+def write_bundle(
+    out_dir: str | os.PathLike[str],
+    module: Module,
+    stage_files: Mapping[int, Sequence[Path]],
+    weights: Mapping[str, np.ndarray],
+    *,
+    backend: str,
+    plan: Mapping[str, Any] | None = None,
+    source_hash: str = "",
+    tools: Mapping[str, str] | None = None,
+    reference: Module | None = None,
+    origin: Origin | None = None,
+) -> Bundle:
+    """Write a bundle in place of nothing, of an empty directory or of another bundle, and give it back opened.
+
+    `stage_files` are the files that the backend made for each stage; `weights` has an array for every variable with `init file`.
+    """
+    out = Path(os.path.abspath(out_dir))
+    check_replaceable(out)
+    key = key_in_use()
+    _check_weights(module, weights)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = _Work(out.parent / f".{out.name}.{secrets.token_hex(4)}.tmp")
+    work.folder.mkdir()
+    try:
+        _add_texts(work, module, plan or {}, reference)
+        if origin is not None:
+            work.add_text(NAMES, _json({var: list(found) for var, found in origin.names.items()}, ensure_ascii=False))
+            for file in origin.files:
+                work.add(f"{SOURCE}/{file.name}", partial(_copy, file))
+        of_stage = _add_stages(work, module, stage_files, weights)
+        ranks = zip(module.rank_stages(), module.rank_devices(), strict=True)
+        manifest = Manifest(
+            FORMAT,
+            module.name,
+            source_hash,
+            backend,
+            dict(tools if tools is not None else tool_versions()),
+            tuple(
+                _rank_entry(module, rank, device, stage, of_stage[stage]) for rank, (stage, device) in enumerate(ranks)
+            ),
+            work.files,
+        )
+        work.seal(manifest, key)
+        move_into_place(work.folder, out)
+    except BaseException:
+        shutil.rmtree(work.folder, ignore_errors=True)
+        raise
+    return Bundle(out, manifest)
+
+
+@dataclass(slots=True)
+class _Work:
+    """The directory that becomes a bundle, and the files that are in it so far."""
+
+    folder: Path
+    files: dict[str, FileEntry] = field(default_factory=dict)
+
+    def add(self, name: str, write: Callable[[Path], tuple[str, int]]) -> str:
+        """A file by what writes it and says its hash and size; its name."""
+        if name in self.files:
+            raise UsageError(
+                f"two files of the bundle are called {name}", hint="name the files of a stage after the stage"
+            )
+        (self.folder / name).parent.mkdir(exist_ok=True)
+        self.files[name] = FileEntry(*write(self.folder / name))
+        return name
+
+    def add_text(self, name: str, text: str) -> str:
+        return self.add(name, lambda path: _write_bytes(path, text.encode()))
+
+    def seal(self, manifest: Manifest, key: bytes | None) -> None:
+        """Add the manifest, its hash and signature, and flush all directories."""
+        text = msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=2) + b"\n"
+        digest, _ = _write_bytes(self.folder / MANIFEST, text)
+        _write_bytes(self.folder / MANIFEST_HASH, f"{digest}  {MANIFEST}\n".encode())
+        if key is not None:
+            _write_bytes(self.folder / SIGNATURE, signature_of(key, text))
+        for folder in {self.folder, *(path.parent for path in map(self.folder.joinpath, self.files))}:
+            flush_directory(folder)
+
+
+def _add_texts(work: _Work, module: Module, plan: Mapping[str, Any], reference: Module | None) -> None:
+    work.add_text(MODULE, print_module(module))
+    work.add_text(PLAN, _json(plan))
+    if reference is not None:
+        work.add_text(REFERENCE, print_module(reference))
+    if module.cluster is not None:
+        work.add_text(CLUSTER, module.cluster.to_toml())
+
+
+def _add_stages(
+    work: _Work, module: Module, stage_files: Mapping[int, Sequence[Path]], weights: Mapping[str, np.ndarray]
+) -> dict[int, list[str]]:
+    """Files of the back end and of weights; their names, by stage."""
+    stages = [stage.index for stage in module.stages]
+    names = {
+        stage: [work.add(f"stages/{file.name}", partial(_copy, file)) for file in stage_files.get(stage, ())]
+        for stage in stages
+    }
+    (work.folder / "weights").mkdir()
+    with ThreadPoolExecutor(max(1, min(len(stages), usable_cores()))) as threads:
+        # Copying, hashing and flushing all happen outside the interpreter.
+        written = list(threads.map(lambda stage: _write_weights(work.folder, module, stage, weights), stages))
+    for stage, (digest, size) in zip(stages, written, strict=True):
+        name = weights_name(stage)
+        work.files[name] = FileEntry(digest, size)
+        names[stage].append(name)
+    return names
+
+
+def _json(content: Mapping[str, Any], ensure_ascii: bool = True) -> str:
+    return json.dumps(content, indent=2, sort_keys=True, ensure_ascii=ensure_ascii) + "\n"
+
+
+def sign_bundle(path: str | os.PathLike[str], key: bytes) -> Path:
+    """Sign a bundle that is whole; the file of the signature, in place of one that was there."""
+    root = open_bundle(path, unsigned=True).path
+    target, fresh = root / SIGNATURE, root.parent / f".{root.name}.{secrets.token_hex(4)}.hmac"
+    try:
+        _write_bytes(fresh, signature_of(key, (root / MANIFEST).read_bytes()))
+        fresh.replace(target)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise UsageError(f"cannot be written: {error.strerror or error}", where=str(target)) from error
+    flush_directory(root)
+    return target
+
+
+def _write_weights(work: Path, module: Module, stage: int, weights: Mapping[str, np.ndarray]) -> tuple[str, int]:
+    arrays = {name: weights[name] for name, var in stage_vars(module, stage).items() if var.init == "file"}
+    return write_tensors(work / weights_name(stage), arrays)
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of what had a part in the result, without importing any of it."""
+    versions = {}
+    for name in _TOOLS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def move_into_place(work: Path, out: Path) -> None:
+    """Rename a finished directory to its place; what stood there before is removed afterwards."""
+    old = out.parent / f".{out.name}.{secrets.token_hex(4)}.old"
+    if out.exists():
+        out.rename(old)
+    work.rename(out)
+    flush_directory(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def flush_directory(path: Path) -> None:
+    """Make renames and new names in a directory survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _rank_entry(module: Module, rank: int, place: str, stage: int, files: Iterable[str]) -> RankEntry:
+    host, threads = "localhost", 1
+    if module.cluster is not None:
+        device = module.cluster.device(place)
+        host, threads = device.host, device.threads
+    return RankEntry(rank, host, place, stage, threads, tuple(files))
+
+
+def check_replaceable(out: Path) -> None:
+    """Refuse a place where no bundle may be written: before the work, and again at its end."""
+    if not os.path.lexists(out):
+        parent = next(folder for folder in Path(os.path.abspath(out)).parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise UsageError(
+                f"cannot be made: {parent} is no directory that may be written to",
+                where=str(out),
+                hint="give another name",
+            )
+        return
+    if out.is_symlink() or not out.is_dir():
+        raise UsageError("is in the way: it is not a directory", where=str(out), hint="give another name")
+    if any(out.iterdir()) and not _looks_like_bundle(out):
+        raise UsageError(
+            "is a directory with other files in it, and not a bundle",
+            where=str(out),
+            hint="give another name, or remove it yourself",
+        )
+
+
+def _looks_like_bundle(path: Path) -> bool:
+    try:
+        found = json.loads((path / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"format", "ranks", "files"} <= found.keys()
+
+
+def _check_weights(module: Module, weights: Mapping[str, np.ndarray]) -> None:
+    problems = []
+    for name, var in stored_vars(module).items():
+        array = weights.get(name)
+        if array is None:
+            problems.append(f"{name}: no weights were given")
+        elif (dtype_of(array.dtype), array.shape) != (var.type.dtype, var.type.dims):
+            problems.append(
+                f"{name}: the variable is {var.type}, its weights are {dtype_of(array.dtype)}[{','.join(map(str, array.shape))}]"
+            )
+    if problems:
+        raise VerifyError("weights do not fit the module:" + itemised(problems), where=f"module @{module.name}")
+
+
+def _write_bytes(path: Path, data: bytes) -> tuple[str, int]:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashlib.sha256(data).hexdigest(), len(data)
+
+
+def _copy(source: Path, path: Path) -> tuple[str, int]:
+    digest, size = hashlib.sha256(), 0
+    with source.open("rb") as reader, path.open("wb") as writer:
+        while data := reader.read(_CHUNK):
+            writer.write(data)
+            digest.update(data)
+            size += len(data)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return digest.hexdigest(), size

@@ -1,0 +1,240 @@
+"""Sharing jobs out: to worker processes, or to this process where that is quicker.
+
+In: jobs (messages.py). Out: an answer for each, in order, as they would come from `jobs.do`. A worker is a fresh interpreter with pipes for
+input and output; one job at a time is written to it as a line of JSON. Workers start with the first jobs that are worth it, stay for the
+next, and are killed when the pool closes, whatever the reason: an error, an interrupt, or the end.
+
+In this process: when it has TVM loaded already and there is little to do. There are never more
+workers than cores that this process may use.
+
+A worker that says nothing for far longer than a job takes is hung: that ends the pool with an error which names the job. Not watched: jobs
+in this process, and how long a worker that has answered takes to read its next job.
+
+Invariant: when `close` returns, no process that the pool started is left. Workers are not in the terminal's foreground group, so that an
+interrupt reaches this process alone, which then ends them. A worker whose parent was killed reads the end of its input and ends by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from penstock.backends.tvm.fingerprint import source_fingerprint
+from penstock.backends.tvm.messages import Answer, CompilerHello, Job, JobFailed, LinkStage, title
+from penstock.ir.cluster.cluster import usable_cores
+from penstock.support.errors import DoesNotFit, PenstockError, UsageError
+
+# Fewer jobs than this are not worth another process, which takes as long to start as several kernels take to compile.
+_PER_WORKER = 4
+# How long a process that closed its output may take to say how it ended.
+_LAST_WORDS_S = 5.0
+# How long a worker may take to start, for a kernel, and for a library: kernels take seconds, large stages a
+# minute, busy machines several times as long.
+_STARTS_S, _COMPILES_S, _LINKS_S = 900.0, 900.0, 3600.0
+# What a pipe holds.
+_PIPE = 1 << 16
+_COMMAND = (sys.executable, "-P", "-m", f"{__package__}.worker")
+_ANSWERS = msgspec.json.Decoder(Answer)
+
+
+class BuildError(PenstockError):
+    """The compiler or the linker failed on a stage."""
+
+
+def environment() -> dict[str, str]:
+    """For a process of our own: whatever way this one found the package, it shall find the same."""
+    home = str(Path(__file__).absolute().parents[3])
+    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+class _Worker:
+    """One process and what it is busy with."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), process_group=0
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.send, self.receive = self.process.stdin, self.process.stdout
+        self.number = -1
+        self.job: Job | None = None
+        self.ready = False
+        self.since = time.monotonic()
+        self._said = b""
+
+    def begin(self, number: int, job: Job) -> None:
+        self.number, self.job, self.since = number, job, time.monotonic()
+        try:
+            self.send.write(msgspec.json.encode(job) + b"\n")
+            self.send.flush()
+        except BrokenPipeError:
+            raise self.lost() from None
+
+    def left(self) -> float:
+        """Seconds until it counts as hung; infinite for one that has nothing to do."""
+        if not self.ready:
+            return self.since + _STARTS_S - time.monotonic()
+        if self.job is None:
+            return math.inf
+        return self.since + (_LINKS_S if isinstance(self.job, LinkStage) else _COMPILES_S) - time.monotonic()
+
+    def hear(self) -> bytes | None:
+        """The line that it says, without waiting: None while there is only a part of it. There is never more than one on its way."""
+        heard = os.read(self.receive.fileno(), _PIPE)
+        if not heard:
+            raise self.lost()
+        self._said += heard
+        if not self._said.endswith(b"\n"):
+            return None
+        line, self._said = self._said, b""
+        return line
+
+    def greet(self, line: bytes) -> None:
+        """The first line: the worker must run the very sources that the keys of the cache are made from."""
+        if msgspec.json.decode(line, type=CompilerHello).fingerprint != source_fingerprint():
+            raise BuildError("the sources of the compiler changed while it ran", hint="run the command again")
+        self.ready = True
+
+    def finish(self, line: bytes) -> tuple[int, Job, Answer]:
+        assert self.job is not None
+        job, self.job = self.job, None
+        return self.number, job, _ANSWERS.decode(line)
+
+    def lost(self) -> BuildError:
+        """The error for a worker that is no more."""
+        try:
+            code = self.process.wait(_LAST_WORDS_S)
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        except subprocess.TimeoutExpired:
+            how = "closed its output"
+        return BuildError(
+            f"a compiler process {how}{self._doing()}", hint="was memory short? `--jobs 1` compiles in one process"
+        )
+
+    def hung(self) -> BuildError:
+        """The error for a worker that says nothing any more."""
+        took = time.monotonic() - self.since
+        return BuildError(
+            f"a compiler process said nothing for {took:.0f} s{self._doing()}, and was ended",
+            hint="run the command again",
+        )
+
+    def _doing(self) -> str:
+        return f" on {title(self.job)}" if self.job is not None else " as it started"
+
+    def kill(self) -> None:
+        """End it, with the linker that it may have started."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.receive.close()
+        with contextlib.suppress(BrokenPipeError):  # what was not sent yet needs not be
+            self.send.close()
+
+
+class WorkerPool:
+    """A context: `with Pool() as pool: answers = pool.run(jobs)`."""
+
+    def __init__(self, most: int | None = None, command: Sequence[str] = _COMMAND) -> None:
+        if most is not None and most < 1:
+            raise UsageError(f"{most} compiler processes", hint="at least 1")
+        self.most = min(most or usable_cores(), usable_cores())
+        self._command = command
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._workers:
+            self._workers.pop().kill()
+
+    def run(self, jobs: Sequence[Job], on_done: Callable[[Job], None] | None = None, expected: int = 0) -> list[Answer]:
+        """An answer for every job. Jobs are begun in order; the first failure ends the pool, and is raised. `expected` more jobs are about
+        to come: workers for them start now."""
+        report = on_done or (lambda job: None)
+        here = not self._workers and "tvm" in sys.modules and (self.most == 1 or len(jobs) <= _PER_WORKER)
+        try:
+            return (
+                self._run_here(jobs, report)
+                if here or not jobs
+                else self._run_apart(jobs, report, len(jobs) + expected)
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _run_here(self, jobs: Sequence[Job], report: Callable[[Job], None]) -> list[Answer]:
+        if not jobs:
+            return []
+        from .jobs import do
+
+        answers = []
+        for job in jobs:
+            answers.append(_checked(job, do(job)))
+            report(job)
+        return answers
+
+    def _run_apart(self, jobs: Sequence[Job], report: Callable[[Job], None], expected: int) -> list[Answer]:
+        answers: dict[int, Answer] = {}
+        waiting = deque(enumerate(jobs))
+        wanted = min(self.most, -(-expected // _PER_WORKER))
+        while len(self._workers) < wanted:
+            self._workers.append(_Worker(self._command))
+        with selectors.DefaultSelector() as ready:
+            for worker in self._workers:
+                ready.register(worker.receive, selectors.EVENT_READ, worker)
+                if worker.ready and waiting:
+                    worker.begin(*waiting.popleft())
+            while len(answers) < len(jobs):
+                patience = min(worker.left() for worker in self._workers)
+                heard = [event.data for event, _ in ready.select(max(patience, 0) if patience < math.inf else None)]
+                for worker in heard:
+                    line = worker.hear()
+                    if line is None:
+                        continue
+                    if not worker.ready:
+                        worker.greet(line)
+                    else:
+                        number, job, answer = worker.finish(line)
+                        answers[number] = _checked(job, answer)
+                        report(job)
+                    if waiting:
+                        worker.begin(*waiting.popleft())
+                for worker in self._workers:
+                    # Who was heard just now may only have waited for this process.
+                    if worker not in heard and worker.left() <= 0:
+                        raise worker.hung()
+        return [answers[i] for i in range(len(jobs))]
+
+
+def _checked(job: Job, answer: Answer) -> Answer:
+    if not isinstance(answer, JobFailed):
+        return answer
+    own = AssertionError(f"{title(job)}: {answer.traceback}") if answer.traceback else None
+    if own is not None and not answer.rule:
+        raise own
+    kind = UsageError if answer.usage else DoesNotFit if answer.memory else BuildError
+    raise kind(answer.what, where="" if answer.usage else title(job), hint=answer.hint) from own
+
+
+__all__ = ["BuildError", "WorkerPool"]

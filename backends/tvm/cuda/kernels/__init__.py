@@ -1,0 +1,1 @@
+"""Kernel generators for GPUs, and calls of the vendor's libraries."""

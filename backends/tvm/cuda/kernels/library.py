@@ -1,0 +1,58 @@
+"""Products, convolutions and attention by the vendor's libraries, through torch.
+
+In: a group of one operation with the annotation `library=torch`. Out: a LibraryCall: the name of a function that the loader
+registers (torch_calls.py), and the operation with the layout changes in front of its operands as text; the operands are the
+values before these changes, which torch makes views of. At run time the function gets the tensors without copies, on the stream
+that kernels run on, and fills the results.
+
+Accuracy is that of torch: float32 in float32 (no TF32 unless torch is told so), 16-bit floats with float32 accumulators.
+"""
+
+from __future__ import annotations
+
+import json
+
+from penstock.backends.tvm.cuda.torch_calls import CALLS, NAME, View
+from penstock.backends.tvm.group import Fusion, GeneratedKernel, NotOneKernel
+from penstock.backends.tvm.kernels.tools.emit import HALVES
+from penstock.backends.tvm.lower.lower import LibraryCall
+from penstock.ir.graph import Value
+from penstock.ir.ops import VIEWS, complete_attrs
+from penstock.ir.types import FLOATS
+
+
+def library_call(group: Fusion) -> GeneratedKernel:
+    """The call that computes a group; NotOneKernel when it is not of that kind."""
+    if len(group.ops) != 1 or group.ops[0].kind not in CALLS or group.ops[0].outs[0].type.dtype not in FLOATS:
+        raise NotOneKernel("no library call")
+    op = group.ops[0]
+    if not all(v.type.size for v in (*op.ins, *op.outs)):
+        raise NotOneKernel("libraries differ in what comes out of nothing")
+    bases: list[Value] = []
+    chains: list[list[View]] = []
+    for value in op.ins:
+        base, chain = _base_of(group, value)
+        bases.append(base)
+        chains.append(chain)
+    if (
+        op.kind in ("attention", "attention_grad")
+        and op.ins[-1].type.dtype == "bool"
+        and op.outs[0].type.dtype in HALVES
+    ):
+        raise NotOneKernel("a row that sees nothing needs the lowest score of a wider type")
+    outs = tuple(v for v in op.outs if v in group.outs)
+    # Results that nobody wants are not computed.
+    spec = {"kind": op.kind, "attrs": complete_attrs(op), "views": chains, "wanted": [v in outs for v in op.outs]}
+    return GeneratedKernel(LibraryCall(NAME, json.dumps(spec, sort_keys=True)), tuple(bases), (), outs)
+
+
+def _base_of(group: Fusion, value: Value) -> tuple[Value, list[View]]:
+    """The value in memory that an operand is a view of, and how."""
+    chain: list[View] = []
+    while value in group.inline:
+        op = group.inline[value]
+        if op.kind not in VIEWS:
+            raise NotOneKernel(f"{op.kind} is not a view of something in memory")
+        chain.append((op.kind, complete_attrs(op)))
+        value = op.ins[0]
+    return value, chain[::-1]

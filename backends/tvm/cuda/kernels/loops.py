@@ -1,0 +1,400 @@
+"""The loops of GPU kernels: a thread per element, blocks that reduce in shared memory, tiles of a matrix product.
+
+In: what the generators of kernels/ ask for through `Body.loops`: elements of a shape, a reduction, a product. Out: launches.
+
+  nest      one thread per element, four for large tensors so that several loads are under way at once
+  reduce    a block for 1 or 32 results: threads add up every G-th element, then halve their number; when there are too few results to fill
+            a device, the reduced elements are cut into segments with partial results in memory, which a second launch reduces
+  product   a block per tile of 64 x 64 (16 x 16 for small matrices): panels of 16 steps along k in shared memory, 4 x 4 sums per thread
+
+Sums are taken in an order that depends on sizes only. Limit: sizes and positions are 32-bit numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import prod
+
+from tvm import tirx
+
+from penstock.backends.tvm.kernels.elementwise.elementwise import run_index
+from penstock.backends.tvm.kernels.rows.reduce import Sweep
+from penstock.backends.tvm.kernels.rows.rows import Rows
+from penstock.backends.tvm.kernels.rows.sums import Combine
+from penstock.backends.tvm.kernels.tools.body import Body
+from penstock.backends.tvm.kernels.tools.elements import Index, unravel, zero
+from penstock.backends.tvm.kernels.tools.emit import Buffer, Expr, ceil_div, literal
+from penstock.backends.tvm.kernels.tools.product_terms import Product
+from penstock.ir.graph import Value
+from penstock.ir.types import ITEM_BYTES
+
+from .body import DeviceBody
+from .threads import ThreadEmitter
+
+Steps = Sequence[tuple[float, Combine]]
+
+THREADS = 256
+# Elements from which a thread takes four.
+_MANY = 1 << 20
+_ITEMS = 4
+# Columns of a block that reduces over anything but the last dimension: a warp reads neighbours.
+_COLUMNS = 32
+# Blocks that fill a large device.
+_FULL = 512
+# Steps of one thread before another segment is worth it.
+_STEPS = 16
+# Reductions over so few elements are left to one thread.
+_SHORT = 32
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _device(body: Body) -> DeviceBody:
+    assert isinstance(body, DeviceBody)
+    return body
+
+
+class DeviceLoops:
+    """What `Body.loops` is for GPUs."""
+
+    def nest(self, body: Body, shape: tuple[int, ...], merged: int, point: Callable[[Index], None]) -> None:
+        emit = _device(body).emit
+        total, run, outer = prod(shape), prod(shape[merged:]), shape[:merged]
+        if total == 0:
+            return
+        items = _ITEMS if total >= _MANY else 1
+        with emit.launch(ceil_div(total, items * THREADS), THREADS) as (block, thread), emit.loop(items) as item:
+            position = emit.bind((block * items + item) * THREADS + thread, "i")
+            with emit.when(position < total):
+                if prod(outer) == 1:
+                    lead: Index = (zero(),) * merged
+                    point((*lead, *run_index(shape[merged:], position)))
+                    return
+                lead = bind_index(body, unravel(position // run if run > 1 else position, outer))
+                point((*lead, *run_index(shape[merged:], emit.bind(position % run, "j") if run > 1 else zero())))
+
+    def reduce(self, sweep: Sweep) -> None:
+        kept, axes = sweep.kept, sweep.axes
+        wide = [d for d in range(len(sweep.shape)) if sweep.shape[d] > 1]
+        columns = bool(kept and wide) and wide[-1] in kept
+
+        def at(o: Expr, r: Expr) -> Sequence[Expr]:
+            return sweep.element(
+                sweep.place((kept, unravel(o, sweep.dims(kept))), (axes, unravel(r, sweep.dims(axes))))
+            )
+
+        def finish(o: Expr, totals: Sequence[Expr]) -> None:
+            sweep.result(sweep.bound(o, kept), totals)
+
+        reduce_lines(sweep.body, sweep.size(kept), sweep.size(axes), columns, sweep.dtype, sweep.steps, at, finish)
+
+    def product(self, body: Body, product: Product) -> None:
+        emit_tiles(_device(body), product)
+
+    def rows(self, body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> Rows:
+        return DeviceRows(_device(body), shape, first, last, values)
+
+
+def bind_index(body: Body, index: Index) -> Index:
+    """The index with every coordinate computed once."""
+    return tuple(i if isinstance(i, tirx.IntImm) else body.emit.bind(i, "o") for i in index)
+
+
+@contextmanager
+def guarded(body: Body, conditions: Sequence[Expr]) -> Iterator[None]:
+    """A block where all conditions hold, with values of its own."""
+    with ExitStack() as stack:
+        if conditions:
+            stack.enter_context(body.emit.when(tirx.all(*conditions)))
+        stack.enter_context(body.point())
+        yield
+
+
+# ---------------------------------------------------------------------------------------- reductions
+
+
+def reduce_lines(
+    body: Body,
+    count: int,
+    length: int,
+    columns: bool,
+    dtype: str,
+    steps: Steps,
+    element: Callable[[Expr, Expr], Sequence[Expr]],
+    result: Callable[[Expr, Sequence[Expr]], None],
+) -> None:
+    """`count` reductions of `length` elements(line, position) each. `columns`: neighbouring lines are neighbours in memory."""
+    emit = _device(body).emit
+    if count == 0:
+        return
+    width = min(_COLUMNS, power_of_two(count)) if columns else 1
+    groups = min(max(power_of_two(length), 1), THREADS // width)
+    if length <= _SHORT and count > 1:
+        width, groups = min(THREADS, power_of_two(count)), 1
+    blocks = ceil_div(count, width)
+    segments = min(max(_FULL // blocks, 1), ceil_div(length, groups * _STEPS)) if blocks < _FULL // 4 else 1
+    if segments > 1:
+        partial = [emit.workspace(segments * count, dtype, "partial") for _ in steps]
+
+        def keep(o: Expr, segment: Expr, totals: Sequence[Expr]) -> None:
+            for buffer, total in zip(partial, totals, strict=True):
+                emit.store(buffer, total, segment * count + o)
+
+        _fold(body, count, length, segments, width, groups, dtype, steps, element, keep)
+        _fold(
+            body,
+            count,
+            segments,
+            1,
+            width,
+            min(power_of_two(segments), THREADS // width),
+            dtype,
+            steps,
+            lambda o, s: [emit.load(buffer, s * count + o) for buffer in partial],
+            lambda o, _, totals: result(o, totals),
+        )
+    else:
+        _fold(body, count, length, 1, width, groups, dtype, steps, element, lambda o, _, totals: result(o, totals))
+
+
+def _fold(
+    body: Body,
+    count: int,
+    length: int,
+    segments: int,
+    width: int,
+    groups: int,
+    dtype: str,
+    steps: Steps,
+    element: Callable[[Expr, Expr], Sequence[Expr]],
+    result: Callable[[Expr, Expr, Sequence[Expr]], None],
+) -> None:
+    """One launch: blocks of `width` lines by `groups` threads for one of the segments of each line."""
+    emit = _device(body).emit
+    blocks, chunk = ceil_div(count, width), ceil_div(length, segments)
+    with emit.launch(blocks * segments, width * groups) as (block, thread):
+        line = emit.bind(
+            (block % blocks if segments > 1 else block) * width + (thread % width if width > 1 else 0), "line"
+        )
+        segment = emit.bind(block // blocks, "segment") if segments > 1 else zero()
+        group = emit.bind(thread // width, "group") if groups > 1 else zero()
+        totals = [emit.alloc(1, dtype, "total") for _ in steps]
+        for total, (start, _) in zip(totals, steps, strict=True):
+            emit.store(total, literal(start, dtype), zero())
+        with emit.loop(ceil_div(chunk, groups)) as turn:
+            inside = emit.bind(turn * groups + group, "c")
+            position = emit.bind(segment * chunk + inside, "r") if segments > 1 else inside
+            conditions = [line < count] if count % width else []
+            if chunk % groups:
+                conditions.append(inside < chunk)
+            if segments * chunk != length:
+                conditions.append(position < length)
+            with guarded(body, conditions):
+                for total, (_, combine), x in zip(totals, steps, element(line, position), strict=True):
+                    emit.store(total, combine(emit.load(total, zero()), x), zero())
+        found = fold_threads(body, totals, dtype, steps, thread, width, groups) if groups > 1 else totals
+        at = thread if groups > 1 else zero()
+        conditions = ([thread < width] if groups > 1 else []) + ([line < count] if count % width else [])
+        with guarded(body, conditions):
+            result(line, segment, [emit.bind(emit.load(buffer, at)) for buffer in found])
+
+
+def fold_threads(
+    body: Body, totals: Sequence[Buffer], dtype: str, steps: Steps, thread: Expr, width: int, groups: int
+) -> list[Buffer]:
+    """Combine what the threads of a block hold: afterwards the first `width` places of the shared buffers have the results."""
+    emit = _device(body).emit
+    shared = [emit.shared(width * groups, dtype, "fold") for _ in totals]
+    for buffer, total in zip(shared, totals, strict=True):
+        emit.store(buffer, emit.load(total, zero()), thread)
+    emit.barrier()
+    half = groups
+    while half > 1:
+        half //= 2
+        with emit.when(thread < half * width):
+            for buffer, (_, combine) in zip(shared, steps, strict=True):
+                emit.store(buffer, combine(emit.load(buffer, thread), emit.load(buffer, thread + half * width)), thread)
+        emit.barrier()
+    return shared
+
+
+# ---------------------------------------------------------------------------------------- rows
+
+# A row that is computed in one pass and used in the next is kept in shared memory up to this size.
+_SCRATCH_BYTES = 32 << 10
+
+
+class DeviceRows(Rows):
+    """Row operations: a block per row along the last dimensions, which its threads share; or a
+    thread per row when rows lie side by side."""
+
+    body: DeviceBody
+    emit: ThreadEmitter
+
+    def __init__(
+        self, body: DeviceBody, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]
+    ) -> None:
+        super().__init__(body, shape, first, last, values)
+        self.threads = min(max(power_of_two(self.length), 32), THREADS)
+        self._thread: Expr = zero()
+
+    def each(self, one_row: Callable[[], None]) -> None:
+        emit, across = self.emit, prod(self.inner)
+        count = prod(self.outer) * across
+        if count == 0:
+            return
+        if not self.across:
+            with emit.launch(count, self.threads) as (block, self._thread):
+                self.row = bind_index(self.body, unravel(block, self.outer))
+                self.tail = tuple(zero() for _ in self.inner)
+                self.body.alone = self._thread < 1
+                with self.body.point():
+                    one_row()
+                self.body.alone = None
+            return
+        with emit.launch(ceil_div(count, THREADS), THREADS) as (block, thread):
+            number = emit.bind(block * THREADS + thread, "row")
+            with emit.when(number < count), self.body.point():
+                self.row = bind_index(self.body, unravel(number // across, self.outer))
+                self.tail = bind_index(self.body, unravel(number % across, self.inner))
+                one_row()
+
+    def scratch(self, dtype: str) -> Callable[[Expr], tuple[Buffer, Expr]] | None:
+        if self.across or self.length * max(ITEM_BYTES[dtype], 4) > _SCRATCH_BYTES:
+            return None
+        # Every thread reads back what it wrote itself.
+        buffer = self.emit.shared(self.length, dtype, "row")
+        return lambda c: (buffer, c)
+
+    @contextmanager
+    def _positions(self) -> Iterator[Expr]:
+        """Every position of the row, in turns of all threads."""
+        if self.across:
+            with self.emit.loop(self.length, name="c") as c, self.body.point():
+                yield c
+            return
+        with self.emit.loop(ceil_div(self.length, self.threads), name="c") as turn:
+            c = self.emit.bind(turn * self.threads + self._thread, "c")
+            with guarded(self.body, [c < self.length] if self.length % self.threads else []):
+                yield c
+
+    def reduce(self, dtype: str, steps: Steps, element: Callable[[Expr], Sequence[Expr]]) -> list[Expr]:
+        emit = self.emit
+        totals = [emit.alloc(1, dtype, "total") for _ in steps]
+        for total, (start, _) in zip(totals, steps, strict=True):
+            emit.store(total, literal(start, dtype), zero())
+        with self._positions() as c:
+            for total, (_, combine), x in zip(totals, steps, element(c), strict=True):
+                emit.store(total, combine(emit.load(total, zero()), x), zero())
+        if self.across:
+            return [emit.bind(emit.load(total, zero())) for total in totals]
+        shared = fold_threads(self.body, totals, dtype, steps, self._thread, 1, self.threads)
+        found = [emit.bind(emit.load(buffer, zero())) for buffer in shared]
+        # Nobody writes there again before everybody has read.
+        emit.barrier()
+        return found
+
+    def store(self, element: Callable[[Expr, Index], dict[Value, Expr]]) -> None:
+        alone, self.body.alone = self.body.alone, None
+        with self._positions() as c:
+            index = self.index(c)
+            self.body.finish({v: (x, index) for v, x in element(c, index).items()})
+        self.body.alone = alone
+
+
+# ---------------------------------------------------------------------------------------- matrix products
+
+_K = 16
+
+
+def emit_tiles(body: DeviceBody, p: Product) -> None:
+    """One product: a block per tile of the result."""
+    emit, dtype = body.emit, p.out.type.dtype
+    batch = prod(p.batch)
+    if batch * p.m * p.n == 0:
+        return
+    each = 4 if p.m > 32 and p.n > 32 else 1
+    tile = 16 * each
+    rows, columns = ceil_div(p.m, tile), ceil_div(p.n, tile)
+    with emit.launch(batch * rows * columns, THREADS) as (block, thread):
+        lead = bind_index(body, unravel(block // (rows * columns) if rows * columns > 1 else block, p.batch))
+        top = emit.bind(block // columns % rows * tile, "top") if rows > 1 else zero()
+        left = emit.bind(block % columns * tile, "left") if columns > 1 else zero()
+        row, column = emit.bind(thread // 16, "row"), emit.bind(thread % 16, "column")
+        # One element more per line, so that lines start in different banks.
+        line = tile + 1
+        panels = [emit.shared(_K * line, dtype, name) for name in ("a", "b")]
+        sums = emit.alloc(each * each, dtype, "sums")
+        with emit.loop(each * each) as c:
+            emit.store(sums, literal(0, dtype), c)
+        with emit.loop(ceil_div(p.k, _K)) as turn:
+            start = emit.bind(turn * _K, "k0")
+            _load_panel(
+                body, panels[0], p.m, p.k, top, start, tile, thread, p.a_along_k, lambda i, k: p.a(lead, i, k), dtype
+            )
+            _load_panel(
+                body,
+                panels[1],
+                p.n,
+                p.k,
+                left,
+                start,
+                tile,
+                thread,
+                not p.b_along_j,
+                lambda j, k: p.b(lead, k, j),
+                dtype,
+            )
+            emit.barrier()
+            with emit.loop(_K) as k:
+                a, b = emit.alloc(each, dtype, "x"), emit.alloc(each, dtype, "y")
+                with emit.loop(each) as c:
+                    emit.store(a, emit.load(panels[0], k * line + row * each + c), c)
+                    emit.store(b, emit.load(panels[1], k * line + column + c * 16), c)
+                with emit.loop(each) as i, emit.loop(each) as j:
+                    emit.store(sums, emit.load(sums, i * each + j) + emit.load(a, i) * emit.load(b, j), i * each + j)
+            emit.barrier()
+        with emit.loop(each) as i, emit.loop(each) as j:
+            down = emit.bind(top + row * each + i, "i")
+            across = emit.bind(left + column + j * 16, "j")
+            conditions = [down < p.m] * bool(p.m % tile) + [across < p.n] * bool(p.n % tile)
+            with guarded(body, conditions):
+                body.finish({p.out: (emit.load(sums, i * each + j), bind_index(body, p.place(lead, down, across)))})
+
+
+def _load_panel(
+    body: DeviceBody,
+    panel: Buffer,
+    extent: int,
+    k_extent: int,
+    origin: Expr,
+    start: Expr,
+    tile: int,
+    thread: Expr,
+    along_k: bool,
+    access: Callable[[Expr, Expr], Expr],
+    dtype: str,
+) -> None:
+    """Fill a panel [k, tile], zeros outside the operand. Neighbouring threads read neighbours in memory."""
+    emit = body.emit
+    with emit.loop(_K * tile // THREADS) as part, body.point():
+        number = emit.bind(part * THREADS + thread, "e")
+        k, i = (number % _K, number // _K) if along_k else (number // tile, number % tile)
+        k, i = emit.bind(k, "k"), emit.bind(i, "i")
+        conditions, at_i, at_k = [], emit.bind(origin + i, "at"), emit.bind(start + k, "k")
+        if extent % tile:
+            conditions.append(at_i < extent)
+            at_i = emit.bind(tirx.min(at_i, extent - 1), "at")
+        if k_extent % _K:
+            conditions.append(at_k < k_extent)
+            at_k = emit.bind(tirx.min(at_k, max(k_extent - 1, 0)), "k")
+        value = access(at_i, at_k)
+        emit.store(
+            panel,
+            tirx.Select(tirx.all(*conditions), value, literal(0, dtype)) if conditions else value,
+            k * (tile + 1) + i,
+        )

@@ -1,0 +1,1 @@
+"""Kernels of convolutions, their gradients for the input, and pooling."""

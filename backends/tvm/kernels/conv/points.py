@@ -1,0 +1,173 @@
+"""Convolutions of one tap and stride 1, and their gradients for the input: per image and group a product with neighbouring positions in lanes.
+
+In: weight and source of out[n, g, o, p] = sum over c of weight[g, o, c] * source[n, g, c, p]. Out: loops
+
+    pack weights          [tile][channel][outputs]
+    for image and group, part of the positions:
+      pack the positions  [panel][channel][positions in lanes], so that they are read in long runs and lie together in cache
+      for tile of outputs, panel: accumulators [outputs, lanes]; then `Body.finish` on vectors of neighbouring positions
+
+Weights are packed once, tile by tile, because rows a power of two apart would share few sets of the first-level cache. Parts are as equal as whole panels
+allow, so that threads which take as many of them take as long. Limit: small images leave lanes empty; conv_tiles.py has positions of several rows
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from tvm import tirx
+
+from penstock.backends.tvm.kernels.tools.body import Body, parallel_if
+from penstock.backends.tvm.kernels.tools.correlation import cover, most_rows
+from penstock.backends.tvm.kernels.tools.elements import Index, unravel
+from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, compute_dtype, literal
+from penstock.backends.tvm.kernels.tools.transpose import pieces
+from penstock.ir.graph import Op, Value
+from penstock.ir.types import ITEM_BYTES
+
+# Elements of a packed part of the positions: they stay in the second-level cache while its outputs are computed.
+_PART = 98304
+# Threads share so many parts or a multiple: several for each of a few threads, and where they have the same number, an equal one.
+_TASKS = 8
+# What may follow a convolution in unrolled code: one instruction for each, as many as norm, residual and relu with the sum saved.
+_CHEAP = ("add", "sub", "mul", "relu", "relu_grad", "reshape")
+_LIGHT = 7
+
+
+@dataclass(frozen=True)
+class PointProduct:
+    out: Value
+    images: int
+    groups: int
+    filters: int
+    channels: int
+    positions: int
+    source: Callable[[Expr, Expr, Expr], Expr]
+    weight: Callable[[Expr, Expr, Expr], Expr]
+    place: Callable[[Expr, Expr, Expr], Index]
+    op: Op
+
+
+def emit_points(body: Body, p: PointProduct) -> None:
+    _Points(body, p).run()
+
+
+class _Points:
+    def __init__(self, body: Body, p: PointProduct) -> None:
+        self.body, self.p, self.emit = body, p, body.emit
+        self.dtype = compute_dtype(p.out.type.dtype)
+        self.lanes = max(body.lanes * 4 // ITEM_BYTES[self.dtype], 1)
+        self.vectors = min(body.machine.vectors, ceil_div(p.positions, self.lanes))
+        self.width = self.vectors * self.lanes
+        self.most = most_rows(body, self.vectors)
+        self.rows = ceil_div(p.filters, ceil_div(p.filters, self.most))
+        # Panels of positions, the last one maybe narrower, in equal parts.
+        self.panels = ceil_div(p.positions, self.width)
+        fewest, each = (
+            ceil_div(self.panels, max(_PART // p.channels // self.width, 1)),
+            ceil_div(_TASKS, p.images * p.groups),
+        )
+        self.parts = min(ceil_div(fewest, each) * each, self.panels)
+        # Little to do behind the sums: do it on the registers, in unrolled code.
+        self.light = len(body.group.ops) <= 2 or (
+            len(body.group.ops) <= _LIGHT and all(op.kind in _CHEAP for op in body.group.ops[1:])
+        )
+
+    def _fill(self, packed: Buffer) -> None:
+        p, emit = self.p, self.emit
+        with emit.loop(p.groups, SERIAL, "g") as g:
+            for o, rows in cover(emit, p.filters, self.rows, "o"):
+                with emit.loop(rows, SERIAL, "r") as r, emit.loop(p.channels, SERIAL, "c") as c, self.body.point():
+                    emit.store(packed, p.weight(g, o + r, c), (g * p.filters + o) * p.channels + c * rows + r)
+
+    def run(self) -> None:
+        p, emit = self.p, self.emit
+        size = p.groups * p.filters * p.channels
+        ready = self.body.packed_ahead(p.op, size, self.dtype, self._fill)
+        self.weights = emit.alloc(size, self.dtype, "wp") if ready is None else ready
+        if ready is None:
+            self._fill(self.weights)
+        kind = parallel_if(self.body.machine, p.out.type.size * p.channels // 8)
+        counts = (p.images, p.groups, self.parts)
+        with emit.loop(prod(counts), kind, "i") as i, self.body.point():
+            image, group, part = (emit.bind(number, "i") for number in unravel(i, counts))
+            self._part(image, group, part)
+
+    def _part(self, image: Expr, group: Expr, part: Expr) -> None:
+        """All outputs at some positions: the part of this number."""
+        p, emit = self.p, self.emit
+        whole, rest = divmod(p.positions, self.width)
+        first, last = (emit.bind(tirx.floordiv((part + i) * self.panels, self.parts), "panel") for i in (0, 1))
+        size = p.channels * self.width
+        packed = emit.alloc(ceil_div(self.panels, self.parts) * size, self.dtype, "bp")
+        count = emit.bind(tirx.min(last, whole) - first, "count")
+        with emit.loop(p.channels, SERIAL, "c") as c:
+            with emit.loop(count, SERIAL, "pp") as q:
+                for v in range(self.vectors):
+                    with emit.loop(self.lanes, VECTOR, "l") as lane, self.body.point():
+                        at = lane + v * self.lanes
+                        value = p.source(image, group * p.channels + c, (first + q) * self.width + at)
+                        emit.store(packed, value, q * size + c * self.width + at)
+            if rest:
+                with emit.when(last > whole):
+                    at = emit.bind(count * size + c * self.width, "at")
+                    for i, _ in pieces(emit, rest, self.lanes):
+                        with self.body.point():
+                            emit.store(
+                                packed, p.source(image, group * p.channels + c, (whole * self.width) + i), at + i
+                            )
+                    for i in range(rest, ceil_div(rest, self.lanes) * self.lanes):
+                        emit.store(packed, literal(0, self.dtype), at + i)
+
+        for o, rows in cover(emit, p.filters, self.rows, "o"):
+            with emit.loop(count, SERIAL, "pp") as q, self.body.point():
+                self._tile(image, group, o, rows, packed, q * size, (first + q) * self.width, self.width)
+            if rest:
+                with emit.when(last > whole), self.body.point():
+                    self._tile(image, group, o, rows, packed, count * size, literal(whole * self.width, "i32"), rest)
+
+    def _tile(
+        self, image: Expr, group: Expr, o: Expr, rows: int, packed: Buffer, base: Expr, start: Expr, count: int
+    ) -> None:
+        p, emit, lanes = self.p, self.emit, self.lanes
+        spans = range(0, ceil_div(count, lanes) * lanes, lanes)
+        width = len(spans) * lanes
+        accs = [emit.alloc(width, self.dtype, "acc") for _ in range(rows)]
+        for acc in accs:
+            for v in spans:
+                with emit.loop(lanes, VECTOR, "l") as lane:
+                    emit.store(acc, literal(0, self.dtype), lane + v)
+        factors = emit.bind((group * p.filters + o) * p.channels, "factors")
+        with emit.loop(p.channels, SERIAL, "c") as c, self.body.point():
+            line = emit.alloc(width, self.dtype, "b")
+            for v in spans:
+                with emit.loop(lanes, VECTOR, "l") as lane:
+                    emit.store(line, tirx.BufferLoad(packed, [base + c * self.width + (lane + v)]), lane + v)
+            for i, acc in enumerate(accs):
+                a = emit.bind(tirx.BufferLoad(self.weights, [factors + c * rows + i]), "a")
+                for v in spans:
+                    with emit.loop(lanes, VECTOR, "l") as lane:
+                        column = lane + v
+                        emit.store(acc, tirx.BufferLoad(acc, [column]) + a * tirx.BufferLoad(line, [column]), column)
+        if self.light and count % lanes == 0:
+            for i, acc in enumerate(accs):
+                for v in spans:
+                    with emit.loop(lanes, VECTOR, "l") as lane, self.body.point():
+                        index = p.place(image, group * p.filters + o + i, start + (lane + v))
+                        self.body.finish({p.out: (tirx.BufferLoad(acc, [lane + v]), index)})
+            return
+        tile = emit.alloc(rows * width, self.dtype, "tile")
+        for i, acc in enumerate(accs):
+            for v in spans:
+                with emit.loop(lanes, VECTOR, "l") as lane:
+                    emit.store(tile, tirx.BufferLoad(acc, [lane + v]), i * width + (lane + v))
+        with emit.loop(rows, SERIAL, "r") as r:
+            channel = emit.bind(group * p.filters + o + r, "o")
+            for i, _ in pieces(emit, count, lanes):
+                with self.body.point():
+                    self.body.finish(
+                        {p.out: (tirx.BufferLoad(tile, [r * width + i]), p.place(image, channel, start + i))}
+                    )

@@ -1,0 +1,441 @@
+"""Sources of correlations in the order of tile registers: how an image is cut into bands, and how a band is packed.
+
+In: a Correlation. Out: words of pairs, for some output rows of one image, or for several whole images,
+
+    [piece][step of 32 channels][part][16 pairs of channels][rows of the band, `pitch` words each]
+
+so that the right tile of a tap, 16 pairs times 16 neighbouring positions, is one load with the words of a plane from row to row, wherever
+it begins. Positions are counted through, row after row and image after image: a tile reaches over the ends of rows, and what it has between
+them is dropped. Borders are zeros in memory, and neighbours share them: the zeros behind a row are those in front of the next one.
+
+With one tap nothing is read twice, and what is read together lies together: a band is made of its strips (what is summed at once), each
+
+    [32 positions][step of 32 channels][part][16 pairs of channels][32 positions]
+
+A piece holds the rows and columns that have the same remainder modulo the strides, so that neighbouring windows read neighbouring words.
+Number q of a step is paired with number q + 16.
+
+Limits: few channels leave most of a step empty; what tile_registers.py says of f32 in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from tvm import tirx
+
+from penstock.backends.tvm.kernels.tiles.registers import PARTS, SIDE, STEP, Magnitudes, pair_words
+from penstock.backends.tvm.kernels.tools.body import Body
+from penstock.backends.tvm.kernels.tools.correlation import Correlation, Pair, cover
+from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, i32, literal
+from penstock.backends.tvm.kernels.tools.transpose import pieces, separate_pairs
+from penstock.ir.types import ITEM_BYTES
+
+# Packed source that stays in a second cache of 2 MiB, beside the weights of 32 filters and the sums.
+_BAND_BYTES = 1 << 20
+# Positions whose sums are computed before any is finished.
+_STRIP = 512
+
+
+@dataclass(frozen=True)
+class BandPiece:
+    """Rows and columns of the source with its border that have these remainders; the columns first ..
+    first + count of it are in the source."""
+
+    remainder: Pair
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Area:
+    """Output rows row .. row + rows of images image .. image + images. Of several images, all rows."""
+
+    image: Expr
+    images: int
+    row: Expr
+    rows: int
+
+
+class Bands:
+    """Where the words of a correlation are."""
+
+    def __init__(self, c: Correlation) -> None:
+        self.c = c
+        self.parts = PARTS[c.out.type.dtype]
+        self.steps = ceil_div(c.channels, STEP)
+        self.counts = max(p.counts[0] for p in c.phases), max(p.counts[1] for p in c.phases)
+        # For every phase, for every tap: remainders, and rows and columns further on in the piece.
+        found = [[self._read(p.shift, r, s) for r in range(p.taps[0]) for s in range(p.taps[1])] for p in c.phases]
+        remainders = sorted({remainder for taps in found for remainder, _ in taps}) or [(0, 0)]
+        self.pieces = [self._piece(remainder) for remainder in remainders]
+        away = [shift for taps in found for _, shift in taps] or [(0, 0)]
+        self.reach = max(h for h, _ in away), max(w for _, w in away)
+        self.before = min(p.first for p in self.pieces)
+        end = max(p.first + p.count for p in self.pieces)
+        self.pitch = max(self.counts[1] + self.reach[1] - self.before, end, self.counts[1])
+        rows = [self._rows(remainder[0]) for remainder in remainders]
+        above = min(first for first, _ in rows)
+        self.image_rows = max(self.counts[0] + self.reach[0] - above, max(last for _, last in rows), self.counts[0])
+        # Every position is read once, and none is in the border.
+        self.gathered = (
+            max(map(len, found)) <= 1 and self.before == 0 and end == self.counts[1] and rows == [(0, self.counts[0])]
+        )
+        self.taps = [
+            [(remainders.index(remainder), h * self.pitch + w) for remainder, (h, w) in taps] for taps in found
+        ]
+        self._cut()
+        tall = (self.images - 1) * self.image_rows + self.rows + self.reach[0]
+        lines = ceil_div(tall * self.pitch + self.before, SIDE)
+        # An odd number of cache lines: sixteen rows of a tile are in sixteen sets.
+        self.plane = 2 * SIDE if self.gathered else (lines | 1) * SIDE
+
+    @property
+    def flat(self) -> bool:
+        """Whether packed rows follow each other as those of the source do."""
+        c = self.c
+        return (
+            self.reach == (0, 0)
+            and c.strides == (1, 1)
+            and self.pitch == self.counts[1] == c.sizes[1]
+            and not any(c.low)
+        )
+
+    @property
+    def step_words(self) -> int:
+        return self.parts * SIDE * self.plane
+
+    @property
+    def stride(self) -> int:
+        """Words from 32 positions to the next 32."""
+        return self.steps * self.step_words if self.gathered else 2 * SIDE
+
+    @property
+    def _strip_words(self) -> int:
+        return ceil_div(self.positions(1, self.strip), 2 * SIDE) * self.stride
+
+    def strip_at(self, image: Expr, row: Expr) -> Expr:
+        """Where the first position of a strip is, of these image and row of the band."""
+        if not self.gathered:
+            return (image * self.image_rows + row) * self.pitch
+        return (image * (self.rows // self.strip) + tirx.floordiv(row, self.strip)) * self._strip_words
+
+    @property
+    def size(self) -> int:
+        if self.gathered:
+            return self.images * (self.rows // self.strip) * self._strip_words
+        # Tiles behind the last position read further than what is packed.
+        return len(self.pieces) * self.steps * self.step_words + self.plane + 2 * SIDE
+
+    def positions(self, images: int, rows: int) -> int:
+        """From the first one of an area to behind the last one, counted through."""
+        return ((images - 1) * self.image_rows + rows - 1) * self.pitch + self.counts[1]
+
+    def _read(self, shift: Pair, r: int, s: int) -> tuple[Pair, Pair]:
+        c = self.c
+        h, w = shift[0] + r * c.dilations[0], shift[1] + s * c.dilations[1]
+        return (h % c.strides[0], w % c.strides[1]), (h // c.strides[0], w // c.strides[1])
+
+    def _piece(self, remainder: Pair) -> BandPiece:
+        c = self.c
+        first = max(ceil_div(c.low[1] - remainder[1], c.strides[1]), 0)
+        widest = max(
+            (
+                p.counts[1] + (p.shift[1] + (p.taps[1] - 1) * c.dilations[1]) // c.strides[1]
+                for p in c.phases
+                if prod(p.taps)
+            ),
+            default=0,
+        )
+        last = min((c.sizes[1] - 1 + c.low[1] - remainder[1]) // c.strides[1], widest - 1)
+        return BandPiece(remainder, first, max(last + 1 - first, 0))
+
+    def _rows(self, remainder: int) -> Pair:
+        """The first row of a piece that has anything of the source, and the one behind the last."""
+        c = self.c
+        first = max(ceil_div(c.low[0] - remainder, c.strides[0]), 0)
+        last = min((c.sizes[0] - 1 + c.low[0] - remainder) // c.strides[0], self.counts[0] + self.reach[0] - 1)
+        return first, max(last + 1, 0)
+
+    def _cut(self) -> None:
+        """Rows and images of a strip, whose sums are computed at once, and of a band, which is
+        packed at once. Rows are those of a phase."""
+        c = self.c
+        most = max(_STRIP // len(c.phases), 2 * SIDE)
+        row_bytes = 4 * self.pitch * len(self.pieces) * self.steps * self.parts * SIDE
+        best = (2.0, 0)
+        self.strip = 1
+        for rows in range(1, self.counts[0] + 1):
+            positions = self.positions(1, rows)
+            if rows > 1 and positions > most:
+                break
+            whole, rest = divmod(self.counts[0], rows)
+            tiles = whole * ceil_div(positions, SIDE) + (ceil_div(self.positions(1, rest), SIDE) if rest else 0)
+            score = (round(tiles * SIDE / prod(self.counts), 2), -rows)
+            if score < best:
+                best, self.strip = score, rows
+        self.strip_images = self.images = 1
+        if self.strip == self.counts[0]:
+            image_bytes = self.image_rows * row_bytes
+            most_images = max(min(_BAND_BYTES // image_bytes, c.images), 1)
+            self.images = ceil_div(c.images, ceil_div(c.images, most_images))
+            fitting = [
+                n for n in range(1, self.images + 1) if self.images % n == 0 and self.positions(n, self.strip) <= most
+            ]
+            if fitting and not self.gathered:
+                self.strip_images = min(
+                    fitting, key=lambda n: (round(ceil_div(self.positions(n, self.strip), SIDE) / n, 1), -n)
+                )
+            self.rows = self.strip
+            return
+        most_strips = max((_BAND_BYTES // row_bytes - self.reach[0]) // self.strip, 1)
+        strips = ceil_div(self.counts[0], self.strip)
+        self.rows = ceil_div(strips, ceil_div(strips, most_strips)) * self.strip
+
+
+class SourcePacking:
+    """Emits the packing of bands."""
+
+    def __init__(self, body: Body, bands: Bands) -> None:
+        self.body, self.emit, self.bands, self.c = body, body.emit, bands, bands.c
+
+    def pack(self, target: Buffer, area: Area, group: Expr, kind: object) -> Expr | None:
+        """A band. Gives how many steps have a number that is too large for tiles; None: that cannot be."""
+        emit, bands = self.emit, self.bands
+        flags = emit.alloc(bands.steps, "i32", "flags") if bands.parts > 1 else None
+        whole, rest = divmod(bands.c.channels, STEP)
+        with emit.loop(whole, kind, "s") as s, self.body.point():
+            if whole:
+                self._step(target, flags, area, group, s, STEP)
+        if rest:
+            with self.body.point():
+                self._step(target, flags, area, group, i32(whole), rest)
+        if flags is None:
+            return None
+        total = emit.alloc(1, "i32", "large")
+        emit.store(total, i32(0), i32(0))
+        with emit.loop(bands.steps, SERIAL, "s") as s:
+            emit.store(total, tirx.BufferLoad(total, [i32(0)]) + tirx.BufferLoad(flags, [s]), i32(0))
+        return emit.bind(tirx.BufferLoad(total, [i32(0)]), "large")
+
+    def _step(self, target: Buffer, flags: Buffer | None, area: Area, group: Expr, s: Expr, count: int) -> None:
+        emit, bands = self.emit, self.bands
+        large = Magnitudes(emit) if flags is not None else None
+        both, one = max(count - SIDE, 0), min(count, SIDE)
+        for number, piece in enumerate(bands.pieces):
+            base = emit.bind((number * bands.steps + s) * bands.step_words, "at")
+            for first, last, exist in ((0, both, 2), (both, one, 1), (one, SIDE, 0)):
+                if last <= first:
+                    continue
+                with emit.loop(last - first, SERIAL, "q") as q, self.body.point():
+                    pair = q + first
+                    channels = [s * STEP + pair + SIDE * other for other in range(exist)]
+                    if bands.gathered:
+                        self._gather(
+                            target,
+                            emit.bind(s * bands.step_words + pair * bands.plane, "at"),
+                            piece,
+                            area,
+                            group,
+                            channels,
+                            large,
+                        )
+                        continue
+                    self._plane(target, emit.bind(base + pair * bands.plane, "at"), piece, area, group, channels, large)
+        if flags is not None and large is not None:
+            emit.store(flags, large.too_large(), s)
+
+    # ------------------------------------------------------------------------------ one tap
+
+    def _gather(
+        self,
+        target: Buffer,
+        at: Expr,
+        piece: BandPiece,
+        area: Area,
+        group: Expr,
+        channels: list[Expr],
+        large: Magnitudes | None,
+    ) -> None:
+        """The words of one pair of channels, strip by strip."""
+        emit, bands = self.emit, self.bands
+        with emit.loop(area.images, SERIAL, "n") as n:
+            for row, rows in cover(emit, area.rows, bands.strip, "st"):
+                with self.body.point():
+                    start = emit.bind(at + bands.strip_at(n, row), "at")
+                    self._gather_strip(
+                        target, start, piece, area.image + n, area.row + row, rows, group, channels, large
+                    )
+
+    def _gather_strip(
+        self,
+        target: Buffer,
+        start: Expr,
+        piece: BandPiece,
+        image: Expr,
+        row: Expr,
+        rows: int,
+        group: Expr,
+        channels: list[Expr],
+        large: Magnitudes | None,
+    ) -> None:
+        emit, bands, c = self.emit, self.bands, self.c
+        width = bands.counts[1]
+        scratch, size = None, rows * width + 2 * SIDE
+        if channels and not bands.flat:
+            scratch = emit.alloc(2 * size, "f32", "rows")
+            for other, k in enumerate(channels):
+                with emit.loop(rows, SERIAL, "h") as h, self.body.point():
+                    above = emit.bind((row + h) * c.strides[0] + (piece.remainder[0] - c.low[0]), "h")
+                    self._spread(scratch, h * width + other * size, piece, image, group * c.channels + k, above)
+
+        def words(i: Expr, place: Expr) -> None:
+            with self.body.point():
+                pair = []
+                for other, k in enumerate(channels):
+                    if scratch is None:
+                        h, w = row + tirx.floordiv(i, width), tirx.floormod(i, width)
+                        pair.append(self._noted(c.source(image, group * c.channels + k, h, w), large))
+                    else:
+                        pair.append(self._noted(tirx.BufferLoad(scratch, [i + other * size]), large))
+                self._store(target, start + place, pair)
+
+        whole, rest = divmod(rows * width, 2 * SIDE)
+        with emit.loop(whole, SERIAL, "u") as u:
+            for half in (0, SIDE) if whole else ():
+                with emit.loop(SIDE, VECTOR, "l") as lane:
+                    words(u * (2 * SIDE) + half + lane, u * bands.stride + half + lane)
+        for i, _ in pieces(emit, rest, SIDE):
+            words(i + whole * 2 * SIDE, i + whole * bands.stride)
+
+    # ------------------------------------------------------------------------------ planes
+
+    def _plane(
+        self,
+        target: Buffer,
+        at: Expr,
+        piece: BandPiece,
+        area: Area,
+        group: Expr,
+        channels: list[Expr],
+        large: Magnitudes | None,
+    ) -> None:
+        """The words of one pair of channels, of which there may be less than two."""
+        emit, bands = self.emit, self.bands
+        tall = (area.images - 1) * bands.image_rows + area.rows + bands.reach[0]
+        if not channels:
+            for part in range(bands.parts):
+                self._zeros(target, at + part * SIDE * bands.plane, tall * bands.pitch + bands.before)
+            return
+        shared = area.rows + bands.reach[0] if area.images == 1 else bands.image_rows
+        with emit.loop(area.images, SERIAL, "n") as n, emit.loop(shared, SERIAL, "h") as h, self.body.point():
+            line = emit.bind(at + (n * bands.image_rows + h) * bands.pitch, "line")
+            self._row(target, line, piece, area.image + n, area.row + h, group, channels, large)
+        behind = (tall - (area.images - 1) * bands.image_rows - shared) * bands.pitch + bands.before
+        for part in range(bands.parts):
+            self._zeros(target, at + ((tall * bands.pitch + bands.before - behind) + part * SIDE * bands.plane), behind)
+
+    def _zeros(self, target: Buffer, at: Expr, count: int) -> None:
+        for i, _ in pieces(self.emit, count, SIDE):
+            self.emit.store(target, i32(0), at + i)
+
+    def _store(self, target: Buffer, at: Expr, pair: list[Expr]) -> None:
+        for part, word in enumerate(pair_words(self.emit, pair, self.bands.parts)):
+            self.emit.store(target, word, at + part * SIDE * self.bands.plane if part else at)
+
+    def _noted(self, value: Expr, large: Magnitudes | None) -> Expr:
+        if large is not None:
+            large.note(value)
+        return value
+
+    def _row(
+        self,
+        target: Buffer,
+        line: Expr,
+        piece: BandPiece,
+        image: Expr,
+        row: Expr,
+        group: Expr,
+        channels: list[Expr],
+        large: Magnitudes | None,
+    ) -> None:
+        emit, bands, c = self.emit, self.bands, self.c
+
+        h = emit.bind(row * c.strides[0] + (piece.remainder[0] - c.low[0]), "h")
+        if piece.count:
+            if c.strides[1] == 1:
+                with emit.when(self._inside(h)):
+                    self._values(
+                        target,
+                        line,
+                        piece,
+                        lambda k, i: c.source(image, group * c.channels + k, h, i + (piece.remainder[1] - c.low[1])),
+                        channels,
+                        large,
+                    )
+                with emit.when(tirx.Not(self._inside(h))):
+                    for part in range(bands.parts):
+                        self._zeros(target, line + (part * SIDE * bands.plane + piece.first), piece.count)
+            else:
+                scratch = emit.alloc(2 * self._padded(piece), "f32", "row")
+                for other, k in enumerate(channels):
+                    with emit.when(self._inside(h)):
+                        self._spread(scratch, other * self._padded(piece), piece, image, group * c.channels + k, h)
+                    with emit.when(tirx.Not(self._inside(h))):
+                        for i, _ in pieces(emit, self._padded(piece), SIDE):
+                            emit.store(scratch, literal(0, "f32"), i + other * self._padded(piece))
+                with self.body.point():
+                    starts = {id(k): other * self._padded(piece) for other, k in enumerate(channels)}
+                    self._values(
+                        target,
+                        line,
+                        piece,
+                        lambda k, i: tirx.BufferLoad(scratch, [i - piece.first + starts[id(k)]]),
+                        channels,
+                        large,
+                    )
+        for first, last in ((0, piece.first), (piece.first + piece.count, bands.pitch)):
+            for part in range(bands.parts):
+                self._zeros(target, line + (part * SIDE * bands.plane + first), last - first)
+
+    def _inside(self, h: Expr) -> Expr:
+        return tirx.all(h >= 0, h < self.c.sizes[0])
+
+    @staticmethod
+    def _padded(piece: BandPiece) -> int:
+        return ceil_div(piece.count, SIDE) * SIDE
+
+    def _values(
+        self,
+        target: Buffer,
+        line: Expr,
+        piece: BandPiece,
+        value: Callable[[Expr, Expr], Expr],
+        channels: list[Expr],
+        large: Magnitudes | None,
+    ) -> None:
+        for i, _ in pieces(self.emit, piece.count, SIDE):
+            with self.body.point():
+                column = i + piece.first if piece.first else i
+                self._store(target, line + column, [self._noted(value(k, column), large) for k in channels])
+
+    def _spread(self, scratch: Buffer, at: Expr | int, piece: BandPiece, image: Expr, channel: Expr, h: Expr) -> None:
+        """The columns of a piece, which lie apart in the source, one beside the other."""
+        emit, c = self.emit, self.c
+        begin, apart = piece.first * c.strides[1] + piece.remainder[1] - c.low[1], c.strides[1]
+        done = 0
+        if apart == 2 and c.plain is not None and ITEM_BYTES[c.out.type.dtype] == 4:
+            # The last vector of a pair would read behind the end of the row.
+            done = min(piece.count, (c.sizes[1] - begin) // 2) // SIDE * SIDE
+            line = emit.bind(
+                ((image * (c.groups * c.channels) + channel) * c.sizes[0] + h) * c.sizes[1] + begin, "line"
+            )
+            rest = emit.alloc(SIDE, "f32", "rest")
+            with emit.loop(done // SIDE, SERIAL, "v") as v:
+                if done:
+                    separate_pairs(emit, SIDE, (c.plain, line + v * STEP), [(scratch, v * SIDE + at), (rest, i32(0))])
+        for i, _ in pieces(emit, piece.count - done, SIDE):
+            with self.body.point():
+                emit.store(scratch, c.source(image, channel, h, (i + done) * apart + begin), i + (done + at))

@@ -1,0 +1,1 @@
+"""Kernels of the gradient of a convolution for its weight."""

@@ -1,0 +1,1 @@
+"""Kernels of elementwise, layout and lookup operations."""

@@ -1,0 +1,1 @@
+"""Products on tile registers (Intel AMX)."""

@@ -1,0 +1,1 @@
+"""Parts that all kernel generators are made of: statements, vectors, elements, functions."""

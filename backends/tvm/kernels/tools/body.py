@@ -1,0 +1,459 @@
+"""The body of a kernel: which values it can read, what it stores, and the operations fused before and behind its main one.
+
+In: a Group, the operations that shall become one kernel. Out: a Kernel, a TIR function with the values and slots that are its parameters.
+Generators (gemm, rows, reduce, ...) emit the loops of the group's main operation and call `finish` where its result stands in registers;
+`finish` computes everything fused behind it at that point and stores it. Operations fused before it are computed where they are read.
+
+Invariant: at one point, everything is loaded before anything is stored, so a buffer may be both operand and result if
+all its accesses are at the same element. NotOneKernel is raised when a group does not have this property or does not fit
+the main operation: the caller splits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tvm import tirx
+
+from penstock.backends.tvm.group import (
+    EFFECTS,
+    PACKED,
+    Fusion,
+    GeneratedKernel,
+    NotOneKernel,
+    PackedWeight,
+    packed_value,
+    rules_of,
+)
+from penstock.backends.tvm.pipeline import HOLDS_BOOLS
+from penstock.backends.tvm.target import TargetMachine
+from penstock.ir.graph import Op, Slot, Value, slot_of
+from penstock.ir.ops import VIEWS
+from penstock.ir.types import ITEM_BYTES
+
+from .elements import INDEXED, POINTWISE, Index, axis_of, element, forward_index, has_element_rule, linear
+from .emit import TVM_DTYPES, Buffer, Emitter, Expr, literal, load
+from .functions import Functions
+
+if TYPE_CHECKING:
+    from penstock.backends.tvm.kernels.rows.reduce import Sweep
+    from penstock.backends.tvm.kernels.rows.rows import Rows
+
+    from .product_terms import Product
+
+BIJECTIONS = ("reshape", "transpose")
+# Loops along memory ask for what they will read and write so many elements ahead, in values that are not small: the processor's own
+# prediction stops at the end of a page.
+_AHEAD, _NOT_SMALL = 1024, 65536
+
+
+class PackingEmitted(Exception):
+    """The function that packs an operand is complete; the rest of the kernel is not wanted."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+
+class Loops(Protocol):
+    """The loops of generators that serve several kinds of device; each finishes every element it computes."""
+
+    def nest(self, body: Body, shape: tuple[int, ...], merged: int, point: Callable[[Index], None]) -> None: ...
+
+    def reduce(self, sweep: Sweep) -> None: ...
+
+    def product(self, body: Body, product: Product) -> None: ...
+
+    def rows(self, body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> Rows: ...
+
+
+class Body:
+    """One kernel while it is being emitted."""
+
+    # None: the loops for CPUs that stand beside the generators.
+    loops: Loops | None = None
+
+    def __init__(self, group: Fusion, machine: TargetMachine, *, only_packing: bool = False) -> None:
+        self.group, self.machine, self.emit = group, machine, Emitter()
+        self._only_packing = only_packing
+        self.packing: PackedWeight | None = None
+        self.lanes = machine.lanes
+        self.functions = Functions(self.emit, machine.lanes)
+        self._producers = {v: op for op in group.ops for v in op.outs if op.kind != "take"}
+        self._ins: dict[Value, Buffer] = {}
+        self._slots: dict[Slot, Buffer] = {}
+        self._outs: dict[tuple[str, Value], Buffer] = {}
+        self._views: dict[Any, Buffer] = {}
+        self._frame: dict[tuple[Value, tuple[int, ...]], tuple[Expr, Index]] = {}
+        self._loads: dict[str, list[Index]] = {}
+        self._loaded: set[str] = set()
+        self._elsewhere: set[Value] = set()
+        # What the current pass over memory asks for ahead: values read already in an earlier pass are near.
+        self._streams = False
+        self._near: set[Value] = set()
+        self._passed: set[Value] = set()
+        self._taken = {op.outs[0]: op for op in group.ops if op.kind == "take"}
+        # What has no elements is a parameter, and no loop gets to it.
+        for value in group.outs:
+            if value.type.size == 0:
+                self.result(value)
+                self._elsewhere.add(value)
+        for op in group.ops:
+            slot = slot_of(op) if op.kind in EFFECTS else None
+            if slot is not None and (op.ins or op.outs)[0].type.size == 0:
+                self.slot(slot, (op.ins or op.outs)[0])
+        # Column sums that ride along with the main operation, and operations that `finish` leaves alone for now.
+        self.sums: tuple[Op, ...] = ()
+        self._waiting: set[int] = set()
+
+    # ------------------------------------------------------------------------------ parameters
+
+    def _view(self, key: Value | Slot | tuple[str, Value], value: Value, table: dict[Any, Buffer]) -> Buffer:
+        if key not in self._views:
+            shape, number = value.type.dims, len(self._views)
+            # No vector is promised to lie on a boundary: on one that does, moves for any place are as fast.
+            anywhere = {"data_alignment": ITEM_BYTES[value.type.dtype]}
+            table[key] = tirx.decl_buffer(shape, TVM_DTYPES[value.type.dtype], name=f"b{number}", **anywhere)
+            data = tirx.buffer_data(table[key])
+            size = max(value.type.size, 1)
+            self._views[key] = tirx.decl_buffer(
+                (size,), TVM_DTYPES[value.type.dtype], name=f"f{number}", data=data, **anywhere
+            )
+        return self._views[key]
+
+    def operand(self, value: Value) -> Buffer:
+        """The flat buffer of a value that is computed elsewhere."""
+        if value in self._taken:
+            return self._view(Slot(self._taken[value].var, ""), value, self._slots)
+        return self._view(value, value, self._ins)
+
+    def result(self, value: Value) -> Buffer:
+        return self._view(("out", value), value, self._outs)
+
+    def slot(self, slot: Slot, value: Value) -> Buffer:
+        """The flat buffer of a slot that is updated in place; `value` has its type."""
+        return self._view(slot, value, self._slots)
+
+    def is_stored(self, value: Value) -> bool:
+        """Whether the value has memory of its own, outside this kernel."""
+        return value not in self._producers and value not in self.group.inline
+
+    # ------------------------------------------------------------------------------ reading
+
+    @contextmanager
+    def point(self) -> Iterator[None]:
+        """A block in which values are computed once per index. Names bound inside are forgotten at its end."""
+        kept, self._frame = self._frame, dict(self._frame)
+        try:
+            yield
+        finally:
+            self._frame = kept
+
+    @contextmanager
+    def stream(self, again: bool = False) -> Iterator[None]:
+        """A pass over memory in order: ask ahead for what is read and written in it. `again`: it follows a pass over the same part,
+        whose operands are near."""
+        if not again:
+            self._near = set()
+        self._streams, self._passed = True, set()
+        try:
+            yield
+        finally:
+            self._streams = False
+            self._near |= self._passed
+
+    def _ask_ahead(self, value: Value, buffer: Buffer, position: Expr, written: bool) -> None:
+        if not self._streams or value.type.size < _NOT_SMALL:
+            return
+        self._passed.add(value)
+        if value not in self._near:
+            self.emit.prefetch_ahead(buffer, position, _AHEAD, written)
+
+    def know(self, value: Value, index: Index, expr: Expr) -> None:
+        """Say what a value is at an index, in this block."""
+        self._frame[value, tuple(map(id, index))] = (expr, index)
+
+    def at(self, value: Value, index: Index) -> Expr:
+        """A value at an index: known already, loaded, or computed from its operands."""
+        key = (value, tuple(map(id, index)))
+        if key in self._frame:
+            return self._frame[key][0]
+        if self.is_stored(value):
+            home = self.group.homes.get(value)
+            if home is not None:
+                self._loads.setdefault(home, []).append(index)
+                self._loaded.add(home)
+            position = linear(index, value.type.dims)
+            self._ask_ahead(value, self.operand(value), position, home is not None)
+            expr = load(self.operand(value), position)
+            expr = self.emit.bind(expr, "x")
+            self._frame[key] = (expr, index)
+            return expr
+        op = self._producers.get(value) or self.group.inline[value]
+        if not has_element_rule(op.kind):
+            raise NotOneKernel(f"there is no rule for one element of {op.kind}")
+        with rules_of([op]):
+            results = element(self.functions, self.computed(op), lambda k, i: self.at(op.ins[k], i), index)
+            for out, expr in zip(op.outs, results, strict=True):
+                self._frame[out, key[1]] = (expr if op.kind in ("const", "iota") else self.emit.bind(expr), index)
+        return self._frame[key][0]
+
+    def computed(self, op: Op) -> Op:
+        """The operation with the element types it is computed in."""
+        return op
+
+    # ------------------------------------------------------------------------------ what depends on what
+
+    def behind(self, ops: Sequence[Op]) -> list[Op]:
+        """Operations of the group that need results of `ops`."""
+        reached = {v for op in ops for v in op.outs}
+        found = []
+        for op in self.group.ops:
+            if op not in ops and any(
+                v in reached or (v in self.group.inline and self._needs(v, reached)) for v in op.ins
+            ):
+                reached |= set(op.outs)
+                found.append(op)
+        return found
+
+    def _needs(self, value: Value, reached: set[Value]) -> bool:
+        op = self.group.inline.get(value)
+        return value in reached or (op is not None and any(self._needs(v, reached) for v in op.ins))
+
+    @contextmanager
+    def without(self, ops: Sequence[Op]) -> Iterator[None]:
+        """`finish` leaves these operations, and the column sums, to be done later."""
+        self._waiting = {*map(id, ops), *map(id, self.sums)}
+        yield
+        self._waiting = set()
+
+    @contextmanager
+    def only(self, ops: Sequence[Op]) -> Iterator[None]:
+        """`finish` does these operations and what the column sums give; the others are done."""
+        left = {*map(id, ops), *map(id, self.sums)}
+        self._waiting = {id(op) for op in self.group.ops if id(op) not in left}
+        yield
+        self._waiting = set()
+
+    def merged_from(self, shape: tuple[int, ...], ops: Sequence[Op], readers: Sequence[Op] = ()) -> int:
+        """The first dimension of the trailing run that may be treated as one: every operand and result of `ops`, and every operand of
+        `readers`, has all of it, or none of it."""
+        rank = len(shape)
+        first = 0
+        for op in ops:
+            if op.kind in EFFECTS:
+                continue
+            if op.kind == "batch_norm":
+                first = max(first, 2)
+            elif op.kind not in POINTWISE:
+                return max(rank - 1, 0)
+            per_channel = op.ins[1:] if op.kind == "batch_norm" else ()
+            first = max([first, *(self._run_from(v, shape) for v in (*op.ins, *op.outs) if v not in per_channel)])
+        first = max([first, *(self._run_from(v, shape) for op in readers for v in op.ins if len(v.type.dims) == rank)])
+        return min(first, max(rank - 1, 0))
+
+    def _run_from(self, value: Value, shape: tuple[int, ...]) -> int:
+        dims, rank = value.type.dims, len(shape)
+        producer = self.group.inline.get(value)
+        if prod(dims) == 1 or (producer is not None and producer.kind == "const"):
+            return 0
+        padded = (1,) * (rank - len(dims)) + dims
+        run = ones = rank
+        while run > 0 and padded[run - 1] == shape[run - 1]:
+            run -= 1
+        while ones > 0 and padded[ones - 1] == 1:
+            ones -= 1
+        # What is computed where it is read may need the coordinates one by one.
+        return ones if producer is not None else min(run, ones)
+
+    # ------------------------------------------------------------------------------ storing
+
+    def finish(self, known: Mapping[Value, tuple[Expr, Index]]) -> None:
+        """Compute what is fused behind `known` at this point, then store every result of the group that can be reached from here."""
+        where: dict[Value, Index] = {}
+        for value, (expr, index) in known.items():
+            self.know(value, index, self.emit.bind(expr))
+            where[value] = index
+        roots = {v.type.shape: i for v, (_, i) in known.items()}
+        stores: list[tuple[Buffer, Expr, Expr]] = []
+        ops = [op for op in self.group.ops if id(op) not in self._waiting]
+        for op in ops:
+            if all(v in where for v in op.outs) and op.kind not in EFFECTS:
+                continue
+            if op.kind in BIJECTIONS and op.ins[0] in where:
+                where[op.outs[0]] = index = forward_index(op, where[op.ins[0]])
+                self.know(op.outs[0], index, self.at(op.ins[0], where[op.ins[0]]))
+            elif op.kind in POINTWISE or op.kind == "batch_norm":
+                shape = op.outs[0].type.shape
+                here = next((where[v] for v in op.ins if v in where and v.type.shape == shape), roots.get(shape))
+                if here is not None:
+                    self.at(op.outs[0], here)
+                    where |= dict.fromkeys(op.outs, here)
+            elif op.kind in INDEXED and op.kind not in ("const", "iota") and op.outs[0] in self.group.outs:
+                here = roots.get(op.outs[0].type.shape)
+                if here is not None:
+                    self.at(op.outs[0], here)
+                    where[op.outs[0]] = here
+        for op in ops:
+            if op.kind in EFFECTS and (op.ins or op.outs)[0].type.size == 0:
+                continue
+            if op.kind in ("accum", "write"):
+                value = op.ins[0]
+                if value not in where:
+                    where[value] = self._root_for(value, roots)
+                slot, place = slot_of(op), where[value]
+                assert slot is not None
+                self._check_alias(op.var, place)
+                position = linear(place, value.type.dims)
+                buffer = self.slot(slot, value)
+                expr = self.at(value, place)
+                if op.var not in self._loaded:
+                    self._ask_ahead(value, buffer, position, True)
+                if op.kind == "accum":
+                    expr = self.emit.bind(load(buffer, position) + expr)
+                stores.append((buffer, expr, position))
+            elif op.kind == "take":
+                value = op.outs[0]
+                place = roots.get(value.type.shape, ())
+                if (value, tuple(map(id, place))) not in self._frame:
+                    raise NotOneKernel(f"@{op.var} is not taken element by element")
+                self._check_alias(op.var, place)
+                stores.append((self.operand(value), literal(0, value.type.dtype), linear(place, value.type.dims)))
+        for value in self.group.outs:
+            if value in self._elsewhere or id(self._producers[value]) in self._waiting:
+                continue
+            if value not in where:
+                where[value] = self._root_for(value, roots)
+            position = linear(where[value], value.type.dims)
+            self._ask_ahead(value, self.result(value), position, True)
+            stores.append((self.result(value), self.at(value, where[value]), position))
+        for buffer, expr, position in stores:
+            self.emit.store(buffer, expr, position)
+
+    def _root_for(self, value: Value, roots: Mapping[Any, Index]) -> Index:
+        place = roots.get(value.type.shape)
+        if place is None:
+            raise NotOneKernel(f"%{value.name} cannot be stored element by element with the rest")
+        return place
+
+    def _check_alias(self, var: str, place: Index) -> None:
+        for index in self._loads.get(var, ()):
+            if tuple(map(id, index)) != tuple(map(id, place)):
+                raise NotOneKernel(f"@{var} is overwritten at one element while others are still read")
+        self._loads.pop(var, None)
+
+    def store_apart(self, value: Value, expr: Expr, index: Index) -> None:
+        """Store a second result of the main operation, where it is known, if anybody wants it; `finish` leaves it alone."""
+        self._elsewhere.add(value)
+        if value in self.group.outs:
+            position = linear(index, value.type.dims)
+            self._ask_ahead(value, self.result(value), position, True)
+            self.emit.store(self.result(value), expr, position)
+
+    def part_place(self, value: Value, index: Index) -> tuple[Buffer, Expr] | None:
+        """Where an element of one of several results of the main operation that are known at different points is stored: through the layout
+        changes behind it and, where it is concatenated, in its part of the whole. None: nobody wants it."""
+        while value not in self.group.outs:
+            behind = [op for op in self.group.ops if value in op.ins]
+            if not behind:
+                return None
+            op = behind[0]
+            if len(behind) > 1 or op.ins.count(value) > 1 or op.kind not in (*BIJECTIONS, "concat"):
+                raise NotOneKernel(f"{op.kind} cannot be done where %{value.name} is stored")
+            if op.kind == "concat":
+                axis = axis_of(op, op.outs[0])
+                before = sum(v.type.dims[axis] for v in op.ins[: op.ins.index(value)])
+                index = tuple(x + before if i == axis and before else x for i, x in enumerate(index))
+            else:
+                index = forward_index(op, index)
+            value = op.outs[0]
+        if any(value in op.ins for op in self.group.ops):
+            raise NotOneKernel(f"%{value.name} is stored and worked on")
+        return self.result(value), linear(index, value.type.dims)
+
+    def finish_part(self, value: Value, expr: Expr, index: Index) -> None:
+        """Store an element of such a result."""
+        place = self.part_place(value, index)
+        if place is not None:
+            self.emit.store(place[0], expr, place[1])
+
+    def address(self, value: Value, index: Index) -> tuple[Value, Expr] | None:
+        """The stored value and the position in it that reading `value` at `index` comes down to; None if it is computed."""
+        if self.is_stored(value):
+            return value, linear(index, value.type.dims)
+        op = self._producers.get(value) or self.group.inline[value]
+        if op.kind not in VIEWS:
+            return None
+        found: tuple[Value, Expr] | None = INDEXED[op.kind](
+            self.functions, op, lambda k, i: self.address(op.ins[k], i), index
+        )
+        return found
+
+    def memory(self, found: tuple[Value, Expr]) -> tuple[Buffer, Expr]:
+        """The buffer behind what `address` gave, for reading vectors from it. An update of a variable read this way is refused in this
+        kernel, because what is read is not one element."""
+        value, position = found
+        home = self.group.homes.get(value)
+        if home is not None:
+            self._loads.setdefault(home, []).append((position,))
+            self._loaded.add(home)
+        return self.operand(value), position
+
+    # ------------------------------------------------------------------------------ packing ahead
+
+    def packed_ahead(self, op: Op, size: int, dtype: str, fill: Callable[[Buffer], None]) -> Buffer | None:
+        """Operand 1 of `op` in the kernel's own order, if it can be had ready-made: `size` elements, which `fill` would write, reading
+        nothing but that operand. None: the kernel has to do it. To be asked before any loop is opened, once in a kernel."""
+        if not op.attrs.get(PACKED) or size == 0:
+            return None
+        source = op.ins[1]
+        while source in self.group.inline:
+            source = self.group.inline[source].ins[0]
+        if source not in self.group.homes:
+            return None
+        assert self.packing is None, "one packed operand is enough"
+        value = packed_value(source, dtype, size)
+        self.packing = PackedWeight(None, value, source)
+        if not self._only_packing:
+            return self.operand(value)
+        fill(self.result(value))
+        self.operand(source)
+        function = self._function([self._ins[source], self._outs["out", value]], [source, ("out", value)])
+        raise PackingEmitted(function.with_attr("tirx.noalias", True))
+
+    # ------------------------------------------------------------------------------ the function
+
+    def kernel(self) -> GeneratedKernel:
+        missing = [v for v in self.group.outs if ("out", v) not in self._outs]
+        if missing:
+            raise NotOneKernel(f"%{missing[0].name} is not reached by the kernel of its group")
+        slots = {slot_of(op) for op in self.group.ops if op.kind in EFFECTS}
+        assert slots <= set(self._slots), "an effect of the group was not emitted"
+        params = [*self._ins.values(), *self._slots.values(), *self._outs.values()]
+        function = self._function(params, [*self._ins, *self._slots, *self._outs])
+        if self.emit.holds_bools or any(
+            v.type.dtype == "bool" for v in (*self._ins, *(value for _, value in self._outs))
+        ):
+            function = function.with_attr(HOLDS_BOOLS, True)
+        touched = {op.var for op in self.group.ops if op.kind in EFFECTS}
+        # `latest` and `next` of a variable may be one buffer.
+        if not (touched & self._loaded) and not any(op.kind == "write" for op in self.group.ops):
+            function = function.with_attr("tirx.noalias", True)
+        outs = tuple(value for _, value in self._outs)
+        return GeneratedKernel(function, tuple(self._ins), tuple(self._slots), outs, self.packing)
+
+    def _function(self, params: Sequence[Buffer], keys: Sequence[Any]) -> Any:
+        views = [tirx.DeclBuffer(self._views[k], data=tirx.buffer_data(p)) for k, p in zip(keys, params, strict=True)]
+        function = tirx.PrimFunc(params, tirx.SeqStmt([*views, self.emit.build()]))
+        return function.with_attr("s_tir", True).with_attr("tirx.is_scheduled", True).with_attr("op_pattern", 8)
+
+
+def parallel_if(machine: TargetMachine, work: int) -> Any:
+    """The loop kind for an outermost loop over this much work."""
+    return tirx.ForKind.PARALLEL if work >= machine.serial_below else tirx.ForKind.SERIAL
+
+
+__all__ = ["BIJECTIONS", "EFFECTS", "Body", "Fusion", "GeneratedKernel", "NotOneKernel", "parallel_if"]

@@ -1,0 +1,495 @@
+"""What one element of a result is: the meaning of elementwise, layout and lookup operations at one index.
+
+In: an operation, a function that reads operand k at an index, and the index of the wanted element (one expression per dimension).
+Out: one expression per result. POINTWISE operations read their operands at the same index (after broadcasting); INDEXED ones compute
+the index they read. Layout operations are therefore free wherever they are read through these rules instead of being stored.
+
+Rounding: 16-bit floats are f32 here (see emit.py). An operation's result is not rounded before it is stored, so fusing never rounds more
+often, nor less accurately, than the operations one by one; only `cast`, constants and `iota` are rounded where they stand, because
+somebody asked for just that number.
+
+Limits: integer division by zero and lookups outside a table are the caller's error; lookups are clamped, so they never read foreign memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+import tvm_ffi
+from tvm import tirx
+
+from penstock.ir.graph import Attr, Op, Value
+from penstock.ir.ops import complete_attrs, ints
+from penstock.ir.training.rates import COSINE, STEP
+from penstock.ir.types import ITEM_BYTES
+
+from .draws import random, random_key
+from .emit import HALVES, TVM_DTYPES, Expr, cast, dtype_name, literal, rounded_literal
+from .functions import Functions
+
+Index = tuple[Expr, ...]
+Read = Callable[[int, Index], Expr]
+Attrs = Mapping[str, Attr]
+
+
+_ZERO = tirx.IntImm("int32", 0)
+
+
+def zero() -> Expr:
+    """Index 0; always the same object, so that indices can be compared by identity."""
+    return _ZERO
+
+
+def number(attr: Attr) -> float:
+    """A number attribute."""
+    assert isinstance(attr, int | float), attr
+    return float(attr)
+
+
+def axis_of(op: Op, value: Value) -> int:
+    """The `axis` attribute of an operation, as a non-negative dimension of `value`."""
+    axis = complete_attrs(op)["axis"]
+    assert isinstance(axis, int), axis
+    return axis % value.type.rank
+
+
+def _number(x: Expr, value: float) -> Expr:
+    return (
+        tirx.FloatImm(dtype_name(x), float(value))
+        if dtype_name(x).startswith("float")
+        else tirx.IntImm(dtype_name(x), int(value))
+    )
+
+
+def _same_float(x: Expr, y: Expr) -> bool:
+    """Whether TVM would take what is asked of a float and itself for settled, although it may be nan or infinite."""
+    return dtype_name(x).startswith("float") and bool(tvm_ffi.structural_equal(x, y))
+
+
+def _sub(x: Expr, y: Expr) -> Expr:
+    return x + y * _unfolded(_number(x, -1)) if _same_float(x, y) else x - y
+
+
+def _equal(x: Expr, y: Expr) -> Expr:
+    if dtype_name(x).startswith("bool"):
+        return tirx.Not(_differ(x, y))
+    return x <= y if _same_float(x, y) else tirx.EQ(x, y)
+
+
+def _sign(x: Expr) -> Expr:
+    one, none = _number(x, 1), _number(x, 0)
+    if dtype_name(x).startswith("uint"):
+        return tirx.Select(x > none, one, none)
+    signed = tirx.Select(x > none, one, tirx.Select(x < none, none - one, none))
+    return tirx.Select(tirx.isnan(x), x, signed) if dtype_name(x).startswith("float") else signed
+
+
+def _abs(x: Expr) -> Expr:
+    return (
+        tirx.Select(x < _number(x, 0), _number(x, 0) - x, x) if not dtype_name(x).startswith("float") else tirx.abs(x)
+    )
+
+
+def _neg(x: Expr) -> Expr:
+    if dtype_name(x).startswith("uint"):  # TVM takes 0 - x of these for a number that cannot be
+        return tirx.bitwise_not(x) + _number(x, 1)
+    # -1 * x and not 0 - x: the negative of 0 is -0.
+    return x * _number(x, -1) if dtype_name(x).startswith("float") else _number(x, 0) - x
+
+
+def _cast(f: Functions, x: Expr, dtype: str) -> Expr:
+    if dtype in HALVES:
+        return f.rounded(_cast(f, x, "f32"), dtype)
+    if dtype == "bool":
+        return x if dtype_name(x).startswith("bool") else tirx.NE(x, _number(x, 0))
+    if dtype_name(x).startswith("bool"):
+        return tirx.Select(x, literal(1, dtype), literal(0, dtype))
+    return cast(x, dtype)
+
+
+def _div(f: Functions, a: Expr, b: Expr) -> Expr:
+    if dtype_name(a).startswith("float"):
+        return a / b
+    if isinstance(b, tirx.IntImm) and int(b.value) > 0:
+        return tirx.truncdiv(a, b)
+    # The processor stops at a division by zero, and of the smallest integer by -1: these are 0, and the smallest integer again.
+    a, b = f.bind(a), f.bind(b)
+    none = tirx.EQ(b, _number(b, 0))
+    if dtype_name(a).startswith("uint"):
+        return tirx.Select(none, _number(a, 0), tirx.truncdiv(a, tirx.Select(none, _number(b, 1), b)))
+    turned = tirx.EQ(b, _number(b, -1))
+    quotient = tirx.truncdiv(a, f.bind(tirx.Select(tirx.Or(none, turned), _number(b, 1), b)))
+    return tirx.Select(none, _number(a, 0), tirx.Select(turned, _number(a, 0) - a, quotient))
+
+
+def _remainder(f: Functions, a: Expr, b: Expr) -> Expr:
+    a, b = f.bind(a), f.bind(b)
+    name = dtype_name(a)
+    if not name.startswith("float"):
+        # Without signs, because the processor stops at the smallest integer over -1, as it does at a division by zero.
+        unsigned = f"uint{name.lstrip('uint')}"
+
+        def size(x: Expr) -> Expr:
+            return (
+                x
+                if name == unsigned
+                else f.bind(tirx.Cast(unsigned, tirx.Select(x < _number(x, 0), _number(x, 0) - x, x)))
+            )
+
+        none = tirx.EQ(b, _number(b, 0))
+        rest = tirx.truncmod(size(a), f.bind(tirx.Select(none, tirx.IntImm(unsigned, 1), size(b))))
+        if name != unsigned:
+            rest = f.bind(tirx.Cast(name, rest))
+            rest = tirx.Select(a < _number(a, 0), _number(a, 0) - rest, rest)
+        return tirx.Select(none, a, rest)
+    return f.bind(tirx.call_pure_extern(name, "fmodf" if name == "float32" else "fmod", a, b))
+
+
+def _shifted(x: Expr, by: Expr, found: Expr, beyond: Expr) -> Expr:
+    """The processor takes a shift modulo the width; one by less than nothing is taken for one by more than all."""
+    inside = by < _number(by, int(dtype_name(x).lstrip("uint")))
+    if not dtype_name(x).startswith("uint"):
+        inside = tirx.And(inside, by >= _number(by, 0))
+    return tirx.Select(inside, found, beyond)
+
+
+def _bits(x: Expr, dtype: str) -> Expr:
+    """The bits of a number of that type as an unsigned integer; 16-bit floats are f32 here."""
+    if dtype == "f16":
+        return tirx.reinterpret("uint16", tirx.Cast("float16", x))
+    if dtype == "bf16":
+        return tirx.Cast("uint16", tirx.reinterpret("uint32", x) >> tirx.IntImm("uint32", 16))
+    return tirx.reinterpret(f"uint{8 * ITEM_BYTES[dtype]}", x)
+
+
+def _bitcast(f: Functions, x: Expr, source: str, target: str) -> Expr:
+    bits = f.bind(_bits(f.rounded(x, source) if source == "bf16" else x, source))
+    if target == "f16":
+        return tirx.Cast("float32", tirx.reinterpret("float16", bits))
+    if target == "bf16":
+        return tirx.reinterpret("float32", tirx.Cast("uint32", bits) << tirx.IntImm("uint32", 16))
+    return tirx.reinterpret(TVM_DTYPES[target], bits)
+
+
+def _relu(x: Expr) -> Expr:
+    return tirx.Select(x < _number(x, 0), _number(x, 0), x)
+
+
+def _sgd(f: Functions, a: Attrs, w: Expr, g: Expr, lr: Expr) -> tuple[Expr, ...]:
+    decay = number(a["weight_decay"])
+    return (w - lr * (g + _number(w, decay) * w if decay else g),)
+
+
+def _momentum(f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, lr: Expr) -> tuple[Expr, ...]:
+    beta, decay = _number(w, number(a["beta"])), number(a["weight_decay"])
+    g = f.bind(g + _number(w, decay) * w) if decay else g
+    m = f.bind(beta * m + g)
+    return (w - lr * (g + beta * m) if a["nesterov"] else w - lr * m), m
+
+
+def _adamw(
+    f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, v: Expr, c1: Expr, c2: Expr, lr: Expr
+) -> tuple[Expr, ...]:
+    beta1, beta2, decay = number(a["beta1"]), number(a["beta2"]), number(a["weight_decay"])
+    m = f.bind(_number(w, beta1) * m + _number(w, 1 - beta1) * g)
+    v = f.bind(_number(w, beta2) * v + _number(w, 1 - beta2) * g * g)
+    kept = w - lr * _number(w, decay) * w if decay else w
+    return kept - lr * (m / c1) / (tirx.sqrt(v / c2) + _number(w, number(a["eps"]))), m, v
+
+
+# kind -> (functions, attributes, operands) -> results
+POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
+    "neg": lambda f, a, x: _neg(x),
+    "abs": lambda f, a, x: _abs(x),
+    "sign": lambda f, a, x: _sign(x),
+    "floor": lambda f, a, x: tirx.floor(x),
+    "round": lambda f, a, x: tirx.nearbyint(x),
+    "exp": lambda f, a, x: f.exp(x),
+    "log": lambda f, a, x: f.log(x),
+    "sqrt": lambda f, a, x: f.sqrt(x),
+    "rsqrt": lambda f, a, x: f.rsqrt(x),
+    "sin": lambda f, a, x: f.sin(x),
+    "cos": lambda f, a, x: f.cos(x),
+    "atan": lambda f, a, x: f.atan(x),
+    "tanh": lambda f, a, x: f.tanh(x),
+    "sigmoid": lambda f, a, x: f.sigmoid(x),
+    "erf": lambda f, a, x: f.erf(x),
+    "relu": lambda f, a, x: _relu(x),
+    "gelu": lambda f, a, x: f.gelu(x, str(a["approximate"])),
+    "detach": lambda f, a, x: x,
+    "not": lambda f, a, x: tirx.Not(x),
+    "cast": lambda f, a, x: _cast(f, x, str(a["dtype"])),
+    "add": lambda f, a, x, y: x + y,
+    "sub": lambda f, a, x, y: _sub(x, y),
+    "mul": lambda f, a, x, y: x * y,
+    "div": lambda f, a, x, y: _div(f, x, y),
+    "rem": lambda f, a, x, y: _remainder(f, x, y),
+    "pow": lambda f, a, x, y: f.pow(x, y),
+    "minimum": lambda f, a, x, y: f.smaller(x, y),
+    "maximum": lambda f, a, x, y: f.larger(x, y),
+    "equal": lambda f, a, x, y: _equal(x, y),
+    "less": lambda f, a, x, y: x < y if not dtype_name(x).startswith("bool") else tirx.And(tirx.Not(x), y),
+    "less_equal": lambda f, a, x, y: x <= y if not dtype_name(x).startswith("bool") else tirx.Or(tirx.Not(x), y),
+    "and": lambda f, a, x, y: tirx.And(x, y),
+    "or": lambda f, a, x, y: tirx.Or(x, y),
+    "bit_and": lambda f, a, x, y: tirx.bitwise_and(x, y),
+    "bit_or": lambda f, a, x, y: tirx.bitwise_or(x, y),
+    "bit_xor": lambda f, a, x, y: tirx.bitwise_xor(x, y),
+    "shift_left": lambda f, a, x, y: _shifted(x, y, x << y, _number(x, 0)),
+    "shift_right": lambda f, a, x, y: _shifted(
+        x,
+        y,
+        x >> y,
+        _number(x, 0) if dtype_name(x)[0] == "u" else tirx.Select(x < _number(x, 0), _number(x, -1), _number(x, 0)),
+    ),
+    "random_key": lambda f, a, x: random_key(f, x, a["number"], a["seed"]),
+    "random": lambda f, a, place, key: random(f, place, key),
+    "where": lambda f, a, c, x, y: tirx.Select(c, x, y),
+    "relu_grad": lambda f, a, x, dy: tirx.Select(x > _number(x, 0), dy, _number(dy, 0)),
+    "gelu_grad": lambda f, a, x, dy: dy * f.gelu_slope(x, str(a["approximate"])),
+    "sgd": _sgd,
+    "momentum": _momentum,
+    "adamw": _adamw,
+}
+
+
+def _differ(x: Expr, y: Expr) -> Expr:
+    return tirx.Or(tirx.And(x, tirx.Not(y)), tirx.And(y, tirx.Not(x)))
+
+
+# ---------------------------------------------------------------------------------------- indices
+
+
+def broadcast_index(index: Index, shape: Sequence[int]) -> Index:
+    """Where an operand of `shape` is read for the element `index` of a result it broadcasts to."""
+    if not shape:
+        return ()
+    return tuple(zero() if n == 1 else i for i, n in zip(index[-len(shape) :], shape, strict=True))
+
+
+def linear(index: Index, shape: Sequence[int]) -> Expr:
+    """Row-major position."""
+    position: Expr = zero()
+    for i, n in zip(index, shape, strict=True):
+        position = position * n + i if n != 1 else position
+    return position
+
+
+def unravel(position: Expr, shape: Sequence[int]) -> Index:
+    """The index at a row-major position. There is none where nothing is."""
+    if 0 in shape:
+        return tuple(zero() for _ in shape)
+    index: list[Expr] = []
+    rest = prod(shape)
+    for axis, n in enumerate(shape):
+        rest //= n
+        part = position // rest if rest > 1 else position
+        # The first coordinate that is not 1 cannot wrap round.
+        index.append(zero() if n == 1 else part % n if any(m != 1 for m in shape[:axis]) else part)
+    return tuple(index)
+
+
+def reshape_index(index: Index, shape: Sequence[int], target: Sequence[int]) -> Index:
+    """The index in `target` of the element that has `index` in `shape`: dimensions that both have in common are passed through."""
+    found: list[Expr] = []
+    i = j = 0
+    while i < len(shape) or j < len(target):
+        a, b, size_a, size_b = i, j, 1, 1
+        while (i == a and i < len(shape)) or (j == b and j < len(target)) or size_a != size_b:
+            if i < len(shape) and (size_a <= size_b or j == len(target)):
+                size_a, i = size_a * shape[i], i + 1
+            else:
+                size_b, j = size_b * target[j], j + 1
+        found += unravel(linear(index[a:i], shape[a:i]), target[b:j])
+    return tuple(found)
+
+
+def _reshape(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    return read(0, reshape_index(index, op.outs[0].type.dims, op.ins[0].type.dims))
+
+
+def _transpose(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    source: list[Expr] = [zero()] * len(index)
+    for i, p in enumerate(ints(op.attrs["perm"])):
+        source[p] = index[i]
+    return read(0, tuple(source))
+
+
+def _broadcast(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    return read(0, broadcast_index(index, op.ins[0].type.dims))
+
+
+def _slice(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    start, step = ints(op.attrs["start"]), ints(op.attrs["step"])
+    return read(0, tuple(i * s + b if s != 1 or b else i for i, b, s in zip(index, start, step, strict=True)))
+
+
+def _clamped(i: Expr, n: int) -> Expr:
+    return tirx.max(tirx.min(i, n - 1), 0)
+
+
+def _pad(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    a = complete_attrs(op)
+    x, y = op.ins[0].type, op.outs[0].type
+    inner = ints(a["inner"]) or (0,) * x.rank
+    inside: list[Expr] = []
+    source: list[Expr] = []
+    if x.size == 0:
+        return rounded_literal(a["value"], x.dtype)  # type: ignore[arg-type]
+    for i, n, m, low, gap in zip(index, x.dims, y.dims, ints(a["low"]), inner, strict=True):
+        if n == m:
+            source.append(i)
+            continue
+        place = i - low if low else i
+        if gap:
+            inside.append(tirx.EQ(tirx.floormod(place, gap + 1), 0))
+            place = tirx.floordiv(place, gap + 1)
+        inside += [place >= 0, place < n]
+        source.append(_clamped(place, n))
+    value = read(0, tuple(source))
+    return tirx.Select(tirx.all(*inside), value, rounded_literal(a["value"], x.dtype)) if inside else value  # type: ignore[arg-type]
+
+
+def _concat(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    axis = axis_of(op, op.outs[0])
+    parts: list[tuple[int, Expr]] = []
+    start = 0
+    for k, v in enumerate(op.ins):
+        n = v.type.dims[axis]
+        if n:
+            place = _clamped(index[axis] - start, n)
+            parts.append((start, read(k, (*index[:axis], place, *index[axis + 1 :]))))
+        start += n
+    value = parts[0][1]
+    for start, part in parts[1:]:
+        value = tirx.Select(index[axis] >= start, part, value)
+    return value
+
+
+def _iota(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    axis = axis_of(op, op.outs[0])
+    return _cast(f, index[axis], str(op.attrs["dtype"]))
+
+
+def _const(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    found = rounded_literal(op.attrs["value"], str(op.attrs["dtype"]))  # type: ignore[arg-type]
+    return (
+        found
+        if not isinstance(found, tirx.FloatImm) or (found.value and math.isfinite(found.value))
+        else _unfolded(found)
+    )
+
+
+def _unfolded(x: tirx.FloatImm) -> Expr:
+    """0, 1 or infinity of either sign, or nan, as a number that TVM does not see through: for it 0 * x and 0 / x are 0, whatever x is, and
+    x / 0 cannot be compiled. The root of each of them is itself, which those who compile TVM's code know."""
+    negative = x.value < 0
+    root = tirx.sqrt(_number(x, -x.value if negative else x.value))
+    return root * _number(x, -1) if negative else root
+
+
+def table_row(at: Expr, rows: int) -> Expr:
+    """A lookup position: negative ones count from the end."""
+    at = tirx.Cast("int32", at) if dtype_name(at) != "int32" else at
+    return _clamped(tirx.Select(at < 0, at + rows, at), rows)
+
+
+def _gather(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    axis = axis_of(op, op.ins[0])
+    places = op.ins[1].type.rank
+    at = table_row(read(1, index[axis : axis + places]), op.ins[0].type.dims[axis])
+    return read(0, (*index[:axis], at, *index[axis + places :]))
+
+
+def _ramp(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    """The columns of the row in force are chosen, then the curve is computed once."""
+    step = read(1, ())
+    rows, columns = op.ins[0].type.dims
+    places = [
+        [read(0, (tirx.IntImm("int32", r), tirx.IntImm("int32", c))) for c in range(columns)] for r in range(rows)
+    ]
+    start, length, first, last, shape = places[0]
+    for row in places[1:]:
+        on = f.bind(row[0] <= step)
+        start, length, first, last, shape = (
+            tirx.Select(on, a, b) for a, b in zip(row, (start, length, first, last, shape), strict=True)
+        )
+    first, last, shape = f.bind(first), f.bind(last), f.bind(shape)
+    done = f.bind((step - start) / length)
+    part = f.bind(
+        tirx.Select(
+            done < _number(done, 0), _number(done, 0), tirx.Select(done > _number(done, 1), _number(done, 1), done)
+        )
+    )
+    line = first + (last - first) * part
+    wave = last + (first - last) * (_number(part, 1) + f.cos(part * _number(part, math.pi))) / _number(part, 2)
+    stairs = first * f.pow(last, tirx.floor(done))
+    curve = tirx.Select(tirx.EQ(shape, _number(shape, COSINE)), wave, line)
+    return tirx.Select(tirx.EQ(shape, _number(shape, STEP)), stairs, curve)
+
+
+def _batch_norm(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    x, channel = read(0, index), (index[1],)
+    scale, bias, mean, variance = (read(k, channel) for k in (1, 2, 3, 4))
+    eps = _number(x, number(complete_attrs(op)["eps"]))
+    return (x - mean) / tirx.sqrt(variance + eps) * scale + bias
+
+
+def _cross_entropy_grad(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    logits = op.ins[0].type
+    row, column = index[:-1], index[-1]
+    x, lse, seed = read(0, index), read(2, row), read(3, ())
+    label = table_row(read(1, row), logits.dims[-1])
+    hit = tirx.Select(tirx.EQ(column, label), _number(x, 1), _number(x, 0))
+    return (f.exp_down(x - lse) - hit) * (seed * _number(x, 1 / math.prod(logits.dims[:-1])))
+
+
+INDEXED: dict[str, Callable[[Functions, Op, Read, Index], Expr]] = {
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "broadcast": _broadcast,
+    "slice": _slice,
+    "pad": _pad,
+    "concat": _concat,
+    "iota": _iota,
+    "const": _const,
+    "gather": _gather,
+    "ramp": _ramp,
+    "batch_norm": _batch_norm,
+    "cross_entropy_grad": _cross_entropy_grad,
+}
+
+
+def forward_index(op: Op, index: Index) -> Index:
+    """Where an element goes: the index in the result of a reshape or transpose of the element at `index` of its operand."""
+    if op.kind == "transpose":
+        return tuple(index[p] for p in ints(op.attrs["perm"]))
+    assert op.kind == "reshape", op.kind
+    return reshape_index(index, op.ins[0].type.dims, op.outs[0].type.dims)
+
+
+def _same_bits(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    return _bitcast(f, read(0, index), op.ins[0].type.dtype, str(op.attrs["dtype"]))
+
+
+INDEXED["bitcast"] = _same_bits
+
+
+def element(f: Functions, op: Op, read: Read, index: Index) -> tuple[Expr, ...]:
+    """All results of an operation at one index."""
+    if op.kind in INDEXED:
+        return (INDEXED[op.kind](f, op, read, index),)
+    attrs = complete_attrs(op)
+    # Without broadcasting the very same index: values are remembered by it.
+    shape = op.outs[0].type.shape
+    operands = [
+        read(k, index if v.type.shape == shape else broadcast_index(index, v.type.dims)) for k, v in enumerate(op.ins)
+    ]
+    result = POINTWISE[op.kind](f, attrs, *operands)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def has_element_rule(kind: str) -> bool:
+    return kind in POINTWISE or kind in INDEXED

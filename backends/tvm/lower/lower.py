@@ -1,0 +1,227 @@
+"""From planned graphs to TVM: the TIR function of one group, and the Relax functions that call kernels.
+
+In: groups (`make_kernel`), or graphs with their kernels in order (`relax_module`). Out: Kernels with TIR functions, or an IRModule with one
+Relax function per graph, whose parameters follow `penstock.ir.graph.signature`. Behind those come the operands that kernels take in an
+order of their own; a second function of the graph, with `_pack` to its name, makes them of the graph's slots (see group.Packing).
+
+The virtual machine finds kernels by name, so the module that plans memory needs no more of a kernel than its parameters: `declaration`
+gives a function with those and an empty body. TVM's passes treat calls of it like any others (in-place updates, reuse of memory); it is
+taken out before code is made, and the compiled kernel of that name is linked in.
+
+Limit: Relax functions are built on one stack for the whole process; callers take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, tirx
+
+from penstock.backends.tvm.group import EFFECTS, Fusion, GeneratedKernel, NotOneKernel, PackedWeight, name_of
+from penstock.backends.tvm.kernels import generate, generate_effect
+from penstock.backends.tvm.kernels.tools.emit import TVM_DTYPES
+from penstock.backends.tvm.run.load import function_name, has_packed, pack_name
+from penstock.backends.tvm.target import TargetMachine
+from penstock.ir.graph import Graph, Op, Slot, Value, signature, slot_of, slot_types
+from penstock.ir.types import TensorType, numpy_dtype
+
+from .plan import KernelCallStep, Lowered, is_table, plan_graphs
+
+# Packed operands and the kernel that takes each, in the order of the parameters.
+Packed = Mapping[tuple[Value, str], PackedWeight]
+
+
+@dataclass(frozen=True)
+class LibraryCall:
+    """What a kernel's function is when a function that is registered at run time computes it: its name, and what it is told."""
+
+    name: str
+    text: str
+
+
+def make_kernel(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
+    """The TIR of a group; NotOneKernel when it needs several kernels, which never happens to a group of one operation."""
+    try:
+        return generate(group, machine)
+    except NotOneKernel:
+        if len(group.ops) > 1 or group.ops[0].kind not in EFFECTS:
+            raise
+    return generate_effect(group, machine)
+
+
+def plan_kernels(graph: Graph, machine: TargetMachine) -> Lowered:
+    """The kernels of a graph with their TIR, in the order they run: for people and tests. Nothing is compiled."""
+
+    def make(groups: Sequence[Fusion]) -> list[tuple[str, GeneratedKernel] | NotOneKernel]:
+        made: list[tuple[str, GeneratedKernel] | NotOneKernel] = []
+        for group in groups:
+            try:
+                made.append((name_of(group), make_kernel(group, machine)))
+            except NotOneKernel as refusal:
+                made.append(refusal)
+        return made
+
+    return plan_graphs([graph], make)[0]
+
+
+# ---------------------------------------------------------------------------------------- Relax
+
+
+def relax_type(t: TensorType) -> Any:
+    return relax.TensorType(t.dims, TVM_DTYPES[t.dtype])
+
+
+def _table(op: Op) -> Any:
+    t = op.outs[0].type
+    values = np.array(op.attrs["value"], numpy_dtype(t.dtype)).reshape(t.dims)
+    return relax.const(values, TVM_DTYPES[t.dtype])
+
+
+def relax_module(lowered: Sequence[Lowered], *, declared: bool, called: list[str] | None = None) -> Any:
+    """One Relax function per graph, `s0.F` as `s0_F`. Either with the TIR of every kernel, or `declared`: then steps of one name are one
+    kernel. Names under which steps call kernels, one for each step, are put into `called`."""
+    builder = relax.BlockBuilder()
+    known: dict[str, Any] = {}
+
+    def function_of(step: KernelCallStep, types: Mapping[Slot, TensorType]) -> Any:
+        if isinstance(step.kernel.function, LibraryCall):
+            if called is not None:
+                called.append(step.kernel.function.name)
+            return step.kernel.function
+        if not declared:
+            function = builder.add_func(step.kernel.function, step.name)
+            if called is not None:
+                called.append(str(function.name_hint))
+            return function
+        kernel = step.kernel
+        if step.name not in known:
+            params = [*(v.type for v in kernel.ins), *(types[s] for s in kernel.slots), *(v.type for v in kernel.outs)]
+            known[step.name] = builder.add_func(declaration(step.name, params), step.name)
+        return known[step.name]
+
+    for plan in lowered:
+        name = function_name(plan.graph.name)
+        packed = _packed(plan)
+        if has_packed(plan.graph):
+            _emit_packing(builder, plan, pack_name(name), packed, declared)
+        _emit_function(builder, plan, name, function_of, packed, trusting=declared)
+    module = builder.get()
+    assert isinstance(module, tvm.IRModule)
+    return module
+
+
+def declaration(name: str, params: Sequence[TensorType]) -> Any:
+    """A function with the parameters of a kernel, and nothing in it. Its name is in it, too: TVM takes equal functions for one."""
+    buffers = [tirx.decl_buffer(t.dims, TVM_DTYPES[t.dtype], name=f"b{i}") for i, t in enumerate(params)]
+    function = tirx.PrimFunc(buffers, tirx.Evaluate(tirx.IntImm("int32", 0)))
+    return function.with_attr({"s_tir": True, "tirx.is_scheduled": True, "op_pattern": 8, "penstock.kernel": name})
+
+
+def _packed(lowered: Lowered) -> Packed:
+    return {(p.value, step.name): p for step in lowered.steps if (p := step.kernel.packing) is not None}
+
+
+def _emit_packing(builder: Any, lowered: Lowered, name: str, packed: Packed, declared: bool) -> None:
+    """The function that packs: from all slots of the graph to the packed operands, in the order in
+    which the graph's function takes them."""
+    types = slot_types(lowered.graph)
+    slots = {
+        s: relax.Var(function_name(f"{s.var}_{s.slot or 'acc'}"), relax_type(types[s]))
+        for s in signature(lowered.graph).slots
+    }
+    reads = {op.outs[0]: slot for op in lowered.graph.ops if op.kind == "read" and (slot := slot_of(op)) is not None}
+    with builder.function(name, list(slots.values())):
+        results = []
+        for (value, kernel), packing in packed.items():
+            function = (
+                declaration(pack_name(kernel), [packing.source.type, value.type]) if declared else packing.function
+            )
+            call = relax.op.call_tir(
+                builder.add_func(function, pack_name(kernel)), [slots[reads[packing.source]]], relax_type(value.type)
+            )
+            results.append(builder.emit(call))
+        builder.emit_func_output(relax.Tuple(results))
+
+
+def _emit_function(
+    builder: Any,
+    lowered: Lowered,
+    name: str,
+    function_of: Callable[[KernelCallStep, Mapping[Slot, TensorType]], Any],
+    packed: Packed,
+    *,
+    trusting: bool,
+) -> None:
+    """The function of a graph. With `trusting`, which kernels of a CPU are (pipeline.py), it looks at its parameters before it does anything."""
+    graph = lowered.graph
+    sig = signature(graph)
+    types = slot_types(graph)
+    params = [relax.Var(function_name(v.name), relax_type(v.type)) for v in sig.ins]
+    slots = {s: relax.Var(function_name(f"{s.var}_{s.slot or 'acc'}"), relax_type(types[s])) for s in sig.slots}
+    forms = {key: relax.Var(f"packed{i}", relax_type(key[0].type)) for i, key in enumerate(packed)}
+    env: dict[Value, Any] = dict(zip(sig.ins, params, strict=True))
+    for op in graph.ops:
+        slot = slot_of(op)
+        if op.kind in ("read", "take"):
+            assert slot is not None
+            env[op.outs[0]] = slots[slot]
+        elif is_table(op):
+            env[op.outs[0]] = _table(op)
+    # Where kernels look at their operands, none of the parameters is said to be an input, of which TVM checks the type.
+    with builder.function(
+        name, [*params, *slots.values(), *forms.values()], attrs={} if trusting else {"num_input": 0}
+    ):
+        for step in lowered.steps:
+            own = {value: form for (value, kernel), form in forms.items() if kernel == step.name}
+            _emit_call(builder, step, function_of(step, types), env, own, slots)
+        results = [env[v] for v in sig.results]
+        # One result comes as it is: taking it out of a tuple costs as much as a small kernel.
+        builder.emit_func_output(results[0] if len(results) == 1 else relax.Tuple(results))
+
+
+def _emit_call(
+    builder: Any,
+    step: KernelCallStep,
+    function: Any,
+    env: dict[Value, Any],
+    packed: Mapping[Value, Any],
+    slots: Mapping[Slot, Any],
+) -> None:
+    kernel = step.kernel
+    args = [packed[v] if v in packed else env[v] for v in kernel.ins] + [slots[s] for s in kernel.slots]
+    types = [relax_type(v.type) for v in kernel.outs]
+    if isinstance(function, LibraryCall):
+        call = relax.op.call_dps_packed(function.name, [*args, tvm.ir.StringImm(function.text)], types)
+    elif kernel.slots:
+        in_place = list(range(len(kernel.ins), len(args)))
+        call = relax.op.call_tir_inplace(
+            function, args, in_place + [-1] * len(types), [args[i].ty for i in in_place] + types
+        )
+    else:
+        call = relax.op.call_tir(function, args, types if len(types) > 1 else types[0])
+    result = builder.emit(call)
+    count = len(kernel.slots) + len(kernel.outs)
+    for i, v in enumerate(kernel.outs):
+        env[v] = result if count == 1 else builder.emit(relax.TupleGetItem(result, len(kernel.slots) + i))
+
+
+def kernel_texts(module: Any) -> dict[str, str]:
+    """The TIR of every kernel of a module, for people."""
+    kernels = {str(v.name_hint): f for v, f in module.functions_items() if isinstance(f, tirx.PrimFunc)}
+    return {name: kernel_text({name: f}) for name, f in sorted(kernels.items())}
+
+
+def kernel_text(functions: Mapping[str, Any]) -> str:
+    """The TIR of functions that belong together, for people."""
+    return str(tvm.IRModule({tvm.ir.GlobalVar(name): function for name, function in functions.items()}).script()) + "\n"
+
+
+def functions_text(module: Any) -> str:
+    """The Relax functions of a module, for people: kernels are called by name, and stand elsewhere."""
+    return (
+        str(tvm.IRModule({v: f for v, f in module.functions_items() if isinstance(f, relax.Function)}).script()) + "\n"
+    )

@@ -1,0 +1,1 @@
+"""Compiled stages, loaded and called."""

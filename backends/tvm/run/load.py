@@ -1,0 +1,215 @@
+"""Loading a compiled stage and calling it with torch tensors.
+
+In: the library of a stage. Out: a StageProgram. Torch tensors go to TVM's virtual machine as they are and come back as torch tensors,
+without copies. The interpreter lock is released during a call.
+
+Kernels for CPUs trust their tensors. Devices, memory and strides are looked at here; an input that is not contiguous is copied, a slot,
+which is updated in place, is refused. Types and shapes are what a graph's function in the machine looks at before it does anything; of a
+GPU each kernel does.
+Code for a CPU takes tensors at any address; code for a GPU (cuda/load.py) moves aligned vectors, so that addresses are looked at, too.
+
+Limits: one caller at a time per program. The number of threads is a property of the process: TVM reads
+it once, before the first parallel loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from operator import attrgetter, methodcaller
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.backends.interface import Temporary
+from penstock.backends.tvm.group import PACKED
+from penstock.backends.tvm.tile_permission import allow_tiles
+from penstock.ir.graph import Graph, Signature, Slot, signature, slot_types
+from penstock.ir.types import LONG_NAMES, TensorType
+from penstock.support.errors import UsageError, VerifyError
+
+from .machine import VirtualMachine
+from .watch import watched
+
+if TYPE_CHECKING:
+    import torch
+
+_THREADS: list[int] = []
+_is_contiguous, _address = methodcaller("is_contiguous"), methodcaller("data_ptr")
+# What TVM raises for arguments of other types: the machine the first two, kernels for GPUs the third.
+_MISTYPED = (ValueError, RuntimeError, TypeError)
+
+
+def function_name(graph: str) -> str:
+    """The name in the library of a graph's function: `s0.F` becomes `s0_F`."""
+    return "".join(c if c.isalnum() else "_" for c in graph)
+
+
+def pack_name(function: str) -> str:
+    """The function that packs operands for this one."""
+    return f"{function}_pack"
+
+
+def has_packed(graph: Graph) -> bool:
+    """Whether kernels of the graph may take operands packed; its library has a function for packing then."""
+    return any(op.attrs.get(PACKED) for op in graph.ops)
+
+
+def set_threads(threads: int) -> None:
+    """Fix the number of threads of this process's TVM. It has to come before TVM is loaded, and cannot change afterwards."""
+    if threads < 1:
+        raise UsageError(f"{threads} threads", hint="give at least 1")
+    if _THREADS and _THREADS[0] != threads:
+        raise UsageError(
+            f"this process runs its compiled code with {_THREADS[0]} threads, {threads} were asked for",
+            hint="start one process per stage",
+        )
+    if not _THREADS:
+        _THREADS.append(threads)
+        os.environ["TVM_NUM_THREADS"] = str(threads)
+        os.environ.setdefault("TVM_BIND_THREADS", "0")
+
+
+class _Entry(NamedTuple):
+    """A graph's function, and how to call it. What a call needs to know is worked out beforehand: a small kernel takes
+    no longer than a few lines of Python."""
+
+    function: Any
+    arguments: int
+    results: int
+    signature: Signature
+    types: tuple[TensorType, ...]
+
+
+class TvmProgram:
+    """The functions of one stage's library."""
+
+    # What addresses of tensors are multiples of.
+    boundary = 1
+
+    def __init__(
+        self, library: Path, graphs: Sequence[Graph], threads: int = 1, device: torch.device | None = None
+    ) -> None:
+        import torch
+
+        self.device = device or torch.device("cpu")
+        # Asking for the kind is quicker than comparing devices, and there is one CPU.
+        self._is_here: Callable[[torch.Tensor], bool] = (
+            attrgetter("is_cpu") if self.device.type == "cpu" else lambda x: x.device == self.device
+        )
+        set_threads(threads)
+        # TVM reads the number of threads when it is loaded.
+        self._machine = self._open(library)
+        from tvm_ffi import get_global_func
+
+        self._entries = {g.name: self._entry(g) for g in graphs}
+        self._packs = {g.name: self._machine[pack_name(function_name(g.name))] for g in graphs if has_packed(g)}
+        self._taken = torch.utils.dlpack.from_dlpack
+        # Iterating over results in TVM's own array costs as much as a small kernel.
+        self._item: Any = get_global_func("ffi.ArrayGetItem")
+        self._held: dict[str, tuple[list[int], list[torch.Tensor]]] = {}
+
+    def _entry(self, graph: Graph) -> _Entry:
+        sig, of_slots = signature(graph), slot_types(graph)
+        types = (*(v.type for v in sig.ins), *(of_slots[slot] for slot in sig.slots))
+        return _Entry(self._machine[function_name(graph.name)], len(types), len(sig.results), sig, types)
+
+    def _open(self, library: Path) -> VirtualMachine:
+        if not allow_tiles() and "+amx" in library.name:
+            raise UsageError(
+                "the stage was compiled for tile registers (AMX), which this machine does not have or does not give to this process",
+                where=library.name,
+                hint="compile the bundle on this machine, or with `--target skylake-avx512`",
+            )
+        return VirtualMachine(library)
+
+    def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run one graph; slots among the arguments are updated in place."""
+        function, count, results, sig, _ = self._entries[graph]
+        if len(args) != count:
+            raise VerifyError(
+                f"takes {len(sig.ins)} inputs and {len(sig.slots)} slots, got {len(args)} tensors",
+                where=f"graph {graph}",
+            )
+        self._look(graph, args)
+        if self.boundary > 1 or not all(map(_is_contiguous, args)):
+            args = self._fitting(graph, args)
+        try:
+            forms = self._packed(graph, args[len(sig.ins) :]) if graph in self._packs else ()
+            found = function(*args, *forms)
+        except _MISTYPED:
+            if (error := self._mistyped(graph, args)) is not None:
+                raise error from None
+            raise
+        if results == 1:
+            # Results come as torch tensors if any argument was one.
+            return [found] if count else [self._taken(found)]
+        item = self._item
+        parts = [item(found, i) for i in range(results)]
+        return parts if count else [self._taken(x) for x in parts]
+
+    def watch(self, graph: str, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Temporary]]:
+        """Run one graph, and see what memory it takes for itself."""
+        return watched(self._machine, lambda: self.call(graph, args))
+
+    def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
+        """Pack now what the graph's kernels want packed; calls with the same tensors need not do it again."""
+        if graph in self._packs:
+            sig = self._entries[graph].signature
+            if len(slots) != len(sig.slots):
+                raise VerifyError(f"has {len(sig.slots)} slots, got {len(slots)} tensors", where=f"graph {graph}")
+            self._look(graph, slots, len(sig.ins))
+            ready = [self._as_slot(slot, x, graph) for slot, x in zip(sig.slots, slots, strict=True)]
+            try:
+                packed = list(self._packs[graph](*ready))
+            except _MISTYPED:
+                if (error := self._mistyped(graph, ready, len(sig.ins))) is not None:
+                    raise error from None
+                raise
+            self._held[graph] = ([x.data_ptr() for x in ready], packed)
+
+    def _packed(self, graph: str, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        where, packed = self._held.get(graph, (None, []))
+        return packed if where == [x.data_ptr() for x in slots] else list(self._packs[graph](*slots))
+
+    def _look(self, graph: str, args: Sequence[torch.Tensor], first: int = 0) -> None:
+        """Where tensors are, which nobody else looks at. They are the arguments from `first` on."""
+        if not all(map(self._is_here, args)):
+            i, x = next((i, x) for i, x in enumerate(args, first) if not self._is_here(x))
+            raise VerifyError(f"argument {i} is on {x.device}, the stage is on {self.device}", where=f"graph {graph}")
+        if not all(map(_address, args)):
+            # Tensors without elements need no memory.
+            for i, x in enumerate(args, first):
+                if x.numel() and not x.data_ptr():
+                    raise VerifyError(
+                        f"argument {i} has no memory", where=f"graph {graph}", hint="was its storage given back?"
+                    )
+
+    def _mistyped(self, graph: str, args: Sequence[torch.Tensor], first: int = 0) -> VerifyError | None:
+        """The error for the first argument of another type than the graph's, if there is one."""
+        for i, (x, t) in enumerate(zip(args, self._entries[graph].types[first:], strict=True), first):
+            if (str(x.dtype), tuple(x.shape)) != (f"torch.{LONG_NAMES[t.dtype]}", t.dims):
+                return VerifyError(f"argument {i} must be {t}, it is {x.dtype}{list(x.shape)}", where=f"graph {graph}")
+        return None
+
+    def _fits(self, x: torch.Tensor) -> bool:
+        return x.is_contiguous() and (self.boundary == 1 or x.data_ptr() % self.boundary == 0)
+
+    def _fitting(self, graph: str, args: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The arguments, inputs that do not fit as copies that do."""
+        if all(map(self._fits, args)):
+            return args
+        sig = self._entries[graph].signature
+        inputs, slots = args[: len(sig.ins)], args[len(sig.ins) :]
+        # A fresh tensor is contiguous and, from torch's allocator, aligned.
+        copies = [x if self._fits(x) else x.new_empty(x.shape).copy_(x) for x in inputs]
+        return [*copies, *(self._as_slot(slot, x, graph) for slot, x in zip(sig.slots, slots, strict=True))]
+
+    def _as_slot(self, slot: Slot, x: torch.Tensor, graph: str) -> torch.Tensor:
+        if self._fits(x):
+            return x
+        where = f" on a {self.boundary}-byte boundary" if self.boundary > 1 else ""
+        raise VerifyError(
+            f"the buffer of @{slot.var} is not contiguous{where}",
+            where=f"graph {graph}",
+            hint="align views in flat buffers",
+        )

@@ -1,0 +1,76 @@
+"""TVM's virtual machine, opened without TVM's Python package: importing that takes a hundred times as long
+as all that running a stage needs of it.
+
+In: a compiled library. Out: a machine, which gives its functions by name. What a machine is told are the
+numbers that TVM's own wrapper tells it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from penstock.support.errors import UsageError
+
+# Kinds of devices, as DLPack counts them, and the allocator that keeps blocks which were given back.
+CPU, CUDA = 1, 2
+_POOLED = 2
+
+
+class VirtualMachine:
+    """The functions of one library, on one device."""
+
+    def __init__(self, library: Path, kind: int = CPU, number: int = 0) -> None:
+        load_runtime()
+        from tvm_ffi import load_module
+
+        self._module: Any = load_module(str(library))["vm_load_executable"]()
+        # Functions of shapes run on the CPU, whatever the device.
+        devices = [(kind, number)] if kind == CPU else [(kind, number), (CPU, 0)]
+        self._module["vm_initialization"](*(part for device in devices for part in (*device, _POOLED)))
+        self._set_instrument = self._module["set_instrument"]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._module[name]
+
+    def instrument(self, watch: Callable[..., int] | None) -> None:
+        """Tell `watch` before and after each call that the machine makes, from now on; None: nobody."""
+        self._set_instrument(watch)
+
+
+@cache
+def load_runtime() -> Path:
+    """TVM's runtime, loaded; the folder it lies in."""
+    # torch is to be loaded before TVM's libraries.
+    import torch  # noqa: F401
+    from tvm_ffi.libinfo import load_lib_ctypes
+
+    package = find_spec("tvm")
+    if package is None or package.origin is None:
+        raise UsageError("TVM is not installed", hint="pip install apache-tvm, in the version that Penstock asks for")
+    library = load_lib_ctypes(
+        "tvm", "tvm_runtime", "RTLD_GLOBAL", extra_lib_paths=[Path(package.origin).parent / "lib"]
+    )
+    return Path(library._name).resolve().parent
+
+
+@cache
+def load_cuda_runtime() -> None:
+    """Make TVM able to start kernels: its runtime does not load its CUDA part by itself."""
+    folder = load_runtime()
+    try:
+        ctypes.CDLL(str(folder / "libtvm_runtime_cuda.so"))
+    except OSError as error:
+        raise UsageError(
+            f"TVM's CUDA runtime cannot be loaded: {error}",
+            where=str(folder),
+            hint="it needs the NVIDIA driver and CUDA 13's libcudart.so.13, which comes with torch for CUDA 13 or with the wheel "
+            "nvidia-cuda-runtime",
+        ) from error
+    from tvm_ffi import get_global_func
+
+    assert get_global_func("device_api.cuda", allow_missing=True) is not None

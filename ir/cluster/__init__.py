@@ -1,0 +1,1 @@
+"""Devices, hosts and the links between them, and the file that describes them."""

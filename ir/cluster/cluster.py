@@ -1,0 +1,388 @@
+"""The cluster: hosts, devices with their memory spaces and rates, and the links between them.
+
+    Device     where a stage runs, and what it can do; `flops` is the rate of a large float32 product, `efficiency` what families of work reach of it
+    Link       a two-way connection between two devices
+    Host       where devices are, and the network card through which its links go
+    LinkClass  what a pair of devices without a link of its own gets, by kind: same-host, other-host, host-to-device
+    Path       what a transfer from one device to another goes through: rate, latency, and what it shares with other transfers
+
+Files are read and written by cluster_file.py, which says what they look like.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from numbers import Integral
+from typing import NamedTuple
+
+from penstock.ir.graph import Scalar
+from penstock.support.errors import UsageError
+from penstock.support.hardware import Gpu, gpus, usable_cores, usable_memory
+
+KINDS = {"cpu": "ram", "cuda": "hbm"}
+_ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
+# Float32 operations and bytes per second by data sheet (A100, A40, L40S, H100): what a plan starts from when the file does not say.
+CUDA_RATES = {
+    "sm_80": (1.95e13, 1.55e12),
+    "sm_86": (3.74e13, 6.96e11),
+    "sm_89": (9.16e13, 8.64e11),
+    "sm_90": (6.7e13, 3.35e12),
+}
+# Operations per second of one thread of a processor, and bytes per second of its memory, where nothing is said.
+THREAD_FLOPS, CPU_BANDWIDTH = 5e10, 1e10
+SAME_HOST, OTHER_HOST, HOST_TO_DEVICE = "same-host", "other-host", "host-to-device"
+# Bytes per second and seconds of pairs of devices that neither a link nor the cluster says anything
+# of: shared memory, a fast network, PCIe.
+CLASSES = {SAME_HOST: (7e9, 2e-5), OTHER_HOST: (1e9, 2e-4), HOST_TO_DEVICE: (1e10, 5e-5)}
+# Seconds of a kernel's launch, and of a call of a stage, where nothing was measured.
+KERNEL_OVERHEAD, CALL_OVERHEAD = 1e-6, 5e-5
+# Seconds of a rank for one end of a message, and bytes per second that a core moves into or out of a socket: gloo on one
+# host (benchmarks/truth.py --calibrate).
+MESSAGE_OVERHEAD, SOCKET_BANDWIDTH = 6e-5, 2.2e9
+# The same of messages through memory that both ranks share, whose bytes the sender copies (penstock doctor,
+# on the machine of docs/performance.md).
+SHARED_OVERHEAD, COPY_BANDWIDTH = 2e-5, 7e9
+EFFICIENCY_PREFIX = "efficiency."
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`spaces` are (name, bytes) pairs; the first one holds tensors. `flops` (of a large float32 product) and `bandwidth` are rates
+    of one device, all threads. What fits into `cache` bytes moves at `cache_bandwidth` (0: nothing does). `efficiency` are shares of
+    the rates that families of work reach (passes/costs/prices.py), by name. `overhead` are seconds that a kernel takes beside its work,
+    `call_overhead` those that a call of a stage takes beside its kernels. An end of a message takes `message_overhead`, and on a CPU
+    its bytes take processor time at `socket_bandwidth`. Between CPUs of one host an end takes `shared_overhead`, and the sender
+    copies its bytes at `copy_bandwidth`."""
+
+    name: str
+    kind: str = "cpu"
+    host: str = "localhost"
+    target: str = "native"
+    threads: int = 1
+    flops: float = THREAD_FLOPS
+    bandwidth: float = CPU_BANDWIDTH
+    spaces: tuple[tuple[str, int], ...] = ()
+    cache: int = 0
+    cache_bandwidth: float = 0.0
+    overhead: float = KERNEL_OVERHEAD
+    call_overhead: float = CALL_OVERHEAD
+    efficiency: tuple[tuple[str, float], ...] = ()
+    message_overhead: float = MESSAGE_OVERHEAD
+    socket_bandwidth: float = SOCKET_BANDWIDTH
+    shared_overhead: float = SHARED_OVERHEAD
+    copy_bandwidth: float = COPY_BANDWIDTH
+
+    def fields(self) -> dict[str, Scalar]:
+        """What text says of a device; of what few devices have, only what is not usual."""
+        always = ("kind", "host", "target", "threads", "flops", "bandwidth")
+        found = {key: getattr(self, key) for key in always}
+        found |= {key: getattr(self, key) for key in SELDOM if getattr(self, key) != _USUAL[key]}
+        return found | {f"{EFFICIENCY_PREFIX}{key}": share for key, share in self.efficiency}
+
+    @staticmethod
+    def from_fields(name: str, given: Mapping[str, Scalar], spaces: tuple[tuple[str, int], ...]) -> Device:
+        shares = tuple(
+            (k.removeprefix(EFFICIENCY_PREFIX), v) for k, v in given.items() if k.startswith(EFFICIENCY_PREFIX)
+        )
+        plain = {k: v for k, v in given.items() if not k.startswith(EFFICIENCY_PREFIX)}
+        _refuse_unknown(plain, Device)
+        return Device(name, **plain, spaces=spaces, efficiency=shares)  # type: ignore[arg-type]
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes of the space that holds tensors; None when unlimited."""
+        return self.spaces[0][1] if self.spaces else None
+
+
+# What is written only where it is not usual.
+SELDOM = (
+    "cache", "cache_bandwidth", "overhead", "call_overhead", "message_overhead", "socket_bandwidth", "shared_overhead", "copy_bandwidth",
+)  # fmt: skip
+_USUAL = {f.name: f.default for f in fields(Device)}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A two-way connection; links with the same `nic` share its bandwidth."""
+
+    a: str
+    b: str
+    bandwidth: float = CLASSES[SAME_HOST][0]
+    latency: float = CLASSES[SAME_HOST][1]
+    nic: str = ""
+
+    def fields(self) -> dict[str, Scalar]:
+        return {"bandwidth": self.bandwidth, "latency": self.latency} | ({"nic": self.nic} if self.nic else {})
+
+    @staticmethod
+    def from_fields(a: str, b: str, given: Mapping[str, Scalar]) -> Link:
+        _refuse_unknown(given, Link)
+        return Link(a, b, **given)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine. `address` and `interface` say how other hosts reach it. Links to other hosts that no entry describes go
+    through its network card: `nic_bandwidth` (0: as fast as the links) is shared by all of them, in each direction;
+    `nic_latency` comes on top of that of the link."""
+
+    name: str
+    address: str = ""
+    interface: str = ""
+    nic_bandwidth: float = 0.0
+    nic_latency: float = 0.0
+
+    def fields(self) -> dict[str, Scalar]:
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(Host)
+            if f.name != "name" and getattr(self, f.name) != f.default
+        }
+
+    @staticmethod
+    def from_fields(name: str, given: Mapping[str, Scalar]) -> Host:
+        _refuse_unknown(given, Host)
+        return Host(name, **given)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClass:
+    """What pairs of devices of one kind get that have no link of their own: `same-host`, `other-host` or `host-to-device`."""
+
+    kind: str
+    bandwidth: float
+    latency: float
+
+    def fields(self) -> dict[str, Scalar]:
+        return {"bandwidth": self.bandwidth, "latency": self.latency}
+
+    @staticmethod
+    def from_fields(kind: str, given: Mapping[str, Scalar]) -> LinkClass:
+        _refuse_unknown(given, LinkClass)
+        if kind not in CLASSES:
+            raise ValueError(f"no class of links {kind!r}, expected one of {', '.join(CLASSES)}")
+        return LinkClass(kind, **given)  # type: ignore[arg-type]
+
+
+class Path(NamedTuple):
+    """What a transfer goes through. `shares` are (name, bytes per second) of what it has in common with other transfers: network cards,
+    those of hosts by direction, as they send and receive at once. Sums of gradients go through sockets, also where messages go through
+    memory: at `summing` bytes per second at most."""
+
+    bandwidth: float
+    latency: float
+    shares: tuple[tuple[str, float], ...] = ()
+    summing: float = math.inf
+
+
+def _refuse_unknown(given: Mapping[str, Scalar], kind: type) -> None:
+    known = {f.name: f.type for f in fields(kind)}
+    for key in given:
+        if key not in known:
+            raise ValueError(f"unknown key {key!r}, expected one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`classes` are those that differ from the usual ones. A host that no entry describes has no network card worth knowing."""
+
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
+    hosts: tuple[Host, ...] = ()
+    classes: tuple[LinkClass, ...] = ()
+
+    @cached_property
+    def _devices(self) -> dict[str, Device]:
+        return {device.name: device for device in reversed(self.devices)}
+
+    @cached_property
+    def _links(self) -> dict[frozenset[str], Link]:
+        return {frozenset((link.a, link.b)): link for link in reversed(self.links)}
+
+    @cached_property
+    def _hosts(self) -> dict[str, Host]:
+        return {host.name: host for host in self.hosts}
+
+    @cached_property
+    def _cards(self) -> dict[str, tuple[float, frozenset[str]]]:
+        """Of each named network card its rate, that of the fastest of its links, and the hosts that all of its links touch."""
+        found: dict[str, tuple[float, frozenset[str]]] = {}
+        for link in self.links:
+            if link.nic:
+                ends = frozenset(self.device(end).host for end in (link.a, link.b))
+                rate, owners = found.get(link.nic, (0.0, ends))
+                found[link.nic] = max(rate, link.bandwidth), owners & ends
+        return found
+
+    def device(self, name: str) -> Device:
+        """The device of that name; UsageError where there is none."""
+        found = self._devices.get(name)
+        if found is None:
+            raise UsageError(
+                f"no device {name!r} in the cluster", hint=f"it has {', '.join(d.name for d in self.devices)}"
+            )
+        return found
+
+    def shares_memory(self, a: str, b: str) -> bool:
+        """Whether ranks on two devices hand messages over in memory, rather than through sockets."""
+        first, second = self.device(a), self.device(b)
+        return first.kind == second.kind == "cpu" and first.host == second.host
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all messages go through memory."""
+        return all(self.shares_memory(self.devices[0].name, device.name) for device in self.devices)
+
+    def message_overhead(self, a: str, b: str) -> float:
+        """Seconds of a rank on `a` for its end of a message to or from `b`."""
+        return self.device(a).shared_overhead if self.shares_memory(a, b) else self.device(a).message_overhead
+
+    def link(self, a: str, b: str) -> Link:
+        """The connection between two devices, by entry or by class. That of a class is no faster than the network cards it goes through."""
+        found = self._links.get(frozenset((a, b)))
+        return found if found is not None else self._by_class(a, b)
+
+    def _by_class(self, a: str, b: str) -> Link:
+        first, second = self.device(a), self.device(b)
+        if first.host == second.host:
+            kind = HOST_TO_DEVICE if "cuda" in (first.kind, second.kind) else SAME_HOST
+            return Link(a, b, *self.link_class(kind))
+        bandwidth, latency = self.link_class(OTHER_HOST)
+        cards = [self._hosts[h] for h in (first.host, second.host) if h in self._hosts]
+        rates = [card.nic_bandwidth for card in cards if card.nic_bandwidth]
+        if rates and not any(c.kind == OTHER_HOST for c in self.classes):
+            bandwidth = min(rates)  # better than a guess
+        return Link(a, b, min((bandwidth, *rates)), latency + sum(card.nic_latency for card in cards))
+
+    def link_class(self, kind: str) -> tuple[float, float]:
+        """Bandwidth and latency of a class of links."""
+        return next(((c.bandwidth, c.latency) for c in self.classes if c.kind == kind), CLASSES[kind])
+
+    def path(self, a: str, b: str) -> Path:
+        """What a transfer from `a` to `b` goes through. The card of a link is shared by direction where all its links have one host in
+        common and this one leaves it; otherwise it is one medium for all. Links by class share the cards of both hosts."""
+        link, source, target = self.link(a, b), self.device(a), self.device(b)
+        shares: list[tuple[str, float]] = []
+        if link.nic:
+            rate, owners = self._cards[link.nic]
+            way = "" if len(owners) != 1 or source.host == target.host else " out" if source.host in owners else " in"
+            shares.append((f"{link.nic}{way}", rate))
+        elif frozenset((a, b)) not in self._links and source.host != target.host:
+            for host, way in ((source.host, "out"), (target.host, "in")):
+                card = self._hosts.get(host)
+                if card is not None and card.nic_bandwidth:
+                    shares.append((f"nic of {host} {way}", card.nic_bandwidth))
+        summing = min(source.socket_bandwidth, target.socket_bandwidth) if self.shares_memory(a, b) else math.inf
+        return Path(link.bandwidth, link.latency, tuple(shares), summing)
+
+    @staticmethod
+    def local(count: int | None = None, threads: Sequence[int] = ()) -> Cluster:
+        """CPU devices on this machine: `count` equal ones that share its threads and memory evenly, or one for each number of threads, with
+        memory in proportion to them. Rates are guesses; `penstock doctor` measures them."""
+        if count is None:
+            count = len(threads) or 1
+        if not _whole(count) or count < 1:
+            raise UsageError(f"a cluster needs a whole number of devices, one or more, got {count!r}")
+        if not all(map(_whole, threads)):
+            raise UsageError(f"threads must be whole numbers, got {', '.join(map(repr, threads))}")
+        if threads and (len(threads) != count or min(threads) < 1):
+            raise UsageError(
+                f"{count} devices need {count} numbers of threads of 1 or more, got {', '.join(map(str, threads))}"
+            )
+        each = tuple(threads) or (max(1, usable_cores() // count),) * count
+        total = usable_memory()
+        rams = [total * n // sum(each) // 2**30 * 2**30 or total * n // sum(each) for n in each]
+        return Cluster(
+            tuple(
+                Device(f"cpu:{i}", threads=n, flops=THREAD_FLOPS * n, spaces=(("ram", ram),) if ram else ())
+                for i, (n, ram) in enumerate(zip(each, rams, strict=True))
+            )
+        )
+
+    @staticmethod
+    def detect() -> Cluster:
+        """The devices of this machine, nothing measured: its NVIDIA devices where a driver answers, and one CPU device with all cores."""
+        return Cluster((*Cluster.local(1).devices, *(device_of_gpu(gpu) for gpu in gpus()[0])))
+
+    @staticmethod
+    def listed(names: str) -> Cluster:
+        """Devices of this machine, by a list such as `cpu,sm_90,sm_90`: CPU devices share its threads,
+        architectures stand for its GPUs in order."""
+        words = [word.strip() for word in names.split(",")]
+        bad = [word for word in words if word != "cpu" and not is_architecture(word)]
+        if bad:
+            raise UsageError(
+                f"unknown device {bad[0]!r}",
+                hint="a number of CPU devices, or a list of `cpu` and CUDA architectures: cpu,sm_90",
+            )
+        cpus = iter(Cluster.local(max(words.count("cpu"), 1)).devices)
+        devices: list[Device] = []
+        for word in words:
+            number = sum(d.kind == "cuda" for d in devices)
+            devices.append(next(cpus) if word == "cpu" else _cuda_device(f"cuda:{number}", word))
+        return Cluster(tuple(devices))
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Cluster:
+        """Read a cluster file, TOML or YAML; one UsageError lists everything that is wrong with it."""
+        from .file import read_cluster
+
+        if not isinstance(path, str | os.PathLike):
+            raise UsageError(
+                f"a cluster is loaded from the path of a file, got {path!r}", hint="Cluster.local(N) makes N devices"
+            )
+        return read_cluster(path)
+
+    def to_toml(self) -> str:
+        """The cluster file that `load` reads back as this cluster."""
+        from .file import cluster_toml
+
+        return cluster_toml(self)
+
+
+def _whole(number: object) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool)
+
+
+def is_architecture(name: str) -> bool:
+    """Whether a name has the form of NVIDIA's architectures: sm_90, sm_90a, sm_120."""
+    return _ARCHITECTURE.fullmatch(name) is not None
+
+
+def cuda_rates(target: str) -> tuple[float, float]:
+    """Operations and bytes per second of the usual card of an architecture."""
+    return CUDA_RATES.get(target, CUDA_RATES["sm_80"])
+
+
+def _cuda_device(name: str, target: str) -> Device:
+    flops, bandwidth = cuda_rates(target)
+    return Device(name, "cuda", target=target, flops=flops, bandwidth=bandwidth)
+
+
+def device_of_gpu(gpu: Gpu) -> Device:
+    """A device for a GPU of this machine, with the rates of its architecture and what its driver says."""
+    flops, bandwidth = cuda_rates(gpu.arch)
+    spaces = (("hbm", gpu.memory),) if gpu.memory else ()
+    return Device(
+        f"cuda:{gpu.index}", "cuda", target=gpu.arch, flops=flops, bandwidth=gpu.bandwidth or bandwidth, spaces=spaces
+    )
+
+
+__all__ = [
+    "CLASSES",
+    "Cluster",
+    "Device",
+    "Host",
+    "Link",
+    "LinkClass",
+    "Path",
+    "cuda_rates",
+    "device_of_gpu",
+    "is_architecture",
+    "usable_cores",
+]

@@ -1,0 +1,448 @@
+"""Cluster files: a Cluster from TOML or YAML, with every problem reported at once, and back.
+
+A file is TOML, or YAML (`.yaml`, `.yml`) with the same tables as lists; every key but names has a default:
+
+    [[device]]                                [[link]]
+    name = "cpu:0"                            a = "cpu:0"
+    kind = "cpu"            # or cuda         b = "cpu:1"
+    host = "localhost"                        bandwidth = "2 GB/s"
+    target = "native"       # cuda: arch      latency = "50 us"
+    threads = 1                               nic = ""          # links with the same NIC share its bandwidth
+    memory = "8 GiB"        # the space that holds tensors
+    flops = "50 GFLOP/s"    # float32, all threads
+    bandwidth = "10 GB/s"   # memory
+                                              [links]           # pairs without a link of their own
+    [[host]]                                  same-host = { bandwidth = "7 GB/s", latency = "20 us" }
+    name = "node1"                            other-host = { bandwidth = "1 GB/s", latency = "200 us" }
+    address = "10.0.0.1"                      host-to-device = { bandwidth = "10 GB/s", latency = "50 us" }
+    interface = "eth0"
+    nic_bandwidth = "25 Gbit/s"               [host.device]     # what its devices have that do not say otherwise
+    nic_latency = "10 us"                     threads = 8
+
+Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Rates are from 1 to 1e24,
+seconds up to a million, bytes up to 2^60, threads up to 65536. Further keys of a device: `spaces`, a table of several memory spaces in
+place of `memory`, the first holding tensors; `cache` and `cache_bandwidth`; and what `penstock doctor` measures: `overhead`,
+`call_overhead`, `message_overhead`, `shared_overhead` (seconds), `socket_bandwidth`, `copy_bandwidth`, and the table `efficiency`. A
+device of kind cuda (or gpu) says `arch = "sm_90"` instead of a target, as NVIDIA names the architecture; its rates are by default those
+of the usual card of that architecture. Without `flops` a CPU has 50 GFLOP/s for each thread. A file with [[host]] tables names the host
+of every device among them, if there are several.
+
+What is written says everything, so that reading it back gives the same cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Hashable, Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.ir.graph import Scalar
+from penstock.support.errors import UsageError
+from penstock.support.words import itemised
+
+from .cluster import (
+    CLASSES,
+    EFFICIENCY_PREFIX,
+    KINDS,
+    THREAD_FLOPS,
+    Cluster,
+    Device,
+    Host,
+    Link,
+    LinkClass,
+    cuda_rates,
+    is_architecture,
+)
+
+_NAME = re.compile(r"[\w./:\-]+")
+_QUANTITY = re.compile(r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*(.*)")
+# Exact, so that "5 us" is the number 5e-6.
+_SCALE = (
+    {"": Fraction(1)}
+    | {s: Fraction(10) ** (3 * i) for i, s in enumerate("kmgtp", 1)}
+    | {f"{s}i": Fraction(2) ** (10 * i) for i, s in enumerate("kmgt", 1)}
+)
+_UNITS = {
+    "bytes": {f"{scale}b": factor for scale, factor in _SCALE.items()},
+    "bytes per second": {
+        f"{scale}{unit}": f / n for scale, f in _SCALE.items() for unit, n in (("b/s", 1), ("bit/s", 8))
+    },
+    "seconds": {
+        "s": Fraction(1),
+        "ms": Fraction("1e-3"),
+        "us": Fraction("1e-6"),
+        "µs": Fraction("1e-6"),
+        "ns": Fraction("1e-9"),
+    },
+    "operations per second": {f"{scale}{unit}": f for scale, f in _SCALE.items() for unit in ("flop/s", "flops")},
+}
+# What can be: beyond it are slips, and numbers that no sum of times survives. Zero is another matter.
+_RANGES = {
+    "bytes": (1, 2**60), "bytes per second": (1.0, 1e24), "operations per second": (1.0, 1e24), "seconds": (0.0, 1e6), "share": (1e-6, 1e6),
+    "count": (1, 65536),
+}  # fmt: skip
+_EXAMPLES = {"bytes": "8 GiB", "bytes per second": "2 GB/s", "seconds": "50 us", "operations per second": "50 GFLOP/s"}
+# What each key must be: a word, a whole number, a share, or a quantity. Of those that end in ? zero is allowed.
+_DEVICE = {
+    "name": "name", "kind": "word", "host": "name", "target": "name", "arch": "name", "threads": "count", "memory": "bytes",
+    "spaces": "table",
+    "flops": "operations per second", "bandwidth": "bytes per second", "cache": "bytes?", "cache_bandwidth": "bytes per second?",
+    "overhead": "seconds?", "call_overhead": "seconds?", "message_overhead": "seconds?", "socket_bandwidth": "bytes per second",
+    "shared_overhead": "seconds?", "copy_bandwidth": "bytes per second", "efficiency": "table",
+}  # fmt: skip
+_LINK = {"a": "name", "b": "name", "bandwidth": "bytes per second", "latency": "seconds?", "nic": "name?"}
+_CLASS = {"bandwidth": "bytes per second", "latency": "seconds?"}
+_HOST = {
+    "name": "name", "address": "name?", "interface": "name?", "nic_bandwidth": "bytes per second?", "nic_latency": "seconds?",
+    "device": "table",
+}  # fmt: skip
+
+
+def read_cluster(path: str | os.PathLike[str]) -> Cluster:
+    """Read a cluster file; one UsageError lists everything that is wrong with it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        data = _load_yaml(text) if _is_yaml(path) else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # of numbers with thousands of digits, too
+        raise UsageError(f"cannot read the cluster: {error}", where=str(path)) from error
+    return _Reader(str(path)).read(data)
+
+
+def cluster_text(cluster: Cluster, path: str | os.PathLike[str]) -> str:
+    """What to write into a cluster file: TOML or YAML by the name of the file."""
+    return cluster_yaml(cluster) if _is_yaml(path) else cluster_toml(cluster)
+
+
+def _is_yaml(path: str | os.PathLike[str]) -> bool:
+    return str(path).endswith((".yaml", ".yml"))
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """A key that stands twice is an error, as in TOML; YAML would keep the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key.start_mark)
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                )
+            seen.add(key.value)
+        found: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return found
+
+
+def _load_yaml(text: str) -> object:
+    # _Loader makes plain data only, as SafeLoader does.
+    return yaml.load(text, _Loader)
+
+
+class _Reader:
+    """Checks a parsed cluster file and collects every problem before complaining."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.problems: list[str] = []
+
+    def read(self, data: object) -> Cluster:
+        if not isinstance(data, dict):
+            raise UsageError(
+                f"the cluster must be tables [[device]], [[link]], [[host]] and [links], got {data!r:.60}",
+                where=self.path,
+            )
+        known = ("device", "link", "host", "links")
+        self.problems += [f"unknown table [{key}], expected {', '.join(known)}" for key in data if key not in known]
+        hosts: dict[str, Mapping[str, object]] = {}
+        found_hosts = [self._host(i, table, hosts) for i, table in enumerate(self._tables(data, "host"))]
+        devices = [self._device(i, table, hosts) for i, table in enumerate(self._tables(data, "device"))]
+        links = [self._link(i, table) for i, table in enumerate(self._tables(data, "link"))]
+        classes = list(self._classes(data.get("links", {})))
+        self._check_names(found_hosts, devices, links)
+        if self.problems:
+            raise UsageError("the cluster has problems:" + itemised(self.problems), where=self.path)
+        return Cluster(tuple(devices), tuple(links), tuple(found_hosts), tuple(classes))
+
+    def _check_names(self, hosts: list[Host], devices: list[Device], links: list[Link]) -> None:
+        names = {d.name for d in devices}
+        for what, found in (("device", [d.name for d in devices]), ("host", [h.name for h in hosts])):
+            self.problems += [
+                f"{what} {n!r} is listed twice" for n in sorted({n for n in found if n and found.count(n) > 1})
+            ]
+        known = {h.name for h in hosts}
+        for device in devices:
+            if known and device.host not in known:
+                self.problems.append(
+                    f"device {device.name!r}: no host {device.host!r}, there are {', '.join(sorted(known))}"
+                )
+        pairs: set[frozenset[str]] = set()
+        for i, link in enumerate(links):
+            pair = frozenset((link.a, link.b))
+            missing = [end for end in (link.a, link.b) if end and end not in names]
+            self.problems += [f"link {i}: no device {end!r}" for end in dict.fromkeys(missing)]
+            if link.a and link.a == link.b:
+                self.problems.append(f"link {i}: {link.a!r} is linked to itself")
+            elif link.a and link.b and pair in pairs:
+                self.problems.append(f"link {i}: {link.a!r} and {link.b!r} are linked twice")
+            pairs.add(pair)
+        if not devices:
+            self.problems.append("there is no [[device]]")
+
+    def _tables(self, data: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
+        found = data.get(key, [])
+        if isinstance(found, list) and all(isinstance(t, dict) for t in found):
+            return found
+        self.problems.append(f"[{key}] must be a list of tables, written [[{key}]]")
+        return []
+
+    # ------------------------------------------------------------------------------ tables
+
+    def _host(self, index: int, table: Mapping[str, object], hosts: dict[str, Mapping[str, object]]) -> Host:
+        where = f"host {table.get('name', index)!r}"
+        values = self._take(where, table, _HOST)
+        defaults = table.get("device", {})
+        self._need_name(where, values)
+        if isinstance(defaults, dict):
+            hosts[str(values.get("name", ""))] = defaults
+            spec = {k: v for k, v in _DEVICE.items() if k not in ("name", "host")}
+            self._take(f"{where}, device", defaults, spec)
+        values.pop("device", None)
+        return Host(**{"name": "", **values})
+
+    def _device(self, index: int, table: Mapping[str, object], hosts: Mapping[str, Mapping[str, object]]) -> Device:
+        where = f"device {table.get('name', index)!r}"
+        only = next(iter(hosts)) if len(hosts) == 1 else None
+        host = table.get("host", only)
+        if host is None and hosts:
+            self.problems.append(f"{where}: needs a host, as there are several: {', '.join(sorted(hosts))}")
+            host = next(iter(hosts))
+        defaults = hosts.get(str(host), {})
+        own = {**({} if host is None else {"host": host}), **table}
+        # A device that says where its tensors are, what it is made for or what it is, does not mean the default of the other spelling.
+        for same in (("memory", "spaces"), ("arch", "target")):
+            if any(key in table for key in same):
+                defaults = {k: v for k, v in defaults.items() if k not in same}
+        problems = len(self.problems)
+        values = self._take(where, own, _DEVICE)
+        inherited = {k: v for k, v in defaults.items() if k not in own}
+        quiet = _Reader(self.path)  # what is wrong with defaults was said of the host
+        values |= quiet._take(where, inherited, {k: v for k, v in _DEVICE.items() if k not in ("name", "host")})
+        self._need_name(where, values)
+        kind = str(values.setdefault("kind", "cpu"))
+        kind = values["kind"] = "cuda" if kind == "gpu" else kind
+        if kind not in KINDS:
+            self.problems.append(f"{where}: kind must be one of {', '.join(KINDS)} or gpu, got {kind!r}")
+        self._settle_target(where, kind, values, {**defaults, **table})
+        spaces = self._spaces(where, kind, values)
+        efficiency = values.pop("efficiency", {})
+        shares = tuple(self._shares(where, efficiency)) if isinstance(efficiency, dict) else ()
+        if len(self.problems) > problems:
+            return Device(str(values.get("name", "")), host=str(values.get("host", "localhost")))
+        threads = values.get("threads", 1)
+        values.setdefault(
+            "flops", cuda_rates(str(values["target"]))[0] if kind == "cuda" else THREAD_FLOPS * float(threads)
+        )
+        if kind == "cuda":
+            values.setdefault("bandwidth", cuda_rates(str(values["target"]))[1])
+        return Device(**values, spaces=spaces, efficiency=shares)
+
+    def _settle_target(self, where: str, kind: str, values: dict[str, Any], given: Mapping[str, object]) -> None:
+        """`arch` of a GPU is its target; a processor has a target."""
+        arch = values.pop("arch", None)
+        if kind == "cuda":
+            target = given.get("arch", given.get("target"))
+            if not isinstance(target, str) or not is_architecture(target):
+                self.problems.append(f'{where}: a cuda device needs an architecture, e.g. arch = "sm_90"')
+            elif arch is not None and "target" in given and given["target"] != arch:
+                self.problems.append(f"{where}: arch is {arch!r}, but target is {given['target']!r}")
+            values["target"] = target
+        elif "arch" in given:
+            self.problems.append(f"{where}: arch is for cuda devices; a cpu has a target")
+
+    def _spaces(self, where: str, kind: str, values: dict[str, Any]) -> tuple[tuple[str, int], ...]:
+        memory, spaces = values.pop("memory", None), values.pop("spaces", None)
+        if memory is not None and spaces is not None:
+            self.problems.append(f"{where}: says memory and spaces; memory is the first of the spaces")
+        if not isinstance(spaces, dict):
+            return ((KINDS.get(kind, "ram"), memory),) if memory is not None else ()
+        found = []
+        for name, size in spaces.items():
+            if not re.fullmatch(r"\w+", str(name)):
+                self.problems.append(f"{where}: a memory space needs a name of letters, digits and _, got {name!r}")
+            number = self._value(f"{where}, spaces", str(name), size, "bytes")
+            if number is not None:
+                found.append((str(name), int(number)))
+        return tuple(found)
+
+    def _shares(self, where: str, table: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+        for key, share in table.items():
+            if not re.fullmatch(r"[a-z]\w*(\.\w+)?", str(key)):
+                self.problems.append(
+                    f"{where}, efficiency: {key!r} is no family of work, such as products, products.bf16 or elements.bytes"
+                )
+            number = self._value(f"{where}, efficiency", str(key), share, "share")
+            if number is not None:
+                yield str(key), float(number)
+
+    def _link(self, index: int, table: Mapping[str, object]) -> Link:
+        where = f"link {index}"
+        values = self._take(where, table, _LINK)
+        self.problems += [f"{where}: {end} is missing" for end in ("a", "b") if end not in table]
+        return Link(**{"a": "", "b": "", **values})
+
+    def _classes(self, table: object) -> Iterator[LinkClass]:
+        if not isinstance(table, dict):
+            self.problems.append("[links] must be a table of classes of links: " + ", ".join(CLASSES))
+            return
+        for kind, given in table.items():
+            if kind not in CLASSES:
+                self.problems.append(f"[links]: unknown class {kind!r}, expected one of {', '.join(CLASSES)}")
+            elif not isinstance(given, dict):
+                self.problems.append(f"[links]: {kind} must be a table with bandwidth and latency, got {given!r}")
+            else:
+                bandwidth, latency = CLASSES[kind]
+                yield LinkClass(
+                    kind, **{"bandwidth": bandwidth, "latency": latency, **self._take(f"[links] {kind}", given, _CLASS)}
+                )
+
+    # ------------------------------------------------------------------------------ values
+
+    def _need_name(self, where: str, values: Mapping[str, Any]) -> None:
+        if "name" not in values:
+            self.problems.append(f"{where}: needs a name without blanks")
+
+    def _take(self, where: str, table: Mapping[str, object], spec: Mapping[str, str]) -> dict[str, Any]:
+        """The keys of a table that are in order, as plain values; problems with the others."""
+        values: dict[str, Any] = {}
+        for key, value in table.items():
+            if key not in spec:
+                self.problems.append(f"{where}: unknown key {key!r}, expected one of {', '.join(spec)}")
+                continue
+            found = self._value(where, key, value, spec[key])
+            if found is not None:
+                values[key] = found
+        return values
+
+    def _value(self, where: str, key: str, value: object, kind: str) -> Any:
+        """The value as what it must be; None and a problem if it is not."""
+        plain = kind.rstrip("?")
+        if plain in ("name", "word"):
+            if isinstance(value, str) and (_NAME.fullmatch(value) or (value == "" and kind.endswith("?"))):
+                return value
+            self.problems.append(
+                f"{where}: {key} must be a name without blanks, of letters, digits and . / : - _, got {value!r}"
+            )
+        elif plain == "table":
+            if isinstance(value, dict):
+                return value
+            self.problems.append(f"{where}: {key} must be a table, got {value!r}")
+        elif plain == "count":
+            if type(value) is int and value > 0:
+                return value if self._within(where, key, value, value, plain) else None
+            self.problems.append(f"{where}: {key} must be positive, a whole number, got {value!r}")
+        else:
+            return self._quantity(where, key, value, kind)
+        return None
+
+    def _quantity(self, where: str, key: str, value: object, kind: str) -> float | int | None:
+        plain = kind.rstrip("?")
+        units = _UNITS.get(plain, {})
+        number: float | int | None = None
+        match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = value
+        elif match is not None:
+            unit = match[2].strip().lower()
+            if unit == "" or unit in units:
+                try:
+                    number = float(Fraction(match[1]) * units.get(unit, 1))
+                except OverflowError:
+                    number = math.inf
+        if number is None:
+            like = f"a number of {plain}" + (f" or with a unit, like {_EXAMPLES[plain]!r}" if units else "")
+            per_second = match is not None and f"{match[2].strip().lower()}/s" in units
+            meant = f", did you mean '{value}/s'?" if per_second else ""
+            self.problems.append(f"{where}: {key} must be {like if units else 'a number'}, got {value!r}{meant}")
+            return None
+        if not (number >= 0 if kind.endswith("?") else number > 0) or math.isinf(number):
+            self.problems.append(
+                f"{where}: {key} must be positive{' or 0' if kind.endswith('?') else ''} and finite, got {value!r}"
+            )
+            return None
+        if number and not (plain == "bytes" and number < 1) and not self._within(where, key, value, number, plain):
+            return None
+        if plain == "bytes":
+            if int(number) == 0 and not kind.endswith("?"):
+                self.problems.append(f"{where}: {key} must be a byte or more, got {value!r}")
+                return None
+            return int(number)
+        return float(number)
+
+    def _within(self, where: str, key: str, value: object, number: float, kind: str) -> bool:
+        least, most = _RANGES[kind]
+        if least <= number <= most:
+            return True
+        shown = repr(value) if len(repr(value)) <= 40 else f"{number:.3g}"
+        self.problems.append(f"{where}: {key} must be from {least:g} to {most:g}, got {shown}")
+        return False
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def _plain(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as tables."""
+    data: dict[str, Any] = {}
+    if cluster.classes:
+        data["links"] = {c.kind: dict(c.fields()) for c in cluster.classes}
+    if cluster.hosts:
+        data["host"] = [{"name": host.name, **host.fields()} for host in cluster.hosts]
+    data["device"] = [_plain_device(device) for device in cluster.devices]
+    if cluster.links:
+        data["link"] = [{"a": link.a, "b": link.b, **link.fields()} for link in cluster.links]
+    return data
+
+
+def _plain_device(device: Device) -> dict[str, Any]:
+    plain = {key: value for key, value in device.fields().items() if not key.startswith(EFFICIENCY_PREFIX)}
+    table: dict[str, Any] = {"name": device.name, **plain}
+    if len(device.spaces) == 1 and device.spaces[0][0] == KINDS[device.kind]:
+        table["memory"] = device.spaces[0][1]
+    elif device.spaces:
+        table["spaces"] = dict(device.spaces)
+    if device.efficiency:
+        table["efficiency"] = dict(device.efficiency)
+    return table
+
+
+def cluster_toml(cluster: Cluster) -> str:
+    """The cluster file that `read_cluster` reads back as this cluster."""
+    data = _plain(cluster)
+    lines: list[str] = []
+    for kind, table in data.pop("links", {}).items():
+        lines += [f"[links.{kind}]", *(f"{k} = {_toml(v)}" for k, v in table.items()), ""]
+    for name, tables in data.items():
+        for table in tables:
+            lines += [f"[[{name}]]", *(f"{k} = {_toml(v)}" for k, v in table.items()), ""]
+    return "\n".join(lines)
+
+
+def _toml(value: Scalar | Mapping[str, Scalar]) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def cluster_yaml(cluster: Cluster) -> str:
+    """The same in YAML."""
+    text: str = yaml.safe_dump(_plain(cluster), sort_keys=False, allow_unicode=True)
+    return text

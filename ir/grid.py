@@ -1,0 +1,235 @@
+"""Plays a schedule on paper. In: a schedule and how long computations take. Out: when every action
+starts and finishes, or who waits for whom.
+
+Sends are buffered and take no time of their rank, receives wait for the message, computations of one rank run one after another. A
+sum over the ranks of a stage begins with AR and goes on in the background: what uses it (P, N, U) waits for all of them. In a
+schedule without sends and receives yet, the forward of a stage waits for the stage before it and the backward for the stage after it.
+`latency` is what a message takes on any link. Known limits: bandwidth, and links that are not a chain before `communicate`; the
+modelled cluster is the business of runtime/simulate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.support.errors import VerifyError
+
+from .schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action, Schedule
+
+Event = Hashable
+Programs = Mapping[int, Sequence[Action]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What an action of a rank waits for (`needs`), what holds once it is done (`gives`), and what
+    holds as soon as its turn comes (`meets`)."""
+
+    needs: Callable[[int, Action], Iterable[Event]]
+    gives: Callable[[int, Action], Iterable[Event]]
+    meets: Callable[[int, Action], Iterable[Event]]
+
+
+class Timed(NamedTuple):
+    action: Action
+    start: float
+    finish: float
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """The actions that ran, rank by rank, and for each rank that cannot go on the event it waits for."""
+
+    ranks: Mapping[int, list[Timed]]
+    stuck: Mapping[int, Event]
+
+    @property
+    def finish(self) -> float:
+        return max((timed.finish for line in self.ranks.values() for timed in line), default=0.0)
+
+
+def message_rules(schedule: Schedule) -> Rules:
+    """Rules of a schedule with sends and receives: an event is a message, or the arrival of a rank at a sum over its stage."""
+    members = schedule.members()
+    summing = {a.stage for a in schedule.actions() if a.kind == "AR"}
+
+    def message(rank: int, action: Action) -> Event:
+        ends = (rank, action.peer) if action.kind in SENDS else (action.peer, rank)
+        return (action.kind[1], *ends, action.mb)
+
+    def needs(rank: int, action: Action) -> Iterable[Event]:
+        if action.kind in ("P", "N", "U") and action.stage in summing:
+            return [("AR", member, action.mb) for member in members[action.stage]]
+        return (message(rank, action),) if action.kind in RECEIVES else ()
+
+    return Rules(
+        needs=needs,
+        gives=lambda rank, a: (message(rank, a),) if a.kind in SENDS else (),
+        meets=lambda rank, a: (("AR", rank, a.mb),) if a.kind == "AR" else (),
+    )
+
+
+def value_rules(feeds: Mapping[tuple[str, int], Sequence[tuple[str, int]]], schedule: Schedule) -> Rules:
+    """Rules of a schedule without sends: `feeds[kind, stage]` are the computations of other stages,
+    by kind and stage, that it waits for."""
+    collective = message_rules(schedule)
+
+    def needs(rank: int, action: Action) -> Iterable[Event]:
+        given = [(phase, source, action.mb) for phase, source in feeds.get((action.kind, action.stage), ())]
+        return [*given, *collective.needs(rank, action)] if action.kind in COMPUTE else ()
+
+    return Rules(needs, lambda rank, a: ((a.kind, a.stage, a.mb),) if a.kind in PHASES else (), collective.meets)
+
+
+def play(programs: Programs, rules: Rules, duration: Callable[[Action], float], latency: float = 0.0) -> Played:
+    """Run every rank as far as it gets. Linear in the number of actions."""
+    done: dict[Event, float] = {}
+    waiting: dict[Event, list[int]] = {}
+    lines: dict[int, list[Timed]] = {rank: [] for rank in programs}
+    clock = dict.fromkeys(programs, 0.0)
+    blocked: dict[int, Event] = {}
+    ready: list[int] = list(programs)[::-1]
+
+    def post(events: Iterable[Event], time: float) -> None:
+        for event in events:
+            done.setdefault(event, time)
+            ready.extend(waiting.pop(event, ()))
+
+    while ready:
+        rank = ready.pop()
+        blocked.pop(rank, None)
+        line, actions = lines[rank], programs[rank]
+        for at in range(len(line), len(actions)):
+            action = actions[at]
+            post(rules.meets(rank, action), clock[rank])
+            start = clock[rank]
+            for event in rules.needs(rank, action):
+                if event not in done:
+                    blocked[rank] = event
+                    waiting.setdefault(event, []).append(rank)
+                    break
+                start = max(start, done[event] + latency)
+            if rank in blocked:
+                break
+            finish = start + duration(action)
+            line.append(Timed(action, start, finish))
+            clock[rank] = finish
+            post(rules.gives(rank, action), finish)
+    return Played(lines, blocked)
+
+
+def chain(schedule: Schedule) -> dict[tuple[str, int], list[tuple[str, int]]]:
+    """Who feeds whom when each stage talks to its neighbours only."""
+    present = {(a.kind, a.stage) for a in schedule.actions()}
+    return {
+        (kind, stage): [(kind, source)]
+        for kind, stage in present
+        if (kind, source := stage + {"F": -1, "B": 1}.get(kind, 0)) in present - {(kind, stage)}
+    }
+
+
+def simulate(
+    schedule: Schedule,
+    batches: int,
+    forward_time: float = 1,
+    backward_time: float = 2,
+    weight_time: float = 1,
+    *,
+    first: int = 0,
+    latency: float = 0,
+) -> Played:
+    """Start and finish of every action of a run. `weight_time` is the part of the backward's time that W takes on stages that have one.
+    VerifyError when the ranks wait for each other."""
+    programs = schedule.expand_all(batches, first)
+    wired = any(a.kind in SENDS for a in schedule.actions())
+    rules = message_rules(schedule) if wired else value_rules(chain(schedule), schedule)
+    times = {"F": forward_time, "B": backward_time, "W": weight_time}
+    parted = {a.stage for a in schedule.actions() if a.kind == "W"}
+
+    def duration(action: Action) -> float:
+        return times.get(action.kind, 0.0) - (weight_time if action.kind == "B" and action.stage in parted else 0.0)
+
+    played = play(programs, rules, duration, latency)
+    if played.stuck:
+        waits = ", ".join(
+            f"rank {r} at step {len(played.ranks[r])} ({programs[r][len(played.ranks[r])]})"
+            for r in sorted(played.stuck)
+        )
+        raise VerifyError(
+            f"cannot finish {batches} batches: these wait for ever: {waits}", where=f"schedule {schedule.name}"
+        )
+    return played
+
+
+def time_per_batch(
+    schedule: Schedule,
+    forward_time: float = 1,
+    backward_time: float = 2,
+    weight_time: float = 1,
+    *,
+    latency: float = 0,
+    batches: int = 6,
+) -> float:
+    """What one more batch costs in a long run."""
+    short, long = (
+        simulate(schedule, n, forward_time, backward_time, weight_time, latency=latency).finish
+        for n in (batches, 2 * batches)
+    )
+    return (long - short) / batches
+
+
+def most_in_flight(actions: Iterable[Action]) -> int:
+    """The most microbatches of one rank's program that have run forward and not yet backward, W included, at one time."""
+    listed = list(actions)
+    last = "W" if any(action.kind == "W" for action in listed) else "B"
+    now = most = 0
+    for action in listed:
+        now += {"F": 1, last: -1}.get(action.kind, 0)
+        most = max(most, now)
+    return most
+
+
+def format_grid(
+    schedule: Schedule, batches: int, mark: tuple[int, int] | None = None, *, first: int = 0, width: int | None = None
+) -> str:
+    """One row per rank, one column per unit of time, forwards one unit and backwards two, or one and W one; U and collectives stand after
+    the computation they follow. `mark` = (rank, step) puts that action of the expanded program into brackets. With a `width` the grid goes
+    on below where a line would be longer."""
+    played = simulate(schedule, batches, first=first)
+    columns = round(played.finish)
+    cells = {rank: ["."] * columns for rank in played.ranks}
+    for rank, line in played.ranks.items():
+        for step, (action, start, finish) in enumerate(line):
+            text = f"{action.kind}{action.mb}" + (f"@{action.version}" if action.version is not None else "")
+            if (rank, step) == mark:
+                text = f"[{text}]"
+            at = round(start)
+            if action.kind in ("F", "B", "W"):
+                cells[rank][at : round(finish)] = [text] + ["="] * (round(finish) - at - 1)
+            elif (action.kind in ("P", "N", "U", "AR") or (rank, step) == mark) and at:
+                cells[rank][at - 1] += f",{text}"
+    widths = [max((len(row[i]) for row in cells.values()), default=1) for i in range(columns)]
+    lines: list[str] = []
+    for begin, end in _pieces(
+        widths, None if width is None else width - max((len(f"rank {rank} | ") for rank in cells), default=0)
+    ):
+        lines += [""] * bool(lines)
+        for rank, row in cells.items():
+            shown = zip(row[begin:end], widths[begin:end], strict=True)
+            lines.append(f"rank {rank} | " + " ".join(f"{c:<{w}}" for c, w in shown).rstrip())
+    busy = sum(t.finish - t.start for line in played.ranks.values() for t in line)
+    idle = 1 - busy / (columns * len(cells)) if columns else 0.0
+    return "\n".join([*lines, f"{columns} units of time, {idle:.0%} idle"])
+
+
+def _pieces(widths: Sequence[int], room: int | None) -> Iterator[tuple[int, int]]:
+    """Columns from and to for each piece that is at most so wide; a column that is wider has a piece of its own."""
+    begin, used = 0, 0
+    for i, width in enumerate(widths):
+        if room is not None and i > begin and used + width > room:
+            yield begin, i
+            begin, used = i, 0
+        used += width + 1
+    yield begin, len(widths)

@@ -1,0 +1,543 @@
+"""The meaning of graphs and of schedules, in NumPy: the judge of every pass and every backend.
+
+`run_graph` executes one graph against a store. `run_recurrence` executes training on the unsplit graphs F, B and U, with nothing but the
+update rule W(t+1) = W(t) - upd(grad f(W(t - delay))), clamped at version 0. `run_schedule` executes the final module, rank by rank, with
+messages, version slots and drops, and raises VerifyError where the real runtime would hang or read the wrong thing: nobody can move, a
+message of another microbatch arrives, a slot holds another version, a value was dropped.
+
+In: arrays by name (weights by variable, batches by input, first axis = samples of the whole batch, cut into microbatches in order).
+Out: graph results, or a `Run`: outputs per microbatch, the log of versions, live buffers, final variables.
+With `precision="f64"` every float is computed in float64: that is the oracle; "typed" follows the declared element types.
+
+A module may be run at any point of its way: without versions a read takes the newest version; without send and receive actions values are
+handed over by name, and an action waits until what it needs exists. AR hands a rank's gradients of a batch to the sum over its stage; who
+uses it waits for all ranks, and adds in their order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from penstock.ir.graph import (
+    GRAD,
+    MICROBATCH,
+    Graph,
+    Module,
+    Op,
+    Slot,
+    Value,
+    Var,
+    rewrite,
+    slot_of,
+    stepped_vars,
+    summed_vars,
+)
+from penstock.ir.schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, VERSIONED, Action
+from penstock.support.errors import UsageError, VerifyError
+from penstock.support.words import counted
+
+from .ops import F64, NUMPY, PRECISIONS, TYPED, Array, Prepared, apply_op, prepare_op
+from .store import Arrays, DictStore, Variables, VersionStore, as_value, initial_arrays
+
+# Told of each operation when it was done: the name of its graph, the microbatch (of an update, the batch), the operation and its results.
+Watch = Callable[[str, int, Op, tuple[Array, ...]], None]
+
+# ---------------------------------------------------------------------------------------- graphs
+
+
+def run_graph(
+    graph: Graph,
+    ins: Sequence[object] | Mapping[str, object],
+    store: Variables | None = None,
+    precision: str = TYPED,
+    watch: Callable[[Op, tuple[Array, ...]], None] | None = None,
+) -> list[Array]:
+    """The results of one graph, in the order of `graph.results`. `ins` follow `graph.ins`, or are given by name."""
+    assert precision in PRECISIONS, precision
+    if isinstance(ins, Mapping):
+        missing = [v.name for v in graph.ins if v.name not in ins]
+        given = [ins[v.name] for v in graph.ins if v.name in ins]
+    else:
+        missing, given = [v.name for v in graph.ins[len(ins) :]], list(ins)
+    if missing or len(given) != len(graph.ins):
+        raise VerifyError(
+            f"expected {len(graph.ins)} inputs, got {len(given)}; missing: {', '.join(missing) or 'none'}",
+            where=f"@{graph.name}",
+        )
+    store = DictStore({}) if store is None else store
+    values = {v.name: as_value(x, v, precision) for v, x in zip(graph.ins, given, strict=True)}
+    steps = graph.keep(f"steps in {precision}", _steps)
+    for step in steps:
+        op = step.op
+        try:
+            unknown = [f"%{v.name}" for v in op.ins if v.name not in values]
+            if unknown:
+                raise VerifyError(f"{', '.join(unknown)} has no value yet")
+            results = _run_step(step, [values[v.name] for v in op.ins], store, precision)
+        except (VerifyError, ValueError, TypeError) as error:  # what NumPy raises for operands that do not fit
+            names = ", ".join(f"%{v.name}" for v in op.outs) or f"@{op.var}"
+            raise VerifyError(
+                str(error), where=f"@{graph.name}: {op.kind} {names}" + (f" ({op.loc})" if op.loc else "")
+            ) from error
+        for out, found in zip(op.outs, results, strict=True):
+            if found.shape != out.type.shape:
+                raise VerifyError(
+                    f"%{out.name} is {out.type}, {op.kind} gives shape {list(found.shape)}", where=f"@{graph.name}"
+                )
+            values[out.name] = found
+        if watch is not None:
+            watch(op, results)
+    return [values[v.name] for v in graph.results]
+
+
+@dataclass(slots=True)
+class _Step:
+    """An operation, the buffer it touches, and what it says of its results once that was asked."""
+
+    op: Op
+    slot: Slot | None
+    prepared: Prepared | None = None
+
+
+def _steps(graph: Graph) -> list[_Step]:
+    return [_Step(op, slot_of(op)) for op in graph.ops]
+
+
+def _run_step(step: _Step, ins: list[Array], store: Variables, precision: str) -> tuple[Array, ...]:
+    op, slot = step.op, step.slot
+    if slot is None:
+        if step.prepared is None:
+            step.prepared = prepare_op(op, precision)
+        return apply_op(op, ins, precision, step.prepared)
+    match op.kind:
+        case "read":
+            return (as_value(store.read(slot.var, slot.slot), op.outs[0], precision),)
+        case "take":
+            return (as_value(store.take(slot.var), op.outs[0], precision),)
+        case "write":
+            store.write(slot.var, ins[0])
+        case "accum":
+            store.accumulate(slot.var, ins[0])
+    return ()
+
+
+# ---------------------------------------------------------------------------------------- runs
+
+
+@dataclass
+class InterpretedRun:
+    """What a run gave. `log` has (stage, microbatch, phase, version) for each F, B and W; stage -1 is the unsplit module.
+
+    `buffers` is the largest number of buffers of a parameter that were alive at once. `variables` are the last versions, `previous` the
+    versions before them that are alive: with both, a later run goes on where this one ended. `told` are the results of updates by batch.
+    """
+
+    loss: str
+    outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
+    log: list[tuple[int, int, str, int | None]] = field(default_factory=list)
+    buffers: dict[str, int] = field(default_factory=dict)
+    told: dict[int, dict[str, Array]] = field(default_factory=dict)
+    variables: dict[str, Array] = field(default_factory=dict)
+    previous: dict[str, Array] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> list[float]:
+        """The first module output of every microbatch, in order."""
+        return [float(self.outputs[mb][self.loss]) for mb in sorted(self.outputs)]
+
+
+def microbatches_of(module: Module, batch: Arrays, number: int = 0) -> list[dict[str, Array]]:
+    """Cut batch `number` into microbatches along the first axis of every input, in order."""
+    problems, counts, found = [], {}, {}
+    for value in module.data_inputs:
+        if value.name not in batch:
+            problems.append(f"input {value.name} is missing")
+            continue
+        array, shape = np.asarray(batch[value.name]), value.type.dims
+        if not shape or array.shape[1:] != shape[1:] or not array.ndim or not shape[0] or array.shape[0] % shape[0]:
+            problems.append(f"input {value.name} has shape {list(array.shape)}, one microbatch of it is {value.type}")
+            continue
+        counts[value.name], found[value.name] = array.shape[0] // shape[0], array
+    if len(set(counts.values())) > 1:
+        problems.append(
+            "inputs have different numbers of microbatches: " + ", ".join(f"{n} {c}" for n, c in counts.items())
+        )
+    if problems or not counts:
+        raise UsageError("; ".join(problems) or "the module has no inputs", where=module.name)
+    count = next(iter(counts.values()))
+    parts = [{name: np.split(array, count)[i] for name, array in found.items()} for i in range(count)]
+    if len(module.data_inputs) < len(module.inputs):
+        parts = [{**part, MICROBATCH: np.array(number * count + i)} for i, part in enumerate(parts)]
+    return parts
+
+
+def run_recurrence(
+    module: Module,
+    weights: Arrays,
+    batches: Sequence[Arrays],
+    delay: int = 0,
+    precision: str = F64,
+    watch: Watch | None = None,
+) -> InterpretedRun:
+    """Train the unsplit module by the recurrence, batch by batch; without a B graph only the forward runs.
+
+    The gradient of batch t is taken at version max(t - delay, 0) and applied to version t.
+    """
+    forward = module.graphs.get("F") or module.graphs.get("main")
+    if forward is None:
+        raise UsageError(
+            f"the graphs are {', '.join(module.graphs)}; the recurrence needs F (and B and U), before `split`",
+            where=module.name,
+        )
+    backward, norm, update = (module.graphs.get(kind) for kind in "BNU")
+    forward, backward = _reading_own_version(forward), backward and _reading_own_version(backward)
+    stepped = stepped_vars(module)
+    held = {
+        name: Var(var.name, var.type, var.role, versions=delay + 1 if name in stepped else 1)
+        for name, var in module.vars.items()
+    }
+    store = VersionStore(held, stepped, initial_arrays(module, weights, list(module.vars), precision))
+    run = InterpretedRun(module.outputs[0])
+    for t, batch in enumerate(batches):
+        version = max(t - delay, 0)
+        parts = microbatches_of(module, batch, t)
+        _check_seed(module, backward, len(parts))
+        for k, mb in enumerate(parts):
+            run.log.append((-1, t * len(parts) + k, "F", version))
+            seen = _watching(watch, forward, t * len(parts) + k)
+            results = _by_name(forward, run_graph(forward, mb, store.at(version), precision, seen))
+            run.outputs[t * len(parts) + k] = {name: results[name] for name in module.outputs}
+            if backward is not None:
+                run.log.append((-1, t * len(parts) + k, "B", version))
+                seen = _watching(watch, backward, t * len(parts) + k)
+                run_graph(backward, {**mb, **results}, store.at(version), precision, seen)
+        for graph in (norm, update):
+            if graph is not None:
+                results_of = run_graph(graph, [], store.at(made=t + 1), precision, _watching(watch, graph, t))
+                run.told.setdefault(t, {}).update(_by_name(graph, results_of))
+    run.buffers = {name: store.buffers(name) for name in stepped}
+    _collect(run, module, store)
+    return run
+
+
+def _watching(watch: Watch | None, graph: Graph, number: int) -> Callable[[Op, tuple[Array, ...]], None] | None:
+    return None if watch is None else partial(watch, graph.name, number)
+
+
+def _collect(run: InterpretedRun, module: Module, store: VersionStore) -> None:
+    for name in store.slots:
+        if module.vars[name].role != GRAD:
+            run.variables.setdefault(name, store.latest(name))
+        before = store.before_latest(name) if name in store.newest else None
+        if before is not None:
+            run.previous.setdefault(name, before)
+
+
+def _reading_own_version(graph: Graph) -> Graph:
+    """Before weight-versions reads do not say so yet: in forward and backward they mean the version of the microbatch."""
+    return rewrite(graph, lambda op: [op.with_attrs(version="mb")] if op.kind == "read" else None)
+
+
+def _check_seed(module: Module, backward: Graph | None, parts: int) -> None:
+    """Batches must be cut as the module was differentiated: its seed gradient is 1 / microbatches."""
+    planned = module.schedule.microbatches if module.schedule is not None else None
+    if backward is not None and planned is not None and planned != parts:
+        raise UsageError(f"a batch has {counted(parts, 'microbatch')}, the schedule has {planned}", where=module.name)
+
+
+def _by_name(graph: Graph, results: Sequence[Array]) -> dict[str, Array]:
+    return {v.name: x for v, x in zip(graph.results, results, strict=True)}
+
+
+# ---------------------------------------------------------------------------------------- schedules
+
+
+def run_schedule(
+    module: Module,
+    weights: Arrays,
+    batches: Sequence[Arrays],
+    *,
+    first: int = 0,
+    batches_count: int | None = None,
+    previous: Arrays | None = None,
+    precision: str = F64,
+    watch: Watch | None = None,
+) -> InterpretedRun:
+    """Execute the module's schedule for batches first .. first + batches_count - 1; `batches[0]` is batch `first`.
+
+    `weights` hold version `first` of the parameters (and optimiser state, zeros otherwise), `previous` version first - 1, which a schedule
+    with a delay needs when it does not start at batch 0.
+    """
+    if module.schedule is None:
+        raise UsageError(
+            "the module has no schedule yet; run it with the recurrence, or apply the pass `schedule`",
+            where=module.name,
+        )
+    count = len(batches) if batches_count is None else batches_count
+    if count > len(batches):
+        raise UsageError(f"{count} batches are asked for, {len(batches)} are given", where=module.name)
+    m = module.schedule.microbatches
+    feed: dict[int, dict[str, Array]] = {}
+    for t, batch in enumerate(batches[:count], first):
+        parts = microbatches_of(module, batch, t)
+        if len(parts) != m:
+            raise UsageError(
+                f"batch {t} has {counted(len(parts), 'microbatch')}, the schedule has {m}", where=module.name
+            )
+        feed |= {t * m + k: mb for k, mb in enumerate(parts)}
+    pipeline = _Pipeline(module, weights, feed, module.schedule.expand_all(count, first), first, precision, watch)
+    for name, array in (previous or {}).items():
+        pipeline.put(name, first - 1, array)
+    return pipeline.run()
+
+
+class _Rank:
+    """One rank: its program, its variables, and the values it holds for each microbatch and batch, by `Action.holder`."""
+
+    def __init__(self, index: int, program: list[Action], store: VersionStore) -> None:
+        self.index, self.program, self.store = index, program, store
+        self.step = 0
+        self.values: dict[int, dict[str, Array]] = {}
+        # Batches whose gradients it has brought to a sum that it has not used yet.
+        self.waiting: set[int] = set()
+
+    def action(self) -> Action | None:
+        return self.program[self.step] if self.step < len(self.program) else None
+
+
+class _Pipeline:
+    def __init__(
+        self,
+        module: Module,
+        weights: Arrays,
+        feed: dict[int, dict[str, Array]],
+        programs: dict[int, list[Action]],
+        first: int,
+        precision: str,
+        watch: Watch | None = None,
+    ) -> None:
+        self.module, self.feed, self.precision, self.watch = module, feed, precision, watch
+        self.run_found = InterpretedRun(module.outputs[0])
+        self.wired = bool(module.edges) or any(
+            a.kind in (*SENDS, *RECEIVES) for program in programs.values() for a in program
+        )
+        assert module.schedule is not None
+        self.per_batch = module.schedule.microbatches
+        self.channels: dict[tuple[int, int, str], deque[tuple[int, dict[str, Array]]]] = {}
+        self.stepped = stepped_vars(module)
+        self.ranks = {}
+        self.homes, self.members = module.schedule.homes(), module.schedule.members()
+        # What the ranks of a stage have brought to the sum of a batch, by stage and batch.
+        self.sums: dict[tuple[int, int], dict[int, dict[str, Array]]] = {}
+        for index, program in programs.items():
+            graphs = [
+                g for g in (module.stage_graph(self.homes.get(index, index), kind) for kind in COMPUTE) if g is not None
+            ]
+            names = dict.fromkeys(slot.var for g in graphs for slot in map(slot_of, g.ops) if slot is not None)
+            store = VersionStore(
+                module.vars, self.stepped, initial_arrays(module, weights, list(names), precision), first
+            )
+            self.ranks[index] = _Rank(index, program, store)
+
+    def put(self, var: str, version: int, array: Array) -> None:
+        value = as_value(array, Value(var, self.module.vars[var].type), self.precision)
+        for rank in self.ranks.values():
+            if var in rank.store.newest:
+                rank.store.put(var, version, value)
+
+    def run(self) -> InterpretedRun:
+        """Round robin: every rank goes as far as it can; when a whole round moves nobody, nobody ever will."""
+        moved = True
+        while moved:
+            moved = False
+            for rank in self.ranks.values():
+                while (action := rank.action()) is not None and self._perform(rank, action):
+                    rank.step += 1
+                    moved = True
+        stuck = [
+            f"rank {r.index}, step {r.step}: {a} waits for {self._wanted(r, a)}"
+            for r in self.ranks.values()
+            if (a := r.action())
+        ]
+        if stuck:
+            raise VerifyError("no rank can move\n  " + "\n  ".join(stuck), where=f"schedule of {self.module.name}")
+        left = [f"{src}{phase}>{dst}: {len(queue)}" for (src, dst, phase), queue in self.channels.items() if queue]
+        if left:
+            raise VerifyError(
+                f"messages were never received: {', '.join(left)}", where=f"schedule of {self.module.name}"
+            )
+        for rank in self.ranks.values():
+            _collect(self.run_found, self.module, rank.store)
+        self._compare_ranks()
+        return self.run_found
+
+    def _compare_ranks(self) -> None:
+        """The ranks of a stage have the same variables in the end."""
+        for stage, ranks in self.members.items():
+            for rank in ranks[1:]:
+                for name in self.ranks[rank].store.slots:
+                    if self.module.vars[name].role == GRAD:
+                        continue
+                    here, there = (self.ranks[r].store.latest(name) for r in (ranks[0], rank))
+                    if not np.array_equal(here, there, equal_nan=True):
+                        raise VerifyError(
+                            f"ranks {ranks[0]} and {rank} of stage {stage} end with different @{name}",
+                            where=self.module.name,
+                        )
+
+    def _perform(self, rank: _Rank, action: Action) -> bool:
+        """Execute one action; False when it has to wait."""
+        where = f"rank {rank.index}, step {rank.step}: {action}"
+        try:
+            match action.kind:
+                case "F" | "B" | "W" | "P" | "N" | "U":
+                    return self._compute(rank, action)
+                case "SF" | "SB" | "SP" | "SN":
+                    self._send(rank, action)
+                case "RF" | "RB" | "RP" | "RN":
+                    return self._receive(rank, action)
+                case "AR":
+                    self._bring(rank, action)
+                case "D":
+                    if rank.values.pop(action.mb, None) is None:
+                        raise VerifyError(f"microbatch {action.mb} holds nothing that could be dropped")
+                case _:
+                    raise VerifyError(f"the interpreter has no meaning for {action.kind}")
+        except VerifyError as error:
+            raise VerifyError(str(error), where=where) from error
+        return True
+
+    def _graph(self, action: Action) -> Graph:
+        graph = self.module.stage_graph(action.stage, action.kind)
+        if graph is None:
+            raise VerifyError(f"there is no graph @s{action.stage}.{action.kind}")
+        return graph
+
+    def _find(self, rank: _Rank, mb: int, name: str) -> Array | None:
+        """A value of a microbatch: held here, fed from outside, or (before messages exist) held by any rank."""
+        fed = {v.name for v in self.module.inputs}
+        places = [rank.values.get(mb, {}), self.feed.get(mb, {}) if name in fed else {}]
+        if not self.wired:
+            places += [other.values.get(mb, {}) for other in self.ranks.values()]
+        return next((place[name] for place in places if name in place), None)
+
+    def _compute(self, rank: _Rank, action: Action) -> bool:
+        graph = self._graph(action)
+        ins = {v.name: self._find(rank, action.holder, v.name) for v in graph.ins}
+        missing = [name for name, x in ins.items() if x is None]
+        if missing and not self.wired:
+            return False
+        if missing:
+            listed = ", ".join("%" + n for n in missing)
+            raise VerifyError(f"@{graph.name} needs {listed} of {_unit(action)}, which this rank does not hold")
+        if action.kind in ("P", "N", "U") and action.mb in rank.waiting and not self._take_sum(rank, action):
+            return False
+        batch = action.batch(self.per_batch)
+        seen = _watching(self.watch, graph, action.mb)
+        if action.kind == "U":
+            results = run_graph(graph, ins, rank.store.at(made=action.version, batch=batch), self.precision, seen)
+            self.run_found.told.setdefault(batch, {}).update(_by_name(graph, results))
+            for name in self.stepped & rank.store.slots.keys():
+                self.run_found.buffers[name] = max(self.run_found.buffers.get(name, 0), rank.store.buffers(name))
+            if self.wired:
+                rank.values.pop(action.holder, None)
+            return True
+        results = run_graph(graph, ins, rank.store.at(action.version, batch=batch), self.precision, seen)
+        if action.kind in VERSIONED:
+            self.run_found.log.append((action.stage, action.mb, action.kind, action.version))
+        kept = rank.values.setdefault(action.holder, {})
+        kept |= {name: x for name, x in ins.items() if x is not None and action.kind == "F"}
+        kept |= _by_name(graph, results)
+        if action.kind == "F":
+            shown = {v.name: kept[v.name] for v in graph.outs if v.name in self.module.outputs}
+            self.run_found.outputs.setdefault(action.mb, {}).update(shown)
+        return True
+
+    def _bring(self, rank: _Rank, action: Action) -> None:
+        """A rank's gradients of a batch go to the sum over the ranks of its stage."""
+        store = rank.store.at(batch=action.mb)
+        brought = self.sums.setdefault((action.stage, action.mb), {})
+        brought[rank.index] = {name: store.take(name) for name in summed_vars(self.module, action.stage)}
+        rank.waiting.add(action.mb)
+
+    def _take_sum(self, rank: _Rank, action: Action) -> bool:
+        """Put the sum of a batch in the place of the rank's own gradients; False while other ranks still add to it."""
+        brought, members = self.sums[action.stage, action.mb], self.members[action.stage]
+        if len(brought) < len(members):
+            return False
+        rank.waiting.remove(action.mb)
+        store = rank.store.at(batch=action.mb)
+        for member in members:
+            for name, part in brought[member].items():
+                store.accumulate(name, part)
+        return True
+
+    def _channel(self, src: int, dst: int, kind: str) -> deque[tuple[int, dict[str, Array]]]:
+        return self.channels.setdefault((src, dst, kind[1]), deque())
+
+    def _values_of(self, src: int, dst: int, phase: str) -> list[str]:
+        names = [v.name for e in self.module.edges if (e.src, e.dst, e.phase) == (src, dst, phase) for v in e.values]
+        if not names:
+            raise VerifyError(f"the module has no edge from stage {src} to stage {dst} in phase {phase}")
+        return names
+
+    def _send(self, rank: _Rank, action: Action) -> None:
+        assert action.peer is not None
+        names = self._values_of(action.stage, self.homes[action.peer], action.kind[1])
+        held = rank.values.get(action.holder, {})
+        missing = [f"%{n}" for n in names if n not in held]
+        if missing:
+            raise VerifyError(f"{', '.join(missing)} of {_unit(action)} should be sent, but this rank does not hold it")
+        self._channel(rank.index, action.peer, action.kind).append((action.mb, {n: held[n] for n in names}))
+
+    def _receive(self, rank: _Rank, action: Action) -> bool:
+        assert action.peer is not None
+        queue = self._channel(action.peer, rank.index, action.kind)
+        if not queue:
+            return False
+        mb, values = queue.popleft()
+        if mb != action.mb:
+            raise VerifyError(
+                f"{_unit(action)} is expected from rank {action.peer}, the next message is of {_unit(action._replace(mb=mb))}"
+            )
+        rank.values.setdefault(action.holder, {}).update(values)
+        return True
+
+    def _wanted(self, rank: _Rank, action: Action) -> str:
+        if action.kind in RECEIVES:
+            return f"a message from rank {action.peer}"
+        if action.mb in rank.waiting and action.kind in ("P", "N", "U"):
+            return f"the gradients of the other ranks of stage {action.stage}"
+        graph = self._graph(action)
+        return (
+            ", ".join(f"%{v.name}" for v in graph.ins if self._find(rank, action.holder, v.name) is None)
+            + f" of {_unit(action)}"
+        )
+
+
+def _unit(action: Action) -> str:
+    return f"{'batch' if action.kind in PER_BATCH else 'microbatch'} {action.mb}"
+
+
+__all__ = [
+    "F64",
+    "NUMPY",
+    "TYPED",
+    "Array",
+    "DictStore",
+    "InterpretedRun",
+    "Variables",
+    "VersionStore",
+    "apply_op",
+    "as_value",
+    "initial_arrays",
+    "microbatches_of",
+    "run_graph",
+    "run_recurrence",
+    "run_schedule",
+]

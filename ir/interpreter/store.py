@@ -1,0 +1,172 @@
+"""Variables while graphs are interpreted: what a graph may ask of a store, and stores with one version or with several.
+
+Invariant of `VersionStore`: version v of a parameter that is updated lives in slot v modulo its number of versions, and nowhere else; a
+read of a version that is not there is an error, never a silent read of another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from penstock.ir.graph import GRAD, Module, Value, Var
+from penstock.ir.types import FLOATS
+from penstock.support.errors import VerifyError
+
+from .ops import TYPED, Array, array_dtype
+
+Arrays = Mapping[str, Array]
+
+
+class Variables(Protocol):
+    """Variables, as one run of a graph sees them: `slot` is mb or latest, a written value becomes the next version."""
+
+    def read(self, var: str, slot: str) -> Array: ...
+    def write(self, var: str, value: Array) -> None: ...
+    def accumulate(self, var: str, value: Array) -> None: ...
+    def take(self, var: str) -> Array: ...
+
+
+class DictStore:
+    """The simplest store: one array per variable, all slots are the same."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.arrays = dict(arrays)
+
+    def read(self, var: str, slot: str) -> Array:
+        if var not in self.arrays:
+            raise VerifyError(f"no value for variable @{var}")
+        return self.arrays[var]
+
+    def write(self, var: str, value: Array) -> None:
+        self.arrays[var] = value
+
+    def accumulate(self, var: str, value: Array) -> None:
+        self.arrays[var] = self.arrays[var] + value if var in self.arrays else value
+
+    def take(self, var: str) -> Array:
+        value = self.read(var, "")
+        self.arrays[var] = np.zeros_like(value)
+        return value
+
+
+def as_value(array: object, value: Value, precision: str = TYPED) -> Array:
+    """`array` as the value's element type; VerifyError when shape or kind of element differ."""
+    found = np.asarray(array)
+    floating = found.dtype.kind == "f" or found.dtype.name == "bfloat16"
+    if found.shape != value.type.shape or floating != (value.type.dtype in FLOATS):
+        raise VerifyError(f"%{value.name} is {value.type}, got an array of {found.dtype}{list(found.shape)}")
+    return found.astype(array_dtype(value.type.dtype, precision), copy=False)
+
+
+# ---------------------------------------------------------------------------------------- versions
+
+
+def initial_arrays(module: Module, weights: Arrays, names: Sequence[str], precision: str) -> dict[str, Array]:
+    """First values of variables: those given, else zeros where the variable says so. One VerifyError lists all that is missing or unfit."""
+    found, problems = {}, []
+    for name in names:
+        var = module.vars[name]
+        value = Value(name, var.type)
+        if var.init == "zeros" and name not in weights:
+            found[name] = np.zeros(var.type.dims, array_dtype(var.type.dtype, precision))
+        elif isinstance(var.init, tuple) and name not in weights:
+            found[name] = np.array(var.init, array_dtype(var.type.dtype, precision)).reshape(var.type.dims)
+        elif name not in weights:
+            problems.append(f"no weights for @{name}")
+        else:
+            try:
+                found[name] = as_value(weights[name], value, precision)
+            except VerifyError as error:
+                problems.append(error.what.replace("%", "@", 1))
+    if problems:
+        raise VerifyError("; ".join(problems), where=f"weights of {module.name}")
+    return found
+
+
+class VersionStore:
+    """Variables of one rank. Version v of a stepped parameter lives in slot v % versions, everything else has one buffer.
+
+    Gradients may have several buffers, too: those of batch t are summed in buffer t % versions. `at(version, made, batch)` fixes what a
+    graph sees: reads of `mb` want `version`, a write makes version `made`; None means newest and newest + 1.
+    """
+
+    def __init__(self, variables: Mapping[str, Var], stepped: set[str], arrays: Arrays, first: int = 0) -> None:
+        self.slots: dict[str, list[Array | None]] = {}
+        self.held: dict[str, list[int | None]] = {}
+        self.newest = dict.fromkeys(stepped & arrays.keys(), first)
+        for name, array in arrays.items():
+            count = variables[name].versions if name in stepped else 1
+            if variables[name].role == GRAD:
+                self.slots[name], self.held[name] = (
+                    [array, *(array.copy() for _ in range(1, variables[name].versions))],
+                    [],
+                )
+                continue
+            self.slots[name], self.held[name] = [None] * count, [None] * count
+            self.slots[name][first % count], self.held[name][first % count] = array, first
+        self._version: int | None = None
+        self._made: int | None = None
+        self._batch = 0
+
+    def put(self, var: str, version: int, array: Array) -> None:
+        """Let a version beside the newest be alive, where there is a slot for it."""
+        at = version % len(self.slots[var])
+        if self.held[var][at] != self.newest[var]:
+            self.slots[var][at], self.held[var][at] = array, version
+
+    def at(self, version: int | None = None, made: int | None = None, batch: int = 0) -> VersionStore:
+        self._version, self._made, self._batch = version, made, batch
+        return self
+
+    def buffers(self, var: str) -> int:
+        """How many buffers of a variable are alive."""
+        return sum(slot is not None for slot in self.slots[var])
+
+    def latest(self, var: str) -> Array:
+        return self._version_of(var, self.newest.get(var, 0))
+
+    def before_latest(self, var: str) -> Array | None:
+        """The version before the newest, while it is alive."""
+        version = self.newest[var] - 1
+        at = version % len(self.slots[var])
+        return self.slots[var][at] if self.held[var][at] == version else None
+
+    def _version_of(self, var: str, version: int) -> Array:
+        if var not in self.slots:
+            raise VerifyError(f"@{var} is not a variable of this rank")
+        slots, held = self.slots[var], self.held[var]
+        at = (version if var in self.newest else self._batch) % len(slots)
+        found = slots[at]
+        if found is None or (var in self.newest and held[at] != version):
+            alive = ", ".join(str(v) for v in sorted(v for v in held if v is not None))
+            raise VerifyError(
+                f"version {version} of @{var} is asked for, its {len(slots)} slots hold {alive or 'nothing'}"
+            )
+        return found
+
+    def read(self, var: str, slot: str) -> Array:
+        newest = self.newest.get(var, 0)
+        if slot == "mb" and self._version is not None:
+            return self._version_of(var, self._version)
+        return self._version_of(var, newest if self._made is None or var not in self.newest else self._made - 1)
+
+    def write(self, var: str, value: Array) -> None:
+        made = 0
+        if var in self.newest:
+            made = self.newest[var] + 1 if self._made is None else self._made
+            if made <= self.newest[var]:
+                raise VerifyError(f"version {made} of @{var} is written, the newest is {self.newest[var]} already")
+            self.newest[var] = made
+        at = made % len(self.slots[var])
+        self.slots[var][at], self.held[var][at] = value, made
+
+    def accumulate(self, var: str, value: Array) -> None:
+        self.slots[var][self._batch % len(self.slots[var])] = self._version_of(var, 0) + value
+
+    def take(self, var: str) -> Array:
+        value = self._version_of(var, 0)
+        self.slots[var][self._batch % len(self.slots[var])] = np.zeros_like(value)
+        return value

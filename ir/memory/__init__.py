@@ -1,0 +1,1 @@
+"""Predicted memory of every rank: blocks, their sizes and when they live."""

@@ -1,0 +1,224 @@
+"""Predicted memory of every rank. In: a module with a schedule. Out: bytes by purpose, and the peak of their sum.
+
+What is counted, per stage:
+    weights      parameters, times the versions kept              gradients, state, buffers    one copy each
+    activations  what the forward graph saves (inputs of the module among it), for each microbatch between its F and its D; where weight
+                 gradients are apart (W), what W takes of it and of B, until W
+    boundary     values that came from other stages or go to them, from their receive or computation until they are consumed or sent;
+                 what is exchanged once per batch, until the update
+    data         batches of the stage's inputs that wait in host memory; not counted for stages on GPUs
+    workspace    temporaries inside one graph (storage.py), and blocks that nobody uses at the moment
+After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W
+nothing: that is the contract with the runtime.
+
+Results and temporaries of compiled graphs come from an allocator that keeps a freed block for the next one of exactly that size. So what it
+holds is, for each size, the most blocks of that size at once; the walk counts them. Memory of received values and of inputs is used again
+in the same way. Receives are posted ahead, and have their memory from then on; on a GPU it is pinned memory of the host, which is not
+counted, until they have come. What is sent stays until the next send of its channel, small messages until there are a few of them. Values
+that share a message (parcels.py) are one block. Known limits: scratch memory inside kernels and rounding to pages need more. The
+interpreter and its libraries are not counted: a worker measures them before it loads its variables. `planned_account` is exact, block by
+block and action by action, but for receives of batches that a program has yet to give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.ir.graph import GRAD, PARAM, STATE, Module, Var, stage_vars, stepped_vars
+from penstock.ir.schedule import COMPUTE, Action, Schedule
+
+from .account import BEFORE, Account, Life, Version
+from .touches import Accesses
+from .walk import Walk, actions_of
+
+BATCHES = 3
+# Batches handed to the workers and not finished yet. Under 2bw the update of a batch needs the one after it; two more keep the pipe full.
+BATCHES_AHEAD = 4
+_PURPOSES = {PARAM: "weights", GRAD: "gradients", STATE: "state"}
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one stage; `peak` is the largest sum at one moment, `in_flight` the most microbatches that hold activations. `workspace` is
+    what is held at that moment beside values of microbatches and variables."""
+
+    stage: int
+    weights: int
+    gradients: int
+    state: int
+    buffers: int
+    activations: int
+    boundary: int
+    data: int
+    workspace: int
+    peak: int
+    in_flight: int
+
+    @property
+    def fixed(self) -> int:
+        return self.weights + self.gradients + self.state + self.buffers
+
+    def at_peak(self) -> dict[str, int]:
+        """What fills the memory at the peak, and adds up to it. Blocks that were given back are kept, so what activations take at most is
+        held then, too; what is left of all blocks beside them and messages counts as workspace."""
+        blocks = self.peak - self.fixed - self.data
+        activations = min(self.activations, blocks)
+        boundary = min(self.boundary, blocks - activations)
+        found = {"weights": self.weights, "gradients": self.gradients, "state": self.state, "buffers": self.buffers}
+        found |= {"activations": activations, "boundary": boundary, "data": self.data}
+        return found | {"workspace": blocks - activations - boundary}
+
+
+def measure_memory(module: Module) -> dict[int, Memory]:
+    """One row per rank. A schedule without drops counts as one that drops after the last computation of a microbatch."""
+    assert module.schedule is not None, "memory needs a schedule"
+    if (known := module.kept.get("memory")) is None:
+        known = module.kept["memory"] = _measured(module, module.schedule)
+    return dict(known)
+
+
+def _measured(module: Module, schedule: Schedule) -> dict[int, Memory]:
+    table = {}
+    for rank, program in schedule.ranks.items():
+        stages = {a.stage for a in (*program.start, *program.batch)}
+        assert len(stages) == 1, f"rank {rank} runs stages {sorted(stages)}, expected one"
+        table[rank] = _stage_memory(module, rank, stages.pop())
+    return table
+
+
+def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
+    assert module.schedule is not None
+    graphs = [g for kind in COMPUTE if (g := module.stage_graph(stage, kind))]
+    fixed = {"weights": 0, "gradients": 0, "state": 0, "buffers": 0}
+    for var in stage_vars(module, stage).values():
+        fixed[purpose_of(var)] += var.type.nbytes * var.versions
+    taken = {v.name for graph in graphs for v in graph.ins}
+    batch = module.schedule.microbatches * sum(v.type.nbytes for v in module.data_inputs if v.name in taken)
+    # One more than are ahead: a batch counts as finished when the loss is known, and stages before that one still work on it.
+    data = 0 if _on_gpu(module, rank) else (BATCHES_AHEAD + 1) * batch
+    walk = Walk(module, stage, posts=not _on_gpu(module, rank))
+    for _ in walk.follow(actions_of(module.schedule, rank, BATCHES)):
+        pass
+    return Memory(
+        stage,
+        **fixed,
+        activations=walk.activations,
+        boundary=walk.boundary,
+        data=data,
+        workspace=walk.workspace,
+        peak=sum(fixed.values()) + data + walk.peak,
+        in_flight=walk.in_flight,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What a rank holds over a run beside variables and data. `held` are, after each action, bytes of values that are saved, of those that
+    pass through, and of blocks that nobody uses then; `lives` are the blocks of values as they come and go."""
+
+    actions: tuple[Action, ...]
+    held: tuple[tuple[int, int, int], ...]
+    lives: tuple[Life, ...]
+
+
+def memory_course(module: Module, rank: int, batches: int) -> Course:
+    """A run of a rank from an empty pipeline to an empty one."""
+    assert module.schedule is not None, "memory needs a schedule"
+    walk = Walk(module, module.rank_stages()[rank], posts=not _on_gpu(module, rank), lives=True)
+    actions, held = [], []
+    for action in walk.follow(actions_of(module.schedule, rank, batches)):
+        saved, passing = walk.now[True], walk.now[False] + walk.coming
+        actions.append(action)
+        held.append((saved, passing, sum(pool.bytes for pool in walk.pools) - saved - passing))
+    return Course(tuple(actions), tuple(held), tuple(walk.finish()))
+
+
+def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Action, int, int]]:
+    """After each action of a run: bytes that live then, and bytes that the process holds (freed blocks of results and
+    messages are kept for the next). With variables and data, as `measure_memory` counts them; temporaries of a graph are held
+    from its first call on, and live during it."""
+    row, course = measure_memory(module)[rank], memory_course(module, rank, batches)
+    always = row.fixed + row.data
+    for action, (saved, passing, free) in zip(course.actions, course.held, strict=True):
+        yield action, always + saved + passing, always + saved + passing + free
+
+
+def planned_account(module: Module, rank: int, runs: Sequence[tuple[int, int]]) -> Account:
+    """What lives in the memory of a rank, block by block. `runs` are first batch and number of batches, of runs from an empty pipeline to
+    an empty one that follow each other, which is what checkpoints make of a training."""
+    assert module.schedule is not None, "memory needs a schedule"
+    stage = module.rank_stages()[rank]
+    walk, actions = Walk(module, stage, posts=not _on_gpu(module, rank), lives=True), list[Action]()
+    for first, batches in runs:
+        actions += walk.follow(actions_of(module.schedule, rank, batches, first))
+    newest = runs[0][0] if runs else 0
+    lives = with_uses(module, stage, newest, actions, [*_variable_lives(module, stage), *walk.finish()])
+    workspace = {kind: tuple(blocks) for kind, blocks in walk.workspaces.items()}
+    return Account(
+        rank, tuple(actions), tuple(lives), tuple(_versions(module, rank, stage, newest, actions)), workspace
+    )
+
+
+def with_uses(module: Module, stage: int, newest: int, actions: Sequence[Action], lives: Sequence[Life]) -> list[Life]:
+    """The same blocks, in the order in which they were taken, with the actions that work with what is in them."""
+    values: dict[tuple[int | None, str], list[int]] = {}
+    buffers: dict[tuple[str, int], list[int]] = {}
+    for step, access in enumerate(Accesses(module, stage, newest).follow(actions)):
+        for name in access.values:
+            values.setdefault((access.owner, name), []).append(step)
+        for buffer in access.buffers:
+            buffers.setdefault(buffer, []).append(step)
+    found = []
+    for life in lives:
+        touched = (
+            buffers.get((life.names[0], life.copy), [])
+            if life.owner is None
+            else [s for n in life.names for s in values.get((life.owner, n), ())]
+        )
+        end = len(actions) if life.given is None else life.given
+        found.append(life._replace(uses=tuple(sorted({s for s in touched if life.taken <= s <= end}))))
+    return sorted(found, key=lambda life: (life.taken, life.names, life.copy, life.owner or 0))
+
+
+def purpose_of(var: Var) -> str:
+    """The column of a variable."""
+    return _PURPOSES.get(var.role, "buffers")
+
+
+def saved_values(module: Module, stage: int) -> frozenset[str]:
+    """The values that a computation saves for a later one: what is in a block with one of them counts as
+    activations, what is in others as boundary."""
+    graphs = (module.stage_graph(stage, kind) for kind in ("F", "B"))
+    return frozenset(v.name for graph in graphs if graph is not None for v in graph.saved)
+
+
+def _variable_lives(module: Module, stage: int) -> Iterator[Life]:
+    for var in stage_vars(module, stage).values():
+        for copy in range(var.versions if var.type.nbytes else 0):
+            yield Life(purpose_of(var), (var.name,), None, var.type.nbytes, BEFORE, None, copy)
+
+
+def _versions(module: Module, rank: int, stage: int, newest: int, actions: Sequence[Action]) -> Iterator[Version]:
+    """Versions of the parameters that updates step: the one that a run begins with, and those that it makes. Batch t reads version t -
+    delay; the last action of that batch that does so retires it."""
+    assert module.schedule is not None
+    per_batch, readers = module.schedule.microbatches, ("F", "B", "W")
+    # As written for batch 1.
+    oldest = min(
+        (a.version for a in module.schedule.ranks[rank].batch if a.kind in readers and a.version is not None), default=1
+    )
+    last = {
+        a.version: i
+        for i, a in enumerate(actions)
+        if a.kind in readers and a.version == a.batch(per_batch) + oldest - 1
+    }
+    made = {a.version: i for i, a in enumerate(actions) if a.kind == "U"}
+    for name in sorted(stepped_vars(module) & stage_vars(module, stage).keys()):
+        for version, written in ((newest, BEFORE), *((v, i) for v, i in made.items() if v is not None)):
+            yield Version(name, version, version % module.vars[name].versions, written, last.get(version))
+
+
+def _on_gpu(module: Module, rank: int) -> bool:
+    place = module.rank_devices()[rank]
+    return module.cluster is not None and any(d.name == place and d.kind == "cuda" for d in module.cluster.devices)

@@ -1,0 +1,73 @@
+"""Which memory each action of a rank reads or writes. In: a scheduled module, a stage, the actions of one of its ranks.
+Out: per action whose values it works with and their names, and buffers of variables: the tensors that the runtime gives to
+the compiled graph, or to the transport."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from penstock.ir.graph import GRAD, Graph, Module, signature, summed_vars
+from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action
+
+
+class Access(NamedTuple):
+    """Values by name, of the microbatch or batch `owner`; variables by name and number of the buffer."""
+
+    owner: int
+    values: frozenset[str]
+    buffers: frozenset[tuple[str, int]]
+
+
+class Accesses:
+    """What the actions of a stage touch. `newest` is the version of parameters before the first of them."""
+
+    def __init__(self, module: Module, stage: int, newest: int = 0) -> None:
+        assert module.schedule is not None
+        self._module, self._newest, self._per_batch, self._homes = (
+            module,
+            newest,
+            module.schedule.microbatches,
+            module.rank_stages(),
+        )
+        self._graphs: Mapping[str, Graph] = {
+            kind: graph for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None
+        }
+        self._values = {
+            kind: frozenset(v.name for v in (*graph.ins, *graph.results)) for kind, graph in self._graphs.items()
+        }
+        self._slots = {kind: signature(graph).slots for kind, graph in self._graphs.items()}
+        self._summed = summed_vars(module, stage)
+        self._moved = {(e.phase, e.src, e.dst): frozenset(v.name for v in e.values) for e in module.edges}
+
+    def follow(self, actions: Iterable[Action]) -> Iterator[Access]:
+        """One for each action, in order."""
+        for action in actions:
+            yield Access(action.holder, self._values_of(action), frozenset(self._buffers_of(action)))
+            if action.kind == "U":
+                self._newest = self._made_by(action)
+
+    def _values_of(self, action: Action) -> frozenset[str]:
+        if action.kind in self._graphs:
+            return self._values[action.kind]
+        if action.kind in (*SENDS, *RECEIVES):
+            assert action.peer is not None
+            ends = (action.stage, self._homes[action.peer])
+            return self._moved[(action.kind[1], *(ends if action.kind in SENDS else ends[::-1]))]
+        return frozenset()
+
+    def _buffers_of(self, action: Action) -> Iterator[tuple[str, int]]:
+        if action.kind == "AR":
+            for name in self._summed:
+                yield name, action.mb % self._module.vars[name].versions
+        for slot in self._slots.get(action.kind, ()):
+            var = self._module.vars[slot.var]
+            if var.role == GRAD:
+                yield slot.var, action.batch(self._per_batch) % var.versions
+            elif slot.slot == "mb" and action.version is not None:
+                yield slot.var, action.version % var.versions
+            else:
+                yield slot.var, (self._made_by(action) if slot.slot == "next" else self._newest) % var.versions
+
+    def _made_by(self, action: Action) -> int:
+        return self._newest + 1 if action.version is None else action.version

@@ -1,0 +1,301 @@
+"""One rank's actions, followed block by block: what memory they take and give back. In: a module, a stage, actions. Out: blocks as they
+come and go (lives.py), and sums and peaks of them for memory.py, which says what is counted.
+
+The rules are those of the runtime, said a second time: a microbatch holds a value until no later action of it on this
+rank takes it; a message has its memory from when its receive is posted until the last value in it is let go of; what a
+send hands over stays until the peer has it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from penstock.ir.graph import Graph, Module, Value
+from penstock.ir.messages import parcels
+from penstock.ir.schedule import COMPUTE, PER_BATCH, PHASES, RECEIVES, Action, Schedule
+
+from .account import BEFORE, Life
+from .workspace import planned_blocks
+
+# The runtime posts the receives among the next so many actions (a batch action with its sends, receives and drop is at most five of them),
+# and at most so many of one channel: one that arrives while its predecessor is worked on, one to follow.
+LOOK_AHEAD = 10
+POSTED = 2
+# Sends of a channel that may be noticed to have arrived together, in messages and in bytes (runtime/transport/senders.py).
+SENDS_TOGETHER, BYTES_TOGETHER = 8, 1 << 20
+
+
+def actions_of(schedule: Schedule, rank: int, batches: int, first: int = 0) -> list[Action]:
+    """What a rank does in a run. Where a schedule has no drops yet, each microbatch is dropped after its last action."""
+    actions = list(schedule.expand(rank, batches, first))
+    if any(action.kind == "D" for action in actions):
+        return actions
+    last = {action.mb: i for i, action in enumerate(actions) if action.kind not in PER_BATCH}
+    ends = set(last.values())
+    return [b for i, a in enumerate(actions) for b in ((a, Action("D", a.stage, a.mb)) if i in ends else (a,))]
+
+
+class BlockPool:
+    """Blocks by size: those in use, and how many there were at most, which is how many there are."""
+
+    def __init__(self) -> None:
+        self.used: Counter[int] = Counter()
+        self.most: Counter[int] = Counter()
+        self.bytes = 0
+
+    def change(self, size: int, sign: int) -> None:
+        """Take a block (1), or give it back (-1)."""
+        self.used[size] = used = self.used[size] + sign
+        if sign > 0 and used > self.most[size]:
+            self.most[size] = used
+            self.bytes += size
+
+
+# A value that has memory: name, bytes, where they are from, and whether it is saved.
+_Stored = tuple[str, int, BlockPool, bool]
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """Memory with values in it: `names` are those that have ever been there, `held` how many still are."""
+
+    nbytes: int
+    pool: BlockPool
+    names: tuple[str, ...]
+    taken: int
+    held: int = 0
+    saved: bool = False
+
+
+@dataclass(slots=True)
+class _Line:
+    """What was sent over a channel and is still held: `leaving` until the next send, `waiting` until there
+    are enough, of so many sends and bytes."""
+
+    leaving: list[tuple[BlockPool, int]] = field(default_factory=list)
+    waiting: list[tuple[BlockPool, int]] = field(default_factory=list)
+    sends: int = 0
+    nbytes: int = 0
+
+
+class Walk:
+    """Follows one rank's program. `now` are the bytes of values that are saved (True), and of those that are passing through; `coming`
+    those of messages that may come before their action. With `lives`, blocks are written down when they are given back."""
+
+    def __init__(self, module: Module, stage: int, *, posts: bool = True, lives: bool = False) -> None:
+        self.graphs: dict[str, Graph] = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
+        self.homes = module.rank_stages()
+        self.workspaces = {kind: planned_blocks(graph) for kind, graph in self.graphs.items()}
+        self.edges = {(e.phase, e.src, e.dst): e.values for e in module.edges}
+        self.parcels = {key: parcels(values) for key, values in self.edges.items()}
+        self.saved = {v.name for kind in ("F", "B") if kind in self.graphs for v in self.graphs[kind].saved}
+        # What stays after each computation, beside what is to be sent: what the later ones take.
+        for_weights = {v.name for v in self.graphs["W"].ins} if "W" in self.graphs else set()
+        self.kept = {
+            "F": {v.name for v in self.graphs["F"].saved} if "F" in self.graphs else set(),
+            "B": for_weights,
+            "W": set[str](),
+        }
+        self.sent = {
+            kind: {v.name for e in module.edges if (e.src, e.phase) == (stage, kind) for v in e.values}
+            for kind in PHASES
+        }
+        self._needed = {kind: kept | self.sent.get(kind, set()) for kind, kept in self.kept.items()}
+        self.targets = {kind: sum((e.src, e.phase) == (stage, kind) for e in module.edges) for kind in PHASES}
+        self.held: dict[int, dict[str, _Block]] = {}
+        self.now = {True: 0, False: 0}
+        # Memory of results and temporaries, of inputs of the module, and of messages; and which of
+        # these a value that was not received is in.
+        self.made, self.fed, self.messages = BlockPool(), BlockPool(), BlockPool()
+        self.pools = (self.made, self.fed, self.messages)
+        self._inputs = {v.name for v in module.inputs}
+        # What a graph takes (True) and hands back: every call asks.
+        self._stored = {
+            (kind, takes): [*self._with_memory(g.ins if takes else g.results)]
+            for kind, g in self.graphs.items()
+            for takes in (True, False)
+        }
+        self._posts, self._sends = posts, Counter[tuple[str, int]]()
+        self._posted: dict[tuple[str, int], dict[int, list[_Block]]] = {}
+        self._expected: dict[tuple[str, int], deque[Action]] = {}
+        self._lingering: dict[tuple[str, int], _Line] = {}
+        self.lives: list[Life] | None = [] if lives else None
+        self.step = BEFORE
+        self.coming = self.activations = self.boundary = self.workspace = self.peak = self.in_flight = 0
+
+    def follow(self, actions: Iterable[Action]) -> Iterator[Action]:
+        """Run through what a rank does from an empty pipeline to an empty one; each action is handed out when it is done."""
+        actions = list(actions)
+        ahead = 0
+        for i, action in enumerate(actions):
+            self.step += 1
+            for later in actions[max(i, ahead) : i + 1 + LOOK_AHEAD]:
+                if later.kind in RECEIVES:
+                    self._expect(later)
+            ahead = i + 1 + LOOK_AHEAD
+            self._do(action)
+            self.activations = max(self.activations, self.now[True])
+            self.boundary = max(self.boundary, self.now[False] + self.coming)
+            self.in_flight = max(self.in_flight, sum(mb >= 0 for mb in self.held))
+            self._note()
+            yield action
+        self._flush()
+
+    def _do(self, action: Action) -> None:
+        kind, mb = action.kind, action.mb
+        if kind in RECEIVES:
+            self._receive(action)
+        elif kind in ("F", "B", "W"):
+            self._hold(mb, self._stored[kind, True])
+            self._hold(mb, self._stored[kind, False])
+            self._call(kind)
+            self._keep(mb, self._needed[kind])
+        elif kind in ("SF", "SB"):
+            phase = kind[1]
+            self._sends[phase, mb] += 1
+            if self._sends[phase, mb] == self.targets[phase]:
+                del self._sends[phase, mb]
+                self._keep(mb, self.kept[phase])
+            self._linger(action)
+        elif kind == "D":
+            self._keep(mb, set())
+        elif kind in ("P", "N"):
+            self._hold(action.holder, self._stored[kind, False])
+            self._call(kind)
+        elif kind == "U":
+            self._call("U")
+            self._keep(action.holder, set())
+
+    # ---------------------------------------------------------------------------------------- messages
+
+    def _edge(self, action: Action) -> tuple[str, int, int]:
+        assert action.peer is not None
+        peer = self.homes[action.peer]
+        return (action.kind[1], peer, action.stage) if action.kind in RECEIVES else (action.kind[1], action.stage, peer)
+
+    def _expect(self, action: Action) -> None:
+        """A receive that lies ahead: it has memory from now on, or as soon as its channel has room."""
+        assert action.peer is not None
+        channel = (action.kind, action.peer)
+        waiting = self._expected.setdefault(channel, deque())
+        if waiting or len(self._posted.setdefault(channel, {})) >= POSTED:
+            waiting.append(action)
+        else:
+            self._post(action)
+
+    def _post(self, action: Action) -> None:
+        assert action.peer is not None
+        self._posted[action.kind, action.peer][action.mb] = blocks = self._messages(action) if self._posts else []
+        for block in blocks:
+            self.coming += block.nbytes
+
+    def _messages(self, action: Action) -> list[_Block]:
+        """Memory for what a receive brings."""
+        key = self._edge(action)
+        values, blocks = self.edges[key], []
+        for parcel in self.parcels[key]:
+            names = tuple(sorted(values[i].name for i in parcel.numbers))
+            block = _Block(parcel.nbytes, self.messages, names, self.step, saved=not self.saved.isdisjoint(names))
+            block.pool.change(block.nbytes, 1)
+            blocks.append(block)
+        return blocks
+
+    def _receive(self, action: Action) -> None:
+        """Memory of a message is that of values of its microbatch from now on."""
+        assert action.peer is not None
+        channel = (action.kind, action.peer)
+        posted = self._posted.setdefault(channel, {})
+        blocks = posted.pop(action.mb, None)
+        for block in blocks or ():
+            self.coming -= block.nbytes
+        waiting = self._expected.get(channel)
+        if blocks is None and waiting and action in waiting:
+            waiting.remove(action)
+        held = self.held.setdefault(action.holder, {})
+        for block in blocks or self._messages(action):
+            self.now[block.saved] += block.nbytes
+            for name in block.names:
+                held[name] = block
+                block.held += 1
+        if waiting:
+            self._post(waiting.popleft())
+
+    def _linger(self, action: Action) -> None:
+        """What was sent stays until somebody notices that the peer has it: small messages until there are a few of a channel, and those
+        until the next send of it, say. What is saved stays anyway; values that share a message were copied into it."""
+        assert action.peer is not None
+        line = self._lingering.setdefault((action.kind, action.peer), _Line())
+        for pool, size in line.leaving:
+            pool.change(size, -1)
+        line.leaving = []
+        key = self._edge(action)
+        values = self.edges[key]
+        for parcel in self.parcels[key]:
+            pool = self.messages if len(parcel.numbers) > 1 else self.made
+            if pool is self.messages or values[parcel.numbers[0]].name not in self.saved:
+                pool.change(parcel.nbytes, 1)
+                line.waiting.append((pool, parcel.nbytes))
+            line.nbytes += parcel.nbytes
+        line.sends += 1
+        if line.sends >= SENDS_TOGETHER or line.nbytes >= BYTES_TOGETHER:
+            line.leaving, line.waiting, line.sends, line.nbytes = line.waiting, [], 0, 0
+
+    def _flush(self) -> None:
+        """At the end of a run everything has arrived."""
+        for line in self._lingering.values():
+            for pool, size in (*line.leaving, *line.waiting):
+                pool.change(size, -1)
+        self._lingering.clear()
+
+    # ---------------------------------------------------------------------------------------- values
+
+    def _call(self, kind: str) -> None:
+        """One call of a graph: its temporaries come and go."""
+        for sign in (1, -1):
+            for size in self.workspaces[kind]:
+                self.made.change(size, sign)
+        self._note()
+
+    def _note(self) -> None:
+        total = sum(pool.bytes for pool in self.pools)
+        if total > self.peak:
+            self.peak, self.workspace = total, total - sum(self.now.values()) - self.coming
+
+    def _with_memory(self, values: Iterable[Value]) -> Iterator[_Stored]:
+        for value in values:
+            if size := value.type.nbytes:
+                yield value.name, size, self.fed if value.name in self._inputs else self.made, value.name in self.saved
+
+    def _hold(self, mb: int, values: Iterable[_Stored]) -> None:
+        held = self.held.setdefault(mb, {})
+        for name, size, pool, saved in values:
+            if name not in held:
+                held[name] = _Block(size, pool, (name,), self.step, 1, saved)
+                self.now[saved] += size
+                pool.change(size, 1)
+
+    def _keep(self, mb: int, names: set[str]) -> None:
+        held = self.held.get(mb, {})
+        for name in [n for n in held if n not in names]:
+            block = held.pop(name)
+            block.held -= 1
+            if not block.held:
+                self.now[block.saved] -= block.nbytes
+                block.pool.change(block.nbytes, -1)
+                if self.lives is not None:
+                    self.lives.append(Life(_purpose(block), block.names, mb, block.nbytes, block.taken, self.step))
+        if not held:
+            self.held.pop(mb, None)
+
+    def finish(self) -> list[Life]:
+        """All blocks of the walk, with those that are still held."""
+        assert self.lives is not None
+        rest = {id(block): (mb, block) for mb, held in self.held.items() for block in held.values()}
+        left = [Life(_purpose(block), block.names, mb, block.nbytes, block.taken, None) for mb, block in rest.values()]
+        return [*self.lives, *left]
+
+
+def _purpose(block: _Block) -> str:
+    return "activations" if block.saved else "boundary"

@@ -1,0 +1,138 @@
+"""The blocks of memory that one call of a compiled graph takes for its temporaries. In: a graph, fused or not. Out: their sizes in bytes.
+
+Values live from the kernel that makes them to the last one that reads them; inside a kernel, and for operations computed where they are
+read, nothing is stored. Kernels run in the order the back end runs them in: as early as the last of their operations allows. Variables,
+inputs and results have memory elsewhere. A block is used again for a later value of the same element type: the smallest free one that is
+large enough and at most FAR times too large, else the largest smaller one, which grows. That is what TVM's planner does
+(StaticPlanBlockMemory), and blocks are held until the call ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.ir.graph import Graph, Op
+
+FAR = 16
+# How names of kernels begin that are computed where they are read.
+INLINE = "inline"
+
+
+def is_inline(op: Op) -> bool:
+    """Whether the result of an operation is computed where it is read, and never stored."""
+    return str(op.attrs.get("kernel", "")).startswith(INLINE)
+
+
+@dataclass(slots=True)
+class _Block:
+    bytes: int
+
+
+def planned_blocks(graph: Graph) -> list[int]:
+    """Bytes of every block. Values go by their names, which are single in a graph. The verifier, the plan and
+    reports all ask: a graph is planned once."""
+    return list(graph.keep("blocks", _planned))
+
+
+def _planned(graph: Graph) -> list[int]:
+    kernels, makers = _kernels(graph)
+    taken = (v for op in graph.ops if op.kind in ("read", "take") for v in op.outs)
+    outside = {v.name for values in (graph.ins, graph.results, taken) for v in values}
+    reads = [_reads(kernel, makers) for kernel in kernels]
+    order = _order(graph, kernels, reads)
+    last = {name: i for i, k in enumerate(order) for name in reads[k]}
+    free: dict[str, list[_Block]] = {}
+    home: dict[str, tuple[_Block, str]] = {}
+    blocks: list[_Block] = []
+    for i, k in enumerate(order):
+        for op in kernels[k]:
+            for value in op.outs:
+                if value.name not in outside and last.get(value.name, -1) > i:
+                    dtype, size = value.type.dtype, value.type.nbytes
+                    home[value.name] = _reused(free.setdefault(dtype, []), size) or _added(blocks, size), dtype
+        for name in reads[k]:
+            if name in home and last[name] == i:
+                block, dtype = home.pop(name)
+                spare = free[dtype]
+                spare.insert(bisect_left(spare, block.bytes, key=lambda b: b.bytes), block)
+    return [block.bytes for block in blocks]
+
+
+def _added(blocks: list[_Block], size: int) -> _Block:
+    blocks.append(_Block(size))
+    return blocks[-1]
+
+
+def _reused(spare: list[_Block], size: int) -> _Block | None:
+    at = bisect_left(spare, size, key=lambda b: b.bytes)
+    if at < len(spare) and spare[at].bytes <= size * FAR:
+        return spare.pop(at)
+    if at and spare[at - 1].bytes >= size // FAR:
+        block = spare.pop(at - 1)
+        block.bytes = size
+        return block
+    return None
+
+
+def _kernels(graph: Graph) -> tuple[list[list[Op]], dict[str, Op]]:
+    """Operations by kernel, and the makers of values that are computed where they are read."""
+    results = {v.name for v in graph.results}
+    inline: dict[str, Op] = {}
+    members: dict[object, list[Op]] = {}
+    for i, op in enumerate(graph.ops):
+        if op.kind == "read":
+            continue
+        kernel = op.attrs.get("kernel")
+        scalar = op.kind == "const" and not isinstance(op.attrs["value"], tuple)
+        apart = scalar or op.kind == "iota" or is_inline(op)
+        if apart and op.outs and op.outs[0].name not in results:
+            inline[op.outs[0].name] = op
+        elif op.kind != "const":
+            members.setdefault(kernel if kernel is not None else i, []).append(op)
+    return list(members.values()), inline
+
+
+def _reads(kernel: Sequence[Op], inline: dict[str, Op]) -> dict[str, None]:
+    """What a kernel loads from memory, looking through what is computed where it is read."""
+    own = {v.name for op in kernel for v in op.outs}
+    found: dict[str, None] = {}
+    seen: set[str] = set()
+    waiting = [v.name for op in kernel for v in op.ins]
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name in own:
+            continue
+        seen.add(name)
+        if name in inline:
+            waiting += [v.name for v in inline[name].ins]
+        else:
+            found[name] = None
+    return found
+
+
+def _order(graph: Graph, kernels: Sequence[Sequence[Op]], reads: Sequence[Mapping[str, None]]) -> list[int]:
+    """Kernels in the order they run."""
+    position = {id(op): i for i, op in enumerate(graph.ops)}
+    maker = {v.name: k for k, kernel in enumerate(kernels) for op in kernel for v in op.outs}
+    needs = [{maker[name] for name in read if name in maker} - {k} for k, read in enumerate(reads)]
+    users: list[list[int]] = [[] for _ in kernels]
+    for k, sources in enumerate(needs):
+        for source in sources:
+            users[source].append(k)
+    return list(_ready(needs, users, [(position[id(kernel[-1])], position[id(kernel[0])]) for kernel in kernels]))
+
+
+def _ready(needs: Sequence[set[int]], users: Sequence[Sequence[int]], keys: Sequence[tuple[int, int]]) -> Iterator[int]:
+    waiting = [len(sources) for sources in needs]
+    ready = [(keys[k], k) for k, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    while ready:
+        _, k = heapq.heappop(ready)
+        yield k
+        for user in users[k]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, (keys[user], user))

@@ -1,0 +1,43 @@
+"""What inputs and outputs are called by those who feed a module and read its results: as in the model it came from, or as in the IR.
+
+In: our names of the inputs (or outputs), and the source's for those that had to be spelled otherwise. Out: tables from one to the other.
+The source's names go before ours where one string is both; a name that the source has twice among them means none of them, and ours stand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from penstock.support.errors import UsageError
+
+
+def shown(names: Iterable[str], renamed: Mapping[str, str]) -> dict[str, str]:
+    """Our names -> what to call each outside; no two are called the same."""
+    table = {name: renamed.get(name, name) for name in names}
+    times = Counter(table.values())
+    table = {ours: theirs if times[theirs] == 1 else ours for ours, theirs in table.items()}
+    return table if len(set(table.values())) == len(table) else {name: name for name in table}
+
+
+def accepted(names: Iterable[str], renamed: Mapping[str, str]) -> dict[str, str]:
+    """All that one of the names may be called -> our name."""
+    outside = shown(names, renamed)
+    return {name: name for name in outside} | {theirs: ours for ours, theirs in outside.items()}
+
+
+def by_our_names(
+    given: Mapping[str, Any], names: Iterable[str], renamed: Mapping[str, str], where: str
+) -> dict[str, Any]:
+    """What a caller gives, by our names; names that mean nothing stay, for whoever knows what to say of them."""
+    if not isinstance(given, Mapping):
+        raise UsageError(f"expected a dict of arrays by the names of inputs, got {type(given).__name__}", where=where)
+    table = accepted(names, renamed)
+    found: dict[str, Any] = {}
+    for name, one in given.items():
+        ours = table.get(name, str(name))
+        if ours in found:
+            raise UsageError(f"input {ours} is given twice, as {name} and by its other name", where=where)
+        found[ours] = one
+    return found

@@ -1,0 +1,1 @@
+"""Optimisers, learning rates and groups of parameters, as data."""

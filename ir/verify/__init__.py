@@ -1,0 +1,1 @@
+"""The static verifier: one checker for each fact about a module."""

@@ -1,0 +1,174 @@
+"""Checker of the fact wired: what travels between ranks. In: a module with edges and a schedule with sends and receives.
+
+Edges carry exactly what the graphs of one stage take from those of another. On every rank a computation runs after all its receives and
+before all its sends. Every message is sent once and received once, in the same order on both sides of a channel; the ranks of a stage
+sum up gradients in the same order; and nobody waits for ever, when sends are buffered and receives wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from penstock.ir.graph import Module, Value
+from penstock.ir.grid import message_rules
+from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, TAKERS, Action
+
+from .problems import Problem
+from .schedules import ConcreteRun, FirstOfEach, check_progress, over_runs, sources, taking
+
+
+def check_wired(module: Module) -> Iterator[Problem]:
+    schedule = module.schedule
+    if schedule is None:
+        yield Problem("schedule", "there is none")
+        return
+    found = list(_check_edges(module))
+    yield from found
+    if found:
+        return
+    yield from over_runs(module, _check_messages)
+
+
+def _check_edges(module: Module) -> Iterator[Problem]:
+    expected = sources(module)
+    edges = {(e.src, e.dst, e.phase): e for e in module.edges}
+    if len(edges) != len(module.edges):
+        yield Problem("edges", "two edges have the same source, destination and phase")
+    for key, values in expected.items():
+        place = f"edge {key[0]}>{key[1]} {key[2]}"
+        if key not in edges:
+            taker = taking(module, key[1], key[2], values)[0]
+            yield Problem(
+                place, f"there is none, but @s{key[1]}.{taker} takes {_values(values)} from @s{key[0]}.{key[2]}"
+            )
+        elif list(edges[key].values) != values:
+            yield Problem(place, f"carries {_values(edges[key].values)}, expected {_values(values)}")
+    for key, edge in edges.items():
+        if key not in expected:
+            taker = " or ".join(f"@s{key[1]}.{kind}" for kind in TAKERS[key[2]])
+            yield Problem(
+                f"edge {key[0]}>{key[1]} {key[2]}", f"carries {_values(edge.values)}, which {taker} does not take"
+            )
+
+
+def _values(values: Iterable[Value]) -> str:
+    return ", ".join(map(repr, values)) or "nothing"
+
+
+def _check_messages(module: Module, run: ConcreteRun) -> Iterator[Problem]:
+    into: dict[tuple[int, str], list[tuple[int, str]]] = {}
+    out: dict[tuple[int, str], list[int]] = {}
+    for edge in module.edges:
+        for kind in taking(module, edge.dst, edge.phase, edge.values):
+            into.setdefault((edge.dst, kind), []).append((edge.src, edge.phase))
+        out.setdefault((edge.src, edge.phase), []).append(edge.dst)
+    for rank, actions in run.programs.items():
+        yield from _check_ends(run, rank, actions, into, out)
+    yield from _check_channels(run)
+    yield from _check_sums(run)
+    yield from check_progress(run, message_rules(run.schedule))
+
+
+def _check_ends(
+    run: ConcreteRun,
+    rank: int,
+    actions: list[Action],
+    into: Mapping[tuple[int, str], list[tuple[int, str]]],
+    out: Mapping[tuple[int, str], list[int]],
+) -> Iterator[Problem]:
+    """On one rank: all that a computation takes has come before it, and all that it makes is sent after it, each exactly once. The peer of
+    a message is a rank, what it is of the stage: any rank of it will do, as the channels show that it has it."""
+    arriving = {(stage, phase, peer) for (stage, _), sources in into.items() for peer, phase in sources}
+    homes, members = run.schedule.homes(), run.schedule.members()
+    done: dict[tuple[str, int, int, int | None], int] = {}
+    problem = FirstOfEach(run, rank)
+
+    for step, a in enumerate(actions):
+        key = (a.kind, a.stage, a.mb, a.peer)
+        if a.kind in (*SENDS, *RECEIVES):
+            phase = a.kind[1]
+            if key in done:
+                yield from problem("twice", step, f"was already done at step {done[key]}")
+            other = homes.get(a.peer) if a.peer is not None else None
+            known = other in out.get((a.stage, phase), ()) if a.kind in SENDS else (a.stage, phase, other) in arriving
+            if not known:
+                there = f"the stage of rank {a.peer}" if other != a.peer else str(other)
+                yield from problem(
+                    "edge", step, f"there is no {phase} edge between stages {a.stage} and {there} in that direction"
+                )
+            if a.kind in SENDS and (phase, a.stage, a.mb, None) not in done:
+                yield from problem("early", step, f"sends what {a.stage}{phase}{a.mb} has not computed yet")
+        elif a.kind in COMPUTE:
+            for source, phase in into.get((a.stage, a.kind), ()):
+                peers = members[source]
+                if not any((f"R{phase}", a.stage, a.mb, peer) in done for peer in peers):
+                    ends = "|".join(map(str, peers))
+                    yield from problem(
+                        "late",
+                        step,
+                        f"runs before its inputs from stage {source} have arrived ({a.stage}R{phase}{a.mb}<{ends})",
+                    )
+        done.setdefault(key, step)
+    for (kind, stage, mb, _), step in done.items():
+        # What is handed out once per batch is sent by one of the ranks of a stage; the receiver says whether it is missing.
+        each = kind in ("F", "B") or len(members[stage]) == 1
+        for target in out.get((stage, kind), ()) if each else ():
+            peers = members[target]
+            if not any((f"S{kind}", stage, mb, peer) in done for peer in peers):
+                ends = "|".join(map(str, peers))
+                yield from problem(
+                    "unsent", step, f"its results are never sent to stage {target} ({stage}S{kind}{mb}>{ends})"
+                )
+
+
+def _check_channels(run: ConcreteRun) -> Iterator[Problem]:
+    """Between two ranks messages of one phase arrive in the order in which they are sent, and each one is sent and received once."""
+    sent: dict[tuple[int, int, str], list[tuple[str, int, int, int]]] = {}
+    received: dict[tuple[int, int, str], list[tuple[str, int, int, int]]] = {}
+    for rank, actions in run.programs.items():
+        for step, a in enumerate(actions):
+            if a.peer is not None and a.kind in SENDS:
+                sent.setdefault((rank, a.peer, a.kind[1]), []).append((a.kind[1], a.mb, rank, step))
+            elif a.peer is not None and a.kind in RECEIVES:
+                received.setdefault((a.peer, rank, a.kind[1]), []).append((a.kind[1], a.mb, rank, step))
+    for channel in sorted({*sent, *received}):
+        left, right = sent.get(channel, []), received.get(channel, [])
+        there, here = {x[:2] for x in left}, {x[:2] for x in right}
+        lost = next((x for x in left if x[:2] not in here), None)
+        awaited = next((x for x in right if x[:2] not in there), None)
+        if lost is not None:
+            yield run.problem(*lost[2:], f"rank {channel[1]} never receives this message")
+        if awaited is not None:
+            yield run.problem(*awaited[2:], f"rank {channel[0]} never sends this message")
+        if lost is None and awaited is None:
+            for x, y in zip(left, right, strict=False):
+                if x[:2] != y[:2]:
+                    what = f"receives {y[0]}{y[1]} where {run.place(*x[2:])} sends {x[0]}{x[1]}; the order on a channel must be the same"
+                    yield run.problem(*y[2:], what)
+                    break
+
+
+def _check_sums(run: ConcreteRun) -> Iterator[Problem]:
+    """The ranks of a stage sum up the gradients of the same batches in the same order."""
+    orders: dict[int, dict[int, list[tuple[int, int]]]] = {}
+    for rank, actions in run.programs.items():
+        for step, a in enumerate(actions):
+            if a.kind == "AR":
+                orders.setdefault(a.stage, {}).setdefault(rank, []).append((a.mb, step))
+    for stage, found in orders.items():
+        members = run.schedule.members()[stage]
+        leader, order = members[0], found.get(members[0], [])
+        for rank in members[1:]:
+            other = found.get(rank, [])
+            if [x[0] for x in other] == [x[0] for x in order]:
+                continue
+            what = (
+                f"ranks {', '.join(map(str, members))} sum in different orders: rank {leader} {[x[0] for x in order]}, rank {rank} "
+                f"{[x[0] for x in other]}"
+            )
+            at = next(
+                (i for i, (x, y) in enumerate(zip(order, other, strict=False)) if x[0] != y[0]),
+                min(len(order), len(other)),
+            )
+            longer, listed = (leader, order) if len(order) > at else (rank, other)
+            yield run.problem(longer, listed[at][1], what)

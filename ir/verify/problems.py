@@ -1,0 +1,71 @@
+"""What a checker reports, and how a list of it becomes one error: place, finding and expectation, lines around it, what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.ir.graph import Graph
+from penstock.ir.schedule import Action
+from penstock.support.errors import DoesNotFit, VerifyError
+
+LIMIT = 20
+AROUND = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`where` names file, graph and op, or rank, step and action; `what` says found and expected; `excerpt` shows the lines around."""
+
+    where: str
+    what: str
+    excerpt: str = ""
+    hint: str = ""
+    # The module is right, but a device is too small for it.
+    memory: bool = False
+
+    def __str__(self) -> str:
+        parts = (
+            [f"{self.where}: {self.what}"]
+            + ([self.excerpt] if self.excerpt else [])
+            + ([f"  hint: {self.hint}"] if self.hint else [])
+        )
+        return "\n".join(parts)
+
+
+def to_error(name: str, problems: Sequence[Problem]) -> VerifyError | DoesNotFit:
+    """One error for all problems of module `name`: DoesNotFit when memory is all there is against it."""
+    kind = DoesNotFit if all(problem.memory for problem in problems) else VerifyError
+    if len(problems) == 1:
+        (only,) = problems
+        return kind(
+            only.what + (f"\n{only.excerpt}" if only.excerpt else ""), where=f"@{name} {only.where}", hint=only.hint
+        )
+    more = " (the first ones)" if len(problems) == LIMIT else ""
+    listed = "\n".join(f"{i}. {problem}" for i, problem in enumerate(problems, 1))
+    return kind(f"{len(problems)} problems{more}\n{listed}", where=f"@{name}")
+
+
+def window(lines: Iterable[str], at: int) -> str:
+    """The lines around number `at`, that one marked. Only those lines are looked at for long, so big graphs cost nothing."""
+    found = []
+    for i, line in enumerate(lines):
+        if i > at + AROUND:
+            break
+        if i >= at - AROUND:
+            found.append(f"  {'>' if i == at else ' '} {i:5d} | {line}")
+    return "\n".join(found)
+
+
+def op_window(graph: Graph, at: int) -> str:
+    """Operation `at` of a graph and its neighbours, as text."""
+    from penstock.ir.text import print_op
+
+    first = max(0, at - AROUND)
+    lines = [print_op(op).strip() for op in graph.ops[first : at + AROUND + 1]]
+    return "\n".join(f"  {'>' if first + i == at else ' '} {first + i:5d} | {line}" for i, line in enumerate(lines))
+
+
+def step_window(actions: Sequence[Action], at: int) -> str:
+    """Step `at` of a rank's program and its neighbours."""
+    return window(map(str, actions), at)

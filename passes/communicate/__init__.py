@@ -1,0 +1,1 @@
+"""Passes that say what travels between stages, and in which precision."""

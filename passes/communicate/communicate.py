@@ -1,0 +1,121 @@
+"""communicate: move values between stages. In: a scheduled module of stage graphs. Out: the same with edges and SF, RF, SB, RB actions.
+
+A graph input comes from one of three places: it is an input of the module (fed to every rank that takes it), another graph of the
+same stage made it, or a graph of another stage returns it, by name: of the same kind in forward and backward, P or N for what is
+exchanged once per batch. The third is what travels: one Edge per (source, destination, phase) carries all such values in the order
+in which the source returns them, so a value that skips stages goes straight from its producer, once per destination. Anything else
+is an error that lists every such input.
+
+Each send stands right after the computation that makes its values, each receive right before the first one that takes them; several of them
+in the order of the peer's number. Both ends run the microbatches of one phase in the same order, so the order on a channel is the same on
+both. Where stages lie on several ranks, a microbatch goes to the rank that runs it (ir/schedule.py, Routes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.ir.graph import Edge, Graph, Module, Value
+from penstock.ir.schedule import PHASES, TAKERS, Action, Routes
+from penstock.ir.verify.schedules import taking
+from penstock.support.errors import UsageError, VerifyError
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicateOptions:
+    """None yet."""
+
+
+def find_edges(module: Module) -> tuple[Edge, ...]:
+    """What has to travel, sorted by phase, source and destination; VerifyError lists every input that nobody provides."""
+    problems: list[str] = []
+    edges: list[Edge] = []
+    for phase in PHASES:
+        graphs = {s.index: g for s in module.stages if (g := module.stage_graph(s.index, phase))}
+        makers = _makers(graphs, problems)
+        wanted: dict[tuple[int, int], set[str]] = {}
+        takers = [
+            (s.index, g) for s in module.stages for kind in TAKERS[phase] if (g := module.stage_graph(s.index, kind))
+        ]
+        for stage, graph in takers:
+            for value in graph.ins:
+                if _is_local(module, stage, phase, value):
+                    continue
+                source = makers.get(value.name)
+                if source is None and phase not in ("F", "B"):
+                    continue  # another phase hands it out
+                if source == stage and phase not in ("F", "B"):
+                    continue
+                if source is None or source == stage:
+                    problems.append(
+                        f"@{graph.name} takes {value}, which is no input of the module, {_elsewhere(stage, phase)}"
+                    )
+                    continue
+                sent = next(v for v in graphs[source].outs if v.name == value.name)
+                if sent.type != value.type:
+                    problems.append(f"@{graph.name} takes {value}, but @{graphs[source].name} returns {sent}")
+                wanted.setdefault((source, stage), set()).add(value.name)
+        for (src, dst), names in sorted(wanted.items()):
+            edges.append(Edge(src, dst, phase, tuple(v for v in graphs[src].outs if v.name in names)))
+    if problems:
+        raise VerifyError("\n  ".join(problems), where=f"communicate @{module.name}")
+    return tuple(edges)
+
+
+def _makers(graphs: dict[int, Graph], problems: list[str]) -> dict[str, int]:
+    makers: dict[str, int] = {}
+    for stage, graph in graphs.items():
+        for value in graph.outs:
+            if makers.setdefault(value.name, stage) != stage:
+                problems.append(
+                    f"%{value.name} is returned by both @{graphs[makers[value.name]].name} and @{graph.name}, expected one maker"
+                )
+    return makers
+
+
+def _is_local(module: Module, stage: int, phase: str, value: Value) -> bool:
+    """Whether the rank has the value without asking another one."""
+    if any(v.name == value.name for v in module.inputs):
+        return True
+    forward = module.stage_graph(stage, "F")
+    return phase == "B" and forward is not None and any(v.name == value.name for v in forward.saved)
+
+
+def _elsewhere(stage: int, phase: str) -> str:
+    if phase == "B":
+        return f"not saved by @s{stage}.F and not returned by the backward graph of another stage"
+    return "and not returned by the forward graph of another stage"
+
+
+def communicate(module: Module, options: CommunicateOptions = CommunicateOptions()) -> Module:
+    """Find what travels between stages, and put sends and receives around the computations."""
+    if module.schedule is None:
+        raise UsageError("the module has no schedule", where="communicate", hint="run the schedule pass first")
+    if module.edges:
+        raise UsageError(
+            "the module already has edges", where="communicate", hint="the pass runs once, after weight-versions"
+        )
+    edges = find_edges(module)
+    if not edges:
+        return module
+    arriving: dict[tuple[int, str], list[tuple[str, int]]] = {}
+    leaving: dict[tuple[int, str], list[int]] = {}
+    for edge in edges:
+        arriving.setdefault((edge.dst, taking(module, edge.dst, edge.phase, edge.values)[0]), []).append(
+            (edge.phase, edge.src)
+        )
+        leaving.setdefault((edge.src, edge.phase), []).append(edge.dst)
+
+    routes = Routes(module.schedule)
+
+    def surround(rank: int, action: Action) -> Iterator[Action]:
+        at = (action.stage, action.kind)
+        for phase, source in sorted(arriving.get(at, ())):
+            yield Action(f"R{phase}", action.stage, action.mb, peer=routes.source(rank, phase, source, action.mb))
+        yield action
+        for target in sorted(leaving.get(at, ())):
+            for peer in routes.targets(rank, action.kind, target, action.mb):
+                yield Action(f"S{action.kind}", action.stage, action.mb, peer=peer)
+
+    return module.but(edges=edges, schedule=module.schedule.rewrite_ranks(surround))

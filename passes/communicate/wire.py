@@ -1,0 +1,147 @@
+"""wire: activations and gradients travel in 16 bits. In: a module of stage graphs. Out: the same
+with casts on both sides of every boundary.
+
+A float32 value %x that a stage returns for another one is returned as %x.bf16 (or %x.f16), rounded where it is made; each stage that
+takes it widens it again, and what it computes with and saves is %x.wide. So the text says what travels and where it is rounded,
+messages have half the bytes in every count that is made of them, and the casts are fused into the kernels around them. The stage that
+makes a value goes on with what it made.
+
+What is exchanged once per batch (parts of gradients, norms) stays float32, as do integers and what is in 16 bits already. An output of the
+module that also travels is returned in both forms.
+
+Known limits: each boundary rounds once, so that results depend on where a model is cut; f16 has a narrow range: gradients below 6e-8 vanish
+and values above 65504 overflow, where bf16 loses digits only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from penstock.ir.graph import Graph, Module, Namer, Op, Value, substitute
+from penstock.ir.types import TensorType
+from penstock.support.errors import UsageError
+from penstock.support.words import counted, shown_bytes
+
+from .communicate import find_edges
+
+WIRES = ("f32", "bf16", "f16")
+_WIDE = "f32"
+# Per microbatch; and the graphs of a stage that know a value that came for the first of them.
+_KNOW = {"F": ("F", "B", "W"), "B": ("B", "W")}
+
+
+@dataclass(frozen=True, slots=True)
+class WireOptions:
+    """`dtype` is the element type in which float32 values travel: bf16 or f16; f32 changes nothing."""
+
+    dtype: str = "bf16"
+
+
+def check_wire(name: str) -> None:
+    """UsageError for a type in which nothing can travel."""
+    if name not in WIRES:
+        raise UsageError(f"values cannot travel as {name!r}, expected one of {', '.join(WIRES)}")
+
+
+def wire(module: Module, options: WireOptions) -> Module:
+    """Let activations and gradients travel between stages in 16 bits."""
+    check_wire(options.dtype)
+    if options.dtype == _WIDE:
+        return module
+    if module.edges:
+        raise UsageError("sends and receives are there already", where="wire", hint="run the pass before communicate")
+    edges = [edge for edge in find_edges(module) if edge.phase in _KNOW]
+    moved = {value.name: value for edge in edges for value in edge.values if value.type.dtype == _WIDE}
+    if not moved:
+        return module
+    namer = Namer.of(*module.graphs.values())
+    low = {
+        name: Value(namer.fresh(f"{name}.{options.dtype}"), v.type._replace(dtype=options.dtype))
+        for name, v in moved.items()
+    }
+    wide = {name: Value(namer.fresh(f"{name}.wide"), value.type) for name, value in moved.items()}
+    graphs = dict(module.graphs)
+    for stage in module.stages:
+        for phase, kinds in _KNOW.items():
+            comes = {
+                v.name for edge in edges if (edge.dst, edge.phase) == (stage.index, phase) for v in edge.values
+            } & moved.keys()
+            goes = {
+                v.name for edge in edges if (edge.src, edge.phase) == (stage.index, phase) for v in edge.values
+            } & moved.keys()
+            for kind in kinds:
+                graph = module.stage_graph(stage.index, kind)
+                if graph is not None:
+                    changed = _widened(graphs[graph.name], comes, low, wide, first=kind == phase)
+                    graphs[graph.name] = _rounded(changed, goes, low, module.outputs) if kind == phase else changed
+    before = sum(value.type.nbytes for value in moved.values())
+    text = f"{counted(len(moved), 'value')}, {shown_bytes(before)} a microbatch, travel as {options.dtype}"
+    return module.but(graphs=graphs).noted("wire", text)
+
+
+def round_trips(whole: Module, parts: Module) -> Module:
+    """The model before it was cut, with what its `parts` do to the values that travel done at once where these are made. Not the same
+    numbers, as the stage that makes a value does not round it, but about as far from those without roundings."""
+    lows = {
+        v.name.removesuffix(f".{v.type.dtype}"): v.type.dtype
+        for e in parts.edges
+        for v in e.values
+        if v.name.endswith(f".{v.type.dtype}")
+    }
+    graphs: dict[str, Graph] = {}
+    for name, graph in whole.graphs.items():
+        namer, new, ops = Namer.of(graph), dict[Value, Value](), list[Op]()
+        for op in graph.ops:
+            ops.append(op.with_ins(substitute(op.ins, new)))
+            for value in (v for v in op.outs if v.name in lows and v.type.dtype == _WIDE):
+                low = Value(namer.fresh(f"{value.name}.low"), value.type._replace(dtype=lows[value.name]))
+                new[value] = Value(namer.fresh(f"{value.name}.wide"), value.type)
+                ops += [
+                    Op("cast", (value,), (low,), {"dtype": low.type.dtype}),
+                    Op("cast", (low,), (new[value],), {"dtype": _WIDE}),
+                ]
+        graphs[name] = Graph(graph.name, graph.ins, graph.outs, tuple(ops), graph.saved)
+    return whole.but(graphs=graphs)
+
+
+def travelling(type: TensorType, dtype: str) -> int:
+    """The bytes of an activation or gradient of this type in a message."""
+    return type._replace(dtype=dtype).nbytes if type.dtype == _WIDE else type.nbytes
+
+
+def _widened(
+    graph: Graph, comes: Collection[str], low: Mapping[str, Value], wide: Mapping[str, Value], *, first: bool
+) -> Graph:
+    """A graph that knows what came as its wide form; the `first` one to know it gets it low, and makes it wide."""
+    names = [value.name for value in graph.ins if value.name in comes]
+    if not names:
+        return graph
+    new = {name: wide[name] for name in names}
+
+    def renamed(values: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(new.get(value.name, value) for value in values)
+
+    ops = tuple(op.with_ins(renamed(op.ins)) for op in graph.ops)
+    ins = tuple((low if first else wide)[value.name] if value.name in new else value for value in graph.ins)
+    if first:
+        ops = (*(Op("cast", (low[name],), (wide[name],), {"dtype": _WIDE}) for name in names), *ops)
+    return Graph(graph.name, ins, renamed(graph.outs), ops, renamed(graph.saved))
+
+
+def _rounded(graph: Graph, goes: Collection[str], low: Mapping[str, Value], outputs: Collection[str]) -> Graph:
+    """A graph that returns what goes to other stages rounded, each right after it is made."""
+    ops: list[Op] = []
+    for op in (None, *graph.ops):  # what came with the graph's inputs first
+        made = graph.ins if op is None else op.outs
+        ops += [] if op is None else [op]
+        ops += [
+            Op("cast", (v,), (low[v.name],), {"dtype": low[v.name].type.dtype}, op.loc if op else "")
+            for v in made
+            if v.name in goes
+        ]
+    outs: list[Value] = []
+    for value in graph.outs:
+        outs += [value] if value.name not in goes or value.name in outputs else []
+        outs += [low[value.name]] if value.name in goes else []
+    return Graph(graph.name, graph.ins, tuple(outs), tuple(ops), graph.saved)

@@ -1,0 +1,1 @@
+"""Prices: seconds of operations, kernels and messages on a device."""

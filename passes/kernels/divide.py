@@ -1,0 +1,209 @@
+"""The kernels of a graph: which operations run as one, each as a graph of its own, and what they have to compute and to move.
+
+In: a graph with `kernel` annotations (`fuse`). Out: every operation exactly once, in a kernel, computed where it is read, or a read of a
+variable; each kernel with a body that any back end can compile and run: what it reads from other kernels are inputs, what others read of it
+are results, and variables stay variables.
+
+    operations of a graph = operations in kernels + operations computed where they are read (or constant tables) + reads of variables
+    bytes of a kernel     = what it reads from memory, seen through layout changes, + what it stores; nothing in between
+
+Limit: shows the choice in the IR; a back end may split a kernel that it cannot make in one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from penstock.ir.graph import ANNOTATIONS, Attr, Graph, Op, Value, slot_of
+from penstock.ir.memory.workspace import INLINE
+from penstock.ir.ops import VIEWS
+
+
+@dataclass(frozen=True)
+class Division:
+    """The operations of one graph by what becomes of them."""
+
+    kernels: Mapping[str, tuple[Op, ...]]
+    inline: tuple[Op, ...]
+    reads: tuple[Op, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Operations that run as one, and the same as a graph: `body` also holds what is computed where they read it."""
+
+    name: str
+    ops: tuple[Op, ...]
+    body: Graph
+
+    @cached_property
+    def touches(self) -> list[Touch]:
+        """What it reads and writes."""
+        return touches(self.body, self.ops)
+
+    @cached_property
+    def moved(self) -> float:
+        """Bytes to and from memory."""
+        return sum(touch.bytes for touch in self.touches)
+
+    @cached_property
+    def shape(self) -> object:
+        """What the kernel does: equal for kernels that differ only in names of values, variables and places in the source."""
+        return shape_of(self.body)
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of what the kernel does: the same for kernels that differ in names only."""
+        return hashlib.sha256(repr(self.shape).encode()).hexdigest()
+
+
+def divide(graph: Graph) -> Division:
+    """Every operation exactly once. Operations without annotation are kernels of their own, named by their position."""
+    kernels: dict[str, list[Op]] = {}
+    inline, reads = [], []
+    for i, op in enumerate(graph.ops):
+        name = str(op.attrs.get("kernel", f"op{i}"))
+        if op.kind == "read":
+            reads.append(op)
+        elif name.startswith(INLINE) or is_table(op):
+            inline.append(op)
+        else:
+            kernels.setdefault(name, []).append(op)
+    return Division({name: tuple(ops) for name, ops in kernels.items()}, tuple(inline), tuple(reads))
+
+
+def is_table(op: Op) -> bool:
+    return op.kind == "const" and isinstance(op.attrs["value"], tuple)
+
+
+def kernels_of(graph: Graph) -> tuple[Kernel, ...]:
+    """All kernels of a graph, in the order of their first operation."""
+    return graph.keep("kernels", _kernels_of)
+
+
+def _kernels_of(graph: Graph) -> tuple[Kernel, ...]:
+    division = divide(graph)
+    bodies = KernelCutter(graph, division)
+    return tuple(Kernel(name, ops, bodies.body(name)) for name, ops in division.kernels.items())
+
+
+class KernelCutter:
+    """Cuts kernels out of a graph."""
+
+    def __init__(self, graph: Graph, division: Division) -> None:
+        self.graph, self.division = graph, division
+        self.position = {id(op): i for i, op in enumerate(graph.ops)}
+        self.copied = {v: op for op in (*division.inline, *division.reads) for v in op.outs}
+        unit = {id(op): name for name, ops in division.kernels.items() for op in ops}
+        # Which kernels read a value, be it through operations that are computed where they are read; "" is the outside.
+        self.readers: dict[Value, set[str]] = {v: {""} for v in graph.results}
+        for op in reversed(graph.ops):
+            if id(op) in unit:
+                through = {unit[id(op)]}
+            else:
+                through = {name for v in op.outs for name in self.readers.get(v, ())}
+            for v in op.ins:
+                self.readers.setdefault(v, set()).update(through)
+
+    def body(self, name: str) -> Graph:
+        ops = self.division.kernels[name]
+        made = {v for op in ops for v in op.outs}
+        found = {id(op): op for op in ops}
+        ins: dict[Value, None] = {}
+        stack = [v for op in reversed(ops) for v in reversed(op.ins)]
+        while stack:
+            v = stack.pop()
+            if v in made:
+                continue
+            maker = self.copied.get(v)
+            if maker is None:
+                ins[v] = None
+            elif id(maker) not in found:
+                found[id(maker)] = maker
+                stack += reversed(maker.ins)
+        outs = tuple(v for op in ops if op.kind != "take" for v in op.outs if self.readers.get(v, set()) - {name})
+        ordered = tuple(sorted(found.values(), key=lambda op: self.position[id(op)]))
+        return Graph(f"{self.graph.name}/{name}", tuple(ins), outs, ordered)
+
+
+def shape_of(body: Graph) -> object:
+    """Equal for graphs that differ only in names of values, variables and places in the source."""
+    number: dict[Value, int] = {v: i for i, v in enumerate(body.ins)}
+    variables: dict[Attr, int] = {}
+    parts: list[object] = [tuple(str(v.type) for v in body.ins)]
+    for op in body.ops:
+        for v in op.outs:
+            number[v] = len(number)
+        attrs = {k: v for k, v in op.attrs.items() if k not in ANNOTATIONS and k != "var"}
+        slot = slot_of(op)
+        home = (variables.setdefault(slot.var, len(variables)), slot.slot) if slot is not None else None
+        types = tuple(str(v.type) for v in op.outs)
+        parts.append((op.kind, tuple(number[v] for v in op.ins), types, tuple(sorted(attrs.items())), home))
+    return tuple(parts), tuple(number[v] for v in body.outs)
+
+
+# ------------------------------------------------------------------------------------------------ what a kernel should cost
+
+
+# What has memory: a value, or a variable by name.
+Place = Value | str
+
+
+class Touch(NamedTuple):
+    """Bytes that a kernel reads from a place, or writes to it."""
+
+    place: Place
+    bytes: float
+    written: bool
+
+
+def bytes_moved(body: Graph, ops: Iterable[Op]) -> float:
+    """Bytes that a kernel has to read and to write."""
+    return sum(touch.bytes for touch in touches(body, tuple(ops)))
+
+
+def touches(body: Graph, ops: tuple[Op, ...]) -> list[Touch]:
+    """What a kernel reads and writes, reads first. Of a table, a lookup reads the rows that it wants, and its gradient changes those."""
+    makers = body.producers()
+    own = {v for op in ops if op.kind != "take" for v in op.outs}
+    wanted: dict[Value, dict[Value, float]] = {}
+    found: list[Touch] = []
+    for op in ops:
+        for i, v in enumerate(op.ins):
+            if v in own:
+                continue
+            for source, count in _read(v, makers).items():
+                if op.kind == "gather" and i == 0:
+                    count = min(count, op.outs[0].type.nbytes)
+                # Read twice in the same form it is read once; in several forms, at most whole.
+                wanted.setdefault(source, {})[v] = count
+    for source, forms in wanted.items():
+        maker = makers.get(source)
+        place: Place = maker.var if maker is not None and maker.kind in ("read", "take") else source
+        found.append(Touch(place, min(float(source.type.nbytes), sum(forms.values())), False))
+    for op in ops:
+        if op.kind == "accum":
+            maker = makers.get(op.ins[0])
+            scattered = maker is not None and maker in ops and maker.kind == "gather_grad"
+            count = float(maker.ins[0].type.nbytes if scattered and maker is not None else op.ins[0].type.nbytes)
+            found += [Touch(op.var, count, False), Touch(op.var, count, True)]
+        elif op.kind in ("write", "take"):
+            found.append(Touch(op.var, float((op.ins or op.outs)[0].type.nbytes), True))
+    return [*found, *(Touch(v, float(v.type.nbytes), True) for v in body.outs)]
+
+
+def _read(value: Value, makers: Mapping[Value, Op]) -> dict[Value, float]:
+    """What reading a value once takes from memory: bytes by the value that has memory."""
+    op = makers.get(value)
+    if op is None or op.kind in ("read", "take") or is_table(op):
+        return {value: float(value.type.nbytes)}
+    found: dict[Value, float] = {}
+    for v in op.ins:
+        for source, count in _read(v, makers).items():
+            limit = float(value.type.nbytes) if op.kind in VIEWS else count
+            found[source] = found.get(source, 0.0) + min(count, limit)
+    return found

@@ -1,0 +1,469 @@
+"""Choosing kernels: which operations of a stage graph run as one. Writes `kernel` annotations, changes nothing else.
+
+In: stage graphs. Out: the same graphs where every operation except `read` says its kernel: operations with the same name become one kernel,
+and a name that starts with `inline` means that the value has no memory at all: whoever reads it computes it (constants, and layout
+changes, which are index arithmetic). A group is
+
+  * one operation with loops of its own (matrix product, convolution, row operation, reduction), or the first of an elementwise chain,
+  * keys of random numbers, all that a graph needs,
+  * elementwise operations behind it that read its result at the same element, with any number of results,
+  * sums over the same axes of values that the group reads or makes elementwise, so that one sweep over memory gives all of them, and sums
+    of columns beside the gradient of a layer norm,
+  * reshapes and transpositions of a result that nothing else reads: it is stored in the new layout; results that are known at different
+    points (the gradients of attention) also as the parts of their concatenation,
+  * `accum` and `write` of its results, which are then done where the value is computed, and `take` of a gradient that only it reads.
+
+`packed` on a product or convolution says that its weights never change in this module, so that the kernel may take them in an order of its
+own, made once when they are loaded. Only without training: there they change with every batch, and each order needs memory of its own.
+
+Invariant: kernels can be ordered. An operation joins a group only if no other operand comes from a kernel that needs the group, and the
+same for the order of effects on one variable: who reads it comes before who writes it.
+
+Deterministic: decided in the order of operations, without costs. Limit: a value is never computed twice, except layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from penstock.ir.graph import Graph, Module, Op, Value, graph_stage
+from penstock.ir.memory.workspace import INLINE
+from penstock.ir.ops import OPS, VIEWS, complete_attrs, ints, reduced_axes
+
+_EFFECTS = ("accum", "write", "take")
+_HALVES = ("f16", "bf16")
+# Operations that read each operand once, into packed panels.
+_PACKING = ("matmul", "conv", "conv_grad_input")
+# Operations whose results can be worked on while they stand in registers, by name of the first that can.
+_OPEN = {
+    *("matmul", "conv", "conv_grad_input", "conv_grad_weight"),
+    *(
+        "softmax",
+        "softmax_grad",
+        "log_softmax",
+        "log_softmax_grad",
+        "layer_norm",
+        "layer_norm_grad",
+        "layer_norm_grad_weight",
+    ),
+    *("sum", "mean", "max", "mse", "cumsum"),
+    *("gather", "cross_entropy_grad", "attention"),
+}
+# Of these only the first result can, the others are finished earlier.
+_FIRST_ONLY = ("layer_norm", "attention")
+# Results that are known at different points of the kernel: each can be stored in another layout, and as a part of a concatenation.
+_APART = ("attention_grad",)
+# A gradient of a lookup is scattered: it can be added to its variable, nothing else.
+_SCATTERED = ("gather_grad",)
+# Reductions that share a sweep over memory, and the row operations that sums over the rows in front can ride along with.
+_SUMS = ("sum", "mean", "max", "layer_norm_grad_weight")
+_WITH_SUMS = ("layer_norm_grad",)
+# Kernels of these read their second operand in an order of their own.
+_PACKABLE = ("matmul", "conv")
+# Numbers made of the same few numbers: all of a graph in one kernel, or each that reads one would be compiled by itself.
+_KEYS = ("random_key",)
+# Past this size a kernel gains nothing and takes longer to compile.
+_LARGEST = 24
+
+
+@dataclass(frozen=True, slots=True)
+class FuseOptions:
+    """`chains` joins operations into kernels, `layouts` does without memory for layout changes; both off: one kernel per operation."""
+
+    chains: bool = True
+    layouts: bool = True
+
+
+# What a reduction runs over: the shape, its axes among the dimensions, the element type.
+Sweep = tuple[tuple[int, ...], tuple[int, ...], str]
+
+
+@dataclass
+class _Group:
+    """A kernel while it grows. `reached` are results that stand in registers, each at the element the loops are at; `apart` are those that
+    can only be stored somewhere else. `swept` is the shape that its sums run over, with their axes."""
+
+    number: int
+    ops: list[Op] = field(default_factory=list)
+    reached: set[Value] = field(default_factory=set)
+    apart: set[Value] = field(default_factory=set)
+    needs: int = 0
+    scattered: bool = False
+    swept: Sweep | None = None
+
+
+def fuse(module: Module, options: FuseOptions) -> Module:
+    """Choose which operations of each stage graph run as one kernel."""
+    graphs = dict(module.graphs)
+    fixed = _never_changed(module)
+    notes = []
+    for name, graph in module.graphs.items():
+        if "." not in name:
+            continue
+        fused = _Fuser(graph, options, fixed if _on_cpu(module, name) else frozenset()).run()
+        if fused.ops != graph.ops:
+            graphs[name] = fused
+        kernels = {op.attrs["kernel"] for op in fused.ops if "kernel" in op.attrs}
+        kept = [k for k in kernels if not str(k).startswith(INLINE)]
+        packed = sum("packed" in op.attrs for op in fused.ops)
+        what = f", {packed} of them with weights packed ahead" if packed else ""
+        notes.append(f"@{name}: {len(fused.ops)} operations in {len(kept)} kernels{what}")
+    if all(graphs[n] is module.graphs[n] for n in graphs):
+        return module
+    return module.but(graphs=graphs).noted("fuse", *notes)
+
+
+def choose_kernels(graph: Graph, options: FuseOptions = FuseOptions()) -> Graph:
+    """One graph with its kernels chosen, no weights packed ahead; also of a model that is not cut into stages."""
+    return _Fuser(graph, options, frozenset()).run()
+
+
+def _never_changed(module: Module) -> frozenset[str]:
+    """The variables of a module that computes and does not train."""
+    changed = {op.var for graph in module.graphs.values() for op in graph.ops if op.kind in _EFFECTS}
+    return frozenset() if changed else frozenset(module.vars)
+
+
+def _on_cpu(module: Module, graph: str) -> bool:
+    stage = graph_stage(graph)
+    if module.cluster is None or stage is None or stage not in {placed.index for placed in module.stages}:
+        return True
+    return module.cluster.device(module.devices_of(stage)[0]).kind == "cpu"
+
+
+class _Fuser:
+    def __init__(self, graph: Graph, options: FuseOptions, fixed: frozenset[str]) -> None:
+        self.graph, self.options, self.fixed = graph, options, fixed
+        self.results = set(graph.results)
+        self.makers = graph.producers()
+        self.readers: dict[Value, list[Op]] = {}
+        for op in graph.ops:
+            for v in op.ins:
+                self.readers.setdefault(v, []).append(op)
+        self.groups: list[_Group] = []
+        self.of: dict[int, _Group] = {}
+        self.inlined: dict[Value, Op] = {}
+        # Kernels that read a variable, and the one that changed it last.
+        self.var_readers: dict[str, set[int]] = {}
+        self.var_changer: dict[str, int] = {}
+
+    # ------------------------------------------------------------------------------ the walk
+
+    def run(self) -> Graph:
+        for op in self.graph.ops:
+            if op.kind in ("read", "take"):
+                continue
+            if self._is_inline(op):
+                self.inlined[op.outs[0]] = op
+                continue
+            self._join(self._home(op) or self._new(), op)
+        self._place_takes()
+        return replace(self.graph, ops=tuple(self._annotated()))
+
+    def _annotated(self) -> Iterable[Op]:
+        names: dict[int, str] = {}
+        inline = 0
+        for op in self.graph.ops:
+            group = self.of.get(id(op))
+            if group is not None:
+                packed = True if self._is_packed(op) else None
+                yield op.with_attrs(kernel=names.setdefault(group.number, f"k{len(names)}"), packed=packed)
+            elif op.kind == "read":
+                yield op.with_attrs(kernel=None) if "kernel" in op.attrs else op
+            else:
+                yield op.with_attrs(kernel=f"{INLINE}{inline}")
+                inline += 1
+
+    def _is_packed(self, op: Op) -> bool:
+        """Whether the second operand is a variable that never changes, whatever its layout."""
+        if op.kind not in _PACKABLE:
+            return False
+        maker = self.makers.get(op.ins[1])
+        while maker is not None and maker.outs[0] in self.inlined and maker.kind in VIEWS:
+            maker = self.makers.get(maker.ins[0])
+        return maker is not None and maker.kind == "read" and maker.var in self.fixed
+
+    def _new(self) -> _Group:
+        self.groups.append(_Group(len(self.groups)))
+        return self.groups[-1]
+
+    def _join(self, group: _Group, op: Op) -> None:
+        self.of[id(op)] = group
+        fresh = not group.ops
+        group.ops.append(op)
+        sources, variables = self._sources(op.ins)
+        needed = sources - {group.number} | self._order_before(op, group)
+        self._add_needs(group, needed)
+        for var in variables:
+            self.var_readers.setdefault(var, set()).add(group.number)
+        if op.kind in _EFFECTS:
+            self.var_changer[op.var] = group.number
+        if "library" in op.attrs:
+            # Nothing can be done while its results stand in registers.
+            return
+        if op.kind in _SUMS:
+            group.swept = _swept(op)
+        if op.kind in _SCATTERED:
+            group.scattered = True
+        elif op.kind in _APART or group.apart.intersection(op.ins):
+            group.apart |= set(op.outs)
+        elif op.kind in _FIRST_ONLY:
+            group.reached.add(op.outs[0])
+        elif not fresh or op.kind in _OPEN or OPS[op.kind].family in ("elementwise", "optimizer"):
+            group.reached |= set(op.outs)
+
+    def _place_takes(self) -> None:
+        """A taken gradient is zeroed by its reader when there is one only, elementwise; else by a kernel of its own behind all readers."""
+        for op in self.graph.ops:
+            if op.kind != "take":
+                continue
+            value = op.outs[0]
+            users = self.readers.get(value, [])
+            homes = {id(self.of.get(id(u))) for u in users}
+            group = self.of.get(id(users[0])) if users else None
+            fits = group is not None and len(homes) == 1 and value not in self.results and self.options.chains
+            if fits and group is not None and all(OPS[u.kind].family in ("elementwise", "optimizer") for u in users):
+                same = all(u.outs[0].type.shape == value.type.shape for u in users)
+                plain = all(OPS[o.kind].family in ("elementwise", "optimizer", "state") for o in group.ops)
+                if same and plain:
+                    self.of[id(op)] = group
+                    continue
+            self.of[id(op)] = self._new()
+
+    # ------------------------------------------------------------------------------ where an operation may go
+
+    def _is_inline(self, op: Op) -> bool:
+        if not op.outs or op.outs[0] in self.results:
+            return False
+        if op.kind == "const":
+            return not isinstance(op.attrs["value"], tuple)
+        if op.kind == "iota":
+            return True
+        if op.kind == "cast" and self.options.layouts:
+            return self._is_inline_cast(op)
+        if op.kind not in VIEWS or not self.options.layouts:
+            return False
+        if self._stores_in_layout(op) is not None:
+            return False
+        users = self.readers.get(op.outs[0], [])
+        if op.kind == "transpose" and not _keeps_last(op):
+            # Read against the grain: fine for packing loops, otherwise only if it is read once anyway.
+            return all(u.kind == "matmul" for u in users) or len(users) == 1
+        return True
+
+    def _is_inline_cast(self, op: Op) -> bool:
+        """The widening of a 16-bit float costs its readers nothing where it would be in memory anyway, and memory in 16 bits is half as
+        much; nor does the rounding of a variable that only products read, as they pack it."""
+        source = op.ins[0]
+        widens, rounds = source.type.dtype in _HALVES, op.outs[0].type.dtype in _HALVES
+        maker = self.makers.get(source)
+        if widens and op.outs[0].type.dtype == "f32":
+            alone = len(self.readers.get(source, [])) == 1 and source not in self.results
+            followed = all(
+                OPS[u.kind].family == "elementwise" or u.kind in _EFFECTS for u in self.readers.get(op.outs[0], [])
+            )
+            return not (
+                alone and followed and self.options.chains and maker is not None and source in self._in_registers(maker)
+            )
+        return (
+            rounds
+            and maker is not None
+            and maker.kind == "read"
+            and all(self._packs(u) for u in self.readers.get(op.outs[0], []))
+        )
+
+    def _in_registers(self, maker: Op) -> set[Value]:
+        """Results of an operation that stand in registers where its kernel could go on."""
+        group = self.of.get(id(maker))
+        return group.reached if group is not None and len(group.ops) < _LARGEST else set()
+
+    def _packs(self, op: Op) -> bool:
+        """Whether an operation reads its operands in packing loops, be it through layout changes."""
+        if op.kind in VIEWS and self._is_inline(op):
+            return all(self._packs(u) for u in self.readers.get(op.outs[0], []))
+        return op.kind in _PACKING
+
+    def _stores_in_layout(self, op: Op) -> _Group | None:
+        """The group that can store its result in the layout that `op` makes."""
+        if op.kind not in ("reshape", "transpose") or not self.options.chains or op.ins[0] in self.results:
+            return None
+        maker = self.makers.get(op.ins[0])
+        group = self.of.get(id(maker)) if maker is not None else None
+        if group is None or op.ins[0] not in group.reached | group.apart or len(self.readers.get(op.ins[0], [])) != 1:
+            return None
+        if _passes_by(op.ins[0], group):
+            return None
+        if op.kind == "transpose" and not _keeps_last(op):
+            return None
+        return group if len(group.ops) < _LARGEST else None
+
+    def _stores_in_parts(self, op: Op) -> _Group | None:
+        """The group that makes all parts of a concatenation, and can store each of them in its place."""
+        homes = [self.of.get(id(self.makers[v])) if v in self.makers else None for v in op.ins]
+        group = homes[0]
+        if group is None or any(home is not group for home in homes) or len(set(op.ins)) < len(op.ins):
+            return None
+        alone = all(v in group.apart and v not in self.results and len(self.readers.get(v, [])) == 1 for v in op.ins)
+        return group if alone and len(group.ops) < _LARGEST else None
+
+    def _home(self, op: Op) -> _Group | None:
+        """The group that `op` joins; None: a new one."""
+        if not self.options.chains:
+            return None
+        stored = self._stores_in_parts(op) if op.kind == "concat" else self._stores_in_layout(op)
+        if stored is not None:
+            return stored
+        if op.kind in _SUMS:
+            return self._sweep_of(op)
+        if op.kind in _KEYS:
+            return next(
+                (
+                    g
+                    for g in reversed(self.groups)
+                    if g.ops[0].kind in _KEYS and g.ops[0].ins == op.ins and len(g.ops) < _LARGEST
+                ),
+                None,
+            )
+        family = OPS[op.kind].family
+        if family not in ("elementwise", "optimizer") and op.kind not in ("accum", "write"):
+            return None
+        candidates = {}
+        for v in op.ins:
+            maker = self.makers.get(v)
+            group = self.of.get(id(maker)) if maker is not None else None
+            if group is not None:
+                candidates[group.number] = group
+        for number in sorted(candidates, reverse=True):
+            if self._fits(op, candidates[number]):
+                return candidates[number]
+        return None
+
+    def _sweep_of(self, op: Op) -> _Group | None:
+        """The group that passes over what `op` adds up anyway."""
+        sweep = _swept(op)
+        candidates = {}
+        for v in op.ins:
+            if v.type.dims != sweep[0]:
+                continue
+            for other in (self.makers.get(v), *self.readers[v]):
+                group = self.of.get(id(other))
+                if group is not None:
+                    candidates[group.number] = group
+        for number in sorted(candidates, reverse=True):
+            group = candidates[number]
+            if len(group.ops) < _LARGEST and _can_sweep(group, op, sweep) and not self._waits(op, group):
+                return group
+        return None
+
+    def _waits(self, op: Op, group: _Group) -> bool:
+        """Whether an operand of `op` needs the group, but not at the element the group is at."""
+        through = {n for v in op.ins if v in self.inlined for n in self._sources((v,))[0]}
+        if group.number in through:
+            return True
+        others = self._sources(op.ins)[0] - {group.number} | self._order_before(op, group)
+        return any(self.groups[n].needs & 1 << group.number for n in others)
+
+    def _fits(self, op: Op, group: _Group) -> bool:
+        if len(group.ops) >= _LARGEST:
+            return False
+        shape = (op.outs or op.ins)[0].type.shape
+        if group.scattered:
+            alone = len(group.ops) == 1 and len(self.readers.get(op.ins[0], [])) == 1 and op.ins[0] not in self.results
+            if not (op.kind == "accum" and alone):
+                return False
+        else:
+            inside = [v for v in op.ins if v in self.makers and self.of.get(id(self.makers[v])) is group]
+            if not inside or not all(v in group.reached and v.type.shape == shape for v in inside):
+                return False
+            if op.kind in _EFFECTS and _passes_by(op.ins[0], group):
+                return False
+        return not self._waits(op, group)
+
+    # ------------------------------------------------------------------------------ dependencies
+
+    def _sources(self, values: Iterable[Value]) -> tuple[set[int], set[str]]:
+        """Kernels and variables that values come from, looking through what is computed where it is read."""
+        kernels: set[int] = set()
+        variables: set[str] = set()
+        stack, seen = list(values), set()
+        while stack:
+            v = stack.pop()
+            if v in seen or v not in self.makers:
+                continue
+            seen.add(v)
+            maker = self.makers[v]
+            if maker.kind in ("read", "take"):
+                variables.add(maker.var)
+            elif v in self.inlined:
+                stack += maker.ins
+            else:
+                kernels.add(self.of[id(maker)].number)
+        return kernels, variables
+
+    def _order_before(self, op: Op, group: _Group) -> set[int]:
+        """Kernels that must have run because of what `op` does to its variable, or reads from one."""
+        before: set[int] = set()
+        if op.kind in _EFFECTS:
+            before |= self.var_readers.get(op.var, set())
+            if op.var in self.var_changer:
+                before.add(self.var_changer[op.var])
+        return before - {group.number}
+
+    def _add_needs(self, group: _Group, kernels: set[int]) -> None:
+        """Record direct needs, and hand them on to every kernel that needs this one."""
+        added = 0
+        for n in kernels:
+            added |= 1 << n | self.groups[n].needs
+        if not added & ~group.needs:
+            return
+        group.needs |= added
+        bit = 1 << group.number
+        assert not group.needs & bit, "kernels that need each other"
+        for other in self.groups:
+            if other.needs & bit:
+                other.needs |= added
+
+
+def _keeps_last(op: Op) -> bool:
+    perm = ints(complete_attrs(op)["perm"])
+    return not perm or perm[-1] == len(perm) - 1
+
+
+def _swept(op: Op) -> Sweep:
+    x = op.ins[0].type
+    if op.kind == "layer_norm_grad_weight":
+        axis = complete_attrs(op)["axis"]
+        assert isinstance(axis, int)
+        return x.dims, tuple(range(axis % x.rank)), x.dtype
+    return x.dims, tuple(reduced_axes(x, op.attrs["axes"])), x.dtype
+
+
+def _passes_by(value: Value, group: _Group) -> bool:
+    """Whether a value of the group is one that its sums run over: it is there for a moment, and can be stored as it is, nothing else."""
+    return group.swept is not None and value.type.dims == group.swept[0] and group.ops[0].kind not in _WITH_SUMS
+
+
+def _can_sweep(group: _Group, op: Op, sweep: Sweep) -> bool:
+    """Whether the loops of a group pass over all operands of a sum."""
+    shape, axes, dtype = sweep
+    if not any(shape[a] > 1 for a in axes) or op.outs[0].type.dims == shape:
+        return False
+    main = group.ops[0]
+    passed = {v for o in group.ops for v in o.ins if v.type.dims == shape}
+    if not all(v in passed or v in group.reached for v in op.ins if v.type.dims == shape):
+        return False
+    if main.kind in _WITH_SUMS:
+        axis = complete_attrs(main)["axis"]
+        assert isinstance(axis, int)
+        return (main.ins[0].type.dims, main.ins[0].type.dtype) == (shape, dtype) and axes == tuple(
+            range(axis % len(shape))
+        )
+    if group.swept is not None:
+        return group.swept == sweep
+    # Otherwise the group makes what is added up, and nothing else.
+    elementwise = all(
+        o.kind != "batch_norm" and OPS[o.kind].family == "elementwise" and o.outs[0].type.dims == shape
+        for o in group.ops
+    )
+    return elementwise and any(v in group.reached for v in op.ins)

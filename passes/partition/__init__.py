@@ -1,0 +1,1 @@
+"""Passes that cut a graph into stages."""

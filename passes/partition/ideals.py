@@ -1,0 +1,124 @@
+"""Stages that need not follow the order of the graph: better sets of operations than its best ranges, where there are any.
+
+In: the operations of a chain in the order of the graph, what they and what travels take (the same costs as for ranges), and the value of
+the best ranges. Out: a stage for every operation, or None where nothing is better.
+
+Stages depend forward only: the operations of the first s stages are an ideal of the graph. With T_s the seconds of
+operations on stage s, and X_s(I) those for what travels over a cut behind ideal I (values made in it and used outside,
+gradients of parameters that both sides read),
+
+    load(s, I' - I) = T_s(I') - T_s(I) + X_s(I)
+
+which for the ideals that are ranges is the cost of ranges. The dynamic programme over ideals is that of placement/sweep.py. Operations that
+touch a variable that the graph changes are on one stage. More than LIMIT ideals: neighbours in the order of the graph go together, lightest
+first, but never over a cut of the best ranges.
+
+Known limit: no memory term; partition.py refuses what is found where it does not fit as well as ranges do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import networkx as nx
+import numpy as np
+
+from penstock.passes.placement.coarsen import clusters
+from penstock.passes.placement.ideals import Ideals, bits, enumerate_ideals
+from penstock.passes.placement.problem import DeviceKind
+from penstock.passes.placement.sweep import Fillings, Places, Reals, Tables, sweep
+from penstock.passes.placement.units import Units
+
+LIMIT = 4_000
+_SHRINK = 0.75
+# Better by rounding only is not better.
+_BETTER = 1 - 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class OperationWork:
+    """`seconds[stage][i]` of operation i; `edges` from maker to user; `together` on one stage; `values` are (operations, bytes): what
+    travels where a cut parts them. `transfer(stage, bytes)` is what the stage takes to get that many from the one before."""
+
+    seconds: Sequence[Reals]
+    edges: Iterable[tuple[int, int]]
+    together: Sequence[Sequence[int]]
+    values: Sequence[tuple[frozenset[int], float]]
+    transfer: Callable[[int, float], float]
+
+
+def better_stages(work: OperationWork, cuts: Sequence[int], value: float) -> list[int] | None:
+    """The stage of every operation, where the slowest stage is faster than `value`, that of the ranges between `cuts`."""
+    units = _units_of(work)
+    order = sorted(range(len(units)), key=lambda u: units.nodes[u][0])
+    before, _ = units.neighbours()
+    coarse = units
+    ideals = enumerate_ideals(*coarse.neighbours(), LIMIT)
+    if ideals is None:
+        # Circles may have put units before what they follow: then there is no such line, and the ranges stand.
+        place = {u: i for i, u in enumerate(order)}
+        if any(place[a] > place[b] for b, earlier in enumerate(before) for a in earlier):
+            return None
+        weights = [min(times) for times in units.times]
+        starts = {sum(units.nodes[u][0] < cut for u in order) for cut in cuts}
+        count = len(units)
+        while ideals is None:
+            if count <= len(cuts):
+                return None
+            count = max(len(cuts), int(count * _SHRINK))
+            coarse = units.merged(clusters(weights, order, starts, count))
+            ideals = enumerate_ideals(*coarse.neighbours(), LIMIT)
+    found = sweep(_Stages(coarse, ideals, work), Fillings.in_order(len(work.seconds)), value * _BETTER)
+    if found is None:
+        return None
+    stage_of = [-1] * len(work.seconds[0])
+    for stage, part in enumerate(found[1]):
+        for unit in bits(part.units):
+            for i in coarse.nodes[unit]:
+                stage_of[i] = stage
+    return stage_of
+
+
+def _units_of(work: OperationWork) -> Units:
+    """Operations, those that must be together as one."""
+    count = len(work.seconds[0])
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(count))
+    graph.add_edges_from(work.edges)
+    for group in work.together:
+        graph.add_edges_from([*pairwise(group), (group[-1], group[0])])
+    groups = sorted(sorted(group) for group in nx.strongly_connected_components(graph))
+    group_of = {i: g for g, group in enumerate(groups) for i in group}
+    single = Units(
+        tuple(DeviceKind(f"stage {s}", 1, pays_transfers=False) for s in range(len(work.seconds))),
+        tuple(zip(*(seconds.tolist() for seconds in work.seconds), strict=True)),
+        (0.0,) * count,
+        tuple(sorted((a, b) for a, b in graph.edges if a != b)),
+        (),
+        tuple((i,) for i in range(count)),
+        tuple(range(count)),
+    )
+    return single.merged([group_of[i] for i in range(count)])
+
+
+class _Stages(Tables):
+    """Loads of stages: what they compute, and what travels to them."""
+
+    def __init__(self, units: Units, ideals: Ideals, work: OperationWork) -> None:
+        super().__init__(units, ideals)
+        unit_of = {i: u for u, nodes in enumerate(units.nodes) for i in nodes}
+        crossing = np.zeros(len(self))
+        for operations, count in work.values:
+            held = [self.rows[u] for u in sorted({unit_of[i] for i in operations})]
+            crossing += count * (np.bitwise_or.reduce(held) > np.bitwise_and.reduce(held))
+        amounts, which = np.unique(crossing, return_inverse=True)
+        stages = range(len(work.seconds))
+        self._travel = [np.array([work.transfer(s, float(n)) if s else 0.0 for n in amounts])[which] for s in stages]
+
+    def loads(self, i: int, kind: int, among: Places, upper: float) -> tuple[Places, Reals]:
+        among, cost = super().loads(i, kind, among, upper)
+        cost = cost + self._travel[kind][i]
+        fine = cost < upper
+        return among[fine], cost[fine]

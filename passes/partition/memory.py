@@ -1,0 +1,215 @@
+"""What stages would need of memory, so that cuts are found that fit.
+
+In: the chain of operations, what they read and save, the schedule. Out: for a stage and any set of operations the seconds that memory
+costs it: none where it fits as it is, those of the forward pass where it fits only if that is computed again (passes/memory/recompute.py),
+infinitely many where it does not fit at all.
+
+    bytes of a stage = parameters * versions + gradients (twice if they wait for other ranks) + optimiser state      of what its operations read
+                     + saved * in flight            values that the backward of its operations takes
+                     + fed                          batches of its inputs that wait, on CPUs
+                     + 3 * (bytes that cross its cuts) + 2 * (results of its largest operation)
+    computed again   what comes in, inputs of the model too, * in flight + saved once, instead of saved * in flight
+
+In flight is counted in the schedule itself, for a pipeline in which every stage computes. A device without a limit needs nothing.
+With several devices the smallest counts.
+
+Known limits: an estimate before there are kernels; recomputation is taken to be of a whole stage. What a plan really needs is counted at
+the end (ir/memory/predict.py), and refused there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.ir.cluster.cluster import Device
+from penstock.ir.graph import GRAD, PARAM, STATE, Module, Op, Value, Var
+from penstock.ir.grid import most_in_flight
+from penstock.ir.memory.predict import BATCHES_AHEAD
+from penstock.passes.communicate.wire import travelling
+from penstock.passes.schedules.schedule import SCHEDULES, build_schedule
+
+Array = npt.NDArray[np.float64]
+# Operations by position in the chain, and bytes that a stage needs that has any of them.
+Items = Sequence[tuple[tuple[int, ...], float]]
+_MESSAGES, _RESULTS = 3.0, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a schedule makes of one stage: microbatches in flight, bytes it may need, and whether its inputs wait in that memory."""
+
+    in_flight: int
+    limit: int | None
+    waits: bool
+
+
+class StageNeeds:
+    """Bytes and seconds of stages. `crossing` are bytes over the cut before each operation, `results` those of each
+    operation, `forward` its seconds by stage, `again` what may be computed again: auto, none or all. `fed` are inputs of the
+    model, of which `waiting` microbatches wait."""
+
+    def __init__(
+        self,
+        rooms: Sequence[Room],
+        fixed: Items,
+        saved: Items,
+        fed: Items,
+        values: Sequence[tuple[frozenset[int], float]],
+        results: Sequence[float],
+        forward: Sequence[Array],
+        again: str,
+        waiting: int,
+    ) -> None:
+        self.rooms, self.again = rooms, again
+        self.fixed, self.saved, self.fed = fixed, saved, fed
+        self.values, self.results = values, results
+        self._ends = [np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in forward]
+        self._forward, self._waiting = forward, waiting
+
+    def extra(self, stage: int, members: Set[int]) -> float:
+        """Seconds that memory costs a stage of these operations."""
+
+        def held(items: Items) -> float:
+            return sum(nbytes for where, nbytes in items if not members.isdisjoint(where))
+
+        parted = [
+            (where, nbytes) for where, nbytes in self.values if not members.isdisjoint(where) and not where <= members
+        ]
+        comes = sum(nbytes for where, nbytes in parted if min(where) not in members)
+        results = max((self.results[i] for i in members), default=0.0)
+        forward = sum(float(self._forward[stage][i]) for i in members)
+        rest = held(self.fixed) + _MESSAGES * sum(nbytes for _, nbytes in parted) + _RESULTS * results
+        return float(
+            self._seconds(
+                stage, np.array([rest]), *(np.array([x]) for x in (held(self.saved), held(self.fed), comes, forward))
+            )[0]
+        )
+
+    def _seconds(self, stage: int, rest: Array, saved: Array, fed: Array, comes: Array, forward: Array) -> Array:
+        room = self.rooms[stage]
+        if room.limit is None:
+            return np.zeros(len(rest))
+        rest = rest + fed * self._waiting if room.waits else rest
+        plain, again = rest + saved * room.in_flight, rest + saved + (comes + fed) * room.in_flight
+        found = np.where(plain <= room.limit, 0.0, np.inf) if self.again != "all" else np.full(len(rest), np.inf)
+        return found if self.again == "none" else np.where(again <= room.limit, np.minimum(found, forward), found)
+
+    def rows(self) -> Iterable[list[Array]]:
+        """For each `last` from 1 on, and each stage: entry `first` is `extra` of the operations first .. last-1."""
+        count, results = len(self.results), np.asarray(self.results)
+        fixed, saved, fed = (_Rows(_touched(items), count) for items in (self.fixed, self.saved, self.fed))
+        touched = _Rows(_touched((tuple(where), nbytes) for where, nbytes in self.values), count)
+        inside = _Rows(((max(where), min(where), None, nbytes) for where, nbytes in self.values), count)
+        made = np.zeros(count + 1)
+        for where, nbytes in self.values:
+            made[min(where) + 1] += nbytes
+        made = np.cumsum(made)
+        for last in range(1, count + 1):
+            travels = touched.up_to(last)
+            largest = np.maximum.accumulate(results[:last][::-1])[::-1]
+            rest = fixed.up_to(last) + _MESSAGES * (travels - inside.up_to(last)) + _RESULTS * largest
+            comes, kept, waits = travels - (made[last] - made[:last]), saved.up_to(last), fed.up_to(last)
+            yield [
+                self._seconds(stage, rest, kept, waits, comes, ends[last] - ends[:last])
+                for stage, ends in enumerate(self._ends)
+            ]
+
+
+# When the last operation of a range is this one, bytes count for ranges that begin up to there, and no
+# longer for those that begin up to here.
+Move = tuple[int, int, int | None, float]
+
+
+def _touched(items: Iterable[tuple[tuple[int, ...], float]]) -> Iterator[Move]:
+    """An item counts for a range with any of its operations."""
+    for where, nbytes in items:
+        before = None
+        for i in sorted(set(where)):
+            yield i, i, before, nbytes
+            before = i
+
+
+class _Rows:
+    """Sums over ranges of operations that end later and later."""
+
+    def __init__(self, moves: Iterable[Move], count: int) -> None:
+        self._at = np.zeros(count)
+        self._moves: list[list[tuple[int, int | None, float]]] = [[] for _ in range(count)]
+        for time, to, off, nbytes in moves:
+            self._moves[time].append((to, off, nbytes))
+
+    def up_to(self, last: int) -> Array:
+        """Entry `first`: bytes for the operations first .. last-1. Called with 1, 2, ... in turn."""
+        for to, off, nbytes in self._moves[last - 1]:
+            self._at[to] += nbytes
+            if off is not None:
+                self._at[off] -= nbytes
+        return np.cumsum(self._at[:last][::-1])[::-1]
+
+
+def needs_of(
+    module: Module,
+    chain: Sequence[Op],
+    readers: Mapping[str, Sequence[int]],
+    devices: Sequence[Sequence[Device]],
+    shares: Sequence[Sequence[int]],
+    forward: Sequence[Array],
+    schedule: str,
+    again: str,
+    wire: str,
+) -> StageNeeds | None:
+    """Needs of the stages that are cut from a chain; None where no device has a limit, or nobody says which schedule. `readers` are the
+    operations that read each parameter; values between stages have the element type `wire` if they are float32."""
+    if schedule not in SCHEDULES or all(device.memory is None for found in devices for device in found):
+        return None
+    kind = SCHEDULES[schedule]
+    rooms = []
+    built = build_schedule(schedule, len(devices), sum(shares[0]), shares)
+    for ranks, found in zip(built.members().values(), devices, strict=True):
+        limits = [device.memory for device in found if device.memory is not None]
+        programs = [[*built.ranks[rank].start, *built.ranks[rank].batch, *built.ranks[rank].batch] for rank in ranks]
+        flight = max(map(most_in_flight, programs)) if kind.trains else 1
+        rooms.append(Room(flight, min(limits, default=None), all(device.kind == "cpu" for device in found)))
+    several = any(len(found) > 1 for found in devices)
+    owned: dict[str, list[Var]] = {name: [var] for name, var in module.vars.items() if var.role == PARAM}
+    for var in module.vars.values():
+        if var.role in (GRAD, STATE) and var.name.rpartition(".")[0] in owned:
+            owned[var.name.rpartition(".")[0]].append(var)
+
+    def fixed(name: str) -> float:
+        trained = any(var.role == GRAD for var in owned[name])
+        copies = {PARAM: kind.delay + 1 if trained else 1, GRAD: 2 if kind.delay and several else 1, STATE: 1}
+        return float(sum(var.type.nbytes * copies[var.role] for var in owned[name]))
+
+    made = {v: i for i, op in enumerate(chain) for v in op.outs}
+    users: dict[Value, set[int]] = {}
+    fed: dict[Value, set[int]] = {}
+    for i, op in enumerate(chain):
+        for value in op.ins:
+            if value in made:
+                users.setdefault(value, {made[value]}).add(i)
+            elif value in module.data_inputs:
+                fed.setdefault(value, set()).add(i)
+    saved: dict[Value, set[int]] = {}
+    position = {v.name: i for v, i in made.items()}
+    backward = module.graphs.get("B")
+    for op in backward.ops if backward is not None else ():
+        if "of" in op.attrs:
+            for value in op.ins:
+                if value in made or value in module.data_inputs:
+                    saved.setdefault(value, set()).add(position[str(op.attrs["of"])])
+    return StageNeeds(
+        rooms,
+        [(tuple(where), fixed(name)) for name, where in readers.items()],
+        [(tuple(where), float(v.type.nbytes)) for v, where in saved.items()],
+        [(tuple(where), float(v.type.nbytes)) for v, where in fed.items()],
+        [(frozenset(where), float(travelling(v.type, wire))) for v, where in users.items()],
+        [float(sum(v.type.nbytes for v in op.outs)) for op in chain],
+        forward,
+        "none" if kind.splits else again,
+        (BATCHES_AHEAD + 1) * sum(shares[0]),
+    )

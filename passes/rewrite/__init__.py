@@ -1,0 +1,1 @@
+"""Passes that make a graph better without changing its meaning."""

@@ -1,0 +1,112 @@
+"""schedule: choose who computes which microbatch when. In: a module split into stage graphs. Out: the same with a Schedule of F, B, W, U.
+
+A schedule is data: for every stage the list of computations run once at the start and the list run once per batch, both written as for
+batch 1, where the m microbatches of the batch are m .. 2m-1 (ir/schedule.py). In the files beside this one, one schedule each, d is the
+number of stages, s the stage, w = d-1-s, and tf and tb the times of a forward and a backward (of which tw is that of W, where it is apart).
+
+Backwards run in microbatch order in all of them, so that gradients are summed in the same order and results can be compared bit by bit.
+A new schedule is one file and one row of SCHEDULES. Whether order and delay fit together is not decided here but by the checker.
+
+A stage on several devices has a rank for each, and the microbatches of a batch are shared out among them (dealing.py): each of them runs
+the order of the schedule, and leaves out what is not its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+
+from penstock.ir.graph import Module
+from penstock.ir.schedule import MOST_MICROBATCHES, PER_BATCH, Action, Program, Schedule
+from penstock.support.errors import UsageError
+
+from . import delayed_2bw, eager_2bw, flush_1f1b, forward, gpipe, zero_bubble
+from .dealing import Shares, deal, forwards_ahead, shares_of, weights_behind
+from .kind import PipelinePlace, ScheduleKind
+from .late_updates import update_late
+
+SCHEDULES: dict[str, ScheduleKind] = {
+    "1f1b": flush_1f1b.KIND,
+    "gpipe": gpipe.KIND,
+    "2bw": delayed_2bw.KIND,
+    "eager-2bw": eager_2bw.KIND,
+    "zb-1f1b": zero_bubble.KIND,
+    "forward": forward.KIND,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleOptions:
+    """`kind` is a row of SCHEDULES; `microbatches` per batch must be the number that autodiff averaged over. `shares` are how many of
+    them each rank runs, stage by stage: as many each as can be if not given."""
+
+    kind: str = "1f1b"
+    microbatches: int = 1
+    shares: tuple[int, ...] = ()
+
+
+def build_schedule(kind: str, stages: int, microbatches: int, shares: Shares = ()) -> Schedule:
+    """The schedule of a uniform pipeline in which every stage has forward, backward and update.
+    Without `shares` it has one rank per stage."""
+    row = SCHEDULES.get(kind)
+    if row is None:
+        raise UsageError(f"unknown schedule {kind!r}, expected one of {', '.join(SCHEDULES)}", where="schedule")
+    _check_size(stages, microbatches)
+    dealt = [deal(share) for share in shares or [(microbatches,)] * stages]
+    programs = [
+        _own_part(row.order(PipelinePlace(stage, ahead, behind), microbatches), set(own), microbatches)
+        for stage, columns in enumerate(zip(dealt, forwards_ahead(dealt), weights_behind(dealt), strict=True))
+        for own, ahead, behind in zip(*columns, strict=True)
+    ]
+    return Schedule(kind, microbatches, dict(enumerate(programs)))
+
+
+def _check_size(stages: int, microbatches: int) -> None:
+    if stages < 1 or microbatches < 1:
+        raise UsageError(
+            f"needs at least one stage and one microbatch, got {stages} and {microbatches}", where="schedule"
+        )
+    if microbatches > MOST_MICROBATCHES:
+        raise UsageError(f"a batch has at most {MOST_MICROBATCHES} microbatches, got {microbatches}", where="schedule")
+
+
+def _own_part(program: Program, own: Set[int], microbatches: int) -> Program:
+    """What one rank does of the program of its stage; the update of a batch comes as soon as its own part of the batch is done."""
+
+    def kept(actions: Iterable[Action]) -> list[Action]:
+        return [a for a in actions if a.kind not in PER_BATCH and a.mb % microbatches in own]
+
+    batch = kept(program.batch)
+    done = max((i for i, a in enumerate(batch, 1) if a.kind != "F"), default=0)
+    updates = [a for a in program.batch if a.kind in PER_BATCH]
+    return Program(tuple(kept(program.start)), (*batch[:done], *updates, *batch[done:]))
+
+
+def schedule(module: Module, options: ScheduleOptions) -> Module:
+    """Give every rank its computations. A stage without a backward, weight gradient or update graph gets no such action."""
+    ranks = [len(module.devices_of(s.index)) for s in module.stages]
+    _check_size(len(ranks), options.microbatches)
+    shares = shares_of(options.shares, ranks, options.microbatches)
+    found = build_schedule(options.kind, len(ranks), options.microbatches, shares)
+    trainable = any(module.stage_graph(s.index, "B") for s in module.stages)
+    if SCHEDULES[options.kind].trains and not trainable:
+        raise UsageError(
+            f"schedule {options.kind} trains, but no stage has a backward graph",
+            where="schedule",
+            hint="run autodiff and split first, or use kind=forward",
+        )
+    parted = any(module.stage_graph(s.index, "W") for s in module.stages)
+    if parted and not SCHEDULES[options.kind].splits:
+        raise UsageError(
+            f"schedule {options.kind} runs whole backwards, but the module has weight gradients apart",
+            where="schedule",
+            hint="leave out split-backward, or use kind=zb-1f1b",
+        )
+    if not SCHEDULES[options.kind].trains and trainable:
+        raise UsageError(
+            f"schedule {options.kind} never runs a backward, but the module has backward graphs",
+            where="schedule",
+            hint="leave out autodiff for inference, or use kind=1f1b",
+        )
+    found = found.rewrite(lambda a: (a,) if module.stage_graph(a.stage, a.kind) else ())
+    return module.but(schedule=update_late(module, found, SCHEDULES[options.kind].delay))

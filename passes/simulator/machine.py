@@ -1,0 +1,94 @@
+"""The machine that a schedule is simulated on: what messages go through, and who shares the cores of a
+host. In: a cluster, and where ranks are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from penstock.ir.cluster.cluster import Cluster, Device
+from penstock.ir.memory.walk import LOOK_AHEAD, POSTED
+
+# How many bytes a send of gloo writes before it returns, where it was measured (benchmarks/truth.py --calibrate).
+SOCKET_BUFFER = 4e6
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a message between two ranks goes through: `shares` are (name, bytes per second) of links and NICs, which all messages with the
+    same name share; `shared`: memory of both. Sums of gradients go at `summing` bytes per second at most."""
+
+    shares: tuple[tuple[str, float], ...] = ()
+    latency: float = 0.0
+    shared: bool = False
+    summing: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a rank needs of a host's cores: `threads` while it computes, of each of which a quota may leave only a part (`quota`). `speeds`
+    are those of the host: what a core does while 1, 2, ... threads are busy, compared with one thread alone; there may be more of them than
+    cores. Sockets take processor time: a send writes its first `buffer` bytes itself, at `writing` seconds a byte, before the rank goes on,
+    and what the rank receives takes `reading` seconds of a core for each byte, beside its computations. Into shared memory a send writes
+    all its bytes itself, at `copying` seconds a byte."""
+
+    host: str
+    cores: float
+    threads: int = 1
+    quota: float = 1.0
+    writing: float = 0.0
+    buffer: float = 0.0
+    reading: float = 0.0
+    copying: float = 0.0
+    speeds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TransportModel:
+    """`posted` None: messages need no posted receive."""
+
+    posted: int | None = POSTED
+    look_ahead: int = LOOK_AHEAD
+    late: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedMachine:
+    """Routes between ranks, and seats of those that share a host's cores; a rank without a seat has its device to itself."""
+
+    route: Callable[[int, int], Route] = lambda source, target: Route()
+    seats: Mapping[int, Seat] = field(default_factory=dict)
+    transport: TransportModel = TransportModel()
+
+
+def with_messages(seat: Seat, device: Device) -> Seat:
+    """The seat of a rank whose messages take a core's time, in sockets and in shared memory."""
+    socket = 1 / device.socket_bandwidth
+    return replace(seat, writing=socket, buffer=SOCKET_BUFFER, reading=socket, copying=1 / device.copy_bandwidth)
+
+
+# Messages take no time, and every rank has its device to itself.
+FREE = SimulatedMachine()
+
+
+def machine_of(
+    cluster: Cluster,
+    devices: Mapping[int, str],
+    seats: Mapping[int, Seat] | None = None,
+    transport: TransportModel = TransportModel(),
+) -> SimulatedMachine:
+    """The machine of a cluster file; `devices` says where each rank is. A link has its bandwidth in each direction; what messages share
+    beside it is what `Cluster.path` names: network cards, by direction where that can be known."""
+
+    @cache
+    def through(a: str, b: str) -> Route:
+        if a == b:
+            return Route()
+        path = cluster.path(a, b)
+        return Route(
+            ((f"{a}>{b}", path.bandwidth), *path.shares), path.latency, cluster.shares_memory(a, b), path.summing
+        )
+
+    return SimulatedMachine(lambda source, target: through(devices[source], devices[target]), seats or {}, transport)

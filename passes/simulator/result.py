@@ -1,0 +1,207 @@
+"""What a simulation found: when every action ran and why not earlier, and what follows from it. Made by simulate.py.
+
+Times of a step in steady state are taken from a window: from the end of a batch in the middle of the run to that of the last batch but one
+(the last one drains the pipeline and has no successor to share time with). In the window a rank is *busy* (its actions take time),
+*waiting* (for a message or a sum over replicas) or *idle* (it has nothing left to do); bubble = 1 - busy / window. Runs of one or two
+batches have no steady state: the window is the whole run.
+
+The critical path goes back from the last action of the window: an action starts when the one before it on its rank ends, or when what it
+waited for arrived; that was sent by an action of another rank, and so on. Its seconds are those of computing on each rank, of moving
+(transfer, its queue and latency) on each way, of summing gradients over the replicas of a stage, and of waiting for a receive to be posted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.ir.schedule import RECEIVES, Action, Schedule
+
+Floats = npt.NDArray[np.float64]
+
+
+class SimulatedStep(NamedTuple):
+    """An action of the period: as written for batch 1, what the simulation does with it, how long it
+    takes, and its channel if it is a message."""
+
+    action: Action
+    code: int
+    seconds: float
+    channel: object
+    per_batch: bool
+
+
+@dataclass(slots=True)
+class RankTimeline:
+    """One rank's run: its steps, their microbatches (batches), and when they ran."""
+
+    steps: list[SimulatedStep]
+    numbers: array[int]
+    starts: array[float]
+    finishes: array[float]
+
+    def action(self, position: int, per_batch: int) -> Action:
+        """The concrete action at a position."""
+        step, number = self.steps[position], self.numbers[position]
+        return step.action.shifted((number - step.action.mb) // (1 if step.per_batch else per_batch), per_batch)
+
+
+@dataclass(slots=True)
+class LinkUse:
+    """What went through a link, one way, or a NIC: bytes, and the seconds in which something moved."""
+
+    name: str
+    bandwidth: float
+    nbytes: float = 0.0
+    busy: float = 0.0
+
+
+class Message(NamedTuple):
+    """What somebody waited for: sent by the action at `position` of rank `source`; `ready` when the receive was posted and
+    both knew, `begun` when its way was free."""
+
+    source: int
+    position: int
+    sent: float
+    posted: float
+    ready: float
+    begun: float
+    arrived: float
+
+
+class RankUse(NamedTuple):
+    """Shares of the window in seconds."""
+
+    rank: int
+    stage: int
+    busy: float
+    waiting: float
+    idle: float
+    bubble: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """`messages` are those that were waited for, by rank and position of what waited."""
+
+    schedule: Schedule
+    batches: int
+    stage_of: Mapping[int, int]
+    lines: Mapping[int, RankTimeline]
+    links: tuple[LinkUse, ...]
+    messages: Mapping[tuple[int, int], Message]
+
+    @property
+    def finish(self) -> float:
+        """When the last action ends: all batches, from an empty pipeline to an empty pipeline."""
+        return max((line.finishes[-1] for line in self.lines.values() if line.finishes), default=0.0)
+
+    def timed(self, rank: int) -> Iterator[tuple[Action, float, float]]:
+        """The actions of a rank with start and finish."""
+        line = self.lines[rank]
+        for position, (start, finish) in enumerate(zip(line.starts, line.finishes, strict=True)):
+            yield line.action(position, self.schedule.microbatches), start, finish
+
+    @cached_property
+    def ends(self) -> list[float]:
+        """When the last rank is done with each batch."""
+        ends: Floats = np.zeros(self.batches)
+        for line in self.lines.values():
+            numbers = np.frombuffer(line.numbers, dtype=np.int32) if line.numbers else np.zeros(0, np.int32)
+            whole = np.fromiter((step.per_batch for step in line.steps), dtype=bool, count=len(line.steps))
+            np.maximum.at(
+                ends, np.where(whole, numbers, numbers // self.schedule.microbatches), np.frombuffer(line.finishes)
+            )
+        return [float(end) for end in ends]
+
+    @cached_property
+    def window(self) -> tuple[float, float, int]:
+        """From, to, and the batches in between."""
+        if self.batches < 3:
+            return 0.0, self.finish, self.batches
+        first, last = (self.batches - 1) // 2 - (self.batches == 3), self.batches - 2
+        return self.ends[first], self.ends[last], last - first
+
+    @property
+    def step_seconds(self) -> float:
+        """What one more batch costs in a long run."""
+        start, end, count = self.window
+        return (end - start) / count
+
+    @cached_property
+    def ranks(self) -> tuple[RankUse, ...]:
+        start, end, _ = self.window
+        found = []
+        for rank, line in self.lines.items():
+            starts, finishes = np.frombuffer(line.starts), np.frombuffer(line.finishes)
+            if not len(starts):
+                found.append(RankUse(rank, self.stage_of[rank], 0.0, 0.0, end - start, 1.0))
+                continue
+            busy = _within(starts, finishes, start, end)
+            waiting = _within(np.concatenate([[0.0], finishes[:-1]]), starts, start, end)
+            idle = max(0.0, end - start - busy - waiting)
+            found.append(
+                RankUse(
+                    rank, self.stage_of[rank], busy, waiting, idle, 1 - busy / (end - start) if end > start else 0.0
+                )
+            )
+        return tuple(found)
+
+    @cached_property
+    def critical_path(self) -> dict[str, float]:
+        """Seconds of the window by what the end of it had to wait for, largest first."""
+        start, end, _ = self.window
+        rank, position = min(
+            (int(np.searchsorted(np.frombuffer(line.finishes), end)), rank)
+            for rank, line in self.lines.items()
+            if line.finishes and end in line.finishes
+        )[::-1]
+        found: dict[str, float] = {}
+        until = end
+
+        def spend(what: str, begin: float) -> None:
+            nonlocal until
+            if max(begin, start) < until:
+                found[what] = found.get(what, 0.0) + until - max(begin, start)
+            until = min(until, begin)
+
+        while until > start:
+            line = self.lines[rank]
+            spend(f"computing on rank {rank}", line.starts[position])
+            message = self.messages.get((rank, position))
+            if message is not None and (position == 0 or line.finishes[position - 1] < line.starts[position]):
+                summed = line.steps[position].action.kind not in RECEIVES
+                way = f"the sum of stage {self.stage_of[rank]}" if summed else f"{message.source}>{rank}"
+                spend(f"summing stage {self.stage_of[rank]}" if summed else f"moving {way}", message.begun)
+                spend(f"queue of {way}", message.ready)
+                if message.posted > message.sent and position:
+                    # The receive was not posted in time: this rank was late itself.
+                    spend(f"telling {way} of the receive", message.posted)
+                    position = self._at(rank, message.posted, position)
+                    continue
+                spend(f"start of {way} put off", message.sent)
+                rank, position = message.source, message.position
+            elif position:
+                position -= 1
+            else:
+                break
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def _at(self, rank: int, time: float, before: int) -> int:
+        """The last action of a rank, before a position, that had ended at a time."""
+        finishes = self.lines[rank].finishes
+        position = before - 1
+        while position > 0 and finishes[position] > time:
+            position -= 1
+        return position
+
+
+def _within(starts: Floats, finishes: Floats, first: float, last: float) -> float:
+    """Seconds of the intervals that lie in a window."""
+    return float(np.clip(np.minimum(finishes, last) - np.maximum(starts, first), 0.0, None).sum())

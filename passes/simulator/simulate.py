@@ -1,0 +1,547 @@
+"""Runs a schedule against modelled times, links, NICs and cores: a simulation of discrete events. Imports
+nothing heavy, so that planners may call it.
+
+In: a wired schedule (one with sends and receives), how long each action takes on its rank alone, the bytes of each message, and a
+`Machine`: what a message goes through between two ranks, and which ranks share the cores of a host. Out: `Simulated` (simulated.py): when
+every action ran, and why not earlier. What the runtime does is modelled as it does it:
+
+* Actions of a rank run one after another. Sends take no time of it (unless `seconds` says so) and
+  never block; a receive waits for its message.
+* A receive is posted at the earliest `look_ahead` actions before its turn, and at most `posted` of one channel are under way
+  (ir/memory/predict.py). A message starts to move when it was sent and its receive is posted, and the word of that takes the latency of the link,
+  too. Messages from one rank to another move one after another, as they do on one connection; those of different pairs share links and NICs
+  (sharing.py). It arrives `latency` after its last byte has left. With `late`, the start of each is put off that long, any number at once:
+  what Job(latency=) does for measurements.
+* AR starts when all ranks of the stage are there: a ring, in which every rank sends and receives 2(n-1)/n of the bytes over its link to the
+  next one, 2(n-1) latencies long. The ranks go on meanwhile; the first U, P or N of that batch waits for it.
+* Ranks that share a host share its cores, as Linux deals them out (cores.py), and a rank with a quota has no more than that.
+  Moving a byte may cost processor time (`Seat`): of the rank that sends it, while the message moves already, and in
+  competition with what the receiver computes.
+
+Times are those of the period: an action takes the same in every batch. Known limits: a link has one path; no routing, no loss of packets,
+no jitter; a computation slowed by its neighbours is slowed by their number, not by what they do.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import pairwise
+
+from penstock.ir.schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, Action, Program, Routes, Schedule
+from penstock.support.errors import UsageError, VerifyError
+
+from .cores import Burst, Core, Cores
+from .machine import FREE, Route, Seat, SimulatedMachine, TransportModel, machine_of
+from .result import LinkUse, Message, RankTimeline, Simulated, SimulatedStep
+from .sharing import Resource, Sharing
+
+Seconds = Callable[[int, Action], float]
+Bytes = Callable[[str, int, int], float]
+
+
+def wire_chain(schedule: Schedule) -> Schedule:
+    """Sends and receives around the computations of a plain chain: what `communicate` does where each stage takes what the one before it
+    returns, and gets the gradient from the one behind it. (`passes.late_updates.sum_late` first, where stages lie on several ranks.)"""
+    present = {(a.kind, a.stage) for a in schedule.actions()}
+    routes = Routes(schedule)
+
+    def surround(rank: int, action: Action) -> list[Action]:
+        kind, stage, mb = action.kind, action.stage, action.mb
+        way = {"F": 1, "B": -1}.get(kind)
+        if way is None:
+            return [action]
+        source, target = stage - way, stage + way
+        before = (
+            [Action(f"R{kind}", stage, mb, peer=routes.source(rank, kind, source, mb))]
+            if (kind, source) in present
+            else []
+        )
+        after = (
+            [Action(f"S{kind}", stage, mb, peer=peer) for peer in routes.targets(rank, kind, target, mb)]
+            if (kind, target) in present
+            else []
+        )
+        return [*before, action, *after]
+
+    return schedule.rewrite_ranks(surround)
+
+
+def simulate(
+    schedule: Schedule,
+    batches: int,
+    seconds: Seconds,
+    nbytes: Bytes,
+    machine: SimulatedMachine = FREE,
+    *,
+    reduced: Callable[[int], float] | None = None,
+) -> Simulated:
+    """Run so many batches from an empty pipeline to an empty pipeline. `seconds(rank, action)` is asked once for every action of the
+    period, as written for batch 1; `nbytes(phase, source stage, target stage)` is a message, `reduced(stage)` what AR sums.
+    VerifyError when ranks wait for each other."""
+    if batches < 1:
+        raise UsageError(f"needs at least one batch, got {batches}", where="simulate")
+    return _Simulation(schedule, batches, seconds, nbytes, machine, reduced or (lambda stage: 0.0)).run()
+
+
+# ------------------------------------------------------------------------------------------------ what the events work on
+
+_RECEIVE, _SEND, _REDUCE, _COMPUTE, _TAKE, _OTHER = range(6)
+_CODES = {
+    **dict.fromkeys(RECEIVES, _RECEIVE),
+    **dict.fromkeys(SENDS, _SEND),
+    **dict.fromkeys(COMPUTE, _COMPUTE),
+    "AR": _REDUCE,
+    "D": _OTHER,
+}
+_WAKE, _READY, _END, _REDUCED, _COMPUTED = range(5)
+# The first number of the key of a ring, whose ranks follow; that of a pair is its source.
+_RING = -1
+
+
+@dataclass(slots=True, eq=False)
+class _Pair:
+    """The way from one rank to another, or around a ring: one thing moves at a time, up to `cap` bytes per second, and shares `demands`."""
+
+    latency: float
+    cap: float
+    demands: tuple[tuple[Resource, float], ...]
+    uses: tuple[tuple[LinkUse, int], ...]
+    free: float = 0.0
+    moving: bool = False
+    queue: deque[Callable[[float], None]] = field(default_factory=deque)
+
+
+@dataclass(slots=True, eq=False)
+class _Channel:
+    """Messages of one phase between two ranks, by microbatch; what `sent` and `posted` hold has not met the other yet."""
+
+    source: int
+    target: int
+    nbytes: float
+    pair: _Pair
+    # What a send takes of its rank, whose message moves already; None if it moves when the send is over. And whether to read it takes time.
+    writing: float | None
+    reads: bool
+    sent: dict[int, tuple[float, int]] = field(default_factory=dict)
+    posted: dict[int, float] = field(default_factory=dict)
+    arrived: dict[int, Message] = field(default_factory=dict)
+    awaited: int = -1
+
+
+def _for_sums(route: Route) -> Route:
+    return replace(route, shares=tuple((name, min(speed, route.summing)) for name, speed in route.shares))
+
+
+class _Simulation:
+    def __init__(
+        self,
+        schedule: Schedule,
+        batches: int,
+        seconds: Seconds,
+        nbytes: Bytes,
+        machine: SimulatedMachine,
+        reduced: Callable[[int], float],
+    ) -> None:
+        self.schedule, self.machine, self.transport = schedule, machine, machine.transport
+        self.batches, self.nbytes, self.reduced = batches, nbytes, reduced
+        self.heap: list[tuple[float, int, int, object, int]] = []
+        self.number = 0
+        self.sharing = Sharing(lambda time, task, stamp: self.push(time, _END, task, stamp))
+        self.stage_of = {
+            rank: next((a.stage for a in (*p.start, *p.batch)), rank) for rank, p in schedule.ranks.items()
+        }
+        self.rings: dict[int, tuple[int, ...]] = {}
+        for rank, stage in self.stage_of.items():
+            self.rings[stage] = (*self.rings.get(stage, ()), rank)
+        self.channels: dict[tuple[str, int, int], _Channel] = {}
+        self.resources: dict[str, Resource] = {}
+        self.uses: dict[str, LinkUse] = {}
+        self.pairs: dict[tuple[int, ...], _Pair] = {}
+        self.messages: dict[tuple[int, int], Message] = {}
+        self.reductions: dict[tuple[int, int], float] = {}
+        self.arrivals: dict[tuple[int, int], int] = {}
+        self.awaiting: dict[tuple[int, int], int] = {}
+        self._take_routes()
+        self.lines = {rank: self._line(rank, program, seconds) for rank, program in schedule.ranks.items()}
+        self.posts = (
+            {rank: self._posts(line) for rank, line in self.lines.items()} if self.transport.posted is not None else {}
+        )
+        self._take_seats()
+
+    def push(self, time: float, code: int, what: object, extra: int = 0) -> None:
+        self.number += 1
+        heappush(self.heap, (time, self.number, code, what, extra))
+
+    # -------------------------------------------------------------------------------------------- before the first event
+
+    def _take_routes(self) -> None:
+        """Pairs and rings with what they go through; only what several of them use is a shared resource."""
+        routes: dict[tuple[int, ...], list[Route]] = {}
+        for rank, program in self.schedule.ranks.items():
+            for kind, peer in dict.fromkeys((a.kind, a.peer) for a in (*program.start, *program.batch)):
+                if kind in SENDS or kind in RECEIVES:
+                    assert peer is not None
+                    source, target = (rank, peer) if kind in SENDS else (peer, rank)
+                    if (source, target) not in routes:
+                        routes[source, target] = [self.machine.route(source, target)]
+                elif kind == "AR":
+                    ring = self._ring(rank)
+                    if (_RING, *ring) not in routes and len(ring) > 1:
+                        routes[_RING, *ring] = [
+                            _for_sums(self.machine.route(a, b)) for a, b in pairwise((*ring, ring[0]))
+                        ]
+        users = Counter(name for hops in routes.values() for name in {name for hop in hops for name, _ in hop.shares})
+        for key, hops in routes.items():
+            speeds = {name: speed for hop in hops for name, speed in hop.shares}
+            times = Counter(name for hop in hops for name, _ in hop.shares)
+            for name, speed in speeds.items():
+                self.uses.setdefault(name, LinkUse(name, speed))
+            shared = [name for name, speed in speeds.items() if users[name] > 1 and speed < math.inf]
+            demands = tuple(
+                (self.resources.setdefault(name, Resource(name, speeds[name])), float(times[name])) for name in shared
+            )
+            cap = min((speed / times[name] for name, speed in speeds.items() if name not in shared), default=math.inf)
+            rounds = 2 * (len(hops) - 1) if key[0] == _RING else 1
+            latency = rounds * max(hop.latency for hop in hops)
+            self.pairs[key] = _Pair(latency, cap, demands, tuple((self.uses[name], times[name]) for name in speeds))
+
+    def _ring(self, rank: int) -> tuple[int, ...]:
+        """The ranks of a stage, which sum together."""
+        return self.rings[self.stage_of[rank]]
+
+    def _line(self, rank: int, program: Program, seconds: Seconds) -> RankTimeline:
+        m, batches = self.schedule.microbatches, self.batches
+        reduces = any(a.kind == "AR" for a in (*program.start, *program.batch))
+        steps: list[tuple[SimulatedStep, ...]] = []
+        for actions in (program.start, program.batch):
+            made = []
+            for a in actions:
+                code = _CODES[a.kind]
+                if code == _COMPUTE and reduces and a.kind in ("P", "N", "U"):
+                    code = _TAKE
+                channel = self._channel(rank, a) if code in (_SEND, _RECEIVE) else None
+                lasts = seconds(rank, a)
+                if not 0 <= lasts < math.inf:
+                    raise UsageError(f"an action cannot take {lasts} seconds", where=f"rank {rank}, {a}")
+                made.append(SimulatedStep(a, code, lasts, channel, a.kind in PER_BATCH))
+            steps.append(tuple(made))
+        line = RankTimeline([], array("i"), array("d"), array("d"))
+        for part, shift in [(steps[0], -1), *((steps[1], t - 1) for t in range(batches + 1))]:
+            for step in part:
+                mb = step.action.mb + (shift if step.per_batch else shift * m)
+                if 0 <= mb < (batches if step.per_batch else batches * m):
+                    line.steps.append(step)
+                    line.numbers.append(mb)
+        line.starts.extend([0.0] * len(line.steps))
+        line.finishes.extend([0.0] * len(line.steps))
+        return line
+
+    def _channel(self, rank: int, action: Action) -> _Channel:
+        assert action.peer is not None
+        source, target = (rank, action.peer) if action.kind in SENDS else (action.peer, rank)
+        key = (action.kind[1], source, target)
+        if key not in self.channels:
+            size = self.nbytes(action.kind[1], self.stage_of[source], self.stage_of[target])
+            self.channels[key] = _Channel(
+                source, target, size, self.pairs[source, target], *self._ends(source, target, size)
+            )
+        return self.channels[key]
+
+    def _ends(self, source: int, target: int, size: float) -> tuple[float | None, bool]:
+        """What a message takes of its sender, and whether it takes time of the receiver."""
+        shared, seat = self.machine.route(source, target).shared, self.machine.seats.get(source)
+        rate = 0.0 if seat is None else seat.copying if shared else seat.writing
+        if seat is None or not rate:
+            return None, not shared
+        return rate * (size if shared else min(size, seat.buffer)), not shared
+
+    def _posts(self, line: RankTimeline) -> tuple[array[int], array[int]]:
+        """Before which action each receive is posted, as lists linked by position: the first of each
+        action, and the one after each receive."""
+        first, after = array("i", [-1]) * len(line.steps), array("i", [-1]) * len(line.steps)
+        limit, ahead = self.transport.posted or 0, self.transport.look_ahead
+        recent: dict[_Channel, deque[int]] = {}
+        places: list[tuple[int, int]] = []
+        for position, step in enumerate(line.steps):
+            if step.code != _RECEIVE:
+                continue
+            before = recent.setdefault(step.channel, deque(maxlen=limit))  # type: ignore[arg-type]
+            places.append((position, max(0, position - ahead, before[0] + 1 if len(before) == limit else 0)))
+            before.append(position)
+        for position, at in reversed(places):
+            after[position], first[at] = first[at], position
+        return first, after
+
+    def _take_seats(self) -> None:
+        """Hosts whose cores may run short get a resource; on the others computations take their time, whatever runs beside them."""
+        wanted: dict[str, float] = {}
+        seats: dict[str, Seat] = {}
+        reading = {channel.target for channel in self.channels.values() if channel.reads}
+        for rank, seat in self.machine.seats.items():
+            other = seats.setdefault(seat.host, seat)
+            if (other.cores, other.speeds) != (seat.cores, seat.speeds):
+                raise UsageError(f"two seats of host {seat.host} say different things of its cores", where="simulate")
+            wanted[seat.host] = (
+                wanted.get(seat.host, 0.0)
+                + seat.threads * seat.quota
+                + (1.0 if seat.reading and rank in reading else 0.0)
+            )
+        self.crowded = {
+            host: Cores(int(seat.cores), seat.speeds, lambda time, what, stamp: self.push(time, _COMPUTED, what, stamp))
+            for host, seat in seats.items()
+            if wanted[host] > seat.cores or any(speed != 1 for speed in seat.speeds)
+        }
+        self.cores = {
+            rank: (self.crowded[seat.host], seat)
+            for rank, seat in self.machine.seats.items()
+            if seat.host in self.crowded and rank in self.lines
+        }
+
+    # -------------------------------------------------------------------------------------------- the loop
+
+    def run(self) -> Simulated:
+        self.at = dict.fromkeys(self.lines, 0)
+        self.clock = dict.fromkeys(self.lines, 0.0)
+        self.ready: list[int] = []
+        self.posted = dict.fromkeys(self.lines, -1)
+        for rank in self.lines:
+            self._advance(rank, 0.0)
+        heap, now = self.heap, 0.0
+        crowded = list(self.crowded.values())
+        while True:
+            if not heap or heap[0][0] > now:
+                if self.sharing.unsettled:
+                    self.sharing.settle(now)
+                for cores in crowded:
+                    if cores.unsettled:
+                        cores.settle(now)
+                if not heap:
+                    break
+            now, _, code, what, extra = heappop(heap)
+            if code == _WAKE:
+                self._advance(what, now, extra)  # type: ignore[arg-type]
+            elif code == _READY:
+                self._ready(what, extra, now)  # type: ignore[arg-type]
+            elif code == _END:
+                self.sharing.end(now, what, extra)  # type: ignore[arg-type]
+            elif code == _COMPUTED:
+                assert isinstance(what, Burst | Core)
+                what.owner.event(now, what, extra)
+            else:
+                self._reduced(what, now)  # type: ignore[arg-type]
+        stuck = [rank for rank, line in self.lines.items() if self.at[rank] < len(line.steps)]
+        if stuck:
+            waits = ", ".join(
+                f"rank {r} at step {self.at[r]} ({self.lines[r].action(self.at[r], self.schedule.microbatches)})"
+                for r in stuck[:8]
+            )
+            raise VerifyError(
+                f"cannot finish {self.batches} batches: these wait for ever: {waits}",
+                where=f"schedule {self.schedule.name}",
+            )
+        for resource in self.resources.values():
+            self.uses[resource.name].busy = resource.busy
+        return Simulated(
+            self.schedule, self.batches, self.stage_of, self.lines, tuple(self.uses.values()), self.messages
+        )
+
+    def _advance(self, rank: int, now: float, passed: int = 0) -> None:
+        """Run a rank until it has to wait for something. `passed`: the time of its current action has just passed."""
+        line = self.lines[rank]
+        steps, numbers, starts, finishes = line.steps, line.numbers, line.starts, line.finishes
+        posts = self.posts.get(rank)
+        position = self.at[rank]
+        while position < len(steps):
+            step, mb = steps[position], numbers[position]
+            code = step.code
+            if not passed:
+                if posts is not None and self.posted[rank] < position:
+                    self.posted[rank] = position
+                    ahead = posts[0][position]
+                    while ahead >= 0:
+                        self._post(steps[ahead].channel, numbers[ahead], now)  # type: ignore[arg-type]
+                        ahead = posts[1][ahead]
+                if (code == _RECEIVE and not self._arrived(rank, position, step.channel, mb, now)) or (  # type: ignore[arg-type]
+                    code == _TAKE and not self._summed(rank, mb, now)
+                ):
+                    break
+                starts[position] = now
+                lasts = step.seconds
+                if code == _SEND and step.channel.writing is not None:  # type: ignore[attr-defined]
+                    lasts += step.channel.writing  # type: ignore[attr-defined]
+                    self._send(step.channel, mb, now, position)  # type: ignore[arg-type]
+                if lasts > 0:
+                    if rank in self.cores:
+                        cores, seat = self.cores[rank]
+                        cores.begin(
+                            now, rank, lasts, lambda time: self._advance(rank, time, 1), seat.threads, seat.quota
+                        )
+                    else:
+                        self.push(now + lasts, _WAKE, rank, 1)
+                    break
+            passed = 0
+            finishes[position] = now
+            if code == _SEND and step.channel.writing is None:  # type: ignore[attr-defined]
+                self._send(step.channel, mb, now, position)  # type: ignore[arg-type]
+            elif code == _REDUCE:
+                self._join(rank, position, mb, now)
+            position += 1
+        self.at[rank] = position
+
+    # -------------------------------------------------------------------------------------------- messages
+
+    def _arrived(self, rank: int, position: int, channel: _Channel, mb: int, now: float) -> bool:
+        message = channel.arrived.get(mb)
+        if message is None:
+            channel.awaited = mb
+            return False
+        if message.arrived > now:
+            self.push(message.arrived, _WAKE, rank)
+            return False
+        del channel.arrived[mb]
+        # Only those that somebody waited for are of interest later.
+        if message.arrived == now:
+            self.messages[rank, position] = message
+        return True
+
+    def _send(self, channel: _Channel, mb: int, now: float, position: int) -> None:
+        posted = 0.0 if self.transport.posted is None else channel.posted.pop(mb, None)
+        if posted is None:
+            channel.sent[mb] = (now, position)
+        else:
+            self._meet(channel, mb, now, now, position, posted)
+
+    def _post(self, channel: _Channel, mb: int, now: float) -> None:
+        sent = channel.sent.pop(mb, None)
+        if sent is None:
+            channel.posted[mb] = now
+        else:
+            self._meet(channel, mb, now, *sent, now)
+
+    def _meet(self, channel: _Channel, mb: int, now: float, sent: float, position: int, posted: float) -> None:
+        """Sent and posted: it moves as soon as the sender knows."""
+        known = posted + channel.pair.latency if posted > 0 else 0.0
+        ready = max(sent + self.transport.late, known)
+        if ready > now:
+            self.push(ready, _READY, (channel, mb, sent, position, posted))
+        else:
+            self._ready((channel, mb, sent, position, posted), 0, now)
+
+    def _ready(self, what: tuple[_Channel, int, float, int, float], _: int, now: float) -> None:
+        channel, mb, sent, position, posted = what
+        reader = self.cores.get(channel.target) if channel.reads else None
+        size = channel.nbytes
+
+        def arrive(begun: float, end: float) -> None:
+            message = Message(channel.source, position, sent, posted, now, begun, end)
+            channel.arrived[mb] = message
+            if channel.awaited == mb:
+                channel.awaited = -1
+                self.push(end, _WAKE, channel.target)
+
+        self._move(
+            channel.pair, size, now, arrive, (channel.target, *reader) if reader and reader[1].reading > 0 else None
+        )
+
+    def _move(
+        self,
+        pair: _Pair,
+        size: float,
+        now: float,
+        arrive: Callable[[float, float], None],
+        reader: tuple[int, Cores, Seat] | None = None,
+    ) -> None:
+        """Let bytes go through a pair when it is free; `arrive` is told when they began to move and when they are there."""
+        if not pair.demands and reader is None:
+            begun = max(now, pair.free)
+            pair.free = begun + size / pair.cap
+            for use, times in pair.uses:
+                use.nbytes += size * times
+                use.busy += pair.free - begun
+            arrive(begun, pair.free + pair.latency)
+            return
+
+        def begin(time: float) -> None:
+            left = 2
+
+            def finish(at: float) -> None:
+                nonlocal left
+                left -= 1
+                if not left:
+                    pair.moving = False
+                    arrive(time, at + pair.latency)
+                    if pair.queue:
+                        pair.queue.popleft()(at)
+
+            for use, times in pair.uses:
+                use.nbytes += size * times
+                if not pair.demands:
+                    use.busy += size / pair.cap
+            pair.moving = True
+            if reader is not None and size > 0:
+                target, cores, seat = reader
+                cores.begin(time, target, size * seat.reading, finish, 1, seat.quota, alone=1.0)
+            else:
+                finish(time)
+            if size > 0 and (pair.demands or pair.cap < math.inf):
+                self.sharing.begin(time, size, pair.demands, finish, cap=pair.cap)
+            else:
+                finish(time)
+
+        if pair.moving:
+            pair.queue.append(begin)
+        else:
+            begin(now)
+
+    # -------------------------------------------------------------------------------------------- sums over replicas
+
+    def _join(self, rank: int, position: int, batch: int, now: float) -> None:
+        ring = self._ring(rank)
+        self.reductions[rank, batch] = math.inf
+        self.arrivals[ring[0], batch] = self.arrivals.get((ring[0], batch), 0) + 1
+        if self.arrivals[ring[0], batch] < len(ring):
+            return
+        del self.arrivals[ring[0], batch]
+        size = 2 * (len(ring) - 1) / len(ring) * self.reduced(self.stage_of[rank])
+
+        def arrive(begun: float, end: float) -> None:
+            message = Message(rank, position, now, now, now, begun, end)
+            self.push(end, _REDUCED, (ring, batch, message))
+
+        if len(ring) > 1:
+            self._move(self.pairs[_RING, *ring], size, now, arrive)
+        else:
+            arrive(now, now)
+
+    def _reduced(self, what: tuple[tuple[int, ...], int, Message], now: float) -> None:
+        ring, batch, message = what
+        for rank in ring:
+            self.reductions[rank, batch] = now
+            if self.awaiting.pop((rank, batch), None) is not None:
+                self.messages[rank, self.at[rank]] = message
+                self.push(now, _WAKE, rank)
+
+    def _summed(self, rank: int, batch: int, now: float) -> bool:
+        if self.reductions.get((rank, batch), 0.0) <= now:
+            return True
+        self.awaiting[rank, batch] = 1
+        return False
+
+
+__all__ = [
+    "Bytes",
+    "Route",
+    "Seat",
+    "Seconds",
+    "Simulated",
+    "SimulatedMachine",
+    "TransportModel",
+    "machine_of",
+    "simulate",
+    "wire_chain",
+]

@@ -1,0 +1,1 @@
+"""Passes that make training out of a forward graph: gradients, guard and update."""

@@ -1,0 +1,381 @@
+"""Writing checkpoints (what they hold: checkpoint.py). In: a rank's store with a drained pipeline. Out: a
+directory that is there whole or not at all.
+
+A save has two parts. In the first, which training waits for, rank 0 makes a working directory beside the checkpoint's place and clears away
+what dead saves left, and every rank that writes copies its state. In the second, which a thread of every rank does while training goes on,
+each writes its files and tells rank 0 of them, through a connection of its own to the group's store; rank 0 writes the index when it has
+heard of all, renames the directory, then the pointer to it, and removes the checkpoints that are not to be kept. Files and directories are
+flushed to the disk before each rename. So the index is there when everything is, and never for half of it.
+
+One save at a time: the next one waits until the one before is done, and says so. A save without `background` waits for its own end, and
+takes no copy. An error of a thread comes out of the rank's main thread at its next action (`check`), and ends the run. Waiting is bounded
+by progress: a save of which nothing more is written for `_STALLED` seconds ends the run, too. A run that fails or is interrupted while a
+checkpoint is being written ends when that is there, as long as it gets on (`status.await_saves`).
+
+    .step-000100.<token>.tmp     being written                .step-000100.<token>.old     replaced by one of the same step
+    .latest.<token>.tmp          the pointer, being written   .step-000100.<token>.gone    being removed
+
+One run at a time may save into a directory (claims.py): the next save takes what lies there under these names for left over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from torch.distributed import Store as GroupStore  # type: ignore[attr-defined]
+
+from penstock.backends.bundle.format import Bundle, stored_vars
+from penstock.backends.bundle.tensor_file import write_tensors
+from penstock.backends.bundle.writer import flush_directory
+from penstock.ir.graph import Module
+from penstock.runtime.group.group import RankGroup
+from penstock.runtime.messages.control import Setup
+from penstock.runtime.messages.status import Status, await_saves
+from penstock.runtime.state.store import Store, as_array
+from penstock.runtime.worker.actions import microbatch_size
+from penstock.support.errors import PeerLost, PenstockError, VerifyError
+
+from .format import (
+    FORMAT,
+    INDEX,
+    INDEX_HASH,
+    LATEST,
+    Index,
+    SavedFile,
+    is_kept,
+    left_behind,
+    random_seed,
+    read_index,
+    saved_step,
+    saved_steps,
+    step_name,
+)
+from .lock import make_directories
+
+# How long a save may get no further. Flushing a large file to a slow disk is one step.
+_STALLED = 600.0
+_LOOK_SECONDS = 0.02
+_SHOW_SECONDS = 0.5
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass
+class _Writing:
+    """A save under way on one rank. `written` counts tensors' bytes; its part is `told` when written, and the checkpoint is
+    `whole` when rank 0 has put it in its place."""
+
+    step: int
+    directory: Path
+    total: int
+    written: int = 0
+    told: bool = False
+    whole: bool = False
+    thread: threading.Thread | None = None
+    failure: BaseException | None = None
+    work: Path | None = field(default=None)
+
+
+class Saver:
+    """Saves of one rank, together with those of all others."""
+
+    def __init__(self, bundle: Bundle, rank: int, group: RankGroup, setup: Setup, store: Store, status: Status) -> None:
+        self._bundle, self._rank, self._group, self._setup, self._store, self._status = (
+            bundle,
+            rank,
+            group,
+            setup,
+            store,
+            status,
+        )
+        module = bundle.module
+        stage = module.rank_stages()[rank]
+        # The ranks of a stage have the same variables: its first one saves them.
+        self._writes = rank == module.rank_stages().index(stage)
+        self._count = 0
+        self._writing: _Writing | None = None
+
+    @cached_property
+    def _exchange(self) -> GroupStore:
+        """A connection of the writing thread's own: a wait of the main thread would hold the other one."""
+        made: GroupStore = self._group.store.clone()  # type: ignore[attr-defined]
+        return made
+
+    def save(self, directory: Path, step: int, *, background: bool = False, keep_last: int | None = None) -> float:
+        """Begin a save, and wait for its end unless it is to go on in the background; how many seconds the save before was waited for."""
+        if step != self._store.version and self._store.versioned:
+            raise VerifyError(
+                f"after {step} steps the newest version is {self._store.version}", where=f"rank {self._rank}"
+            )
+        waited = self.finish()
+        self._count += 1
+        key = f"save/{self._count}"
+        try:
+            work = self._meet(key, directory, step)
+        except OSError as error:
+            raise _unwritable(directory, error) from error
+        self._status.show("saving")
+        parts = self._parts(step, copied=background)
+        total = sum(array.nbytes for _, _, arrays in parts for array in arrays.values())
+        writing = _Writing(step, directory, total, work=work)
+        writing.thread = threading.Thread(
+            target=self._write, args=(writing, key, parts, keep_last), name="saving", daemon=True
+        )
+        self._writing = writing
+        self._status.save(0)
+        # Made here, not by two threads at once.
+        _ = self._exchange
+        writing.thread.start()
+        if not background:
+            self.finish()
+        self._status.show(None)
+        return waited
+
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+        if self._writing is not None and self._writing.failure is not None:
+            failure, directory = self._writing.failure, self._writing.directory
+            self._writing = None
+            raise _unwritable(directory, failure) if isinstance(failure, OSError) else failure
+
+    def finish(self) -> float:
+        """Wait for the save that is under way; seconds."""
+        writing, started = self._writing, time.monotonic()
+        if writing is None:
+            return 0.0
+        assert writing.thread is not None
+        moved, written = started, -1
+        while writing.thread.is_alive():
+            writing.thread.join(_SHOW_SECONDS)
+            now = time.monotonic()
+            if writing.written != written:
+                moved, written = now, writing.written
+            if now - moved > _STALLED:
+                done = "its part" if writing.written >= writing.total else f"{writing.written} of {writing.total} bytes"
+                what = f"the checkpoint of step {writing.step} got no further for {_STALLED:g} s: this rank has written {done}"
+                raise PeerLost(what, where=f"rank {self._rank}, {writing.directory}", hint="is the disk full, or gone?")
+            if writing.thread.is_alive():
+                # The launcher takes a line that stands still for a rank that hangs.
+                self._status.show(
+                    f"saving step {writing.step}: {writing.written >> 20} of {writing.total >> 20} MiB, {now - started:.0f} s"
+                )
+        self.check()
+        self._writing = None
+        return time.monotonic() - started
+
+    def settle(self) -> None:
+        """The run has failed: wait until this rank is not needed any more for the save under way, if that gets on."""
+        writing = self._writing
+        if writing is not None:
+            await_saves(lambda: [float(writing.written + 1)] if self._is_needed(writing) else [])
+
+    def _is_needed(self, writing: _Writing) -> bool:
+        if writing.thread is None or not writing.thread.is_alive():
+            return False
+        return not writing.whole if self._rank == 0 else not writing.told
+
+    # -------------------------------------------------------------------------------------------- parts of a save
+
+    def _meet(self, key: str, directory: Path, step: int) -> Path:
+        if self._rank != 0:
+            return Path(self._group.get(f"{key}/work", "the checkpoint directory of rank 0").decode())
+        work = start_save(directory, step)
+        self._group.put(f"{key}/work", str(work).encode())
+        return work
+
+    def _parts(self, step: int, copied: bool) -> list[tuple[str, int, Arrays]]:
+        """Files of this rank: name, version, arrays."""
+        if not self._writes:
+            return []
+        kept = [name for name, var in self._store.variables.items() if is_kept(var)]
+        parts = [(f"rank{self._rank}.safetensors", step, {name: self._store.newest(name) for name in kept})]
+        parts += [
+            (f"rank{self._rank}.older.safetensors", version, tensors)
+            for version, tensors in self._store.older().items()
+        ]
+        found: list[tuple[str, int, Arrays]] = []
+        for name, version, tensors in parts:
+            # What is on another device is copied anyway.
+            arrays = {
+                key: np.array(as_array(t), copy=(copied and t.device.type == "cpu") or None)
+                for key, t in tensors.items()
+            }
+            if arrays:
+                found.append((name, version, arrays))
+        return found
+
+    def _write(self, writing: _Writing, key: str, parts: list[tuple[str, int, Arrays]], keep_last: int | None) -> None:
+        """The thread."""
+        assert writing.work is not None
+
+        def count(size: int) -> None:
+            writing.written += size
+            self._status.save(writing.written)
+
+        try:
+            files = {}
+            while parts:
+                name, version, arrays = parts.pop(0)
+                digest, size = write_tensors(writing.work / name, arrays, progress=count)
+                types = {tensor: str(self._bundle.module.vars[tensor].type) for tensor in arrays}
+                files[name] = SavedFile(digest, size, version, types)
+            self._exchange.set(f"{key}/part/{self._rank}", msgspec.json.encode(files).decode())
+            # In this order: who is told to end may do so as soon as it has told its part.
+            self._status.save(writing.written, told=self._rank != 0)
+            writing.told = True
+            if self._rank == 0:
+                for rank in range(1, self._group.world):
+                    files |= msgspec.json.decode(self._await(f"{key}/part/{rank}"), type=dict[str, SavedFile])
+                finish_save(
+                    writing.work,
+                    writing.directory,
+                    describe_save(self._bundle, self._setup, writing.step, files),
+                    keep_last,
+                )
+                writing.whole = True
+                self._status.end_save()
+                self._exchange.set(f"{key}/done", "")
+                # What they exchange lives in this process, which may end when this thread has.
+                for rank in range(1, self._group.world):
+                    self._await(f"{key}/heard/{rank}")
+            else:
+                self._await(f"{key}/done")
+                self._exchange.set(f"{key}/heard/{self._rank}", "")
+        except RuntimeError as error:  # of the group's store
+            first = str(error).partition("\n")[0]
+            writing.failure = PeerLost(
+                f"the other ranks are gone while the checkpoint of step {writing.step} is written: {first}"
+            )
+        except BaseException as error:  # handed on by `check`
+            if self._rank == 0:
+                shutil.rmtree(writing.work, ignore_errors=True)
+            writing.failure = error
+        finally:
+            self._status.end_save()
+
+    def _await(self, key: str) -> bytes:
+        """A value that another rank's thread puts there. Whoever waits for this thread bounds the wait; the process ends it otherwise."""
+        while not self._exchange.check([key]):
+            time.sleep(_LOOK_SECONDS)
+        return bytes(self._exchange.get(key))
+
+
+def _unwritable(directory: Path, error: BaseException) -> PenstockError:
+    return PenstockError(f"cannot write the checkpoint: {error}", where=str(directory))
+
+
+# ------------------------------------------------------------------------------------------------ files and directories
+
+
+def start_save(directory: Path, step: int) -> Path:
+    """The working directory of a checkpoint, made by rank 0, with nothing of dead saves beside it."""
+    make_directories(directory)
+    clear_away(directory)
+    work = directory / f".{step_name(step)}.{secrets.token_hex(4)}.tmp"
+    work.mkdir()
+    return work
+
+
+def clear_away(directory: Path) -> None:
+    """Remove what saves left that did not come to their end. One that was replaced, but not yet by another, comes back."""
+    for path, kind in left_behind(directory):
+        place = directory / path.name[1:].partition(".")[0]
+        if kind == "old" and not place.exists():
+            path.rename(place)
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    flush_directory(directory)
+
+
+def describe_save(bundle: Bundle, setup: Setup, step: int, files: dict[str, SavedFile]) -> Index:
+    """The index of a checkpoint."""
+    module: Module = bundle.module
+    assert module.schedule is not None
+    batch = microbatch_size(module) * module.schedule.microbatches
+    theirs = bundle.source_names or {}
+    return Index(
+        FORMAT,
+        step,
+        module.name,
+        module.schedule.name,
+        module.schedule.microbatches,
+        setup.data,
+        files,
+        bundle=str(bundle.path),
+        source_hash=bundle.manifest.source_hash,
+        tables=dict(setup.tables),
+        samples=step * batch + setup.offset,
+        # What draws were made from: another seed than the module's when the run went on from a checkpoint with another one.
+        seed=None if (seed := random_seed(module)) is None else seed ^ setup.key,
+        names={name: tuple(theirs.get(name, (name,))) for name, var in stored_vars(module).items() if is_kept(var)},
+    )
+
+
+def finish_save(work: Path, directory: Path, index: Index, keep_last: int | None = None) -> Path:
+    """Add the index to the files of all ranks, put the checkpoint in its place, and remove those before it that are not to be kept."""
+    write_index(work, index)
+    flush_directory(work)
+    place = directory / step_name(index.step)
+    old = directory / f".{place.name}.{secrets.token_hex(4)}.old"
+    if place.exists():
+        place.rename(old)
+    work.rename(place)
+    flush_directory(directory)
+    pointer = directory / f".{LATEST}.{secrets.token_hex(4)}.tmp"
+    _write(pointer, place.name.encode() + b"\n")
+    pointer.rename(directory / LATEST)
+    flush_directory(directory)
+    if old.exists():
+        shutil.rmtree(old)
+    if keep_last is not None:
+        _remove_older(directory, index.step, keep_last)
+    return place
+
+
+def _remove_older(directory: Path, step: int, keep_last: int) -> None:
+    """Leave the checkpoint of a step and the newest complete ones before it, `keep_last` in all. What
+    is damaged does not count, and stays."""
+    assert keep_last >= 1
+    complete = []
+    for place in saved_steps(directory):
+        if saved_step(place) < step and _has_index(place):
+            complete.append(place)
+    gone = [
+        place.rename(directory / f".{place.name}.{secrets.token_hex(4)}.gone") for place in complete[keep_last - 1 :]
+    ]
+    flush_directory(directory)
+    for folder in gone:
+        shutil.rmtree(folder)
+
+
+def _has_index(place: Path) -> bool:
+    try:
+        read_index(place)
+    except PenstockError:
+        return False
+    return True
+
+
+def write_index(folder: Path, index: Index) -> None:
+    text = msgspec.json.format(msgspec.json.encode(index, order="sorted"), indent=2) + b"\n"
+    _write(folder / INDEX, text)
+    _write(folder / INDEX_HASH, f"{hashlib.sha256(text).hexdigest()}  {INDEX}\n".encode())
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

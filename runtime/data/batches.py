@@ -1,0 +1,163 @@
+"""Batches that a program hands over. In: a dict of arrays by input name, or arrays in the order of the model's inputs; NumPy's, torch's, or
+anything that NumPy can read. Out: arrays by our names, checked against the model: all that is wrong is one error.
+
+A batch is a whole global batch, its microbatches one after the other. torch's DataLoader gives such batches with `batch_size` samples per
+batch and `drop_last=True`. A tensor on a GPU is copied to the host, one that requires a gradient is taken without it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.ir.graph import Module, Value
+from penstock.ir.names import by_our_names, shown
+from penstock.ir.types import TensorType, dtype_of, numpy_dtype
+from penstock.runtime.messages.control import Arrays
+from penstock.runtime.worker.actions import microbatch_size
+from penstock.support.errors import UsageError
+from penstock.support.words import itemised
+
+from .ranges import Range, first_outside, integer_range
+
+# `renamed` gives the model's names of inputs that are spelled otherwise here (ir/names.py): data may come under either.
+NONE: Mapping[str, str] = {}
+
+
+def take_batch(module: Module, given: Any, where: str, renamed: Mapping[str, str] = NONE) -> Arrays:
+    """What a caller feeds, as arrays by our names."""
+    names = [value.name for value in module.data_inputs]
+    if not isinstance(given, Mapping):
+        given = _in_order(given, names, where, renamed)
+    arrays: Arrays = {}
+    for name, one in by_our_names(given, names, renamed, where).items():
+        try:
+            arrays[name] = _as_array(one)
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # what NumPy says of ragged lists, and torch of its tensors
+            raise UsageError(f"{name}: is no array: {error}", where=where) from error
+    return arrays
+
+
+def _in_order(given: Any, names: Sequence[str], where: str, renamed: Mapping[str, str]) -> dict[str, Any]:
+    parts = [given] if _is_tensor(given) and len(names) == 1 else given
+    if not isinstance(parts, list | tuple) or any(isinstance(part, Mapping) for part in parts):
+        got = f"{type(given).__name__} of dicts" if isinstance(parts, list | tuple) else type(given).__name__
+        raise UsageError(
+            f"expected a dict of arrays by the names of inputs, or a tuple of arrays, got {got}", where=where
+        )
+    if len(parts) != len(names):
+        listed = ", ".join(shown(names, renamed).values())
+        raise UsageError(f"has {len(parts)} arrays, expected {len(names)}, in the order {listed}", where=where)
+    return dict(zip(names, parts, strict=True))
+
+
+def _is_tensor(one: Any) -> bool:
+    return isinstance(one, np.ndarray) or _is_torch(one)
+
+
+def _is_torch(one: Any) -> bool:
+    # Nobody can have a tensor of torch who has not imported it.
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(one, torch.Tensor)
+
+
+def _as_array(one: Any) -> np.ndarray:
+    if _is_torch(one):
+        from penstock.runtime.state.store import as_array
+
+        return as_array(one)
+    return np.asarray(one)
+
+
+def batch_shape(value: Value, microbatches: int) -> tuple[int, ...]:
+    """The shape of one input for a whole batch."""
+    dims = value.type.dims
+    return (dims[0] * microbatches, *dims[1:]) if dims else dims
+
+
+def check_batch(
+    module: Module,
+    batch: Mapping[str, np.ndarray],
+    where: str = "batch",
+    renamed: Mapping[str, str] = NONE,
+    *,
+    samples: int | None = None,
+    ranges: Mapping[str, Range | None] | None = None,
+) -> None:
+    """Refuse a batch with wrong names, element types, shapes or values, naming all of them. It has `samples` samples, those of a whole
+    batch unless told otherwise; `ranges` are those of integer_range, for whoever asks often."""
+    assert module.schedule is not None
+    rows = microbatch_size(module)
+    problems, short = name_problems(module, batch.keys(), renamed), False
+    for value in module.data_inputs:
+        if value.name not in batch:
+            continue
+        array, shape = np.asarray(batch[value.name]), batch_shape(value, module.schedule.microbatches)
+        per_sample = value.type.dims[0] // rows if value.type.rank else 1
+        if samples is not None and shape:
+            shape = (samples * per_sample, *shape[1:])
+        wrong = type_problems(value, array, shape)
+        short = short or (array.ndim == len(shape) > 0 and array.shape[1:] == shape[1:] and len(array) < shape[0])
+        bounds = integer_range(module, value.name) if ranges is None else ranges[value.name]
+        if not wrong and (found := first_outside(array, bounds)) is not None:
+            row, text = found
+            wrong.append(f"{value.name}: sample {row // per_sample} has {text}")
+        problems += wrong
+    if problems:
+        whole = rows * module.schedule.microbatches
+        hint = (
+            f"a batch has {whole} samples; a DataLoader gives no others with drop_last=True"
+            if short and samples is None
+            else ""
+        )
+        raise UsageError("does not fit the model:" + itemised(problems), where=where, hint=hint)
+
+
+def cut_batch(array: np.ndarray, type: TensorType, index: int) -> np.ndarray:
+    """The part of a batch's array that belongs to its microbatch `index`."""
+    return array[index * type.dims[0] : (index + 1) * type.dims[0]] if type.rank else array
+
+
+def share_of_batch(array: np.ndarray, type: TensorType, share: Sequence[int], microbatches: int) -> np.ndarray:
+    """The parts of a batch's array that belong to some of its microbatches, one after the other."""
+    if not type.rank or len(share) == microbatches:
+        return array
+    return np.concatenate([cut_batch(array, type, index) for index in share])
+
+
+def name_problems(module: Module, given: Iterable[str], renamed: Mapping[str, str]) -> list[str]:
+    names = set(given)
+    expected = shown([value.name for value in module.data_inputs], renamed)
+    problems = [
+        f"{expected[value.name]}: missing, expected {value.type}"
+        for value in module.data_inputs
+        if value.name not in names
+    ]
+    there = ", ".join(expected.values())
+    return problems + [
+        f"{name}: the model has no such input, it has {there}" for name in sorted(names - expected.keys())
+    ]
+
+
+def type_problems(value: Value, array: Any, shape: tuple[int, ...]) -> list[str]:
+    """What is wrong with an array, or a column of a file, for an input."""
+    try:
+        dtype = dtype_of(array.dtype)
+    except ValueError as error:
+        return [f"{value.name}: {error}"]
+    problems = []
+    if dtype != value.type.dtype:
+        problems.append(
+            f"{value.name}: element type is {dtype}, expected {value.type.dtype} "
+            f"(array.astype({numpy_dtype(value.type.dtype).name!r}) converts)"
+        )
+    if tuple(array.shape) != shape:
+        problems.append(f"{value.name}: shape is {list(array.shape)}, expected {list(shape)}")
+    return problems

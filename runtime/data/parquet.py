@@ -1,0 +1,104 @@
+"""Columns of a Parquet file, with pyarrow (the extra `parquet`). In: a path, and the types of inputs. Out: how to
+read the column of each input that is there.
+
+A row is a sample. A column holds numbers, or lists (of lists) of numbers, in all as many as a sample of the input has, in
+order. Nothing may be missing. A column is read whole when it is asked for, and no other with it; its values are the
+input's element type then, without conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.ir.types import TensorType
+from penstock.support.errors import UsageError
+from penstock.support.words import itemised
+
+
+def open_parquet(
+    path: Path, types: Mapping[str, TensorType], table: Mapping[str, str], samples: int
+) -> dict[str, Callable[[], np.ndarray]]:
+    """`table` gives our names for those that a column may have, `samples` is the number of samples of a microbatch."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        hint = "pip install 'penstock[parquet]', or write another format"
+        raise UsageError(f"reading Parquet needs pyarrow: {error}", where=str(path), hint=hint) from error
+    try:
+        file = parquet.ParquetFile(path, memory_map=True)
+        names = [name for name in file.schema_arrow.names if name in table]
+    except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
+        raise _unreadable(path, error) from error
+
+    def read(name: str) -> np.ndarray:
+        try:
+            return _column(file, path, name, types[table[name]], samples)
+        except (pyarrow.ArrowException, OSError, ValueError, MemoryError, TypeError) as error:
+            raise _unreadable(path, error) from error
+
+    return {name: partial(read, name) for name in names}
+
+
+def _column(file: Any, path: Path, name: str, type: TensorType, samples: int) -> np.ndarray:
+    column = file.read(columns=[name]).column(name)
+    rows, per_sample = len(column), prod(type.dims) // samples if type.rank else 1
+    nulls, lengths = 0, 1
+    problems = []
+    while _is_list(column.type):
+        nulls += column.null_count
+        shortest, longest = _lengths(column)
+        if shortest != longest:
+            problems.append(f"{name}: lists have {shortest} to {longest} elements, expected as many in each")
+        lengths, column = lengths * longest, _flat(column)
+    nulls += column.null_count
+    if nulls:
+        problems.append(f"{name}: {nulls} values are missing")
+    if not _is_number(column.type):
+        problems.append(
+            f"{name}: element type {column.type} has no counterpart here, expected numbers or lists of numbers"
+        )
+    elif lengths != per_sample and rows:
+        problems.append(f"{name}: a row has {lengths} numbers, expected {per_sample}")
+    if problems:
+        raise UsageError("does not fit the model:" + itemised(problems), where=str(path))
+    flat: np.ndarray = (
+        column.combine_chunks().to_numpy(zero_copy_only=False) if rows else np.zeros(0, column.type.to_pandas_dtype())
+    )
+    return flat.reshape(-1, *type.dims[1:]) if type.rank else flat[0]
+
+
+def _flat(column: Any) -> Any:
+    import pyarrow
+
+    return pyarrow.chunked_array([chunk.flatten() for chunk in column.chunks], type=column.type.value_type)
+
+
+def _lengths(column: Any) -> tuple[int, int]:
+    """The shortest and the longest list."""
+    from pyarrow import compute
+
+    found = compute.min_max(compute.list_value_length(column)).as_py()
+    return found["min"] or 0, found["max"] or 0
+
+
+def _is_list(type: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_list(type) or types.is_large_list(type) or types.is_fixed_size_list(type))
+
+
+def _is_number(type: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_integer(type) or types.is_floating(type) or types.is_boolean(type))
+
+
+def _unreadable(path: Path, error: BaseException) -> UsageError:
+    return UsageError(f"cannot read the data: {' '.join(str(error).split())[:500]}", where=str(path))

@@ -1,0 +1,85 @@
+"""What integers a module takes. In: a module and the name of one of its inputs. Out: the range its values
+must lie in, and what they are used for.
+
+An input that indexes a table of n rows takes -n .. n-1; one that names classes, of which there are n, takes 0 .. n-1. It is followed
+through layout changes and casts, over all stages. An input that is only used after arithmetic, or of which a slice is used, has no range.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.ir.graph import Graph, Module, Op
+from penstock.ir.ops import complete_attrs, definition
+
+Range = tuple[int, int]
+INDEX, CLASSES = "index", "classes"
+
+
+class Use(NamedTuple):
+    """Something that an input indexes or labels, and the range [low, high) for that."""
+
+    kind: str
+    low: int
+    high: int
+
+
+def integer_limit(module: Module, name: str) -> int:
+    """What an integer input must stay below: the rows of what it indexes, the classes it labels; 2 when the module says nothing."""
+    return min((use.high for use in uses(module, name, sliced=True)), default=2)
+
+
+def integer_range(module: Module, name: str) -> Range | None:
+    """The range [low, high) that every value of an integer input must lie in; None when the module says nothing."""
+    found = uses(module, name, sliced=False)
+    return (max(use.low for use in found), min(use.high for use in found)) if found else None
+
+
+def first_outside(array: np.ndarray, bounds: Range | None) -> tuple[int, str] | None:
+    """The row and a description of the first value out of range."""
+    if bounds is None or not array.size or not np.issubdtype(array.dtype, np.integer):
+        return None
+    low, high = bounds
+    if low <= int(array.min()) and int(array.max()) < high:
+        return None
+    # Compared as Python integers would be: -1 has no place in an unsigned type.
+    limits = np.iinfo(array.dtype)
+    bad = (array < max(low, limits.min)) | (array > min(high - 1, limits.max))
+    place = np.unravel_index(int(bad.argmax()), array.shape)
+    return int(place[0]) if place else 0, f"the value {int(array[place])}, the model takes {low} to {high - 1}"
+
+
+def uses(module: Module, name: str, *, sliced: bool) -> set[Use]:
+    """Everything that an input indexes or labels. `sliced` follows slices too, of which only some values are used."""
+    found: set[Use] = set()
+    # Values that go from one graph to another keep their names; other names may mean something else in each graph.
+    shared, known = {name}, 0
+    while len(shared) > known:
+        known = len(shared)
+        for graph in module.graphs.values():
+            carriers = shared & {value.name for value in graph.ins}
+            _follow(graph, carriers, found, sliced)
+            shared |= carriers & {value.name for value in graph.outs}
+    return found
+
+
+def _follow(graph: Graph, carriers: set[str], found: set[Use], sliced: bool) -> None:
+    # Layout changes and casts hand the numbers on.
+    for op in graph.ops:
+        if not any(value.name in carriers for value in op.ins):
+            continue
+        if op.kind == "cast" or (definition(op.kind).family == "layout" and (sliced or op.kind != "slice")):
+            carriers |= {value.name for value in op.outs}
+        elif (use := _use_of(op, carriers)) is not None:
+            found.add(use)
+
+
+def _use_of(op: Op, carriers: set[str]) -> Use | None:
+    if op.kind == "gather" and op.ins[1].name in carriers:
+        rows = op.ins[0].type.dims[int(complete_attrs(op)["axis"])]  # type: ignore[arg-type]
+        return Use(INDEX, -rows, rows)
+    if op.kind in ("cross_entropy", "cross_entropy_grad") and op.ins[1].name in carriers:
+        return Use(CLASSES, 0, op.ins[0].type.dims[-1])
+    return None

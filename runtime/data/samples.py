@@ -1,0 +1,186 @@
+"""Samples for the inputs of a module. In: files (data_files.py), or the word `synthetic`. Out: one array per microbatch and input.
+
+The first axis of an array counts samples. b, the samples of a microbatch, is the greatest common divisor of the inputs' first
+dimensions; an input with r times as many rows has r rows per sample. A scalar input is given whole to every microbatch. Batch t of B =
+b·m samples takes positions t·B .. t·B+B-1 of an endless row of epochs (`Order`), so what a microbatch sees is a function of its number
+alone, the same on every rank and after a resume. A run that goes on from a checkpoint made with other batches has an `offset`: the
+position that microbatch 0 would begin with.
+
+Integers that the module indexes a table with, or takes for classes, must lie in its range (data_ranges.py): a file is checked microbatch by
+microbatch as it is read, so that no update sees a value out of range.
+
+Synthetic data: normal floats; integers below the smallest number of rows or classes that the module uses them for; both seeded with (seed,
+input, microbatch).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from penstock.ir.graph import Module
+from penstock.ir.types import FLOATS, numpy_dtype
+from penstock.runtime.messages.control import DataSpec
+from penstock.runtime.worker.actions import microbatch_size
+from penstock.support.errors import UsageError
+from penstock.support.words import itemised
+
+from .batches import NONE, name_problems, type_problems
+from .files import open_columns
+from .ranges import first_outside, integer_limit, integer_range
+
+WRAP, DROP, PAD = "wrap", "drop", "pad"
+LAST = (WRAP, DROP, PAD)
+SYNTHETIC = "synthetic"
+
+
+class Samples(Protocol):
+    """Random access to microbatches by number."""
+
+    def microbatch(self, mb: int, name: str) -> np.ndarray: ...
+
+
+def open_data(
+    module: Module, spec: DataSpec, names: Sequence[str], renamed: Mapping[str, str] = NONE, offset: int = 0
+) -> Samples:
+    """The samples that a spec describes, for some of the module's inputs. Everything that does not fit is one error."""
+    if spec.source == SYNTHETIC:
+        return SyntheticSamples(module, spec.seed, offset)
+    return FileSamples(module, spec, names, renamed, offset)
+
+
+def check_data(
+    module: Module, spec: DataSpec, renamed: Mapping[str, str] = NONE, names: Sequence[str] | None = None
+) -> int | None:
+    """Refuse data that does not fit, before any worker is started; the answer is the number of samples of files. With `names`, only those
+    inputs are looked at."""
+    if spec.source == SYNTHETIC:
+        return None
+    return FileSamples(
+        module, spec, [value.name for value in module.data_inputs] if names is None else names, renamed
+    ).count
+
+
+# ------------------------------------------------------------------------------------------------ order
+
+
+class Order:
+    """Which sample stands at a position of the endless row of epochs.
+
+    An epoch has every sample once, in order, or permuted by a generator seeded with (seed, epoch). Where samples are no multiple of a
+    batch, `wrap` lets the batch at the end go on with the next epoch; `drop` leaves out what remains of an epoch; `pad` fills the last
+    batch up with samples from the beginning of the same epoch, which then count twice."""
+
+    def __init__(self, count: int, batch: int, last: str = WRAP, *, shuffle: bool = False, seed: int = 0) -> None:
+        assert last in LAST, last
+        self.count, self._shuffle, self._seed = count, shuffle, seed
+        # Positions that an epoch takes.
+        self.length = {WRAP: count, DROP: count // batch * batch, PAD: -(-count // batch) * batch}[last]
+        self._permuted: tuple[int, np.ndarray] | None = None
+
+    def places(self, first: int, number: int) -> np.ndarray:
+        """The samples at `number` positions from `first` on."""
+        found = []
+        while number:
+            epoch, place = divmod(first, self.length)
+            taken = min(number, self.length - place)
+            found.append(self._in_epoch(epoch, np.arange(place, place + taken) % self.count))
+            first, number = first + taken, number - taken
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _in_epoch(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        if not self._shuffle:
+            return places
+        permuted = self._permuted
+        if permuted is None or permuted[0] != epoch:
+            permuted = self._permuted = (epoch, np.random.default_rng([self._seed, epoch]).permutation(self.count))
+        found: np.ndarray = permuted[1][places]
+        return found
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+class FileSamples:
+    """Samples of files, for some of the module's inputs; the files of others are not opened."""
+
+    def __init__(
+        self, module: Module, spec: DataSpec, names: Sequence[str], renamed: Mapping[str, str] = NONE, offset: int = 0
+    ) -> None:
+        self._types = {value.name: value.type for value in module.data_inputs}
+        self._rows, self._where, self._offset = microbatch_size(module), spec.source, offset
+        self._ranges = {name: integer_range(module, name) for name in names}
+        columns, there = open_columns(spec.source, module, names, renamed)
+        problems = name_problems(module, there, renamed)
+        counts: dict[str, float] = {}
+        for value in module.data_inputs:
+            if value.name not in columns:
+                continue
+            column, dims = columns[value.name], value.type.dims
+            rows = column.shape[0] if column.shape else 0
+            problems += type_problems(value, column, (rows, *dims[1:]) if dims else dims)
+            if dims and column.shape:
+                counts[value.name] = rows * self._rows / dims[0]
+        if len(set(counts.values())) > 1:
+            problems.append(
+                "numbers of samples differ: " + ", ".join(f"{name} has {count:g}" for name, count in counts.items())
+            )
+        problems += [
+            f"{name}: has no whole number of samples" for name, count in counts.items() if count < 1 or count % 1
+        ]
+        self.count = int(next(iter(counts.values()), 1))
+        batch = self._rows * (1 if module.schedule is None else module.schedule.microbatches)
+        if spec.last == DROP and counts and not problems and self.count < batch:
+            problems.append(f"{self.count} samples make no batch of {batch}, and what makes none is dropped")
+        if problems:
+            raise UsageError("does not fit the model:" + itemised(problems), where=spec.source)
+        self._order = Order(self.count, batch, spec.last, shuffle=spec.shuffle, seed=spec.seed)
+        self._columns = columns
+
+    def microbatch(self, mb: int, name: str) -> np.ndarray:
+        """One microbatch of an input. UsageError for a value out of range."""
+        return self.take(self._order.places(mb * self._rows + self._offset, self._rows), name)
+
+    def take(self, places: np.ndarray, name: str) -> np.ndarray:
+        """Some samples of an input."""
+        dims, column = self._types[name].dims, self._columns[name]
+        if not dims:
+            array, places, per_sample = np.asarray(column), np.zeros(1, int), 1
+        else:
+            per_sample = dims[0] // self._rows
+            array = column[_rows(places, per_sample)]
+        if (found := first_outside(array, self._ranges[name])) is not None:
+            row, text = found
+            raise UsageError(f"{name}: sample {places[row // per_sample]} has {text}", where=self._where)
+        return array
+
+
+def _rows(places: np.ndarray, per_sample: int) -> slice | np.ndarray:
+    """The rows of samples; those that follow each other as a slice, which takes them as they lie."""
+    if (np.diff(places) == 1).all():
+        return slice(int(places[0]) * per_sample, (int(places[-1]) + 1) * per_sample)
+    return (places[:, None] * per_sample + np.arange(per_sample)).reshape(-1)
+
+
+# ------------------------------------------------------------------------------------------------ synthetic samples
+
+
+class SyntheticSamples:
+    """Seeded noise of the right types."""
+
+    def __init__(self, module: Module, seed: int, offset: int = 0) -> None:
+        self._ahead = offset // microbatch_size(module)
+        self._types = {value.name: value.type for value in module.data_inputs}
+        self._limits = {name: integer_limit(module, name) for name in self._types}
+        self._seed = seed
+
+    def microbatch(self, mb: int, name: str) -> np.ndarray:
+        type = self._types[name]
+        generator = np.random.default_rng([self._seed, zlib.crc32(name.encode()), mb + self._ahead])
+        if type.dtype in FLOATS:
+            return generator.standard_normal(type.dims, np.float32).astype(numpy_dtype(type.dtype))
+        limit = 2 if type.dtype == "bool" else self._limits[name]
+        return generator.integers(0, limit, type.dims).astype(numpy_dtype(type.dtype))

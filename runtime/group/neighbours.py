@@ -1,0 +1,142 @@
+"""Which ranks share this host's memory, and the sockets between them. In: a group that has met, the channels of this rank. Out: for each
+channel whose other end is near, one end of a socket.
+
+Two ranks are near if they run under one kernel (its boot's id), in one network namespace, as one user, and compute on CPUs. Each of them
+listens on a Unix socket without a place in the file system, whose random name goes through the group's store; whoever connects must be a
+process of the same user. A channel belongs to its sender, who connects.
+
+`PENSTOCK_SHARED_MEMORY=0`, on any of the ranks, leaves it out: its messages go over gloo then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.ir.schedule import RECEIVES, SENDS, Schedule
+from penstock.runtime.state.store import CPU
+from penstock.support.errors import PeerLost, UsageError
+
+if TYPE_CHECKING:
+    from .group import RankGroup
+
+# A channel of a rank: the kind of its actions, and the peer.
+End = tuple[str, int]
+
+_CREDENTIALS = struct.Struct("3i")
+# Bytes of a hello, and how long whoever connects has for it.
+_HELLO, _HELLO_SECONDS = 256, 2.0
+_HINT = "PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk over sockets instead"
+
+
+def ends_of(schedule: Schedule, rank: int) -> set[End]:
+    """The channels of a rank: (kind of action, peer)."""
+    program = schedule.ranks[rank]
+    return {
+        (a.kind, a.peer)
+        for a in (*program.start, *program.batch)
+        if a.kind in (*SENDS, *RECEIVES) and a.peer is not None
+    }
+
+
+def identity(device: torch.device = CPU, environment: Mapping[str, str] = os.environ) -> str:
+    """What near ranks have in common; nothing where memory is not to be shared."""
+    wanted = environment.get("PENSTOCK_SHARED_MEMORY", "1")
+    if wanted not in ("0", "1"):
+        raise UsageError(f"PENSTOCK_SHARED_MEMORY must be 0 or 1, got {wanted!r}")
+    if device != CPU or wanted == "0" or not hasattr(os, "memfd_create"):
+        return ""
+    try:
+        boot, space = Path("/proc/sys/kernel/random/boot_id").read_text(), Path("/proc/self/ns/net").stat()
+    except OSError:
+        return ""
+    return hashlib.sha256(f"{boot} {space.st_dev} {space.st_ino} {os.getuid()}".encode()).hexdigest()
+
+
+def connect(group: RankGroup, ends: Iterable[End], own: str, key: str = "stages") -> dict[End, socket.socket]:
+    """Called by all ranks that share a channel, each with its `identity`: the sockets of channels whose other end has the same one. A group
+    that does this more than once needs another `key` each time."""
+    ends = sorted(ends)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    found: dict[End, socket.socket] = {}
+    until = time.monotonic() + group.timeout
+    try:
+        name = secrets.token_hex(16)
+        if own:
+            listener.bind(f"\0penstock-{name}")
+            listener.listen(128)
+        group.put(f"{key}/near/{group.rank}", json.dumps([own, name]).encode())
+        peers = {
+            peer: json.loads(group.get(f"{key}/near/{peer}", f"rank {peer}, which may share memory"))
+            for peer in {peer for _, peer in ends}
+        }
+        near = [(kind, peer) for kind, peer in ends if own and peers[peer][0] == own]
+        for kind, peer in near:
+            if kind in SENDS:
+                found[kind, peer] = _call(f"\0penstock-{peers[peer][1]}", f"R{kind[1:]} {group.rank}", until)
+        expected = {end for end in near if end[0] in RECEIVES}
+        while expected:
+            end, one = _answer(listener, until)
+            if end in expected:
+                expected.remove(end)
+                found[end] = one
+            else:
+                one.close()
+    except OSError as error:
+        for one in found.values():
+            one.close()
+        what = f"could not share memory with the other ranks of this host: {error}"
+        raise PeerLost(what, where=f"rank {group.rank}", hint=_HINT) from error
+    finally:
+        listener.close()
+    return found
+
+
+def _call(address: str, hello: str, until: float) -> socket.socket:
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        one.settimeout(_left(until))
+        one.connect(address)
+        _check_user(one)
+        one.send(hello.encode())
+    except OSError:
+        one.close()
+        raise
+    return one
+
+
+def _answer(listener: socket.socket, until: float) -> tuple[End, socket.socket]:
+    """The next channel whose sender connects; others are turned away."""
+    while True:
+        listener.settimeout(_left(until))
+        one, _ = listener.accept()
+        with contextlib.suppress(OSError, ValueError):
+            _check_user(one)
+            one.settimeout(min(_HELLO_SECONDS, _left(until)))
+            kind, rank = one.recv(_HELLO).decode().split()
+            return (kind, int(rank)), one
+        one.close()
+
+
+def _check_user(one: socket.socket) -> None:
+    _, user, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.getuid():
+        raise PermissionError("another user is at the other end")
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left

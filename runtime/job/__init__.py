@@ -1,0 +1,1 @@
+"""A run as a program holds it: training, inference, and `penstock run`."""

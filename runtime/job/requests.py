@@ -1,0 +1,236 @@
+"""Requests of an inference: how their samples become microbatches, and outputs of microbatches the rows of each of them.
+
+In: a module and dicts of arrays by input name. Out: microbatches of b samples, and for every request all module outputs by the model's
+names. b and the rows of a sample are those of runtime/data/samples.py.
+
+A request has any number of samples, at least one. Microbatches are filled in the order of the requests; one that nobody has more
+samples for is filled up by repeating its last one. Requests share a microbatch only where their scalar inputs, which are given
+whole, are equal, and where the module lets them: every output has rows of its samples, and no random numbers are drawn by the
+number of the microbatch. A module that looks at other samples of its microbatch (a batch norm without stored statistics) does so
+here, too: its results depend on who shares it.
+
+An output whose first dimension is no multiple of b belongs to whole microbatches: those of a request's
+microbatches are put one after the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.ir.graph import MICROBATCH, Module
+from penstock.ir.names import shown
+from penstock.ir.types import TensorType, numpy_dtype
+from penstock.runtime.data.batches import check_batch, take_batch
+from penstock.runtime.data.ranges import integer_range
+from penstock.runtime.messages.control import Arrays
+from penstock.runtime.worker.actions import microbatch_size
+from penstock.support.errors import UsageError
+from penstock.support.words import itemised
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Checked inputs by our names."""
+
+    inputs: Arrays
+    samples: int
+
+
+class SampleLayout:
+    """Where samples are in the inputs and outputs of a module."""
+
+    def __init__(self, module: Module, renamed: Mapping[str, str]) -> None:
+        self._module, self._renamed = module, renamed
+        self.samples = microbatch_size(module)
+        self.inputs = {value.name: value.type for value in module.data_inputs}
+        # Rows of one sample; scalars have none.
+        self.rows = {name: type.dims[0] // self.samples for name, type in self.inputs.items() if type.rank}
+        self._ranges = {name: integer_range(module, name) for name in self.inputs}
+        self.outputs = _output_types(module)
+        self.output_rows = {name: _rows(type, self.samples) for name, type in self.outputs.items()}
+        draws = any(value.name == MICROBATCH for value in module.inputs)
+        self.packs = all(self.output_rows.values()) and not draws
+
+    def request(self, given: Any, where: str, *, copy: bool = False) -> Request:
+        """What a caller gives, checked; all that does not fit is one error. `copy`: the caller may
+        change the arrays before they are read."""
+        arrays = take_batch(self._module, given, where, self._renamed)
+        problems, counts = [], {}
+        for name, rows in self.rows.items():
+            array = arrays.get(name)
+            if array is None or array.ndim != self.inputs[name].rank:
+                continue  # check_batch says what is wrong
+            counts[name] = len(array) // rows
+            if len(array) % rows or not len(array):
+                problems.append(f"{name}: {len(array)} rows, expected a multiple of {rows} and at least one")
+        if len(set(counts.values())) > 1:
+            problems.append(
+                "numbers of samples differ: " + ", ".join(f"{name} has {count}" for name, count in counts.items())
+            )
+        if problems:
+            raise UsageError("does not fit the model:" + itemised(problems), where=where)
+        samples = next(iter(counts.values()), self.samples)
+        check_batch(self._module, arrays, where, self._renamed, samples=samples, ranges=self._ranges)
+        return Request({name: array.copy() for name, array in arrays.items()} if copy else arrays, samples)
+
+    def cut(self, request: Request, size: int) -> Iterator[Request]:
+        """Requests of up to `size` samples each, in order; they share the arrays."""
+        for start in range(0, request.samples, size):
+            stop = min(start + size, request.samples)
+            yield Request(
+                {name: self._slice(name, array, start, stop) for name, array in request.inputs.items()}, stop - start
+            )
+
+    def microbatch(self, parts: Sequence[RequestPart]) -> Arrays:
+        """The inputs of one microbatch."""
+        found: Arrays = {}
+        for name, rows in self.rows.items():
+            pieces = [self._slice(name, p.ticket.request.inputs[name], p.start, p.start + p.samples) for p in parts]
+            missing = self.samples - sum(p.samples for p in parts)
+            pieces += [pieces[-1][-rows:]] * missing
+            found[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return found | {name: array for name, array in parts[0].ticket.request.inputs.items() if name not in self.rows}
+
+    def alike(self, a: Request, b: Request) -> bool:
+        """Whether two requests may share a microbatch."""
+        return self.packs and all(
+            np.array_equal(a.inputs[name], b.inputs[name]) for name in self.inputs.keys() - self.rows.keys()
+        )
+
+    def outside(self, results: Arrays) -> Arrays:
+        """Results by the model's names."""
+        names = shown(results, self._renamed)
+        return {names[name]: array for name, array in results.items()}
+
+    def _slice(self, name: str, array: np.ndarray, start: int, stop: int) -> np.ndarray:
+        rows = self.rows.get(name)
+        return array if rows is None else array[start * rows : stop * rows]
+
+
+class Ticket:
+    """A request on its way. `sent` samples of it are in microbatches, `missing` rows of results have not come."""
+
+    def __init__(self, request: Request, layout: SampleLayout) -> None:
+        self.request = request
+        self.future: Future[Arrays] = Future()
+        self.sent = 0
+        self._layout = layout
+        self._missing = request.samples * len(layout.outputs)
+        self._whole: Arrays = {}
+        self._pieces: dict[str, dict[int, np.ndarray]] = {
+            name: {} for name, rows in layout.output_rows.items() if not rows
+        }
+
+    @property
+    def left(self) -> int:
+        """Samples that are in no microbatch yet."""
+        return self.request.samples - self.sent
+
+    def take(self, part: RequestPart, outputs: Arrays) -> bool:
+        """Results of a microbatch that the request has a part in; whether they were the last ones."""
+        for name, array in outputs.items():
+            rows = self._layout.output_rows[name]
+            self._missing -= part.samples
+            if not rows:
+                self._pieces[name][part.start] = array
+                continue
+            mine = array[part.place * rows : (part.place + part.samples) * rows]
+            if part.samples == self.request.samples:
+                self._whole[name] = mine
+                continue
+            if name not in self._whole:
+                type = self._layout.outputs[name]
+                self._whole[name] = np.empty((self.request.samples * rows, *type.dims[1:]), numpy_dtype(type.dtype))
+            self._whole[name][part.start * rows : (part.start + part.samples) * rows] = mine
+        return self._missing == 0
+
+    def results(self) -> Arrays:
+        found: Arrays = {}
+        for name in self._layout.outputs:
+            if name in self._whole:
+                found[name] = self._whole[name]
+                continue
+            pieces = [array for _, array in sorted(self._pieces[name].items(), key=lambda item: item[0])]
+            found[name] = np.concatenate(pieces) if pieces[0].ndim else np.stack(pieces)
+        return self._layout.outside(found)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPart:
+    """Samples of one request in one microbatch: from `start` on in the request, from `place` on in the microbatch."""
+
+    ticket: Ticket
+    start: int
+    place: int
+    samples: int
+
+
+@dataclass(slots=True)
+class Flying:
+    """A microbatch under way, and outputs that have not come."""
+
+    parts: list[RequestPart]
+    missing: int = field(default=0)
+
+
+class Packer:
+    """Requests that wait for their microbatches, first come, first served."""
+
+    def __init__(self, layout: SampleLayout, *, shares: bool) -> None:
+        self._layout, self._shares = layout, shares
+        self.waiting: deque[Ticket] = deque()
+
+    def purge(self) -> None:
+        """Forget requests that were cancelled before their turn came."""
+        self.waiting = deque(ticket for ticket in self.waiting if not ticket.future.cancelled())
+
+    def full(self) -> bool:
+        """Whether the next microbatch has no room for a request that has not come yet."""
+        samples, first = 0, self.waiting[0]
+        for ticket in self.waiting:
+            if ticket is not first and not self._joins(ticket, first):
+                return True
+            samples += ticket.left
+            if samples >= self._layout.samples:
+                return True
+        return not self._shares or not self._layout.packs
+
+    def take(self) -> list[RequestPart]:
+        """The parts of the next microbatch; none if everybody cancelled. From here on the requests cannot be cancelled any more."""
+        parts: list[RequestPart] = []
+        room = self._layout.samples
+        while room and self.waiting:
+            ticket = self.waiting[0]
+            if parts and not self._joins(ticket, parts[0].ticket):
+                break
+            if not ticket.sent and not ticket.future.set_running_or_notify_cancel():
+                self.waiting.popleft()
+                continue
+            count = min(room, ticket.left)
+            parts.append(RequestPart(ticket, ticket.sent, self._layout.samples - room, count))
+            ticket.sent += count
+            room -= count
+            if not ticket.left:
+                self.waiting.popleft()
+        return parts
+
+    def _joins(self, ticket: Ticket, first: Ticket) -> bool:
+        return self._shares and self._layout.alike(ticket.request, first.request)
+
+
+def _output_types(module: Module) -> dict[str, TensorType]:
+    found: dict[str, TensorType] = {}
+    for stage in module.stages:
+        graph = module.stage_graph(stage.index, "F")
+        found |= {value.name: value.type for value in graph.outs} if graph is not None else {}
+    return {name: found[name] for name in module.outputs}
+
+
+def _rows(type: TensorType, samples: int) -> int:
+    return type.dims[0] // samples if type.rank and type.dims[0] % samples == 0 else 0

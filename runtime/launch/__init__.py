@@ -1,0 +1,1 @@
+"""Starting the ranks of a run, watching them, and starting them again."""

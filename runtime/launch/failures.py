@@ -1,0 +1,100 @@
+"""What is said of a failure. In: what the ranks were doing. Out: sentences that name rank, host, stage,
+action and peer, and the last good step."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.ir.schedule import RECEIVES, Action
+from penstock.runtime.checkpoint.finding import find_checkpoint
+from penstock.runtime.checkpoint.format import LATEST
+from penstock.runtime.messages.control import Failed
+from penstock.runtime.messages.status import describe_line
+from penstock.support import errors
+from penstock.support.errors import PeerLost, PenstockError
+
+# More ranks than these are not listed.
+_MOST_LISTED = 16
+
+_ERRORS = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PenstockError)
+}
+
+
+def place(rank: int, stage: int, doing: str, host: str = "") -> str:
+    """Where an error happened."""
+    on = f"host {host}, " if host else ""
+    return f"rank {rank}, {on}stage {stage}, {'action ' if doing[:1].isdigit() else ''}{doing or 'starting'}"
+
+
+def named(rank: int, stage: int, process: int, host: str) -> str:
+    """A rank as the subject of a sentence."""
+    return f"rank {rank} (stage {stage}, process {process} on {host})"
+
+
+def ending(code: int) -> str:
+    """How a process ended, by its exit code as subprocess gives it."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def others(doing: Mapping[int, str], besides: int | None = None) -> list[str]:
+    """What the other ranks were at."""
+    listed = [f"rank {rank} was at {describe_line(text)}" for rank, text in doing.items() if rank != besides]
+    return listed if len(listed) <= _MOST_LISTED else [*listed[:_MOST_LISTED], f"and {len(listed) - _MOST_LISTED} more"]
+
+
+def reached(step: int | None, checkpoints: str | None) -> str:
+    """The last good step, and where to go on from."""
+    told = "no step was finished" if step is None else f"last finished step {step}"
+    newest = newest_checkpoint(checkpoints)
+    return told + (f", newest checkpoint {newest}" if newest is not None else "")
+
+
+def newest_checkpoint(directory: str | None) -> Path | None:
+    """The newest checkpoint in a directory where there may be none."""
+    if directory is None or not (Path(directory) / LATEST).is_file():
+        return None
+    with contextlib.suppress(PenstockError):
+        return find_checkpoint(directory)
+    return None
+
+
+def waits_for(rank: int, doing: Mapping[int, str]) -> int:
+    """The rank at the end of the chain of those that wait for a message of the next one; where it is a circle, one in it."""
+    seen = {rank}
+    while True:
+        try:
+            action = Action.parse(doing.get(rank, ""))
+        except ValueError:
+            return rank
+        if action.kind not in RECEIVES or action.peer is None or action.peer in seen:
+            return rank
+        rank = action.peer
+        seen.add(rank)
+
+
+def error_of(failed: Failed, where: str, doing: Mapping[int, str], rank: int, note: str) -> PenstockError:
+    """What a rank reported, as an error; `where` is the rank's place."""
+    kind = _ERRORS.get(failed.error)
+    if kind is None:
+        return PenstockError(f"internal error:\n{failed.what}\n{note}", where=where, hint="please report this")
+    if kind is PeerLost:
+        cause = waits_for(rank, doing)
+        chain = (
+            [f"all wait for rank {cause}, which was at {describe_line(doing[cause])}"]
+            if cause != rank and cause in doing
+            else []
+        )
+        return PeerLost(
+            "; ".join([failed.what, *chain, note, *others(doing, rank)]), where=failed.where or where, hint=failed.hint
+        )
+    what = failed.what if doing[rank] in ("starting", "joining", "loading") else f"{failed.what}; {note}"
+    return kind(what, where=f"{where}: {failed.where}" if failed.where else where, hint=failed.hint)
+
+
+def is_passing(error: PenstockError) -> bool:
+    """Whether another try may go well: a lost rank, or an exception that nobody foresaw. What is wrong with inputs stays wrong."""
+    return isinstance(error, PeerLost) or type(error) is PenstockError

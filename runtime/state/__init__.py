@@ -1,0 +1,1 @@
+"""The tensors a rank holds."""

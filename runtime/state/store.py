@@ -1,0 +1,365 @@
+"""What one rank holds: variables in versioned buffers, and per microbatch the values that are still needed.
+
+A parameter's version v lives in buffer v mod n, n = `Var.versions`; an update reads the newest version and writes the next one, in place
+when n is 1. A version is *live* from the update that makes it until it is *retired*, after the last microbatch that reads it; the newest
+version is live in any case. An update may only write over a retired version: otherwise it is refused, naming the variable and the versions
+present (or, with `grow`, given one more buffer, which is counted: the control of the claim that n buffers are enough).
+
+Gradients have as many copies as their variable says, and those of batch t are summed in copy t mod n; optimiser state and buffers have one.
+Gradients that the ranks of a stage sum up lie one behind the other, so that they are summed in one piece.
+Parameters that no update writes are the same in all versions. All tensors start at a multiple of 64 bytes, which is what torch's allocator
+gives. They are in the memory of the stage's device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from penstock.ir.graph import GRAD, Slot, Var
+from penstock.ir.types import LONG_NAMES, TensorType, numpy_dtype
+from penstock.runtime.messages.ledger import Ledger
+from penstock.support.errors import VerifyError
+
+TORCH_DTYPES: dict[str, torch.dtype] = {ours: getattr(torch, name) for ours, name in LONG_NAMES.items()}
+_ALIGNMENT = 64
+
+
+CPU = torch.device("cpu")
+
+
+def allocate(type: TensorType, device: torch.device = CPU) -> torch.Tensor:
+    """An uninitialised tensor, aligned for vector loads."""
+    tensor = torch.empty(type.dims, dtype=TORCH_DTYPES[type.dtype], device=device)
+    assert tensor.numel() == 0 or tensor.data_ptr() % _ALIGNMENT == 0, "the allocator does not align to 64 bytes"
+    return tensor
+
+
+@dataclass(slots=True)
+class _Block:
+    """Memory, the arrays of it by type, and who has it: an array is alive as long as any tensor has
+    its memory, whoever made that of which."""
+
+    memory: np.ndarray
+    arrays: dict[TensorType, np.ndarray] = field(default_factory=dict)
+    user: Callable[[], np.ndarray | None] = lambda: None
+
+
+class Recycled:
+    """Tensors whose memory is used again, by size, once nobody holds it any more. Freed and allocated anew for each microbatch, aligned
+    blocks leave holes in glibc's heap (a fifth of a worker's memory), or are mapped and cleared by the system every time. On GPUs torch
+    does this itself. `memory` makes new blocks of so many bytes, if not the allocator."""
+
+    def __init__(
+        self, device: torch.device = CPU, pinned: bool = False, memory: Callable[[int], np.ndarray] | None = None
+    ) -> None:
+        self.device, self.pinned = device, pinned
+        self._memory = memory or self._allocate
+        self._blocks: dict[int, list[_Block]] = {}
+        self._lenders: dict[TensorType, Callable[[], torch.Tensor]] = {}
+
+    def tensor(self, type: TensorType) -> torch.Tensor:
+        """An uninitialised tensor."""
+        return self.lender(type)()
+
+    def lender(self, type: TensorType) -> Callable[[], torch.Tensor]:
+        """What gives uninitialised tensors of a type, for those who want many."""
+        if type not in self._lenders:
+            self._lenders[type] = self._make_lender(type)
+        return self._lenders[type]
+
+    def _make_lender(self, type: TensorType) -> Callable[[], torch.Tensor]:
+        if self.device != CPU or not type.nbytes:
+            return lambda: allocate(type, self.device)
+        blocks, brain = self._blocks.setdefault(type.nbytes, []), type.dtype == "bf16"
+        # NumPy and torch share no bfloat16.
+        like = np.dtype(np.int16) if brain else numpy_dtype(type.dtype)
+
+        def lend() -> torch.Tensor:
+            for block in blocks:
+                if block.user() is None:
+                    break
+            else:
+                block = _Block(self._memory(type.nbytes))
+                blocks.append(block)
+            array = block.arrays.get(type)
+            if array is None:
+                array = block.arrays[type] = block.memory.view(like).reshape(type.dims)
+            lent = array[...]
+            block.user = weakref.ref(lent)
+            return torch.from_numpy(lent).view(torch.bfloat16) if brain else torch.from_numpy(lent)
+
+        return lend
+
+    def _allocate(self, nbytes: int) -> np.ndarray:
+        memory = allocate(TensorType("u8", (nbytes,)))
+        return (memory.pin_memory() if self.pinned else memory).numpy()
+
+
+def fill(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
+    """Copy an array of the same type into a tensor; bf16 goes through its bits, which torch does not share with NumPy."""
+    if tensor.device != CPU:
+        # The array may change once this returns, so the copy is not left to run on.
+        tensor.copy_(fill(torch.empty(tensor.shape, dtype=tensor.dtype), array))
+    elif tensor.dtype == torch.bfloat16:
+        tensor.view(torch.int16).numpy()[...] = array.view(np.int16)
+    else:
+        tensor.numpy()[...] = array
+    return tensor
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's memory as an array; a copy of it if it is on another device."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+@dataclass
+class Versions:
+    """The buffers of one parameter. `held` says which version each buffer holds."""
+
+    var: Var
+    buffers: list[torch.Tensor]
+    held: dict[int, int] = field(default_factory=dict)
+    device: torch.device = CPU
+    retired: set[int] = field(default_factory=set)
+    newest: int = 0
+    most_live: int = 0
+
+    def live(self) -> list[int]:
+        return sorted(v for v in self.held.values() if v not in self.retired or v == self.newest)
+
+    def place(self, version: int) -> torch.Tensor:
+        """The buffer that holds a version."""
+        for buffer, held in self.held.items():
+            if held == version and (version not in self.retired or version == self.newest):
+                return self.buffers[buffer]
+        present = ", ".join(map(str, self.live()))
+        raise VerifyError(f"version {version} was asked for, versions present: {present}", where=f"@{self.var.name}")
+
+    def target(self, version: int, grow: bool) -> torch.Tensor:
+        """The buffer that an update may write a new version to."""
+        return self.buffers[self._free_buffer(version, grow)]
+
+    def _free_buffer(self, version: int, grow: bool) -> int:
+        buffer = version % self.var.versions
+        if self.held.get(buffer) is None or self.held[buffer] in self.retired:
+            return buffer
+        if not grow:
+            raise VerifyError(
+                f"version {version} would overwrite version {self.held[buffer]}, which still has readers; "
+                f"versions present: {', '.join(map(str, self.live()))}",
+                where=f"@{self.var.name}",
+            )
+        free = [b for b, held in self.held.items() if held in self.retired and held != self.newest]
+        spare = [b for b in range(len(self.buffers)) if b not in self.held]
+        if not (free or spare):
+            self.buffers.append(allocate(self.var.type, self.device))
+            spare = [len(self.buffers) - 1]
+        return (free + spare)[0]
+
+    def start(self, version: int, grow: bool) -> None:
+        """An update begins: from here on the new version is alive beside the others."""
+        buffer = self._free_buffer(version, grow)
+        self.most_live = max(self.most_live, len([v for v in self.live() if v != self.held.get(buffer)]) + 1)
+
+    def finish(self, version: int, grow: bool) -> None:
+        """An update is done: what its buffer held is gone."""
+        buffer = self._free_buffer(version, grow)
+        self.retired.discard(self.held.get(buffer, version))
+        self.held[buffer] = version
+        self.newest = version
+        self.most_live = max(self.most_live, len(self.live()))
+
+
+class Store:
+    """All state of one rank. `stepped` are the variables that have versions, `summed` gradients that are summed up over ranks."""
+
+    def __init__(
+        self,
+        variables: Mapping[str, Var],
+        stepped: Iterable[str],
+        *,
+        version: int = 0,
+        grow: bool = False,
+        device: torch.device = CPU,
+        summed: Iterable[str] = (),
+    ) -> None:
+        stepped = set(stepped)
+        self.variables = dict(variables)
+        self.grow = grow
+        self.version = version
+        self.device = device
+        self.versioned: dict[str, Versions] = {}
+        self.single: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, list[torch.Tensor]] = {}
+        # By element type and number of copies: each copy of all of them in one tensor.
+        self._sums: list[list[torch.Tensor]] = []
+        self._lay_out([variables[name] for name in summed])
+        for name, var in variables.items():
+            if name in self.gradients:
+                continue
+            if var.role == GRAD:
+                self.gradients[name] = [allocate(var.type, device).zero_() for _ in range(var.versions)]
+            elif name in stepped:
+                # Untouched memory costs nothing, so that a second buffer exists only from the first update on.
+                buffers = [allocate(var.type, device) for _ in range(var.versions)]
+                self.versioned[name] = Versions(
+                    var, buffers, {version % var.versions: version}, device, newest=version, most_live=1
+                )
+            else:
+                self.single[name] = allocate(var.type, device)
+        # What `buffers` found since versions last changed.
+        self._found: dict[tuple[str, int | None, int], list[torch.Tensor]] = {}
+        self.values: dict[int, dict[str, torch.Tensor]] = {}
+        self.value_bytes = self.most_value_bytes = 0
+        self.ledger: Ledger | None = None
+
+    # -------------------------------------------------------------------------------------------- variables
+
+    def _lay_out(self, summed: list[Var]) -> None:
+        alike: dict[tuple[str, int], list[Var]] = {}
+        for var in summed:
+            alike.setdefault((var.type.dtype, var.versions), []).append(var)
+        for (dtype, copies), group in alike.items():
+            places, total = [], 0
+            for var in group:
+                places.append(total)
+                step = _ALIGNMENT // TORCH_DTYPES[dtype].itemsize
+                total += -(-var.type.size // step) * step
+            whole = [allocate(TensorType(dtype, (total,)), self.device).zero_() for _ in range(copies)]
+            self._sums.append(whole)
+            for var, place in zip(group, places, strict=True):
+                self.gradients[var.name] = [copy[place : place + var.type.size].view(var.type.dims) for copy in whole]
+
+    def sums(self, batch: int) -> list[torch.Tensor]:
+        """The gradients of a batch that are summed up over ranks, in whole pieces."""
+        return [copies[batch % len(copies)] for copies in self._sums]
+
+    def newest(self, name: str) -> torch.Tensor:
+        """The buffer with the newest contents of a variable."""
+        if name in self.versioned:
+            return self.versioned[name].place(self.versioned[name].newest)
+        return self.single[name]
+
+    def older(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Live versions other than the newest, with their parameters: what a checkpoint needs besides the newest."""
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        for name, versions in self.versioned.items():
+            for version in versions.live():
+                if version != versions.newest:
+                    found.setdefault(version, {})[name] = versions.place(version)
+        return found
+
+    def restore_older(self, version: int, name: str) -> torch.Tensor:
+        """Make an older version live again and give its buffer, to be filled from a checkpoint."""
+        self._found.clear()
+        versions = self.versioned[name]
+        buffer = version % versions.var.versions
+        if versions.held.get(buffer) is not None:
+            raise VerifyError(f"has no room for version {version} beside version {versions.newest}", where=f"@{name}")
+        versions.held[buffer] = version
+        versions.most_live = max(versions.most_live, len(versions.live()))
+        return versions.buffers[buffer]
+
+    def buffer(self, slot: Slot, version: int | None, batch: int = 0) -> torch.Tensor:
+        """The tensor for one slot of a graph's signature. `version` is that of the action; for an update, the version it makes. `batch`
+        is the one whose gradients are meant."""
+        if slot.var in self.gradients:
+            buffers = self.gradients[slot.var]
+            return buffers[batch % len(buffers)]
+        versions = self.versioned.get(slot.var)
+        if versions is None:
+            return self.single[slot.var]
+        match slot.slot:
+            case "mb" if version is not None:
+                return versions.place(version)
+            case "next":
+                return versions.target(self.version + 1, self.grow)
+        return versions.place(versions.newest)
+
+    def buffers(self, graph: str, slots: Sequence[Slot], version: int | None, batch: int) -> list[torch.Tensor]:
+        """The tensors for all slots of a graph; between two changes of versions they are looked up once."""
+        key = (graph, version, batch)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = [self.buffer(slot, version, batch) for slot in slots]
+        return found
+
+    def start_update(self, version: int) -> None:
+        """Versions are made one after the other; anything else is a broken schedule."""
+        if version != self.version + 1:
+            raise VerifyError(f"an update makes version {version}, the newest one is {self.version}")
+        self._found.clear()
+        for versions in self.versioned.values():
+            versions.start(version, self.grow)
+
+    def finish_update(self, version: int) -> None:
+        self._found.clear()
+        for name, versions in self.versioned.items():
+            versions.finish(version, self.grow)
+            self._note_version("write", name, versions, version)
+        self.version = version
+
+    def retire(self, version: int) -> None:
+        """No microbatch will read this version again."""
+        self._found.clear()
+        for name, versions in self.versioned.items():
+            if version in versions.held.values():
+                versions.retired.add(version)
+                self._note_version("retire", name, versions, version)
+
+    def trace(self, ledger: Ledger) -> None:
+        """From now on write down what comes and goes; what is there already, at once."""
+        self.ledger = ledger
+        for name, versions in self.versioned.items():
+            for buffer, tensor in enumerate(versions.buffers):
+                ledger.variable("own", name, buffer, tensor.nbytes, versions.held.get(buffer))
+        for name, copies in {**self.gradients, **{name: [tensor] for name, tensor in self.single.items()}}.items():
+            for buffer, tensor in enumerate(copies):
+                ledger.variable("own", name, buffer, tensor.nbytes, None)
+
+    def _note_version(self, what: str, name: str, versions: Versions, version: int) -> None:
+        if self.ledger is not None:
+            buffer = next(buffer for buffer, held in versions.held.items() if held == version)
+            self.ledger.variable(what, name, buffer, versions.buffers[buffer].nbytes, version)
+
+    # -------------------------------------------------------------------------------------------- values of microbatches
+
+    def put(self, mb: int, name: str, tensor: torch.Tensor) -> None:
+        held = self.values.setdefault(mb, {})
+        if name in held:
+            self._let_go(mb, name, held[name])
+        self.value_bytes += tensor.nbytes
+        if self.ledger is not None:
+            self.ledger.value("keep", name, mb, tensor)
+        held[name] = tensor
+        self.most_value_bytes = max(self.most_value_bytes, self.value_bytes)
+
+    def put_all(self, mb: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.put(mb, name, tensor)
+
+    def get(self, mb: int, name: str) -> torch.Tensor | None:
+        return self.values.get(mb, {}).get(name)
+
+    def keep_only(self, mb: int, names: frozenset[str]) -> None:
+        """Let go of every other value of a microbatch."""
+        held = self.values.get(mb, {})
+        for name in [n for n in held if n not in names]:
+            self._let_go(mb, name, held.pop(name))
+        if not held:
+            self.values.pop(mb, None)
+
+    def _let_go(self, mb: int, name: str, tensor: torch.Tensor) -> None:
+        self.value_bytes -= tensor.nbytes
+        if self.ledger is not None:
+            self.ledger.value("drop", name, mb, tensor)

@@ -1,0 +1,1 @@
+"""Measurements of a run: metrics, traces, memory and utilisation."""

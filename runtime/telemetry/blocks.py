@@ -1,0 +1,75 @@
+"""Blocks of memory out of what a ledger wrote down of values and messages. In: entries, one after the other. Out:
+the blocks that live, and those that did.
+
+A block lives from when a receive has it, or a value is kept in it, until the last value in it is dropped. Its address says
+which one it is, as long as it lives. One that was sent may be there for longer: it is away until the peer has it, and counts as
+that where nothing lives in it any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.runtime.messages.ledger import LedgerEntry
+
+VALUES = ("post", "keep", "drop", "send", "sent")
+
+
+@dataclass(slots=True)
+class Stay:
+    """A block, with the values that have ever been in it, and how many of them still are. `given` is None while it lives."""
+
+    block: int
+    owner: int
+    nbytes: int
+    taken: int
+    names: list[str] = field(default_factory=list)
+    held: int = 0
+    given: int | None = None
+
+
+class Stays:
+    """What lives after the entries so far, and `all` that ever did; `nbytes` are those of what lives,
+    `most_away` the most there ever was of the rest."""
+
+    def __init__(self) -> None:
+        self.all: list[Stay] = []
+        self.nbytes = self.most_away = 0
+        self._living: dict[int, Stay] = {}
+        # By address: how many sends of a block are under way, and its bytes.
+        self._away: dict[int, tuple[int, int]] = {}
+
+    @property
+    def away(self) -> int:
+        """Bytes of what was sent, has not arrived, and lives no more."""
+        return sum(nbytes for block, (_, nbytes) in self._away.items() if block not in self._living)
+
+    def follow(self, entry: LedgerEntry) -> None:
+        """Entries about other things than values and messages change nothing."""
+        match entry.what:
+            case "post":
+                self._begin(entry)
+            case "keep":
+                stay = self._living.get(entry.block) or self._begin(entry)
+                stay.names.append(entry.name)
+                stay.held += 1
+            case "drop":
+                stay = self._living[entry.block]
+                stay.held -= 1
+                if not stay.held:
+                    stay.given = entry.step
+                    self.nbytes -= stay.nbytes
+                    del self._living[entry.block]
+            case "send":
+                self._away[entry.block] = (self._away.get(entry.block, (0, 0))[0] + 1, entry.nbytes)
+            case "sent":
+                count, nbytes = self._away.pop(entry.block)
+                if count > 1:
+                    self._away[entry.block] = (count - 1, nbytes)
+        self.most_away = max(self.most_away, self.away)
+
+    def _begin(self, entry: LedgerEntry) -> Stay:
+        stay = self._living[entry.block] = Stay(entry.block, entry.owner, entry.nbytes, entry.step)
+        self.all.append(stay)
+        self.nbytes += stay.nbytes
+        return stay

@@ -1,0 +1,190 @@
+"""The memory of a run that was traced. In: a trace, as a job has it or as a file of `--trace`, and the module that ran. Out: an account per
+rank (ir/memory/account.py), and beside it the one that the plan has for the same batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.ir.graph import Module, stage_vars
+from penstock.ir.memory.account import BEFORE, Account, Life, Version
+from penstock.ir.memory.predict import planned_account, purpose_of, saved_values, with_uses
+from penstock.ir.schedule import Action
+from penstock.runtime.messages.ledger import LedgerEntry
+from penstock.support.errors import UsageError
+
+from .blocks import Stays
+from .times import seconds_of
+from .trace import Event
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """What one rank did, with seconds of begin and end, and what it wrote down of its memory."""
+
+    events: tuple[Event, ...]
+    entries: tuple[LedgerEntry, ...]
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return tuple(Action.parse(name) for name, _, _ in self.events)
+
+
+def read_trace(path: str | Path) -> list[RankTrace]:
+    """The ranks of a file that `run --trace` wrote; UsageError if it is none."""
+    try:
+        listed = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        ranks = sorted(e["pid"] for e in listed if e["name"] == "process_name")
+        if not ranks or ranks != list(range(len(ranks))):
+            raise ValueError(f"ranks {ranks[:8]}")
+        events: list[list[Event]] = [[] for _ in ranks]
+        entries: list[list[LedgerEntry]] = [[] for _ in ranks]
+        for e in listed:
+            if e["ph"] == "X":
+                Action.parse(e["name"])
+                events[e["pid"]].append((e["name"], *seconds_of(e)))
+            elif e.get("cat") == "memory":
+                entries[e["pid"]].append(_entry(e["name"].partition(" ")[0], e["ts"] / 1e6, e["args"]))
+        found = [RankTrace(tuple(a), tuple(b)) for a, b in zip(events, entries, strict=True)]
+        for trace in found:
+            _check(trace)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+        msgspec.ValidationError,
+    ) as error:
+        hint = "it takes a file that `penstock run BUNDLE --trace FILE` of this version wrote"
+        raise UsageError(
+            f"cannot read it as a trace: {type(error).__name__}: {error}", where=str(path), hint=hint
+        ) from error
+    return found
+
+
+def _check(trace: RankTrace) -> None:
+    """Entries are of actions that are there, and nothing is dropped that was not kept."""
+    stays = Stays()
+    for entry in trace.entries:
+        msgspec.convert(tuple(entry), LedgerEntry)
+        if not BEFORE <= entry.step <= len(trace.events) - (entry.what != "run"):
+            raise ValueError(f"{entry.what} {entry.name} of action {entry.step}, there are {len(trace.events)}")
+        stays.follow(entry)
+
+
+def _entry(what: str, at: float, args: Mapping[str, Any]) -> LedgerEntry:
+    """What trace.py wrote of an entry, back again."""
+    step = args["step"]
+    match what:
+        case "run":
+            return LedgerEntry(at, step, what, "", args["batch"], 0, 0)
+        case "call":
+            return LedgerEntry(
+                at, step, what, f"{args['graph']} {args['first']} {args['last']}", 0, args["block"], args["bytes"]
+            )
+        case "own" | "write" | "retire":
+            return LedgerEntry(at, step, what, args["variable"], 0, args["block"], args["bytes"], args["version"])
+    owner = args["microbatch"] if "microbatch" in args else -1 - args["batch"]
+    return LedgerEntry(
+        at,
+        step,
+        what,
+        args["message" if what in ("post", "send", "sent") else "value"],
+        owner,
+        int(args["block"], 16),
+        args["bytes"],
+    )
+
+
+def measured_account(module: Module, rank: int, trace: RankTrace) -> Account:
+    """What a rank's memory held, as it was written down."""
+    stage = module.rank_stages()[rank]
+    actions = trace.actions
+    stays = Stays()
+    for entry in trace.entries:
+        stays.follow(entry)
+    lives = list(_variables(module, stage, trace.entries))
+    saved = saved_values(module, stage)
+    for stay in stays.all:
+        names = tuple(sorted(stay.names))
+        purpose = "boundary" if saved.isdisjoint(names) else "activations"
+        lives.append(Life(purpose, names, stay.owner, stay.nbytes, stay.taken, stay.given, block=hex(stay.block)))
+    newest = next((entry.owner for entry in trace.entries if entry.what == "run"), 0)
+    workspace: dict[str, tuple[int, ...]] = {}
+    for entry in trace.entries:
+        if entry.what == "call":
+            kind = entry.name.partition(" ")[0]
+            workspace[kind] = workspace.get(kind, ()) + ((entry.nbytes,) if entry.nbytes else ())
+    times = tuple((start, end) for _, start, end in trace.events)
+    return Account(
+        rank,
+        actions,
+        tuple(with_uses(module, stage, newest, actions, lives)),
+        tuple(_versions(trace.entries)),
+        workspace,
+        times,
+    )
+
+
+def most_away(trace: RankTrace) -> int:
+    """The most bytes that a rank held at once only because they were sent and had not arrived, of which no plan is made."""
+    stays = Stays()
+    for entry in trace.entries:
+        stays.follow(entry)
+    return stays.most_away
+
+
+def planned_beside(module: Module, rank: int, trace: RankTrace) -> Account:
+    """The account that the plan has for the batches of a trace."""
+    return planned_account(module, rank, runs_of(module, trace))
+
+
+def runs_of(module: Module, trace: RankTrace) -> list[tuple[int, int]]:
+    """First batch and number of batches of every run, each from an empty pipeline to an empty one; UsageError
+    where batches between them have no action."""
+    assert module.schedule is not None
+    per_batch, actions = module.schedule.microbatches, trace.actions
+    starts = [(entry.step, entry.owner) for entry in trace.entries if entry.what == "run"]
+    found = []
+    for (begin, first), (end, _) in zip(starts, [*starts[1:], (len(trace.events), 0)], strict=True):
+        batches = {action.batch(per_batch) for action in actions[begin:end]}
+        last = max(batches, default=first - 1)
+        # A plan of batches that nobody ran would have no end.
+        if last - first >= len(batches):
+            raise UsageError(f"the trace has a run of batches {first} to {last}, and actions of {len(batches)} of them")
+        if last >= first:
+            found.append((first, last - first + 1))
+    return found
+
+
+def _variables(module: Module, stage: int, entries: Iterable[LedgerEntry]) -> Iterable[Life]:
+    variables = stage_vars(module, stage)
+    for entry in entries:
+        if entry.what == "own" and entry.nbytes:
+            purpose = purpose_of(variables[entry.name]) if entry.name in variables else "buffers"
+            yield Life(purpose, (entry.name,), None, entry.nbytes, BEFORE, None, entry.block)
+
+
+def _versions(entries: Sequence[LedgerEntry]) -> list[Version]:
+    begun: dict[tuple[str, int], tuple[int, int]] = {}
+    ended: dict[tuple[str, int], int] = {}
+    for entry in entries:
+        if entry.version is not None:
+            key = (entry.name, entry.version)
+            if entry.what == "retire":
+                ended[key] = entry.step
+            else:
+                begun[key] = (entry.block, entry.step)
+    return [
+        Version(name, version, buffer, step, ended.get((name, version)))
+        for (name, version), (buffer, step) in begun.items()
+    ]

@@ -1,0 +1,210 @@
+"""Metrics of a training run. In: finished steps with the time at which they were finished. Out: one
+JSON object per step and line, and progress.
+
+    {"step": 0, "loss": 4.1, "lr": 0.01, "samples": 16, "step_s": 0.02, "samples_per_s": 800.0, "grad_norm": null}
+
+An evaluation (evaluation.py) has a row of its own, behind that of the step it follows:
+
+    {"step": 99, "eval_loss": 3.9, "eval_samples": 1000, "eval_s": 0.5}
+
+The last row of a run with a trace says how much of the time of messages was hidden (overlap.py):
+
+    {"step": 99, "messages": 800, "messages_s": 1.9, "waited_s": 0.1, "hidden": 0.9474}
+
+`step_s` is the time since the step before (since the start of the run for the first one); `grad_norm`, that of the whole gradient before
+it is clipped, is null where training does not ask for it (`clip`, `skip_nonfinite`, f16), and an update by one that is not finite was
+skipped. A number that is not finite is written as the string "nan" or "inf", because JSON has no such numbers, and the first loss that is
+not is warned of. A terminal gets one line that is written over, anything else a plain line every few seconds and one at the end; it has
+how busy each stage is (utilisation.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from penstock.runtime.messages.control import Step
+from penstock.runtime.worker.evaluation import Evaluation
+from penstock.support.errors import PenstockError
+from penstock.support.terminal import StatusLine
+
+from .overlap import Overlap
+from .sinks import Row, Sinks
+from .utilisation import Utilisation
+
+# Seconds between two forms of the progress line on a terminal.
+_TERMINAL_EVERY = 0.1
+_WAIT_WORTH_TELLING = 1.0
+
+
+class Metrics:
+    """Writes metrics line by line and shows progress. `total` is the number of the last step plus one, `log`
+    other places that get them (sinks.py)."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        samples: int,
+        first: int,
+        total: int,
+        *,
+        progress: bool = True,
+        append: bool = False,
+        log: Sequence[str] = (),
+        busy: Utilisation | None = None,
+    ) -> None:
+        self._file: IO[str] | None = None
+        self._path = path
+        if path is not None:
+            target = Path(path)
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if append:
+                    _keep_steps_before(target, first)
+                self._file = target.open("a" if append else "w", encoding="utf-8")
+            except OSError as error:
+                raise self._unwritable(error) from error
+        self._samples, self._first, self._total = samples, first, total
+        self._busy = busy
+        self._line = StatusLine(not progress, _TERMINAL_EVERY)
+        self._sinks = Sinks(log, self._line.interrupt)
+        self._started = self._last = time.monotonic()
+        self.losses: list[float] = []
+        self._warned = self._told_wait = False
+
+    def start(self) -> None:
+        """The run begins now: loading is not part of the first step."""
+        if self._busy is not None:
+            self._busy.look()
+        self._started = self._last = time.monotonic()
+
+    def add(self, step: Step) -> None:
+        seconds = max(step.at - self._last, 1e-9)
+        self._last = max(step.at, self._last)
+        self.losses.append(step.loss)
+        row: Row = {
+            "step": step.step,
+            "loss": _number(step.loss),
+            "lr": step.lr,
+            "samples": self._samples,
+            "step_s": round(seconds, 6),
+            "samples_per_s": round(self._samples / seconds, 3),
+            "grad_norm": _number(step.grad_norm),
+        }
+        self._write(row)
+        if not math.isfinite(step.loss) and not self._warned:
+            self._warned = True
+            skipped = step.grad_norm is not None and not math.isfinite(step.grad_norm)
+            self._line.interrupt(
+                f"warning: the loss of step {step.step} is {step.loss}; {'its update is skipped' if skipped else 'the run goes on'}"
+            )
+        self._show(step, last=step.step + 1 == self._total)
+
+    def tell_wait(self, seconds: float) -> None:
+        """Say, once, that training waited for a checkpoint because the one before was still being written."""
+        if seconds >= _WAIT_WORTH_TELLING and not self._told_wait:
+            self._told_wait = True
+            self._line.interrupt(
+                f"warning: training waited {seconds:.1f} s for the checkpoint before this one to be written; a larger "
+                "--checkpoint-every waits less"
+            )
+
+    def evaluated(self, done: int, found: Evaluation) -> None:
+        """An evaluation after `done` steps, in a row of its own. Its time is no step's."""
+        seconds, self._last = time.monotonic() - self._last, time.monotonic()
+        self._started += seconds
+        row: Row = {
+            "step": done - 1,
+            "eval_loss": _number(found.loss),
+            "eval_samples": found.samples,
+            "eval_s": round(seconds, 6),
+        }
+        self._write(row)
+        self._line.interrupt(f"step {done}: evaluation loss {found.loss:.4f} over {found.samples} samples")
+
+    def overlapped(self, done: int, found: Overlap) -> None:
+        """What messages took of a run that was traced, in a row of its own."""
+        if found.hidden is None:
+            return
+        row: Row = {
+            "step": done - 1,
+            "messages": found.messages,
+            "messages_s": round(found.moving, 6),
+            "waited_s": round(found.waited, 6),
+            "hidden": round(found.hidden, 4),
+        }
+        self._write(row)
+        self._line.interrupt(
+            f"messages: {found.messages}, {found.moving:.3f} s under way, of which ranks waited {found.waited:.3f} s: "
+            f"{found.hidden:.0%} hidden"
+        )
+
+    def _write(self, row: Row) -> None:
+        if self._file is not None:
+            try:
+                self._file.write(json.dumps(row) + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise self._unwritable(error) from error
+        self._sinks.add(row)
+
+    def close(self) -> None:
+        self._line.close()
+        self._sinks.close()
+        if self._file is not None:
+            # Every line was flushed; a line that could not be written was reported then.
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    @property
+    def seconds(self) -> float:
+        return self._last - self._started
+
+    @property
+    def samples_per_second(self) -> float:
+        return len(self.losses) * self._samples / max(self._last - self._started, 1e-9)
+
+    def _unwritable(self, error: OSError) -> PenstockError:
+        return PenstockError(f"cannot write the metrics: {error}", where=str(self._path))
+
+    def _show(self, step: Step, *, last: bool) -> None:
+        if not (last or len(self.losses) == 1 or self._line.due):
+            return
+        left = (self._total - step.step - 1) * (self._last - self._started) / len(self.losses)
+        parts = [
+            f"step {step.step + 1}/{self._total}",
+            f"loss {step.loss:.4f}",
+            f"{self.samples_per_second:.1f} samples/s",
+        ]
+        parts += [self._busy.text() if self._busy is not None else "", f"{format_seconds(left)} left"]
+        self._line.show("  ".join(filter(None, parts)))
+
+
+def _number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def format_seconds(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{whole % 60:02}s" if minutes else f"{whole}s"
+
+
+def _keep_steps_before(path: Path, first: int) -> None:
+    """After a resume the steps past the checkpoint are run again: drop their lines, and a torn last line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if int(json.loads(line)["step"]) < first:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    path.write_text("".join(kept), encoding="utf-8")

@@ -1,0 +1,75 @@
+"""How much of the time of messages a run hid behind its computations. In: what its ranks did when, on one clock (a trace). Out: seconds of
+messages, the part of it that a receiver stood waiting, and the share that is hidden.
+
+A message is under way from its send on. What its receiver waits after that is not hidden; what it waits before is the schedule's, not
+the link's. When a message arrived is known only if it was waited for; another one took what its link says, latency + bytes /
+bandwidth, but no longer than until it was taken.
+
+    hidden = 1 - sum of waits / sum of times under way
+
+Known limits: the link's numbers are those of the cluster that was planned for; sums over replicas (AR) are no messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.ir.graph import Module
+from penstock.ir.schedule import RECEIVES, SENDS, Action
+from penstock.passes.simulator.machine import FREE, machine_of
+
+from .trace import Event
+
+# A receive that takes longer than this has waited: to take a message that is there costs less.
+_AT_ONCE = 2e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Seconds of all messages under way, and how long somebody waited for them."""
+
+    messages: int
+    moving: float
+    waited: float
+
+    @property
+    def hidden(self) -> float | None:
+        """None where nothing travelled."""
+        return 1.0 - self.waited / self.moving if self.moving > 0 else None
+
+
+def overlap_of(ranks: Sequence[Sequence[Event]], module: Module) -> Overlap:
+    """What the messages of a run took; those whose other end is not in the trace are left out."""
+    stages, devices = module.rank_stages(), dict(enumerate(module.rank_devices()))
+    route = (FREE if module.cluster is None else machine_of(module.cluster, devices)).route
+    nbytes = {(e.phase, e.src, e.dst): sum(v.type.nbytes for v in e.values) for e in module.edges}
+    sent: dict[tuple[str, int, int, int], float] = {}
+    taken: list[tuple[tuple[str, int, int, int], float, float]] = []
+    for rank, events in enumerate(ranks):
+        for text, start, end in events:
+            action = Action.parse(text.partition(" ")[0])
+            if action.kind in SENDS:
+                assert action.peer is not None
+                sent[action.kind[1], rank, action.peer, action.mb] = start
+            elif action.kind in RECEIVES:
+                assert action.peer is not None
+                taken.append(((action.kind[1], action.peer, rank, action.mb), start, end))
+    count, moving, waited = 0, 0.0, 0.0
+    for key, start, end in taken:
+        if key not in sent:
+            continue
+        phase, source, target, _ = key
+        way = route(source, target)
+        size = nbytes[phase, stages[source], stages[target]]
+        link = way.latency + max((size / speed for _, speed in way.shares), default=0.0)
+        under_way, wait = max(end - sent[key], 0.0), max(end - max(start, sent[key]), 0.0)
+        count += 1
+        if wait > _AT_ONCE:
+            moving, waited = moving + under_way, waited + wait
+        else:
+            moving += min(under_way, link)
+    return Overlap(count, moving, waited)
+
+
+__all__ = ["Overlap", "overlap_of"]

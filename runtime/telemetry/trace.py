@@ -1,0 +1,141 @@
+"""A timeline of a run as Chrome-trace JSON, which Perfetto opens: one row per rank, one slice per action, an arrow from every send to its
+receive. In: (action, start, end) of each rank, on one clock (runtime/group/clocks.py where there are several).
+
+What a rank wrote down of its memory (ledger.py) is a counter, the live bytes of values and messages and beside them of what was sent and
+has not arrived, and an instant for each entry: what happened, the number of the action in which it did, the block (an address, as blocks
+are used again; of a variable the number of its buffer) and its bytes; name, microbatch and operation of a value, variable and version of a
+parameter, and of a call's temporaries the first and the last kernel that work in them. `memory_trace.read_trace` reads all of this back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from penstock.ir.graph import Module
+from penstock.ir.schedule import RECEIVES, SENDS, Action
+from penstock.runtime.messages.ledger import LedgerEntry
+from penstock.support.errors import PenstockError
+
+from .blocks import VALUES, Stays
+
+Event = tuple[str, float, float]
+_Entry = dict[str, object]
+
+
+def write_trace(
+    path: Path,
+    ranks: Sequence[Sequence[Event]],
+    *,
+    module: Module | None = None,
+    held: Sequence[Sequence[LedgerEntry]] = (),
+) -> None:
+    """Times count from the first action of all. With a module, rows say stage and device."""
+    origin = min((event[1] for events in ranks for event in events), default=0.0)
+    entries: list[_Entry] = []
+    for rank in range(len(ranks)):
+        entries.append(
+            {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": _row_name(rank, module)}}
+        )
+        entries.append({"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
+    for rank, events in enumerate(ranks):
+        for action, start, end in events:
+            times = {"ts": _micros(start, origin), "dur": round((end - start) * 1e6, 1)}
+            entries.append({"name": action, "cat": _kind(action), "ph": "X", "pid": rank, "tid": 0, **times})
+    entries += _arrows(ranks, origin)
+    for rank, changes in enumerate(held):
+        entries += _memory(rank, changes, origin, {} if module is None else makers(module, module.rank_stages()[rank]))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}), encoding="utf-8")
+    except OSError as error:
+        raise PenstockError(f"cannot write the trace: {error}", where=str(path)) from error
+
+
+def _row_name(rank: int, module: Module | None) -> str:
+    if module is None:
+        return f"rank {rank}"
+    return f"rank {rank} (stage {module.rank_stages()[rank]}, {module.rank_devices()[rank]})"
+
+
+def _kind(action: str) -> str:
+    return action.lstrip("0123456789").split("@")[0].rstrip("0123456789<>").rstrip("0123456789")
+
+
+def _micros(at: float, origin: float) -> float:
+    return round((at - origin) * 1e6, 1)
+
+
+def _arrows(ranks: Sequence[Sequence[Event]], origin: float) -> Iterator[_Entry]:
+    """From sends to receives of the same message: source, destination, phase and number. A message of
+    which one end is missing has no arrow."""
+    ends: Mapping[str, dict[tuple[int, int, str, int], float]] = {"s": {}, "f": {}}
+    for rank, events in enumerate(ranks):
+        for text, start, end in events:
+            if not set(text) & set("<>"):
+                continue
+            action = Action.parse(text)
+            assert action.peer is not None
+            # A time inside of the slice is what binds an arrow to it.
+            middle = (start + end) / 2
+            if action.kind in SENDS:
+                ends["s"][rank, action.peer, action.kind[1], action.mb] = middle
+            elif action.kind in RECEIVES:
+                ends["f"][action.peer, rank, action.kind[1], action.mb] = middle
+    for number, message in enumerate(sorted(ends["s"].keys() & ends["f"].keys())):
+        source, destination, phase, _ = message
+        shared = {"name": f"message {phase}", "cat": "message", "id": number, "tid": 0}
+        yield {**shared, "ph": "s", "pid": source, "ts": _micros(ends["s"][message], origin)}
+        yield {**shared, "ph": "f", "bp": "e", "pid": destination, "ts": _micros(ends["f"][message], origin)}
+
+
+def makers(module: Module, stage: int) -> dict[str, str]:
+    """What makes each value that a stage may hold: an operation, here or on the stage it comes from, with the source's name for it."""
+    found = {value.name: "input" for value in module.inputs}
+    own = f"s{stage}."
+    for name, graph in sorted(module.graphs.items(), key=lambda item: item[0].startswith(own)):
+        found |= {
+            out.name: f"{name}: {op.kind}{f' ({op.loc})' if op.loc else ''}" for op in graph.ops for out in op.outs
+        }
+    return found
+
+
+def _memory(rank: int, entries: Sequence[LedgerEntry], origin: float, makers: Mapping[str, str]) -> Iterator[_Entry]:
+    stays = Stays()
+    for entry in entries:
+        shared = {"pid": rank, "tid": 0, "ts": _micros(entry.at, origin)}
+        name, told = _told(entry, makers)
+        yield {
+            **shared,
+            "cat": "memory",
+            "ph": "i",
+            "s": "t",
+            "name": f"{entry.what} {name}",
+            "args": {"step": entry.step, **told},
+        }
+        if entry.what in VALUES:
+            stays.follow(entry)
+            yield {**shared, "name": "live", "ph": "C", "args": {"bytes": stays.nbytes, "on the way": stays.away}}
+
+
+def _told(entry: LedgerEntry, makers: Mapping[str, str]) -> tuple[str, _Entry]:
+    """A name for people, and what there is to say; `memory_trace._entry` is the inverse."""
+    if entry.what == "run":
+        return f"from batch {entry.owner}", {"batch": entry.owner}
+    if entry.what == "call":
+        graph, first, last = entry.name.split(" ")
+        return graph, {"graph": graph, "first": first, "last": last, "block": entry.block, "bytes": entry.nbytes}
+    if entry.what in ("own", "write", "retire"):
+        return f"@{entry.name}", {
+            "variable": entry.name,
+            "version": entry.version,
+            "block": entry.block,
+            "bytes": entry.nbytes,
+        }
+    owner = {"microbatch": entry.owner} if entry.owner >= 0 else {"batch": -1 - entry.owner}
+    place = {"bytes": entry.nbytes, "block": hex(entry.block)}
+    if entry.what in ("post", "send", "sent"):
+        return entry.name, {"message": entry.name, **owner, **place}
+    made = {"op": makers[entry.name]} if entry.name in makers else {}
+    return f"%{entry.name}", {"value": entry.name, **owner, **made, **place}

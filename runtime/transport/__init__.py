@@ -1,0 +1,1 @@
+"""Bytes between ranks: over gloo, and through shared memory on one host."""

@@ -1,0 +1,64 @@
+"""Several values in one message (ir/messages.py says which). In: the values of an edge, or memory for those
+that come. Out: what gloo sends or fills.
+
+A value that travels alone is sent from its tensor and received into one. Those that share a message are copied into memory for it, with
+gaps, and are parts of the memory that it arrived in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.ir.graph import Value
+from penstock.ir.messages import Parcel, parcels
+from penstock.ir.types import TensorType
+from penstock.runtime.state.store import CPU, TORCH_DTYPES, Recycled, allocate
+
+
+class EdgePacking:
+    """The messages of one edge on one side. `buffers` gives the memory of messages; values are on `device`."""
+
+    def __init__(self, values: Sequence[Value], buffers: Recycled, device: torch.device = CPU) -> None:
+        self._values, self._parcels = tuple(values), parcels(values)
+        self._lend = [buffers.lender(self._memory(parcel)) for parcel in self._parcels]
+        self._empty = {i: allocate(value.type, device) for i, value in enumerate(values) if not value.type.nbytes}
+
+    def __len__(self) -> int:
+        return len(self._parcels)
+
+    def messages(self) -> list[torch.Tensor]:
+        """Memory for all messages of one microbatch."""
+        return [lend() for lend in self._lend]
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The messages that carry these values, which are contiguous."""
+        made = []
+        for parcel, lend in zip(self._parcels, self._lend, strict=True):
+            if len(parcel.numbers) == 1:
+                made.append(tensors[parcel.numbers[0]])
+                continue
+            whole = lend()
+            for number, place in zip(parcel.numbers, parcel.places, strict=True):
+                self._part(whole, number, place).copy_(tensors[number])
+            made.append(whole)
+        return made
+
+    def unpack(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The values, in the order of the edge."""
+        found = dict(self._empty)
+        for parcel, message in zip(self._parcels, messages, strict=True):
+            if len(parcel.numbers) == 1:
+                found[parcel.numbers[0]] = message
+                continue
+            for number, place in zip(parcel.numbers, parcel.places, strict=True):
+                found[number] = self._part(message, number, place)
+        return [found[number] for number in range(len(self._values))]
+
+    def _memory(self, parcel: Parcel) -> TensorType:
+        return self._values[parcel.numbers[0]].type if len(parcel.numbers) == 1 else TensorType("u8", (parcel.nbytes,))
+
+    def _part(self, whole: torch.Tensor, number: int, place: int) -> torch.Tensor:
+        type = self._values[number].type
+        return whole[place : place + type.nbytes].view(TORCH_DTYPES[type.dtype]).view(type.dims)

@@ -1,0 +1,127 @@
+"""What happens to a message after its send has begun: threads that hold its tensors until the peer has them, and that begin sends late.
+
+In: works of gloo with the tensors that they read. Out: a list of sends that failed, which the transport raises at the next occasion. gloo
+does not say whether a work is done, only waits for it; so one thread per channel waits, in order. To wake it takes longer than to send a
+small message, and small tensors may stay a little longer: they are handed over several at a time.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+
+from penstock.ir.memory.walk import BYTES_TOGETHER, SENDS_TOGETHER
+from penstock.ir.schedule import Action
+
+
+class BackgroundWork(Protocol):
+    """Something that goes on in the background; torch's works are some."""
+
+    def wait(self, timeout: timedelta, /) -> object:
+        """Return when it is done; raise one of LOST when it failed, or took longer."""
+
+
+# What is to be waited for, with the tensor that may not be let go of before.
+Works = list[tuple[BackgroundWork, torch.Tensor]]
+# What says that a peer does not answer or is gone: gloo and the system have words of their own.
+LOST = (RuntimeError, OSError)
+Failures = list[tuple[Action, Exception]]
+
+
+class Sender(threading.Thread):
+    """Holds the tensors of one channel's sends until the peer has them, in order. `sent` is told of each that it
+    lets go of, where somebody wants to know."""
+
+    def __init__(
+        self,
+        timeout: timedelta,
+        failed: Failures,
+        sent: Callable[[Action, torch.Tensor], None] | None = None,
+        few: int = SENDS_TOGETHER,
+    ) -> None:
+        super().__init__(name="sender", daemon=True)
+        self._timeout, self._failed, self._sent, self._few = timeout, failed, sent, few
+        self._queue: queue.SimpleQueue[list[tuple[Action, Works]] | threading.Event] = queue.SimpleQueue()
+        self._kept: list[tuple[Action, Works]] = []
+        self._bytes = 0
+        self.start()
+
+    def hold(self, action: Action, works: Works) -> None:
+        """A send has begun. Called by one thread at a time."""
+        self._kept.append((action, works))
+        for _, tensor in works:
+            self._bytes += tensor.nbytes
+        if self._bytes >= BYTES_TOGETHER or len(self._kept) >= self._few:
+            self._hand_over()
+
+    def tell(self, event: threading.Event) -> None:
+        """Set the event when everything before is with the peer, or has failed."""
+        self._hand_over()
+        self._queue.put(event)
+
+    def _hand_over(self) -> None:
+        if self._kept:
+            self._queue.put(self._kept)
+            self._kept, self._bytes = [], 0
+
+    def run(self) -> None:
+        while True:
+            item = self._queue.get()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            item.reverse()
+            while item:
+                action, works = item.pop()
+                try:
+                    # No variable of a loop, which would keep the last tensor while the queue is empty.
+                    while works:
+                        works[0][0].wait(self._timeout)
+                        if self._sent is not None:
+                            self._sent(action, works[0][1])
+                        del works[0]
+                except LOST as error:
+                    self._failed.append((action, error))
+                # Nor these, after an error.
+                del action, works
+            del item
+
+
+class LateSender(threading.Thread):
+    """Starts the sends of one channel some time after they were handed over, in order, and gives them to the channel's sender."""
+
+    def __init__(self, latency: float, sender: Sender, failed: Failures) -> None:
+        super().__init__(name="link", daemon=True)
+        self._latency, self._sender, self._failed = latency, sender, failed
+        self._queue: queue.SimpleQueue[tuple[float, Action, Callable[[], Works]] | threading.Event] = (
+            queue.SimpleQueue()
+        )
+        self.start()
+
+    def begin(self, action: Action, start: Callable[[], Works]) -> None:
+        self._queue.put((time.monotonic(), action, start))
+
+    def tell(self, event: threading.Event) -> None:
+        """As the sender's."""
+        self._queue.put(event)
+
+    def run(self) -> None:
+        while True:
+            item = self._queue.get()
+            if isinstance(item, threading.Event):
+                self._sender.tell(item)
+                continue
+            handed, action, start = item
+            time.sleep(max(0.0, handed + self._latency - time.monotonic()))
+            try:
+                self._sender.hold(action, start())
+            except LOST as error:
+                self._failed.append((action, error))
+            # As in the sender: hold no tensors while there is nothing to do.
+            del item, start

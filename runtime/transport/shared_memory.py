@@ -1,0 +1,274 @@
+"""Messages between two ranks of one host: the sender writes its values into memory of the receiver.
+
+In: one end of a socket between two processes, for one direction of one phase (neighbours.py). Out: a wire, as the transport uses it.
+The receiver owns the memory (memfd, sealed against any change of size) and maps it; the sender has it as a file only, so that
+nothing it does to it can hurt the receiver but wrong contents, and its bytes count once. Each value is copied once, by the thread
+that sends it, and read where it arrived.
+
+    receiver to sender   file S (with the file)     memory that the sender does not know yet
+                         free N (S, place)...       message N may be written to these blocks, one for each parcel
+    sender to receiver   done N                     message N is there
+
+Messages of a wire go in order. One whose memory is free is written before `start` returns; another one waits in the channel's sender
+thread. The end of a process ends its sockets, which the other side sees at once.
+
+Known limits: Linux; both ends on CPUs.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import numpy as np
+import torch
+
+from penstock.ir.graph import Value
+from penstock.ir.messages import parcels
+from penstock.runtime.state.store import CPU, Recycled
+from penstock.support.errors import DoesNotFit
+
+from .packing import EdgePacking
+from .senders import BackgroundWork, Works
+
+_NEW, _FREE, _DONE = 0, 1, 2
+_HEAD = struct.Struct("<Bq")
+_BLOCK = struct.Struct("<IQ")
+# Bytes of a file; what is not used takes no memory.
+_SEGMENT = 256 << 20
+# fcntl's F_ADD_SEALS with F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW, which Python 3.11 does not name.
+_ADD_SEALS, _FIXED_SIZE = 1033, 1 | 2 | 4
+_FILE = struct.Struct("i")
+
+
+class OutOfTurn(RuntimeError):
+    """The other end speaks of another message than the one whose turn it is."""
+
+
+class PacketSocket:
+    """A socket that keeps packets apart. Every wait has a deadline, that for room in the socket after `seconds`."""
+
+    def __init__(self, end: socket.socket, largest: int, seconds: float) -> None:
+        end.setblocking(False)
+        self._end, self._largest, self._seconds = end, largest, seconds
+        self._ready = select.poll()
+        self._ready.register(end, select.POLLIN)
+        self._room = select.poll()
+        self._room.register(end, select.POLLOUT)
+
+    def send(self, packet: bytes, file: int | None = None) -> None:
+        rights = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
+        until = time.monotonic() + self._seconds
+        while True:
+            try:
+                self._end.sendmsg([packet], rights)
+            except BlockingIOError:
+                # Packets that were not read yet are few, but the system says how many it takes.
+                _poll(self._room, until)
+            else:
+                return
+
+    def take(self) -> tuple[bytes, int | None] | None:
+        """A packet and the file that came with it; None if there is none yet."""
+        try:
+            packet, rights, _, _ = self._end.recvmsg(
+                self._largest, socket.CMSG_SPACE(_FILE.size), socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        if not packet:
+            raise ConnectionResetError("end of file")
+        for level, kind, data in rights:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                return packet, _FILE.unpack(data)[0]
+        return packet, None
+
+    def wait(self, until: float) -> tuple[bytes, int | None]:
+        """A packet; TimeoutError if there is none by `until`, by the monotonic clock."""
+        while (found := self.take()) is None:
+            _poll(self._ready, until)
+        return found
+
+    def close(self) -> None:
+        self._end.close()
+
+
+def _poll(ready: select.poll, until: float) -> None:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    ready.poll(min(left, 3600.0) * 1e3)
+
+
+class SharedBlocks:
+    """Memory of this process that others may write to, in a few files; a block is found again by its address."""
+
+    def __init__(self) -> None:
+        self.files: list[int] = []
+        self._memory: mmap.mmap | None = None
+        self._used = self._size = 0
+        self._places: dict[int, tuple[int, int]] = {}
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        """Memory, in whole pages of its own. It is never given back: blocks are used again (store.Recycled)."""
+        if self._memory is None or self._used + nbytes > self._size:
+            self._grow(nbytes)
+        assert self._memory is not None
+        memory = np.frombuffer(self._memory, np.uint8, nbytes, self._used)
+        self._places[memory.ctypes.data] = len(self.files) - 1, self._used
+        self._used += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        return memory
+
+    def _grow(self, nbytes: int) -> None:
+        size = max(nbytes, _SEGMENT)
+        try:
+            file = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.files.append(file)
+            os.ftruncate(file, size)
+            fcntl.fcntl(file, _ADD_SEALS, _FIXED_SIZE)
+            self._memory = mmap.mmap(file, size)
+        except OSError as error:
+            hint = "`ulimit -n` and `ulimit -v` set limits; PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk over sockets"
+            raise DoesNotFit(f"no memory to share with other ranks: {error.strerror}", hint=hint) from error
+        self._used, self._size = 0, size
+
+    def place(self, message: torch.Tensor) -> tuple[int, int]:
+        """The number of the file that a block is in, and where."""
+        return self._places[message.data_ptr()]
+
+    def close(self) -> None:
+        for file in self.files:
+            os.close(file)
+        self.files.clear()
+
+
+class SharedIncoming:
+    """The receiver's end of a wire. `blocks` are what `buffers` lends."""
+
+    def __init__(
+        self, end: socket.socket, values: Sequence[Value], buffers: Recycled, blocks: SharedBlocks, seconds: float
+    ) -> None:
+        self._line, self._blocks, self._known = PacketSocket(end, _HEAD.size, seconds), blocks, set[int]()
+        self.packing = EdgePacking(values, buffers, CPU)
+
+    def post(self, number: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
+        """Give memory for a message, and what waits for it."""
+        messages = self.packing.messages()
+        packet = _HEAD.pack(_FREE, number)
+        for message in messages:
+            file, place = self._blocks.place(message)
+            if file not in self._known:
+                self._known.add(file)
+                self._line.send(_HEAD.pack(_NEW, file), self._blocks.files[file])
+            packet += _BLOCK.pack(file, place)
+        self._line.send(packet)
+        return messages, [Arrival(self, number)]
+
+    def wait(self, number: int, timeout: timedelta) -> None:
+        packet, _ = self._line.wait(time.monotonic() + timeout.total_seconds())
+        kind, came = _HEAD.unpack(packet)
+        if (kind, came) != (_DONE, number):
+            raise OutOfTurn(f"sent message {came} where {number} was expected")
+
+    def close(self) -> None:
+        self._line.close()
+
+
+class Arrival:
+    """A message that is on its way: waits as a work of gloo does."""
+
+    def __init__(self, wire: SharedIncoming, number: int) -> None:
+        self._wire, self._number = wire, number
+
+    def wait(self, timeout: timedelta) -> None:
+        self._wire.wait(self._number, timeout)
+
+
+class SharedOutgoing:
+    """The sender's end of a wire."""
+
+    def __init__(self, end: socket.socket, values: Sequence[Value], seconds: float) -> None:
+        self._parcels = parcels(values)
+        self._line = PacketSocket(end, _HEAD.size + _BLOCK.size * len(self._parcels), seconds)
+        self._files: dict[int, int] = {}
+        # Messages that had to wait, begun by the thread that sends and ended by the channel's own.
+        self._begun = self._ended = 0
+
+    def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return values
+
+    def start(self, number: int, values: Sequence[torch.Tensor]) -> Works:
+        """Write a message, if there is memory for it; else what waits for that and writes it then."""
+        if self._begun == self._ended and (blocks := self._free(number, None)) is not None:
+            self._write(number, blocks, values)
+            return []
+        self._begun += 1
+        late = Departure(self, number, values)
+        return [(late, value) for value in values]
+
+    def finish(self, number: int, values: Sequence[torch.Tensor], timeout: timedelta) -> None:
+        """Write a message that had to wait."""
+        blocks = self._free(number, time.monotonic() + timeout.total_seconds())
+        assert blocks is not None
+        self._write(number, blocks, values)
+        # After an error nothing goes past what failed.
+        self._ended += 1
+
+    def _free(self, number: int, until: float | None) -> list[tuple[int, int]] | None:
+        """The blocks that a message goes to, as files and places; None if there are none yet and it is not to be waited for them."""
+        while True:
+            found = self._line.take() if until is None else self._line.wait(until)
+            if found is None:
+                return None
+            packet, file = found
+            kind, came = _HEAD.unpack_from(packet)
+            if kind == _NEW:
+                if file is None:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                self._files[came] = file
+                continue
+            if (kind, came) != (_FREE, number):
+                raise OutOfTurn(f"expects message {came} where {number} is sent")
+            return [(self._files[name], place) for name, place in _BLOCK.iter_unpack(packet[_HEAD.size :])]
+
+    def _write(self, number: int, blocks: Sequence[tuple[int, int]], values: Sequence[torch.Tensor]) -> None:
+        for (file, begin), parcel in zip(blocks, self._parcels, strict=True):
+            for value, place in zip(parcel.numbers, parcel.places, strict=True):
+                _write_all(file, values[value], begin + place)
+        self._line.send(_HEAD.pack(_DONE, number))
+
+    def close(self) -> None:
+        self._line.close()
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+
+class Departure:
+    """A message whose receiver has no memory for it yet: to wait for it is to write it."""
+
+    def __init__(self, wire: SharedOutgoing, number: int, values: Sequence[torch.Tensor]) -> None:
+        self._wire, self._number, self._values = wire, number, values
+        self._gone = False
+
+    def wait(self, timeout: timedelta) -> None:
+        """Called for each of the values, in one thread."""
+        if not self._gone:
+            self._wire.finish(self._number, self._values, timeout)
+            self._values, self._gone = (), True
+
+
+def _write_all(file: int, tensor: torch.Tensor, place: int) -> None:
+    left = tensor.reshape(-1).view(torch.uint8).numpy().data
+    while left:
+        written = os.pwrite(file, left, place)
+        left, place = left[written:], place + written

@@ -1,0 +1,392 @@
+"""Messages between ranks, sums over the ranks of a stage, and the meeting of the group, over gloo.
+
+A channel is (source rank, destination rank, phase). The values of the edge between their stages travel, for each microbatch, in few
+messages: large values straight from and into their tensors, small ones together (ir/messages.py). Between ranks that share a host's memory
+they are copied there (shared_memory.py); between all others gloo carries them. A message over gloo has the tag
+
+    16 + 4 · ((number mod 4096) · width + its number among those of the edge) + phase
+
+where the number is that of the microbatch, or of the batch in phases P and N, phase is 0 to 3 for F, B, P, N and width the largest number
+of messages of an edge. Gloo matches by (source, tag) and keeps equal tags in order, so that two channels cannot be mixed up and a message
+cannot be taken for that of another microbatch; 4096 keeps the number of tags bounded.
+
+Receives are posted ahead of their action (their buffers exist from then on), so that a message flows while its receiver computes; a receive
+that finds its channel full is posted as soon as one before it is taken, while that one is waited for. Gloo moves data in its own thread; a
+send holds its tensor until the peer has it, which one thread per channel waits for (senders.py). Every wait has a deadline, and a failure
+says who waited for whom, for what. After a timeout gloo closes the connection, so a timeout is final.
+
+A stage on a GPU sends from pinned host memory: the copy is made on torch's current stream and waited for, since gloo reads with the
+CPU. A receive goes to pinned memory, too, and is copied to the GPU when its action comes. So every edge works for every pair of
+devices; two GPUs of one host do not talk directly.
+
+The ranks of a stage sum up their gradients in place, in the background; who needs them waits for the sum. Between GPUs that is NCCL's
+business where torch has it, else gloo's with copies in pinned memory.
+
+For measurements a transport can have a latency: sends are then started that much later, by a thread per channel, in order, any number of
+them under way at once; computations do not wait for it.
+
+Data between hosts is plain text: gloo's encryption is not part of the torch wheel.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from penstock.ir.graph import Edge
+from penstock.ir.memory.walk import POSTED, SENDS_TOGETHER
+from penstock.ir.messages import parcels
+from penstock.ir.schedule import PHASES, RECEIVES, SENDS, Action
+from penstock.runtime.group.group import Team, time_span
+from penstock.runtime.group.neighbours import End
+from penstock.runtime.messages.ledger import Ledger
+from penstock.runtime.messages.status import describe
+from penstock.runtime.state.store import CPU, Recycled
+from penstock.support.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
+from penstock.support.words import counted
+
+from .packing import EdgePacking
+from .senders import LOST, BackgroundWork, Failures, LateSender, Sender, Works
+from .shared_memory import OutOfTurn, SharedBlocks, SharedIncoming, SharedOutgoing
+
+_FIRST_TAG = 16
+_MICROBATCHES = 4096
+# Values of an edge that an error names.
+_SHOWN = 6
+
+
+def _world() -> dist.ProcessGroup:
+    """The group of all ranks. Its own `send` and `recv` take a third of the time of torch's functions around
+    them, which look up the same each time."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+@dataclass(slots=True)
+class _Channel:
+    """One direction of one phase between this rank and a peer, and what is under way on it."""
+
+    names: tuple[str, ...]
+    # Of receives.
+    incoming: Incoming | None = None
+    posted: dict[int, tuple[list[torch.Tensor], Sequence[BackgroundWork]]] = field(default_factory=dict)
+    expected: deque[Action] = field(default_factory=deque)
+    # Of sends.
+    outgoing: Outgoing | None = None
+    sender: Sender | None = None
+    link: LateSender | None = None
+
+
+class Outgoing(Protocol):
+    """Where the messages of a channel leave this rank."""
+
+    def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What is to be sent of the values of a microbatch, from now on unchanged."""
+
+    def start(self, mb: int, prepared: Sequence[torch.Tensor]) -> Works:
+        """Start to send it; what is not sent when this returns is to be waited for, in order."""
+
+
+class Incoming(Protocol):
+    """Where the messages of a channel arrive."""
+
+    packing: EdgePacking
+
+    def post(self, mb: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
+        """Memory for the messages of a microbatch, and what waits until they are there."""
+
+
+class GlooWire:
+    """Both ends of a channel over gloo: from and into what gloo can read. `tag` is that of the first message of
+    microbatch 0, `width` the messages of one."""
+
+    def __init__(self, peer: int, tag: int, width: int, packing: EdgePacking) -> None:
+        self.peer, self.packing = peer, packing
+        self._tag, self._width = tag, width
+
+    def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return [_on_host(x) for x in self.packing.pack(values)]
+
+    def start(self, mb: int, prepared: Sequence[torch.Tensor]) -> Works:
+        tag, group = self._first(mb), _world()
+        return [(group.send([x], self.peer, tag + len(PHASES) * i), x) for i, x in enumerate(prepared)]
+
+    def post(self, mb: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
+        tag, group = self._first(mb), _world()
+        messages = self.packing.messages()
+        return messages, [group.recv([x], self.peer, tag + len(PHASES) * i) for i, x in enumerate(messages)]
+
+    def _first(self, mb: int) -> int:
+        return self._tag + len(PHASES) * (mb % _MICROBATCHES * self._width)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """What gloo can read: the tensor, or a pinned copy of it that is complete."""
+    if tensor.device == CPU:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+class RankTransport:
+    """The channels of one rank. `homes` are the stages of all ranks; `team` the ranks that it sums up gradients with;
+    `latency` is for measurements; `near` sockets of the channels whose other end shares this host's memory (neighbours.py),
+    which are the transport's from here on."""
+
+    def __init__(
+        self,
+        rank: int,
+        edges: Sequence[Edge],
+        homes: Sequence[int],
+        timeout: float,
+        device: torch.device = CPU,
+        latency: float = 0.0,
+        team: Team | None = None,
+        near: Mapping[End, socket.socket] | None = None,
+    ) -> None:
+        self.device, self._latency, self._team, self._near = device, latency, team, dict(near or {})
+        self.rank, self._homes, self.seconds = rank, list(homes), timeout
+        self._timeout = time_span(timeout)
+        self._edges = {(edge.src, edge.dst, edge.phase): edge for edge in edges}
+        self._width = max((len(parcels(edge.values)) for edge in edges), default=1)
+        # Where gloo may write.
+        self._buffers = Recycled(pinned=device != CPU)
+        # Where ranks of this host may write.
+        self._blocks = SharedBlocks()
+        self._shared = Recycled(memory=self._blocks.allocate)
+        self._channels: dict[tuple[str, int | None], _Channel] = {}
+        self._failed: Failures = []
+        self.ledger: Ledger | None = None
+        # Sums under way, by batch: the works, and where copies of them have to go.
+        self._sums: dict[int, tuple[list[dist.Work], list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+
+    def edge_of(self, action: Action) -> Edge:
+        """The edge whose values a send or receive moves."""
+        assert action.peer is not None
+        peer = self._homes[action.peer]
+        ends = (action.stage, peer) if action.kind in SENDS else (peer, action.stage)
+        edge = self._edges.get((*ends, action.kind[1]))
+        if edge is None:
+            raise VerifyError(
+                f"no edge from stage {ends[0]} to stage {ends[1]} in phase {action.kind[1]}", where=f"action {action}"
+            )
+        return edge
+
+    def send(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Start a send; it goes on in the background."""
+        if self._failed:
+            self.check()
+        channel = self._channels.get((action.kind, action.peer)) or self._open(action)
+        outgoing, sender = channel.outgoing, channel.sender
+        assert outgoing is not None
+        assert sender is not None
+        prepared = outgoing.prepare([tensors[name].contiguous() for name in channel.names])
+        if channel.link is not None:
+            channel.link.begin(action, lambda: self._start(action, outgoing, prepared))
+            return
+        try:
+            works = self._start(action, outgoing, prepared)
+        except LOST as error:
+            raise self._lost(action, error) from error
+        if works:
+            sender.hold(action, works)
+
+    def _start(self, action: Action, outgoing: Outgoing, prepared: Sequence[torch.Tensor]) -> Works:
+        works = outgoing.start(action.mb, prepared)
+        if self.ledger is not None:
+            for _, held in works:
+                self._note("send", action, held)
+        return works
+
+    def post(self, action: Action) -> bool:
+        """Post a receive ahead of its action, unless its channel has enough of them under way."""
+        channel = self._channels.get((action.kind, action.peer)) or self._open(action)
+        if action.mb in channel.posted:
+            return True
+        if len(channel.posted) >= POSTED:
+            return False
+        self._post(action, channel)
+        return True
+
+    def expect(self, action: Action) -> None:
+        """Post a receive, now or as soon as its channel has room; those of a channel in their order, each once."""
+        channel = self._channels.get((action.kind, action.peer)) or self._open(action)
+        if channel.expected or len(channel.posted) >= POSTED:
+            channel.expected.append(action)
+        else:
+            self._post(action, channel)
+
+    def receive(self, action: Action) -> dict[str, torch.Tensor]:
+        """Wait for the values of a receive action."""
+        channel = self._channels.get((action.kind, action.peer)) or self._open(action)
+        if action.mb not in channel.posted:
+            if action in channel.expected:
+                channel.expected.remove(action)
+            self._post(action, channel)
+        messages, works = channel.posted.pop(action.mb)
+        if channel.expected:
+            # While this one is on its way there is time for it.
+            self._post(channel.expected.popleft(), channel)
+        for work in works:
+            try:
+                work.wait(self._timeout)
+            except LOST as error:
+                raise self._lost(action, error) from error
+        if self._failed:
+            self.check()
+        if self.device != CPU:
+            # The pinned memory may be used again only when the copy is done, so it is waited for.
+            messages = [message.to(self.device) for message in messages]
+        assert channel.incoming is not None
+        return dict(zip(channel.names, channel.incoming.packing.unpack(messages), strict=True))
+
+    def sum_up(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
+        """Start to sum up tensors over the ranks of the stage, in place; nobody may touch them until `finish_sum`."""
+        assert self._team is not None, f"{action} on a stage of one rank"
+        self.check()
+        works, copies = [], []
+        try:
+            for tensor in tensors:
+                held = tensor
+                if self._team.kind == "gloo" and self.device != CPU:
+                    held = _on_host(tensor)
+                    copies.append((tensor, held))
+                work = dist.all_reduce(held, group=self._team.group, async_op=True)
+                assert work is not None
+                works.append(work)
+        except RuntimeError as error:
+            raise self._lost_sum(action, error) from error
+        self._sums[action.mb] = (works, copies)
+
+    def finish_sum(self, action: Action) -> None:
+        """Wait for the sum of the batch that an action uses, if it has not been waited for."""
+        works, copies = self._sums.pop(action.mb, ([], []))
+        for work in works:
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:
+                raise self._lost_sum(action, error) from error
+        for tensor, held in copies:
+            tensor.copy_(held)
+
+    def _lost_sum(self, action: Action, error: RuntimeError) -> PeerLost:
+        assert self._team is not None
+        others = ", ".join(str(rank) for rank in self._team.ranks if rank != self.rank)
+        what, hint = self._what_failed(error)
+        return PeerLost(
+            f"rank {others} (stage {action.stage}) {what}; waited for the sum of the gradients of batch {action.mb}",
+            where=f"rank {self.rank}, stage {action.stage}, action {action}",
+            hint=hint,
+        )
+
+    def flush(self) -> None:
+        """Wait until the peers have everything that was sent."""
+        ends = [end for channel in self._channels.values() if (end := channel.link or channel.sender) is not None]
+        done = [threading.Event() for _ in ends]
+        for end, event in zip(ends, done, strict=True):
+            end.tell(event)
+        for event in done:
+            event.wait()  # bounded: each wait of the sender's thread is
+        self.check()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+        if self._failed:
+            action, error = self._failed[0]
+            raise self._lost(action, error) from error
+
+    def close(self) -> None:
+        """Let go of what is shared with other processes; messages under way are lost."""
+        for end in self._near.values():
+            end.close()
+        self._blocks.close()
+
+    def _post(self, action: Action, channel: _Channel) -> None:
+        assert channel.incoming is not None
+        try:
+            messages, works = channel.incoming.post(action.mb)
+        except LOST as error:
+            raise self._lost(action, error) from error
+        channel.posted[action.mb] = (messages, works)
+        if self.ledger is not None and self.device == CPU:
+            for message in messages:
+                self._note("post", action, message)
+
+    def _note(self, what: str, action: Action, message: torch.Tensor) -> None:
+        assert self.ledger is not None
+        self.ledger.value(
+            what, f"{action.kind}{'<' if action.kind in RECEIVES else '>'}{action.peer}", action.holder, message
+        )
+
+    def _open(self, action: Action) -> _Channel:
+        """The channel of a send or receive, from its first use on."""
+        edge, peer = self.edge_of(action), action.peer
+        assert peer is not None
+        near = self._near.get((action.kind, peer))
+        channel = self._channels[action.kind, peer] = _Channel(tuple(value.name for value in edge.values))
+        if action.kind in SENDS:
+            told = None if self.ledger is None else lambda action, message: self._note("sent", action, message)
+            # A message to shared memory that has to wait is written by the thread, so that it may not be kept from it.
+            channel.sender = Sender(self._timeout, self._failed, told, few=SENDS_TOGETHER if near is None else 1)
+            channel.link = LateSender(self._latency, channel.sender, self._failed) if self._latency else None
+            channel.outgoing = (
+                self._over_gloo(edge, peer) if near is None else SharedOutgoing(near, edge.values, self.seconds)
+            )
+        else:
+            channel.incoming = (
+                self._over_gloo(edge, peer)
+                if near is None
+                else SharedIncoming(near, edge.values, self._shared, self._blocks, self.seconds)
+            )
+        return channel
+
+    def _over_gloo(self, edge: Edge, peer: int) -> GlooWire:
+        return GlooWire(
+            peer,
+            _FIRST_TAG + PHASES.index(edge.phase),
+            self._width,
+            EdgePacking(edge.values, self._buffers, self.device),
+        )
+
+    def _lost(self, action: Action, error: Exception) -> PenstockError:
+        """What is to be said of a message that failed: of the peer, or of this process."""
+        assert action.peer is not None
+        place = f"rank {self.rank}, stage {action.stage}, action {action}"
+        if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError):
+            what = f"the system did not let {describe(action)} be handed over: {error.strerror}"
+            return DoesNotFit(
+                what,
+                where=place,
+                hint="`ulimit -a` lists limits of this process; PENSTOCK_SHARED_MEMORY=0 needs fewer files",
+            )
+        what, hint = self._what_failed(error)
+        carried = self.edge_of(action).values
+        values = ", ".join(f"%{v.name} : {v.type}" for v in carried[:_SHOWN])
+        if len(carried) > _SHOWN:
+            values += f" and {counted(len(carried) - _SHOWN, 'more value')}"
+        return PeerLost(
+            f"rank {action.peer} (stage {self._homes[action.peer]}) {what}; waited for {describe(action)}, which carries {values}",
+            where=place,
+            hint=hint,
+        )
+
+    def _what_failed(self, error: Exception) -> tuple[str, str]:
+        """What torch or the system says of a peer, in words, and a hint."""
+        text = str(error).splitlines()[0] if str(error) else ""
+        if isinstance(error, OutOfTurn):
+            return text, ""
+        # Gloo puts the place in its own source in front, and advice behind.
+        detail = (text.partition("] ")[2] if text.startswith("[") else text).partition(". ")[0]
+        if "imed out" in text or "timeout" in text:
+            return f"did not answer within {self.seconds:g} s", "if it was only slow, give a longer --timeout"
+        return f"closed the connection ({detail.rstrip('.')})", ""

@@ -1,0 +1,1 @@
+"""One rank of a run: its loop over the actions of its program."""

@@ -1,0 +1,171 @@
+"""A rank's program as a stream of actions with look-ahead, for a number of batches that may not be known yet.
+
+The stream gives what `Schedule.expand` gives, lazily: an action is let through once it is known that its batch exists and dropped once
+it is known that it does not, which is what drains the pipeline; the list after that of the last batch may still hold what belongs to
+it. A feed says which batches exist; where requests are answered it counts single microbatches, each of which goes its way as soon as it
+is known. Beside each action stands the weight version that has no reader after it: the last action of the batch list that reads the
+oldest version of that list, in every batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain, count
+from math import gcd
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from penstock.ir.graph import Module
+from penstock.ir.schedule import PER_BATCH, RECEIVES, Action, Program, Schedule
+
+# Actions that are made at once, beyond those that are asked for: in one go they cost less.
+_CHUNK = 16
+
+
+class Feed(Protocol):
+    """Batches of a run and their inputs. Batch numbers count from the beginning of training, not of the run."""
+
+    def exists(self, batch: int) -> bool | None:
+        """Whether a batch is part of the run; None when that is not known yet. Does not wait."""
+
+    def wait(self, batch: int) -> None:
+        """Wait until `exists` knows."""
+
+    def microbatch(self, mb: int, name: str) -> np.ndarray:
+        """The samples of one input for one microbatch."""
+
+    def finish(self, batch: int) -> None:
+        """The batch's inputs are not needed any more."""
+
+
+class Upcoming(NamedTuple):
+    action: Action
+    retires: int | None
+
+
+def retiring(program: Program) -> dict[int, int]:
+    """Where in the batch list a version has had its last reader: position -> that version, as written for batch 1."""
+    readers = [
+        (action.version, i)
+        for i, action in enumerate(program.batch)
+        if action.kind in ("F", "B", "W") and action.version is not None
+    ]
+    if not readers:
+        return {}
+    oldest = min(version for version, _ in readers)
+    return {max(i for version, i in readers if version == oldest): oldest}
+
+
+class ActionStream:
+    """The program of one rank from batch `first` on. `receives` never waits; `pop` waits for the feed when it has to. `unit` is how many
+    microbatches the feed counts as one: those of a batch unless told otherwise."""
+
+    def __init__(self, schedule: Schedule, rank: int, first: int, feed: Feed, unit: int | None = None) -> None:
+        self._per_batch = schedule.microbatches
+        self._unit = unit or schedule.microbatches
+        self._units = self._per_batch // self._unit
+        self._first, self._feed = first, feed
+        self._raw = self._unroll(schedule.ranks[rank], first)
+        self._ahead: deque[Upcoming] = deque()
+        # How many actions were popped, the receives ahead with their places, and the last of what the feed counts that is known to exist.
+        self._popped, self._known = 0, -1
+        self._receives: deque[tuple[int, Action]] = deque()
+        self._next = next(self._raw, None)
+
+    def pop(self) -> Upcoming | None:
+        """The next action; None at the end of the run."""
+        if not self._ahead:
+            self._advance(1, wait=True)
+            if not self._ahead:
+                return None
+        self._popped += 1
+        return self._ahead.popleft()
+
+    def receives(self, number: int) -> list[Action]:
+        """The receives among the last action popped and the `number` that follow it, as far as they are
+        known, each of them once and in order."""
+        if len(self._ahead) < number:
+            self._advance(number + _CHUNK, wait=False)
+        found: list[Action] = []
+        end = self._popped + number
+        while self._receives and self._receives[0][0] < end:
+            place, action = self._receives.popleft()
+            if place >= self._popped - 1:
+                found.append(action)
+        return found
+
+    def _unroll(self, program: Program, first: int) -> Iterator[tuple[int, int, Upcoming]]:
+        """Part of the list, number as the feed counts, action."""
+        m, last_reader = self._per_batch, retiring(program)
+        start: tuple[int, tuple[Action, ...], dict[int, int]] = (first, program.start, {})
+        for t, actions, retires in chain([start], ((t, program.batch, last_reader) for t in count(first))):
+            shift = t - 1
+            for i, (kind, stage, mb, version, peer) in enumerate(actions):
+                once = kind in PER_BATCH
+                number = mb + shift * (1 if once else m)
+                read = None if version is None else max(0, version + shift)
+                gone = retires[i] + shift if i in retires else -1
+                counted = number if once else number // self._unit
+                yield t, counted, Upcoming(Action(kind, stage, number, read, peer), gone if gone >= 0 else None)
+
+    def _advance(self, number: int, *, wait: bool) -> None:
+        while len(self._ahead) < number and self._next is not None:
+            part, counted, upcoming = self._next
+            if counted >= self._first * self._units:
+                known = self._exists(counted)
+                if known is None:
+                    if not wait:
+                        return
+                    self._feed.wait(counted)
+                    continue
+                if known:
+                    if upcoming.action.kind in RECEIVES:
+                        self._receives.append((self._popped + len(self._ahead), upcoming.action))
+                    self._ahead.append(upcoming)
+            if part > self._first and self._exists((part - 1) * self._units) is False:
+                self._next = None
+                return
+            self._next = next(self._raw, None)
+
+    def _exists(self, counted: int) -> bool | None:
+        if counted <= self._known:
+            return True
+        known = self._feed.exists(counted)
+        if known:
+            self._known = counted
+        return known
+
+
+def fed_inputs(module: Module, stage: int) -> tuple[str, ...]:
+    """The module inputs that a stage takes from the data, rather than from another stage."""
+    received = {value.name for edge in module.edges if edge.dst == stage for value in edge.values}
+    names = {value.name for value in module.data_inputs} - received
+    graphs = [module.stage_graph(stage, kind) for kind in ("F", "B", "W")]
+    taken = {value.name for graph in graphs if graph is not None for value in graph.ins}
+    sent = {value.name for edge in module.edges if edge.src == stage and edge.phase == "F" for value in edge.values}
+    return tuple(value.name for value in module.data_inputs if value.name in names & (taken | sent))
+
+
+def share_of(module: Module, rank: int) -> list[int]:
+    """The microbatches of a batch that a rank runs."""
+    assert module.schedule is not None
+    m = module.schedule.microbatches
+    return sorted({action.mb % m for action in module.schedule.ranks[rank].batch if action.kind == "F"})
+
+
+def loss_stage(module: Module) -> int | None:
+    """The stage whose forward graph computes the module's first output; None for a module without a backward graph."""
+    if not any(module.stage_graph(stage.index, "B") for stage in module.stages):
+        return None
+    for stage in module.stages:
+        graph = module.stage_graph(stage.index, "F")
+        if graph is not None and module.outputs[0] in {v.name for v in graph.outs} - {v.name for v in graph.ins}:
+            return stage.index
+    return None
+
+
+def microbatch_size(module: Module) -> int:
+    """Samples per microbatch: what the first dimensions of all inputs are multiples of."""
+    return gcd(*(value.type.dims[0] for value in module.inputs if value.type.rank)) or 1

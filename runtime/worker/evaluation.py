@@ -1,0 +1,163 @@
+"""The mean loss over a set of samples with the newest weights. In: an executor between two runs, its pipeline empty; files of samples. Out:
+a loss for every portion of them, and their mean.
+
+The forward graphs of training serve, so nothing more is compiled: microbatches go through them with the newest version of every weight,
+nothing is kept for a backward, nothing is written. That asks for a forward which depends on nothing but weights and inputs: one that draws
+random numbers (dropout) or changes running statistics is refused, because neither can be turned off in code that is compiled.
+
+Every sample counts once. Shapes are fixed, so what is left over behind the last whole microbatch goes through in portions of d samples,
+each b/d times, for divisors d of the b samples of a microbatch: the mean over such a microbatch is that of its d samples. The k-th portion
+is run by who runs microbatch k of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from penstock.ir.graph import MICROBATCH, Module
+from penstock.ir.ops import OPS
+from penstock.ir.schedule import Action
+from penstock.runtime.data.samples import SYNTHETIC, WRAP, FileSamples, check_data
+from penstock.runtime.messages.control import DataSpec
+from penstock.support.errors import UsageError
+
+from .actions import loss_stage
+
+if TYPE_CHECKING:
+    from .executor import Executor
+
+
+class Portion(NamedTuple):
+    """Samples first .. first+number-1, which fill a microbatch as often as it takes."""
+
+    first: int
+    number: int
+
+
+class Evaluation(NamedTuple):
+    """The mean loss of so many samples."""
+
+    loss: float
+    samples: int
+
+
+def portions(samples: int, size: int) -> list[Portion]:
+    """All samples in microbatches of `size`, each exactly once but for being repeated in a microbatch of its own."""
+    found = [Portion(first, size) for first in range(0, samples - size + 1, size)]
+    first = len(found) * size
+    while first < samples:
+        count = max(d for d in range(1, samples - first + 1) if size % d == 0)
+        found.append(Portion(first, count))
+        first += count
+    return found
+
+
+def mean_loss(samples: int, size: int, losses: Mapping[int, float]) -> float:
+    """The mean over the samples, from the losses of the portions by their numbers."""
+    return sum(losses[i] * portion.number for i, portion in enumerate(portions(samples, size))) / samples
+
+
+def evaluation_problems(module: Module, spec: DataSpec) -> list[str]:
+    """Why a bundle cannot be evaluated between steps."""
+    if loss_stage(module) is None:
+        return ["the bundle is for inference, there is no loss to evaluate"]
+    problems = [] if spec.source != SYNTHETIC else ["noise is nothing to evaluate on: give a file"]
+    if spec.last != WRAP or spec.shuffle:
+        problems.append("every sample of an evaluation counts once, in order")
+    graphs = [graph for graph in (module.stage_graph(stage.index, "F") for stage in module.stages) if graph is not None]
+    hint = "it can be exported and evaluated as an inference bundle that is compiled from the model at rest"
+    if any(value.name == MICROBATCH for graph in graphs for value in graph.ins):
+        problems.append(
+            f"the forward pass draws random numbers (dropout), which compiled code cannot leave out; {hint}"
+        )
+    if any(OPS[op.kind].effect and op.kind != "read" for graph in graphs for op in graph.ops):
+        problems.append(f"the forward pass changes what it has stored (running statistics); {hint}")
+    return problems
+
+
+def count_evaluation(
+    module: Module, spec: DataSpec, renamed: Mapping[str, str], names: Sequence[str] | None = None
+) -> int:
+    """How many samples there are to evaluate on; UsageError where that cannot be. With `names`, only those inputs are looked at."""
+    if problems := evaluation_problems(module, spec):
+        raise UsageError("; ".join(problems), where="evaluation")
+    count = check_data(module, spec, renamed, names)
+    assert count is not None
+    return count
+
+
+class PortionFeed:
+    """Inputs of portions by their number."""
+
+    def __init__(self, samples: FileSamples | None, portions: Sequence[Portion], size: int) -> None:
+        self._samples, self._portions, self._size = samples, portions, size
+
+    def exists(self, batch: int) -> bool:
+        raise AssertionError("portions make no batches")
+
+    def wait(self, batch: int) -> None:
+        raise AssertionError("all portions are known")
+
+    def microbatch(self, mb: int, name: str) -> np.ndarray:
+        assert self._samples is not None, f"input {name} was asked for on a rank that has no data"
+        first, number = self._portions[mb]
+        return self._samples.take(np.tile(np.arange(first, first + number), self._size // number), name)
+
+    def finish(self, batch: int) -> None:
+        pass
+
+
+def evaluate(executor: Executor, samples: FileSamples | None, count: int, size: int) -> dict[int, float]:
+    """Run this rank's part of an evaluation of `count` samples; losses by number of portion, where they are computed."""
+    with nullcontext() if executor.ledger is None else executor.ledger.paused():
+        return _evaluate(executor, samples, count, size)
+
+
+def _evaluate(executor: Executor, samples: FileSamples | None, count: int, size: int) -> dict[int, float]:
+    module, store, transport = executor.module, executor.store, executor.transport
+    cut = portions(count, size)
+    executor.feed = PortionFeed(samples, cut, size)
+    sent = frozenset(
+        value.name for edge in module.edges if edge.src == executor.stage and edge.phase == "F" for value in edge.values
+    )
+    losses: dict[int, float] = {}
+    program = _program(module, executor.rank, executor.stage, len(cut))
+    following = next(program, None)
+    while following is not None:
+        actions, following = following, next(program, None)
+        for receive in (action for action in (*actions, *(following or ())) if action.kind == "RF"):
+            transport.post(receive)
+        for action in actions:
+            executor.status.show(action)
+            match action.kind:
+                case "RF":
+                    executor.receive(action)
+                case "F":
+                    results = executor.compute("F", action)
+                    if executor.is_loss_stage:
+                        losses[action.mb] = float(results[module.outputs[0]])
+                    store.keep_only(action.mb, sent)
+                case "SF":
+                    executor.send(action)
+                case "D":
+                    store.keep_only(action.mb, frozenset())
+    executor.status.show(None)
+    transport.flush()
+    return losses
+
+
+def _program(module: Module, rank: int, stage: int, count: int) -> Iterator[list[Action]]:
+    """What a rank does for each of its portions: nobody waits for a later stage, so nobody waits for ever."""
+    assert module.schedule is not None
+    m, runners = module.schedule.microbatches, module.schedule.runners()
+    forward = [edge for edge in module.edges if edge.phase == "F"]
+    for mb in range(count):
+        if runners[stage, mb % m] != rank:
+            continue
+        receives = [Action("RF", stage, mb, peer=runners[edge.src, mb % m]) for edge in forward if edge.dst == stage]
+        sends = [Action("SF", stage, mb, peer=runners[edge.dst, mb % m]) for edge in forward if edge.src == stage]
+        yield [*receives, Action("F", stage, mb), *sends, Action("D", stage, mb)]

@@ -1,0 +1,314 @@
+"""One stage's actions, one method per kind. The program of the rank says what to do; nothing is decided here.
+
+In: a loaded stage, its store, its transport. `run` works through an ActionStream and hands out reports: a Step for every finished optimiser
+step on the stage that computes the loss, an Output for every microbatch of an inference. Before each action the receives that come soon are
+posted, and the action is written to the status slot, where the launcher reads it when something goes wrong.
+
+A value is let go as soon as no later action of its microbatch on this stage takes it; `D` lets go of all the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from penstock.backends.interface import StageProgram
+from penstock.ir.graph import MICROBATCH, NORM, Graph, Module, Value, signature
+from penstock.ir.memory.walk import LOOK_AHEAD
+from penstock.ir.ops import OPS
+from penstock.ir.schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action
+from penstock.runtime.messages.control import LogEntry, Output, Record, Step
+from penstock.runtime.messages.ledger import Ledger
+from penstock.runtime.messages.status import Status
+from penstock.runtime.state.settings import Tables, learning_rate, tables_of
+from penstock.runtime.state.store import Recycled, Store, as_array, fill
+from penstock.runtime.transport.transport import RankTransport
+from penstock.support.errors import VerifyError
+
+from .actions import ActionStream, Feed, fed_inputs, loss_stage, microbatch_size, share_of
+from .pace import Pace
+
+Report = Callable[[Record, Mapping[str, np.ndarray]], None]
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is None or math.isfinite(value)
+
+
+class Executor:
+    """Runs the stage of one rank. `retire`, `audit`, `pace`, `tables`, `offset` and `key` as in control.Setup; no tables are
+    those of the module. `stop_at_nan`: a loss or norm that is not finite is an error. `check` is called before each action, and
+    raises what went wrong beside the loop."""
+
+    def __init__(
+        self,
+        module: Module,
+        rank: int,
+        program: StageProgram,
+        store: Store,
+        transport: RankTransport,
+        report: Report,
+        status: Status,
+        *,
+        retire: bool = True,
+        audit: bool = False,
+        trace: bool = False,
+        pace: Mapping[str, float] | None = None,
+        tables: Tables | None = None,
+        offset: int = 0,
+        key: int = 0,
+        stop_at_nan: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        assert module.schedule is not None
+        self.module, self.rank, self.stage = module, rank, module.rank_stages()[rank]
+        self.program, self.store, self.transport = program, store, transport
+        stage = self.stage
+        self.report, self.status, self.retire = report, status, retire
+        self.schedule = module.schedule
+        self.log: list[LogEntry] | None = [] if audit else None
+        self.events: list[tuple[str, float, float]] | None = [] if trace else None
+        self.ledger = Ledger() if trace else None
+        if self.ledger is not None:
+            store.trace(self.ledger)
+            transport.ledger = self.ledger
+        self._watched: set[str] = set()
+        self._started = 0.0
+        found = {kind: module.stage_graph(stage, kind) for kind in COMPUTE}
+        self.graphs: dict[str, Graph] = {kind: graph for kind, graph in found.items() if graph is not None}
+        self._calls = {
+            kind: (graph.name, signature(graph).slots, tuple(value.name for value in graph.results))
+            for kind, graph in self.graphs.items()
+        }
+        self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
+        self._buffers = Recycled(store.device)
+        self.tables = tables_of(module) if tables is None else tables
+        self._check = check
+        self._ahead, self._key = offset // microbatch_size(module), key
+        self.pace = Pace(pace or {}, self.graphs)
+        self._stop_at_nan = stop_at_nan
+        self._retention()
+        self._handlers: dict[str, Callable[[Action], None]] = {
+            "F": self.forward,
+            "B": self.backward,
+            "W": self.backward,
+            "P": self.agree,
+            "N": self.agree,
+            "U": self.update,
+            "D": self.drop,
+            "AR": self.sum_up,
+            **dict.fromkeys(SENDS, self.send),
+            **dict.fromkeys(RECEIVES, self.receive),
+        }
+
+    def _retention(self) -> None:
+        """Which values to keep after each kind of action of a microbatch."""
+        sent: dict[str, set[str]] = {phase: set() for phase in PHASES}
+        for edge in self.module.edges:
+            if edge.src == self.stage:
+                sent[edge.phase] |= {value.name for value in edge.values}
+        for_backward = {value.name for kind in ("B", "W") if kind in self.graphs for value in self.graphs[kind].ins}
+        self._after_forward = frozenset(for_backward | sent["F"])
+        # With W split off, B keeps what W takes.
+        for_weights = {value.name for value in self.graphs["W"].ins} if "W" in self.graphs else set()
+        self._after_backward = {"B": frozenset(sent["B"] | for_weights), "W": frozenset(sent["B"])}
+        self._sent_later = {"SF": frozenset(for_backward), "SB": frozenset(for_weights)}
+        self._sends = {
+            kind: sum(edge.src == self.stage and edge.phase == kind[1] for edge in self.module.edges)
+            for kind in ("SF", "SB")
+        }
+        # How many sends of a microbatch are still to come, where there are several.
+        self._unsent: dict[tuple[str, int], int] = {}
+        forward = self.graphs.get("F")
+        made = {v.name for v in forward.outs} if forward is not None else set()
+        self.is_loss_stage = loss_stage(self.module) == self.stage
+        self.outputs = (
+            () if loss_stage(self.module) is not None else tuple(name for name in self.module.outputs if name in made)
+        )
+        self._losses: dict[int, list[float]] = {}
+        program = self.schedule.ranks[self.rank].batch
+        kinds = {action.kind for action in program}
+        # The microbatches of a batch that this rank runs.
+        self._share = share_of(self.module, self.rank)
+        self._updates, self._drops = "U" in kinds, "D" in kinds
+        self._changes = any(
+            OPS[op.kind].effect and op.kind != "read" for graph in self.graphs.values() for op in graph.ops
+        )
+        self._held = False
+        self._last_kind = next(kind for kind in ("W", "B", "F") if kind in kinds)
+
+    # -------------------------------------------------------------------------------------------- the loop
+
+    def run(self, first: int, feed: Feed, unit: int | None = None) -> None:
+        """Work through the batches of a feed, from an empty pipeline to an empty pipeline. `unit` as in ActionStream."""
+        unit = unit or self.schedule.microbatches
+        self.feed = feed
+        if not self._held and not self._changes:
+            # Variables keep their values as long as the job runs.
+            for name, slots, _ in self._calls.values():
+                self.program.hold(name, [self.store.buffer(slot, None) for slot in slots])
+            self._held = True
+        stream, handlers, expect = (
+            ActionStream(self.schedule, self.rank, first, feed, unit),
+            self._handlers,
+            self.transport.expect,
+        )
+        if self.ledger is not None:
+            self.ledger.run(first)
+        while (upcoming := stream.pop()) is not None:
+            action, retires = upcoming
+            if self.ledger is not None:
+                self.ledger.step += 1
+            for later in stream.receives(LOOK_AHEAD):
+                expect(later)
+            self._check()
+            self.status.show(action)
+            kind = action.kind
+            if kind in ("P", "N", "U"):
+                # Waiting for other ranks is no part of the computation's time.
+                self.transport.finish_sum(action)
+            started = self._started = time.monotonic()
+            handlers[kind](action)
+            if self.pace.asked:
+                self.pace.keep(action, started)
+            ended = time.monotonic()
+            if kind in COMPUTE:
+                self.status.spend(ended - started)
+            if self.events is not None:
+                self.events.append((str(action), started, ended))
+            if retires is not None and self.retire:
+                self.store.retire(retires)
+            if kind == self._last_kind and (unit == 1 or action.mb % self.schedule.microbatches == self._share[-1]):
+                feed.finish(action.mb // unit)
+        self.status.show(None)
+        self.transport.flush()
+        assert not self.store.values or not self._drops, f"values are left over: {self.store.values.keys()}"
+
+    # -------------------------------------------------------------------------------------------- one method per kind
+
+    def forward(self, action: Action) -> None:
+        results = self._call("F", action, [self._value(action.mb, value) for value in self.graphs["F"].ins])
+        self._note(action)
+        if self.is_loss_stage:
+            self._take_loss(action.mb, results[self.module.outputs[0]])
+        if self.outputs:
+            arrays = {name: as_array(results[name]).copy() for name in self.outputs if name in results}
+            self.pace.keep(action, self._started)
+            self.report(Output(action.mb), arrays)
+        self.store.keep_only(action.mb, self._after_forward)
+
+    def backward(self, action: Action) -> None:
+        kind = action.kind
+        self._call(kind, action, [self._value(action.mb, value) for value in self.graphs[kind].ins])
+        self._note(action)
+        self.store.keep_only(action.mb, self._after_backward[kind])
+
+    def sum_up(self, action: Action) -> None:
+        """Gradients of a batch over the ranks of the stage; it goes on in the background."""
+        self.transport.sum_up(action, self.store.sums(action.mb))
+
+    def agree(self, action: Action) -> None:
+        """P and N: what they hand out stays here until the update."""
+        self._call(action.kind, action, [self._value(action.holder, value) for value in self.graphs[action.kind].ins])
+
+    def update(self, action: Action) -> None:
+        version = self.store.version + 1 if action.version is None else action.version
+        self.store.start_update(version)
+        told = self._call(
+            "U", action._replace(version=version), [self._value(action.holder, value) for value in self.graphs["U"].ins]
+        )
+        self.store.finish_update(version)
+        self.store.keep_only(action.holder, frozenset())
+        self._note(action._replace(version=version))
+        if self.is_loss_stage:
+            self._finish_step(action.mb, told)
+
+    def send(self, action: Action) -> None:
+        edge = self.transport.edge_of(action)
+        self.transport.send(action, {value.name: self._value(action.holder, value) for value in edge.values})
+        if action.kind in self._sends:
+            # What several stages take stays until it was sent to the last of them.
+            left = self._unsent.pop((action.kind, action.mb), self._sends[action.kind]) - 1
+            if left:
+                self._unsent[action.kind, action.mb] = left
+            else:
+                self.store.keep_only(action.mb, self._sent_later[action.kind])
+
+    def receive(self, action: Action) -> None:
+        self.store.put_all(action.holder, self.transport.receive(action))
+
+    def drop(self, action: Action) -> None:
+        self.store.keep_only(action.mb, frozenset())
+
+    # -------------------------------------------------------------------------------------------- parts of them
+
+    def compute(self, kind: str, action: Action) -> dict[str, torch.Tensor]:
+        """Call a graph on the values of a microbatch, and nothing else: for evaluation.py."""
+        return self._call(kind, action, [self._value(action.mb, value) for value in self.graphs[kind].ins])
+
+    def _call(self, kind: str, action: Action, ins: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        name, slots, names = self._calls[kind]
+        buffers = self.store.buffers(name, slots, action.version, action.batch(self.schedule.microbatches))
+        results = dict(zip(names, self._run(kind, name, [*ins, *buffers]), strict=True))
+        if kind != "U":
+            self.store.put_all(action.holder, results)
+        return results
+
+    def _run(self, kind: str, name: str, args: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The graph's results. Its temporaries are the same in every call, so that those of the first tell all."""
+        if self.ledger is None or kind in self._watched:
+            return self.program.call(name, args)
+        self._watched.add(kind)
+        results, blocks = self.program.watch(name, args)
+        if blocks is not None:
+            self.ledger.call(kind, blocks)
+        return results
+
+    def _value(self, mb: int, value: Value) -> torch.Tensor:
+        """A value of a microbatch, or of a batch: `Action.holder` says under which number."""
+        tensor = self.store.get(mb, value.name)
+        if tensor is None:
+            if value.name not in self.fed and value.name != MICROBATCH:
+                owner = f"microbatch {mb}" if mb >= 0 else f"batch {-1 - mb}"
+                raise VerifyError(f"%{value.name} of {owner} is not there", where=f"stage {self.stage}")
+            array = self._number(mb) if value.name == MICROBATCH else self.feed.microbatch(mb, value.name)
+            tensor = fill(self._buffers.tensor(value.type), array)
+            self.store.put(mb, value.name, tensor)
+        return tensor
+
+    def _number(self, mb: int) -> np.ndarray:
+        """What random draws of a microbatch are made from: its place in the data, and in the upper word what
+        the seed differs by from the module's."""
+        return np.array((mb + self._ahead) ^ self._key << 32, np.uint64).view(np.int64)
+
+    def _note(self, action: Action) -> None:
+        if self.log is not None and action.version is not None:
+            self.log.append(LogEntry(action.stage, action.mb, action.kind, action.version))
+
+    def _take_loss(self, mb: int, loss: torch.Tensor) -> None:
+        batch = mb // self.schedule.microbatches
+        self._losses.setdefault(batch, []).append(float(loss))
+        if not self._updates and len(self._losses[batch]) == len(self._share):
+            self._finish_step(batch, {})
+
+    def _finish_step(self, batch: int, told: Mapping[str, torch.Tensor]) -> None:
+        """`told` are the results of the update."""
+        losses = tuple(self._losses.pop(batch))
+        norm = float(told[NORM]) if NORM in told else None
+        strange = [
+            f"{name} {value}"
+            for name, value in (*(("loss", x) for x in losses), ("norm of the gradient", norm))
+            if not _is_finite(value)
+        ]
+        if self._stop_at_nan and strange:
+            hint = "checkpoints are of steps before; --nan warn goes on, and --skip-nonfinite when compiling leaves such updates out"
+            raise VerifyError(f"step {batch} has a {strange[0]}", where=f"rank {self.rank}, step {batch}", hint=hint)
+        self.status.finish(batch)
+        self.report(
+            Step(batch, sum(losses) / len(losses), losses, learning_rate(self.tables, batch), time.monotonic(), norm),
+            {},
+        )

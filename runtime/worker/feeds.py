@@ -1,0 +1,127 @@
+"""How the inputs of a run reach the executor. In: samples, and which batches a run has. Out: a program.Feed.
+
+`Prefetch` reads in a thread of its own, a few microbatches ahead of the last one that was asked for, in the order in which the rank runs
+them, and only those that it runs. What goes wrong there is raised where the microbatch is asked for; what comes before it is still given.
+The thread ends with `close`, or once it has read everything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from penstock.runtime.data.samples import Samples
+from penstock.support.errors import VerifyError
+
+# Microbatches that are read ahead.
+AHEAD = 4
+# A read of a file may take long, but not for ever.
+_CLOSE_SECONDS = 30.0
+
+
+class DataFeed:
+    """A known number of batches from samples."""
+
+    def __init__(self, samples: Samples, first: int, batches: int) -> None:
+        self._samples, self._end = samples, first + batches
+
+    def exists(self, batch: int) -> bool:
+        return batch < self._end
+
+    def wait(self, batch: int) -> None:
+        raise AssertionError("all batches are known")
+
+    def microbatch(self, mb: int, name: str) -> np.ndarray:
+        return self._samples.microbatch(mb, name)
+
+    def finish(self, batch: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Prefetch(DataFeed):
+    """The same, read ahead. `share` are the microbatches of a batch that this rank runs, of `microbatches` that it has."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        first: int,
+        batches: int,
+        *,
+        names: Sequence[str],
+        share: Sequence[int],
+        microbatches: int,
+        ahead: int = AHEAD,
+    ) -> None:
+        super().__init__(samples, first, batches)
+        self._names, self._ahead, self._microbatches = tuple(names), ahead, microbatches
+        self._share = sorted(share)
+        self._number = {index: i for i, index in enumerate(self._share)}
+        self._first, self._batches = first, batches
+        # How many microbatches may be read, in the order of this rank.
+        self._until, self._stopped = ahead, False
+        # How many have been, and what went wrong with the one behind.
+        self._read_until = 0
+        self._failure: Exception | None = None
+        self._ready: dict[int, dict[str, np.ndarray]] = {}
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._read, name="data", daemon=True)
+        self._thread.start()
+
+    def microbatch(self, mb: int, name: str) -> np.ndarray:
+        batch, index = divmod(mb, self._microbatches)
+        place = (batch - self._first) * len(self._share) + self._number[index]
+        with self._changed:
+            # Whatever is asked for may be read, so nobody waits for what the bound forbids.
+            if place + self._ahead > self._until:
+                self._until = place + self._ahead
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: place < self._read_until or self._failure is not None)
+            if place >= self._read_until and self._failure is not None:
+                raise self._failure
+            found = self._ready.get(mb, {})
+            array = found.pop(name, None)
+            if not found:
+                self._ready.pop(mb, None)
+        # Nothing is kept for whoever asks twice.
+        return self._samples.microbatch(mb, name) if array is None else array
+
+    def close(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _numbers(self) -> Iterator[int]:
+        for batch in range(self._first, self._first + self._batches):
+            yield from (batch * self._microbatches + index for index in self._share)
+
+    def _read(self) -> None:
+        for place, mb in enumerate(self._numbers()):
+            with self._changed:
+                while not self._stopped and place >= self._until:
+                    self._changed.wait()
+                if self._stopped:
+                    return
+            try:
+                # A copy, so that what is mapped is read here and not in the computation.
+                found = {name: np.array(self._samples.microbatch(mb, name)) for name in self._names}
+            except Exception as error:  # raised again in the thread that asks for it
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._ready[mb], self._read_until = found, place + 1
+                self._changed.notify_all()
+
+
+class NoSamples:
+    """For a rank that feeds nothing."""
+
+    def microbatch(self, mb: int, name: str) -> np.ndarray:
+        raise VerifyError(f"input {name} of microbatch {mb} was asked for, but no data was given")

@@ -1,0 +1,102 @@
+"""What a worker computes on where it comes in messages: batches of a training, microbatches of requests. In order, then End. In: a way to
+receive messages, and the first number. Out: feeds of the executor (feeds.py); what they have may be run as soon as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from penstock.ir.graph import Module
+from penstock.runtime.data.batches import cut_batch
+from penstock.runtime.messages.control import Arrays, Batch, End, Message, RequestBatch
+from penstock.runtime.messages.status import Status
+from penstock.support.errors import VerifyError
+
+from .actions import share_of
+
+# (message, its arrays); None when nothing is there and the caller did not want to wait
+Receive = Callable[[bool], tuple[Message, Arrays] | None]
+
+
+class _MessageFeed:
+    """Counts what came, from `first` on."""
+
+    def __init__(self, first: int, receive: Receive) -> None:
+        self._receive = receive
+        self._held: dict[int, Arrays] = {}
+        self._next, self._ended = first, False
+
+    def exists(self, unit: int) -> bool | None:
+        while unit >= self._next and not self._ended:
+            message = self._receive(False)
+            if message is None:
+                return None
+            self._take(*message)
+        return unit < self._next
+
+    def wait(self, unit: int) -> None:
+        while unit >= self._next and not self._ended:
+            message = self._receive(True)
+            assert message is not None
+            self._take(*message)
+
+    def finish(self, unit: int) -> None:
+        self._held.pop(unit, None)
+
+    def _take(self, message: Message, arrays: Arrays) -> None:
+        if isinstance(message, End):
+            self._ended = True
+        elif self._unit_of(message) == self._next:
+            if arrays:  # none for a microbatch that another rank of the stage runs
+                self._held[self._next] = arrays
+            self._next += 1
+        else:
+            raise VerifyError(f"command {type(message).__name__} is out of place among {self._words}")
+
+    # What comes, in words, and the number of the one that a message brings.
+    _words: str
+
+    def _unit_of(self, message: Message) -> int | None:
+        raise NotImplementedError
+
+
+class BatchFeed(_MessageFeed):
+    """Batches as the launcher sends them: the microbatches that this rank runs."""
+
+    _words = "batches"
+
+    def __init__(self, module: Module, rank: int, first: int, receive: Receive) -> None:
+        super().__init__(first, receive)
+        assert module.schedule is not None
+        self._per_batch = module.schedule.microbatches
+        self._place = {index: i for i, index in enumerate(share_of(module, rank))}
+        self._types = {value.name: value.type for value in module.inputs}
+
+    def _unit_of(self, message: Message) -> int | None:
+        return message.index if isinstance(message, Batch) else None
+
+    def microbatch(self, mb: int, name: str) -> np.ndarray:
+        batch, index = divmod(mb, self._per_batch)
+        return cut_batch(self._held[batch][name], self._types[name], self._place[index])
+
+
+class RequestFeed(_MessageFeed):
+    """Microbatches of requests."""
+
+    _words = "requests"
+
+    def __init__(self, first: int, receive: Receive, status: Status) -> None:
+        super().__init__(first, receive)
+        self._status = status
+
+    def wait(self, unit: int) -> None:
+        # Requests may be a long time coming: nobody should take the last action for one that hangs.
+        self._status.show("waiting for requests")
+        super().wait(unit)
+
+    def _unit_of(self, message: Message) -> int | None:
+        return message.mb if isinstance(message, RequestBatch) else None
+
+    def microbatch(self, mb: int, name: str) -> np.ndarray:
+        return self._held[mb][name]

@@ -1,0 +1,47 @@
+"""Computations that take a given time: schedules are measured in the real runtime, apart from
+kernels. A measuring tool, off unless asked for.
+
+In: seconds by kind of computation (F, B, W, P, N, U). An action takes at least that long, whatever its kernels take. B stands for the whole
+backward: on a stage that has weight gradients apart, W takes its part of it, and B the rest, so that all schedules do the same work.
+What is computed does not change. (The latency of links that belongs to it is the transport's.)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping
+
+from penstock.ir.schedule import COMPUTE, Action
+
+
+def pace_problems(pace: Mapping[str, float], latency: float, timeout: float) -> Iterator[str]:
+    """What is wrong with what the caller asks for."""
+    for kind, seconds in pace.items():
+        if kind not in COMPUTE:
+            yield f"pace is known of {', '.join(COMPUTE)}, not of {kind!r}"
+        elif not (math.isfinite(seconds) and seconds >= 0):
+            yield f"pace of {kind} must be a number of seconds from 0 on, got {seconds}"
+    if pace.get("W", 0.0) > pace.get("B", math.inf):
+        yield f"pace of B is that of the whole backward, W included: {pace['B']:g} is less than {pace['W']:g}"
+    if not 0 <= latency < timeout:
+        yield f"latency must be a number of seconds from 0 to less than the timeout, got {latency}"
+
+
+class Pace:
+    """How long the computations of one stage take at least; `kinds` are those that it has graphs of."""
+
+    def __init__(self, pace: Mapping[str, float], kinds: Collection[str]) -> None:
+        self._least = dict(pace)
+        self.asked = bool(pace)
+        if "W" in kinds and "B" in pace:
+            self._least["B"] = pace["B"] - pace.get("W", 0.0)
+
+    def least(self, action: Action) -> float:
+        return self._least.get(action.kind, 0.0)
+
+    def keep(self, action: Action, started: float) -> None:
+        """Wait until the action has taken its time. `started` is on the monotonic clock."""
+        left = started + self.least(action) - time.monotonic()
+        if left > 0:
+            time.sleep(left)

@@ -1,0 +1,369 @@
+"""One rank of a run. In: a bundle, a rank, commands. Out: reports; the work itself is the loop of executor.Executor.
+
+The process of a local run is forked by forkserver.py, with one end of a socket pair. The first command is Setup; rank 0 answers
+where the group meets, the others are told. Then the hash of module.ir is compared over the group, the stage and its variables are
+loaded, and commands are obeyed until Stop. The end of the control connection, or of the parent, ends the worker at once, whatever it
+is doing: no worker outlives its launcher.
+
+Threads are set by the environment before anything is imported, and again here for torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock.backends.bundle.format import Bundle, open_bundle
+from penstock.backends.interface import backend_of
+from penstock.ir.graph import GRAD, PARAM, Module, Var, stage_vars, stepped_vars, summed_vars
+from penstock.runtime.checkpoint.format import read_index
+from penstock.runtime.checkpoint.resuming import fill_tensors, load_state
+from penstock.runtime.checkpoint.saving import Saver
+from penstock.runtime.data.samples import FileSamples, Samples, open_data
+from penstock.runtime.group.group import RankGroup, host_store, join_store
+from penstock.runtime.group.sealed import SealedStore
+from penstock.runtime.launch.forkserver import Rank
+from penstock.runtime.messages.control import (
+    Arrays,
+    Audit,
+    Channel,
+    DataSpec,
+    Done,
+    Evaluate,
+    Evaluated,
+    Failed,
+    FetchAudit,
+    FetchParameters,
+    Hosting,
+    Join,
+    Message,
+    Parameters,
+    Ready,
+    Record,
+    RunCommand,
+    SaveCommand,
+    Serve,
+    Setup,
+    Stop,
+    TraceRecord,
+)
+from penstock.runtime.messages.status import Status
+from penstock.runtime.state.settings import tables_of
+from penstock.runtime.state.store import Store, as_array
+from penstock.runtime.transport.transport import RankTransport
+from penstock.support.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
+from penstock.support.out_of_memory import is_out_of_memory
+
+from .actions import fed_inputs, microbatch_size, share_of
+from .evaluation import evaluate
+from .executor import Executor
+from .feeds import DataFeed, NoSamples, Prefetch
+from .message_feeds import BatchFeed, Receive, RequestFeed
+
+Reply = Callable[[Record, Mapping[str, np.ndarray]], None]
+
+
+class Worker:
+    """One rank with its group, stage and state. Commands come one at a time; `reply` takes what they answer."""
+
+    def __init__(
+        self, bundle: Bundle, rank: int, group: RankGroup, setup: Setup, reply: Reply, receive: Receive, status: Status
+    ) -> None:
+        self.bundle, self.rank, self.group, self.setup, self.reply, self.receive, self.status = (
+            bundle,
+            rank,
+            group,
+            setup,
+            reply,
+            receive,
+            status,
+        )
+        self.entry = bundle.rank(rank)
+        self.module: Module = bundle.module
+        self.stage = self.entry.stage
+        if group.world != bundle.world_size:
+            raise VerifyError(
+                f"the bundle is for {bundle.world_size} ranks, {group.world} were started", where=str(bundle.path)
+            )
+        status.show("joining")
+        group.agree("module.ir", bundle.module_hash)
+        status.show("loading")
+        self.samples: Samples = NoSamples()
+        names = fed_inputs(self.module, self.stage)
+        if setup.data is not None and names:
+            self.samples = open_data(self.module, setup.data, names, bundle.renamed, setup.offset)
+        self.evaluation: FileSamples | None = None
+        if setup.evaluation is not None and names:
+            self.evaluation = FileSamples(self.module, setup.evaluation, names, bundle.renamed)
+        program = backend_of(bundle.manifest.backend).load_stage(
+            self.module, self.stage, bundle.stage_files(self.stage), self.entry.threads, self.entry.device
+        )
+        assert self.module.schedule is not None
+        near = group.connect_stages(self.module.schedule, program.device)
+        mates = self.module.schedule.members()[self.stage]
+        if len(mates) > 1:
+            group.form_team(mates, program.device)
+        self.base = resident_bytes()
+        self.tables = setup.tables or tables_of(self.module)
+        self.store = self._load_store(program.device)
+        self.saver = Saver(bundle, rank, group, setup, self.store, status)
+        homes = self.module.rank_stages()
+        self.transport = RankTransport(
+            rank, self.module.edges, homes, setup.timeout, program.device, setup.latency, group.team, near
+        )
+        self.executor = Executor(
+            self.module,
+            rank,
+            program,
+            self.store,
+            self.transport,
+            reply,
+            status,
+            retire=setup.retire,
+            audit=setup.audit,
+            trace=setup.trace,
+            pace=setup.pace,
+            tables=self.tables,
+            offset=setup.offset,
+            key=setup.key,
+            stop_at_nan=setup.nan == "stop",
+            check=self.saver.check,
+        )
+        # What is there now stays: looking through it for garbage, again and again, would cost more than the rest of the loop.
+        gc.collect()
+        gc.freeze()
+        status.show(None)
+
+    def obey(self, command: Message) -> bool:
+        """Carry out one command; False after Stop."""
+        self.saver.check()
+        match command:
+            case RunCommand(first, batches):
+                if batches is None:
+                    self.executor.run(first, BatchFeed(self.module, self.rank, first, self.receive))
+                else:
+                    self._run_data(first, batches)
+                self._finish_run()
+            case Serve(first):
+                requests = RequestFeed(first * self.executor.schedule.microbatches, self.receive, self.status)
+                self.executor.run(first, requests, unit=1)
+                self._finish_run()
+            case SaveCommand(directory, step, background, keep_last):
+                waited = self.saver.save(Path(directory), step, background=background, keep_last=keep_last)
+                self.reply(Done(peak_bytes(), self.base, waited), {})
+            case Evaluate(samples):
+                losses = evaluate(self.executor, self.evaluation, samples, microbatch_size(self.module))
+                if self.executor.is_loss_stage:
+                    self.reply(Evaluated(losses), {})
+                self.reply(Done(peak_bytes(), self.base), {})
+            case FetchParameters():
+                self.reply(
+                    Parameters(),
+                    {
+                        name: as_array(self.store.newest(name))
+                        for name, var in self.store.variables.items()
+                        if var.role == PARAM
+                    },
+                )
+            case FetchAudit():
+                versioned = self.store.versioned
+                self.reply(
+                    Audit(
+                        {name: v.most_live for name, v in versioned.items()},
+                        {name: len(v.buffers) for name, v in versioned.items()},
+                        self.store.most_value_bytes,
+                        tuple(self.executor.log or ()),
+                    ),
+                    {},
+                )
+            case Stop():
+                self.saver.finish()
+                self.group.leave()
+                self.reply(Done(peak_bytes(), self.base), {})
+                return False
+            case _:
+                raise VerifyError(f"command {type(command).__name__} is out of place", where=f"rank {self.rank}")
+        return True
+
+    def _run_data(self, first: int, batches: int) -> None:
+        feed = DataFeed(self.samples, first, batches)
+        names = fed_inputs(self.module, self.stage)
+        if self.setup.prefetch and names and self.setup.data is not None:
+            share, total = share_of(self.module, self.rank), self.executor.schedule.microbatches
+            feed = Prefetch(
+                self.samples, first, batches, names=names, share=share, microbatches=total, ahead=self.setup.prefetch
+            )
+        try:
+            self.executor.run(first, feed)
+        finally:
+            feed.close()
+
+    def _finish_run(self) -> None:
+        if self.executor.events is not None:
+            assert self.executor.ledger is not None
+            self.reply(TraceRecord(tuple(self.executor.events), self.executor.ledger.taken()), {})
+            self.executor.events.clear()
+        self.reply(Done(peak_bytes(), self.base), {})
+
+    # -------------------------------------------------------------------------------------------- state
+
+    def _load_store(self, device: torch.device) -> Store:
+        variables = stage_vars(self.module, self.stage)
+        place = None if self.setup.resume is None else Path(self.setup.resume)
+        step = 0 if place is None else read_index(place).step
+        stepped = stepped_vars(self.module)
+        store = Store(
+            variables, stepped, version=step, grow=not self.setup.retire, device=device, summed=self._summed()
+        )
+        for name, var in variables.items():
+            if var.init == "zeros" and var.role != GRAD:
+                store.newest(name).zero_()
+        self._fill_tables(variables, store)
+        if place is None:
+            fill_tensors(
+                self.bundle.weights_file(self.stage),
+                {name: store.newest(name) for name, var in variables.items() if var.init == "file"},
+            )
+        else:
+            load_state(place, store, variables)
+        return store
+
+    def _summed(self) -> list[str]:
+        return summed_vars(self.module, self.stage) if self.group.team is not None else []
+
+    def _fill_tables(self, variables: Mapping[str, Var], store: Store) -> None:
+        for name, var in variables.items():
+            if isinstance(var.init, tuple):
+                tensor = store.newest(name)
+                tensor.copy_(torch.tensor(self.tables.get(name, var.init), dtype=tensor.dtype).reshape(tensor.shape))
+
+
+def peak_bytes() -> int:
+    """The largest resident size of this process; 0 where the system does not say. getrusage would count the parent's before exec."""
+    return _status_bytes("VmHWM")
+
+
+def resident_bytes() -> int:
+    """The resident size of this process now; 0 where the system does not say."""
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(name: str) -> int:
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:")), 0)
+
+
+# ------------------------------------------------------------------------------------------------ the process
+
+
+class Commands:
+    """The control connection: a thread reads it, so that its end is noticed at any time."""
+
+    def __init__(self, channel: Channel, parent: int) -> None:
+        self._channel = channel
+        self._queue: queue.SimpleQueue[tuple[Message, Arrays]] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="control", daemon=True).start()
+        threading.Thread(target=self._watch, args=(parent,), name="parent", daemon=True).start()
+
+    def receive(self, wait: bool) -> tuple[Message, Arrays] | None:
+        try:
+            return self._queue.get(block=wait)
+        except queue.Empty:
+            return None
+
+    def _read(self) -> None:
+        try:
+            while (message := self._channel.receive()) is not None:
+                self._queue.put(message)
+        except VerifyError as error:
+            self._channel.send(describe_failure(error))
+            os._exit(error.exit_code)
+        os._exit(1)
+
+    def _watch(self, parent: int) -> None:
+        # A process that the launcher forked for its own ends may hold the connection open after the launcher is gone.
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+
+def describe_failure(error: BaseException) -> Failed:
+    """An error as a message; one that is not meant for users goes with its traceback."""
+    if isinstance(error, PenstockError):
+        return Failed(type(error).__name__, error.what, error.where, error.hint)
+    if is_out_of_memory(error):
+        hint = (
+            "`penstock inspect --memory` says what was expected of tensors; "
+            "a `memory` in the cluster file, or --recompute all, makes plans that need less"
+        )
+        try:
+            reached = f", at {peak_bytes() / 2**20:.0f} MiB"
+        except MemoryError:  # not even for looking that up
+            reached = ""
+        return Failed(DoesNotFit.__name__, f"the system gave no more memory{reached}", hint=hint)
+    if isinstance(error, RuntimeError | OSError) and "Too many open files" in str(error):
+        return Failed(DoesNotFit.__name__, "the system let this process open no more files", hint="raise `ulimit -n`")
+    return Failed("Internal", "".join(traceback.format_exception(error)).strip())
+
+
+def serve_rank(rank: Rank, parent: int) -> int:
+    """Be this rank until Stop; what the process ends with. `parent` is the process that it must not outlive."""
+    torch.set_num_threads(rank.threads)
+    channel = Channel(socket.socket(fileno=rank.control))
+    status = Status(rank.status, rank.rank)
+    status.show("starting")
+    status.start_heart()
+    commands = Commands(channel, parent)
+
+    def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
+        channel.send(message, arrays)
+
+    def receive(wait: bool) -> tuple[Message, Arrays] | None:
+        return commands.receive(wait)
+
+    worker: Worker | None = None
+    try:
+        first = receive(True)
+        assert first is not None
+        setup = first[0]
+        assert isinstance(setup, Setup)
+        bundle = open_bundle(setup.bundle, rank.rank)
+        if rank.rank == 0:
+            store = host_store(rank.world, setup.timeout)
+            reply(Hosting(store.port), {})
+        else:
+            told = receive(True)
+            assert told is not None
+            assert isinstance(told[0], Join)
+            store = join_store(told[0].port, rank.world, setup.timeout)
+        met = SealedStore(store, setup.secret.encode()) if setup.secret else store
+        group = RankGroup(met, rank.rank, rank.world, setup.timeout, reports=False)
+        worker = Worker(bundle, rank.rank, group, setup, reply, receive, status)
+        reply(Ready(), {})
+        while (command := receive(True)) is not None and worker.obey(command[0]):
+            pass
+    except BaseException as error:
+        failure = describe_failure(error)
+        if isinstance(error, PeerLost) and not error.where:
+            failure = describe_failure(PeerLost(error.what, where=f"rank {rank.rank}, {status.text}", hint=error.hint))
+        if worker is not None:
+            worker.saver.settle()
+        reply(failure, {})
+        return error.exit_code if isinstance(error, PenstockError) else 1
+    return 0
+
+
+__all__ = ["DataSpec", "Worker", "describe_failure", "peak_bytes", "serve_rank"]

@@ -1,0 +1,1 @@
+"""Measurements, and what they teach the estimates."""

@@ -1,0 +1,219 @@
+"""One rank of a bundle by itself: how long its actions take when nobody keeps it waiting. For simulations with measured times.
+
+    python -m penstock.support.processes rehearse BUNDLE --rank R --threads N --batches N [--seconds S]
+
+In: a bundle. Out: for each kind of action the usual seconds, from the end of the action before it to its own, so that what the worker's
+loop does in between is in it. A rank runs its program with the worker's own code, stage, store and data, in a process of its own with the
+threads of its device; only its messages are not there: sends go nowhere, and receives give random values that were made before. It is run
+again and again until `seconds` have passed; the first run does not count.
+
+`rehearse` can run several ranks at once, from the moment when all are warm: the same numbers then hold for busy neighbours. Limits: a real
+receive brings values that another core wrote; what gloo's threads do for messages is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from penstock.backends.bundle.format import Bundle, open_bundle
+from penstock.ir.graph import Edge, Value
+from penstock.ir.schedule import Action, Schedule
+from penstock.runtime.group.group import RankGroup
+from penstock.runtime.group.neighbours import End
+from penstock.runtime.launch.local import thread_environment
+from penstock.runtime.messages.control import DataSpec, Record, RunCommand, Setup, TraceRecord
+from penstock.runtime.messages.status import Status, StatusBoard
+from penstock.runtime.state.store import TORCH_DTYPES
+from penstock.runtime.transport.transport import RankTransport
+from penstock.runtime.worker.worker import Worker
+from penstock.support.errors import PenstockError
+from penstock.support.processes import command_of
+
+_TIMEOUT = 600.0
+
+
+class _Alone(RankGroup):
+    """A group whose other members are not asked."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world, self.timeout = rank, world, _TIMEOUT
+        self.team = None
+
+    def connect_stages(self, schedule: Schedule, device: torch.device) -> dict[End, socket.socket]:
+        return {}
+
+    def form_team(self, ranks: Sequence[int], device: torch.device) -> None:
+        pass
+
+    def agree(self, what: str, value: str, hint: str = "") -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
+class _Silent:
+    """Stands in for a transport: sends go nowhere, and what is received is there at once."""
+
+    def __init__(self, real: RankTransport) -> None:
+        self._real = real
+        self._made: dict[str, torch.Tensor] = {}
+
+    def edge_of(self, action: Action) -> Edge:
+        return self._real.edge_of(action)
+
+    def send(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
+        for value in self.edge_of(action).values:
+            tensors[value.name].contiguous()
+
+    def post(self, action: Action) -> bool:
+        return True
+
+    def expect(self, action: Action) -> None:
+        pass
+
+    def receive(self, action: Action) -> dict[str, torch.Tensor]:
+        return {value.name: self._value(value) for value in self.edge_of(action).values}
+
+    def sum_up(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def finish_sum(self, action: Action) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def _value(self, value: Value) -> torch.Tensor:
+        """One tensor for each value that arrives: nobody writes to it."""
+        if value.name not in self._made:
+            noise = torch.rand(value.type.dims, generator=torch.Generator().manual_seed(0))
+            self._made[value.name] = ((noise - 0.5) * 1e-2).to(TORCH_DTYPES[value.type.dtype]).to(self._real.device)
+        return self._made[value.name]
+
+
+def _refuse(wait: bool) -> NoReturn:
+    raise PenstockError("a rehearsal takes no commands")
+
+
+def rehearse_here(
+    bundle: Bundle, rank: int, batches: int, seconds: float, warm: Callable[[], None]
+) -> dict[str, float]:
+    """In this process, which must have the threads of the device. Usual seconds by kind of action. `warm` is called before what counts."""
+    traces: list[TraceRecord] = []
+
+    def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
+        if isinstance(message, TraceRecord):
+            traces.append(message)
+
+    board = StatusBoard(rank + 1)
+    setup = Setup(str(bundle.path), _TIMEOUT, DataSpec(), trace=True)
+    worker = Worker(
+        bundle, rank, _Alone(rank, bundle.world_size), setup, reply, _refuse, Status(board.descriptor, rank)
+    )
+    worker.executor.transport = _Silent(worker.transport)  # type: ignore[assignment]
+    times: dict[str, list[float]] = {}
+    first, begun = 0, 0.0
+    while not times or time.monotonic() - begun < seconds:
+        worker.obey(RunCommand(first, batches))
+        if first:
+            last = None
+            for text, start, end in traces[-1].events:
+                times.setdefault(Action.parse(text).kind, []).append(end - (start if last is None else last))
+                last = end
+        else:
+            warm()
+            begun = time.monotonic()
+        traces.clear()
+        first += batches
+    board.close()
+    return {kind: usual(found) for kind, found in times.items()}
+
+
+def usual(times: Sequence[float]) -> float:
+    """The mean without the slowest tenth: a batch is the sum of many actions, but not of what other programs did meanwhile."""
+    return statistics.mean(sorted(times)[: max(1, len(times) - len(times) // 10)])
+
+
+def rehearse(
+    bundle: Bundle,
+    ranks: Sequence[int],
+    batches: int = 2,
+    seconds: float = 1.0,
+    prefixes: Mapping[int, Sequence[str]] | None = None,
+) -> list[dict[str, float]]:
+    """Each of these ranks in a process of its own, all at once; one row per entry of `ranks`. `prefixes` stand before the command of a
+    rank: what makes its process part of a group with a quota, say."""
+    running = []
+    for rank in ranks:
+        threads = bundle.rank(rank).threads
+        flags = {"rank": rank, "threads": threads, "batches": batches, "seconds": seconds}
+        command = [*command_of("rehearse"), str(bundle.path), *(f"--{k}={v}" for k, v in flags.items())]
+        environment = os.environ | thread_environment(threads)
+        prefix = (prefixes or {}).get(rank, ())
+        running.append(
+            subprocess.Popen(
+                [*prefix, *command],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                stdin=subprocess.PIPE,
+            )
+        )
+    found: list[dict[str, float]] = []
+    try:
+        # All begin when the last one is warm: importing and loading would keep the others' caches and cores busy in other ways.
+        for process in running:
+            assert process.stdout is not None
+            process.stdout.readline()
+        for process in running:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(b"go\n")
+                process.stdin.flush()
+        for rank, process in zip(ranks, running, strict=True):
+            out, told = process.communicate(timeout=_TIMEOUT)
+            if process.returncode:
+                raise PenstockError(f"measuring failed:\n{told.decode(errors='replace').strip()}", where=f"rank {rank}")
+            found.append(json.loads(out))
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return found
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="penstock.support.processes rehearse", description="Times of one rank by itself, as JSON."
+    )
+    parser.add_argument("bundle", type=Path)
+    for name in ("rank", "threads", "batches"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+
+    def warm() -> None:
+        print("warm", flush=True)
+        sys.stdin.readline()
+
+    found = rehearse_here(
+        open_bundle(arguments.bundle, arguments.rank), arguments.rank, arguments.batches, arguments.seconds, warm
+    )
+    print(json.dumps(found))

@@ -1,0 +1,1 @@
+"""Measurements of this machine: devices, links, and a cluster file of them."""

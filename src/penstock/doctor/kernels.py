@@ -1,0 +1,304 @@
+"""What one device of this machine can do, measured with kernels of our own: what a cluster file says of its rates.
+
+    python -m penstock.support.processes yardsticks FOLDER --threads N --part P
+
+In: a folder with the compiled yardsticks (`compile_yardsticks`), a process whose environment has the threads, and the part of their time
+that a quota of the control group leaves them. Out: `Rates` as JSON. Each yardstick is a graph of one operation; its time is the lower
+quartile of repeated calls, as what else runs on the machine only makes them longer. Under a quota it is their mean: being held back costs
+more than the time in which nothing runs, as each start is a cold one. From these:
+
+    flops            a float32 product of 1024 x 1024 matrices                    bandwidth    a list of 128 MiB added to another
+    efficiency       per family: operations / (seconds * flops), over some shapes that models have; of bytes: bytes / (seconds * bandwidth)
+                     (layout in the cache; updates: AdamW in place, of variables that no cache holds)
+    cache            the largest working set whose bytes move at more than the middle (geometric) between the rates of small and of large ones;
+                     cache_bandwidth is the rate of working sets of a few MB
+    overhead         what 32 kernels of nothing take more than one, each; call_overhead: what is left of a call with one
+
+Known limits: shapes of a model may be kinder or worse; memory and caches that other programs use are not there to be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import torch
+
+from penstock.backends.interface import CompileOptions, Progress, StageProgram, backend_of
+from penstock.ir.graph import GRAD, PARAM, STATE, Graph, Module, Op, Stage, Value, Var, signature
+from penstock.ir.ops import cost_of, make
+from penstock.ir.types import TensorType
+from penstock.runtime.state.store import TORCH_DTYPES
+
+# A measurement ends after so many calls and so many seconds.
+_CALLS, _SECONDS = 5, 0.12
+# Under a quota it goes on for several of its periods, which are 100 ms at most as a rule.
+_HELD_BACK = 0.5
+_SIDE, _LENGTH = 1024, 1 << 25
+# Elements of the variable that is updated: with its gradient and its state more than caches hold.
+_UPDATED = 1 << 23
+# Floats of a list that is added to another: working sets of 0.5 to 128 MiB.
+_WORKING = tuple(1 << n for n in range(16, 25))
+# The cache that counts is the one that holds what a layer works on.
+_LAYER = (3 << 20, 12 << 20)
+_TINY = 32
+# Operands of a yardstick are spread over so many bytes, but for those that measure a place in memory.
+_SPREAD, _MOST_SETS = 16 << 20, 16
+_RESTED = ("flops", "bandwidth", "cache", "overhead")
+
+
+class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured, in the words of a cluster file."""
+
+    threads: int
+    flops: float
+    bandwidth: float
+    cache: int
+    cache_bandwidth: float
+    overhead: float
+    call_overhead: float
+    efficiency: dict[str, float]
+    # Operations per second of a product, by element type.
+    products: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """`key` is the efficiency it is for, or what else it measures."""
+
+    name: str
+    key: str
+    graph: Graph
+
+
+def yardsticks() -> list[Yardstick]:
+    """All of them, in the order in which they are run."""
+    found: list[Yardstick] = []
+
+    def add(name: str, key: str, kind: str, *types: tuple[str, tuple[int, ...]], **attrs: object) -> None:
+        ins = tuple(Value(f"x{i}", _type(t)) for i, t in enumerate(types))
+        count = {"layer_norm": 3, "attention": 3, "attention_grad": 3, "adamw": 3}.get(kind, 1)
+        op = make(kind, ins, [f"y{i}" for i in range(count)], "", **attrs)  # type: ignore[arg-type]
+        found.append(Yardstick(name, key, Graph(f"s0.{name}", ins, op.outs, (op,))))
+
+    def product(name: str, key: str, m: int, k: int, n: int, dtype: str = "f32", **attrs: bool) -> None:
+        a = (k, m) if attrs.get("ta") else (m, k)
+        b = (n, k) if attrs.get("tb") else (k, n)
+        add(name, key, "matmul", (dtype, a), (dtype, b), **attrs)
+
+    product("large", "flops", _SIDE, _SIDE, _SIDE)
+    product("forward", "products", 512, 256, 1024)
+    product("back", "products", 512, 1024, 256, tb=True)
+    product("weights", "products", 256, 512, 1024, ta=True)
+    product("narrow", "products", 512, 256, 256)
+    product("bf16", "products.bf16", 768, 768, 768, "bf16")
+    product("f16", "products.f16", 768, 768, 768, "f16")
+    image, filters, window = (
+        (8, 64, 28, 28),
+        (64, 64, 3, 3),
+        {"strides": (1, 1), "pads": (1, 1, 1, 1), "dilations": (1, 1)},
+    )
+    add("conv", "squares", "conv", ("f32", image), ("f32", filters), **window)
+    add("conv_input", "squares", "conv_grad_input", ("f32", image), ("f32", filters), shape=image, **window)
+    add("conv_strided", "convolutions", "conv", ("f32", image), ("f32", filters), **window | {"strides": (2, 2)})
+    add("conv_one_tap", "convolutions", "conv", ("f32", image), ("f32", (128, 64, 1, 1)))
+    add("conv_weight", "convolutions", "conv_grad_weight", ("f32", image), ("f32", image), shape=filters, **window)
+    heads, stats = ("f32", (4, 8, 128, 64)), ("f32", (4, 8, 128))
+    add("attention", "attention", "attention", heads, heads, heads, scale=0.125, causal=True)
+    add(
+        "attention_grad",
+        "attention",
+        "attention_grad",
+        heads,
+        heads,
+        heads,
+        heads,
+        heads,
+        stats,
+        stats,
+        scale=0.125,
+        causal=True,
+    )
+    rows, wide = ("f32", (256, 512)), ("f32", (512,))
+    add("gelu", "elements", "gelu", rows)
+    add("softmax", "elements", "softmax", rows)
+    add("layer_norm", "elements", "layer_norm", rows, wide, wide)
+    add("tanh", "elements", "tanh", rows)
+    add("transposed", "layout.bytes", "transpose", ("f32", (1024, 1024)), perm=(1, 0))
+    add("joined", "layout.bytes", "concat", ("f32", (512, 1024)), ("f32", (512, 1024)), axis=1)
+    found.append(Yardstick("update", "updates.bytes", _update()))
+    found.append(Yardstick("stream", "bandwidth", _added("stream", _LENGTH)))
+    found += [Yardstick(f"sum{length}", "cache", _added(f"sum{length}", length)) for length in _WORKING]
+    for count in (1, 1 + _TINY):
+        x = Value("x0", _type(("f32", (16,))))
+        ops: list[Op] = []
+        for i in range(count):
+            # A sum over a row ends a kernel: these cannot be one.
+            ops.append(make("cumsum", (ops[-1].outs if ops else (x,)), [f"y{i}"], "", axis=0))
+        found.append(Yardstick(f"tiny{count}", "overhead", Graph(f"s0.tiny{count}", (x,), ops[-1].outs, tuple(ops))))
+    return found
+
+
+def _type(given: tuple[str, tuple[int, ...]]) -> TensorType:
+    return TensorType(*given)
+
+
+def _update() -> Graph:
+    """AdamW over one variable, in place, its gradient taken: all in one kernel."""
+    kind = TensorType("f32", (_UPDATED,))
+    places: list[tuple[str, str]] = [("w", "read"), ("g", "take"), ("m", "read"), ("v", "read")]
+    taken = [
+        Op(what, (), (Value(name, kind),), {"var": name, "kernel": "k0"} if what == "take" else {"var": name})
+        for name, what in places
+    ]
+    scalars = tuple(Value(name, TensorType("f32", ())) for name in ("c1", "c2", "lr"))
+    step = make("adamw", (*(op.outs[0] for op in taken), *scalars), ["w1", "m1", "v1"], "", kernel="k0")
+    writes = [
+        Op("write", (value,), (), {"var": name, "kernel": "k0"}) for value, name in zip(step.outs, "wmv", strict=True)
+    ]
+    return Graph("s0.update", scalars, (), (*taken, step, *writes))
+
+
+def _added(name: str, length: int) -> Graph:
+    """A list added to a variable, in place: no memory is taken for a result."""
+    x = Value("x0", TensorType("f32", (length,)))
+    return Graph(f"s0.{name}", (x,), (), (Op("accum", (x,), (), {"var": name}),))
+
+
+@cache
+def _module() -> Module:
+    roles = {"w": PARAM, "g": GRAD, "m": STATE, "v": STATE}
+    vars = {name: Var(name, TensorType("f32", (_UPDATED,)), role, 0) for name, role in roles.items()}
+    lists = {"stream": _LENGTH} | {f"sum{length}": length for length in _WORKING}
+    vars |= {name: Var(name, TensorType("f32", (length,)), GRAD, 0) for name, length in lists.items()}
+    return Module(
+        "yardsticks", vars=vars, graphs={y.graph.name: y.graph for y in yardsticks()}, stages=(Stage(0, "cpu:0"),)
+    )
+
+
+def compile_yardsticks(folder: Path, progress: Progress | None = None) -> None:
+    """Compile what `measure` runs, for this machine's processor."""
+    files = backend_of("tvm").compile_stages(_module(), [0], folder, CompileOptions(progress=progress))
+    (folder / "files.json").write_text(json.dumps(files[0]), encoding="utf-8")
+
+
+def measure(folder: Path, threads: int, part: float = 1.0) -> Rates:
+    """Run all yardsticks in this process, which must have that many threads, and no more than that part of their time."""
+    files = [folder / name for name in json.loads((folder / "files.json").read_text(encoding="utf-8"))]
+    program = backend_of("tvm").load_stage(_module(), 0, files, threads)
+    return rates_of(
+        {y.name: _seconds(program, y.graph, threads, part, y.key in _RESTED) for y in yardsticks()}, threads
+    )
+
+
+def _seconds(program: StageProgram, graph: Graph, threads: int, part: float, rested: bool) -> float:
+    """With one thread processor time, which other programs change little; the time of several threads is that of the clock. Under a quota
+    it is processor time in any case: so much of it takes as long as the quota needs to grant it."""
+    clock = time.process_time if threads == 1 or part < 1 else time.perf_counter
+    enough = _SECONDS if part == 1 else _HELD_BACK * threads * part
+    source = torch.Generator().manual_seed(0)
+    variables = [slot.var for slot in signature(graph).slots]
+    types = {v.name: v.type for v in graph.ins} | {name: _module().vars[name].type for name in variables}
+
+    def operands() -> list[torch.Tensor]:
+        """Old and new values of a variable are one tensor, as where it has one version."""
+        made = {
+            n: torch.rand(t.dims, generator=source).mul_(0.9).add_(0.1).to(TORCH_DTYPES[t.dtype])
+            for n, t in types.items()
+        }
+        return [*(made[v.name] for v in graph.ins), *(made[name] for name in variables)]
+
+    # One after the other, so that operands are not where the last call has left them, as little as in a model.
+    each = sum(t.nbytes for t in types.values())
+    sets = [operands() for _ in range(1 if rested else max(1, min(_MOST_SETS, _SPREAD // max(each, 1))))]
+    for args in sets:
+        program.call(graph.name, args)
+    times: list[float] = []
+    while len(times) < _CALLS or sum(times) < enough:
+        args = sets[len(times) % len(sets)]
+        begin = clock()
+        kept = program.call(graph.name, args)
+        times.append(clock() - begin)
+        del kept  # freeing results is not the kernel's time
+    return sorted(times)[len(times) // 4] if part == 1 else statistics.fmean(times) / (threads * part)
+
+
+# ------------------------------------------------------------------------------------------------ from seconds to rates
+
+
+def rates_of(seconds: dict[str, float], threads: int) -> Rates:
+    """What the seconds of the yardsticks mean."""
+    by_key: dict[str, list[Yardstick]] = {}
+    for stick in yardsticks():
+        by_key.setdefault(stick.key, []).append(stick)
+    flops_of = {y.name: sum(cost_of(op).flops for op in y.graph.ops) for y in yardsticks()}
+    bytes_of = {y.name: float(sum(v.type.nbytes for v in (*y.graph.ins, *y.graph.outs))) for y in yardsticks()}
+    # Four variables are read and written; the gradient is zeroed.
+    bytes_of["update"] = 8.0 * 4 * _UPDATED
+    # Two lists are read, and one is written.
+    working = {y.name: 2 * bytes_of[y.name] for y in yardsticks() if y.key in ("bandwidth", "cache")}
+    bytes_of |= {name: 1.5 * count for name, count in working.items()}
+    one, many = seconds["tiny1"], seconds[f"tiny{1 + _TINY}"]
+    overhead = max(0.0, (many - one) / _TINY)
+    call = max(0.0, one - overhead)
+
+    def rate(key: str, amount: dict[str, float]) -> float:
+        """Over all yardsticks of a key, what a call costs beside the kernel left out."""
+        spent = sum(max(seconds[y.name] - call, 0.05 * seconds[y.name]) for y in by_key[key])
+        return sum(amount[y.name] for y in by_key[key]) / spent
+
+    flops, bandwidth = rate("flops", flops_of), rate("bandwidth", bytes_of)
+    curve = [
+        (int(working[f"sum{n}"]), bytes_of[f"sum{n}"] / max(seconds[f"sum{n}"] - call, 0.05 * seconds[f"sum{n}"]))
+        for n in _WORKING
+    ]
+    cache, cache_bandwidth = _cache_of(curve, bandwidth)
+    near = cache_bandwidth or bandwidth
+    efficiency = {
+        key: rate(key, flops_of) / flops
+        for key in ("products", "products.bf16", "products.f16", "convolutions", "squares", "attention", "elements")
+    }
+    efficiency["layout.bytes"] = rate("layout.bytes", bytes_of) / near
+    efficiency["updates.bytes"] = rate("updates.bytes", bytes_of) / bandwidth
+    return Rates(
+        threads, _round(flops), _round(bandwidth), cache, _round(cache_bandwidth), _round(overhead), _round(call),
+        {key: _round(share) for key, share in efficiency.items()},
+        {"f32": _round(flops), "bf16": _round(rate("products.bf16", flops_of)), "f16": _round(rate("products.f16", flops_of))},
+    )  # fmt: skip
+
+
+def _cache_of(curve: Sequence[tuple[int, float]], far: float) -> tuple[int, float]:
+    """Size and rate of the cache that a layer works in, from (working set, rate) in rising order; zeros where memory is as fast."""
+    near = statistics.median(rate for size, rate in curve if _LAYER[0] <= size <= _LAYER[1])
+    if near < 1.5 * far:
+        return 0, 0.0
+    size = 0
+    for working, rate in curve:
+        if rate < (near * far) ** 0.5:
+            break
+        size = working
+    return size, near
+
+
+def _round(number: float) -> float:
+    """Three digits: there is no more in a measurement."""
+    return float(f"{number:.3g}")
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="penstock.support.processes yardsticks", description="Rates of this machine, as JSON."
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--part", type=float, default=1.0)
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    print(msgspec.json.encode(measure(arguments.folder, arguments.threads, arguments.part)).decode())

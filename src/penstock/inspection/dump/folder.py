@@ -1,0 +1,242 @@
+"""Writes the dump folder as passes run and steps end. In: modules, and what passes and steps say. Out: files (penstock.inspection.dump lists them).
+
+The folder may be missing: then changes are printed on stderr, and nothing is written. An older dump in it is
+removed first; other files stay (files.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.backends.interface import StageSources
+from penstock.inspection.diff import differences
+from penstock.ir.graph import Module
+from penstock.ir.text import Printer, print_op
+from penstock.passes.manager import Call, Event, count_ops
+from penstock.support.errors import UsageError
+from penstock.support.gc_pause import nothing_collected
+from penstock.support.words import counted
+
+from .files import Files
+from .parts import excerpt
+
+if TYPE_CHECKING:
+    from penstock.arguing import Predicted
+
+EVENTS, PASSES, REPRO = "events.jsonl", "passes.tsv", "repro.ir"
+# Who notes in a module that it is a part of one.
+EXCERPT = "excerpt"
+STAGES, RANKS = "stages", "ranks"
+_HEADER = "number\tpass\tms\tops_before\tops_after\tchanged\trest\n"
+
+
+class Dump:
+    """A folder that `penstock.plan` and `penstock.compile` write what every pass and step made into, as `--dump-ir`
+    does; without one, changes are printed."""
+
+    # A watcher of passes (penstock.passes.manager) and of back ends (penstock.backends.interface).
+    def __init__(self, folder: str | Path | None, *, only: str | None = None, changed: bool = False) -> None:
+        """`only` is a pattern of lines FILE @GRAPH OPERATION; `changed` asks for what passes changed in place of modules."""
+        self.folder = None if folder is None else Path(folder)
+        self._only = None if only is None else _pattern(only)
+        self._changed = changed
+        self._begun = time.perf_counter()
+        self._steps: list[str] = []
+        self._files: Files | None = None
+        self._printer = Printer()
+        # For index.html: number, call, ms and result (None where nothing changed) of each pass, sources of kernels by graph and
+        # kernel, and of whole stages by their file.
+        self.passes: list[tuple[int, str, float | None, Module | None]] = []
+        self.kernels: dict[str, str] = {}
+        self.programs: dict[str, str] = {}
+        if self.folder is not None:
+            self._files = Files(self.folder)
+
+    # ------------------------------------------------------------------------------ steps
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[list[str]]:
+        """A step of compiling; what is put into the list was said."""
+        said: list[str] = []
+        started = time.perf_counter()
+        try:
+            yield said
+        except Exception as error:
+            said.append(f"failed: {error}")
+            raise
+        finally:
+            took = time.perf_counter() - started
+            self._steps.append(
+                self._log({"event": "step", "name": name} | self._times(started, took * 1e3) | {"said": said})
+            )
+
+    def _times(self, started: float, ms: float) -> dict[str, float]:
+        return {"start": round(started - self._begun, 6), "ms": round(ms, 3)}
+
+    def _log(self, event: dict[str, Any]) -> str:
+        line = json.dumps(event, ensure_ascii=False) + "\n"
+        self._append(EVENTS, line)
+        return line
+
+    # ------------------------------------------------------------------------------ passes
+
+    @nothing_collected()
+    def begin(self, module: Module, rest: str) -> None:
+        """Planning may begin again: the last time counts."""
+        self.passes = [(0, "input", None, module)]
+        if self._files is None:
+            return
+        self._files.clear()
+        self.write(EVENTS, "".join(self._steps))
+        self.write(PASSES, f"{_HEADER}0\tinput\t0\t0\t{count_ops(module)}\tyes\t{rest}\n")
+        self.write_module("00_input.ir", module)
+
+    @nothing_collected()
+    def passed(self, event: Event, name: str, before: Module, after: Module) -> None:
+        self.passes.append((event.number, event.call, event.ms, after if event.changed else None))
+        file = self._write_pass(f"{event.number:02d}_{name}", before, after) if event.changed else None
+        yes = "yes" if event.changed else "no"
+        self._append(
+            PASSES,
+            f"{event.number}\t{event.call}\t{event.ms:.1f}\t{event.ops_before}\t{event.ops_after}\t{yes}\t{event.rest}\n",
+        )
+        facts = asdict(event)
+        said = [note.text for note in after.notes[len(before.notes) :]]
+        times = self._times(facts.pop("started"), facts.pop("ms"))
+        rest = facts.pop("rest")
+        self._log({"event": "pass", "name": name} | times | {"said": said} | facts | {"file": file, "rest": rest})
+
+    def _write_pass(self, stem: str, before: Module, after: Module) -> str | None:
+        if not self._changed:
+            return self.write_module(f"{stem}.ir", after)
+        lines = list(differences(self.filtered(stem, before), self.filtered(stem, after)))
+        if not lines:
+            return None
+        if self.folder is None:
+            print("\n".join([f"--- {stem}", *lines]), file=sys.stderr)
+            return None
+        return self.write(f"{stem}.diff", "\n".join(lines) + "\n")
+
+    def failed(self, module: Module, call: Call, error: Exception) -> None:
+        """The reproducer is the whole module, whatever is left out elsewhere."""
+        quoted = str(call).replace("'", "'\\''")
+        reason = "".join(f"// {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
+        if self.folder is not None:
+            self.write(REPRO, f"// penstock opt {REPRO} -p '{quoted}'\n{reason}{self._printer.print(module)}")
+            self.report(module, failure=f"pass {call}\n{type(error).__name__}: {error}")
+
+    # ------------------------------------------------------------------------------ the report
+
+    def report(
+        self,
+        module: Module,
+        plan: Mapping[str, Any] | None = None,
+        predicted: Predicted | None = None,
+        failure: str = "",
+    ) -> None:
+        """Write index.html: what was seen until now, whatever is left out elsewhere."""
+        from penstock.inspection.report.material import Material, PassStep
+        from penstock.inspection.report.page import page_of
+
+        steps = tuple(PassStep(*row) for row in self.passes)
+        if self.folder is not None:
+            material = Material(
+                module,
+                steps,
+                plan or {},
+                sources=self.kernels,
+                programs=self.programs,
+                failure=failure,
+                predicted=predicted,
+            )
+            self.write("index.html", page_of(material, plain=True))
+
+    # ------------------------------------------------------------------------------ sources
+
+    @nothing_collected()
+    def sources(self, stage: str, found: StageSources) -> None:
+        """What a back end made of a stage."""
+        home = f"{STAGES}/{stage}"
+        self.kernels |= {
+            f"{call.graph}/{call.kernel}": found.kernels[call.source]
+            for call in found.calls
+            if call.source in found.kernels
+        }
+        texts = {"relax.py": found.functions, "kernels.cu": found.device}
+        self.programs |= {f"{stage}/{name}": text for name, text in texts.items() if text}
+        calls = [
+            call
+            for call in found.calls
+            if any(self.wants(f"{home}/kernels/{call.source}", call.graph, one) for one in call.operations)
+        ]
+        if not calls:
+            return
+        rows = [
+            f"{call.graph}\t{call.kernel}\tkernels/{call.source}.py\t{', '.join(call.operations)}\n" for call in calls
+        ]
+        files = {f"{home}/kernels.tsv": "graph\tkernel\tfile\toperations\n" + "".join(rows)}
+        # What a library computes has no source.
+        files |= {
+            f"{home}/kernels/{call.source}.py": found.kernels[call.source]
+            for call in calls
+            if call.source in found.kernels
+        }
+        files[f"{home}/relax.py"] = f"# for {found.target}\n{found.functions}"
+        if found.device:
+            files[f"{home}/kernels.cu"] = found.device
+        if self._files is not None:
+            self._files.write(files)
+
+    # ------------------------------------------------------------------------------ files
+
+    def wants(self, stem: str, graph: str, operation: str) -> bool:
+        """Whether the line of an operation in a file matches."""
+        return self._only is None or self._only.search(f"{stem} @{graph} {operation}") is not None
+
+    def filtered(self, stem: str, module: Module) -> Module:
+        """What of a module goes into a file."""
+        if self._only is None:
+            return module
+        return excerpt(module, lambda graph, op: self.wants(stem, graph, print_op(op)))
+
+    def write_module(self, name: str, module: Module) -> str | None:
+        """Write what of a module matches; None where nothing does."""
+        if self.folder is None:
+            return None
+        part = self.filtered(name.removesuffix(".ir"), module)
+        if part is module:
+            return self.write(name, self._printer.print(module))
+        assert self._only is not None
+        kept = count_ops(part)
+        told = f"{kept} of {counted(count_ops(module), 'operation')}, those that match {self._only.pattern}"
+        return self.write(name, self._printer.print(part.noted(EXCERPT, told))) if kept else None
+
+    def write(self, name: str, text: str) -> str:
+        """Write a file, in folders as its name says."""
+        if self._files is not None:
+            self._files.write({name: text})
+        return name
+
+    def _append(self, name: str, text: str) -> None:
+        if self._files is not None:
+            self._files.append(name, text)
+
+
+def step_of(dump: Dump | None, name: str) -> AbstractContextManager[list[str]]:
+    """A step that is written down where somebody asked for a dump."""
+    return nullcontext([]) if dump is None else dump.step(name)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UsageError(f"bad pattern {text!r}: {error}", where="--dump-ir-filter") from error

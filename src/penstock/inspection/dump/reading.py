@@ -1,0 +1,131 @@
+"""The modules of a compilation once more: out of its dump folder, or by running the passes that a plan names.
+
+    dumped_text     a dump folder and the name of a file in it -> its text; what lies elsewhere, as a link may name it, is refused
+    missing_dumps   a dump folder -> names of the modules that its table of passes has and that are not there
+    pass_rows       a dump folder -> call and time of all passes, also of those that changed nothing
+    dumped_passes   a dump folder -> the module after each pass that is dumped there, read when it is asked for
+    made_again      the model before `partition`, which bundles keep, and the pipeline that plan.json names -> the module after each pass from there on
+
+Limit: what passes make today need not be what they made when a bundle was written; who asks compares
+the last module with that of the bundle.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.ir.files import read_module, read_text
+from penstock.ir.graph import Module
+from penstock.passes.manager import Call, parse_pipeline, run_passes
+from penstock.support.errors import VerifyError
+
+from .folder import PASSES
+
+_FILE = re.compile(r"(\d+)_([a-z0-9\-]+)\.ir")
+_NUMBER = re.compile("[0-9]{1,9}")
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """A module of a dump folder, and the call of the pass that made it."""
+
+    number: int
+    call: str
+    path: Path
+
+    @property
+    def module(self) -> Module:
+        return read_module(_inside(self.path.parent, self.path.name))
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """The module after a pass; `number` is the place of the pass in the whole pipeline, from 1."""
+
+    number: int
+    call: Call
+    module: Module
+
+
+def dumped_text(folder: Path, name: str) -> str:
+    return read_text(_inside(folder, name))
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A dump may come from a stranger: nothing that lies outside it is read as if it were of it."""
+    path = folder / name
+    try:
+        inside = path.resolve(strict=True).is_relative_to(folder.resolve(strict=True))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise VerifyError(f"cannot be found: {error}", where=str(path)) from error
+    if not inside:
+        raise VerifyError("lies outside of the dump folder", where=str(path), hint="dumps hold no links to elsewhere")
+    return path
+
+
+def pass_rows(folder: Path) -> dict[int, tuple[str, float]]:
+    """Call and milliseconds by number, as passes.tsv has them; none where there is no such file."""
+    return {number: (call, ms) for number, call, ms, _ in _rows(folder)}
+
+
+def missing_dumps(folder: Path) -> list[str]:
+    """Modules of passes that changed something; of a whole dump, without filters and with modules rather than changes."""
+    names = [f"{number:02d}_{call.partition('{')[0]}.ir" for number, call, _, changed in _rows(folder) if changed]
+    return [name for name in names if not (folder / name).exists()]
+
+
+def _rows(folder: Path) -> Iterator[tuple[int, str, float, bool]]:
+    """Number, call, milliseconds, and whether it changed anything."""
+    if not (folder / PASSES).is_file():
+        return
+    header, *lines = dumped_text(folder, PASSES).rstrip("\n").split("\n")
+    for at, line in enumerate(lines, 2):
+        row = dict(zip(header.split("\t"), line.split("\t"), strict=False))
+        number, call, ms = row.get("number", ""), row.get("pass", ""), _milliseconds(row.get("ms", ""))
+        if _NUMBER.fullmatch(number) is None or not call or not math.isfinite(ms):
+            what = f"expected the number of a pass, its call and milliseconds, found {line[:80]!r}"
+            raise VerifyError(what, where=f"{folder / PASSES}:{at}", hint="is this a dump folder?")
+        yield int(number), call, ms, row.get("changed") == "yes"
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def dumped_passes(folder: str | Path) -> list[Dumped]:
+    """The modules of passes in the order of the passes; none where the folder holds no dump."""
+    place = Path(folder)
+    found = sorted(
+        (int(match[1]), match[2], path) for path in place.glob("*.ir") if (match := _FILE.fullmatch(path.name))
+    )
+    rows = pass_rows(place) if found else {}
+    return [Dumped(number, rows[number][0] if number in rows else name, path) for number, name, path in found]
+
+
+def made_again(reference: Module, pipeline: str) -> list[PassResult]:
+    """Run the passes from `partition` on; none where the pipeline has no such pass. What they refuse is their error."""
+    from penstock.passes.pipelines import PASSES as TABLE
+
+    calls = parse_pipeline(pipeline, TABLE)
+    names = [call.name for call in calls]
+    if "partition" not in names:
+        return []
+    start = names.index("partition")
+    before: list[Module] = []
+
+    def look(call: Call, module: Module) -> Call:
+        before.append(module)
+        return call
+
+    last = run_passes(reference, calls[start:], TABLE, before=look)
+    return [
+        PassResult(start + i, call, module)
+        for i, (call, module) in enumerate(zip(calls[start:], [*before[1:], last], strict=True), 1)
+    ]

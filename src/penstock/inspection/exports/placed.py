@@ -1,0 +1,50 @@
+"""The forward part of a module as nodes with their places: what pictures of the model show. Reads of variables and
+constants belong to those who use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from penstock.inspection.flow import told_operand
+from penstock.ir.graph import Graph, Module, Op, graph_kind, graph_stage
+from penstock.ir.memory.workspace import is_inline
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An operation with a name that is its alone, and where it runs; `kernel` is empty where it has none."""
+
+    name: str
+    op: Op
+    stage: int | None
+    devices: tuple[str, ...]
+    kernel: str
+
+
+def forward_graphs(module: Module) -> list[Graph]:
+    """The graphs of the model itself, each after those whose values it takes: forward parts of stages, or the model before it was cut."""
+    left = [graph for name, graph in module.graphs.items() if graph_kind(name) == "F"]
+    known = {v.name for v in module.inputs}
+    found: list[Graph] = []
+    while left:
+        graph = next((g for g in left if all(v.name in known for v in g.ins)), left[0])
+        left.remove(graph)
+        found.append(graph)
+        known |= {v.name for op in graph.ops for v in op.outs}
+    return found
+
+
+def placed_ops(module: Module, graph: Graph) -> Iterator[Placed]:
+    for position, op in enumerate(graph.ops):
+        stage = graph_stage(graph.name)
+        if stage is None and "stage" in op.attrs:
+            stage = int(str(op.attrs["stage"]))
+        devices = module.devices_of(stage) if stage is not None and stage < len(module.stages) else ()
+        kernel = "" if is_inline(op) or "kernel" not in op.attrs else f"{graph.name}/{op.attrs['kernel']}"
+        yield Placed(f"{graph.name}/{position}", op, stage, devices, kernel)
+
+
+def told_operands(graph: Graph) -> Mapping[str, str]:
+    """How operands are told that are no nodes: variables and single constants, by the name of their value."""
+    return {op.outs[0].name: told for op in graph.ops if (told := told_operand(op)) is not None}

@@ -1,0 +1,242 @@
+"""Weights back out of a bundle, under the names of the model it was compiled from.
+
+keep_source   at compile time: what a bundle has to keep of its model for that
+export        a bundle, or a checkpoint of one -> an ONNX file, a safetensors file, or both
+
+The ONNX file is the model that was compiled, with its own inputs and outputs (no loss), nodes and names; the elements of initializers that
+became variables are those of the bundle or the checkpoint, in the initializer's element type, and everything else is as it was, bit for bit.
+The safetensors file of a torch module is its whole state dict: tied weights under each of their names, and what no output depends on as it was.
+Of an ONNX model it has what the model stored of the bundle's variables, by its names, where several graphs have one with their place before it
+(`If_4/then/weight`), and in its element types: parameters, and constants too
+large to be written into the program; what the loss does not need is in no bundle's variables, only in the ONNX file. Weights are the newest of the checkpoint: under 2bw the older version, which only a resumed run needs, is
+not exported.
+
+Files are there whole or not at all, and replace files of the same name, as those of `penstock infer` do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.backends.bundle.format import REST, Bundle, Origin, open_bundle, stored_vars
+from penstock.backends.bundle.tensor_file import map_tensors, write_tensors
+from penstock.ir.graph import PARAM, Module
+from penstock.support.atomic_files import replacing
+from penstock.support.errors import UsageError, VerifyError
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+    from penstock.frontends.imported import Imported
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The files that were written, the number of tensors whose elements were filled in, and the step of the checkpoint they are from."""
+
+    files: tuple[Path, ...]
+    tensors: int
+    step: int | None
+
+
+def keep_source(imported: Imported, module: Module, folder: Path) -> Origin:
+    """What a bundle of `module` keeps of its source: its names for variables, and for inputs and outputs that are spelled otherwise; and its files."""
+    origin = _keep_variables(imported, module, folder)
+    values = [*(value.name for value in module.data_inputs), *module.outputs]
+    return Origin(
+        {**{name: (imported.names[name],) for name in values if name in imported.names}, **origin.names}, origin.files
+    )
+
+
+def _keep_variables(imported: Imported, module: Module, folder: Path) -> Origin:
+    """Elements that no stage holds stay with the structure, which is written into `folder`."""
+    stored = stored_vars(module)
+    structure, state = imported.structure, imported.state
+    if state is not None:
+        lost = {
+            name: imported.weights[variable]
+            for variable, names in state.names.items()
+            if variable not in stored
+            for name in names
+        }
+        path = folder / PurePosixPath(REST).name
+        write_tensors(path, {**state.rest, **lost})
+        return Origin({variable: names for variable, names in state.names.items() if variable in stored}, [path])
+    if structure is None:
+        return Origin({name: (imported.names.get(name, name),) for name in stored})
+    from penstock.frontends.onnx.structure import save_structure
+
+    names = {variable: (theirs,) for variable, theirs in structure.initializers.items() if variable in stored}
+    rest = {
+        theirs: imported.weights[variable]
+        for variable, theirs in structure.initializers.items()
+        if variable not in stored
+    }
+    return Origin(names, save_structure(structure, folder, rest))
+
+
+def export(
+    source: str | Path,
+    *,
+    onnx: str | Path | None = None,
+    safetensors: str | Path | None = None,
+    checkpoint: str | Path | None = None,
+    annotate: Callable[[ModelProto], None] | None = None,
+) -> Exported:
+    """Write the weights of a bundle, as compiled or as in a checkpoint, into the ONNX model it was compiled from, or into a safetensors file.
+
+    `source` is a bundle, or a checkpoint whose bundle stands where it stood. Of a directory of checkpoints the newest is taken.
+    `annotate` may write words into the ONNX model before it is written."""
+    outs = {
+        flag: Path(os.path.realpath(path))
+        for flag, path in (("--onnx", onnx), ("--safetensors", safetensors))
+        if path is not None
+    }
+    bundle, place = _find(Path(source), None if checkpoint is None else Path(checkpoint))
+    changed = place is not None or annotate is not None
+    _check_places(outs, bundle, changed)
+    names = _names_of(bundle, onnx is None)
+    if onnx is not None and bundle.source_structure is None:
+        raise UsageError(
+            "was not compiled from an ONNX model", where=str(bundle.path), hint="--safetensors writes its weights"
+        )
+    arrays, step = _weights(bundle, place)
+    own = {name: arrays[variable] for variable, named in names.items() for name in named}
+    files: list[Path] = []
+    if onnx is not None:
+        from penstock.frontends.onnx.structure import write_model
+
+        assert bundle.source_structure is not None
+        files += write_model(bundle.source_structure, own, outs["--onnx"], annotate)
+    if safetensors is not None:
+        files.append(_write_safetensors(outs["--safetensors"], own, bundle))
+    return Exported(tuple(files), len(names), step)
+
+
+def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:
+    """The bundle, and the checkpoint if there is one. A checkpoint that stands alone says where its bundle was."""
+    from penstock.runtime.checkpoint.finding import directory_meant, find_checkpoint
+    from penstock.runtime.checkpoint.format import INDEX, LATEST, read_index
+
+    if not ((source / INDEX).exists() or (directory_meant(source) / LATEST).exists()):
+        return open_bundle(source), None if checkpoint is None else find_checkpoint(checkpoint)
+    if checkpoint is not None:
+        raise UsageError(
+            "is a checkpoint itself", where=str(source), hint=f"penstock export BUNDLE --checkpoint {source}"
+        )
+    place = find_checkpoint(source)
+    there = read_index(place).bundle
+    if not there or not Path(there).is_dir():
+        found = f"its bundle is no longer at {there}" if there else "does not say which bundle it is of"
+        raise UsageError(found, where=str(place), hint=f"penstock export BUNDLE --checkpoint {source}")
+    return open_bundle(there), place
+
+
+def _check_places(outs: Mapping[str, Path], bundle: Bundle, changed: bool) -> None:
+    """Refuse places where nothing can be written, and that of the model itself where it would be `changed`, all of them at once, before the work."""
+    from penstock.frontends.onnx.structure import data_file
+    from penstock.support.paths import file_problem, is_inside
+
+    problems = [] if outs else ["nothing to write: give --onnx FILE, --safetensors FILE or both"]
+    places = [*outs.items(), *((flag, data_file(path)) for flag, path in outs.items() if flag == "--onnx")]
+    for flag, path in places:
+        if problem := file_problem(str(path)):
+            problems.append(f"{flag} {path}: {problem}")
+        elif path.exists() and not path.is_file():
+            problems.append(f"{flag} {path}: is not a plain file")
+        elif is_inside(str(path), os.path.realpath(bundle.path)):
+            problems.append(f"{flag} {path}: is inside the bundle, which would be damaged by it")
+    for flag, path in outs.items():
+        if (changed or flag != "--onnx") and _is_source(path, bundle):
+            problems.append(
+                f"{flag} {path}: is the model that the bundle was compiled from, or a copy of it; give the result another name"
+            )
+    if len({path for _, path in places}) < len(places):
+        problems.append(f"{' and '.join(outs)} name the same file")
+    if problems:
+        raise UsageError("; ".join(problems), where="export")
+    for path in outs.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _is_source(path: Path, bundle: Bundle) -> bool:
+    """Whether a file holds, with its external data, what the bundle was compiled from, whatever it is called."""
+    if bundle.source_structure is None or not path.is_file() or path.suffix == ".safetensors":
+        return False
+    from penstock.frontends.onnx.source import ModelFile
+
+    try:
+        return ModelFile(path).digest() == bundle.manifest.source_hash
+    except UsageError:  # it is no model
+        return False
+
+
+_HINT = "weights of graphs inside of functions may stand for several; --safetensors writes them, by names of ours"
+
+
+def _names_of(bundle: Bundle, alone: bool) -> dict[str, list[str]]:
+    """The model's own names of its variables. A parameter of an ONNX model without one cannot be written back into it, but `alone`, by ours."""
+    names = bundle.source_names
+    if names is None:
+        raise UsageError(
+            "does not say what its weights are called in the model",
+            where=str(bundle.path),
+            hint="compile the model again",
+        )
+    stored = stored_vars(bundle.module)
+    names = {name: named for name, named in names.items() if name not in bundle.renamed}
+    lost = [name for name, var in stored.items() if var.role == PARAM and name not in names]
+    if lost and alone and bundle.source_structure is not None:
+        names = {**names, **{name: [name] for name in lost}}
+    elif lost:
+        raise UsageError(
+            f"these parameters stand in no one place of the model: {', '.join(lost)}",
+            where=str(bundle.path),
+            hint=_HINT,
+        )
+    strange = sorted(names.keys() - stored.keys())
+    every = [name for named in names.values() for name in named]
+    if strange or len(set(every)) < len(every):
+        raise VerifyError(
+            f"names of variables do not fit the module: {', '.join(strange) or 'two have one name'}",
+            where=str(bundle.path),
+        )
+    return names
+
+
+def _weights(bundle: Bundle, place: Path | None) -> tuple[dict[str, np.ndarray], int | None]:
+    """Elements of all stored variables, memory-mapped; and the step they are of."""
+    if place is None:
+        files = [map_tensors(bundle.weights_file(entry.stage)) for entry in bundle.manifest.ranks]
+        return {name: array for file in files for name, array in file.items()}, None
+    from penstock.runtime.checkpoint.format import another_model, read_index, read_newest
+
+    index = read_index(place)
+    if (refusal := another_model(index, bundle.module, bundle.manifest.source_hash, str(place))) is not None:
+        raise refusal
+    return read_newest(place, index, bundle.module), index.step
+
+
+def _write_safetensors(out: Path, arrays: Mapping[str, np.ndarray], bundle: Bundle) -> Path:
+    dtypes: Mapping[str, np.dtype] = {}
+    metadata = None
+    if bundle.source_rest is not None:
+        arrays = {**map_tensors(bundle.source_rest), **arrays}
+        metadata = {"format": "pt"}  # transformers does not read files that do not say so
+    if bundle.source_structure is not None:
+        from penstock.frontends.onnx.structure import element_types
+
+        dtypes = element_types(bundle.source_structure)
+    with replacing(out) as work:
+        write_tensors(
+            work,
+            {name: array.astype(dtypes.get(name, array.dtype), copy=False) for name, array in arrays.items()},
+            metadata,
+        )
+    return out

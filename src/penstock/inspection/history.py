@@ -1,0 +1,142 @@
+"""What passes did to some operations. In: what is looked at, and a Target. Out: one Change for every pass that
+touched it, with the lines of `penstock diff`.
+
+    a dump folder    the modules in it, one after another
+    a bundle         passes are run again: from the model before it was cut (reference.ir), with the pipeline that plan.json names
+
+Modules are compared where they hold the operations of the target, their variables and the edges that carry their results; all else is
+left out of the comparison. Limits: passes before `partition` are seen in dump folders only; what `schedule` and the passes that work
+on actions do is none of an operation's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from penstock.inspection.dump.reading import made_again
+from penstock.ir.graph import Edge, Graph, Module
+from penstock.ir.text import print_module
+from penstock.support.errors import PenstockError
+
+from .diff import differences
+from .finding import VARIABLE, Target, look_up
+from .subject import Subject
+
+_ASK = "give --dumps, the folder of `penstock compile --dump-ir`"
+# What stands around the operations of a graph: of those that are cut out here it says nothing.
+_FRAME = re.compile(r"\s*[-+] (?:graph @\S+\(\) \{|return)")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The module after a pass. The first one is after no pass."""
+
+    number: int
+    call: str
+    module: Module
+
+
+@dataclass(frozen=True)
+class PassChange:
+    """What one pass did to what is followed; `made` and `removed` where it was not there before, or is not there after it."""
+
+    number: int
+    call: str
+    lines: tuple[str, ...]
+    made: bool = False
+    removed: bool = False
+
+
+@dataclass(frozen=True)
+class PipelineRecord:
+    """The modules of a pipeline, in order, and for people where they come from and what is missing."""
+
+    origin: str
+    snapshots: tuple[Snapshot, ...] = ()
+
+
+def record_of(subject: Subject) -> PipelineRecord:
+    """The best record there is of how a module was made."""
+    if subject.dumps:
+        folder = subject.dumps[0].path.parent
+        found = tuple(Snapshot(dump.number, dump.call, dump.module) for dump in subject.dumps)
+        other = subject.path != folder and print_module(found[-1].module) != print_module(subject.module)
+        warning = "; its last module is not this program, so it may be of another compilation" if other else ""
+        warning += (
+            "; of the passes it has what they changed in place of modules (*.diff)"
+            if any(folder.glob("*_*.diff"))
+            else ""
+        )
+        return PipelineRecord(f"passes as dumped in {folder}{warning}", found)
+    reference = subject.bundle.reference if subject.bundle is not None else None
+    if reference is None or "pipeline" not in subject.plan:
+        return PipelineRecord(f"what passes did is not known: {_ASK}")
+    return _run_again(subject, reference, str(subject.plan["pipeline"]))
+
+
+def _run_again(subject: Subject, reference: Module, pipeline: str) -> PipelineRecord:
+    try:
+        made = made_again(reference, pipeline)
+    except PenstockError as error:
+        return PipelineRecord(
+            f"what passes did is not known: those that plan.json names do not run today: {str(error).splitlines()[0]} ({_ASK})"
+        )
+    if not made:
+        return PipelineRecord(
+            f"what passes did is not known: plan.json names no `partition`, which the model in the bundle stands before ({_ASK})"
+        )
+    told = f"passes from {made[0].call.name} on, run again from reference.ir; of those before only a dump folder knows (--dumps)"
+    if print_module(made[-1].module.but(notes=())) != print_module(subject.module.but(notes=())):
+        told += "; they give another program than the bundle has, as another version of them made it"
+    before = Snapshot(made[0].number - 1, "", reference)
+    return PipelineRecord(told, (before, *(Snapshot(step.number, str(step.call), step.module) for step in made)))
+
+
+# ------------------------------------------------------------------------------------------------ following
+
+
+def find_before(record: PipelineRecord, text: str) -> Target | None:
+    """What a name meant in the last module that had it."""
+    found = (look_up(snapshot.module, text) for snapshot in reversed(record.snapshots))
+    return next((target for target in found if target is not None), None)
+
+
+def changes(record: PipelineRecord, target: Target) -> tuple[PassChange, ...]:
+    """What every pass did to a target."""
+    views = [(snapshot, _only(snapshot.module, target.within(snapshot.module))) for snapshot in record.snapshots]
+    found = []
+    for (_, before), (snapshot, after) in pairwise(views):
+        lines = tuple(line for line in differences(before, after) if not _FRAME.fullmatch(line))
+        if lines:
+            found.append(
+                PassChange(snapshot.number, snapshot.call, lines, made=not before.graphs, removed=not after.graphs)
+            )
+    return tuple(found)
+
+
+def _only(module: Module, target: Target) -> Module:
+    """A module of nothing but the target."""
+    graphs: dict[str, Graph] = {}
+    for place in target.places:
+        known = graphs.get(place.graph, Graph(place.graph, (), (), ()))
+        graphs[place.graph] = replace(known, ops=(*known.ops, place.op))
+    made = {v.name for place in target.places for v in place.op.outs}
+    touched = {str(place.op.attrs["var"]) for place in target.places if "var" in place.op.attrs}
+    touched |= {target.name} if target.kind == VARIABLE else set()
+    names = [name for name in module.vars if name in touched]
+    return Module(
+        module.name,
+        vars={name: module.vars[name] for name in names},
+        graphs=graphs,
+        edges=tuple(_edges(module.edges, made)),
+    )
+
+
+def _edges(edges: Sequence[Edge], names: set[str]) -> Iterable[Edge]:
+    for edge in edges:
+        values = tuple(v for v in edge.values if v.name in names)
+        if values:
+            yield replace(edge, values=values)

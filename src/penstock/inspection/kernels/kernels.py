@@ -1,0 +1,271 @@
+"""What the kernels of a compiled module are, what they should cost, and what they do cost on this machine.
+
+In: a module with stage graphs and kernels chosen (`fuse`). Out: one row per distinct kernel of a stage: its operations and shapes, work,
+time by the roofline of the stage's device, measured time, and how often it runs. Kernels of one graph that differ in names only are one row
+with several names. Each kernel also stands as a graph of its own, which any back end can compile and run: what it reads from other kernels
+are inputs, what others read of it are results, and variables stay variables.
+
+    operations of a graph = operations in kernels + operations computed where they are read (or constant tables) + reads of variables
+    bytes of a kernel     = what it reads from memory, seen through layout changes, + what it stores; nothing in between
+    roofline              = max(flops / rate, bytes / bandwidth), by the rates of the plan; of measured rows, by those measured
+    share                 = calls * time of the whole stage's, per batch: forward and backward run once per microbatch, the update and what it
+                            needs once
+
+Measured times come from kernel_timing.py.
+
+Limits: shows the choice in the IR; a back end may split a kernel that it cannot make in one, and is then measured with all its parts. A
+mesh counts as its first device. Sources are those for this machine's CPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.ir.cluster.cluster import Device
+from penstock.ir.graph import Graph, Module, Op
+from penstock.ir.ops import cost_of
+from penstock.ir.schedule import COMPUTE, PER_BATCH
+from penstock.passes.costs.prices import bound
+from penstock.passes.kernels.divide import divide, kernels_of
+from penstock.support.errors import UsageError
+from penstock.support.terminal import table
+from penstock.support.words import shown_bytes
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """Kernels of one stage graph that are alike: `names` in the graph, `body` is the first of them as a graph of its own."""
+
+    stage: int
+    graph: str
+    names: tuple[str, ...]
+    ops: tuple[Op, ...]
+    body: Graph
+    flops: float
+    moved: float
+    roofline_s: float
+    per: str
+    calls_per_batch: int
+    device: Device
+    measured_s: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.roofline_s if self.measured_s is None else self.measured_s
+
+    @property
+    def batch_s(self) -> float:
+        """Time of all calls in one batch."""
+        return self.seconds * self.calls_per_batch
+
+    @property
+    def label(self) -> str:
+        return f"{self.graph}/{self.names[0]}"
+
+
+# ------------------------------------------------------------------------------------------------ finding kernels
+
+
+def kernel_rows(module: Module) -> list[KernelRow]:
+    """All distinct kernels, stage by stage, in the order of their first call."""
+    if "fused" not in module.facts:
+        raise UsageError(
+            "no kernels are chosen yet", where=f"@{module.name}", hint="run the pass `fuse`, or inspect a bundle"
+        )
+    microbatches = module.schedule.microbatches if module.schedule is not None else 1
+    rows: list[KernelRow] = []
+    for stage in module.stages:
+        device = _device_of(module, module.devices_of(stage.index)[0])
+        for kind in COMPUTE:
+            graph = module.stage_graph(stage.index, kind)
+            if graph is not None:
+                per, times = ("update", 1) if kind in PER_BATCH else ("microbatch", microbatches)
+                rows += _rows_of(graph, stage.index, device, per, times)
+    return rows
+
+
+def _device_of(module: Module, place: str) -> Device:
+    if module.cluster is None:
+        raise UsageError(
+            "the module names no devices", where=f"@{module.name}", hint="inspect a bundle, or a dump after `partition`"
+        )
+    name = next((mesh.devices[0] for mesh in module.meshes if mesh.name == place), place)
+    return next(device for device in module.cluster.devices if device.name == name)
+
+
+def _rows_of(graph: Graph, stage: int, device: Device, per: str, times: int) -> list[KernelRow]:
+    alike: dict[object, KernelRow] = {}
+    for kernel in kernels_of(graph):
+        if kernel.shape in alike:
+            row = alike[kernel.shape]
+            alike[kernel.shape] = replace(
+                row, names=(*row.names, kernel.name), calls_per_batch=row.calls_per_batch + times
+            )
+            continue
+        flops = sum(cost_of(op).flops for op in kernel.body.ops)
+        roofline = bound(kernel.body.ops, kernel.moved, device)
+        alike[kernel.shape] = KernelRow(
+            stage,
+            graph.name,
+            (kernel.name,),
+            kernel.ops,
+            kernel.body,
+            flops,
+            kernel.moved,
+            roofline,
+            per,
+            times,
+            device,
+        )
+    return list(alike.values())
+
+
+# ------------------------------------------------------------------------------------------------ sources
+
+
+def kernel_source(rows: Sequence[KernelRow], name: str) -> str:
+    """The TIR of a kernel, by `s0.F/k3`, or `k3` where only one graph has it."""
+    found = [row for row in rows if any(name in (n, f"{row.graph}/{n}") for n in row.names)]
+    if len(found) != 1:
+        which = f"{len(found)} graphs have a kernel {name!r}" if found else f"no kernel {name!r}"
+        labels = [f"{row.graph}/{n}" for row in (found or rows) for n in row.names if not found or n == name]
+        shown = ", ".join(labels[:8]) + (", ..." if len(labels) > 8 else "")
+        raise UsageError(which, where="--source", hint=f"there are {shown}" if labels else "the module has no kernels")
+    from penstock.backends.tvm.lower.lower import plan_kernels
+    from penstock.backends.tvm.target import machine_of
+
+    (row,) = found
+    machine = machine_of("host")
+    steps = plan_kernels(row.body, machine).steps
+    parts = []
+    for number, step in enumerate(steps, 1):
+        of = f", part {number} of {len(steps)}" if len(steps) > 1 else ""
+        parts.append(
+            f"# {row.graph}/{name.rpartition('/')[2]} for {machine.name}{of}: {' '.join(op.kind for op in step.group.ops)}"
+        )
+        parts.append(step.kernel.function.script())
+    return "\n".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------ printing
+
+
+def rates_text(device: Device) -> str:
+    return f"{device.flops / 1e9:.4g} GFLOP/s, {device.bandwidth / 1e9:.3g} GB/s"
+
+
+def format_report(rows: Sequence[KernelRow], module: Module, width: int | None = None) -> str:
+    """A table for each stage, largest share first, then what each graph's operations became. Lines are at most `width` wide, if given."""
+    lines: list[str] = []
+    for stage in module.stages:
+        own = sorted((row for row in rows if row.stage == stage.index), key=lambda row: -row.batch_s)
+        device = _device_of(module, module.devices_of(stage.index)[0])
+        total = sum(row.batch_s for row in own)
+        what, origin = (
+            ("measured", "measured") if any(row.measured_s is not None for row in own) else ("roofline", "planned")
+        )
+        rates = rates_text(own[0].device if own else device)
+        lines += [
+            f"stage {stage.index} on {device.name} ({origin}: {rates}): {total * 1e3:.3f} ms per batch, {what}",
+            _table(own, total, width),
+            "",
+        ]
+        for kind in COMPUTE:
+            graph = module.stage_graph(stage.index, kind)
+            if graph is not None:
+                lines.append(_division_line(graph, own))
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _table(rows: Sequence[KernelRow], total: float, width: int | None) -> str:
+    heads = ["graph", "kernel", "calls", "operations", "shapes", "MFLOP", "bytes", "roofline ms"]
+    measured = any(row.measured_s is not None for row in rows)
+    heads += ["measured ms", "of roofline"] if measured else []
+    cells: list[list[object]] = []
+    for row in rows:
+        line: list[object] = [
+            row.graph,
+            _names(row.names),
+            f"{len(row.names)} per {row.per}",
+            _kinds(row.ops),
+            _shapes(row),
+        ]
+        line += [f"{row.flops / 1e6:.3f}", shown_bytes(row.moved), f"{row.roofline_s * 1e3:.4f}"]
+        if measured:
+            line += [f"{row.seconds * 1e3:.4f}", f"{100 * row.roofline_s / row.seconds:.0f}%"]
+        cells.append([*line, f"{100 * row.batch_s / total:.1f}%" if total else "-"])
+    # Shapes say least beside the operations: they are the first to be cut.
+    return table([*heads, "share"], cells, width, cut=(4, 3))
+
+
+def report_json(rows: Sequence[KernelRow]) -> str:
+    """The rows as plain data, nothing cut: seconds and bytes of one call."""
+    return json.dumps([_plain(row) for row in rows], indent=2)
+
+
+def _plain(row: KernelRow) -> dict[str, Any]:
+    return {
+        "stage": row.stage,
+        "graph": row.graph,
+        "kernels": list(row.names),
+        "calls_per_batch": row.calls_per_batch,
+        "operations": [
+            {"kind": op.kind, "ins": [str(v.type) for v in op.ins], "outs": [str(v.type) for v in op.outs]}
+            for op in row.ops
+        ],
+        "flops": row.flops,
+        "bytes": row.moved,
+        "flops_per_s": row.device.flops,
+        "bytes_per_s": row.device.bandwidth,
+        "roofline_s": row.roofline_s,
+        "measured_s": row.measured_s,
+    }
+
+
+def _division_line(graph: Graph, rows: Sequence[KernelRow]) -> str:
+    division = divide(graph)
+    inside = sum(map(len, division.kernels.values()))
+    flops = sum(row.flops * len(row.names) for row in rows if row.graph == graph.name)
+    return (
+        f"{graph.name}: {len(graph.ops)} operations = {inside} in {len(division.kernels)} kernels + {len(division.inline)} without "
+        f"memory or in tables + {len(division.reads)} reads; {flops / 1e6:.3f} MFLOP"
+    )
+
+
+def _names(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} alike"
+
+
+def _kinds(ops: Sequence[Op]) -> str:
+    """Kinds in order; a kind that follows itself is counted."""
+    found: list[tuple[str, int]] = []
+    for op in ops:
+        if found and found[-1][0] == op.kind:
+            found[-1] = (op.kind, found[-1][1] + 1)
+        else:
+            found.append((op.kind, 1))
+    words = [kind if count == 1 else f"{count}*{kind}" for kind, count in found]
+    return " ".join(words if len(words) <= 6 else [*words[:4], f"+{len(words) - 4}"])
+
+
+def _shapes(row: KernelRow) -> str:
+    """Operand and result types of the operation with the most work."""
+    main = max(row.ops, key=lambda op: (cost_of(op).flops, cost_of(op).bytes))
+    ins, outs = (
+        ", ".join(str(v.type) for v in values[:3]) + (", ..." if len(values) > 3 else "")
+        for values in (main.ins, main.outs)
+    )
+    return f"{ins} -> {outs}" if outs else ins
+
+
+__all__ = [
+    "KernelRow",
+    "format_report",
+    "kernel_rows",
+    "kernel_source",
+    "report_json",
+]

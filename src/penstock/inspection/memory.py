@@ -1,0 +1,86 @@
+"""Memory of every rank over a run, as the plan predicts it. In: a module with a schedule. Out: a Curve per rank.
+
+A point stands after each action of the rank's program: when that ends in the simulation, the bytes that live then, and those that the
+process holds (ir/memory/predict.py says what is counted). Times are those of the rates in the module's cluster; a module that cannot be simulated
+yet has its actions, one unit of time each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.ir.graph import Module
+from penstock.ir.memory.predict import Memory, measure_memory, memory_curve
+from penstock.passes.costs.prices import rank_seconds
+from penstock.support.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Point:
+    seconds: float
+    action: str
+    live: int
+    held: int
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`budget` is the memory of the rank's device, where its cluster says it; `timed` is whether seconds are seconds."""
+
+    rank: int
+    stage: int
+    device: str
+    budget: int | None
+    memory: Memory
+    points: tuple[Point, ...]
+    timed: bool
+
+    @property
+    def most_live(self) -> Point:
+        return max(self.points, key=lambda point: point.live)
+
+
+def memory_curves(module: Module, batches: int = 3) -> tuple[Curve, ...]:
+    """One curve per rank, for a run of so many batches from an empty pipeline to an empty pipeline."""
+    if module.schedule is None:
+        raise UsageError(
+            "the module has no schedule yet", hint="inspect a dump after the pass `lifetimes`, or a bundle"
+        )
+    memory, times = measure_memory(module), _times(module, batches)
+    devices, stages = module.rank_devices(), module.rank_stages()
+    found = []
+    for rank in module.schedule.ranks:
+        walked = list(memory_curve(module, rank, batches))
+        at = times[rank] if times is not None else [float(step + 1) for step in range(len(walked))]
+        points = tuple(
+            Point(seconds, str(action), live, held) for seconds, (action, live, held) in zip(at, walked, strict=True)
+        )
+        found.append(
+            Curve(
+                rank,
+                stages[rank],
+                devices[rank],
+                _budget(module, devices[rank]),
+                memory[rank],
+                points,
+                times is not None,
+            )
+        )
+    return tuple(found)
+
+
+def _times(module: Module, batches: int) -> dict[int, list[float]] | None:
+    """When every action ends; None where that is not known, as drops are not yet in the schedule, say."""
+    drops = module.schedule is not None and any(
+        action.kind == "D" for program in module.schedule.ranks.values() for action in program.batch
+    )
+    if module.cluster is None or "wired" not in module.facts or not drops:
+        return None
+    from penstock.simulating import forecast, seconds_of
+
+    made = forecast(module, seconds_of(module, rank_seconds(module)), batches)
+    return {rank: list(line.finishes) for rank, line in made.found.lines.items()}
+
+
+def _budget(module: Module, name: str) -> int | None:
+    return None if module.cluster is None else module.cluster.device(name).memory

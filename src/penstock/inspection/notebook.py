@@ -1,0 +1,84 @@
+"""Plans and traces as HTML for a notebook. In: a planned module, or a trace. Out: a fragment without scripts; text
+is escaped where it goes in (src/penstock/inspection/html.py).
+
+What is shown of a plan is what `penstock inspect` shows: the facts of summary.py. A trace is a picture: a row per rank, a box for every
+computation that is wide enough to be seen, with the action and its time as its title.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from penstock.inspection import html
+from penstock.inspection.traces.trace import Trace
+from penstock.ir.graph import Module
+from penstock.ir.schedule import COMPUTE
+from penstock.passes.costs.prices import shown_seconds
+from penstock.support.words import counted, shown_bytes
+
+from .summary import summarize
+
+_DECIDING = ("placement", "partition", "schedule", "recompute")
+_COLOURS = {"F": "#7aa6d8", "B": "#e3a857", "W": "#c8d06a", "U": "#8f6bb1", "P": "#b98aa8", "N": "#a8a8a8"}
+_WIDTH, _LEFT, _ROW = 960, 190, 22
+# Narrower boxes are not drawn: a long run stays a picture that can be opened.
+_SEEN = 0.15
+
+
+def plan_told(module: Module) -> str:
+    """A plan in one line."""
+    schedule = module.schedule
+    told = (
+        f"{schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch"
+        if schedule is not None
+        else "no schedule"
+    )
+    stages = "; ".join(
+        f"stage {stage.index} on {' '.join(module.devices_of(stage.index))}" for stage in module.stages[:8]
+    )
+    more = f"; {counted(len(module.stages) - 8, 'more stage')}" if len(module.stages) > 8 else ""
+    return f"plan of {module.name}: {told}, {stages}{more}"
+
+
+def plan_html(module: Module) -> str:
+    """What is predicted of stages, what passes that decide noted, and the module."""
+    facts = summarize(module)
+    rows = [
+        (
+            row.stage,
+            " ".join(row.devices),
+            f"{row.parameters:,}",
+            "-" if row.seconds is None else shown_seconds(row.seconds),
+            "-" if row.peak is None else shown_bytes(row.peak),
+            shown_bytes(row.sent),
+        )
+        for row in facts.stages
+    ]
+    parts = [
+        html.title(plan_told(module)),
+        html.table(("stage", "devices", "parameters", "time per batch", "peak memory", "sent per batch"), rows),
+        *(html.line(f"{origin}: {text}") for origin, text in facts.notes if origin in _DECIDING),
+        html.module_html(module),
+    ]
+    return f"<div>{''.join(parts)}</div>"
+
+
+def trace_html(trace: Trace) -> str:
+    return f"<div>{html.title(repr(trace)[1:-1])}{''.join(_picture(trace))}</div>"
+
+
+def _picture(trace: Trace) -> Iterator[str]:
+    scale = (_WIDTH - _LEFT) / (trace.seconds or 1.0)
+    height = (_ROW + 4) * len(trace.rows)
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="100%" font-family="sans-serif" font-size="11">'
+    for number, row in enumerate(trace.rows):
+        top = number * (_ROW + 4)
+        yield f'<text x="0" y="{top + 15}" fill="currentColor">{escape(row.name)}</text>'
+        for span in row.spans:
+            width = (span.end - span.start) * scale
+            if span.kind in COMPUTE and width >= _SEEN:
+                told = f"{span.action}: {shown_seconds(span.start)} to {shown_seconds(span.end)}"
+                box = f'x="{_LEFT + span.start * scale:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" fill="{_COLOURS[span.kind]}"'
+                yield f"<rect {box}><title>{escape(told)}</title></rect>"
+    yield "</svg>"

@@ -1,0 +1,82 @@
+"""plan.json as a bundle or a dump folder has it. In: the folder, or what was read. Out: plain data in which what is
+shown has the types that it should have.
+
+All that looks at plans takes them from here (`Subject.plan`), so damaged ones are one error. What nobody shows is not checked but for being
+JSON that can be written again: numbers are finite, texts are Unicode.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.inspection.dump.reading import dumped_text
+from penstock.support.errors import VerifyError
+
+PLAN = "plan.json"
+
+
+class _Stage(msgspec.Struct):
+    stage: int
+    starts_at: str | None
+
+
+class _Predicted(msgspec.Struct):
+    step_s: float
+    limited_by: str
+    busy_s: dict[str, float]
+
+
+class _Planner(msgspec.Struct):
+    step_s: float
+    bound_s: float
+    proven: bool
+    schedules: dict[str, float]
+    refused: dict[str, str]
+    left_out: list[str]
+    limited_by: str = ""
+    what_if: dict[str, float | None] = {}
+    passed_over: str = ""
+    simulated: dict[str, float] = {}
+
+
+class _Plan(msgspec.Struct):
+    pipeline: str = ""
+    schedule: str = ""
+    precision: str | None = None
+    wire: str | None = None
+    recompute: str | None = None
+    stages: list[_Stage] = []
+    predicted: _Predicted | None = None
+    planner: _Planner | None = None
+
+
+def plan_of_folder(folder: Path) -> dict[str, Any]:
+    """The plan of a dump folder; empty where it has none."""
+    if not (folder / PLAN).is_file():
+        return {}
+    try:
+        found = json.loads(dumped_text(folder, PLAN))
+    except (ValueError, RecursionError) as error:
+        raise _refusal(error, folder) from error
+    return checked_plan(found, folder)
+
+
+def checked_plan(found: Any, folder: Path) -> dict[str, Any]:
+    """What was read, if it is a plan."""
+    try:
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        msgspec.convert(found, _Plan)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise _refusal(error, folder) from error
+    assert isinstance(found, dict)
+    return found
+
+
+def _refusal(error: Exception, folder: Path) -> VerifyError:
+    return VerifyError(
+        f"{PLAN} is not as `penstock compile` writes it: {error}", where=str(folder), hint="compile the model again"
+    )

@@ -1,0 +1,87 @@
+"""Why a stage is what it is and where it is. In: a module, and plan.json if there is one. Out: sentences, with the numbers that the planner had.
+
+What is said comes from the notes that passes left, from what plan.json predicts of the stage's ranks, and from what the planner wrote down of the plans it
+did not choose. A plan that nobody searched for (`--stages`, `--split-at`) has no such alternatives, which is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from penstock.ir.graph import Module
+from penstock.passes.costs.prices import shown_seconds
+from penstock.support.errors import VerifyError
+from penstock.support.words import counted
+
+# The passes that decide where something is computed, and how.
+_DECIDING = ("placement", "partition", "recompute", "libraries")
+
+
+def stage_reasons(module: Module, stage: int, plan: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the planner knew when it made a stage."""
+    try:
+        return tuple(_reasons(module, stage, plan))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
+        raise VerifyError(
+            f"plan.json is not as `penstock compile` writes it: {error!r}", hint="compile the model again"
+        ) from error
+
+
+def _reasons(module: Module, stage: int, plan: Mapping[str, Any]) -> Iterator[str]:
+    for told in plan.get("stages", ()):
+        if told["stage"] == stage and told["starts_at"] is not None:
+            yield f"stage {stage} begins with {told['starts_at']}"
+    if predicted := plan.get("predicted"):
+        yield from _load(module, stage, predicted)
+    yield from (f"{note.origin}: {note.text}" for note in module.notes if note.origin in _DECIDING)
+    if not plan:
+        return
+    planner = plan.get("planner")
+    if planner is None:
+        yield "no plans were compared: stages or cuts were asked for (--batch lets the planner choose)"
+        return
+    yield from _alternatives(plan, planner)
+
+
+def _load(module: Module, stage: int, predicted: Mapping[str, Any]) -> Iterator[str]:
+    busy = {int(rank): float(seconds) for rank, seconds in predicted["busy_s"].items()}
+    slowest = max(busy.values(), default=0.0)
+    for rank, home in enumerate(module.rank_stages()):
+        if home == stage and slowest:
+            yield f"rank {rank} computes {shown_seconds(busy[rank])} per batch, {busy[rank] / slowest:.0%} of the busiest rank"
+    yield f"a batch is predicted to take {shown_seconds(float(predicted['step_s']))}, limited by {predicted['limited_by']}"
+
+
+def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterator[str]:
+    step, schedule = float(planner["step_s"]), plan.get("schedule", "")
+    # What was chosen by simulation may be slower by the formulas than the best by these, which all that is left is compared with.
+    usual = float(planner["schedules"].get(schedule, step))
+    if planner["proven"]:
+        yield f"by the planner's formulas no plan of {schedule} for what was given is faster than its {shown_seconds(step)} per batch"
+    else:
+        bound = shown_seconds(float(planner["bound_s"]))
+        yield f"the planner's formulas give {shown_seconds(step)} per batch, and no plan of {schedule} takes less than {bound} by them"
+    if "passed_over" in planner:
+        yield f"by these formulas another plan of {schedule} takes {shown_seconds(usual)}, {planner['passed_over']}"
+    changes, simulated = planner.get("what_if", {}), planner.get("simulated", {})
+    yield f"with one thing changed in what was given, by the formulas, against {shown_seconds(usual)}:"
+    for kind, seconds in planner["schedules"].items():
+        if kind != plan.get("schedule") and kind not in planner["refused"] and f"schedule {kind}" not in changes:
+            yield f"what if: schedule {kind}: {_against(float(seconds), usual)}"
+    for kind, reason in planner["refused"].items():
+        yield f"refused: {kind}: {str(reason).splitlines()[0]}"
+    for name, seconds in changes.items():
+        kind = name.removeprefix("schedule ")
+        if kind in planner["refused"]:
+            continue
+        told = "nothing fits" if seconds is None else _against(float(seconds), usual)
+        if kind in simulated and seconds is not None and float(seconds) < usual:
+            told += f", but {shown_seconds(float(simulated[kind]))} simulated"
+        yield f"what if: {name}: {told}"
+    if planner["left_out"]:
+        yield f"{counted(len(planner['left_out']), 'device')} left out: {', '.join(planner['left_out'])}"
+
+
+def _against(other: float, step: float) -> str:
+    return f"{shown_seconds(other)} per batch, {other / step - 1:+.1%}"

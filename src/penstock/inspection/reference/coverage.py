@@ -1,0 +1,35 @@
+"""Which part of the compiler has a rule for which operation: one row per row of the op table, read from the tables themselves. That a
+rule is there does not show that it works: nothing is tried for this matrix."""
+
+from __future__ import annotations
+
+from penstock.ir.interpreter.ops import NUMPY
+from penstock.ir.ops import OPS
+from penstock.passes.rewrite.decompose import DECOMPOSE
+from penstock.passes.training.vjp import FLAT, STOPS, VJP
+
+STATE = "state"
+# What stands in the columns.
+MEANINGS = {
+    "rule": "there is one, and it was not tried for this table; the tests try those that come with Penstock",
+    "built in": "nothing to be tried: the interpreter and kernels take variables as they are",
+    "decomposed": "primitives take its place before gradients and kernels are looked up",
+    "zero": "no gradient passes",
+    "-": "none; of gradients, none is ever asked for (booleans, constants, gradients, updates)",
+}
+
+
+def coverage() -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the matrix."""
+    from penstock.backends.tvm.kernels import MAIN
+    from penstock.backends.tvm.kernels.tools.elements import INDEXED, POINTWISE
+
+    kernels = {*MAIN, *INDEXED, *POINTWISE}
+    rows = []
+    for name, row in OPS.items():
+        missing = "decomposed" if name in DECOMPOSE else "-"
+        gradient = "rule" if name in VJP else "zero" if name in (*FLAT, *STOPS) else missing
+        kernel = "built in" if row.family == STATE else "rule" if name in kernels else missing
+        numpy = "built in" if row.family == STATE else "rule" if name in NUMPY else "-"
+        rows.append([name, row.family, numpy, gradient, kernel, row.doc])
+    return ["op", "family", "numpy", "gradient", "tvm cpu", "meaning"], rows

@@ -1,0 +1,184 @@
+"""All facts of a report, section by section. In: material. Out: plain data that JSON can say; a
+section that the material cannot give is null.
+
+    summary    what the model is, who runs it, and what is predicted         links      what travels between ranks
+    graph      the graphs (graph_facts)                                      schedule   timelines (schedule_facts)
+    passes     what every pass did (pass_facts)                              memory     what ranks hold over time (memory_facts)
+    placement  ranks with their share of time and memory, and the reasons    kernels    kernels and their source (kernel_facts)
+
+Predictions are those of the simulator. With `plain` they rest on the module alone, so that the same module has the same page; otherwise
+on what was measured on this machine, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from penstock import __version__
+from penstock.arguing import Predicted, predict
+from penstock.calibration.measured import Measured
+from penstock.ir.graph import PARAM, Module
+from penstock.ir.memory.predict import Memory, measure_memory
+from penstock.ir.schedule import PER_BATCH
+from penstock.passes.manager import count_ops
+from penstock.simulating import binding
+
+from .graph_facts import graph_facts
+from .kernel_facts import kernel_facts
+from .material import Material
+from .memory_facts import measured_memory, memory_facts
+from .pass_facts import pass_facts
+from .schedule_facts import KINDS, measured_facts, planned_facts
+from .strings import Strings
+
+
+def gather(material: Material, plain: bool = False) -> dict[str, Any]:
+    """Everything the page shows."""
+    module, strings = material.module, Strings({"": 0})
+    known = material.predicted if plain else None
+    predicted = (known or predict(module, plain)) if _runs(module) else None
+    memory = measure_memory(module) if predicted is not None else {}
+    found = {
+        "version": __version__,
+        "failure": material.failure,
+        "summary": _summary(material, predicted),
+        "graph": graph_facts(module, strings),
+        "passes": pass_facts(material.steps, strings) or None,
+        "placement": _placement(material, predicted, memory) if predicted is not None else None,
+        "schedule": _schedule(material, predicted) if predicted is not None else None,
+        "memory": memory_facts(memory, predicted.forecast, strings)
+        if predicted is not None and "freed" in module.facts
+        else None,
+        "links": _links(module, predicted, strings) if predicted is not None else None,
+        "kernels": None,
+    }
+    if "fused" in module.facts and module.cluster is not None and module.stages:
+        found["kernels"] = kernel_facts(module, material, strings, None if plain else Measured())
+    return found | {"strings": list(strings)}
+
+
+def _runs(module: Module) -> bool:
+    """Whether it can be simulated: a schedule with its messages, on devices that are known."""
+    return (
+        module.schedule is not None and module.cluster is not None and bool(module.stages) and "wired" in module.facts
+    )
+
+
+def _summary(material: Material, predicted: Predicted | None) -> dict[str, Any]:
+    module, plan = material.module, material.plan
+    params = [v for v in module.vars.values() if v.role == PARAM]
+    return {
+        "model": module.name,
+        "facts": list(module.facts),
+        "inputs": [[v.name, str(v.type)] for v in module.inputs],
+        "outputs": list(module.outputs),
+        "parameters": sum(v.type.size for v in params),
+        "parameter_bytes": sum(v.type.nbytes for v in params),
+        "parameter_tensors": len(params),
+        "operations": count_ops(module),
+        "precision": plan.get("precision"),
+        "wire": plan.get("wire"),
+        "recompute": plan.get("recompute"),
+        "schedule": module.schedule.name if module.schedule is not None else None,
+        "microbatches": module.schedule.microbatches if module.schedule is not None else None,
+        "stages": [[s.index, list(module.devices_of(s.index))] for s in module.stages],
+        **({} if predicted is None else _predictions(predicted)),
+    }
+
+
+def _predictions(predicted: Predicted) -> dict[str, Any]:
+    uses = predicted.forecast.found.ranks
+    whole = sum(use.busy + use.waiting + use.idle for use in uses)
+    return {
+        "step": predicted.step,
+        "samples": predicted.forecast.samples,
+        "drained": predicted.forecast.drained,
+        "bound_by": binding(predicted.forecast),
+        "busy": sum(use.busy for use in uses) / whole if whole else 1.0,
+        "measured_graphs": predicted.measured,
+        "path": predicted.forecast.found.critical_path,
+    }
+
+
+def _placement(material: Material, predicted: Predicted, memory: Mapping[int, Memory]) -> dict[str, Any]:
+    module, plan, cluster = material.module, material.plan, material.module.cluster
+    assert module.schedule is not None
+    assert cluster is not None
+    uses = {use.rank: use for use in predicted.forecast.found.ranks}
+    shares = [share for stage in module.stages for share in module.schedule.shares(stage.index)]
+    starts = {entry.get("stage"): entry.get("starts_at") for entry in plan.get("stages", []) if isinstance(entry, dict)}
+    ranks = []
+    for rank, (stage, name) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True)):
+        device, use = cluster.device(name), uses[rank]
+        ranks.append(
+            {
+                "rank": rank,
+                "stage": stage,
+                "device": name,
+                "kind": device.kind,
+                "host": device.host,
+                "threads": device.threads,
+                "flops": device.flops,
+                "bandwidth": device.bandwidth,
+                "capacity": device.memory,
+                "starts_at": starts.get(stage) or _first_node(module, stage),
+                "share": shares[rank],
+                "seconds": predicted.busy[rank],
+                "use": [use.busy, use.waiting, use.idle],
+                "peak": memory[rank].peak,
+                "in_flight": memory[rank].in_flight,
+            }
+        )
+    notes = [[n.origin, n.text] for n in module.notes]
+    return {"ranks": ranks, "notes": notes, "schedule": plan.get("schedule"), "planner": plan.get("planner")}
+
+
+def _first_node(module: Module, stage: int) -> str:
+    """The source node that a stage begins with."""
+    graph = module.stage_graph(stage, "F")
+    return (
+        next((op.loc for op in graph.ops if op.kind not in ("read", "const") and op.loc), "")
+        if graph is not None
+        else ""
+    )
+
+
+def _schedule(material: Material, predicted: Predicted) -> dict[str, Any]:
+    found = predicted.forecast.found
+    facts: dict[str, Any] = {
+        "kinds": KINDS,
+        "microbatches": found.schedule.microbatches,
+        "planned": planned_facts(found),
+        "measured": None,
+    }
+    if material.trace is not None:
+        facts["measured"] = measured_facts(material.trace, found, facts["planned"])
+        facts["measured"]["held"] = measured_memory(material.trace, found, facts["measured"]["at"])
+    return facts
+
+
+def _links(module: Module, predicted: Predicted, strings: Strings) -> dict[str, Any]:
+    found = predicted.forecast.found
+    edges = [
+        {
+            "from": edge.src,
+            "to": edge.dst,
+            "phase": edge.phase,
+            "per": "batch" if edge.phase in PER_BATCH else "microbatch",
+            "values": [[strings[v.name], strings[str(v.type)], v.type.nbytes] for v in edge.values],
+        }
+        for edge in module.edges
+    ]
+    # A link that is as fast as one likes has no rate that JSON could say.
+    uses = [
+        [
+            use.name,
+            use.bandwidth if math.isfinite(use.bandwidth) else None,
+            use.nbytes / found.batches,
+            use.busy / found.finish if found.finish else 0.0,
+        ]
+        for use in found.links
+    ]
+    return {"edges": edges, "links": uses}

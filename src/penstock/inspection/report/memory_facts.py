@@ -1,0 +1,119 @@
+"""What every rank's memory holds over time, as data, at the simulator's times.
+
+    {"rank", "fixed": {purpose: bytes}, "variables": [[name, role, versions, bytes], ...], "points": [time, activations, boundary, free, ... flat],
+     "lives": [name, owner, purpose, bytes, from, to, ... flat]}
+
+`fixed` does not change: weights, gradients, optimiser state, buffers, and data that wait. The sum at a point is what memory_curve says the
+process holds; `free` are blocks that nobody uses between calls: temporaries of graphs, and memory kept for the next microbatch. `lives` are
+the blocks of values of microbatches (those of batch t under -1 - t), with the times between which they live; `to` is -1 where the run ends
+first. A message of several values has the name of the first, and their number. Times are ticks of schedule_facts.
+
+Limit: of a long program no more than so many lives are kept, those of its beginning, and the points until then.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.ir.graph import stage_vars
+from penstock.ir.memory.account import Life
+from penstock.ir.memory.predict import Memory
+from penstock.ir.schedule import COMPUTE, Action
+from penstock.passes.simulator.result import Simulated
+from penstock.simulating import Forecast
+
+from .material import RunTrace
+from .schedule_facts import ticks
+from .strings import Strings
+
+PURPOSES = ("weights", "gradients", "state", "buffers", "data")
+_PASSING = ("activations", "boundary")
+# Lives of values, of all ranks together.
+_MOST = 12000
+
+
+def memory_facts(rows: Mapping[int, Memory], forecast: Forecast, strings: Strings) -> list[dict[str, Any]]:
+    """One entry per rank; `rows` is what `measure_memory` says of them."""
+    return [_rank_facts(rank, row, forecast, _MOST // len(rows), strings) for rank, row in rows.items()]
+
+
+def _rank_facts(rank: int, row: Memory, forecast: Forecast, most: int, strings: Strings) -> dict[str, Any]:
+    module, course = forecast.module, forecast.courses[rank]
+    finishes = [ticks(time) for time in forecast.found.lines[rank].finishes]
+    points: list[int] = []
+    last: tuple[int, ...] = ()
+    for finish, held in zip(finishes, course.held, strict=True):
+        if held != last:
+            points += finish, *held
+            last = held
+    lives = sorted(course.lives, key=lambda life: life.taken)
+    if len(lives) > most:
+        end = finishes[lives[most].taken]
+        points = points[: 4 * sum(time <= end for time in points[::4])]
+    variables = stage_vars(module, module.rank_stages()[rank]).values()
+    return {
+        "rank": rank,
+        "fixed": {purpose: getattr(row, purpose) for purpose in PURPOSES},
+        "variables": [[strings[v.name], v.role, v.versions, v.type.nbytes * v.versions] for v in variables],
+        "points": points,
+        "lives": [number for life in lives[:most] for number in _flat(life, finishes, strings)],
+    }
+
+
+def _flat(life: Life, finishes: list[int], strings: Strings) -> tuple[int, ...]:
+    assert life.owner is not None
+    name = life.names[0] if len(life.names) == 1 else f"{life.names[0]} and {len(life.names) - 1} more"
+    given = -1 if life.given is None else finishes[life.given]
+    return strings[name], life.owner, _PASSING.index(life.purpose), life.nbytes, finishes[life.taken], given
+
+
+def measured_memory(trace: RunTrace, planned: Simulated, at: Sequence[int]) -> list[list[int]]:
+    """Bytes of values that each rank of a traced run held, [time, bytes, ... flat], laid out by action: times are those of the plan.
+
+    What the run held while an action ran is where the plan has that action, if batch at[0] of the run is batch at[1] of the plan; as far
+    around these as the run did the same actions in the same order."""
+    return [_laid_out(trace.held.get(rank, ()), _stops(trace, planned, rank, at)) for rank in sorted(trace.actions)]
+
+
+def _stops(trace: RunTrace, planned: Simulated, rank: int, at: Sequence[int]) -> list[tuple[float, float]]:
+    """Times of the run and of the plan that belong together: beginnings and ends of computations."""
+    run = [(action, start, start + seconds) for action, start, seconds in trace.actions[rank] if action.kind in COMPUTE]
+    plan = [timed for timed in planned.timed(rank) if timed[0].kind in COMPUTE]
+    per_batch = planned.schedule.microbatches
+
+    def label(action: Action, batches: int) -> tuple[str, int]:
+        return action.kind, action.shifted(batches, per_batch).mb
+
+    ours = [label(action, at[1] - at[0]) for action, _, _ in run]
+    theirs = [label(action, 0) for action, _, _ in plan]
+    begin = next((i for i, (action, _, _) in enumerate(run) if action.batch(per_batch) == at[0]), None)
+    if begin is None or ours[begin] not in theirs:
+        return []
+    ahead = theirs.index(ours[begin]) - begin
+    first = last = begin
+    while first > 0 and first + ahead > 0 and ours[first - 1] == theirs[first + ahead - 1]:
+        first -= 1
+    while last + 1 < len(run) and last + 1 + ahead < len(plan) and ours[last + 1] == theirs[last + 1 + ahead]:
+        last += 1
+    pairs = zip(run[first : last + 1], plan[first + ahead : last + 1 + ahead], strict=True)
+    return [both for (_, *ours_at), (_, *plan_at) in pairs for both in zip(ours_at, plan_at, strict=True)]
+
+
+def _laid_out(held: Sequence[tuple[float, int]], stops: Sequence[tuple[float, float]]) -> list[int]:
+    if not held or not stops:
+        return []
+    before = [size for time, size in held if time <= stops[0][0]]
+    flat = [ticks(stops[0][1]), int(before[-1]) if before else 0]
+    # The run may have no time between two actions, and the plan some.
+    runs, plans = zip(*stops, strict=True)
+    for time, size in held:
+        if stops[0][0] < time <= stops[-1][0]:
+            place = bisect_left(runs, time)
+            whole = runs[place] - runs[place - 1]
+            share = (time - runs[place - 1]) / whole if whole > 0 else 1.0
+            moment = ticks(plans[place - 1] + share * (plans[place] - plans[place - 1]))
+            if flat[-1] != int(size):
+                flat += [moment, int(size)]
+    return [*flat, ticks(stops[-1][1]), flat[-1]]

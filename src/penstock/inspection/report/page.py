@@ -1,0 +1,75 @@
+"""Facts as one file of HTML. In: facts, title. Out: the page, with its styles, scripts and data inside.
+
+The data are JSON in a script element that no browser runs; `<` is written as an escape there, so that no text can end the element, and a
+number that is not finite is null. The page's own script and styles are allowed by their hashes, and nothing else is: whatever were smuggled
+in would not run, and nothing can be loaded from anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import re
+from importlib import resources
+from typing import Any
+
+import msgspec
+
+from penstock.support.gc_pause import nothing_collected
+
+from .facts import gather
+from .material import Material
+
+_PARTS = resources.files("penstock.inspection.report").joinpath("page")
+# In the order in which they are needed.
+SCRIPTS = (
+    "dom",
+    "facts",
+    "parts",
+    "layout",
+    "graph",
+    "passes",
+    "placement",
+    "timeline",
+    "schedule",
+    "memory",
+    "links",
+    "kernels",
+    "overview",
+    "details",
+    "search",
+    "main",
+)
+
+
+def render(facts: dict[str, Any]) -> str:
+    """The page that shows these facts."""
+    script = "\n".join(['"use strict";', "(() => {", *(_part(f"{name}.js") for name in SCRIPTS), "})();"])
+    style = _part("style.css")
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
+    # Numbers of NumPy are not those that msgspec knows.
+    data = msgspec.json.encode(facts, enc_hook=float).decode().replace("<", "\\u003c")
+    parts = {
+        "title": html.escape(facts["summary"]["model"]),
+        "policy": html.escape(policy, quote=True).replace("&#x27;", "'"),
+        "style": style,
+        "script": script,
+        "data": data,
+    }
+    # In one go: what is put in is not looked at again.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
+
+
+def page_of(material: Material, *, plain: bool = False) -> str:
+    """The page of a report. With `plain` what is predicted depends on the module alone, not on what was measured on this machine."""
+    with nothing_collected():
+        return render(gather(material, plain))
+
+
+def _part(name: str) -> str:
+    return _PARTS.joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

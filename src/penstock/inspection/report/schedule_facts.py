@@ -1,0 +1,99 @@
+"""When every rank does what, as data: planned, and measured where there is a trace, in the same form.
+
+    planned   {"batches": [first, count], "lines": [[kind, number, version, peer, start, duration, ...] of each rank, flat], "anchors": [start of each batch]}
+    measured  the same; `compared` are [rank, kind, planned, measured] in seconds, the medians of all computations; `at` is [batch of the run, batch of the
+              plan]: what is laid over each other at first, from the middle of both, since a run's first batches warm up
+
+Times are whole tenths of a microsecond. `kind` is a place in `kinds`, `number` that of the microbatch or batch; a version or peer that is
+not there is -1. A batch begins where its first forward does: there two timelines are laid over each other, whatever came before.
+
+Limits: no more than so many actions are kept, whole batches in the order of time, of a trace those in the middle of the
+run; drops take no time and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Any
+
+from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action
+from penstock.passes.simulator.result import Simulated
+
+from .material import RunTrace
+
+KINDS = (*COMPUTE, *SENDS, *RECEIVES, "AR")
+TICKS = 1e7
+_MOST = 24000
+_MOST_BATCHES = 24
+
+Timed = tuple[Action, float, float]
+
+
+def ticks(seconds: float) -> int:
+    return round(seconds * TICKS)
+
+
+def planned_facts(found: Simulated) -> dict[str, Any]:
+    """What the simulator found."""
+    lines = {rank: [(a, start, end - start) for a, start, end in found.timed(rank)] for rank in found.lines}
+    return _timeline(lines, found.schedule.microbatches, range(found.batches))
+
+
+def measured_facts(trace: RunTrace, planned: Simulated, shown: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run did, and how long computations took beside what was planned; `shown` are the facts of that."""
+    per_batch = planned.schedule.microbatches
+    batches = [action.batch(per_batch) for line in trace.actions.values() for action, _, _ in line]
+    run = range(min(batches), 1 + max(batches))
+    facts = _timeline(trace.actions, per_batch, run, middle=True)
+    middle = facts["batches"][0] + facts["batches"][1] // 2
+    at = [middle, min(middle, shown["batches"][1] // 2)]
+    return facts | {"compared": list(_compared(trace.actions, planned)), "of": run.stop, "at": at}
+
+
+def _timeline(
+    lines: Mapping[int, Iterable[Timed]], per_batch: int, batches: range, middle: bool = False
+) -> dict[str, Any]:
+    """Some batches of a run: its first ones, or those in its middle."""
+    shown = {rank: [timed for timed in line if timed[0].kind in KINDS] for rank, line in sorted(lines.items())}
+    every = sum(map(len, shown.values())) / max(len(batches), 1)
+    count = max(1, min(len(batches), _MOST_BATCHES, int(_MOST // max(every, 1))))
+    begin = batches.start + ((len(batches) - count) // 2 if middle else 0)
+    run = range(begin, begin + count)
+    kept = {rank: [timed for timed in line if timed[0].batch(per_batch) in run] for rank, line in shown.items()}
+    forwards: dict[int, float] = {}
+    for line in kept.values():
+        for action, start, _ in line:
+            if action.kind == "F":
+                batch = action.batch(per_batch)
+                forwards[batch] = min(start, forwards.get(batch, start))
+    origin = min((start for line in kept.values() for _, start, _ in line), default=0.0)
+    return {
+        "batches": [begin, count],
+        "anchors": [ticks(forwards.get(batch, origin) - origin) for batch in run],
+        "origin": ticks(origin),
+        "lines": [[number for timed in line for number in _flat(timed, origin)] for line in kept.values()],
+        "ranks": list(kept),
+    }
+
+
+def _flat(timed: Timed, origin: float) -> tuple[int, ...]:
+    action, start, seconds = timed
+    version = -1 if action.version is None else action.version
+    peer = -1 if action.peer is None else action.peer
+    return KINDS.index(action.kind), action.mb, version, peer, ticks(start - origin), ticks(seconds)
+
+
+def _compared(measured: Mapping[int, Iterable[Timed]], planned: Simulated) -> Iterable[list[Any]]:
+    for rank, line in sorted(measured.items()):
+        took: dict[str, list[float]] = {}
+        for action, _, seconds in line:
+            took.setdefault(action.kind, []).append(seconds)
+        expected: dict[str, list[float]] = {}
+        for action, start, end in planned.timed(rank):
+            expected.setdefault(action.kind, []).append(end - start)
+        yield from (
+            [rank, kind, median(expected[kind]), median(took[kind])]
+            for kind in COMPUTE
+            if kind in took and kind in expected
+        )

@@ -1,0 +1,74 @@
+"""What is looked at. In: the path of a bundle, an IR file or a dump folder. Out: its module, with the bundle or the dumps if it is one.
+
+The module of a dump folder is its last one. A bundle may come with the dump folder of the compilation
+that made it, which says what passes did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.ir.files import read_module
+from penstock.ir.graph import Module
+from penstock.support.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.backends.bundle.format import Bundle
+    from penstock.inspection.dump.reading import Dumped
+
+_EXPECTED = "expected a bundle directory, a dump folder or an IR file"
+
+
+@dataclass(frozen=True)
+class Subject:
+    path: Path
+    module: Module
+    bundle: Bundle | None = None
+    dumps: tuple[Dumped, ...] = ()
+
+    @cached_property
+    def plan(self) -> dict[str, Any]:
+        """plan.json of a bundle or a dump folder; empty for all else."""
+        # Here alone: what has no plan needs no reader of plans.
+        from .plan_reading import checked_plan, plan_of_folder
+
+        return plan_of_folder(self.path) if self.bundle is None else checked_plan(self.bundle.plan, self.path)
+
+    @property
+    def backend(self) -> str:
+        """The back end of a bundle, else the one that kernels are for."""
+        return "tvm" if self.bundle is None else self.bundle.manifest.backend
+
+
+def open_subject(path: str | Path, dumps: str | Path | None = None) -> Subject:
+    """Open what a path names. `dumps` is a dump folder beside it. A bundle is checked as for a run."""
+    place = Path(path)
+    if dumps is None and not place.is_dir():
+        return Subject(place, read_module(place, _EXPECTED))
+    from penstock.inspection.dump.reading import dumped_passes
+
+    beside = tuple(dumped_passes(dumps)) if dumps is not None else ()
+    if dumps is not None and not beside:
+        raise UsageError(
+            "holds no NN_pass.ir", where=str(dumps), hint="give a folder that `penstock compile --dump-ir` wrote"
+        )
+    if not place.is_dir():
+        return Subject(place, read_module(place), None, beside)
+    if listed := tuple(dumped_passes(place)):
+        if dumps is not None:
+            raise UsageError(
+                "is a dump folder itself", where=str(path), hint="--dumps goes with a bundle or an IR file"
+            )
+        return Subject(place, listed[-1].module, None, listed)
+    from penstock.backends.bundle.format import open_bundle
+
+    bundle = open_bundle(place)
+    return Subject(place, bundle.module, bundle, beside)
+
+
+def load_module(path: str | Path) -> Module:
+    """The module of a bundle, of an IR file, or the last one of a dump folder."""
+    return open_subject(path).module

@@ -1,0 +1,156 @@
+"""What a module is, in a few tables. In: a module. Out: a Summary: stages with their work and memory, graphs, messages, notes.
+
+Times are predicted by the rates of the module's cluster, per batch and of the rank that is busy longest; memory is the predicted peak of
+the rank that needs most. A module that is not cut into stages, or has no schedule, devices or messages yet, has no such numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.ir.graph import GRAD, PARAM, Graph, Module, stage_vars
+from penstock.ir.memory.predict import measure_memory
+from penstock.ir.memory.workspace import INLINE
+from penstock.ir.ops import cost_of
+from penstock.ir.schedule import COMPUTE, PER_BATCH
+from penstock.passes.costs.prices import rank_seconds
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """`stored` are bytes of parameters, buffers and state with all their versions; `flops`, `seconds` and `sent` are of one batch."""
+
+    stage: int
+    devices: tuple[str, ...]
+    operations: int
+    kernels: int
+    parameters: int
+    stored: int
+    flops: float
+    seconds: float | None
+    peak: int | None
+    sent: int
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    name: str
+    operations: int
+    kernels: int
+    inputs: int
+    outputs: int
+    saved: int
+
+
+@dataclass(frozen=True)
+class MessageFacts:
+    """What goes from stage to stage in one message: `per` is microbatch or batch."""
+
+    source: int
+    target: int
+    phase: str
+    values: tuple[str, ...]
+    nbytes: int
+    per: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    name: str
+    parameters: int
+    tensors: int
+    facts: tuple[str, ...]
+    inputs: tuple[tuple[str, str, bool], ...]
+    outputs: tuple[str, ...]
+    schedule: str
+    microbatches: int
+    ranks: int
+    stages: tuple[StageFacts, ...]
+    graphs: tuple[GraphFacts, ...]
+    messages: tuple[MessageFacts, ...]
+    notes: tuple[tuple[str, str], ...]
+
+
+def summarize(module: Module) -> Summary:
+    params = [v for v in module.vars.values() if v.role == PARAM]
+    schedule = module.schedule
+    return Summary(
+        module.name,
+        sum(v.type.size for v in params if v.type.is_static),
+        len(params),
+        module.facts,
+        tuple((v.name, str(v.type), v in module.data_inputs) for v in module.inputs),
+        module.outputs,
+        schedule.name if schedule is not None else "",
+        schedule.microbatches if schedule is not None else 0,
+        len(schedule.ranks) if schedule is not None else 0,
+        tuple(_stages(module)),
+        tuple(
+            GraphFacts(g.name, len(g.ops), _kernels(g), len(g.ins), len(g.outs), sum(v.type.nbytes for v in g.saved))
+            for g in module.graphs.values()
+        ),
+        tuple(_messages(module)),
+        tuple((note.origin, note.text) for note in module.notes),
+    )
+
+
+def busy_seconds(module: Module) -> dict[int, float]:
+    """Predicted seconds of a batch in which each rank computes, or is busy with an end of a message."""
+    from penstock.simulating import seconds_of
+
+    assert module.schedule is not None, "who computes how often is said by the schedule"
+    seconds = seconds_of(module, rank_seconds(module))
+    return {
+        rank: sum(seconds(rank, action) for action in program.batch) for rank, program in module.schedule.ranks.items()
+    }
+
+
+def _kernels(graph: Graph) -> int:
+    names = {str(op.attrs["kernel"]) for op in graph.ops if "kernel" in op.attrs}
+    return sum(not name.startswith(INLINE) for name in names)
+
+
+def _stages(module: Module) -> Iterator[StageFacts]:
+    schedule = module.schedule
+    busy = busy_seconds(module) if schedule is not None and module.cluster is not None else {}
+    peaks = {rank: memory.peak for rank, memory in measure_memory(module).items()} if "wired" in module.facts else {}
+    members = schedule.members() if schedule is not None else {}
+    for stage in module.stages:
+        graphs = {kind: graph for kind in COMPUTE if (graph := module.stage_graph(stage.index, kind)) is not None}
+        own = stage_vars(module, stage.index).values()
+        ranks = members.get(stage.index, ())
+        yield StageFacts(
+            stage.index,
+            module.devices_of(stage.index),
+            sum(len(graph.ops) for graph in graphs.values()),
+            sum(map(_kernels, graphs.values())),
+            sum(v.type.size for v in own if v.role == PARAM),
+            sum(v.type.nbytes * v.versions for v in own if v.role != GRAD),
+            sum(cost_of(op).flops * _times(module, kind) for kind, graph in graphs.items() for op in graph.ops),
+            max((busy[rank] for rank in ranks if rank in busy), default=None),
+            max((peaks[rank] for rank in ranks if rank in peaks), default=None),
+            sum(
+                sum(v.type.nbytes for v in edge.values) * _times(module, edge.phase)
+                for edge in module.edges
+                if edge.src == stage.index
+            ),
+        )
+
+
+def _times(module: Module, kind: str) -> int:
+    """How often a batch has it, all ranks of a stage together."""
+    return 1 if kind in PER_BATCH or module.schedule is None else module.schedule.microbatches
+
+
+def _messages(module: Module) -> Iterator[MessageFacts]:
+    for edge in module.edges:
+        values = tuple(f"%{v.name} {v.type}" for v in edge.values)
+        yield MessageFacts(
+            edge.src,
+            edge.dst,
+            edge.phase,
+            values,
+            sum(v.type.nbytes for v in edge.values),
+            "batch" if edge.phase in PER_BATCH else "microbatch",
+        )

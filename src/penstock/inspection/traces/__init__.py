@@ -1,0 +1,1 @@
+"""Traces of runs, read back: times and memory."""

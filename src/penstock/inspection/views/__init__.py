@@ -1,0 +1,1 @@
+"""Facts as text and pictures for people."""

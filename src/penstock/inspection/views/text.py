@@ -1,0 +1,317 @@
+"""Facts as text for a terminal. In: what summary, memory, weights, flow and why found. Out: text,
+without colours but where they are asked for.
+
+Lines are as wide as they need to be where the output is no terminal, and cut or wrapped to its width where it is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from penstock.inspection.flow import FlowLine
+from penstock.inspection.memory import Curve
+from penstock.inspection.sources import ONNX, SourceNode
+from penstock.inspection.summary import Summary
+from penstock.inspection.weights import Statistics
+from penstock.inspection.why import KernelUse, OperationUse, Why
+from penstock.ir.graph import Module
+from penstock.passes.costs.prices import shown_seconds
+from penstock.passes.memory.lifetimes import COLUMNS
+from penstock.support.terminal import table
+from penstock.support.words import counted, shown_bytes, visible
+
+from .colours import paint, paint_changes, paint_ir
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_PLOT_ROWS, _PLOT_WIDTH = 4, 100
+# So many parts of a module path are told in full; the others are counted.
+_MOST_PARTS, _MOST_SOURCES = 8, 6
+
+
+# ------------------------------------------------------------------------------------------------ the summary
+
+
+def show_summary(facts: Summary, width: int | None = None) -> str:
+    return "\n".join(_summary(facts, width))
+
+
+def _summary(facts: Summary, width: int | None) -> Iterator[str]:
+    yield (
+        f"module {facts.name}: {counted(facts.tensors, 'parameter tensor')} with {facts.parameters:,} elements, facts: "
+        f"{', '.join(facts.facts) or 'none'}"
+    )
+    for name, type, is_data in facts.inputs:
+        yield f"input {name}: {type}" + ("" if is_data else ", which the runtime gives")
+    yield from (f"output {name}" for name in facts.outputs)
+    if facts.schedule:
+        yield f"schedule {facts.schedule}: {counted(facts.microbatches, 'microbatch')} per batch, {counted(facts.ranks, 'rank')}"
+    if facts.stages:
+        slowest = max((row.seconds or 0.0 for row in facts.stages), default=0.0)
+        rows: list[list[object]] = []
+        for row in facts.stages:
+            time = (
+                ["-", "-"]
+                if row.seconds is None
+                else [f"{row.seconds * 1e3:.3f} ms", f"{row.seconds / slowest:.0%}" if slowest else "-"]
+            )
+            work = f"{row.flops / 1e9:.4g}"
+            peak = "-" if row.peak is None else shown_bytes(row.peak)
+            rows.append(
+                [
+                    row.stage,
+                    " ".join(row.devices),
+                    row.operations,
+                    row.kernels or "-",
+                    f"{row.parameters:,}",
+                    shown_bytes(row.stored),
+                    work,
+                    *time,
+                    peak,
+                    shown_bytes(row.sent),
+                ]
+            )
+        heads = [
+            "stage",
+            "devices",
+            "ops",
+            "kernels",
+            "parameters",
+            "stored",
+            "GFLOP",
+            "time",
+            "of slowest",
+            "peak memory",
+            "sent",
+        ]
+        yield ""
+        yield table(heads, rows, width, cut=(1,))
+        yield (
+            "GFLOP, time (predicted, ends of messages among it) and what is sent are per batch; stored are parameters, state and "
+            "buffers with all their versions"
+        )
+    yield ""
+    graphs = [[g.name, g.operations, g.kernels or "-", g.inputs, g.outputs, shown_bytes(g.saved)] for g in facts.graphs]
+    yield table(["graph", "ops", "kernels", "inputs", "outputs", "saved"], graphs)
+    if facts.messages:
+        sent = [
+            [f"{m.source}>{m.target}", m.phase, shown_bytes(m.nbytes), f"per {m.per}", ", ".join(m.values)]
+            for m in facts.messages
+        ]
+        yield ""
+        yield table(["edge", "phase", "bytes", "", "values"], sent, width, cut=(4,))
+    if facts.notes:
+        yield ""
+        yield from (f"note {origin}: {text}" for origin, text in facts.notes)
+
+
+# ------------------------------------------------------------------------------------------------ variables and memory
+
+
+def show_params(module: Module, found: Mapping[str, Statistics], width: int | None = None) -> str:
+    """One row per variable; statistics of those whose elements are at hand."""
+    heads = ["variable", "role", "stage", "type", "versions", "size"]
+    heads += ["min", "max", "mean", "std", "norm", "zeros", "not finite"] if found else []
+    rows: list[list[object]] = []
+    for v in module.vars.values():
+        row = [
+            v.name,
+            v.role,
+            "-" if v.stage is None else v.stage,
+            v.type,
+            v.versions,
+            shown_bytes(v.type.nbytes * v.versions),
+        ]
+        rows.append([*row, *(_statistics(found.get(v.name)) if found else ())])
+    return table(heads, rows, width, cut=(3,))
+
+
+def _statistics(found: Statistics | None) -> list[str]:
+    if found is None:
+        return ["-"] * 7
+    numbers = (found.least, found.most, found.mean, found.std, found.norm)
+    bad = ", ".join(f"{count} {what}" for count, what in ((found.nans, "NaN"), (found.infinities, "inf")) if count)
+    return [*("-" if x is None else f"{x:.4g}" for x in numbers), f"{found.share_of_zeros:.1%}", bad or "0"]
+
+
+def show_memory(curves: Sequence[Curve], width: int | None = None) -> str:
+    """A table of what needs memory, and the curve of every rank."""
+    rows = [
+        [
+            c.rank,
+            c.device,
+            *(shown_bytes(getattr(c.memory, name)) for name in COLUMNS),
+            shown_bytes(c.budget) if c.budget else "-",
+        ]
+        for c in curves
+    ]
+    parts = [table(["rank", "device", *COLUMNS, "available"], rows)]
+    for curve in curves:
+        parts += ["", *_plot(curve, min(width or _PLOT_WIDTH, _PLOT_WIDTH) - 12)]
+    return "\n".join(parts)
+
+
+def _plot(curve: Curve, columns: int) -> Iterator[str]:
+    """Live bytes over time in blocks, from the least to the most; a column shows the most of its time."""
+    end, most = curve.points[-1].seconds, curve.most_live
+    least = min(point.live for point in curve.points)
+    over = shown_seconds(end) if curve.timed else f"{len(curve.points)} actions"
+    at = f" after {shown_seconds(most.seconds)}" if curve.timed else ""
+    held = max(point.held for point in curve.points)
+    yield (
+        f"rank {curve.rank}, stage {curve.stage} on {curve.device}: live over {over}, most at {most.action}{at}: "
+        f"{shown_bytes(most.live)}; {shown_bytes(held)} held in the end"
+    )
+    heights = _heights(curve, columns, end)
+    span = most.live - least
+    for row in reversed(range(_PLOT_ROWS)):
+        full = [(h - least) / span * _PLOT_ROWS * 8 - 8 * row if span else 0.0 for h in heights]
+        label = shown_bytes(most.live) if row == _PLOT_ROWS - 1 else shown_bytes(least) if not row else ""
+        yield f"{label:>10} ┤{''.join(_BLOCKS[max(0, min(8, round(x)))] for x in full).rstrip()}"
+
+
+def _heights(curve: Curve, columns: int, end: float) -> list[int]:
+    """The most that lives during each of so many equal parts of the time. What lives after an action lives until the next one ends."""
+    found = [0] * columns
+    start, live = 0.0, curve.points[0].live
+    for point in curve.points:
+        first = min(columns - 1, int(start / end * columns)) if end else 0
+        last = min(columns - 1, int(point.seconds / end * columns)) if end else 0
+        for column in range(first, last + 1):
+            found[column] = max(found[column], live)
+        found[last] = max(found[last], point.live)
+        start, live = point.seconds, point.live
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ the flow of a graph
+
+
+def show_flow(name: str, lines: Sequence[FlowLine], width: int | None = None, colours: bool = False) -> str:
+    """A graph with its rails, columns aligned."""
+    names = [_results(line) for line in lines]
+    kinds = max((len(line.kind) for line in lines), default=0)
+    kernels = max((len(line.kernel) for line in lines), default=0)
+    wide = min(max(map(len, names), default=0), 60)
+    shown = [f"@{name}: {counted(sum(line.op is not None for line in lines), 'operation')}"]
+    for line, result in zip(lines, names, strict=True):
+        marks = " ".join(word for word, holds in (("saved", line.saved), ("returned", line.returned)) if holds)
+        loc = f"; {line.op.loc}" if line.op is not None and line.op.loc else ""
+        rest = " ".join(word for word in (", ".join(line.named), marks, loc) if word)
+        text = f"{line.kind:<{kinds}} {line.kernel:<{kernels}} {result:<{wide}} {rest}".rstrip()
+        if width is not None and len(line.rails) + 1 + len(text) > width:
+            text = text[: max(0, width - len(line.rails) - 4)] + "..."
+        shown.append(f"{paint(line.rails, 'rail')} {paint_ir(text)}" if colours else f"{line.rails} {text}".rstrip())
+    return "\n".join(shown)
+
+
+def _results(line: FlowLine) -> str:
+    """What is made: the first result in full."""
+    more = f" +{len(line.result) - 1}" if line.result[1:] else ""
+    return "".join(f"%{v.name} {v.type}" for v in line.result[:1]) + more
+
+
+# ------------------------------------------------------------------------------------------------ why
+
+
+def show_why(found: Why, colours: bool = False) -> str:
+    return "\n".join(_why(found, colours))
+
+
+def _why(found: Why, colours: bool) -> Iterator[str]:
+    def head(text: str) -> str:
+        return paint(text, "head") if colours else text
+
+    mark = {"value": "%", "variable": "@"}.get(found.kind, "")
+    total = counted(len(found.parts), "operation") if found.parts else "nothing of it is in the program"
+    yield head(f"{found.kind} {mark}{visible(found.name)}: {total}")
+    for source in found.sources[:_MOST_SOURCES]:
+        yield f"  from {visible(told_source(source))}"
+    if len(found.sources) > _MOST_SOURCES:
+        yield f"  and from {counted(len(found.sources) - _MOST_SOURCES, 'more node')}"
+    told = ""
+    for part in found.parts[:_MOST_PARTS]:
+        yield ""
+        yield head(f"@{part.graph}, operation {part.position}") + f", {_where(part)}"
+        yield f"  {paint_ir(part.text) if colours else part.text}"
+        label = part.kernel.label if part.kernel is not None else ""
+        yield from (
+            f"  {line}" for line in (_kernel(part) if not label or label != told else [f"the same kernel {label}"])
+        )
+        told = label
+    if len(found.parts) > _MOST_PARTS:
+        kinds = ", ".join(f"@{part.graph} {part.position}" for part in found.parts[_MOST_PARTS:][:_MOST_PARTS])
+        yield ""
+        yield f"and {counted(len(found.parts) - _MOST_PARTS, 'more operation')}: {kinds}" + (
+            ", ..." if len(found.parts) > 2 * _MOST_PARTS else ""
+        )
+    if found.followers:
+        yield ""
+        yield "backward pass: " + ", ".join(
+            f"{counted(number, 'operation')} of it in @{graph}" for graph, number in found.followers.items()
+        )
+    if found.crossings:
+        yield ""
+        yield head("on the wire")
+        for way in found.crossings:
+            per = (
+                f"{way.times} times per batch, {shown_bytes(way.nbytes * way.times)}"
+                if way.times > 1
+                else "once per batch"
+            )
+            yield f"  stage {way.source} > {way.target}, {way.phase}: %{way.value} {way.type}, {shown_bytes(way.nbytes)}, {per}"
+    elif found.parts and any(part.stage is not None for part in found.parts):
+        yield ""
+        yield "nothing of it goes to another stage"
+    for stage, reasons in found.reasons.items():
+        yield ""
+        yield head(f"why stage {stage}")
+        yield from (f"  {reason}" for reason in reasons)
+    yield ""
+    yield head("passes") + f": {found.record}"
+    for change in found.changes:
+        did = "made it" if change.made else "removed it" if change.removed else "changed it"
+        yield f"  {change.number:02d} {change.call}: {did}"
+        text = "\n".join(f"    {line}" for line in change.lines)
+        yield paint_changes(text) if colours else text
+
+
+def told_source(source: SourceNode) -> str:
+    """A node in one line."""
+    if source.module:
+        return f"{source.kind} {source.op_type} in module {source.module}"
+    if not source.op_type or source.kind != ONNX:
+        return f"{source.kind} {source.name}".strip()
+    attributes = f" {{{', '.join(source.attributes)}}}" if source.attributes else ""
+    return f"{source.kind} {source.name}: {', '.join(source.outputs)} = {source.op_type}({', '.join(source.inputs)}){attributes}"
+
+
+def _where(part: OperationUse) -> str:
+    if part.stage is None:
+        return "before stages are made"
+    place = f"stage {part.stage} on {' '.join(part.devices)}" if part.devices else f"stage {part.stage}"
+    return place + (f", gradient of %{part.follows}" if part.follows else "")
+
+
+def _kernel(part: OperationUse) -> Iterator[str]:
+    if part.kernel is not None:
+        yield from _told_kernel(part.kernel)
+    elif part.fused:
+        yield "no kernel: it is a read of a variable, or computed where it is read"
+
+
+def _short(seconds: float) -> str:
+    """Kernels take microseconds."""
+    return f"{seconds * 1e6:.2f} us" if seconds < 1e-3 else shown_seconds(seconds)
+
+
+def _told_kernel(kernel: KernelUse) -> Iterator[str]:
+    alike = f", {kernel.alike} alike" if kernel.alike else ""
+    yield f"kernel {kernel.label}{alike}: {' '.join(kernel.operations)}"
+    took = f", {_short(kernel.measured_s)} measured on this machine" if kernel.measured_s is not None else ""
+    yield (
+        f"{kernel.flops / 1e6:.3f} MFLOP, {shown_bytes(kernel.moved)} moved; {_short(kernel.roofline_s)} by the roofline{took}; "
+        f"{counted(kernel.calls, 'call')} per batch"
+    )
+    if kernel.elsewhere:
+        others = sorted(kernel.elsewhere.items(), key=lambda item: item[1])[:4]
+        yield "elsewhere: " + ", ".join(f"{name} {_short(seconds)}" for name, seconds in others)

@@ -1,0 +1,201 @@
+"""Why an operation is what it is, where it is. In: what is looked at, and a name. Out: a Why: facts alone, which views.py prints.
+
+    sources     the nodes of the model that the operations came from
+    changes     what every pass did to them (history.py)
+    parts       the operations as they are now: stage, devices, kernel with its work and time
+    followers   operations of the backward pass that belong to them, by graph
+    crossings   what of theirs goes from stage to stage, with its bytes
+    reasons     of the stages they are on (reasons.py)
+
+Times of a kernel are its roofline on the stage's device, and what it took where it was measured on this machine (`inspect --measure`). On
+the other devices of the cluster it would take their roofline: work over rate, bytes over bandwidth, whichever is more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.inspection.kernels.kernels import KernelRow, kernel_rows
+from penstock.ir.graph import Module, graph_stage
+from penstock.ir.memory.workspace import is_inline
+from penstock.ir.schedule import PER_BATCH
+from penstock.ir.text import print_op
+from penstock.passes.costs.prices import bound
+
+from .finding import NODE, PATH, OpPlace, Target, find, look_up
+from .history import PassChange, PipelineRecord, changes, find_before, record_of
+from .reasons import stage_reasons
+from .sources import SourceNode, source_of
+from .subject import Subject
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """The kernel that an operation is a part of: `calls` per batch, of this kernel alone; seconds of one
+    call. `alike` others differ in names only."""
+
+    label: str
+    operations: tuple[str, ...]
+    alike: int
+    calls: int
+    flops: float
+    moved: float
+    roofline_s: float
+    measured_s: float | None
+    elsewhere: dict[str, float]
+
+
+@dataclass(frozen=True)
+class OperationUse:
+    """One operation of the program. Without a kernel it is computed where it is read, or is a read of a variable; `fused` is whether
+    kernels were chosen. `follows` names the first result of the forward operation that an operation of the backward pass belongs to."""
+
+    graph: str
+    position: int
+    text: str
+    stage: int | None
+    devices: tuple[str, ...]
+    kernel: KernelUse | None
+    fused: bool
+    follows: str = ""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value on its way to another stage: bytes of one message, and how often it goes in a batch."""
+
+    value: str
+    type: str
+    source: int
+    target: int
+    phase: str
+    nbytes: int
+    times: int
+
+
+@dataclass(frozen=True)
+class Why:
+    kind: str
+    name: str
+    sources: tuple[SourceNode, ...]
+    parts: tuple[OperationUse, ...]
+    followers: dict[str, int]
+    crossings: tuple[Crossing, ...]
+    reasons: dict[int, tuple[str, ...]]
+    record: str
+    changes: tuple[PassChange, ...]
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing of it is in the program any more."""
+        return not self.parts
+
+
+def why(subject: Subject, name: str) -> Why:
+    """All there is to know about a name; UsageError where neither the program nor a module before it has it."""
+    spelled = subject.bundle.source_names if subject.bundle is not None else None
+    target = look_up(subject.module, name, spelled)
+    record = record_of(subject)
+    if target is None:
+        before = find_before(record, name)
+        # Asked again, this time for the error.
+        target = Target(before.kind, before.name, ()) if before is not None else find(subject.module, name, spelled)
+        nodes = before.places if before is not None else ()
+    else:
+        nodes = target.places
+    return explain(subject, target, record, nodes)
+
+
+def explain(subject: Subject, target: Target, record: PipelineRecord, nodes: Sequence[OpPlace]) -> Why:
+    """The same for operations that were found; `nodes` are those to name the sources of."""
+    module = subject.module
+    # Of a node or of all below a path, what computes comes before what is only read.
+    wide = target.kind in (NODE, PATH)
+    parts = tuple(sorted(_parts(subject, target.places), key=lambda part: wide and part.kernel is None))
+    stages = sorted({part.stage for part in parts if part.stage is not None})
+    return Why(
+        target.kind,
+        target.name,
+        tuple(
+            source_of(subject.bundle, module, loc)
+            for loc in dict.fromkeys(place.op.loc for place in nodes if place.op.loc)
+        ),
+        parts,
+        dict(_followers(module, target.places)),
+        tuple(_crossings(module, target.places)),
+        {stage: stage_reasons(module, stage, subject.plan) for stage in stages},
+        record.origin,
+        changes(record, target),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ what there is now
+
+
+def _parts(subject: Subject, places: Sequence[OpPlace]) -> Iterator[OperationUse]:
+    module = subject.module
+    fused = "fused" in module.facts and module.cluster is not None
+    rows = {(row.graph, name): row for row in kernel_rows(module) for name in row.names} if fused else {}
+    measured = _measured(subject) if rows else {}
+    for place in places:
+        stage, op = graph_stage(place.graph), place.op
+        if stage is None and "stage" in op.attrs:
+            stage = int(str(op.attrs["stage"]))
+        devices = module.devices_of(stage) if stage is not None and stage < len(module.stages) else ()
+        kernel = str(op.attrs.get("kernel", ""))
+        row = rows.get((place.graph, kernel or f"op{place.position}")) if not is_inline(op) else None
+        use = _use(row, kernel or f"op{place.position}", module, measured) if row is not None else None
+        yield OperationUse(
+            place.graph, place.position, print_op(op), stage, devices, use, fused, str(op.attrs.get("of", ""))
+        )
+
+
+def _use(row: KernelRow, name: str, module: Module, measured: dict[str, float]) -> KernelUse:
+    assert module.cluster is not None
+    others = {d.name: bound(row.body.ops, row.moved, d) for d in module.cluster.devices if d.name != row.device.name}
+    return KernelUse(
+        f"{row.graph}/{name}",
+        tuple(op.kind for op in row.ops),
+        len(row.names) - 1,
+        row.calls_per_batch // len(row.names),
+        row.flops,
+        row.moved,
+        row.roofline_s,
+        measured.get(row.label),
+        others,
+    )
+
+
+def _measured(subject: Subject) -> dict[str, float]:
+    """Seconds of kernels that were timed on this machine, by the label of their row."""
+    from penstock.calibration.measured import Measured
+    from penstock.passes.kernels.divide import Kernel
+
+    table = Measured(subject.backend)
+    found = {
+        row.label: table.seconds(Kernel(row.names[0], row.ops, row.body), row.device)
+        for row in kernel_rows(subject.module)
+    }
+    return {label: seconds for label, seconds in found.items() if seconds is not None}
+
+
+def _followers(module: Module, places: Sequence[OpPlace]) -> Iterator[tuple[str, int]]:
+    made = {v.name for place in places for v in place.op.outs}
+    own = {(place.graph, place.position) for place in places}
+    for graph in module.graphs.values():
+        found = sum(op.attrs.get("of") in made and (graph.name, i) not in own for i, op in enumerate(graph.ops))
+        if found:
+            yield graph.name, found
+
+
+def _crossings(module: Module, places: Sequence[OpPlace]) -> Iterator[Crossing]:
+    """What operations give to other stages or take from them."""
+    made = {v for place in places for v in place.op.outs}
+    taken = {(graph_stage(place.graph), v) for place in places for v in place.op.ins}
+    microbatches = module.schedule.microbatches if module.schedule is not None else 1
+    for edge in module.edges:
+        for value in edge.values:
+            if value in made or (edge.dst, value) in taken:
+                times = 1 if edge.phase in PER_BATCH else microbatches
+                yield Crossing(value.name, str(value.type), edge.src, edge.dst, edge.phase, value.type.nbytes, times)

@@ -1,0 +1,115 @@
+"""What people see while they wait: progress on stderr, one line that rewrites itself on a terminal, plain lines elsewhere; and tables.
+What is shown has escapes in the place of what a terminal would obey, as names in it come from files."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from .words import visible, visible_lines
+
+PLAIN_EVERY = 5.0
+
+
+class StatusLine:
+    """A line on stderr that is written over on a terminal, at most every `rewrite_every` seconds;
+    elsewhere a plain line every few seconds."""
+
+    def __init__(self, quiet: bool = False, rewrite_every: float = 0.0) -> None:
+        self.quiet = quiet
+        self.terminal = not quiet and sys.stderr.isatty()
+        self._every = rewrite_every if self.terminal else PLAIN_EVERY
+        self._shown = time.monotonic()
+        self._open = False
+
+    @property
+    def due(self) -> bool:
+        """Whether enough time has passed for another line."""
+        return not self.quiet and time.monotonic() - self._shown >= self._every
+
+    def show(self, text: str) -> None:
+        if self.quiet:
+            return
+        text = visible(text)
+        self._shown = time.monotonic()
+        if self.terminal:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+        else:
+            print(text, file=sys.stderr, flush=True)
+        self._open = self.terminal
+
+    def interrupt(self, text: str) -> None:
+        """A line of its own in the place of the status, quiet or not."""
+        text = visible_lines(text)
+        print(f"\r\x1b[K{text}" if self._open else text, file=sys.stderr, flush=True)
+        self._open = False
+
+    def close(self) -> None:
+        """End a line that was left open, before something else is printed."""
+        if self._open:
+            sys.stderr.write("\n")
+            self._open = False
+
+
+class Progress:
+    """Call it with (done, total, what). On a terminal the line is rewritten; otherwise a line every few seconds, and the last one."""
+
+    def __init__(self, task: str, quiet: bool = False) -> None:
+        self.task, self._line = task, StatusLine(quiet)
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        finished = done >= total
+        if finished or self._line.due:
+            self._line.show(f"{self.task} {done}/{total} {what}")
+        if finished:
+            self._line.close()
+
+    def close(self) -> None:
+        """End a line that was left open, before something else is printed."""
+        self._line.close()
+
+
+def say(text: str) -> None:
+    """A line for people."""
+    print(visible_lines(text), file=sys.stderr)
+
+
+def terminal_width() -> int | None:
+    """How wide lines may be: what COLUMNS says, else the terminal that standard output goes to; None
+    where it goes to a file or a program."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
+    return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None, cut: Sequence[int] = ()
+) -> str:
+    """Columns under a header; numbers to the right. Where lines would be longer than `width`, the
+    columns `cut` are, one after the other."""
+    cells = [[visible(str(cell)) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    for i in cut if width is not None else ():
+        over = sum(widths) + 2 * (len(widths) - 1) - (width or 0)
+        widths[i] = max(len(header[i]), widths[i] - max(over, 0))
+    numeric = [
+        all(isinstance(row[i], int | float) or _looks_numeric(str(row[i])) for row in rows) and bool(rows)
+        for i in range(len(header))
+    ]
+
+    def line(row: Sequence[str]) -> str:
+        shown = [c if len(c) <= w else f"{c[: w - 3]}..." for c, w in zip(row, widths, strict=True)]
+        return "  ".join(
+            c.rjust(w) if right else c.ljust(w) for c, w, right in zip(shown, widths, numeric, strict=True)
+        ).rstrip()
+
+    return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, cells)])
+
+
+def _looks_numeric(cell: str) -> bool:
+    number = cell.split(" ")[0].rstrip("%")
+    return number.replace(".", "", 1).replace("-", "", 1).isdigit() or cell in ("", "-")

@@ -1,0 +1,56 @@
+"""A fault in hand: a module with what it is run on, as small as can be. What the shrinker makes
+smaller, and what a reproducer is written from.
+
+`module` is whole (`main`, or `F`, `B`, `N`, `U`), or has one graph `s0.F` that stands for a kernel.
+Weights are by variable, batches by input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+
+from penstock.ir.graph import Module, Value, Var
+from penstock.ir.interpreter.interpreter import DictStore, initial_arrays, microbatches_of, run_graph, run_recurrence
+from penstock.ir.interpreter.ops import F64, Array
+
+from .values import Key, Seen
+
+KERNEL = "s0.F"
+
+
+@dataclass(frozen=True)
+class Case:
+    module: Module
+    weights: Mapping[str, Array]
+    batches: Sequence[Mapping[str, Array]]
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Operations that compute something, names that come from outside, and elements: what is smaller is compared in this order."""
+        graphs = self.module.graphs.values()
+        made = [v for graph in graphs for op in graph.ops for v in op.outs]
+        given: list[Value | Var] = [*self.module.inputs, *self.module.vars.values()]
+        ops = sum(op.kind not in ("read", "const") for graph in graphs for op in graph.ops)
+        return ops, len(given) + len(self.module.outputs) + len(self.batches), sum(v.type.size for v in (*made, *given))
+
+    @cached_property
+    def values(self) -> Mapping[Key, Array]:
+        """What every operation gives, of the first microbatch (of updates, the first batch)."""
+        seen = Seen()
+        if "U" in self.module.graphs:
+            run_recurrence(self.module, self.weights, self.batches[:1], watch=seen.watch)
+            return seen.values
+        store = DictStore(initial_arrays(self.module, self.weights, list(self.module.vars), F64))
+        if KERNEL in self.module.graphs:
+            run_graph(self.module.graphs[KERNEL], self.batches[0], store, F64, partial(seen.watch, KERNEL, 0))
+            return seen.values
+        part = microbatches_of(self.module, self.batches[0])[0]
+        graph = self.module.graphs.get("F") or self.module.graphs["main"]
+        results = run_graph(graph, part, store, F64, partial(seen.watch, "F", 0))
+        if "B" in self.module.graphs:
+            given = {**part, **{v.name: np.asarray(x) for v, x in zip(graph.results, results, strict=True)}}
+            run_graph(self.module.graphs["B"], given, store, F64, partial(seen.watch, "B", 0))
+        return seen.values

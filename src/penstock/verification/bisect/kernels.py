@@ -1,0 +1,275 @@
+"""Compiled kernels against the interpreter, stage by stage: the first kernel whose result differs.
+
+In: the program of all stages, its code, weights and batches. Every stage's graphs are called once as they are, with the values that
+they have in an interpreted run, rounded to their types: so an error of one graph is no error of the next. Of the first graph whose
+results are off, each kernel is compiled by itself and called with the values that the interpreter has at that point. Out: that
+kernel, its operations, its tensor and error.
+
+Expected is float64 on the same rounded operands. A result may be as far off as roundings of its type explain (allowed.py). What a gradient
+is added to is drawn, so that a sum that was overwritten shows.
+
+Limits: the first microbatch and the first batch; stages on GPUs that this host lacks are passed over, and said so.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.backends.interface import StageProgram, backend_of, stage_graphs
+from penstock.backends.numpy_backend import SlotStore, array_of, tensor_of
+from penstock.ir.graph import MICROBATCH, Graph, Module, Op, Slot, signature, slot_of
+from penstock.ir.interpreter.interpreter import microbatches_of, run_graph, run_schedule
+from penstock.ir.interpreter.ops import F64, TYPED, Array, array_dtype
+from penstock.ir.types import FLOATS, TensorType, numpy_dtype
+from penstock.passes.kernels.divide import kernels_of
+from penstock.support.errors import UsageError
+from penstock.support.terminal import say
+from penstock.verification.checks import relative_error
+from penstock.verification.tolerance import as_typed, asked
+
+from .steps import CompiledStages
+from .values import Errors, Spot
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class GraphCall:
+    """A graph and what it is called with: arrays of the declared types."""
+
+    graph: Graph
+    ins: Mapping[str, Array]
+    slots: Mapping[Slot, Array]
+
+
+@dataclass(frozen=True)
+class KernelVerdict:
+    """What a stage's graphs were found to be: how many were called, the errors of their results, and the first that is off."""
+
+    stage: int
+    graphs: int
+    errors: Errors
+    first: Spot | None
+    # Whether it is a kernel that differs when it is compiled by itself; then the graph with its operands that shows it.
+    alone: GraphCall | None = None
+    passed_over: str = ""
+
+
+def first_kernel(
+    module: Module,
+    program: CompiledStages,
+    weights: Mapping[str, Array],
+    batches: Sequence[Mapping[str, Array]],
+    tolerance: float | None,
+) -> list[KernelVerdict]:
+    """One verdict per stage, up to the first with a kernel that is off."""
+    calls = recorded_calls(module, weights, batches[0])
+    found: list[KernelVerdict] = []
+    for stage in module.stages:
+        try:
+            loaded = program.load(stage.index)
+        except UsageError as error:
+            found.append(KernelVerdict(stage.index, 0, Errors(), None, passed_over=error.what))
+            continue
+        verdict = _judge_stage(module, stage.index, loaded, program.backend, calls, tolerance)
+        found.append(verdict)
+        if verdict.first is not None:
+            break
+    return found
+
+
+def _judge_stage(
+    module: Module,
+    stage: int,
+    program: StageProgram,
+    backend: str,
+    calls: Mapping[str, GraphCall],
+    tolerance: float | None,
+) -> KernelVerdict:
+    errors = Errors()
+    own = [calls[graph.name] for graph in stage_graphs(module, stage) if graph.name in calls]
+    for count, call in enumerate(own, 1):
+        found, spot = compare(program, call, tolerance)
+        errors += found
+        if spot is not None:
+            say(f"stage {stage}: {spot.tensor} of @{call.graph.name} is off; comparing its kernels one by one")
+            alone = first_alone(module, stage, call, backend, tolerance)
+            return KernelVerdict(
+                stage, count, errors, spot if alone is None else alone[0], None if alone is None else alone[1]
+            )
+    return KernelVerdict(stage, len(own), errors, None)
+
+
+# ------------------------------------------------------------------------------------------------ what graphs are called with
+
+
+def recorded_calls(module: Module, weights: Mapping[str, Array], batch: Mapping[str, Array]) -> dict[str, GraphCall]:
+    """The first call of every stage graph in an interpreted run of one batch."""
+    values: dict[tuple[str, int], Array] = {}
+    reads: dict[str, dict[Slot, Array]] = {}
+    numbers: dict[str, int] = {}
+
+    def watch(name: str, number: int, op: Op, results: tuple[Array, ...]) -> None:
+        slot = slot_of(op)
+        if numbers.setdefault(name, number) == number and slot is not None and results:
+            reads.setdefault(name, {}).setdefault(slot, np.array(results[0]))
+        for value, array in zip(op.outs, results, strict=True):
+            values.setdefault((value.name, number), np.array(array))
+
+    run_schedule(module, weights, [batch], watch=watch)
+    for k, part in enumerate(microbatches_of(module, batch)):
+        values |= {(name, k): np.asarray(array) for name, array in part.items()} | {(MICROBATCH, k): np.array(k)}
+    found = {}
+    for name, graph in module.graphs.items():
+        if name in numbers:
+            ins = {v.name: _typed(values[v.name, numbers[name]], v.type) for v in graph.ins}
+            found[name] = GraphCall(graph, ins, recorded_slots(module, graph, reads.get(name, {})))
+    return found
+
+
+def recorded_slots(module: Module, graph: Graph, reads: Mapping[Slot, Array]) -> dict[Slot, Array]:
+    """Buffers as a call finds them. A variable with one version has one buffer, which is read and written."""
+    found: dict[Slot, Array] = {}
+    shared: dict[str, Array] = {}
+    for slot in signature(graph).slots:
+        var = module.vars[slot.var]
+        array = reads[slot] if slot in reads else _noise(var.type, slot.var)
+        if slot.slot and var.versions == 1:
+            other = next((reads[s] for s in reads if s.var == slot.var and s.slot), array)
+            array = shared.setdefault(slot.var, _typed(other, var.type))
+        found[slot] = array if slot.slot and var.versions == 1 else _typed(array, var.type)
+    return found
+
+
+def _noise(kind: TensorType, name: str) -> Array:
+    source = np.random.default_rng(len(name))
+    return source.standard_normal(kind.dims) if kind.dtype in FLOATS else np.zeros(kind.dims, numpy_dtype(kind.dtype))
+
+
+def _typed(array: Array, kind: TensorType) -> Array:
+    return np.array(array, dtype=numpy_dtype(kind.dtype)).reshape(kind.dims)
+
+
+# ------------------------------------------------------------------------------------------------ one call
+
+
+def compare(program: StageProgram, call: GraphCall, tolerance: float | None) -> tuple[Errors, Spot | None]:
+    """Call a graph, and give the errors of its results and the first of these that is off."""
+    graph, sig = call.graph, signature(call.graph)
+    wide, own = _interpreted(call, F64), _interpreted(call, TYPED)
+    found = _called(program, call)
+    makers = graph.producers()
+    named: list[tuple[str | Slot, str, Op | None]] = [(v.name, f"%{v.name}", makers.get(v)) for v in sig.results]
+    named += [(slot, f"@{slot.var}", next(op for op in graph.ops if slot_of(op) == slot)) for slot in _changed(graph)]
+    errors, first = Errors(), None
+    for key, tensor, op in named:
+        error = relative_error(found[key], wide[key])
+        allowed = (
+            asked(tolerance) if tolerance is not None else as_typed(graph, op, relative_error(own[key], wide[key]))
+        )
+        errors += Errors.of(error, allowed)
+        if first is None and not error <= allowed.error:
+            first = Spot(graph.name, op, tensor, "", error, allowed)
+    return errors, first
+
+
+def _changed(graph: Graph) -> list[Slot]:
+    return list(
+        dict.fromkeys(slot for op in graph.ops if op.kind in ("write", "accum") and (slot := slot_of(op)) is not None)
+    )
+
+
+def _interpreted(call: GraphCall, precision: str) -> dict[str | Slot, Array]:
+    """Results by name, and slots after the call."""
+    # One buffer stays one buffer.
+    copies: dict[int, Array] = {}
+    slots = {slot: copies.setdefault(id(array), _held(array, precision)) for slot, array in call.slots.items()}
+    store = SlotStore(slots)
+    results = run_graph(call.graph, call.ins, store, precision)
+    store.finish()
+    return {v.name: array for v, array in zip(call.graph.results, results, strict=True)} | slots
+
+
+def _held(array: Array, precision: str) -> Array:
+    floating = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+    return np.array(array, dtype=array_dtype("f64", precision) if floating and precision == F64 else array.dtype)
+
+
+def _called(program: StageProgram, call: GraphCall) -> dict[str | Slot, Array]:
+    tensors: dict[int, torch.Tensor] = {}
+    sig = signature(call.graph)
+    ins = [tensor_of(np.array(call.ins[v.name], order="C")).to(program.device) for v in sig.ins]
+    slots = [
+        tensors.setdefault(id(call.slots[s]), tensor_of(np.array(call.slots[s], order="C")).to(program.device))
+        for s in sig.slots
+    ]
+    results = program.call(call.graph.name, [*ins, *slots])
+    found: dict[str | Slot, Array] = {v.name: array_of(x.cpu()) for v, x in zip(sig.results, results, strict=True)}
+    return found | {slot: array_of(x.cpu()) for slot, x in zip(sig.slots, slots, strict=True)}
+
+
+# ------------------------------------------------------------------------------------------------ kernels by themselves
+
+
+def first_alone(
+    module: Module, stage: int, call: GraphCall, backend: str, tolerance: float | None
+) -> tuple[Spot, GraphCall] | None:
+    """The first kernel of a graph that is off when it is compiled by itself, and its call; None where
+    it takes several of them to be wrong."""
+    parts = dict(kernel_calls(call))
+    calls = [replace(part, graph=replace(part.graph, name=f"s{stage}.{i}")) for i, part in enumerate(parts.values())]
+    with compiled(module, stage, [part.graph for part in calls], backend) as program:
+        for (name, whole), part in zip(parts.items(), calls, strict=True):
+            spot = compare(program, part, tolerance)[1]
+            if spot is not None:
+                kinds = ", ".join(op.kind for op in part.graph.ops if op.kind != "read")
+                return replace(spot, graph=call.graph.name, kernel=f"{call.graph.name}/{name} ({kinds})"), whole
+    return None
+
+
+def kernel_calls(call: GraphCall) -> Iterator[tuple[str, GraphCall]]:
+    """Each kernel as a graph of its own, with the values that the interpreter has at that point."""
+    values: dict[str, Array] = dict(call.ins)
+
+    def keep(op: Op, results: tuple[Array, ...]) -> None:
+        values.update((v.name, array) for v, array in zip(op.outs, results, strict=True))
+
+    run_graph(
+        call.graph, call.ins, SlotStore({slot: _held(array, F64) for slot, array in call.slots.items()}), F64, keep
+    )
+    for kernel in kernels_of(call.graph):
+        ins = {v.name: _typed(values[v.name], v.type) for v in kernel.body.ins}
+        yield (
+            kernel.name,
+            GraphCall(kernel.body, ins, {slot: call.slots[slot] for slot in signature(kernel.body).slots}),
+        )
+
+
+@contextmanager
+def compiled(module: Module, stage: int, graphs: Sequence[Graph], backend: str) -> Iterator[StageProgram]:
+    """Graphs of a stage, compiled now for its device, under their own names."""
+    apart = module.but(graphs={graph.name: graph for graph in graphs})
+    maker = backend_of(backend)
+    with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as folder:
+        names = maker.compile_stages(apart, [stage], Path(folder))[stage]
+        yield maker.load_stage(apart, stage, [Path(folder) / name for name in names])
+
+
+__all__ = [
+    "GraphCall",
+    "KernelVerdict",
+    "compare",
+    "compiled",
+    "first_kernel",
+    "kernel_calls",
+    "recorded_calls",
+    "recorded_slots",
+]

@@ -1,0 +1,139 @@
+"""The values of the framework a model came from, tensor by tensor: is it the import that is wrong?
+
+OnnxOriginal runs an ONNX file in onnxruntime, without its optimiser, with the result of every node handed out; TorchOriginal
+(torch_original.py) does the same with a program of torch. `first_difference` compares them with the interpreter's values of the
+imported module, in the order of the framework.
+
+Both round as the types say; how far they may be apart for that says allowed.py.
+
+Limits: what the importer gives another name, folds away or computes in another way inside of a node has no counterpart; results of nodes
+inside of loops and branches are not looked at; a model of 2 GiB or more is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.frontends.names import legal
+from penstock.ir.graph import Graph, Module, Op
+from penstock.ir.interpreter.interpreter import DictStore, initial_arrays, run_graph
+from penstock.ir.interpreter.ops import F64, TYPED, Array
+from penstock.support.terminal import say
+from penstock.verification.checks import relative_error
+from penstock.verification.tolerance import as_typed, asked
+
+from .steps import Original
+from .values import Errors, Spot
+
+if TYPE_CHECKING:
+    import onnx
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How many values had a counterpart, their errors, and the first that is off."""
+
+    count: int
+    errors: Errors
+    first: Spot | None
+
+
+def first_difference(
+    original: Original,
+    module: Module,
+    weights: Mapping[str, Array],
+    inputs: Mapping[str, Array],
+    tolerance: float | None,
+) -> Compared:
+    """Run the module of an import beside its original."""
+    graph = module.graphs.get("main") or module.graphs["F"]
+    rounded, exact = (_values(module, graph, weights, inputs, precision) for precision in (TYPED, F64))
+    makers = graph.producers()
+    ops = {v.name: op for v, op in makers.items()}
+    count, errors = 0, Errors()
+    for name, array in original.values(inputs):
+        if name not in rounded or array.shape != rounded[name].shape:
+            continue
+        error, own = relative_error(rounded[name], array), relative_error(rounded[name], exact[name])
+        allowed = asked(tolerance) if tolerance is not None else as_typed(graph, ops.get(name), own)
+        count, errors = count + 1, errors + Errors.of(error, allowed)
+        if not error <= allowed.error:
+            return Compared(
+                count, errors, Spot(graph.name, ops.get(name), f"%{name}", original.source_of(name), error, allowed)
+            )
+    return Compared(count, errors, None)
+
+
+def _values(
+    module: Module, graph: Graph, weights: Mapping[str, Array], inputs: Mapping[str, Array], precision: str
+) -> dict[str, Array]:
+    found: dict[str, Array] = {v.name: np.asarray(inputs[v.name]) for v in graph.ins if v.name in inputs}
+
+    def keep(op: Op, results: tuple[Array, ...]) -> None:
+        found.update((v.name, array) for v, array in zip(op.outs, results, strict=True))
+
+    run_graph(graph, inputs, DictStore(initial_arrays(module, weights, list(module.vars), precision)), precision, keep)
+    return found
+
+
+class OnnxOriginal:
+    """An ONNX file. `names` are the file's names of what is spelled otherwise here, `bound` elements of inputs that are none here."""
+
+    def __init__(self, path: Path, names: Mapping[str, str], bound: Mapping[str, object] | None = None) -> None:
+        import onnxruntime
+
+        self.path, self.names, self.bound = path, names, dict(bound or {})
+        self.name = f"onnxruntime {onnxruntime.__version__}"
+        self.nodes: dict[str, Any] = {}
+
+    def values(self, inputs: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+        found = self.run({self.names.get(name, name): array for name, array in inputs.items()})
+        for theirs, array in found.items():
+            if isinstance(array, np.ndarray):
+                yield legal(theirs), array
+
+    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """All results of all nodes, in the order of the file."""
+        import onnx
+        import onnxruntime
+
+        model = self.load()
+        self.nodes = {name: node for node in model.graph.node for name in node.output if name}
+        given = {value.name for value in model.graph.output}
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self.nodes if name not in given)
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.log_severity_level = 3
+        try:
+            session = onnxruntime.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+            wanted = {value.name for value in session.get_inputs()}
+            results = session.run(
+                list(self.nodes), {name: array for name, array in {**self.bound, **feeds}.items() if name in wanted}
+            )
+        except (ValueError, RuntimeError) as error:  # what protobuf and onnxruntime raise
+            say(f"{self.name} does not run the model with all of its values handed out: {str(error).splitlines()[0]}")
+            return {}
+        return dict(zip(self.nodes, results, strict=True))
+
+    def load(self) -> onnx.ModelProto:
+        import onnx
+
+        return onnx.load(self.path)
+
+    def theirs(self, name: str) -> str:
+        """The file's name of a value."""
+        return next((theirs for theirs in self.nodes if legal(theirs) == name), name)
+
+    def source_of(self, name: str) -> str:
+        node = next((node for theirs, node in self.nodes.items() if legal(theirs) == name), None)
+        return "" if node is None else f"node {node.name or name} ({node.op_type})"
+
+
+__all__ = ["Compared", "OnnxOriginal", "first_difference"]

@@ -1,0 +1,301 @@
+"""The search: first the import, then passes by halves, then kernels stage by stage; what is found
+first is printed, and left as a reproducer.
+
+In: a Trail (sources.py), options. Out: tables and lines on standard output, exit code 0, or VerifyError. What one pass breaks stays broken,
+so that log2(n) of n modules are run. Of the pass found, and of the one before it, all values are compared, graph by graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from penstock.ir.graph import Module
+from penstock.ir.interpreter.ops import Array
+from penstock.passes.manager import parse_pipeline, run_passes
+from penstock.passes.pipelines import PASSES
+from penstock.support.errors import PenstockError, VerifyError
+from penstock.support.terminal import say, table
+from penstock.support.words import counted
+from penstock.verification.bisect import reproducer
+
+from .kernels import KernelVerdict, first_kernel
+from .original import OnnxOriginal, first_difference
+from .shrinking import Budget
+from .steps import WRITTEN, Original, Trail
+from .trial import Off, Trial, can_run, is_whole
+from .values import Errors, Spot
+
+Problems = dict[int, Off | PenstockError | None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to look. `repro` is where the reproducer goes, `shrink` for how many seconds it is made smaller."""
+
+    steps: int = 3
+    seed: int = 0
+    tolerance: float | None = None
+    repro: Path | None = None
+    shrink: float = 60.0
+
+
+def bisect(trail: Trail, options: Options) -> int:
+    """Say what the first thing is that goes wrong; VerifyError if there is one."""
+    search = _Search(trail, options)
+    search.look_at_import()
+    search.look_at_passes()
+    if trail.refused is not None:
+        search.tell_refusal(*trail.refused)
+    search.look_at_kernels()
+    print(f"nothing changes what {trail.steps[0].module.name} computes: {', '.join(search.looked)}")
+    return 0
+
+
+class _Search:
+    def __init__(self, trail: Trail, options: Options) -> None:
+        self.trail, self.options = trail, options
+        # Drawn weights show more than those of a fresh model, whose biases are zero and whose numbers
+        # are small; its own ones are what counts.
+        self.trial = Trial(trail.steps, options.steps, options.seed, options.tolerance)
+        self.own = (
+            Trial(trail.steps, options.steps, options.seed, options.tolerance, trail.weights)
+            if trail.weights
+            else self.trial
+        )
+        self.looked: list[str] = []
+
+    # -------------------------------------------------------------------------------------------- import
+
+    def look_at_import(self) -> None:
+        original, first = self.trail.original, self.trail.steps[0]
+        if original is None:
+            return
+        part = {v.name: self.trial.parts[0][v.name] for v in first.module.data_inputs}
+        names = {v.name for v in first.module.inputs} - part.keys()
+        found = first_difference(
+            original,
+            first.module,
+            self.own.weights,
+            {**part, **{n: self.trial.parts[0][n] for n in names}},
+            self.options.tolerance,
+        )
+        rows = [
+            [original.name, first.name, found.count, f"{found.errors.largest:.1e}", _judged(found.errors, found.first)]
+        ]
+        print(table(["original", "import", "values", "largest error", "verdict"], rows))
+        self.looked.append(f"{counted(found.count, 'value')} as in {original.name}")
+        spot = found.first
+        if spot is not None:
+            print("\n".join(["first wrong: the import", *spot.lines()]))
+            what = f"the import of {self.trail.name} computes something else than {original.name}"
+            self._fail(what, lambda budget: self._of_import(original, spot, part, budget))
+
+    def _of_import(
+        self, original: Original, spot: Spot, inputs: Mapping[str, Array], budget: Budget
+    ) -> reproducer.Written | None:
+        if not isinstance(original, OnnxOriginal):
+            return None
+        assert self.options.repro is not None
+        return reproducer.of_import(self.options.repro, original, spot, inputs, self.options.tolerance, budget)
+
+    # -------------------------------------------------------------------------------------------- passes
+
+    def look_at_passes(self) -> None:
+        self._look_at_passes(self.trial)
+        last = [step.module for step in self.trail.steps if can_run(step.module)][-1]
+        if self.own is not self.trial and self.own.problem(last) is not None:
+            say("with drawn weights all is well, with the model's own weights it is not")
+            self.trial = self.own
+            self._look_at_passes(self.own)
+
+    def _look_at_passes(self, trial: Trial) -> None:
+        steps = self.trail.steps
+        high, problems = self._halves(trial)
+        print(
+            table(
+                ["module", "verdict"], [[steps[i].name, _verdict(problem)] for i, problem in sorted(problems.items())]
+            )
+        )
+        self.looked.append(f"{len(problems)} of {counted(len(steps), 'module')}")
+        problem, culprit = problems[high], steps[high]
+        if problem is None:
+            return
+        if not high:
+            raise VerifyError(f"the model itself is wrong: {problem}", where=culprit.name)
+        before = steps[high - 1]
+        print(f"first wrong after: {culprit.call}\n  {problem}")
+        if not can_run(before.module):
+            print(f"  or after {before.call}: what that makes cannot be run before weights have versions")
+        spots = trial.spots(culprit.module, before.module)
+        _tell_graphs(spots)
+        if spots:
+            print("\n".join(spots[0].lines()))
+        elif isinstance(problem, Off):
+            print(
+                "  all values that have the same name in the module before are right: what is wrong has a name of its own, or came later"
+            )
+        if edited := self._edited(high):
+            what = f"{culprit.name} is not what {culprit.call} makes of {before.name} here"
+            self._fail(f"{what}: {edited} was edited, or another version wrote it", None)
+        self._fail(
+            f"{culprit.call if culprit.call == WRITTEN else f'pass {culprit.call}'} changes what {steps[0].module.name} computes",
+            lambda budget: self._of_pass(high, problem, spots, budget),
+        )
+
+    def _edited(self, at: int) -> str:
+        """Which dump was not written by its pass, where the one at a place is not what its pass makes of the one before; nothing where it
+        is. One that was edited fits neither neighbour, so that the others say which of the two it is."""
+        steps = self.trail.steps
+        if not self._is_strange(at):
+            return ""
+        if at > 1:
+            return steps[at - 1].name if self._is_strange(at - 1) else steps[at].name
+        fits_next = at + 1 < len(steps) and not self._is_strange(at + 1)
+        return f"{steps[0].name}, or all after it," if fits_next else "one of the two"
+
+    def _is_strange(self, at: int) -> bool:
+        """Whether a pass does not make what stands in its dump: then nobody can say what the pass does."""
+        before, step = self.trail.steps[at - 1 : at + 1]
+        if step.call == WRITTEN:
+            return False
+        try:
+            made = run_passes(before.module, parse_pipeline(step.call, PASSES), PASSES)
+        except PenstockError:
+            return True
+        return replace(made, notes=()) != replace(step.module, notes=())
+
+    def _halves(self, trial: Trial) -> tuple[int, Problems]:
+        """The first module that is wrong (the last one, if none is), and what was found on the way."""
+        steps = self.trail.steps
+        # The others are passed over: what is wrong with them shows in the next one.
+        every = [i for i, step in enumerate(steps) if can_run(step.module)]
+        problems: Problems = {}
+
+        def is_bad(place: int) -> bool:
+            i = every[place]
+            if i not in problems:
+                say(f"running {steps[i].name}")
+                problems[i] = trial.problem(steps[i].module)
+            return problems[i] is not None
+
+        # What everything later is compared with is judged first.
+        judge = next((place for place, i in enumerate(every) if steps[i].module is trial.trained), len(every) - 1)
+        high = judge if is_bad(judge) else len(every) - 1
+        low = -1 if is_bad(0) else 0
+        while is_bad(high) and high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_bad(middle) else (middle, high)
+        return every[high], problems
+
+    def _of_pass(self, at: int, problem: object, spots: list[Spot], budget: Budget) -> reproducer.Written | None:
+        if not isinstance(problem, Off) or self.trail.steps[at].call == WRITTEN:
+            return None
+        base, passes = self._from_whole(at)
+        spot, options = spots[0] if spots else None, self.options
+        assert options.repro is not None
+        return reproducer.of_pass(
+            options.repro, base, passes, self.trial, spot, options.seed, options.tolerance, budget
+        )
+
+    def _from_whole(self, at: int) -> tuple[Module, str]:
+        """The last module before a pass that nobody has cut into stages yet, and the passes from there."""
+        steps = self.trail.steps
+        start = max(i for i in range(at) if is_whole(steps[i].module) and not steps[i].module.stages)
+        return steps[start].module, ",".join(step.call for step in steps[start + 1 : at + 1])
+
+    # -------------------------------------------------------------------------------------------- refusals
+
+    def tell_refusal(self, call: str, error: PenstockError) -> NoReturn:
+        print(f"refused by the verifier after: {call}\n  {str(error).splitlines()[0]}")
+        if self.options.repro is not None:
+            base, passes = self._from_whole(len(self.trail.steps))
+            steps = ",".join(filter(None, [passes, call]))
+            written = reproducer.of_refusal(
+                self.options.repro, base, steps, self.trial.weights, error, Budget(self.options.shrink)
+            )
+            print("\n".join(written.lines()))
+        raise error
+
+    # -------------------------------------------------------------------------------------------- kernels
+
+    def look_at_kernels(self) -> None:
+        module, program = self.trail.steps[-1].module, self.trail.compiled
+        if program is None or program.backend == "numpy" or module.schedule is None:
+            return
+        verdicts = first_kernel(module, program, self.trial.weights, self.trial.batches, self.options.tolerance)
+        if self.own is not self.trial and verdicts[-1].first is None:
+            verdicts = first_kernel(module, program, self.own.weights, self.trial.batches, self.options.tolerance)
+        print(table(["stage", "graphs", "largest error", "verdict"], [_row(verdict) for verdict in verdicts]))
+        self.looked.append(f"graphs of {counted(len(verdicts), 'stage')} compiled by {program.backend}")
+        last = verdicts[-1]
+        if last.first is None:
+            return
+        print("\n".join([f"first wrong: {last.first.kernel or 'the graph @' + last.first.graph}", *last.first.lines()]))
+        if last.alone is None:
+            print(
+                "  each kernel of it, compiled now by itself, is right: its code is older, or what is wrong is their order or memory"
+            )
+        self._fail(
+            f"{last.first.tensor} of stage {last.stage} is not what the interpreter gives",
+            lambda budget: self._of_kernel(last, budget),
+        )
+
+    def _of_kernel(self, verdict: KernelVerdict, budget: Budget) -> reproducer.Written | None:
+        assert self.options.repro is not None
+        assert self.trail.compiled is not None
+        assert verdict.first is not None
+        if verdict.alone is None:
+            return None
+        module, options = self.trail.steps[-1].module, self.options
+        return reproducer.of_kernel(
+            self.options.repro,
+            module,
+            verdict.alone,
+            verdict.first,
+            self.trail.compiled.backend,
+            options.tolerance,
+            budget,
+        )
+
+    # -------------------------------------------------------------------------------------------- the end
+
+    def _fail(self, what: str, leave: Callable[[Budget], reproducer.Written | None] | None) -> NoReturn:
+        hint = ""
+        if self.options.repro is not None and leave is not None:
+            written = leave(Budget(self.options.shrink))
+            if written is not None:
+                print("\n".join(written.lines()))
+                hint = written.shell
+        raise VerifyError(what, where=self.trail.name, hint=hint)
+
+
+def _tell_graphs(spots: list[Spot]) -> None:
+    """Stage by stage: what is the first wrong value of each graph."""
+    first: dict[str, Spot] = {}
+    for spot in spots:
+        first.setdefault(spot.graph, spot)
+    rows = [
+        ["-" if s.stage is None else s.stage, f"@{s.graph}", f"{s.tensor} of {s.unit}", f"{s.error:.2g}"]
+        for s in first.values()
+    ]
+    if len(rows) > 1:
+        print(table(["stage", "graph", "first value that is off", "error"], rows))
+
+
+def _row(verdict: KernelVerdict) -> list[object]:
+    told = verdict.passed_over or _judged(verdict.errors, verdict.first)
+    return [verdict.stage, verdict.graphs, f"{verdict.errors.largest:.1e}", told]
+
+
+def _judged(errors: Errors, first: Spot | None) -> str:
+    return errors.verdict if first is None else f"{first.tensor} is off by {first.error:.2g}"
+
+
+def _verdict(problem: Off | PenstockError | None) -> str:
+    return "ok" if problem is None else str(problem).splitlines()[0]
+
+
+__all__ = ["Options", "bisect"]

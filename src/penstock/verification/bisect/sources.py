@@ -1,0 +1,214 @@
+"""Where the modules of a compilation come from: a dump folder, a bundle, or a model that is compiled now.
+
+A dump folder has modules and calls, no weights: these are drawn. A bundle has the model before it was cut into stages, and the program;
+what lies between is made again by the passes that its plan names, and must end in its program. Its weights and its source model are in it.
+A model is put through the passes here, with its dumps in a folder; a pass that does not finish is part of the answer.
+"""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.inspection.dump.folder import EXCERPT, PASSES
+from penstock.inspection.dump.reading import dumped_passes, made_again, missing_dumps
+from penstock.support.errors import PenstockError, UsageError, VerifyError
+from penstock.support.terminal import say
+
+from .steps import WRITTEN, CompiledStages, Original, Trail, TrailStep
+
+if TYPE_CHECKING:
+    from penstock.api import Model, Plan
+    from penstock.backends.bundle.format import Bundle
+    from penstock.backends.interface import StageProgram
+    from penstock.ir.graph import Module
+
+
+# ------------------------------------------------------------------------------------------------ dump folders
+
+
+def read_dumps(folder: str | Path) -> list[TrailStep]:
+    """The modules of a dump folder in the order of the passes."""
+    found = dumped_passes(folder)
+    if not found or found[0].path.name != "00_input.ir":
+        raise UsageError(
+            "there is no 00_input.ir", where=str(folder), hint="give a folder that `penstock compile --dump-ir` wrote"
+        )
+    if any(Path(folder).glob("*.diff")):
+        raise UsageError(
+            "has changes in place of modules", where=str(folder), hint="dump again without --dump-ir-changed"
+        )
+    steps = [TrailStep(dump.path.name, dump.call, dump.module) for dump in found]
+    if any(note.origin == EXCERPT for step in steps for note in step.module.notes):
+        raise UsageError("has parts of modules alone", where=str(folder), hint="dump again without --dump-ir-filter")
+    if lost := missing_dumps(Path(folder)):
+        raise UsageError(f"{PASSES} lists what is not there: {', '.join(lost)}", where=str(folder), hint="dump again")
+    return steps
+
+
+@contextmanager
+def dumps_trail(folder: Path, backend: str | None) -> Iterator[Trail]:
+    steps = read_dumps(folder)
+    with _compiled_now(steps[-1].module, backend) as program:
+        yield Trail(str(folder), steps, compiled=program, folder=folder)
+
+
+# ------------------------------------------------------------------------------------------------ bundles
+
+
+@contextmanager
+def bundle_trail(bundle: Bundle) -> Iterator[Trail]:
+    if bundle.reference is None:
+        raise UsageError(
+            "the bundle holds no reference model to begin with", where=str(bundle.path), hint="compile it again"
+        )
+    steps = [TrailStep("reference.ir", "", bundle.reference), *_made_again(bundle)]
+    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
+        original = _original_of(bundle, Path(scratch))
+        yield Trail(str(bundle.path), steps, bundle.weights(), original, compiled=_Bundled(bundle))
+
+
+def _made_again(bundle: Bundle) -> Iterator[TrailStep]:
+    """The modules of the passes from `partition` on. The last one is that of the bundle, whether or
+    not these passes would make it today."""
+    assert bundle.reference is not None
+    try:
+        made = made_again(bundle.reference, str(bundle.plan.get("pipeline", "")))
+    except PenstockError as error:
+        say(f"the passes that the plan names do not run on its model today: {str(error).splitlines()[0]}")
+        made = []
+    before = bundle.reference
+    for number, step in enumerate(made, 1):
+        if step.module is not before:
+            yield TrailStep(f"{number:02d}_{step.call.name} (made again)", str(step.call), step.module)
+        before = step.module
+    if made:
+        # The plan's own notes are left out of what is compared.
+        if replace(before, notes=()) == replace(bundle.module, notes=()):
+            return
+        say("the passes that the plan names make another program today than the one that the bundle has")
+    yield TrailStep("module.ir", WRITTEN, bundle.module)
+
+
+def _original_of(bundle: Bundle, scratch: Path) -> Original | None:
+    """The ONNX model in the bundle, with its weights filled in again."""
+    if bundle.source_structure is None:
+        return None
+    from penstock.inspection.exports.weights import export
+
+    from .original import OnnxOriginal
+
+    path = scratch / "model.onnx"
+    try:
+        export(bundle.path, onnx=path)
+    except UsageError as error:
+        say(f"the source model is not compared: {error.what}")
+        return None
+    return OnnxOriginal(path, bundle.renamed)
+
+
+@dataclass(frozen=True)
+class _Bundled:
+    """The code in a bundle."""
+
+    bundle: Bundle
+
+    @property
+    def backend(self) -> str:
+        return self.bundle.manifest.backend
+
+    def load(self, stage: int) -> StageProgram:
+        from penstock.backends.interface import backend_of
+
+        threads = min(rank.threads for rank in self.bundle.manifest.ranks)
+        return backend_of(self.backend).load_stage(self.bundle.module, stage, self.bundle.stage_files(stage), threads)
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def model_trail(
+    path: str, plan: Callable[[], Plan], load: Callable[[], Model], folder: Path, backend: str | None
+) -> AbstractContextManager[Trail]:
+    """An ONNX file, whose original is onnxruntime."""
+
+    def original(model: Model) -> Original:
+        from .original import OnnxOriginal
+
+        return OnnxOriginal(Path(path), model.imported.names, model.imported.bound)
+
+    return planned_trail(path, plan, load, original, folder, backend)
+
+
+@contextmanager
+def planned_trail(
+    name: str,
+    plan: Callable[[], Plan],
+    load: Callable[[], Model],
+    original: Callable[[Model], Original],
+    folder: Path,
+    backend: str | None,
+) -> Iterator[Trail]:
+    """`plan` runs the passes with dumps in `folder`; `load` gives the model as it is where they did not get to the end."""
+    try:
+        model, refusal = plan().model, None
+    except VerifyError as error:
+        if not (call := _refused(folder)):
+            raise
+        model, refusal = load(), (call, error)
+    steps = read_dumps(folder)
+    with _compiled_now(steps[-1].module, "numpy" if refusal else backend) as program:
+        compared = None if model.module.draws else original(model)
+        if compared is None:
+            say(
+                "the model draws random numbers (dropout), and no two runtimes draw the same: its import is not compared"
+            )
+        yield Trail(name, steps, model.imported.weights, compared, refusal, program, folder)
+
+
+def _refused(folder: Path) -> str:
+    """The call of the pass that did not finish."""
+    try:
+        first = (folder / "repro.ir").read_text(encoding="utf-8").splitlines()[0]
+    except OSError:
+        return ""
+    words = shlex.split(first)
+    return words[-1] if words[:2] == ["//", "penstock"] else ""
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """Code made now, in a folder that goes away. A library that is loaded must not be written again, so each stage is made once."""
+
+    module: Module
+    backend: str
+    folder: Path
+    loaded: dict[int, StageProgram] = field(default_factory=dict)
+
+    def load(self, stage: int) -> StageProgram:
+        from penstock.backends.interface import backend_of
+
+        if stage not in self.loaded:
+            maker = backend_of(self.backend)
+            maker.check_host(self.module, stage)
+            names = maker.compile_stages(self.module, [stage], self.folder)[stage]
+            self.loaded[stage] = maker.load_stage(self.module, stage, [self.folder / name for name in names])
+        return self.loaded[stage]
+
+
+@contextmanager
+def _compiled_now(module: Module, backend: str | None) -> Iterator[CompiledStages | None]:
+    """Nothing where kernels are not asked for, or not chosen yet."""
+    if backend == "numpy" or "fused" not in module.facts:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
+        yield _Compiled(module, backend or "tvm", Path(scratch))
+
+
+__all__ = ["bundle_trail", "dumps_trail", "model_trail", "planned_trail", "read_dumps"]

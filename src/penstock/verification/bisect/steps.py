@@ -1,0 +1,65 @@
+"""What is bisected: the modules of one compilation in the order of its passes, and what else is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.ir.graph import Module
+from penstock.ir.interpreter.ops import Array
+from penstock.support.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.backends.interface import StageProgram
+
+
+# In the place of a call: no pass made this module now.
+WRITTEN = "the program of the bundle"
+
+
+@dataclass(frozen=True)
+class TrailStep:
+    """A module, the file or place it stands in, and the call of the pass that made it."""
+
+    name: str
+    call: str
+    module: Module
+
+
+class Original(Protocol):
+    """The framework a model came from. `values` are tensors in the order in which they are computed, by the names that they have in the IR;
+    those that have none there are left out. `source_of` says what makes one, in the framework's words."""
+
+    name: str
+
+    def values(self, inputs: Mapping[str, Array]) -> Iterator[tuple[str, Array]]: ...
+
+    def source_of(self, name: str) -> str: ...
+
+
+class CompiledStages(Protocol):
+    """Compiled stages: those of a bundle, or compiled now."""
+
+    @property
+    def backend(self) -> str: ...
+
+    def load(self, stage: int) -> StageProgram: ...
+
+
+@dataclass(frozen=True)
+class Trail:
+    """All that is known. `weights` are empty where only dumps are left of a model: then they are drawn. `refused` is the call of a pass
+    that did not finish, and its error; `compiled` is the code of the last module."""
+
+    name: str
+    steps: Sequence[TrailStep]
+    weights: Mapping[str, Array] = field(default_factory=dict)
+    original: Original | None = None
+    refused: tuple[str, PenstockError] | None = None
+    compiled: CompiledStages | None = None
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        assert self.steps, "there is nothing to compare"

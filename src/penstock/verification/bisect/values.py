@@ -1,0 +1,112 @@
+"""Where two runs part: the first value, in the order of execution, that is not what the one of its name is in the other run.
+
+Values are compared by name, which passes keep: what has no counterpart is not judged. Of copies that several
+stages or ranks have, the first counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.ir.graph import Op, graph_kind, graph_stage
+from penstock.ir.interpreter.ops import Array
+from penstock.ir.schedule import PER_BATCH
+from penstock.ir.text import print_op
+from penstock.support.words import counted
+from penstock.verification.checks import relative_error
+from penstock.verification.tolerance import Allowed
+
+# The kind of a graph, a microbatch (of an update: a batch), and the name of a value.
+Key = tuple[str, int, str]
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A value that is off, and where it is made. `kernel` is what computes it, where one does."""
+
+    graph: str
+    op: Op | None
+    tensor: str
+    unit: str
+    error: float
+    allowed: Allowed
+    kernel: str = ""
+
+    @property
+    def stage(self) -> int | None:
+        """The stage of the graph, if the model is cut into stages."""
+        return graph_stage(self.graph)
+
+    def lines(self) -> list[str]:
+        """For people: stage, kernel, graph, operation, tensor, error, and what is allowed and why."""
+        rows = [
+            ("stage", "none: the model is whole" if self.stage is None else str(self.stage)),
+            ("graph", f"@{self.graph}"),
+            ("kernel", self.kernel),
+            ("op", "" if self.op is None else print_op(self.op).strip()),
+            ("tensor", self.tensor + (f" of {self.unit}" if self.unit else "")),
+            ("error", told(self.error)),
+            ("allowed", str(self.allowed)),
+        ]
+        return [f"  {name:8} {text}" for name, text in rows if text]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """What values are off by. Of `unjudged` ones nothing is asked: where the interpreter, rounding as the types say, has other elements
+    finite than in float64, or none, its own error is infinite."""
+
+    largest: float = 0.0
+    unjudged: int = 0
+
+    @classmethod
+    def of(cls, error: float, allowed: Allowed) -> Errors:
+        return cls(error) if np.isfinite(allowed.error) else cls(unjudged=1)
+
+    def __add__(self, other: Errors) -> Errors:
+        return Errors(max(self.largest, other.largest), self.unjudged + other.unjudged)
+
+    @property
+    def verdict(self) -> str:
+        """Where none is off."""
+        return (
+            "ok"
+            if not self.unjudged
+            else f"ok; {counted(self.unjudged, 'value')} not judged: not finite in the interpreter"
+        )
+
+
+def told(error: float) -> str:
+    return f"{error:.2g} of the largest element" if np.isfinite(error) else "another shape, or not finite"
+
+
+@dataclass
+class Seen:
+    """What the operations of a run gave, in the order in which they were done."""
+
+    values: dict[Key, Array] = field(default_factory=dict)
+    makers: dict[Key, tuple[str, Op]] = field(default_factory=dict)
+
+    def watch(self, graph: str, number: int, op: Op, results: Sequence[Array]) -> None:
+        kind = graph_kind(graph)
+        for value, array in zip(op.outs, results, strict=True):
+            self.values.setdefault((kind, number, value.name), np.array(array))
+            self.makers.setdefault((kind, number, value.name), (graph, op))
+
+    def spot(self, key: Key, error: float, allowed: Allowed) -> Spot:
+        graph, op = self.makers[key]
+        unit = f"{'batch' if key[0] in PER_BATCH else 'microbatch'} {key[1]}"
+        return Spot(graph, op, f"%{key[2]}", unit, error, allowed)
+
+    def off(self, right: Mapping[Key, Array], judge: Callable[[Key, float], Allowed]) -> Iterator[Spot]:
+        """All values that are not what `right` says, in the order of execution."""
+        for key, array in self.values.items():
+            # What is computed again in a backward graph is what forward made.
+            twin = key if key in right else ("F", *key[1:])
+            if twin in right and (key[0] in "FBW" or twin == key):
+                error = relative_error(array, right[twin])
+                # nan, too, is off.
+                if not error <= (allowed := judge(twin, error)).error:
+                    yield self.spot(key, error, allowed)
