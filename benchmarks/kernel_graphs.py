@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.ir.graph import Attr, Graph, Module, Op, Value, Var
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import Graph, Module, Op, Value, Var
 from penstock.ir.ops import make
 from penstock.ir.types import parse_type
 from penstock.passes.kernels.fuse import FuseOptions, fuse

@@ -34,7 +34,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.ir.graph import BUFFER, PARAM, Attr, Graph, Module, Namer, Op, Value, Var, substitute
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import BUFFER, PARAM, Graph, Module, Namer, Op, Value, Var, substitute
 from penstock.ir.liveness import live_ops
 from penstock.ir.names import accepted, shown
 from penstock.ir.ops import make

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.ir.graph import BUFFER, MICROBATCH, Attr, Graph, Module, Op, Value, Var
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import BUFFER, MICROBATCH, Graph, Module, Op, Value, Var
 from penstock.ir.liveness import live_ops
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, INTS, TensorType, dtype_of, numpy_dtype

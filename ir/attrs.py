@@ -1,14 +1,16 @@
-"""Attribute values as text. In: a literal of the grammar (text.py): numbers, words, strings, lists of
+"""Attributes of operations: their types, and their text form. In: a literal of the grammar (text.py): numbers, words, strings, lists of
 them. Out: the value, and back, exactly."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
-from .graph import Attr, Scalar
+Scalar = bool | int | float | str
+Attr = Scalar | tuple[Scalar, ...]
+Attrs = Mapping[str, Attr]
 
 _WORDS_TAKEN = ("true", "false", "inf", "nan")
 _WORD = re.compile(r"[A-Za-z_][\w.\-]*")

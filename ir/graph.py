@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from penstock.support import notebook
 from penstock.support.words import visible
 
+from .attrs import Attr, Attrs
 from .types import TensorType
 
 if TYPE_CHECKING:
@@ -22,9 +24,6 @@ if TYPE_CHECKING:
     from .schedule import Schedule
 
 Found = TypeVar("Found")
-Scalar = bool | int | float | str
-Attr = Scalar | tuple[Scalar, ...]
-Attrs = Mapping[str, Attr]
 
 # Attributes that passes may write on any operation. They never change what an operation computes. `of` names the first result of the
 # forward operation that a backward operation belongs to; `library` says whose library computes it instead of a kernel of ours; `packed`
@@ -209,15 +208,10 @@ class Module:
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
-        from penstock.inspection.html import describe
-
-        return f"<{describe(self)}>"
+        return notebook.in_one_line(self)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from penstock.inspection.html import module_html
-
-        return module_html(self)
+        return notebook.as_html(self)
 
     @property
     def data_inputs(self) -> tuple[Value, ...]:

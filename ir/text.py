@@ -37,8 +37,8 @@ from penstock.support.errors import ParseError
 from penstock.support.gc_pause import nothing_collected
 from penstock.support.words import visible
 
-from .attrs import parse_literal, parse_scalar, print_literal, split_items
-from .graph import ROLES, Attr, Edge, Graph, Mesh, Module, Note, Op, Scalar, Stage, Value, Var
+from .attrs import Attr, Scalar, parse_literal, parse_scalar, print_literal, split_items
+from .graph import ROLES, Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
 from .schedule import Action, Program, Schedule
 from .types import parse_type
 

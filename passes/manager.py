@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Protocol
 
-from penstock.ir.attrs import parse_literal, print_literal
-from penstock.ir.graph import Attr, Module
+from penstock.ir.attrs import Attr, parse_literal, print_literal
+from penstock.ir.graph import Module
 from penstock.ir.verify.verifier import verify
 from penstock.support.errors import PenstockError, UsageError
 from penstock.support.words import itemised, meant

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, ParamSpec
 
-from penstock.ir.attrs import print_literal
-from penstock.ir.graph import Attr, Scalar
+from penstock.ir.attrs import Attr, Scalar, print_literal
 from penstock.passes.communicate.communicate import CommunicateOptions, communicate
 from penstock.passes.communicate.wire import WireOptions, check_wire, wire
 from penstock.passes.kernels.fuse import FuseOptions, fuse

@@ -36,11 +36,11 @@ import msgspec
 import numpy.typing as npt
 
 from penstock.backends.interface import BACKENDS
-from penstock.inspection import html
 from penstock.ir.files import read_module
 from penstock.ir.graph import Module, Var, stage_vars
-from penstock.support.errors import PenstockError, UsageError, VerifyError
-from penstock.support.words import counted, itemised
+from penstock.support import notebook
+from penstock.support.errors import UsageError, VerifyError
+from penstock.support.words import itemised
 
 from .signing import SIGNATURE, check_signature, key_in_use
 from .tensor_file import map_tensors
@@ -96,25 +96,14 @@ class Bundle:
     manifest: Manifest
 
     def __repr__(self) -> str:
-        return f"<{self._told}>"
+        return notebook.in_one_line(self)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: ranks and their files, and the module."""
-        ranks = [(r.rank, r.stage, r.device, r.host, r.threads, self._bytes(r.files)) for r in self.manifest.ranks]
-        parts = [html.title(self._told), html.table(("rank", "stage", "device", "host", "threads", "files"), ranks)]
-        try:
-            parts.append(html.module_html(self.module))
-        except PenstockError as error:
-            parts.append(html.line(str(error)))
-        return f"<div>{''.join(parts)}</div>"
+        return notebook.as_html(self)
 
-    @property
-    def _told(self) -> str:
-        made = self.manifest
-        return f"bundle {self.path}: {made.name}, back end {made.backend}, {counted(len(made.ranks), 'rank')}, {self._bytes(made.files)}"
-
-    def _bytes(self, names: Iterable[str]) -> str:
-        return f"{sum(self.manifest.files[name].size for name in names if name in self.manifest.files):,} bytes"
+    def bytes_of(self, names: Iterable[str]) -> int:
+        """The size of some of its files together."""
+        return sum(self.manifest.files[name].size for name in names if name in self.manifest.files)
 
     @cached_property
     def module(self) -> Module:

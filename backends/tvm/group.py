@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.ir.graph import ANNOTATIONS, Attr, Graph, Module, Op, Slot, Value
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import ANNOTATIONS, Graph, Module, Op, Slot, Value
 from penstock.ir.memory.workspace import INLINE, is_inline
 from penstock.ir.text import parse_module, print_graph
 from penstock.ir.types import TensorType

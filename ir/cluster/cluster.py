@@ -20,7 +20,7 @@ from functools import cached_property
 from numbers import Integral
 from typing import NamedTuple
 
-from penstock.ir.graph import Scalar
+from penstock.ir.attrs import Scalar
 from penstock.support.errors import UsageError
 from penstock.support.hardware import Gpu, gpus, usable_cores, usable_memory
 

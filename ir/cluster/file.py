@@ -44,7 +44,7 @@ from typing import Any
 
 import yaml
 
-from penstock.ir.graph import Scalar
+from penstock.ir.attrs import Scalar
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised
 

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from penstock.ir.graph import ANNOTATIONS, Attr, Attrs, Op
+from penstock.ir.attrs import Attr, Attrs
+from penstock.ir.graph import ANNOTATIONS, Op
 from penstock.ir.types import Dim, TensorType
 
 from . import contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from penstock.ir.graph import Attr
+from penstock.ir.attrs import Attr
 from penstock.ir.types import TensorType, broadcast_shapes
 
 from .table import Required, Types, Values, integer, ints, need, need_floats, need_numbers, row, same_dtype

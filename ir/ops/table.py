@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.ir.graph import Attr
+from penstock.ir.attrs import Attr
 from penstock.ir.types import DTYPES, FLOATS, TensorType, broadcast_shapes
 
 # No upper limit for the number of operands.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from penstock.ir.graph import Attr
+from penstock.ir.attrs import Attr
 from penstock.ir.types import TensorType
 
 from .table import Required, Types, Values, ints, need, need_floats, need_numbers, row

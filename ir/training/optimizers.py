@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import ClassVar, NamedTuple
 
-from penstock.ir.graph import Attr, Var
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import Var
 from penstock.support.errors import UsageError
 
 from .settings import changed, make, make_kind, parse_call, print_call

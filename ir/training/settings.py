@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
-from penstock.ir.attrs import parse_literal, print_literal
-from penstock.ir.graph import Attr
+from penstock.ir.attrs import Attr, parse_literal, print_literal
 from penstock.support.errors import UsageError
 
 _WORDS = {

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.ir.graph import ANNOTATIONS, Attr, Graph, Op, Value, slot_of
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import ANNOTATIONS, Graph, Op, Value, slot_of
 from penstock.ir.memory.workspace import INLINE
 from penstock.ir.ops import VIEWS
 

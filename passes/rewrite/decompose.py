@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.graph import ANNOTATIONS, Attr, Graph, Module, Namer, Op, Value
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import ANNOTATIONS, Graph, Module, Namer, Op, Value
 from penstock.ir.ops import complete_attrs, make
 from penstock.ir.types import numpy_dtype
 

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.ir.graph import ANNOTATIONS, Attr, Op, Value
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import ANNOTATIONS, Op, Value
 from penstock.ir.ops import complete_attrs, infer_op, integer, ints, make, reduced_axes
 from penstock.ir.types import FLOATS, INTS, ITEM_BYTES, UNSIGNED
 

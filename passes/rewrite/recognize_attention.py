@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.ir.graph import Attr, Op, Value, substitute
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import Op, Value, substitute
 from penstock.ir.interpreter.ops import apply_op
 from penstock.ir.ops import OPS, complete_attrs, infer_op
 from penstock.ir.types import FLOATS

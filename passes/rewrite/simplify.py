@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.graph import Attr, Graph, Module, Namer, Op, Value, graph_kind, substitute
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import Graph, Module, Namer, Op, Value, graph_kind, substitute
 from penstock.ir.interpreter.ops import F64, Array, apply_op
 from penstock.ir.liveness import drop_dead
 from penstock.ir.ops import OPS

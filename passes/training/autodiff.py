@@ -33,7 +33,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.ir.graph import GRAD, PARAM, STATE, Attr, Graph, Module, Namer, Op, Value, Var
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import GRAD, PARAM, STATE, Graph, Module, Namer, Op, Value, Var
 from penstock.ir.liveness import from_state_alone
 from penstock.ir.ops import OPS, VIEWS, infer_op, ints, make
 from penstock.ir.types import FLOATS, TensorType

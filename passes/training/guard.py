@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.ir.graph import GRAD, NORM, STATE, Attr, Graph, Module, Namer, Op, Value, Var, substitute
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import GRAD, NORM, STATE, Graph, Module, Namer, Op, Value, Var, substitute
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError

@@ -24,7 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
-from penstock.ir.graph import PARAM, STATE, TABLE, Attr, Graph, Module, Namer, Op, Value, Var
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import PARAM, STATE, TABLE, Graph, Module, Namer, Op, Value, Var
 from penstock.ir.ops import OPS, make
 from penstock.ir.training.optimizers import (
     Adagrad,

@@ -16,8 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.ir.attrs import Attr
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.graph import Attr, Module
+from penstock.ir.graph import Module
 from penstock.support.errors import UsageError
 from penstock.support.words import counted
 

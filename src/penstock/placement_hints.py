@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from penstock.frontends.hints import Hints
-from penstock.ir.graph import Attr, Module, Op
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import Module, Op
 from penstock.passes.partition.chain import chain_of, names_to_split_at
 
 Changes = dict[str, Attr]

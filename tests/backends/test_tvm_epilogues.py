@@ -22,7 +22,8 @@ from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.backends.tvm.pipeline import PIPELINE
 from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.target import machine_of, tvm_target
-from penstock.ir.graph import Attr, Graph, Op, Value
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import Graph, Op, Value
 from penstock.ir.ops import make
 
 TARGETS = ("host", "skylake-avx512", "portable")

@@ -15,7 +15,8 @@ from penstock.backends.interface import CompileOptions, StageSources
 from penstock.backends.numpy_backend import NumpyProgram
 from penstock.backends.tvm.compile.build import build_graphs
 from penstock.backends.tvm.run.load import TvmProgram
-from penstock.ir.graph import Attr, Graph, Op, Signature, Value, signature, slot_types
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import Graph, Op, Signature, Value, signature, slot_types
 from penstock.ir.ops import infer_op, make
 from penstock.ir.types import FLOATS, TensorType, numpy_dtype, parse_type
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
+from penstock.ir.attrs import Attr
 from penstock.ir.files import read_module
-from penstock.ir.graph import Attr, Graph, Module, Op, Value
+from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.text import print_module
 from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError, VerifyError

@@ -9,8 +9,9 @@ from pathlib import Path
 import penstock as ps
 from penstock.frontends.moving import at_rest
 from penstock.frontends.training import attach_loss
+from penstock.ir.attrs import Attr
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.graph import Attr, Module
+from penstock.ir.graph import Module
 from penstock.passes.manager import Call, Event, run_passes
 from penstock.passes.pipelines import PASSES, inference_pipeline, training_pipeline
 

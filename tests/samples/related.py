@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from penstock.ir.graph import Attr
+from penstock.ir.attrs import Attr
 
 from .data import Array
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.ir.graph import Attr, Graph, Op, Value
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import Graph, Op, Value
 from penstock.ir.interpreter.ops import Rule
 from penstock.ir.ops import complete_attrs, infer_op, make
 from penstock.ir.types import parse_type

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.ir.graph import Attr, Op
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import Op
 from penstock.ir.ops import complete_attrs
 from penstock.ir.types import FLOATS, numpy_dtype
 

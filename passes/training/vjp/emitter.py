@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.ir.graph import Attr, Op, Value
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import Op, Value
 from penstock.ir.ops import OPS
 
 Grad = Callable[[], Value] | None

@@ -1,5 +1,5 @@
-"""HTML for notebooks: what a module shows of itself when it is the result of a cell. In: data. Out: a fragment
-without scripts, styles of its own or links.
+"""Fragments of HTML for notebooks, and the one that shows a module. In: data. Out: a fragment without scripts,
+styles of its own or links.
 
 Every piece of text is escaped where it goes in, so that a name is a name whatever it looks like. Long parts are cut, and say by how much.
 """
@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
+from penstock.ir.graph import Module
+from penstock.ir.grid import format_grid
+from penstock.ir.text import print_module
 from penstock.support.errors import PenstockError
 from penstock.support.words import counted
-
-if TYPE_CHECKING:
-    from penstock.ir.graph import Module
 
 _MOST_ROWS, _MOST_LINES = 60, 300
 # Schedules of more ranks or microbatches are no picture any more.
@@ -72,8 +71,6 @@ def module_html(module: Module) -> str:
 
 
 def _module(module: Module) -> Iterator[str]:
-    from penstock.ir.text import print_module
-
     yield title(describe(module))
     if module.stages:
         rows = [
@@ -103,8 +100,6 @@ def _stage(module: Module, stage: int) -> tuple[int, int, int]:
 
 
 def _grid(module: Module) -> str:
-    from penstock.ir.grid import format_grid
-
     schedule = module.schedule
     assert schedule is not None
     if len(schedule.ranks) > _MOST_RANKS or schedule.microbatches > _MOST_MICROBATCHES:

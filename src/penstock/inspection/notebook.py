@@ -1,5 +1,7 @@
-"""Plans and traces as HTML for a notebook. In: a planned module, or a trace. Out: a fragment without scripts; text
-is escaped where it goes in (src/penstock/inspection/html.py).
+"""Objects as a notebook shows them. In: a module, a bundle, a planned module or a trace. Out: one line, or a fragment of
+HTML without scripts; text is escaped where it goes in (html.py).
+
+The classes themselves stand in lower rooms and ask penstock.support.notebook, which comes here.
 
 What is shown of a plan is what `penstock inspect` shows: the facts of summary.py. A trace is a picture: a row per rank, a box for every
 computation that is wide enough to be seen, with the action and its time as its title.
@@ -8,13 +10,16 @@ computation that is wide enough to be seen, with the action and its time as its 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import singledispatch
 from html import escape
 
+from penstock.backends.bundle.format import Bundle
 from penstock.inspection import html
 from penstock.inspection.traces.trace import Trace
 from penstock.ir.graph import Module
 from penstock.ir.schedule import COMPUTE
 from penstock.passes.costs.prices import shown_seconds
+from penstock.support.errors import PenstockError
 from penstock.support.words import counted, shown_bytes
 
 from .summary import summarize
@@ -24,6 +29,61 @@ _COLOURS = {"F": "#7aa6d8", "B": "#e3a857", "W": "#c8d06a", "U": "#8f6bb1", "P":
 _WIDTH, _LEFT, _ROW = 960, 190, 22
 # Narrower boxes are not drawn: a long run stays a picture that can be opened.
 _SEEN = 0.15
+
+
+@singledispatch
+def in_one_line(thing: object) -> str:
+    """Describe an object in one line, for `repr`."""
+    raise TypeError(f"no line for {type(thing).__name__}")
+
+
+@singledispatch
+def as_html(thing: object) -> str:
+    """Show an object as the result of a cell."""
+    raise TypeError(f"no HTML for {type(thing).__name__}")
+
+
+@in_one_line.register
+def _(module: Module) -> str:
+    return f"<{html.describe(module)}>"
+
+
+@as_html.register
+def _(module: Module) -> str:
+    return html.module_html(module)
+
+
+@in_one_line.register
+def _(bundle: Bundle) -> str:
+    return f"<{_bundle_line(bundle)}>"
+
+
+@as_html.register
+def _(bundle: Bundle) -> str:
+    """Show the ranks with their files, and the module."""
+    ranks = [
+        (r.rank, r.stage, r.device, r.host, r.threads, f"{bundle.bytes_of(r.files):,} bytes")
+        for r in bundle.manifest.ranks
+    ]
+    line = _bundle_line(bundle)
+    parts = [html.title(line), html.table(("rank", "stage", "device", "host", "threads", "files"), ranks)]
+    try:
+        parts.append(html.module_html(bundle.module))
+    except PenstockError as error:
+        parts.append(html.line(str(error)))
+    return f"<div>{''.join(parts)}</div>"
+
+
+def _bundle_line(bundle: Bundle) -> str:
+    manifest = bundle.manifest
+    size = f"{bundle.bytes_of(manifest.files):,} bytes"
+    ranks = counted(len(manifest.ranks), "rank")
+    return f"bundle {bundle.path}: {manifest.name}, back end {manifest.backend}, {ranks}, {size}"
+
+
+@as_html.register
+def _(trace: Trace) -> str:
+    return trace_html(trace)
 
 
 def plan_told(module: Module) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tvm import tirx
 
-from penstock.ir.graph import Attr
+from penstock.ir.attrs import Attr
 from penstock.ir.ops.draws import MULTIPLIER, ROUNDS, STEP, WORD
 
 from .emit import Expr

@@ -20,7 +20,8 @@ from math import prod
 import tvm_ffi
 from tvm import tirx
 
-from penstock.ir.graph import Attr, Op, Value
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs, ints
 from penstock.ir.training.rates import COSINE, STEP
 from penstock.ir.types import ITEM_BYTES

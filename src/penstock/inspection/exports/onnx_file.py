@@ -23,7 +23,8 @@ from penstock import __version__
 from penstock.frontends.names import legal
 from penstock.frontends.onnx.source import node_name
 from penstock.inspection.subject import Subject
-from penstock.ir.graph import Attr, Module, Value, Var
+from penstock.ir.attrs import Attr
+from penstock.ir.graph import Module, Value, Var
 from penstock.ir.types import TensorType, numpy_dtype
 
 from .outputs import write_whole

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock.inspection.diff import Lines, ModuleDifference, T, Words, compare, words
-from penstock.ir.attrs import print_literal
-from penstock.ir.graph import Attr, Module, Op
+from penstock.ir.attrs import Attr, print_literal
+from penstock.ir.graph import Module, Op
 from penstock.ir.text import print_op
 from penstock.passes.manager import count_ops
 from penstock.passes.pipelines import PASSES

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.ir.schedule import COMPUTE
 from penstock.passes.costs.prices import shown_seconds
 from penstock.runtime.telemetry.times import seconds_of
+from penstock.support import notebook
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, visible
 
@@ -65,10 +66,7 @@ class Trace:
         )
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: a row per rank, a box per computation."""
-        from penstock.inspection.notebook import trace_html
-
-        return trace_html(self)
+        return notebook.as_html(self)
 
 
 def load_trace(path: str | Path) -> Trace:

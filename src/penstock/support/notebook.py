@@ -1,0 +1,20 @@
+"""Objects that show themselves in a notebook ask here how. The room that knows, inspection, is imported when it is asked."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from .entry_points import ENTRY_POINTS
+
+
+def in_one_line(thing: object) -> str:
+    """Describe an object in one line, for `repr`."""
+    return str(import_module(ENTRY_POINTS["notebook"]).in_one_line(thing))
+
+
+def as_html(thing: object) -> str:
+    """Show an object as the result of a cell: a fragment of HTML without scripts."""
+    return str(import_module(ENTRY_POINTS["notebook"]).as_html(thing))
+
+
+__all__ = ["as_html", "in_one_line"]
