@@ -21,7 +21,7 @@ from penstock.support.gc_pause import nothing_collected
 from .facts import gather
 from .material import Material
 
-_PARTS = resources.files("penstock.inspection.report").joinpath("page")
+_PARTS = resources.files(__package__).joinpath("page")
 # In the order in which they are needed.
 SCRIPTS = (
     "dom",

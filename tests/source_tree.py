@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "penstock"
 
 
