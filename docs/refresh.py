@@ -255,6 +255,19 @@ def reference(part: str) -> Callable[[], str]:
     return text
 
 
+def index(part: str) -> Callable[[], str]:
+    """Give a part of the index of files, by docs/file_index.py."""
+
+    def text() -> str:
+        sys.path.insert(0, str(HERE))
+        import file_index
+
+        written: Callable[[], str] = getattr(file_index, part)
+        return written()
+
+    return text
+
+
 def results() -> dict[str, Callable[[], str]]:
     """The parts of the results page, made of the committed run."""
     # Behind everything else: some of its modules have names that tests have, too.
@@ -303,6 +316,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "attributes": reference("operations"),
     "all-passes": reference("passes"),
     "errors": reference("errors"),
+    "rooms": index("rooms"),
+    "files": index("files"),
 }
 
 
