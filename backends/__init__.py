@@ -1,1 +1,1 @@
-"""Back ends: what turns the graphs of a stage into programs, behind one interface (interface.py)."""
+"""Back ends: compilers and runners of the graphs of stages, with one interface (interface.py)."""

@@ -1,7 +1,7 @@
 """The reference back end: a stage runs in the NumPy interpreter. For tests, and for machines without TVM.
 
-There is nothing to compile: the program of a stage is the text of its module, which the bundle holds anyway, so `compile_stages` gives no
-files. Slow by design; exact in what it means.
+There is nothing to compile: the program of a stage is the text of its module, which the bundle holds anyway, so
+`compile_stages` gives no files. Slow by design; exact in what it means.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ if TYPE_CHECKING:
 
 
 class NumpyBackend:
-    """Runs stages in the interpreter."""
+    """A back end that runs stages in the interpreter."""
 
     name = "numpy"
 
     def compile_stages(
         self, module: Module, stages: Sequence[int], out_dir: Path, options: CompileOptions = DEFAULTS
     ) -> dict[int, tuple[str, ...]]:
+        """Give no files."""
         return dict.fromkeys(stages, ())
 
     def check_host(self, module: Module, stage: int) -> None:
-        """Everything is interpreted here, whatever device it is for."""
+        """Accept every host: stages are interpreted, whatever device they are for."""
 
     def prepare(self) -> None:
-        """Importing this module was all."""
+        """Do nothing: importing this module was all."""
 
     def load_stage(
         self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None
     ) -> StageProgram:
+        """Load the graphs of a stage into a program."""
         return NumpyProgram(stage_graphs(module, stage))
 
 
@@ -52,22 +54,27 @@ class SlotStore:
         self._written: list[tuple[np.ndarray, np.ndarray]] = []
 
     def read(self, var: str, slot: str) -> np.ndarray:
+        """Give the value of a variable."""
         return self._slots[Slot(var, slot)]
 
     def write(self, var: str, value: np.ndarray) -> None:
-        # Put in place when the graph is done: `latest` and `next` may be one buffer, and reads mean the old value.
+        """Remember the new value of a variable."""
+        # Written when the graph is done: `latest` and `next` may be one buffer, and reads mean the old value.
         self._written.append((self._slots[Slot(var, "next")], value))
 
     def accumulate(self, var: str, value: np.ndarray) -> None:
+        """Add to an accumulator."""
         self._slots[Slot(var, "")] += value
 
     def take(self, var: str) -> np.ndarray:
+        """Give the value of an accumulator, and leave zeros behind."""
         buffer = self._slots[Slot(var, "")]
         value = buffer.copy()
         buffer.fill(0)
         return value
 
     def finish(self) -> None:
+        """Put the new values into their buffers."""
         for buffer, value in self._written:
             np.copyto(buffer, value)
 
@@ -76,20 +83,21 @@ class NumpyProgram:
     """The graphs of one stage, interpreted."""
 
     def __init__(self, graphs: Sequence[Graph]) -> None:
-        import torch
+        import torch  # lazy: heavy
 
         self.device = torch.device("cpu")
         self._graphs = {g.name: g for g in graphs}
         self._signatures = {g.name: signature(g) for g in graphs}
 
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
-        """Nothing is kept: operands are used as they are."""
+        """Keep nothing: operands are used as they are."""
 
     def watch(self, graph: str, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], None]:
-        """NumPy does not tell what it takes."""
+        """Run a graph; NumPy does not tell what memory it takes."""
         return self.call(graph, args), None
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run a graph; slots among the arguments are updated in place."""
         sig = self._signatures[graph]
         arrays = [array_of(x) for x in args]
         store = SlotStore(dict(zip(sig.slots, arrays[len(sig.ins) :], strict=True)))
@@ -102,8 +110,8 @@ class NumpyProgram:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a tensor as an array; bf16 goes through its bits, which torch does not share with NumPy."""
-    import torch
+    """Give the memory of a tensor as an array; bf16 goes through its bits, which torch does not share with NumPy."""
+    import torch  # lazy: heavy
 
     return (
         tensor.view(torch.int16).numpy().view(numpy_dtype("bf16")) if tensor.dtype == torch.bfloat16 else tensor.numpy()
@@ -111,8 +119,8 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
-    """The other way round."""
-    import torch
+    """Give the memory of an array as a tensor; bf16 goes through its bits."""
+    import torch  # lazy: heavy
 
     if array.dtype == numpy_dtype("bf16"):
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

@@ -1,5 +1,10 @@
-"""The TVM back end for CPUs and CUDA devices: graphs become kernels (kernels/) in an order (plan.py), one Relax function each (lower.py),
-one library per stage (build.py, load.py). Code is made by worker processes (pool.py, jobs.py) and kept (store.py)."""
+"""The TVM back end for CPUs and CUDA devices: graphs become kernels in an order, and the kernels of a stage become one
+library.
+
+plan.py orders the kernels, kernels/ and cuda/ generate their code, lower.py writes one Relax function for each graph.
+build.py makes the library of a stage, load.py opens it. Worker processes compile (pool.py, jobs.py), and a cache keeps
+what they made (store.py).
+"""
 
 from __future__ import annotations
 
@@ -19,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class TvmBackend:
-    """Compiles a stage into `s<stage>.<cpu or architecture>.so`."""
+    """A back end that compiles a stage into `s<stage>.<cpu or architecture>.so`."""
 
     name = "tvm"
 
     def compile_stages(
         self, module: Module, stages: Sequence[int], out_dir: Path, options: CompileOptions = DEFAULTS
     ) -> dict[int, tuple[str, ...]]:
-        """Write the libraries of stages; gives their file names inside `out_dir`."""
-        from penstock.backends.tvm.compile.build import LibraryBuilder, LibraryPart
+        """Write the libraries of stages; return their file names inside `out_dir`, by stage."""
+        from penstock.backends.tvm.compile.build import LibraryBuilder, LibraryPart  # lazy: heavy
 
         graphs = {stage: stage_graphs(module, stage) for stage in stages}
         for stage in stages:
@@ -38,55 +43,59 @@ class TvmBackend:
         for stage in stages:
             device = device_of(module, stage)
             if device is not None and device.kind == "cuda":
-                from penstock.backends.tvm.cuda.build import build_graphs as build_for_device
+                from penstock.backends.tvm.cuda.build import build_graphs as build_for_device  # lazy: heavy
 
                 names[stage] = f"s{stage}.{targets[stage]}.so"
                 build_for_device(graphs[stage], out_dir / names[stage], replace(options, target=targets[stage]))
-        rest = [stage for stage in stages if stage not in names]
-        if rest:
+        on_cpu = [stage for stage in stages if stage not in names]
+        if on_cpu:
             with LibraryBuilder(options) as builder:
-                names |= {stage: f"s{stage}.{_needed(builder.cpu, graphs[stage])}.so" for stage in rest}
-                builder.build([LibraryPart(graphs[stage], out_dir / names[stage]) for stage in rest])
+                names |= {stage: f"s{stage}.{_needed(builder.cpu, graphs[stage])}.so" for stage in on_cpu}
+                builder.build([LibraryPart(graphs[stage], out_dir / names[stage]) for stage in on_cpu])
         return {stage: (names[stage],) for stage in stages}
 
     def check_host(self, module: Module, stage: int) -> None:
+        """Raise the UsageError of `load_stage` where this host lacks the GPU of a stage."""
         _gpu_of(module, stage)
 
     def prepare(self) -> None:
-        from penstock.backends.tvm.run import load  # noqa: F401
-        from penstock.backends.tvm.run.machine import load_runtime
+        """Load TVM's runtime and the modules that loading a stage takes."""
+        from penstock.backends.tvm.run import load  # lazy: heavy  # noqa: F401
+        from penstock.backends.tvm.run.machine import load_runtime  # lazy: heavy
 
         load_runtime()
 
     def load_stage(
         self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None
     ) -> StageProgram:
+        """Load the library of a stage for one of its devices: the first if none is named."""
         (library,) = files
         gpu = _gpu_of(module, stage, device)
         if gpu is not None:
-            from penstock.backends.tvm.cuda.load import CudaProgram
+            from penstock.backends.tvm.cuda.load import CudaProgram  # lazy: heavy
 
             return CudaProgram(library, stage_graphs(module, stage), gpu, threads)
-        from penstock.backends.tvm.run.load import TvmProgram
+        from penstock.backends.tvm.run.load import TvmProgram  # lazy: heavy
 
         return TvmProgram(library, stage_graphs(module, stage), threads)
 
 
 def _gpu_of(module: Module, stage: int, name: str | None = None) -> torch.device | None:
-    """The GPU of this host that a stage runs on; None for a stage on a CPU, UsageError where the host has no such GPU."""
+    """Return the GPU of this host that a stage runs on: None for a stage on a CPU, UsageError where the host has no
+    such GPU."""
     device = device_of(module, stage, name)
     if device is None or device.kind != "cuda":
         return None
-    from penstock.backends.tvm.cuda.load import find_device
+    from penstock.backends.tvm.cuda.load import find_device  # lazy: heavy
 
     assert module.cluster is not None
-    own = [d.name for d in module.cluster.devices if d.kind == "cuda" and d.host == device.host]
-    return find_device(device.target, own.index(device.name), stage)
+    gpus = [d.name for d in module.cluster.devices if d.kind == "cuda" and d.host == device.host]
+    return find_device(device.target, gpus.index(device.name), stage)
 
 
 def _needed(cpu: str, graphs: Sequence[Graph]) -> str:
-    """The CPU that a stage runs on, for the name of its library: features behind it are of use in
-    products of floats of up to 32 bits only."""
+    """Return the name of the CPU that a stage is compiled for. Features that follow the name are of use only in
+    products of floats of up to 32 bits."""
     tiles = any(
         v.type.dtype in ("bf16", "f32")
         for g in graphs

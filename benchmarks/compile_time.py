@@ -56,7 +56,7 @@ def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, 
 
     import penstock as ps
     import penstock.frontends.onnx
-    from penstock.backends.bundle.writer import write_bundle
+    from penstock.backends.bundle.writer import Provenance, write_bundle
     from penstock.backends.interface import CompileOptions, stage_graphs
     from penstock.backends.tvm.compile.build import LibraryBuilder, LibraryPart
 
@@ -88,7 +88,7 @@ def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, 
             model.imported.weights,
             backend="tvm",
             plan=plan.as_dict(),
-            reference=plan.reference,
+            provenance=Provenance(reference=plan.reference),
         )
     marks += [built, time.perf_counter()]
     counts = builder.counts

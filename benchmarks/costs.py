@@ -24,7 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import penstock as ps
-from penstock.backends.interface import CompileOptions, StageProgram, backend_of
+from penstock.backends.interface import CompileOptions, StageProgram
+from penstock.backends.registry import backend_of
 from penstock.doctor.examine import examine
 from penstock.inspection.kernels.kernels import kernel_rows
 from penstock.inspection.kernels.timing import measure_rows, random_arguments

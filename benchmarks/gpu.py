@@ -30,7 +30,8 @@ import torch.nn.functional as F
 from machine import write_json
 
 import penstock as ps
-from penstock.backends.interface import CompileOptions, backend_of, target_of
+from penstock.backends.interface import CompileOptions, target_of
+from penstock.backends.registry import backend_of
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module, signature
 from penstock.ir.interpreter.interpreter import initial_arrays

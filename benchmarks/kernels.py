@@ -174,7 +174,7 @@ def run_row(row: Row, repeats: int, tolerance: float) -> Outcome:
 def _program(work: Work, folder: Path) -> StageProgram:
     from kernel_graphs import fused
 
-    from penstock.backends.interface import backend_of
+    from penstock.backends.registry import backend_of
 
     module, backend = fused(*work.graphs), backend_of("tvm")
     files = backend.compile_stages(module, [0], folder)[0]

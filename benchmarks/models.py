@@ -47,7 +47,7 @@ from turns import in_turn
 
 import penstock as ps
 from penstock import models as files
-from penstock.backends.interface import backend_of
+from penstock.backends.registry import backend_of
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import PARAM, Module, signature
 from penstock.ir.interpreter.interpreter import initial_arrays

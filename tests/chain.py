@@ -11,7 +11,7 @@ import torch
 
 from penstock.backends.bundle.format import Bundle
 from penstock.backends.bundle.writer import write_bundle
-from penstock.backends.interface import backend_of
+from penstock.backends.registry import backend_of
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.text import parse_module
 from penstock.passes.manager import run_passes

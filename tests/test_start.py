@@ -53,6 +53,6 @@ def test_launchers_load_neither_torch_nor_tvm_and_ranks_load_torch_alone() -> No
         return set(json.loads(subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout))
 
     assert after("import penstock.runtime.job.job, penstock.runtime.job.run") == {"numpy"}
-    ranks = "import penstock.runtime.worker.worker\nfrom penstock.backends.interface import backend_of\nbackend_of('tvm').prepare()"
+    ranks = "import penstock.runtime.worker.worker\nfrom penstock.backends.registry import backend_of\nbackend_of('tvm').prepare()"
     assert after(ranks) == {"numpy", "torch"}
     assert "tvm" in after("import penstock.backends.tvm.lower.lower")

@@ -1,22 +1,24 @@
 """The bundle: a compiled program as a directory that can be moved, checked and run.
 
-    manifest.json        format, name, source hash, backend, tool versions, ranks (host, device, stage, threads, files), files (size, SHA-256)
+    manifest.json        format, name, source hash, back end, tool versions,
+                         ranks (host, device, stage, threads, files), files (size, SHA-256)
     manifest.sha256      hash of the manifest itself, as `sha256sum -c` reads it
-    manifest.hmac        signature of the manifest, where somebody signed it (signing.py)
+    manifest.hmac        signature of the manifest, where it is signed (signing.py)
     module.ir            the final IR: the program the workers run
-    reference.ir         the same model before it was cut into stages: what `penstock verify` compares with
-    plan.json            why it was cut this way (free form, for people and tools)
+    reference.ir         the same model before it was cut into stages, for `penstock verify` to compare with
+    plan.json            why it was cut this way (free form, for readers and tools)
     cluster.toml         the devices it was compiled for, when a cluster was given
     stages/...           compiled code, one or more files per stage
     weights/sN.safetensors   the initial values that stage N needs, and no others
-    source/names.json        the names that the source model has for the variables whose elements it stored, several for tied ones, and for
-                             inputs and outputs that are spelled otherwise here
-    source/model.onnx        the source model without those elements, when it was an ONNX file: what `penstock export` fills in
+    source/names.json        the names that the source model has for the variables whose elements it stored, several for
+                             tied ones, and for inputs and outputs that are spelled otherwise here
+    source/model.onnx        the source model without those elements, when it was an ONNX file, for `penstock export`
     source/model.onnx.data   elements that stay with the source model, where it had them in a file of their own
     source/rest.safetensors  tensors of the state dict that are no variables, when the source model was of torch
 
-`open_bundle` checks names, sizes and hashes of everything before any of it is parsed or loaded, and says all that is wrong in one error.
-Names in a manifest are relative, contain no `..`, and links are refused. Who writes bundles is bundle_writer.py.
+`open_bundle` checks names, sizes and hashes of all files before any of them is parsed or loaded, and reports all
+problems in one error. Names in a manifest are relative, contain no `..`, and links are refused. Bundles are written by
+bundle_writer.py.
 
 A bundle is code: hashes find damage, they do not make a stranger's bundle safe to run.
 """
@@ -35,7 +37,7 @@ from typing import Any
 import msgspec
 import numpy.typing as npt
 
-from penstock.backends.interface import BACKENDS
+from penstock.backends.registry import BACKENDS
 from penstock.ir.files import read_module
 from penstock.ir.graph import Module, Var, stage_vars
 from penstock.support import notebook
@@ -53,7 +55,7 @@ _MOST_THREADS = 1 << 16
 
 
 class FileEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What a file of the bundle must look like."""
+    """The hash and the size that a file of the bundle must have."""
 
     sha256: str
     size: int
@@ -71,6 +73,8 @@ class RankEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The content of `manifest.json`."""
+
     format: int
     name: str
     source_hash: str
@@ -82,7 +86,7 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 @dataclass(frozen=True)
 class Origin:
-    """What a bundle keeps of the model it was compiled from: names of that model for variables, and files with what else there is of it."""
+    """The part of the source model that a bundle keeps: its names for variables, and files with the rest of it."""
 
     names: Mapping[str, Sequence[str]]
     files: Sequence[Path] = ()
@@ -90,7 +94,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle: everything it lists (or everything one rank needs) was checked."""
+    """An opened bundle: every file that it lists, or every file that one rank needs, was checked."""
 
     path: Path
     manifest: Manifest
@@ -102,24 +106,24 @@ class Bundle:
         return notebook.as_html(self)
 
     def bytes_of(self, names: Iterable[str]) -> int:
-        """The size of some of its files together."""
+        """Give the size of some of its files together."""
         return sum(self.manifest.files[name].size for name in names if name in self.manifest.files)
 
     @cached_property
     def module(self) -> Module:
-        found = read_module(self.path / MODULE)
-        # A manifest and a module that were not written together would start ranks that do not know what to do.
-        told = [(entry.stage, entry.device) for entry in self.manifest.ranks]
-        numbers = [stage.index for stage in found.stages]
-        if numbers != list(range(len(numbers))) or told != list(
-            zip(found.rank_stages(), found.rank_devices(), strict=True)
+        module = read_module(self.path / MODULE)
+        # A manifest and a module that were not written together would start ranks without a stage.
+        listed = [(entry.stage, entry.device) for entry in self.manifest.ranks]
+        numbers = [stage.index for stage in module.stages]
+        if numbers != list(range(len(numbers))) or listed != list(
+            zip(module.rank_stages(), module.rank_devices(), strict=True)
         ):
             raise VerifyError(
                 f"{MANIFEST} lists other ranks than {MODULE}",
                 where=str(self.path),
                 hint="compile it again, or copy it again",
             )
-        return found
+        return module
 
     @cached_property
     def reference(self) -> Module | None:
@@ -130,17 +134,17 @@ class Bundle:
     @cached_property
     def plan(self) -> dict[str, Any]:
         try:
-            found = json.loads((self.path / PLAN).read_bytes())
+            plan = json.loads((self.path / PLAN).read_bytes())
         except (ValueError, RecursionError) as error:
             raise VerifyError(f"{PLAN}: {error}", where=str(self.path)) from error
-        if not isinstance(found, dict):
+        if not isinstance(plan, dict):
             raise VerifyError(f"{PLAN}: expected an object", where=str(self.path))
-        return found
+        return plan
 
     @cached_property
     def source_names(self) -> dict[str, list[str]] | None:
-        """The source model's names of every variable that it stored, and of inputs and outputs that it spells otherwise; None in a
-        bundle of a module that no frontend read."""
+        """The source model's names of every variable that it stored, and of inputs and outputs that it spells
+        otherwise. None in a bundle of a module that no frontend read."""
         if NAMES not in self.manifest.files:
             return None
         path = self.path / NAMES
@@ -170,7 +174,7 @@ class Bundle:
 
     @property
     def module_hash(self) -> str:
-        """What all ranks of a group must agree on."""
+        """The hash of the module, which all ranks of a group must agree on."""
         return self.manifest.files[MODULE].sha256
 
     @property
@@ -181,7 +185,7 @@ class Bundle:
         return self.manifest.ranks[rank]
 
     def stage_files(self, stage: int) -> tuple[Path, ...]:
-        """The compiled code of a stage, in the order its backend gave the files."""
+        """Return the compiled code of a stage, in the order of the back end's files."""
         names = next(r.files for r in self.manifest.ranks if r.stage == stage)
         return tuple(self.path / name for name in names if name.startswith("stages/"))
 
@@ -189,15 +193,15 @@ class Bundle:
         return self.path / weights_name(stage)
 
     def weights(self) -> dict[str, npt.NDArray[Any]]:
-        """What the variables of all stages begin with, mapped into memory."""
+        """Map the initial values of the variables of all stages into memory."""
         stages = dict.fromkeys(entry.stage for entry in self.manifest.ranks)
         return {name: array for stage in stages for name, array in map_tensors(self.weights_file(stage)).items()}
 
 
 def stored_vars(module: Module) -> dict[str, Var]:
-    """The variables of all stages that begin with elements of the source model."""
-    found = {name: var for stage in module.stages for name, var in stage_vars(module, stage.index).items()}
-    return {name: var for name, var in found.items() if var.init == "file"}
+    """Return the variables of all stages that begin with elements of the source model."""
+    variables = {name: var for stage in module.stages for name, var in stage_vars(module, stage.index).items()}
+    return {name: var for name, var in variables.items() if var.init == "file"}
 
 
 def weights_name(stage: int) -> str:
@@ -208,15 +212,15 @@ def weights_name(stage: int) -> str:
 
 
 def open_bundle(path: str | os.PathLike[str], rank: int | None = None, *, unsigned: bool = False) -> Bundle:
-    """Check a bundle and open it. With `rank`, only the common files and those of that rank need to be there. Where bundles must be signed,
-    `unsigned` opens others, too."""
+    """Check a bundle and open it. With `rank`, only the common files and those of that rank need to be there. With
+    `unsigned`, bundles without a signature are opened even where bundles must be signed."""
     root, manifest = _find_manifest(path, unsigned)
     problems = _structure_problems(root, manifest)
     if not problems:
-        wanted = _names_for(manifest, rank)
+        names = _names_for(manifest, rank)
         problems = [
             p
-            for name in wanted
+            for name in names
             for p in file_problems(root / name, manifest.files[name].sha256, manifest.files[name].size, name)
         ]
     if problems:
@@ -227,7 +231,7 @@ def open_bundle(path: str | os.PathLike[str], rank: int | None = None, *, unsign
 
 
 def listed_ranks(path: str | os.PathLike[str]) -> tuple[RankEntry, ...]:
-    """The ranks that a bundle is for, as its manifest lists them; no other file is looked at."""
+    """Return the ranks that a bundle is for, as its manifest lists them; no other file is looked at."""
     return _find_manifest(path)[1].ranks
 
 
@@ -237,20 +241,20 @@ def hash_file(path: Path) -> str:
 
 
 def file_problems(path: Path, sha256: str, size: int, name: str) -> list[str]:
-    """What is wrong with one file: nothing, or one line. Links are never followed."""
+    """Return what is wrong with one file: nothing, or one line. Links are never followed."""
     if not os.path.lexists(path):
         return [f"{name}: missing"]
     if path.is_symlink() or not path.is_file():
         return [f"{name}: is a link or not a plain file"]
-    found_size, found = path.stat().st_size, hash_file(path)
-    if found == sha256:
+    actual_size, digest = path.stat().st_size, hash_file(path)
+    if digest == sha256:
         return []
-    sizes = "" if found_size == size else f" ({found_size} bytes, expected {size})"
-    return [f"{name}: SHA-256 is {found}, expected {sha256}{sizes}"]
+    sizes = "" if actual_size == size else f" ({actual_size} bytes, expected {size})"
+    return [f"{name}: SHA-256 is {digest}, expected {sha256}{sizes}"]
 
 
 def contained(name: str) -> bool:
-    """Whether a file name from outside stays inside the directory it is joined to."""
+    """Return whether a file name from outside stays inside the directory it is joined to."""
     parts = PurePosixPath(name).parts
     return (
         bool(parts)
@@ -281,10 +285,10 @@ def _read_manifest(root: Path, key: bytes | None) -> Manifest:
                 f"{name}: missing, or not a plain file", where=str(root), hint="is this a bundle directory?"
             )
     text = (root / MANIFEST).read_bytes()
-    expected, found = (root / MANIFEST_HASH).read_bytes(), f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
-    if expected != found:
+    expected, actual = (root / MANIFEST_HASH).read_bytes(), f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
+    if expected != actual:
         listed = expected[:64].decode("ascii", "replace")
-        raise refuse(f"{MANIFEST}: SHA-256 is {found[:64].decode()}, {MANIFEST_HASH} says {listed}")
+        raise refuse(f"{MANIFEST}: SHA-256 is {actual[:64].decode()}, {MANIFEST_HASH} says {listed}")
     if key is not None:
         check_signature(root, text, key)
     try:
@@ -326,7 +330,7 @@ def _structure_problems(root: Path, manifest: Manifest) -> list[str]:
 
 
 def _stray_files(root: Path, listed: set[str]) -> list[str]:
-    """Links anywhere and files that the manifest does not list. Missing files are found by their hash."""
+    """Return links anywhere and files that the manifest does not list. Missing files are found by their hash."""
     problems = []
     for folder, folders, names in os.walk(root):
         for name in sorted(folders + names):

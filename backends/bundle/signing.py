@@ -1,12 +1,14 @@
-"""Who vouches for a bundle. In: a file with a secret key, which those who compile and those who run share.
-Out: `manifest.hmac` beside the manifest:
+"""Signatures of bundles. In: a file with a secret key, shared by the machines that compile and those that run. Out:
+`manifest.hmac` beside the manifest:
 
     HMAC-SHA256(key, "penstock bundle\\n" + manifest.json), in hexadecimal
 
-The manifest has the hashes of all other files, so that one signature stands for every byte of the bundle. Where PENSTOCK_BUNDLE_KEY names a
-key file, `compile` signs what it writes, and a bundle without a signature that fits is opened by nobody: no command, no rank.
+The manifest has the hashes of all other files, so that one signature covers every byte of the bundle. Where
+PENSTOCK_BUNDLE_KEY names a key file, `compile` signs what it writes, and every command and every rank refuses a bundle
+without a signature that fits.
 
-Whoever has the key can sign, too: it tells friends from strangers, not one friend from another. An older bundle that was signed stays good.
+Every holder of the key can sign: a signature tells that one of them did, not which. An older bundle that was signed
+stays valid.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ _PURPOSE = b"penstock bundle\n"
 
 
 def read_key(path: str | os.PathLike[str]) -> bytes:
-    """The key in a file, without white space around it."""
+    """Read the key in a file, without white space around it."""
     try:
-        # Without waiting: it could be a pipe.
+        # Without blocking: it could be a pipe.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(handle, "rb") as file:
             plain = stat.S_ISREG(os.fstat(handle).st_mode)
@@ -38,25 +40,25 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
             f"the key cannot be read: {getattr(error, 'strerror', None) or error}", where=os.fspath(path)
         ) from error
     if not plain or not _SHORTEST <= len(key) <= _LONGEST:
-        found = f"has {len(key)} bytes" if plain else "is no plain file"
+        actual = f"has {len(key)} bytes" if plain else "is no plain file"
         hint = "`openssl rand -hex 32 > FILE` makes a key"
-        raise UsageError(f"{found}, a key has {_SHORTEST} to {_LONGEST}", where=os.fspath(path), hint=hint)
+        raise UsageError(f"{actual}, a key has {_SHORTEST} to {_LONGEST}", where=os.fspath(path), hint=hint)
     return key
 
 
 def key_in_use() -> bytes | None:
-    """The key that bundles must be signed with, if one was named."""
+    """Read the key that bundles must be signed with, if one was named."""
     path = os.environ.get(KEY_VARIABLE)
     return read_key(path) if path else None
 
 
 def signature_of(key: bytes, manifest: bytes) -> bytes:
-    """What stands in the file of the signature."""
+    """Give the content of the signature's file."""
     return hmac.new(key, _PURPOSE + manifest, hashlib.sha256).hexdigest().encode() + b"\n"
 
 
 def check_signature(root: Path, manifest: bytes, key: bytes) -> None:
-    """Refuse a bundle that nobody with the key has signed as it is."""
+    """Refuse a bundle whose manifest does not fit its signature."""
     path = root / SIGNATURE
     if path.is_symlink() or not path.is_file():
         raise VerifyError(
@@ -65,8 +67,8 @@ def check_signature(root: Path, manifest: bytes, key: bytes) -> None:
             hint="`penstock sign BUNDLE --key FILE` signs one that you trust",
         )
     with path.open("rb") as file:
-        found = file.read(1024)
-    if not hmac.compare_digest(found, signature_of(key, manifest)):
+        signature = file.read(1024)
+    if not hmac.compare_digest(signature, signature_of(key, manifest)):
         raise VerifyError(
             "the signature does not fit: altered since it was signed, or signed with another key", where=str(path)
         )

@@ -1,9 +1,12 @@
-"""Tensors in a safetensors file: named arrays in, one file and its SHA-256 out, in one pass and without a second copy in memory.
+"""Tensors in a safetensors file: named arrays in, one file and its SHA-256 out, in one pass and without a second copy
+in memory.
 
-    8 bytes little-endian: length of the header · header: JSON, name -> {dtype, shape, data_offsets}, padded with blanks · data
+    8 bytes little-endian: length of the header
+    header: JSON, name -> {dtype, shape, data_offsets}, padded with blanks
+    data
 
-The data starts at a multiple of 64 bytes and the tensors follow each other in the order of their names, larger items first, so that the
-same arrays give the same bytes. The file is flushed to the disk before the hash is handed back.
+The data starts at a multiple of 64 bytes. The tensors follow each other in the order of their names, larger items
+first, so that the same arrays give the same bytes. The file is flushed to the disk before the hash is returned.
 
 `map_tensors` gives the arrays of a file without reading them. Workers leave reading to the safetensors package.
 """
@@ -34,8 +37,8 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[str, int]:
-    """Write the file and give its SHA-256 and size. Arrays that are not contiguous are copied one at a time.
-    `progress` hears of bytes of tensors."""
+    """Write the file, and return its SHA-256 and size. Arrays that are not contiguous are copied one at a time.
+    `progress` is called with the bytes of tensors that were written."""
     dtypes = {name: dtype_of(array.dtype) for name, array in tensors.items()}
     order = sorted(tensors, key=lambda name: (-ITEM_BYTES[dtypes[name]], name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -72,9 +75,9 @@ def write_tensors(
 
 
 def map_tensors(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file by name, memory-mapped and read-only."""
-    dtypes = {theirs: numpy_dtype(ours) for ours, theirs in _NAMES.items()}
-    found: dict[str, np.ndarray] = {}
+    """Map the arrays of a file into memory, read-only, by name."""
+    dtypes = {stored: numpy_dtype(dtype_name) for dtype_name, stored in _NAMES.items()}
+    tensors: dict[str, np.ndarray] = {}
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -88,9 +91,9 @@ def map_tensors(path: Path) -> dict[str, np.ndarray]:
                 raise ValueError(f"{name} has the shape {list(shape)} and lies at {start} to {end}")
             if prod(shape) * dtype.itemsize != end - start:
                 raise ValueError(f"{name} has {end - start} bytes")
-            found[name] = (
+            tensors[name] = (
                 np.memmap(path, dtype, "r", 8 + length + start, shape) if end > start else np.zeros(shape, dtype)
             )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise VerifyError(f"not a readable safetensors file: {error}", where=str(path)) from error
-    return found
+    return tensors

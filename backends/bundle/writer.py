@@ -1,7 +1,8 @@
 """Writing a bundle (bundle.py says what is in one). In: a module, files of the back end, weights. Out: a directory.
 
-`write_bundle` fills a sibling directory, flushes it and renames it into place: a bundle is there whole or not at all. The same inputs give
-the same bytes; there is no time, path or host name of the build in it. It is signed where PENSTOCK_BUNDLE_KEY names a key (signing.py).
+`write_bundle` fills a sibling directory, flushes it and renames it into place: a bundle is there whole or not at all.
+The same inputs give the same bytes; the bundle has no time, path or host name of the build in it. It is signed where
+PENSTOCK_BUNDLE_KEY names a key (signing.py).
 """
 
 from __future__ import annotations
@@ -55,6 +56,20 @@ _TOOLS = ("penstock", "apache-tvm", "apache-tvm-ffi", "numpy", "torch", "onnx")
 _CHUNK = 1 << 22
 
 
+@dataclass(frozen=True)
+class Provenance:
+    """The source of a program: the hash of the source model, its module before the cut into stages, its names and
+    files. `tools` are the versions of the tools that made the program, by default those that are installed."""
+
+    source_hash: str = ""
+    reference: Module | None = None
+    origin: Origin | None = None
+    tools: Mapping[str, str] | None = None
+
+
+_UNKNOWN = Provenance()
+
+
 def write_bundle(
     out_dir: str | os.PathLike[str],
     module: Module,
@@ -63,14 +78,12 @@ def write_bundle(
     *,
     backend: str,
     plan: Mapping[str, Any] | None = None,
-    source_hash: str = "",
-    tools: Mapping[str, str] | None = None,
-    reference: Module | None = None,
-    origin: Origin | None = None,
+    provenance: Provenance = _UNKNOWN,
 ) -> Bundle:
-    """Write a bundle in place of nothing, of an empty directory or of another bundle, and give it back opened.
+    """Write a bundle in place of nothing, of an empty directory or of another bundle, and return it opened.
 
-    `stage_files` are the files that the backend made for each stage; `weights` has an array for every variable with `init file`.
+    `stage_files` are the files that the back end made for each stage; `weights` has an array for every variable with
+    `init file`.
     """
     out = Path(os.path.abspath(out_dir))
     check_replaceable(out)
@@ -80,19 +93,15 @@ def write_bundle(
     work = _Work(out.parent / f".{out.name}.{secrets.token_hex(4)}.tmp")
     work.folder.mkdir()
     try:
-        _add_texts(work, module, plan or {}, reference)
-        if origin is not None:
-            work.add_text(NAMES, _json({var: list(found) for var, found in origin.names.items()}, ensure_ascii=False))
-            for file in origin.files:
-                work.add(f"{SOURCE}/{file.name}", partial(_copy, file))
+        _add_texts(work, module, plan or {}, provenance)
         of_stage = _add_stages(work, module, stage_files, weights)
         ranks = zip(module.rank_stages(), module.rank_devices(), strict=True)
         manifest = Manifest(
             FORMAT,
             module.name,
-            source_hash,
+            provenance.source_hash,
             backend,
-            dict(tools if tools is not None else tool_versions()),
+            dict(provenance.tools if provenance.tools is not None else tool_versions()),
             tuple(
                 _rank_entry(module, rank, device, stage, of_stage[stage]) for rank, (stage, device) in enumerate(ranks)
             ),
@@ -108,13 +117,13 @@ def write_bundle(
 
 @dataclass(slots=True)
 class _Work:
-    """The directory that becomes a bundle, and the files that are in it so far."""
+    """The directory that becomes a bundle, and the files that it already has."""
 
     folder: Path
     files: dict[str, FileEntry] = field(default_factory=dict)
 
     def add(self, name: str, write: Callable[[Path], tuple[str, int]]) -> str:
-        """A file by what writes it and says its hash and size; its name."""
+        """Add a file, given the function that writes it and returns its hash and size; return its name."""
         if name in self.files:
             raise UsageError(
                 f"two files of the bundle are called {name}", hint="name the files of a stage after the stage"
@@ -137,19 +146,25 @@ class _Work:
             flush_directory(folder)
 
 
-def _add_texts(work: _Work, module: Module, plan: Mapping[str, Any], reference: Module | None) -> None:
+def _add_texts(work: _Work, module: Module, plan: Mapping[str, Any], provenance: Provenance) -> None:
+    """Add the module, the plan, the cluster, and what is kept of the source model."""
     work.add_text(MODULE, print_module(module))
     work.add_text(PLAN, _json(plan))
-    if reference is not None:
-        work.add_text(REFERENCE, print_module(reference))
+    if provenance.reference is not None:
+        work.add_text(REFERENCE, print_module(provenance.reference))
     if module.cluster is not None:
         work.add_text(CLUSTER, module.cluster.to_toml())
+    origin = provenance.origin
+    if origin is not None:
+        work.add_text(NAMES, _json({var: list(names) for var, names in origin.names.items()}, ensure_ascii=False))
+        for file in origin.files:
+            work.add(f"{SOURCE}/{file.name}", partial(_copy, file))
 
 
 def _add_stages(
     work: _Work, module: Module, stage_files: Mapping[int, Sequence[Path]], weights: Mapping[str, np.ndarray]
 ) -> dict[int, list[str]]:
-    """Files of the back end and of weights; their names, by stage."""
+    """Add the files of the back end and the weights; return their names, by stage."""
     stages = [stage.index for stage in module.stages]
     names = {
         stage: [work.add(f"stages/{file.name}", partial(_copy, file)) for file in stage_files.get(stage, ())]
@@ -171,7 +186,7 @@ def _json(content: Mapping[str, Any], ensure_ascii: bool = True) -> str:
 
 
 def sign_bundle(path: str | os.PathLike[str], key: bytes) -> Path:
-    """Sign a bundle that is whole; the file of the signature, in place of one that was there."""
+    """Sign a bundle that is whole; return the file of the signature, which replaces an older one."""
     root = open_bundle(path, unsigned=True).path
     target, fresh = root / SIGNATURE, root.parent / f".{root.name}.{secrets.token_hex(4)}.hmac"
     try:
@@ -190,7 +205,7 @@ def _write_weights(work: Path, module: Module, stage: int, weights: Mapping[str,
 
 
 def tool_versions() -> dict[str, str]:
-    """Versions of what had a part in the result, without importing any of it."""
+    """Return the versions of the tools that had a part in the result, without importing any of them."""
     versions = {}
     for name in _TOOLS:
         try:
@@ -201,7 +216,7 @@ def tool_versions() -> dict[str, str]:
 
 
 def move_into_place(work: Path, out: Path) -> None:
-    """Rename a finished directory to its place; what stood there before is removed afterwards."""
+    """Rename a finished directory to its place; a directory that was there before is removed afterwards."""
     old = out.parent / f".{out.name}.{secrets.token_hex(4)}.old"
     if out.exists():
         out.rename(old)
@@ -250,10 +265,10 @@ def check_replaceable(out: Path) -> None:
 
 def _looks_like_bundle(path: Path) -> bool:
     try:
-        found = json.loads((path / MANIFEST).read_bytes())
+        manifest = json.loads((path / MANIFEST).read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and {"format", "ranks", "files"} <= found.keys()
+    return isinstance(manifest, dict) and {"format", "ranks", "files"} <= manifest.keys()
 
 
 def _check_weights(module: Module, weights: Mapping[str, np.ndarray]) -> None:
@@ -264,7 +279,8 @@ def _check_weights(module: Module, weights: Mapping[str, np.ndarray]) -> None:
             problems.append(f"{name}: no weights were given")
         elif (dtype_of(array.dtype), array.shape) != (var.type.dtype, var.type.dims):
             problems.append(
-                f"{name}: the variable is {var.type}, its weights are {dtype_of(array.dtype)}[{','.join(map(str, array.shape))}]"
+                f"{name}: the variable is {var.type}, "
+                f"its weights are {dtype_of(array.dtype)}[{','.join(map(str, array.shape))}]"
             )
     if problems:
         raise VerifyError("weights do not fit the module:" + itemised(problems), where=f"module @{module.name}")

@@ -1,11 +1,12 @@
 """Groups of operations that become one kernel, and their text: the same text means the same machine code.
 
-In: a group with the names of its graph. Out: a graph of its own in which values are called v0, v1, ... and variables w0, w1, ... in the
-order of their first use, without places and annotations (but `packed`, which changes the kernel), so that equal kernels of different
-layers, stages and models read the same; `Renamed` leads back. `parse_group(text)` is the group again, under the new names. In the text,
-`read` says in which variable an operand lives, and `kernel=inline` that a value is computed where it is read.
+In: a group with the names of its graph. Out: a graph of its own in which values are called v0, v1, ... and variables
+w0, w1, ... in the order of their first use, without places and annotations (but `packed`, which changes the kernel). So
+equal kernels of different layers, stages and models have one text; `Renamed` leads back. `parse_group(text)` is the
+group again, under the new names. In the text, `read` says in which variable an operand lives, and `kernel=inline` that
+a value is computed where it is read.
 
-Nothing here needs TVM: what was compiled before is found without loading it.
+Nothing here needs TVM: compiled code is found in the cache without loading it.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from penstock.support.out_of_memory import is_out_of_memory
 from .messages import KernelParameters, PackedOperand
 
 EFFECTS = ("accum", "write", "take")
-# Operations with this mark read a variable that no graph changes: the kernel may take it in an order of its own.
+# Operations with this mark read a variable that no graph changes: the kernel may take it in the kernel's own order.
 PACKED = "packed"
 _NAME = "k"
 _HOME = "/backends/tvm/"
 
 
 class NotOneKernel(Exception):
-    """These operations cannot be computed by one kernel of ours."""
+    """The refusal of a generator: no single kernel computes these operations."""
 
 
 class RuleFailed(Exception):
-    """What is written down for an operation makes no kernel: an error in it. The cause is that error."""
+    """The rule of an operation raised an error, which is the cause, and makes no kernel."""
 
     def __init__(self, kinds: Sequence[str], error: Exception) -> None:
         lines = str(error).strip().splitlines() or [""]
@@ -51,7 +52,7 @@ class RuleFailed(Exception):
 
 @contextmanager
 def rules_of(ops: Sequence[Op]) -> Iterator[None]:
-    """An error of what is written down for operations names them; where these lie within each other, the innermost."""
+    """Name the operations in an error of their rules; where contexts are nested, the innermost names its own."""
     try:
         yield
     except (NotOneKernel, RuleFailed, PenstockError, OSError):
@@ -64,8 +65,8 @@ def rules_of(ops: Sequence[Op]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Fusion:
-    """What shall become one kernel. `inline` are producers whose results are not stored anywhere but computed where they are read;
-    `homes` says in which variable a value lives that was read from one."""
+    """Operations that shall become one kernel. `inline` are producers whose results are not stored but computed where
+    they are read; `homes` says in which variable a value lives that was read from one."""
 
     ops: tuple[Op, ...]
     outs: tuple[Value, ...]
@@ -75,8 +76,9 @@ class Fusion:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """An operand in an order of the kernel's own. It is made once, by `function`, of a variable that does not change. `value`, one of the
-    kernel's operands, is the packed form, a list of numbers; `source` is what was read from the variable."""
+    """An operand in the kernel's own order. It is made once, by `function`, of a variable that does not change.
+    `value`, one of the kernel's operands, is the packed form, a list of numbers; `source` is the value that was read
+    from the variable."""
 
     function: Any
     value: Value
@@ -85,8 +87,8 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class GeneratedKernel:
-    """A function and its parameters in order: operands, then slots updated in place, then results. The function is TIR where there is one
-    in this process."""
+    """A function and its parameters in order: operands, then slots updated in place, then results. The function is TIR
+    where this process has it."""
 
     function: Any
     ins: tuple[Value, ...]
@@ -95,34 +97,43 @@ class GeneratedKernel:
     packing: PackedWeight | None = None
 
 
+@dataclass(frozen=True)
+class LibraryCall:
+    """The function of a kernel that a function registered at run time computes: its name, and the text it is given."""
+
+    name: str
+    text: str
+
+
 def name_of(group: Fusion) -> str:
-    """A name people recognise in profiles and dumps."""
+    """Return a name for a group that readers recognise in profiles and dumps."""
     kinds = [op.kind for op in group.ops]
     return "_".join(kinds[:4]) + (f"_and_{len(kinds) - 4}" if len(kinds) > 4 else "")
 
 
 def packed_value(source: Value, dtype: str, size: int) -> Value:
-    """The operand of a kernel that stands for `source` in an order of the kernel's own."""
+    """Return the operand of a kernel that stands for `source` in the kernel's own order."""
     return Value(f"{source.name}.packed", TensorType(dtype, (size,)))
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """A group as text, and what its names stand for."""
+    """A group as text, and the values and variables that its names stand for."""
 
     text: str
     values: Mapping[str, Value]
     vars: Mapping[str, str]
 
     def kernel(self, parameters: KernelParameters) -> GeneratedKernel:
-        """The parameters of a compiled kernel under the names of the group's own graph."""
+        """Return a compiled kernel with its parameters under the names of the group's own graph."""
         return kernel_of(parameters, self.values, self.vars)
 
 
 def kernel_of(
     parameters: KernelParameters, values: Mapping[str, Value], variables: Mapping[str, str] | None = None
 ) -> GeneratedKernel:
-    """A compiled kernel, given what the names of its parameters stand for; without `variables`, those go by their own names."""
+    """Return a compiled kernel, given what the names of its parameters stand for; without `variables`, those go by
+    their own names."""
     packing, named = None, dict(values)
     if parameters.packing is not None:
         source = values[parameters.packing.source]
@@ -139,7 +150,7 @@ def kernel_of(
 
 
 def parameters_of(kernel: GeneratedKernel) -> KernelParameters:
-    """The parameters of a kernel by name."""
+    """Return the parameters of a kernel by name."""
     slots = tuple((slot.var, slot.slot) for slot in kernel.slots)
     packing = None
     if kernel.packing is not None:
@@ -149,6 +160,7 @@ def parameters_of(kernel: GeneratedKernel) -> KernelParameters:
 
 
 def rename(group: Fusion) -> Renamed:
+    """Write a group as text under neutral names."""
     writer = _Writer(group)
     for op in group.ops:
         writer.own(op)
@@ -159,7 +171,7 @@ def rename(group: Fusion) -> Renamed:
 
 
 class _Writer:
-    """Lists a group's operations with what they need in front of them."""
+    """A list of a group's operations, each after those that it needs."""
 
     def __init__(self, group: Fusion) -> None:
         self.group = group
@@ -169,10 +181,11 @@ class _Writer:
         self.ops: list[Op] = []
 
     def own(self, op: Op) -> None:
+        """Add an operation of the group."""
         self._add(op, {PACKED: True} if op.attrs.get(PACKED) else {})
 
     def value(self, old: Value) -> Value:
-        """The new name of an operand; what it takes to compute or to read it is listed when it is first met."""
+        """Return the new name of an operand; the operations that compute or read it are added when it is first met."""
         if old not in self.values:
             if old in self.group.inline:
                 self._add(self.group.inline[old], {"kernel": INLINE})
@@ -197,6 +210,7 @@ class _Writer:
 
 
 def parse_group(text: str) -> Fusion:
+    """Read the text of a group."""
     (graph,) = parse_graphs(text)
     inline = {v: op for op in graph.ops if is_inline(op) for v in op.outs}
     homes = {op.outs[0]: op.var for op in graph.ops if op.kind in ("read", "take")}
@@ -205,10 +219,11 @@ def parse_group(text: str) -> Fusion:
 
 
 def module_text(graphs: Sequence[Graph]) -> str:
-    """Graphs as text, without anything around them."""
+    """Print graphs, without anything around them."""
     return "\n".join(["module @m {", *map(print_graph, graphs), "}"])
 
 
 def parse_graphs(text: str) -> tuple[Graph, ...]:
+    """Read the text of graphs."""
     module: Module = parse_module(text, "<kernel>")
     return tuple(module.graphs.values())

@@ -1,4 +1,4 @@
-"""What a compile hands to the processes that do the work, and what they answer: one JSON object per line.
+"""The messages between a compile and its worker processes: jobs and answers, one JSON object per line.
 
 A job is complete in itself: operations as IR text, names, and paths of files. Nothing here needs TVM.
 """
@@ -21,12 +21,15 @@ class NameTarget(msgspec.Struct, frozen=True, tag=True):
 
 
 class Named(msgspec.Struct, frozen=True, tag=True):
+    """LLVM's name of a target."""
+
     cpu: str
 
 
 class MakeKernel(msgspec.Struct, frozen=True, tag=True):
-    """Compile one group into an object file that defines `symbol`, and `symbol` with `_pack` if it has an operand to be packed; write its
-    TIR for people into `source`. A file without a path is not wanted. Answered by Made or Refused."""
+    """Compile one group into an object file that defines `symbol`, and `symbol` with `_pack` if it has an operand to be
+    packed. Write its TIR for readers into `source`. A file without a path is not written. Answered by Made or
+    Refused."""
 
     group: str
     target: str
@@ -36,7 +39,7 @@ class MakeKernel(msgspec.Struct, frozen=True, tag=True):
 
 
 class PackedOperand(msgspec.Struct, frozen=True):
-    """An operand that the kernel takes in an order of its own, under the name of its source with `.packed`."""
+    """An operand in the kernel's own order, under the name of its source with `.packed`."""
 
     source: str
     dtype: str
@@ -44,7 +47,7 @@ class PackedOperand(msgspec.Struct, frozen=True):
 
 
 class KernelParameters(msgspec.Struct, frozen=True):
-    """Of a compiled kernel, in order, under the names of its text; slots are variable and slot."""
+    """The parameters of a compiled kernel in order, under the names of its text; slots are variable and slot."""
 
     ins: tuple[str, ...]
     slots: tuple[tuple[str, str], ...]
@@ -53,6 +56,8 @@ class KernelParameters(msgspec.Struct, frozen=True):
 
 
 class KernelMade(msgspec.Struct, frozen=True, tag=True):
+    """The kernel is compiled."""
+
     parameters: KernelParameters
 
 
@@ -70,8 +75,8 @@ class KernelStep(msgspec.Struct, frozen=True):
 
 
 class LinkStage(msgspec.Struct, frozen=True, tag=True):
-    """Make the library of a stage: graphs as text, for each its calls in order, and the objects with the kernels; write its functions for
-    people into `source`. A file without a path is not wanted. Answered by Linked."""
+    """Make the library of a stage: graphs as text, for each its calls in order, and the objects with the kernels. Write
+    its functions for readers into `source`. A file without a path is not written. Answered by Linked."""
 
     graphs: str
     calls: tuple[tuple[KernelStep, ...], ...]
@@ -82,12 +87,12 @@ class LinkStage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Linked(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """The library is written."""
 
 
 class JobFailed(msgspec.Struct, frozen=True, tag=True):
-    """A mistake of the user (`usage`), of the tools, or, with a traceback, in what is written down for an operation (`rule`) or elsewhere
-    in our own; or none: there was not enough `memory`."""
+    """The job failed: by a mistake of the user (`usage`), by the tools, or for lack of `memory`. With a traceback, by
+    an error in the rule of an operation (`rule`) or elsewhere in the package."""
 
     what: str
     hint: str = ""
@@ -102,7 +107,7 @@ Answer = Named | KernelMade | GroupRefused | Linked | JobFailed
 
 
 def title(job: Job) -> str:
-    """What a job is, in a few words."""
+    """Describe a job in a few words."""
     match job:
         case NameTarget():
             return f"target {job.target}"

@@ -1,15 +1,17 @@
-"""The passes over kernels between our generators and LLVM.
+"""The passes over kernels between the generators and LLVM.
 
-In: an IRModule of kernels. Out: the same kernels as packed functions that TVM's code generator takes. `PIPELINE` is the name under which
-`tvm.compile` finds the pipeline.
+In: an IRModule of kernels. Out: the same kernels as packed functions that TVM's code generator takes. `PIPELINE` is the
+name under which `tvm.compile` finds the pipeline.
 
-TVM's own list is for schedules of blocks and for devices: most of it has nothing to do here. Left out for its cost is FlattenBuffer, whose
-time grows with the square of the number of buffers: 0.6 of the 0.9 s that a ragged matrix product took. Our buffers have one dimension
-already; only bools still need it, which become bytes there, so it runs on functions that hold some. The code that comes out is the same.
+TVM's own list is for schedules of blocks and for devices: most of it does nothing for these kernels. Left out for its
+cost is FlattenBuffer. Its time grows with the square of the number of buffers: 0.6 of the 0.9 s that a ragged matrix
+product took. The kernels' buffers have one dimension already. Only bools still need the pass, which makes bytes of
+them, so it runs on functions that hold some. The code that comes out is the same.
 
-Kernels trust their arguments: the checks of types, shapes, strides and devices that TVM puts before a kernel are taken out again. They were
-most of the code of a small kernel, and half of what it took to compile. Whoever calls a graph's function is checked once, at its parameters
-(load.py, lower.py); what a library's own code hands to its kernels is settled when it is linked.
+Kernels trust their arguments: the checks of types, shapes, strides and devices that TVM puts before a kernel are
+removed. They were most of the code of a small kernel, and half of the time to compile it. The caller of a graph's
+function is checked once, at its parameters (load.py, lower.py). The arguments that a library's own code passes to its
+kernels are settled when it is linked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Leave to use tile registers (Intel AMX): Linux gives it to a process that asks, once, for all its threads.
+"""The permission to use tile registers (Intel AMX): Linux gives it to a process that requests it, once, for all its
+threads.
 
 Known limits: Linux on x86-64 only; elsewhere there are no tiles.
 """
@@ -18,7 +19,7 @@ _TILE_DATA = 18
 
 @cache
 def allow_tiles() -> bool:
-    """Whether this machine has tile registers with products of bf16, and this process may use them from now on."""
+    """Return whether this machine has tile registers with products of bf16, and request them for this process."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
     try:

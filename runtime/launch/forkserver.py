@@ -334,7 +334,7 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
 
-    from penstock.backends.interface import backend_of
+    from penstock.backends.registry import backend_of
     from penstock.runtime.worker import worker  # noqa: F401 what the processes need
 
     with contextlib.suppress(PenstockError):  # the rank that loads a stage meets it again, and reports it

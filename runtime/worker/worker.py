@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from penstock.backends.bundle.format import Bundle, open_bundle
-from penstock.backends.interface import backend_of
+from penstock.backends.registry import backend_of
 from penstock.ir.graph import GRAD, PARAM, Module, Var, stage_vars, stepped_vars, summed_vars
 from penstock.runtime.checkpoint.format import read_index
 from penstock.runtime.checkpoint.resuming import fill_tensors, load_state

@@ -309,8 +309,9 @@ def compile(
 ) -> Path:
     """Make machine code for every stage, and write the bundle. `jobs` is the most processes to compile with: one per core
     if not given; `dump` is shown the code."""
-    from penstock.backends.bundle.writer import write_bundle
-    from penstock.backends.interface import CompileOptions, backend_of
+    from penstock.backends.bundle.writer import Provenance, write_bundle
+    from penstock.backends.interface import CompileOptions
+    from penstock.backends.registry import backend_of
     from penstock.inspection.exports.weights import keep_source
 
     maker = backend_of(backend)
@@ -330,9 +331,11 @@ def compile(
                 plan.model.imported.weights,
                 backend=backend,
                 plan=facts,
-                source_hash=plan.model.imported.source_hash,
-                reference=plan.reference,
-                origin=keep_source(plan.model.imported, plan.module, Path(scratch)),
+                provenance=Provenance(
+                    plan.model.imported.source_hash,
+                    plan.reference,
+                    keep_source(plan.model.imported, plan.module, Path(scratch)),
+                ),
             )
             said.append(str(bundle.path))
     if dump is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.backends.interface import check_cache
+from penstock.backends.registry import check_cache
 from penstock.diagnosis import doctor_command as doctor_command
 from penstock.inspection.command import diff_command as diff_command
 from penstock.inspection.command import inspect_command as inspect_command

@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 from penstock.backends.bundle.format import Bundle, open_bundle
-from penstock.backends.tvm.fingerprint import key_of, processor
+from penstock.backends.tvm.fingerprint import key_of
 from penstock.calibration.measured import Measured, is_here, table_of_user
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.schedule import COMPUTE, Action
@@ -38,6 +38,7 @@ from penstock.runtime.worker.actions import microbatch_size
 from penstock.simulating import BATCHES, forecast, seconds_of
 from penstock.support.cache import Cache, cache_folder
 from penstock.support.errors import UsageError
+from penstock.support.processor import processor
 from penstock.support.terminal import say, table
 from penstock.support.words import counted
 

@@ -29,8 +29,9 @@ from typing import Any
 
 from penstock.api import describe_plan
 from penstock.backends.bundle.format import NAMES, SOURCE, Bundle, Origin, open_bundle
-from penstock.backends.bundle.writer import write_bundle
-from penstock.backends.interface import CompileOptions, backend_of
+from penstock.backends.bundle.writer import Provenance, write_bundle
+from penstock.backends.interface import CompileOptions
+from penstock.backends.registry import backend_of
 from penstock.ir.cluster.cluster import Cluster
 from penstock.passes.manager import Call, parse_pipeline, run_passes
 from penstock.passes.pipelines import PASSES
@@ -72,9 +73,7 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
             weights,
             backend=bundle.manifest.backend,
             plan=told,
-            source_hash=bundle.manifest.source_hash,
-            reference=reference,
-            origin=origin,
+            provenance=Provenance(bundle.manifest.source_hash, reference, origin),
         )
     used = " ".join("+".join(names) for names in groups)
     return f"{counted(len(groups), 'stage')} on {used}, schedule {schedule.name} with {counted(schedule.microbatches, 'microbatch')}"

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.backends.interface import check_cache
+from penstock.backends.registry import check_cache
 from penstock.support.errors import UsageError
 
 if TYPE_CHECKING:

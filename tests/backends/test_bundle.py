@@ -17,7 +17,7 @@ from penstock.backends.bundle import format as bundles
 from penstock.backends.bundle import writer as bundle_writer
 from penstock.backends.bundle.format import Manifest, contained, open_bundle
 from penstock.backends.bundle.tensor_file import write_tensors
-from penstock.backends.bundle.writer import write_bundle
+from penstock.backends.bundle.writer import Provenance, write_bundle
 from penstock.ir.cluster.cluster import Cluster
 from penstock.passes.communicate.communicate import communicate
 from penstock.passes.memory.lifetimes import lifetimes
@@ -48,8 +48,9 @@ def write(tmp_path, module, weights):
 
     def write(name="bundle", **named):
         files = {stage: [code / f"s{stage}.so"] for stage in range(STAGES)}
-        given = {"weights": weights, "backend": "numpy", "plan": {"why": "test"}, "source_hash": "ab" * 32} | named
-        return write_bundle(tmp_path / name, module, files, given.pop("weights"), **given)
+        given = {"weights": weights, "backend": "numpy", "plan": {"why": "test"}} | named
+        provenance = Provenance(given.pop("source_hash", "ab" * 32))
+        return write_bundle(tmp_path / name, module, files, given.pop("weights"), provenance=provenance, **given)
 
     return write
 

@@ -13,7 +13,8 @@ import torch
 from samples import SAMPLES
 from tvm_cases import OpCase, Shown, value
 
-from penstock.backends.interface import CompileOptions, backend_of
+from penstock.backends.interface import CompileOptions
+from penstock.backends.registry import backend_of
 from penstock.backends.tvm.compile.build import BuildError, Built
 from penstock.backends.tvm.cuda import build as cuda_build
 from penstock.backends.tvm.cuda.compiler import DRIVER_SYMBOLS

@@ -23,8 +23,9 @@ from penstock.backends.numpy_backend import NumpyProgram
 from penstock.backends.tvm.cuda.kernels.generate import KINDS
 from penstock.backends.tvm.cuda.target import device_machine
 from penstock.backends.tvm.cuda.torch_calls import CALLS, register
+from penstock.backends.tvm.group import LibraryCall
 from penstock.backends.tvm.kernels.tools.elements import POINTWISE
-from penstock.backends.tvm.lower.lower import LibraryCall, plan_kernels, relax_module
+from penstock.backends.tvm.lower.lower import plan_kernels, relax_module
 from penstock.backends.tvm.pipeline import PIPELINE
 from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.target import PORTABLE

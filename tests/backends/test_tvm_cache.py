@@ -251,7 +251,7 @@ def test_without_the_check_damage_would_be_used(kept: Path, tmp_path: Path, monk
 
 
 def test_the_least_recently_used_entries_go_first(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, bound=3 * 132)
+    cache = Cache(tmp_path, bound=3 * 132, part="tvm")
     now = time.time()
     for i in range(5):
         cache.put(f"k{i}", bytes([i]) * 100)
@@ -303,10 +303,10 @@ def test_a_cache_that_cannot_be_written_is_said_and_done_without(
 
 
 def test_the_fingerprint_covers_sources_and_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Path(fingerprint.__file__).parent
-    for root in (here, here.parents[1] / "ir"):
+    package = fingerprint.package_folder()
+    for root in (package / "backends" / "tvm", package / "ir"):
         for path in root.rglob("*.py"):
-            copy = tmp_path / "a" / path.relative_to(here.parents[1])
+            copy = tmp_path / "a" / path.relative_to(package)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(path.read_bytes())
 
@@ -314,7 +314,7 @@ def test_the_fingerprint_covers_sources_and_tools(tmp_path: Path, monkeypatch: p
         return fingerprint.source_fingerprint.__wrapped__()
 
     now = found()
-    monkeypatch.setattr(fingerprint, "__file__", str(tmp_path / "a" / "backends" / "tvm" / "fingerprint.py"))
+    monkeypatch.setattr(fingerprint, "package_folder", lambda: tmp_path / "a")
     assert found() == now
     for name in ("backends/tvm/kernels/product/product.py", "backends/tvm/target.py", "ir/types.py"):
         path = tmp_path / "a" / name

@@ -13,7 +13,8 @@ from tvm import tirx
 from tvm_cases import Shown, build, compare, difference, make_args, value
 
 import penstock as ps
-from penstock.backends.interface import CompileOptions, StageSources, backend_of, stage_graphs
+from penstock.backends.interface import CompileOptions, StageSources, stage_graphs
+from penstock.backends.registry import backend_of
 from penstock.backends.tvm.compile.build import build_graphs
 from penstock.backends.tvm.kernels.tools.elements import POINTWISE
 from penstock.backends.tvm.lower.lower import plan_kernels

@@ -80,7 +80,8 @@ def interpret(imported: Imported, inputs: Arrays, folder: Path) -> list[np.ndarr
 def compiled(imported: Imported, inputs: Arrays, folder: Path) -> list[np.ndarray]:
     """Through all passes for inference, and a stage of machine code."""
     from penstock import api
-    from penstock.backends.interface import CompileOptions, backend_of
+    from penstock.backends.interface import CompileOptions
+    from penstock.backends.registry import backend_of
     from penstock.ir.cluster.cluster import Cluster
     from penstock.ir.graph import signature
     from penstock.runtime.state.store import CPU, allocate, as_array, fill

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from penstock.backends.bundle.format import Bundle
-from penstock.backends.bundle.writer import write_bundle
-from penstock.backends.interface import backend_of
+from penstock.backends.bundle.writer import Provenance, write_bundle
+from penstock.backends.registry import backend_of
 from penstock.ir.attrs import print_literal
 from penstock.ir.graph import Module
 from penstock.ir.text import parse_module
@@ -146,7 +146,7 @@ def write_classifier(folder: Path, stages: int, kind: str, m: int) -> Bundle:
         initial_weights(stages),
         backend="numpy",
         plan={"stages": stages},
-        source_hash="0" * 64,
+        provenance=Provenance("0" * 64),
     )
 
 

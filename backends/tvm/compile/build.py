@@ -1,15 +1,20 @@
-"""From the graphs of stages to one shared library each, through a cache of kernels and libraries keyed by content.
+"""The builder: from the graphs of stages to one shared library each, through a cache of kernels and libraries keyed by
+content.
 
 In: graphs, a target. Out: relocatable .so files that the loader needs nothing else for.
 
-    library   key: text of the graphs (without places), target, sources and tools (fingerprint.py). A hit needs no planning and no TVM.
-    kernel    key: text of the group under neutral names (group.py), target, sources and tools. So equal kernels are compiled once, be they of
-              another layer, stage or model; a refusal to make one kernel of a group is remembered like a kernel.
+    library   key: text of the graphs (without places), target, sources and tools (fingerprint.py). A hit needs no
+              planning and no TVM.
+    kernel    key: text of the group under neutral names (group.py), target, sources and tools. So equal kernels are
+              compiled once, be they of another layer, stage or model. A refusal to make one kernel of a group is
+              remembered like a kernel.
 
-What is missing is compiled by a pool of processes (pool.py), all kernels of all stages in one go; then each stage is linked from kernel
-objects and its Relax code. `compile_kernel` in jobs.py is the one function that makes a kernel for a target.
+Missing kernels are compiled by a pool of processes (pool.py), those of all stages together; then each stage is linked
+from kernel objects and its Relax code. `compile_kernel` in jobs.py is the one function that makes a kernel for a
+target.
 
-The same inputs give the same bytes: kernels are named after their content, and the link is done with no build id, path or time in it.
+The same inputs give the same bytes: kernels are named after their content, and the link is done with no build id, path
+or time in it.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from types import TracebackType
 import msgspec
 
 from penstock.backends.interface import DEFAULTS, CompileOptions
-from penstock.backends.tvm.fingerprint import key_of, processor
+from penstock.backends.tvm.fingerprint import key_of
 from penstock.backends.tvm.group import (
     Fusion,
     GeneratedKernel,
@@ -54,15 +59,18 @@ from penstock.backends.tvm.tile_permission import allow_tiles
 from penstock.ir.graph import Graph
 from penstock.ir.text import print_graph
 from penstock.support.cache import Cache
+from penstock.support.processor import processor
 
 from .pool import BuildError, WorkerPool
 from .sources import Texts, calls_of
 
+# The part of the user's cache that compiled code is kept in.
+CACHE_PART = "tvm"
 # Kernels to expect where nothing is in the cache: enough for a second worker to start at once.
 _FIRST_TIME = 4
-# Of the hash in a kernel's name: enough that no two kernels ever share one.
+# Digits of the hash in a kernel's name: enough that no two kernels ever share one.
 _DIGITS = 32
-# What TVM looks for, in this order; CXX and CC come first.
+# The linkers that TVM looks for, in this order; CXX and CC come first.
 _LINKERS = ("g++", "gcc", "clang++", "clang", "c++", "cc")
 _ENTRY = msgspec.json.Decoder(KernelMade | GroupRefused)
 
@@ -95,7 +103,7 @@ class MissingPart:
 
 @dataclass(frozen=True)
 class Built:
-    """A library, and whether it was found in the cache."""
+    """A library, and whether it comes from the cache."""
 
     path: Path
     sha256: str
@@ -104,7 +112,8 @@ class Built:
 
 @dataclass
 class Counts:
-    """What a build did, for people and benchmarks: distinct kernels, and wall seconds spent on kernels and on linking."""
+    """The work of a build, for reports and benchmarks: distinct kernels, and wall seconds spent on kernels and on
+    linking."""
 
     kernels: int = 0
     compiled: int = 0
@@ -113,10 +122,10 @@ class Counts:
 
 
 class LibraryBuilder:
-    """Builds libraries for one target: `with Builder(options) as builder: builder.build(parts)`."""
+    """A builder of libraries for one target: `with Builder(options) as builder: builder.build(parts)`."""
 
     def __init__(self, options: CompileOptions) -> None:
-        self.options, self.store, self.counts = options, Cache.of_user(), Counts()
+        self.options, self.store, self.counts = options, Cache.of_user(CACHE_PART), Counts()
         self._texts = Texts(self.store) if options.viewer is not None else None
         self._pool = WorkerPool(options.jobs)
         self._report = options.progress or (lambda done, total, what: None)
@@ -135,21 +144,21 @@ class LibraryBuilder:
 
     @property
     def cpu(self) -> str:
-        """LLVM's name of the target. Asking costs a load of TVM, so the answer is kept in the cache, by what the processor says of itself
-        and whether this process may use its tile registers."""
+        """LLVM's name of the target. Finding it costs a load of TVM, so the cache keeps it. The key has the processor's
+        description, and whether this process may use its tile registers."""
         if not self._cpu:
             target = self.options.target
             mark = processor() if target == "host" else "named"
             key = key_of("target", target, mark, str(allow_tiles()))
-            kept = self.store.get(key) if mark else None
-            if kept is None:
-                # With these sources nothing was ever compiled here, so much is about to be.
+            entry = self.store.get(key) if mark else None
+            if entry is None:
+                # With these sources nothing was ever compiled on this machine, so many kernels follow.
                 (answer,) = self._pool.run([NameTarget(target)], expected=_FIRST_TIME)
                 assert isinstance(answer, Named)
-                kept = answer.cpu.encode()
+                entry = answer.cpu.encode()
                 if mark:
-                    self.store.put(key, kept)
-            self._cpu = kept.decode()
+                    self.store.put(key, entry)
+            self._cpu = entry.decode()
         return self._cpu
 
     def build(self, parts: Sequence[LibraryPart]) -> list[Built]:
@@ -157,26 +166,29 @@ class LibraryBuilder:
         keys = [key_of("library", self.cpu, *texts_of(part.graphs)) for part in parts]
         for part in parts:
             part.out.parent.mkdir(parents=True, exist_ok=True)
-        found = [self._find(part, key) for part, key in zip(parts, keys, strict=True)]
-        missing = [i for i, library in enumerate(found) if library is None]
-        untold = [i for i, (part, key) in enumerate(zip(parts, keys, strict=True)) if not self._show_kept(part, key)]
+        libraries = [self._find(part, key) for part, key in zip(parts, keys, strict=True)]
+        missing = [i for i, library in enumerate(libraries) if library is None]
+        unshown = [i for i, (part, key) in enumerate(zip(parts, keys, strict=True)) if not self._show_kept(part, key)]
         self._done, self._total = len(parts) - len(missing), len(parts)
-        if wanted := sorted({*missing, *untold}):
+        if incomplete := sorted({*missing, *unshown}):
             _check_linker()
-            self._report(self._done, self._total, f"planning kernels of {', '.join(parts[i].where for i in wanted)}")
+            self._report(
+                self._done, self._total, f"planning kernels of {', '.join(parts[i].where for i in incomplete)}"
+            )
             with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as scratch:
                 self._compile(
-                    [MissingPart(parts[i], keys[i], i in missing, i in untold) for i in wanted], Path(scratch)
+                    [MissingPart(parts[i], keys[i], i in missing, i in unshown) for i in incomplete], Path(scratch)
                 )
             for i in missing:
                 content = parts[i].out.read_bytes()
                 self.store.put(keys[i], content)
-                found[i] = Built(parts[i].out, hashlib.sha256(content).hexdigest(), False)
+                libraries[i] = Built(parts[i].out, hashlib.sha256(content).hexdigest(), False)
             self.store.trim()
         self._report(self._total, self._total, self._summary(len(parts), len(missing)))
-        return [library for library in found if library is not None]
+        return [library for library in libraries if library is not None]
 
     def _find(self, part: LibraryPart, key: str) -> Built | None:
+        """Write the library from the cache, if it is there."""
         content = self.store.get(key)
         if content is None:
             return None
@@ -184,23 +196,25 @@ class LibraryBuilder:
         return Built(part.out, hashlib.sha256(content).hexdigest(), True)
 
     def _summary(self, parts: int, missing: int) -> str:
-        found = f"found {parts - missing} in the cache" if missing < parts else ""
-        made = f"made {missing}, compiled {self.counts.compiled} of {self.counts.kernels} kernels" if missing else ""
-        return self.store.told(f"libraries: {'; '.join(filter(None, [found, made]))}")
+        from_cache = f"found {parts - missing} in the cache" if missing < parts else ""
+        compiled = (
+            f"made {missing}, compiled {self.counts.compiled} of {self.counts.kernels} kernels" if missing else ""
+        )
+        return self.store.told(f"libraries: {'; '.join(filter(None, [from_cache, compiled]))}")
 
     # ------------------------------------------------------------------------------ kernels
 
     def _compile(self, wanted: Sequence[MissingPart], scratch: Path) -> None:
-        with self.options.step("kernels") as said:
+        with self.options.step("kernels") as remarks:
             lowered = iter(
                 plan_graphs(
                     [graph for one in wanted for graph in one.part.graphs], lambda groups: self._make(groups, scratch)
                 )
             )
             plans = [[next(lowered) for _ in one.part.graphs] for one in wanted]
-            said.append(f"compiled {self.counts.compiled} of {self.counts.kernels} kernels")
-        with self.options.step("link") as said:
-            said += [one.part.out.name for one in wanted if one.library]
+            remarks.append(f"compiled {self.counts.compiled} of {self.counts.kernels} kernels")
+        with self.options.step("link") as remarks:
+            remarks += [one.part.out.name for one in wanted if one.library]
             begin = time.perf_counter()
             jobs = [self._link_job(one, plan, scratch) for one, plan in zip(wanted, plans, strict=True)]
             try:
@@ -212,23 +226,23 @@ class LibraryBuilder:
             self.counts.link_s += time.perf_counter() - begin
 
     def _make(self, groups: Sequence[Fusion], scratch: Path) -> list[tuple[str, GeneratedKernel] | NotOneKernel]:
-        """The kernels of groups: from the cache, or compiled now."""
+        """Return the kernels of groups: from the cache, or compiled by the pool."""
         begin = time.perf_counter()
         renamed = [rename(group) for group in groups]
         symbols = [
             f"{name_of(group)}_{key_of('kernel', self.cpu, r.text)[:_DIGITS]}"
             for group, r in zip(groups, renamed, strict=True)
         ]
-        wanted: dict[str, MakeKernel] = {}
+        to_compile: dict[str, MakeKernel] = {}
         for symbol, group in zip(symbols, renamed, strict=True):
-            if symbol in self._kernels or symbol in wanted:
+            if symbol in self._kernels or symbol in to_compile:
                 continue
             path = "" if self._recall(symbol, scratch) else str(scratch / f"{symbol}.o")
-            source = "" if self._is_told(symbol) else str(scratch / f"{symbol}.py")
+            source = "" if self._has_text(symbol) else str(scratch / f"{symbol}.py")
             if path or source:
-                wanted[symbol] = MakeKernel(group.text, self.cpu, symbol, path, source)
+                to_compile[symbol] = MakeKernel(group.text, self.cpu, symbol, path, source)
         # The longest first, or one core waits for the other at the end.
-        jobs = sorted(wanted.values(), key=_effort)
+        jobs = sorted(to_compile.values(), key=_effort)
         self._total += len(jobs)
         for job, answer in zip(jobs, self._pool.run(jobs, self._count), strict=True):
             assert isinstance(answer, KernelMade | GroupRefused)
@@ -256,8 +270,8 @@ class LibraryBuilder:
         self._objects[symbol].write_bytes(code)
         return True
 
-    def _is_told(self, symbol: str) -> bool:
-        """Whether the text of a kernel is there, or nobody wants it. Those that cannot be made have none."""
+    def _has_text(self, symbol: str) -> bool:
+        """Return whether the text of a kernel is there, or is not needed. A refused kernel has none."""
         return self._texts is None or isinstance(self._kernels.get(symbol), GroupRefused) or self._texts.has(symbol)
 
     def _remember(self, job: MakeKernel, answer: KernelMade | GroupRefused) -> None:
@@ -274,10 +288,10 @@ class LibraryBuilder:
         self.store.put(job.symbol, msgspec.json.encode(answer) + b"\n" + code)
 
     def _outcome(self, symbol: str, group: Renamed) -> tuple[str, GeneratedKernel] | NotOneKernel:
-        known = self._kernels[symbol]
-        if isinstance(known, GroupRefused):
-            return NotOneKernel(known.reason)
-        return symbol, group.kernel(known.parameters)
+        answer = self._kernels[symbol]
+        if isinstance(answer, GroupRefused):
+            return NotOneKernel(answer.reason)
+        return symbol, group.kernel(answer.parameters)
 
     # ------------------------------------------------------------------------------ libraries
 
@@ -292,11 +306,11 @@ class LibraryBuilder:
     # ------------------------------------------------------------------------------ sources
 
     def _show_kept(self, part: LibraryPart, key: str) -> bool:
-        """Whether a viewer, if there is one, was shown what the cache has."""
-        kept = self._texts.find(key) if self._texts is not None else None
-        if kept is not None and self.options.viewer is not None:
-            self.options.viewer.sources(part.stage, kept)
-        return self._texts is None or kept is not None
+        """Show the viewer, if there is one, what the cache has; return whether nothing is missing."""
+        sources = self._texts.find(key) if self._texts is not None else None
+        if sources is not None and self.options.viewer is not None:
+            self.options.viewer.sources(part.stage, sources)
+        return self._texts is None or sources is not None
 
     def _show(self, wanted: MissingPart, plans: Sequence[Lowered], functions: str) -> None:
         assert self._texts is not None
@@ -307,7 +321,7 @@ class LibraryBuilder:
 
 
 def _check_linker() -> None:
-    """Said before the work, not after it."""
+    """Raise the error for a missing linker before the work, not after it."""
     if not (os.environ.get("CXX") or os.environ.get("CC") or any(map(shutil.which, _LINKERS))):
         raise BuildError(
             "there is no C++ compiler on the PATH to link stages with", hint="install g++, or name one in CXX"
@@ -315,13 +329,13 @@ def _check_linker() -> None:
 
 
 def _effort(job: MakeKernel) -> tuple[bool, int]:
-    """A guess of what a kernel takes to compile, for sorting: those with loops of their own first, then by length."""
+    """Guess what a kernel takes to compile, for sorting: those with loops of their own first, then by length."""
     heavy = any(f" {kind}" in job.group for kind in ("matmul(", "conv", "attention"))
     return (not heavy, -len(job.group))
 
 
 def texts_of(graphs: Sequence[Graph]) -> list[str]:
-    """What the code of graphs depends on; where an operation came from does not change it."""
+    """Return the text that the code of graphs depends on; the places that operations came from do not change it."""
     return [print_graph(replace(graph, ops=tuple(replace(op, loc="") for op in graph.ops))) for graph in graphs]
 
 

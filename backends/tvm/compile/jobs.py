@@ -1,12 +1,15 @@
-"""Doing one job: the only place where TVM makes code. Runs in a worker process, or in the compiling process itself.
+"""The execution of one job: the only place where TVM makes code. Runs in a worker process, or in the compiling process
+itself.
 
-In: a job (messages.py). Out: its answer; files are written to the paths that the job names. The same job gives the same bytes.
+In: a job (messages.py). Out: its answer; files are written to the paths that the job names. The same job gives the same
+bytes.
 
-    MakeKernel   text -> group -> TIR (kernels/) -> LLVM -> one object file
-    LinkStage    graphs and calls -> Relax with declarations of the kernels -> memory plan and bytecode -> g++ links it with the objects
+    MakeKernel   text -> group -> TIR (generate.py) -> LLVM -> one object file
+    LinkStage    graphs and calls -> Relax with declarations of the kernels -> memory plan and bytecode
+                 -> g++ links it with the objects
 
-The Relax pipeline of TVM sees calls of functions whose parameters it knows and plans memory as if it had their code. After it, the
-declarations are dropped; bytecode calls kernels by name, and the linker brings the objects in.
+The Relax pipeline of TVM sees calls of functions whose parameters it knows and plans memory as if it had their code.
+After it, the declarations are dropped; bytecode calls kernels by name, and the linker brings the objects in.
 """
 
 from __future__ import annotations
@@ -46,18 +49,18 @@ from penstock.backends.tvm.messages import (
     NameTarget,
 )
 from penstock.backends.tvm.pipeline import PIPELINE
-from penstock.backends.tvm.run.load import pack_name
+from penstock.backends.tvm.symbols import pack_name
 from penstock.backends.tvm.target import TargetMachine, machine_of, tvm_target
 from penstock.ir.graph import Graph
 from penstock.support.errors import UsageError
 from penstock.support.out_of_memory import is_out_of_memory
 
-# TVM's builders are the process's own.
+# TVM has one stack of builders for the whole process.
 ONE_AT_A_TIME = threading.Lock()
 
 
 def do(job: Job) -> Answer:
-    """The answer to a job; errors are answers."""
+    """Execute a job and return its answer; errors are answers."""
     try:
         with ONE_AT_A_TIME:
             match job:
@@ -77,8 +80,8 @@ def _failed(error: Exception) -> JobFailed:
     if is_out_of_memory(error):
         return JobFailed("the system gave no more memory", "`--jobs 1` compiles one kernel at a time", memory=True)
     if isinstance(error, RuleFailed):
-        told = "".join(traceback.format_exception(error.__cause__))
-        return JobFailed(str(error), "-v shows where; `--backend numpy` compiles nothing", rule=True, traceback=told)
+        trace = "".join(traceback.format_exception(error.__cause__))
+        return JobFailed(str(error), "-v shows where; `--backend numpy` compiles nothing", rule=True, traceback=trace)
     if isinstance(error, RuntimeError):
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return JobFailed(f"TVM: {lines[-1]}", "g++ must be on the PATH")
@@ -88,7 +91,7 @@ def _failed(error: Exception) -> JobFailed:
 
 
 def compile_kernel(job: MakeKernel) -> KernelMade | GroupRefused:
-    """One kernel for one target."""
+    """Compile one kernel for one target."""
     machine = machine_of(job.target)
     group = parse_group(job.group)
     with rules_of(group.ops):
@@ -114,7 +117,7 @@ def _compiled(job: MakeKernel, group: Fusion, machine: TargetMachine) -> KernelM
 
 
 def link_stage(job: LinkStage) -> Linked:
-    """The library of one stage."""
+    """Make the library of one stage."""
     graphs = parse_graphs(job.graphs)
     lowered = [Lowered(graph, tuple(_steps(graph, calls))) for graph, calls in zip(graphs, job.calls, strict=True)]
     target = tvm_target(job.target)

@@ -1,17 +1,17 @@
-"""Sharing jobs out: to worker processes, or to this process where that is quicker.
+"""The pool that shares jobs out: to worker processes, or to this process where that is quicker.
 
-In: jobs (messages.py). Out: an answer for each, in order, as they would come from `jobs.do`. A worker is a fresh interpreter with pipes for
-input and output; one job at a time is written to it as a line of JSON. Workers start with the first jobs that are worth it, stay for the
-next, and are killed when the pool closes, whatever the reason: an error, an interrupt, or the end.
+In: jobs (messages.py). Out: an answer for each, in order, as they would come from `jobs.do`. A worker is a fresh
+interpreter with pipes for input and output; one job at a time is written to it as a line of JSON. Workers start with
+the first jobs that are worth it, and stay for the next. They are killed when the pool closes, be it for an error, an
+interrupt, or the end. This process works itself when it has TVM loaded already and there is little to do. There are
+never more workers than cores that this process may use.
 
-In this process: when it has TVM loaded already and there is little to do. There are never more
-workers than cores that this process may use.
+A worker that writes nothing for far longer than a job takes is hung: that ends the pool with an error which names the
+job. Not watched: jobs in this process, and the time that a worker takes to read its next job after an answer.
 
-A worker that says nothing for far longer than a job takes is hung: that ends the pool with an error which names the job. Not watched: jobs
-in this process, and how long a worker that has answered takes to read its next job.
-
-Invariant: when `close` returns, no process that the pool started is left. Workers are not in the terminal's foreground group, so that an
-interrupt reaches this process alone, which then ends them. A worker whose parent was killed reads the end of its input and ends by itself.
+Invariant: when `close` returns, no process that the pool started is left. Workers are not in the terminal's foreground
+group, so that an interrupt reaches this process alone, which then ends them. A worker whose parent was killed reads the
+end of its input and ends by itself.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
+from penstock.backends.tvm.entry_points import WORKER, command_of, environment
 from penstock.backends.tvm.fingerprint import source_fingerprint
 from penstock.backends.tvm.messages import Answer, CompilerHello, Job, JobFailed, LinkStage, title
 from penstock.ir.cluster.cluster import usable_cores
@@ -40,12 +40,11 @@ from penstock.support.errors import DoesNotFit, PenstockError, UsageError
 _PER_WORKER = 4
 # How long a process that closed its output may take to say how it ended.
 _LAST_WORDS_S = 5.0
-# How long a worker may take to start, for a kernel, and for a library: kernels take seconds, large stages a
-# minute, busy machines several times as long.
+# How long a worker may take to start, for a kernel, and for a library: kernels take seconds, large stages a minute, and
+# busy machines several times as long.
 _STARTS_S, _COMPILES_S, _LINKS_S = 900.0, 900.0, 3600.0
-# What a pipe holds.
+# The capacity of a pipe.
 _PIPE = 1 << 16
-_COMMAND = (sys.executable, "-P", "-m", f"{__package__}.worker")
 _ANSWERS = msgspec.json.Decoder(Answer)
 
 
@@ -53,15 +52,8 @@ class BuildError(PenstockError):
     """The compiler or the linker failed on a stage."""
 
 
-def environment() -> dict[str, str]:
-    """For a process of our own: whatever way this one found the package, it shall find the same."""
-    home = str(Path(__file__).absolute().parents[3])
-    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
 class _Worker:
-    """One process and what it is busy with."""
+    """A process and the job that it works on."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.process = subprocess.Popen(
@@ -77,6 +69,7 @@ class _Worker:
         self._said = b""
 
     def begin(self, number: int, job: Job) -> None:
+        """Give the worker a job."""
         self.number, self.job, self.since = number, job, time.monotonic()
         try:
             self.send.write(msgspec.json.encode(job) + b"\n")
@@ -85,7 +78,7 @@ class _Worker:
             raise self.lost() from None
 
     def left(self) -> float:
-        """Seconds until it counts as hung; infinite for one that has nothing to do."""
+        """Return the seconds until the worker counts as hung; infinite for one without a job."""
         if not self.ready:
             return self.since + _STARTS_S - time.monotonic()
         if self.job is None:
@@ -93,29 +86,31 @@ class _Worker:
         return self.since + (_LINKS_S if isinstance(self.job, LinkStage) else _COMPILES_S) - time.monotonic()
 
     def hear(self) -> bytes | None:
-        """The line that it says, without waiting: None while there is only a part of it. There is never more than one on its way."""
-        heard = os.read(self.receive.fileno(), _PIPE)
-        if not heard:
+        """Read from the worker without waiting, and return its line; None while there is only a part of it. There is
+        never more than one on its way."""
+        data = os.read(self.receive.fileno(), _PIPE)
+        if not data:
             raise self.lost()
-        self._said += heard
+        self._said += data
         if not self._said.endswith(b"\n"):
             return None
         line, self._said = self._said, b""
         return line
 
     def greet(self, line: bytes) -> None:
-        """The first line: the worker must run the very sources that the keys of the cache are made from."""
+        """Read the first line: the worker must run the very sources that the keys of the cache are made from."""
         if msgspec.json.decode(line, type=CompilerHello).fingerprint != source_fingerprint():
             raise BuildError("the sources of the compiler changed while it ran", hint="run the command again")
         self.ready = True
 
     def finish(self, line: bytes) -> tuple[int, Job, Answer]:
+        """Return the number of the job, the job and its answer; the worker is free for another."""
         assert self.job is not None
         job, self.job = self.job, None
         return self.number, job, _ANSWERS.decode(line)
 
     def lost(self) -> BuildError:
-        """The error for a worker that is no more."""
+        """Return the error for a worker that has ended."""
         try:
             code = self.process.wait(_LAST_WORDS_S)
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -126,7 +121,7 @@ class _Worker:
         )
 
     def hung(self) -> BuildError:
-        """The error for a worker that says nothing any more."""
+        """Return the error for a worker that has stopped answering."""
         took = time.monotonic() - self.since
         return BuildError(
             f"a compiler process said nothing for {took:.0f} s{self._doing()}, and was ended",
@@ -137,19 +132,19 @@ class _Worker:
         return f" on {title(self.job)}" if self.job is not None else " as it started"
 
     def kill(self) -> None:
-        """End it, with the linker that it may have started."""
+        """End the worker, and the linker that it may have started."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.receive.close()
-        with contextlib.suppress(BrokenPipeError):  # what was not sent yet needs not be
+        with contextlib.suppress(BrokenPipeError):  # bytes that were not sent yet are of no use
             self.send.close()
 
 
 class WorkerPool:
-    """A context: `with Pool() as pool: answers = pool.run(jobs)`."""
+    """A pool of workers, as a context: `with Pool() as pool: answers = pool.run(jobs)`."""
 
-    def __init__(self, most: int | None = None, command: Sequence[str] = _COMMAND) -> None:
+    def __init__(self, most: int | None = None, command: Sequence[str] = command_of(WORKER)) -> None:
         if most is not None and most < 1:
             raise UsageError(f"{most} compiler processes", hint="at least 1")
         self.most = min(most or usable_cores(), usable_cores())
@@ -165,18 +160,19 @@ class WorkerPool:
         self.close()
 
     def close(self) -> None:
+        """End all workers."""
         while self._workers:
             self._workers.pop().kill()
 
     def run(self, jobs: Sequence[Job], on_done: Callable[[Job], None] | None = None, expected: int = 0) -> list[Answer]:
-        """An answer for every job. Jobs are begun in order; the first failure ends the pool, and is raised. `expected` more jobs are about
-        to come: workers for them start now."""
+        """Answer every job. Jobs begin in order; the first failure ends the pool, and is raised. `expected` is the
+        number of jobs that follow these: workers for them start at once."""
         report = on_done or (lambda job: None)
-        here = not self._workers and "tvm" in sys.modules and (self.most == 1 or len(jobs) <= _PER_WORKER)
+        in_process = not self._workers and "tvm" in sys.modules and (self.most == 1 or len(jobs) <= _PER_WORKER)
         try:
             return (
                 self._run_here(jobs, report)
-                if here or not jobs
+                if in_process or not jobs
                 else self._run_apart(jobs, report, len(jobs) + expected)
             )
         except BaseException:
@@ -186,7 +182,7 @@ class WorkerPool:
     def _run_here(self, jobs: Sequence[Job], report: Callable[[Job], None]) -> list[Answer]:
         if not jobs:
             return []
-        from .jobs import do
+        from .jobs import do  # lazy: heavy
 
         answers = []
         for job in jobs:
@@ -197,8 +193,8 @@ class WorkerPool:
     def _run_apart(self, jobs: Sequence[Job], report: Callable[[Job], None], expected: int) -> list[Answer]:
         answers: dict[int, Answer] = {}
         waiting = deque(enumerate(jobs))
-        wanted = min(self.most, -(-expected // _PER_WORKER))
-        while len(self._workers) < wanted:
+        workers = min(self.most, -(-expected // _PER_WORKER))
+        while len(self._workers) < workers:
             self._workers.append(_Worker(self._command))
         with selectors.DefaultSelector() as ready:
             for worker in self._workers:
@@ -206,9 +202,9 @@ class WorkerPool:
                 if worker.ready and waiting:
                     worker.begin(*waiting.popleft())
             while len(answers) < len(jobs):
-                patience = min(worker.left() for worker in self._workers)
-                heard = [event.data for event, _ in ready.select(max(patience, 0) if patience < math.inf else None)]
-                for worker in heard:
+                timeout = min(worker.left() for worker in self._workers)
+                answering = [event.data for event, _ in ready.select(max(timeout, 0) if timeout < math.inf else None)]
+                for worker in answering:
                     line = worker.hear()
                     if line is None:
                         continue
@@ -221,20 +217,21 @@ class WorkerPool:
                     if waiting:
                         worker.begin(*waiting.popleft())
                 for worker in self._workers:
-                    # Who was heard just now may only have waited for this process.
-                    if worker not in heard and worker.left() <= 0:
+                    # A worker that has just answered may only have waited for this process.
+                    if worker not in answering and worker.left() <= 0:
                         raise worker.hung()
         return [answers[i] for i in range(len(jobs))]
 
 
 def _checked(job: Job, answer: Answer) -> Answer:
+    """Return an answer, or raise the error that it reports."""
     if not isinstance(answer, JobFailed):
         return answer
-    own = AssertionError(f"{title(job)}: {answer.traceback}") if answer.traceback else None
-    if own is not None and not answer.rule:
-        raise own
+    cause = AssertionError(f"{title(job)}: {answer.traceback}") if answer.traceback else None
+    if cause is not None and not answer.rule:
+        raise cause
     kind = UsageError if answer.usage else DoesNotFit if answer.memory else BuildError
-    raise kind(answer.what, where="" if answer.usage else title(job), hint=answer.hint) from own
+    raise kind(answer.what, where="" if answer.usage else title(job), hint=answer.hint) from cause
 
 
 __all__ = ["BuildError", "WorkerPool"]

@@ -1,7 +1,8 @@
-"""A process that compiles: `python -m penstock.backends.tvm.compile.worker`. Jobs come in on standard input, answers go out on standard output.
+"""A process that compiles: `python -m penstock.backends.tvm.compile.worker`. Jobs come in on standard input, answers go out on
+standard output.
 
-It ends when its input ends, so it never outlives the process that started it by more than one job. TVM loads torch where it finds it,
-for tensors that this process has none of: without torch, a worker starts in a third of the time.
+It ends when its input ends, so it never outlives the process that started it by more than one job. TVM loads torch
+where it finds it, for tensors that this process has none of: without torch, a worker starts in a third of the time.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import sys
 
 
 def main() -> None:
+    """Answer jobs until the input ends."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever libraries print must not mix with the answers
+    os.dup2(2, 1)  # text that libraries print must not mix with the answers
     sys.modules["torch"] = None  # type: ignore[assignment]
     import msgspec
 
@@ -24,7 +26,7 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("PENSTOCK_TRACEBACK"):
             raise
-        # TVM fails in many ways where memory is short; the process that waits for this one says what happened.
+        # TVM fails in many ways where memory is short; the process that waits for this one reports what happened.
         sys.exit(f"TVM cannot be loaded: {type(error).__name__}: {error}")
 
     def say(answer: msgspec.Struct) -> None:
@@ -37,7 +39,7 @@ def main() -> None:
         for line in sys.stdin.buffer:
             say(do(jobs.decode(line)))
     except BrokenPipeError:
-        # Nobody waits for the answer any more; give the interpreter nothing left to flush.
+        # The process that waited for the answer has ended; leave the interpreter nothing to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 

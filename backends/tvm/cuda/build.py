@@ -1,8 +1,10 @@
-"""From the graphs of a stage to a shared library with machine code for one GPU architecture, on a machine that needs no GPU.
+"""The builder for GPUs: from the graphs of a stage to a shared library with machine code for one architecture, on a
+machine that needs no GPU.
 
-In: stage graphs, an architecture. Out: a .so with the host part and the device code (a cubin: no source, no PTX). Lowering happens here;
-nvcc and the linker run in a process of their own (compiler.py), because TVM makes device code only where it can load its CUDA runtime,
-which wants libcuda.so.1: where there is no driver, that process gets a stand-in for it, which must not be seen by anything else.
+In: stage graphs, an architecture. Out: a .so with the host part and the device code (a cubin: no source, no PTX).
+Lowering happens in this process; nvcc and the linker run in one of their own (compiler.py). TVM makes device code only
+where it can load its CUDA runtime, which needs libcuda.so.1. Where there is no driver, that process gets a stand-in for
+it, which no other code may see.
 
 Cached by content like code for CPUs; the version of nvcc is part of the key.
 """
@@ -14,7 +16,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -24,10 +25,11 @@ import msgspec
 import tvm
 
 from penstock.backends.interface import CompileOptions, StageSources
-from penstock.backends.tvm.compile.build import Built, texts_of
+from penstock.backends.tvm.compile.build import CACHE_PART, Built, texts_of
 from penstock.backends.tvm.compile.jobs import ONE_AT_A_TIME
-from penstock.backends.tvm.compile.pool import BuildError, environment
+from penstock.backends.tvm.compile.pool import BuildError
 from penstock.backends.tvm.compile.sources import calls_of
+from penstock.backends.tvm.entry_points import CUDA_COMPILER, command_of, environment
 from penstock.backends.tvm.fingerprint import key_of
 from penstock.backends.tvm.lower.lower import functions_text, kernel_texts, plan_kernels, relax_module
 from penstock.ir.graph import Graph
@@ -42,13 +44,13 @@ _LONGEST = 3600.0
 
 @cache
 def nvcc_version() -> str:
-    """What nvcc says of itself."""
+    """Return the version line of nvcc."""
     return _ask_nvcc("--version").strip().splitlines()[-1]
 
 
 @cache
 def known_architectures() -> tuple[str, ...]:
-    """The architectures that nvcc makes machine code for."""
+    """Return the architectures that nvcc makes machine code for."""
     return tuple(re.findall(r"sm_\w+", _ask_nvcc("--list-gpu-code")))
 
 
@@ -57,7 +59,8 @@ def _ask_nvcc(option: str) -> str:
     if nvcc is None:
         raise UsageError(
             "stages on CUDA devices are compiled with nvcc, which is not on the PATH",
-            hint="install the CUDA toolkit (13.0) on the machine that compiles; the machine that runs needs only the driver",
+            hint="install the CUDA toolkit (13.0) on the machine that compiles; "
+            "the machine that runs needs only the driver",
         )
     try:
         return subprocess.run([nvcc, option], capture_output=True, text=True, check=True, timeout=60).stdout
@@ -66,7 +69,7 @@ def _ask_nvcc(option: str) -> str:
 
 
 def check_architecture(name: str) -> None:
-    """UsageError when this machine cannot make code for an architecture."""
+    """Raise a UsageError when this machine cannot make code for an architecture."""
     device_machine(name)
     if name not in known_architectures():
         raise UsageError(
@@ -84,27 +87,27 @@ def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions) ->
     report = options.progress or (lambda done, total, what: None)
     out.parent.mkdir(parents=True, exist_ok=True)
     report(0, 3, f"lowering {where}")
-    key, libraries = key_of("library", target, nvcc_version(), *texts_of(graphs)), Cache.of_user()
+    key, libraries = key_of("library", target, nvcc_version(), *texts_of(graphs)), Cache.of_user(CACHE_PART)
     content = libraries.get(key)
     sources = _kept_sources(libraries, key) if viewer is not None else None
     cached = content is not None and (viewer is None or sources is not None)
     if content is None or not cached:
-        with options.step("kernels") as said, ONE_AT_A_TIME:
+        with options.step("kernels") as remarks, ONE_AT_A_TIME:
             called: list[str] = []
             lowered = [plan_kernels(graph, device_machine(target)) for graph in graphs]
             module = relax_module(lowered, declared=False, called=called)
             kernels = kernel_texts(module) if viewer is not None else {}
             count = sum(isinstance(f, tvm.tirx.PrimFunc) for _, f in module.functions_items())
-            said.append(f"{count} kernels of {where}")
+            remarks.append(f"{count} kernels of {where}")
         report(1, 3, f"compiling {count} kernels of {where} for {target} with nvcc")
         device: list[str] = []
         try:
-            with options.step("nvcc") as said:
-                said.append(out.name)
+            with options.step("nvcc") as remarks:
+                remarks.append(out.name)
                 compile_apart(tvm.ir.save_json(module), target, out, where, device)
         finally:
             if viewer is not None:
-                # Of code that nvcc refuses, too.
+                # Code that nvcc refuses is shown, too.
                 sources = StageSources(
                     target, calls_of(lowered, called), kernels, functions_text(module), "".join(device)
                 )
@@ -123,16 +126,17 @@ def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions) ->
 
 
 def _kept_sources(libraries: Cache, key: str) -> StageSources | None:
-    kept = libraries.get(key_of("sources", key))
-    return None if kept is None else msgspec.json.decode(kept, type=StageSources)
+    entry = libraries.get(key_of("sources", key))
+    return None if entry is None else msgspec.json.decode(entry, type=StageSources)
 
 
 def compile_apart(module: str, target: str, out: Path, where: str, device: list[str] | None = None) -> None:
-    """Compile a lowered module, given as TVM's JSON, in a process of its own. What nvcc was given is put into `device`."""
+    """Compile a lowered module, given as TVM's JSON, in a process of its own. The source that nvcc got is put into
+    `device`."""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".cuda-") as scratch:
         work = Path(scratch)
         (work / "module.json").write_text(module)
-        command = [sys.executable, "-P", "-m", f"{__package__}.compiler", str(work), target]
+        command = command_of(CUDA_COMPILER, str(work), target)
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_LONGEST, check=False, env=environment()

@@ -1,12 +1,12 @@
-"""The process that makes device code: python -m penstock.backends.tvm.cuda.compiler FOLDER ARCHITECTURE
+"""The process that makes device code: `python -m penstock.backends.tvm.cuda.compiler FOLDER ARCHITECTURE`.
 
-In: FOLDER/module.json, a lowered module. Out: FOLDER/stage.so, and FOLDER/kernels.cu for people; or
-FOLDER/failure.json with what went wrong.
+In: FOLDER/module.json, a lowered module. Out: FOLDER/stage.so, and FOLDER/kernels.cu for readers; or
+FOLDER/failure.json with the error.
 
-TVM compiles kernels to machine code only if its CUDA runtime can be loaded, which is linked with libcuda.so.1, the driver's
-library. Nothing of it is called while compiling. Where it is missing, a stand-in with the same symbols, each answering "no
-device", is made and loaded in this process; it never leaves FOLDER. Source, options and result of nvcc pass through a
-callback here, so that no environment decides.
+TVM compiles kernels to machine code only if its CUDA runtime can be loaded, which is linked with libcuda.so.1, the
+driver's library. Nothing of it is called while compiling. Where it is missing, a stand-in with the same symbols, each
+answering "no device", is made and loaded in this process; it never leaves FOLDER. Source, options and result of nvcc
+pass through a callback of this process, so that no environment decides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# What libtvm_runtime_cuda.so takes from the driver's library.
+# The symbols that libtvm_runtime_cuda.so takes from the driver's library.
 DRIVER_SYMBOLS = (
     "cuDeviceGetName",
     "cuFuncSetAttribute",
@@ -35,7 +35,7 @@ _NO_DEVICE = 100
 
 
 class CompilerFailure(Exception):
-    """What went wrong, for the user, and a hint."""
+    """A failure of the compiler, for the user, with a hint."""
 
     def __init__(self, what: str, hint: str = "") -> None:
         super().__init__(what)
@@ -73,7 +73,7 @@ def load_driver(folder: Path) -> None:
 def load_runtime() -> None:
     """Load CUDA's runtime library from where the toolkit, or a wheel, has put it."""
     name = "libcudart.so.13"
-    found = [Path(name)]
+    candidates = [Path(name)]
     nvcc = shutil.which("nvcc")
     if nvcc is not None:
         # nvcc on the PATH may be a script that starts the real one.
@@ -81,9 +81,11 @@ def load_runtime() -> None:
             [nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null"], capture_output=True, text=True, check=False
         ).stderr
         tops = [line.partition("TOP=")[2].strip() for line in root.splitlines() if "TOP=" in line]
-        found += [Path(top) / folder / name for top in tops for folder in ("lib64", "lib", "targets/x86_64-linux/lib")]
-    found += [Path(entry) / "nvidia" / "cu13" / "lib" / name for entry in sys.path]
-    for path in found:
+        candidates += [
+            Path(top) / folder / name for top in tops for folder in ("lib64", "lib", "targets/x86_64-linux/lib")
+        ]
+    candidates += [Path(entry) / "nvidia" / "cu13" / "lib" / name for entry in sys.path]
+    for path in candidates:
         try:
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
             return
@@ -98,17 +100,17 @@ def compile_module(folder: Path, architecture: str) -> None:
     """Make stage.so of module.json."""
     load_driver(folder)
     load_runtime()
-    import tvm
-    import tvm_ffi
-    from tvm.base import _LOADED_LIBS
+    import tvm  # lazy: heavy
+    import tvm_ffi  # lazy: heavy
+    from tvm.base import _LOADED_LIBS  # lazy: heavy
 
     if "tvm_runtime_cuda" not in _LOADED_LIBS:
         raise CompilerFailure(
             "TVM's libtvm_runtime_cuda.so is missing or cannot be loaded",
             "install the pinned apache-tvm wheel for x86-64 Linux",
         )
-    from .pipeline import PIPELINE
-    from .target import cuda_target
+    from .pipeline import PIPELINE  # lazy: heavy
+    from .target import cuda_target  # lazy: heavy
 
     def compile_source(source: str) -> bytearray:
         (folder / "kernels.cu").write_text(source)
@@ -131,6 +133,7 @@ def compile_module(folder: Path, architecture: str) -> None:
 
 
 def main(folder: Path, architecture: str) -> int:
+    """Compile the module in a folder; return the exit code."""
     try:
         compile_module(folder, architecture)
     except CompilerFailure as error:

@@ -1,10 +1,11 @@
-"""Loading a stage that was compiled for a GPU, and calling it with torch tensors on that GPU.
+"""The loader for GPUs: opens a stage that was compiled for a GPU, and calls it with torch tensors on that GPU.
 
-In: the library of a stage, the architecture it is for, the number of the GPU on this host. Out: a StageProgram; tensors pass
-without copies, and everything runs on torch's current stream. Nothing is compiled here, and nothing of the bundle is executed
-but the library, whose hash was checked.
+In: the library of a stage, the architecture it is for, the number of the GPU on this host. Out: a StageProgram; tensors
+pass without copies, and everything runs on torch's current stream. Nothing is compiled, and nothing of the bundle is
+executed but the library, whose hash was checked.
 
-Torch has to be imported before TVM's CUDA runtime is loaded: it brings the CUDA runtime library that TVM's is linked with.
+Torch has to be imported before TVM's CUDA runtime is loaded: it brings the CUDA runtime library that TVM's is linked
+with.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def find_device(architecture: str, number: int, stage: int) -> torch.device:
-    """The GPU for a stage; UsageError says what the stage wants and what this host has."""
-    import torch
+    """Return the GPU for a stage; UsageError says what the stage needs and what this host has."""
+    import torch  # lazy: heavy
 
     where = f"stage {stage}"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -43,17 +44,22 @@ def find_device(architecture: str, number: int, stage: int) -> torch.device:
             where=where,
             hint="change the cluster file and compile again",
         )
-    found = torch.cuda.get_device_capability(number)
+    capability = torch.cuda.get_device_capability(number)
     digits = re.sub(r"\D", "", architecture)
-    wanted = (int(digits[:-1]), int(digits[-1]))
-    # Machine code runs on its own major number, from its minor number on; that of an architecture with a letter only on itself.
-    fits = found == wanted if architecture[-1].isalpha() else found[0] == wanted[0] and found[1] >= wanted[1]
+    required = (int(digits[:-1]), int(digits[-1]))
+    # Machine code runs on its own major number, from its minor number on; that of an architecture with a letter only
+    # on itself.
+    fits = (
+        capability == required
+        if architecture[-1].isalpha()
+        else capability[0] == required[0] and capability[1] >= required[1]
+    )
     if not fits:
         name = torch.cuda.get_device_name(number)
         raise UsageError(
-            f"wants cuda {architecture}; device {number} of this host is {name}, sm_{found[0]}{found[1]}",
+            f"wants cuda {architecture}; device {number} of this host is {name}, sm_{capability[0]}{capability[1]}",
             where=where,
-            hint=f'compile with arch = "sm_{found[0]}{found[1]}"',
+            hint=f'compile with arch = "sm_{capability[0]}{capability[1]}"',
         )
     return torch.device("cuda", number)
 
@@ -72,10 +78,11 @@ class CudaProgram(TvmProgram):
         return VirtualMachine(library, CUDA, self.device.index)
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        import torch
+        """Run one graph on the GPU; slots among the arguments are updated in place."""
+        import torch  # lazy: heavy
 
         with torch.cuda.device(self.device):
-            # The virtual machine works on the stream that is torch's at this moment; a graph without arguments would not tell it.
+            # The virtual machine works on torch's current stream; a graph without arguments would not tell it.
             return super().call(graph, args)
 
 

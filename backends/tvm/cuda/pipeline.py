@@ -1,9 +1,10 @@
-"""TVM's passes for our kernels, from TIR to host and device functions.
+"""TVM's passes for GPU kernels, from TIR to host and device functions.
 
-In: functions whose loops, memory and barriers are final. Out: the same split into host and device parts. TVM's own pipeline would put in
-barriers where it suspects a conflict and fails when the place is inside a condition; ours stand where threads exchange something, and tests
-run the kernels with every cut between barriers in both orders. `PIPELINE` is the name under which `tvm.compile` finds it. Nothing else of
-that pipeline does anything for functions without scheduling blocks.
+In: functions whose loops, memory and barriers are final. Out: the same split into host and device parts. `PIPELINE` is
+the name under which `tvm.compile` finds it. TVM's own pipeline would put in barriers where it suspects a conflict, and
+fails when the place is inside a condition. The barriers of these kernels stand where threads exchange something, and
+tests run the kernels with every cut between barriers in both orders. Nothing else of TVM's pipeline does anything for
+functions without scheduling blocks.
 """
 
 from __future__ import annotations

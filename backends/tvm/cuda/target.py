@@ -1,7 +1,7 @@
-"""CUDA targets: which GPU the code is for.
+"""CUDA targets: the GPU that code is compiled for.
 
-In: an architecture as NVIDIA names it, `sm_90`. Out: a Machine for the generators and a TVM target. Code is for exactly that architecture
-and runs on devices of the same major number and the same or a higher minor one.
+In: an architecture as NVIDIA names it, `sm_90`. Out: a Machine for the generators and a TVM target. Code is for exactly
+that architecture and runs on devices of the same major number and the same or a higher minor one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _ARCHITECTURE = re.compile(r"sm_(\d{2,3})([af]?)")
 
 @lru_cache(maxsize=32)
 def device_machine(name: str) -> TargetMachine:
-    """The machine behind an architecture name."""
-    found = _ARCHITECTURE.fullmatch(name)
-    if found is None or int(found[1]) < 70:
+    """Return the machine of an architecture name."""
+    match = _ARCHITECTURE.fullmatch(name)
+    if match is None or int(match[1]) < 70:
         raise UsageError(
             f"unknown CUDA architecture {name!r}", hint="names are those of nvcc, from sm_70 on: sm_80, sm_90, ..."
         )
@@ -28,8 +28,9 @@ def device_machine(name: str) -> TargetMachine:
 
 
 def cuda_target(name: str) -> Any:
-    """TVM's target for an architecture. The host part only calls the kernels: any processor of the kind this one is runs it."""
-    import tvm
+    """Return TVM's target for an architecture. The host part only calls the kernels: any processor of this machine's
+    kind runs it."""
+    import tvm  # lazy: heavy
 
     device = {
         "kind": "cuda",

@@ -1,7 +1,8 @@
-"""What library calls do, in the process that runs a stage: torch works on views of the tensors it is given.
+"""Library calls, in the process that runs a stage: torch works on views of the tensors it is given.
 
-In: operands and results of a call as TVM hands them over, and the text that library.py wrote: the operation, its attributes, layout changes
-in front of operands, which results are wanted. Out: filled results. The text only chooses from `CALLS`; nothing in it is executed.
+In: operands and results of a call from TVM, and the text that library.py wrote. The text has the operation, its
+attributes, layout changes in front of operands, the results to compute. Out: filled results. The text only chooses from
+`CALLS`; nothing in it is executed.
 
 Everything runs on torch's current stream, which is the one that kernels run on. Tensors pass without copies.
 """
@@ -25,15 +26,15 @@ View = tuple[str, Mapping[str, Any]]
 
 
 def register() -> None:
-    """Give TVM the function that library calls name. What it can do is the table below; the text only chooses."""
-    import tvm_ffi
+    """Give TVM the function that library calls name. It can do what `CALLS` has; the text only chooses."""
+    import tvm_ffi  # lazy: heavy
 
     tvm_ffi.register_global_func(NAME, _serve, override=True)
 
 
 def _serve(*arguments: Any) -> None:
-    """Operands, the text, results."""
-    from torch.utils.dlpack import from_dlpack
+    """Execute a call; its arguments are operands, the text, results."""
+    from torch.utils.dlpack import from_dlpack  # lazy: heavy
 
     (at,) = (i for i, argument in enumerate(arguments) if isinstance(argument, str))
     spec = _parse(str(arguments[at]))
@@ -64,7 +65,7 @@ def _viewed(x: torch.Tensor, chain: Sequence[View]) -> torch.Tensor:
 
 
 def _matmul(a: Mapping[str, Any], outs: Sequence[torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> None:
-    import torch
+    import torch  # lazy: heavy
 
     torch.matmul(x.mT if a["ta"] else x, y.mT if a["tb"] else y, out=outs[0])
 
@@ -81,12 +82,13 @@ class _Window:
         self.low = w.low
 
     def bordered(self, x: torch.Tensor) -> torch.Tensor:
-        import torch
+        """Return an operand with its border."""
+        import torch  # lazy: heavy
 
         return torch.nn.functional.pad(x, self.border) if self.border else x
 
     def inner(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """What lies inside of the border."""
+        """Return the part of a result inside of the border."""
         if not self.border:
             return x
         for axis, (low, n) in enumerate(zip(self.low, sizes, strict=True), 2):
@@ -94,7 +96,7 @@ class _Window:
         return x
 
     def gradients(self, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, wanted: list[bool]) -> Any:
-        import torch
+        import torch  # lazy: heavy
 
         zeros = [0] * len(self.strides)
         return torch.ops.aten.convolution_backward(
@@ -103,7 +105,7 @@ class _Window:
 
 
 def _conv(a: Mapping[str, Any], outs: Sequence[torch.Tensor], x: torch.Tensor, w: torch.Tensor) -> None:
-    import torch
+    import torch  # lazy: heavy
 
     g = _Window(a, w.shape[2:])
     zeros = [0] * len(g.strides)
@@ -124,8 +126,9 @@ def _conv_grad_weight(a: Mapping[str, Any], outs: Sequence[torch.Tensor], x: tor
 
 
 def _bias(a: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor, mask: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """What is added to scores: of a mask that hides, and behind a causal border. None: nothing, or a border alone."""
-    import torch
+    """Return the addend of scores: for a mask that hides, or adds, and a causal border. None: no addend, or a border
+    alone."""
+    import torch  # lazy: heavy
 
     if not mask:
         return None
@@ -144,16 +147,16 @@ def _bias(a: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor, mask: Sequence
 def _attention(
     a: Mapping[str, Any], outs: Sequence[Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor
 ) -> None:
-    """Of the row statistics only p = e^(score - largest) / sum matters to whoever takes them. Here `largest` is the logarithm of the sum of
-    all e^score, and `sum` is 1."""
-    import torch
+    """Compute attention. Readers of the row statistics use only p = e^(score - largest) / sum. In this call `largest`
+    is the logarithm of the sum of all e^score, and `sum` is 1."""
+    import torch  # lazy: heavy
 
     y, largest, total = outs
     bias, causal = _bias(a, q, k, mask), bool(a["causal"]) and not mask
-    wanted = largest is not None or total is not None
+    statistics = largest is not None or total is not None
     half = q.dtype in (torch.float16, torch.bfloat16)
     if (
-        wanted
+        statistics
         and q.is_cuda
         and half
         and bias is None
@@ -161,14 +164,14 @@ def _attention(
         and q.shape[2:] == k.shape[2:] == v.shape[2:]
         and q.shape[3] <= 256
     ):
-        found, logarithm, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        result, logarithm, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, causal, False, scale=a["scale"]
         )
     else:
-        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=a["scale"])
+        result = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=a["scale"])
         logarithm = None
     if y is not None:
-        y.copy_(found)
+        y.copy_(result)
     if largest is not None:
         largest.copy_(_logarithm(a, q, k, bias, causal) if logarithm is None else logarithm)
     if total is not None:
@@ -178,8 +181,8 @@ def _attention(
 def _logarithm(
     a: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, causal: bool
 ) -> torch.Tensor:
-    """log sum e^score, with all scores in memory for a moment: only where torch's kernel does not hand it out."""
-    import torch
+    """Compute log sum e^score, with all scores in memory for a moment: only where torch's kernel does not give it."""
+    import torch  # lazy: heavy
 
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = torch.matmul(q, k.mT).to(wide).mul_(a["scale"])
@@ -197,25 +200,26 @@ def _attention_grad(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *rest: torch.Tensor,
+    *further: torch.Tensor,
 ) -> None:
-    """Torch's kernels want their own record of the forward pass, so that is done once more."""
-    import torch
+    """Compute the gradients of attention. Torch's kernels need their own record of the forward pass, so that is run
+    once more."""
+    import torch  # lazy: heavy
 
-    mask = rest[3:]
+    mask = further[3:]
     bias, causal = _bias(a, q, k, mask), bool(a["causal"]) and not mask
     operands = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         y = torch.nn.functional.scaled_dot_product_attention(
             operands[0], operands[1], operands[2], bias, is_causal=causal, scale=a["scale"]
         )
-    found = torch.autograd.grad(y, operands, dy)
-    for out, gradient in zip(outs, found, strict=True):
+    gradients = torch.autograd.grad(y, operands, dy)
+    for out, gradient in zip(outs, gradients, strict=True):
         if out is not None:
             out.copy_(gradient)
 
 
-# What torch is asked to do: attributes, results, operands.
+# The functions of library calls: they take attributes, results, operands.
 CALLS: dict[str, Callable[..., None]] = {
     "attention": _attention,
     "attention_grad": _attention_grad,

@@ -97,10 +97,6 @@ IN_PARTS = ("attention_grad",)
 
 def generate(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
     """The kernel of a group; NotOneKernel when it needs several."""
-    if machine.is_device:
-        from penstock.backends.tvm.cuda.kernels.generate import generate as generate_for_device
-
-        return generate_for_device(group, machine)
     body = Body(group, machine)
     emit_group(body, MAIN)
     kernel = body.kernel()
@@ -145,10 +141,6 @@ def emit_group(body: Body, generators: Mapping[str, Callable[[Any, Op], None]]) 
 
 def generate_effect(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
     """The kernel of a state operation on its own."""
-    if machine.is_device:
-        from penstock.backends.tvm.cuda.kernels.generate import generate_effect as generate_for_device
-
-        return generate_for_device(group, machine)
     body = Body(group, machine)
     elementwise.emit_effect(body, group.ops[0])
     return body.kernel()

@@ -1,12 +1,13 @@
-"""From planned graphs to TVM: the TIR function of one group, and the Relax functions that call kernels.
+"""The way from planned graphs to TVM: the TIR function of one group, and the Relax functions that call kernels.
 
-In: groups (`make_kernel`), or graphs with their kernels in order (`relax_module`). Out: Kernels with TIR functions, or an IRModule with one
-Relax function per graph, whose parameters follow `penstock.ir.graph.signature`. Behind those come the operands that kernels take in an
-order of their own; a second function of the graph, with `_pack` to its name, makes them of the graph's slots (see group.Packing).
+In: groups (`make_kernel`), or graphs with their kernels in order (`relax_module`). Out: Kernels with TIR functions, or
+an IRModule with one Relax function per graph, whose parameters follow `penstock.ir.graph.signature`. After those come
+the operands that kernels take in an order of their own. A second function of the graph, with `_pack` to its name, makes
+them of the graph's slots (see group.Packing).
 
-The virtual machine finds kernels by name, so the module that plans memory needs no more of a kernel than its parameters: `declaration`
-gives a function with those and an empty body. TVM's passes treat calls of it like any others (in-place updates, reuse of memory); it is
-taken out before code is made, and the compiled kernel of that name is linked in.
+The virtual machine finds kernels by name, so the module that plans memory needs only the parameters of a kernel.
+`declaration` gives a function with those and an empty body. TVM's passes treat calls of it like any others (in-place
+updates, reuse of memory). It is removed before code is made, and the compiled kernel of that name is linked in.
 
 Limit: Relax functions are built on one stack for the whole process; callers take turns.
 """
@@ -14,37 +15,37 @@ Limit: Relax functions are built on one stack for the whole process; callers tak
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tvm
 from tvm import relax, tirx
 
-from penstock.backends.tvm.group import EFFECTS, Fusion, GeneratedKernel, NotOneKernel, PackedWeight, name_of
-from penstock.backends.tvm.kernels import generate, generate_effect
+from penstock.backends.tvm.group import (
+    EFFECTS,
+    Fusion,
+    GeneratedKernel,
+    LibraryCall,
+    NotOneKernel,
+    PackedWeight,
+    name_of,
+)
 from penstock.backends.tvm.kernels.tools.emit import TVM_DTYPES
-from penstock.backends.tvm.run.load import function_name, has_packed, pack_name
+from penstock.backends.tvm.symbols import function_name, has_packed, pack_name
 from penstock.backends.tvm.target import TargetMachine
 from penstock.ir.graph import Graph, Op, Slot, Value, signature, slot_of, slot_types
 from penstock.ir.types import TensorType, numpy_dtype
 
+from .generate import generate, generate_effect
 from .plan import KernelCallStep, Lowered, is_table, plan_graphs
 
 # Packed operands and the kernel that takes each, in the order of the parameters.
 Packed = Mapping[tuple[Value, str], PackedWeight]
 
 
-@dataclass(frozen=True)
-class LibraryCall:
-    """What a kernel's function is when a function that is registered at run time computes it: its name, and what it is told."""
-
-    name: str
-    text: str
-
-
 def make_kernel(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
-    """The TIR of a group; NotOneKernel when it needs several kernels, which never happens to a group of one operation."""
+    """Generate the TIR of a group; NotOneKernel when it needs several kernels, which never happens to a group of one
+    operation."""
     try:
         return generate(group, machine)
     except NotOneKernel:
@@ -54,16 +55,17 @@ def make_kernel(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
 
 
 def plan_kernels(graph: Graph, machine: TargetMachine) -> Lowered:
-    """The kernels of a graph with their TIR, in the order they run: for people and tests. Nothing is compiled."""
+    """Return the kernels of a graph with their TIR, in the order they run: for readers and tests. Nothing is
+    compiled."""
 
     def make(groups: Sequence[Fusion]) -> list[tuple[str, GeneratedKernel] | NotOneKernel]:
-        made: list[tuple[str, GeneratedKernel] | NotOneKernel] = []
+        kernels: list[tuple[str, GeneratedKernel] | NotOneKernel] = []
         for group in groups:
             try:
-                made.append((name_of(group), make_kernel(group, machine)))
+                kernels.append((name_of(group), make_kernel(group, machine)))
             except NotOneKernel as refusal:
-                made.append(refusal)
-        return made
+                kernels.append(refusal)
+        return kernels
 
     return plan_graphs([graph], make)[0]
 
@@ -82,10 +84,10 @@ def _table(op: Op) -> Any:
 
 
 def relax_module(lowered: Sequence[Lowered], *, declared: bool, called: list[str] | None = None) -> Any:
-    """One Relax function per graph, `s0.F` as `s0_F`. Either with the TIR of every kernel, or `declared`: then steps of one name are one
-    kernel. Names under which steps call kernels, one for each step, are put into `called`."""
+    """Build one Relax function per graph, `s0.F` as `s0_F`. Either with the TIR of every kernel, or `declared`: then
+    steps of one name are one kernel. Names under which steps call kernels, one for each step, are put into `called`."""
     builder = relax.BlockBuilder()
-    known: dict[str, Any] = {}
+    declarations: dict[str, Any] = {}
 
     def function_of(step: KernelCallStep, types: Mapping[Slot, TensorType]) -> Any:
         if isinstance(step.kernel.function, LibraryCall):
@@ -98,10 +100,10 @@ def relax_module(lowered: Sequence[Lowered], *, declared: bool, called: list[str
                 called.append(str(function.name_hint))
             return function
         kernel = step.kernel
-        if step.name not in known:
+        if step.name not in declarations:
             params = [*(v.type for v in kernel.ins), *(types[s] for s in kernel.slots), *(v.type for v in kernel.outs)]
-            known[step.name] = builder.add_func(declaration(step.name, params), step.name)
-        return known[step.name]
+            declarations[step.name] = builder.add_func(declaration(step.name, params), step.name)
+        return declarations[step.name]
 
     for plan in lowered:
         name = function_name(plan.graph.name)
@@ -115,7 +117,8 @@ def relax_module(lowered: Sequence[Lowered], *, declared: bool, called: list[str
 
 
 def declaration(name: str, params: Sequence[TensorType]) -> Any:
-    """A function with the parameters of a kernel, and nothing in it. Its name is in it, too: TVM takes equal functions for one."""
+    """Return a function with the parameters of a kernel and an empty body. It contains its name: TVM takes equal
+    functions for one."""
     buffers = [tirx.decl_buffer(t.dims, TVM_DTYPES[t.dtype], name=f"b{i}") for i, t in enumerate(params)]
     function = tirx.PrimFunc(buffers, tirx.Evaluate(tirx.IntImm("int32", 0)))
     return function.with_attr({"s_tir": True, "tirx.is_scheduled": True, "op_pattern": 8, "penstock.kernel": name})
@@ -126,8 +129,8 @@ def _packed(lowered: Lowered) -> Packed:
 
 
 def _emit_packing(builder: Any, lowered: Lowered, name: str, packed: Packed, declared: bool) -> None:
-    """The function that packs: from all slots of the graph to the packed operands, in the order in
-    which the graph's function takes them."""
+    """Emit the function that packs: from all slots of the graph to the packed operands, in the order in which the
+    graph's function takes them."""
     types = slot_types(lowered.graph)
     slots = {
         s: relax.Var(function_name(f"{s.var}_{s.slot or 'acc'}"), relax_type(types[s]))
@@ -156,7 +159,8 @@ def _emit_function(
     *,
     trusting: bool,
 ) -> None:
-    """The function of a graph. With `trusting`, which kernels of a CPU are (pipeline.py), it looks at its parameters before it does anything."""
+    """Emit the function of a graph. With `trusting`, as kernels of a CPU are (pipeline.py), it checks its parameters
+    before it does anything."""
     graph = lowered.graph
     sig = signature(graph)
     types = slot_types(graph)
@@ -171,15 +175,15 @@ def _emit_function(
             env[op.outs[0]] = slots[slot]
         elif is_table(op):
             env[op.outs[0]] = _table(op)
-    # Where kernels look at their operands, none of the parameters is said to be an input, of which TVM checks the type.
+    # TVM checks the types of inputs. Where kernels check their operands, no parameter is declared an input.
     with builder.function(
         name, [*params, *slots.values(), *forms.values()], attrs={} if trusting else {"num_input": 0}
     ):
         for step in lowered.steps:
-            own = {value: form for (value, kernel), form in forms.items() if kernel == step.name}
-            _emit_call(builder, step, function_of(step, types), env, own, slots)
+            of_step = {value: form for (value, kernel), form in forms.items() if kernel == step.name}
+            _emit_call(builder, step, function_of(step, types), env, of_step, slots)
         results = [env[v] for v in sig.results]
-        # One result comes as it is: taking it out of a tuple costs as much as a small kernel.
+        # One result is returned without a tuple: taking it out of one costs as much as a small kernel.
         builder.emit_func_output(results[0] if len(results) == 1 else relax.Tuple(results))
 
 
@@ -210,18 +214,18 @@ def _emit_call(
 
 
 def kernel_texts(module: Any) -> dict[str, str]:
-    """The TIR of every kernel of a module, for people."""
+    """Print the TIR of every kernel of a module."""
     kernels = {str(v.name_hint): f for v, f in module.functions_items() if isinstance(f, tirx.PrimFunc)}
     return {name: kernel_text({name: f}) for name, f in sorted(kernels.items())}
 
 
 def kernel_text(functions: Mapping[str, Any]) -> str:
-    """The TIR of functions that belong together, for people."""
+    """Print the TIR of functions that belong together."""
     return str(tvm.IRModule({tvm.ir.GlobalVar(name): function for name, function in functions.items()}).script()) + "\n"
 
 
 def functions_text(module: Any) -> str:
-    """The Relax functions of a module, for people: kernels are called by name, and stand elsewhere."""
+    """Print the Relax functions of a module, which call kernels by name; the kernels are printed apart."""
     return (
         str(tvm.IRModule({v: f for v, f in module.functions_items() if isinstance(f, relax.Function)}).script()) + "\n"
     )

@@ -1,16 +1,17 @@
-"""From graphs to kernels in the order they run.
+"""The plan of a graph: its kernels in the order they run.
 
-In: stage graphs with `kernel` annotations, and `make`, which gives the kernels of groups: operations with the same annotation become one
-kernel, `inline` means that a layout operation is computed where it is read, operations without annotation get a kernel of their own. Out:
-for each graph its kernels in order.
+In: stage graphs with `kernel` annotations, and `make`, which gives the kernels of groups. Operations with the same
+annotation become one kernel; those without one get a kernel of their own. `inline` means that a layout operation is
+computed where it is read. Out: for each graph its kernels in order.
 
-Variables are parameters. `read` is the parameter itself; `accum` and `write` update it in place from inside the kernel that makes the
-value; `take` reads it and leaves zeros behind, in the same kernel where it can. Because an in-place update destroys what was there:
+Variables are parameters. `read` is the parameter itself. `accum` and `write` update it in place from inside the kernel
+that makes the value. `take` reads it and leaves zeros behind, in the same kernel where it can. Because an in-place
+update destroys the old value:
   * kernels that read a variable run before the kernel that writes it (edges added to the order of kernels);
   * a value that is read from a variable and needed later than the write, or handed back as a result, is copied first.
 
-A group that `make` refuses is split into one kernel per operation: slower, never wrong. All groups of all graphs are asked for at once, so
-that whoever makes them can share the work out.
+A group that `make` refuses is split into one kernel per operation: slower, never wrong. `make` gets all groups of all
+graphs in one call, so that it can share the work out.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from penstock.ir.memory.workspace import is_inline
 from penstock.ir.ops import OPS
 from penstock.support.errors import UnsupportedModel
 
-# Never worth memory: computed where they are read, annotated or not.
+# Operations that are never worth memory: computed where they are read, annotated or not.
 ALWAYS_INLINE = ("const", "iota")
 
-# Kernels with their names, or why there is none.
+# A maker of kernels: gives each with its name, or the reason that there is none.
 Make = Callable[[Sequence[Fusion]], Sequence["tuple[str, GeneratedKernel] | NotOneKernel"]]
 
 
@@ -51,7 +52,7 @@ class Lowered:
 
 
 def is_table(op: Op) -> bool:
-    """A constant that needs memory: a list of values."""
+    """Return whether an operation is a constant that needs memory: a list of values."""
     return op.kind == "const" and isinstance(op.attrs["value"], tuple)
 
 
@@ -59,7 +60,7 @@ def is_table(op: Op) -> bool:
 
 
 def _snapshot_reads(graph: Graph) -> Graph:
-    """Copy what is read from a variable where the variable may change before the last use, or where it is a result."""
+    """Copy values of variables that may change before the last use of the value, and those that are results."""
     changes: dict[str, list[int]] = {}
     for i, op in enumerate(graph.ops):
         if op.kind in EFFECTS:
@@ -88,7 +89,8 @@ def _snapshot_reads(graph: Graph) -> Graph:
 
 
 def _last_uses(graph: Graph) -> dict[Value, int]:
-    """The position of the last operation that needs a value, be it through operations that are computed where they are read."""
+    """Return the position of the last operation that needs a value, be it through operations that are computed where
+    they are read."""
     last: dict[Value, int] = {}
     for i in reversed(range(len(graph.ops))):
         op = graph.ops[i]
@@ -108,7 +110,7 @@ def replace_ins(op: Op, table: Mapping[Value, Value]) -> Op:
 
 
 def _groups(graph: Graph) -> list[Fusion]:
-    """Groups by annotation, each with what it has to store."""
+    """Group operations by annotation, each group with the values that it has to store."""
     results = set(graph.results)
     homes = {op.outs[0]: op.var for op in graph.ops if op.kind in ("read", "take")}
     inline = {
@@ -126,20 +128,20 @@ def _groups(graph: Graph) -> list[Fusion]:
     groups = []
     for ops in members.values():
         inside = set(map(id, ops))
-        wanted = []
+        stored = []
         for op in ops:
             if op.kind == "take":
                 continue
             for v in op.outs:
                 outside = any(id(user) not in inside for user in users.get(v, ()))
                 if v in results or outside:
-                    wanted.append(v)
-        groups.append(Fusion(tuple(ops), tuple(wanted), inline, homes))
+                    stored.append(v)
+        groups.append(Fusion(tuple(ops), tuple(stored), inline, homes))
     return groups
 
 
 def _users(graph: Graph, inline: Mapping[Value, Op]) -> dict[Value, list[Op]]:
-    """Who reads a value, looking through operations that are computed where they are read."""
+    """Return the readers of every value, looking through operations that are computed where they are read."""
     users: dict[Value, list[Op]] = {}
     for op in reversed(graph.ops):
         if op.outs and op.outs[0] in inline:
@@ -152,9 +154,9 @@ def _users(graph: Graph, inline: Mapping[Value, Op]) -> dict[Value, list[Op]]:
 
 
 def _reads_of(group: Fusion) -> list[Value]:
-    """All values a group reads from memory or from other groups."""
-    own = {v for op in group.ops for v in op.outs}
-    found: dict[Value, None] = {}
+    """Return all values a group reads from memory or from other groups."""
+    computed = {v for op in group.ops for v in op.outs}
+    reads: dict[Value, None] = {}
     stack = [v for op in reversed(group.ops) for v in reversed(op.ins)]
     seen: set[Value] = set()
     while stack:
@@ -162,17 +164,17 @@ def _reads_of(group: Fusion) -> list[Value]:
         if v in seen:
             continue
         seen.add(v)
-        if v in own:
+        if v in computed:
             continue
         if v in group.inline:
             stack.extend(reversed(group.inline[v].ins))
         else:
-            found[v] = None
-    return list(found)
+            reads[v] = None
+    return list(reads)
 
 
 def _split(group: Fusion, graph_users: Mapping[Value, Sequence[Op]], results: set[Value]) -> list[Fusion]:
-    """One group per operation."""
+    """Split a group into one per operation."""
     parts = []
     for op in group.ops:
         outs = tuple(v for v in op.outs if op.kind != "take" and (v in results or graph_users.get(v)))
@@ -181,20 +183,21 @@ def _split(group: Fusion, graph_users: Mapping[Value, Sequence[Op]], results: se
 
 
 def _parted(group: Fusion, users: Mapping[Value, Sequence[Op]], results: set[Value]) -> list[Fusion]:
-    """One group per operation with loops of its own, each with what follows it, and one for what comes before all of them."""
+    """Split a group into one per operation with loops of its own, each with the operations that follow it. Those in
+    front of all of them are another group."""
     label: dict[Value, int] = {}
     members: dict[int, list[Op]] = {}
     for op in group.ops:
-        own = len(label) + 1 if _has_loops(op) else max((label.get(v, 0) for v in op.ins), default=0)
-        label |= dict.fromkeys(op.outs, own)
-        members.setdefault(own, []).append(op)
+        number = len(label) + 1 if _has_loops(op) else max((label.get(v, 0) for v in op.ins), default=0)
+        label |= dict.fromkeys(op.outs, number)
+        members.setdefault(number, []).append(op)
     if len(members) < 2:
         return _split(group, users, results)
     parts = []
     for ops in members.values():
         inside = set(map(id, ops))
-        made = [v for op in ops if op.kind != "take" for v in op.outs]
-        outs = tuple(v for v in made if v in results or any(id(user) not in inside for user in users.get(v, ())))
+        values = [v for op in ops if op.kind != "take" for v in op.outs]
+        outs = tuple(v for v in values if v in results or any(id(user) not in inside for user in users.get(v, ())))
         parts.append(Fusion(tuple(ops), outs, group.inline, group.homes))
     return parts
 
@@ -204,8 +207,8 @@ def _has_loops(op: Op) -> bool:
 
 
 def plan_graphs(graphs: Sequence[Graph], make: Make) -> tuple[Lowered, ...]:
-    """The kernels of every graph in the order they run. A grouping that leaves no order is given up:
-    then every operation has its own kernel."""
+    """Return the kernels of every graph in the order they run. A grouping that leaves no order is given up: then every
+    operation has its own kernel."""
     ready = [_snapshot_reads(drop_dead(graph)) for graph in graphs]
     kernels = _make_kernels(ready, make)
     orders: list[list[KernelCallStep]] = [[] for _ in ready]
@@ -224,31 +227,34 @@ def plan_graphs(graphs: Sequence[Graph], make: Make) -> tuple[Lowered, ...]:
 
 
 def _make_kernels(graphs: Sequence[Graph], make: Make) -> list[list[KernelCallStep]]:
-    """The kernels of every graph in no order. Refused groups are parted by loops; refused parts are split into single operations."""
+    """Return the kernels of every graph in no order. Refused groups are parted by loops; refused parts are split into
+    single operations."""
     waiting = [(i, group) for i, graph in enumerate(graphs) for group in _groups(graph)]
     users = [
         _users(graph, next((group.inline for k, group in waiting if k == i), {})) for i, graph in enumerate(graphs)
     ]
-    found: list[list[KernelCallStep]] = [[] for _ in graphs]
+    steps: list[list[KernelCallStep]] = [[] for _ in graphs]
     for cut in (_parted, _split, None):
         refused: list[tuple[int, Fusion]] = []
-        for (i, group), made in zip(waiting, make([group for _, group in waiting]), strict=True):
-            if isinstance(made, NotOneKernel) and cut is not None:
+        for (i, group), outcome in zip(waiting, make([group for _, group in waiting]), strict=True):
+            if isinstance(outcome, NotOneKernel) and cut is not None:
                 refused += [(i, part) for part in cut(group, users[i], set(graphs[i].results))]
             else:
-                found[i].append(_step_alone(group, made))
+                steps[i].append(_step_alone(group, outcome))
         waiting = refused
-    return found
+    return steps
 
 
-def _step_alone(group: Fusion, made: tuple[str, GeneratedKernel] | NotOneKernel) -> KernelCallStep:
-    if isinstance(made, NotOneKernel):
+def _step_alone(group: Fusion, outcome: tuple[str, GeneratedKernel] | NotOneKernel) -> KernelCallStep:
+    if isinstance(outcome, NotOneKernel):
         op = group.ops[0]
         types = [", ".join(str(v.type) for v in values) for values in (op.ins, op.outs)]
-        what = f"there is no kernel for {op.kind} of {types[0] or 'nothing'} that gives {types[1] or 'nothing'}: {made}"
+        what = (
+            f"there is no kernel for {op.kind} of {types[0] or 'nothing'} that gives {types[1] or 'nothing'}: {outcome}"
+        )
         hint = f"`penstock ops {op.kind}` shows what there is for it; `--backend numpy` needs no kernels"
         raise UnsupportedModel(what, where=op.loc, hint=hint)
-    name, kernel = made
+    name, kernel = outcome
     return KernelCallStep(group, kernel, name)
 
 
@@ -256,7 +262,8 @@ def _step_alone(group: Fusion, made: tuple[str, GeneratedKernel] | NotOneKernel)
 
 
 def _ordered(graph: Graph, kernels: Sequence[KernelCallStep]) -> list[KernelCallStep]:
-    """An order in which values are made before they are read and effects on a variable stay in the graph's order."""
+    """Return an order in which values are made before they are read and effects on a variable stay in the graph's
+    order."""
     position = {id(op): i for i, op in enumerate(graph.ops)}
     groups = [step.group for step in kernels]
     maker = {v: k for k, group in enumerate(groups) for op in group.ops if op.kind != "take" for v in op.outs}
@@ -266,7 +273,7 @@ def _ordered(graph: Graph, kernels: Sequence[KernelCallStep]) -> list[KernelCall
     for k, group in enumerate(groups):
         for op in group.ops:
             if op.kind == "take":
-                # Zeros are left behind when everybody has read the value.
+                # Zeros are left behind when all readers have the value.
                 touches.setdefault(op.var, []).append((max(position[id(op)], last_use.get(op.outs[0], 0)), k, True))
             elif op.kind in EFFECTS:
                 touches.setdefault(op.var, []).append((position[id(op)], k, True))

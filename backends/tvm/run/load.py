@@ -1,15 +1,15 @@
-"""Loading a compiled stage and calling it with torch tensors.
+"""The loader: opens the library of a compiled stage and calls it with torch tensors.
 
-In: the library of a stage. Out: a StageProgram. Torch tensors go to TVM's virtual machine as they are and come back as torch tensors,
-without copies. The interpreter lock is released during a call.
+In: the library of a stage. Out: a StageProgram. Torch tensors go to TVM's virtual machine as they are and come back as
+torch tensors, without copies. The interpreter lock is released during a call.
 
-Kernels for CPUs trust their tensors. Devices, memory and strides are looked at here; an input that is not contiguous is copied, a slot,
-which is updated in place, is refused. Types and shapes are what a graph's function in the machine looks at before it does anything; of a
-GPU each kernel does.
-Code for a CPU takes tensors at any address; code for a GPU (cuda/load.py) moves aligned vectors, so that addresses are looked at, too.
+Kernels for CPUs trust their tensors. The loader checks devices, memory and strides. An input that is not contiguous is
+copied; a slot, which is updated in place, is refused. A graph's function in the machine checks types and shapes before
+it does anything; on a GPU each kernel does. Code for a CPU takes tensors at any address. Code for a GPU (cuda/load.py)
+moves aligned vectors, so that addresses are checked, too.
 
-Limits: one caller at a time per program. The number of threads is a property of the process: TVM reads
-it once, before the first parallel loop.
+Limits: one caller at a time per program. The number of threads is a property of the process: TVM reads it once, before
+the first parallel loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.backends.interface import Temporary
-from penstock.backends.tvm.group import PACKED
+from penstock.backends.tvm.symbols import function_name, has_packed, pack_name
 from penstock.backends.tvm.tile_permission import allow_tiles
 from penstock.ir.graph import Graph, Signature, Slot, signature, slot_types
 from penstock.ir.types import LONG_NAMES, TensorType
@@ -35,27 +35,13 @@ if TYPE_CHECKING:
 
 _THREADS: list[int] = []
 _is_contiguous, _address = methodcaller("is_contiguous"), methodcaller("data_ptr")
-# What TVM raises for arguments of other types: the machine the first two, kernels for GPUs the third.
+# The errors of TVM for arguments of other types: the machine raises the first two, kernels for GPUs the third.
 _MISTYPED = (ValueError, RuntimeError, TypeError)
 
 
-def function_name(graph: str) -> str:
-    """The name in the library of a graph's function: `s0.F` becomes `s0_F`."""
-    return "".join(c if c.isalnum() else "_" for c in graph)
-
-
-def pack_name(function: str) -> str:
-    """The function that packs operands for this one."""
-    return f"{function}_pack"
-
-
-def has_packed(graph: Graph) -> bool:
-    """Whether kernels of the graph may take operands packed; its library has a function for packing then."""
-    return any(op.attrs.get(PACKED) for op in graph.ops)
-
-
 def set_threads(threads: int) -> None:
-    """Fix the number of threads of this process's TVM. It has to come before TVM is loaded, and cannot change afterwards."""
+    """Fix the number of threads of this process's TVM. It has to come before TVM is loaded, and cannot change
+    afterwards."""
     if threads < 1:
         raise UsageError(f"{threads} threads", hint="give at least 1")
     if _THREADS and _THREADS[0] != threads:
@@ -70,8 +56,8 @@ def set_threads(threads: int) -> None:
 
 
 class _Entry(NamedTuple):
-    """A graph's function, and how to call it. What a call needs to know is worked out beforehand: a small kernel takes
-    no longer than a few lines of Python."""
+    """A graph's function, and the facts that a call needs, prepared beforehand: a small kernel takes no longer than a
+    few lines of Python."""
 
     function: Any
     arguments: int
@@ -83,23 +69,23 @@ class _Entry(NamedTuple):
 class TvmProgram:
     """The functions of one stage's library."""
 
-    # What addresses of tensors are multiples of.
+    # Addresses of tensors are multiples of this.
     boundary = 1
 
     def __init__(
         self, library: Path, graphs: Sequence[Graph], threads: int = 1, device: torch.device | None = None
     ) -> None:
-        import torch
+        import torch  # lazy: heavy
 
         self.device = device or torch.device("cpu")
-        # Asking for the kind is quicker than comparing devices, and there is one CPU.
+        # Reading the kind is quicker than comparing devices, and there is one CPU.
         self._is_here: Callable[[torch.Tensor], bool] = (
             attrgetter("is_cpu") if self.device.type == "cpu" else lambda x: x.device == self.device
         )
         set_threads(threads)
         # TVM reads the number of threads when it is loaded.
         self._machine = self._open(library)
-        from tvm_ffi import get_global_func
+        from tvm_ffi import get_global_func  # lazy: heavy
 
         self._entries = {g.name: self._entry(g) for g in graphs}
         self._packs = {g.name: self._machine[pack_name(function_name(g.name))] for g in graphs if has_packed(g)}
@@ -116,7 +102,8 @@ class TvmProgram:
     def _open(self, library: Path) -> VirtualMachine:
         if not allow_tiles() and "+amx" in library.name:
             raise UsageError(
-                "the stage was compiled for tile registers (AMX), which this machine does not have or does not give to this process",
+                "the stage was compiled for tile registers (AMX), "
+                "which this machine does not have or does not give to this process",
                 where=library.name,
                 hint="compile the bundle on this machine, or with `--target skylake-avx512`",
             )
@@ -135,24 +122,25 @@ class TvmProgram:
             args = self._fitting(graph, args)
         try:
             forms = self._packed(graph, args[len(sig.ins) :]) if graph in self._packs else ()
-            found = function(*args, *forms)
+            returned = function(*args, *forms)
         except _MISTYPED:
             if (error := self._mistyped(graph, args)) is not None:
                 raise error from None
             raise
         if results == 1:
             # Results come as torch tensors if any argument was one.
-            return [found] if count else [self._taken(found)]
+            return [returned] if count else [self._taken(returned)]
         item = self._item
-        parts = [item(found, i) for i in range(results)]
+        parts = [item(returned, i) for i in range(results)]
         return parts if count else [self._taken(x) for x in parts]
 
     def watch(self, graph: str, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Temporary]]:
-        """Run one graph, and see what memory it takes for itself."""
+        """Run one graph, and give the memory that it took for itself."""
         return watched(self._machine, lambda: self.call(graph, args))
 
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
-        """Pack now what the graph's kernels want packed; calls with the same tensors need not do it again."""
+        """Pack the operands that the graph's kernels take packed; calls with the same tensors need not pack them
+        again."""
         if graph in self._packs:
             sig = self._entries[graph].signature
             if len(slots) != len(sig.slots):
@@ -172,7 +160,7 @@ class TvmProgram:
         return packed if where == [x.data_ptr() for x in slots] else list(self._packs[graph](*slots))
 
     def _look(self, graph: str, args: Sequence[torch.Tensor], first: int = 0) -> None:
-        """Where tensors are, which nobody else looks at. They are the arguments from `first` on."""
+        """Check the places of tensors, which the machine does not. They are the arguments from `first` on."""
         if not all(map(self._is_here, args)):
             i, x = next((i, x) for i, x in enumerate(args, first) if not self._is_here(x))
             raise VerifyError(f"argument {i} is on {x.device}, the stage is on {self.device}", where=f"graph {graph}")
@@ -185,7 +173,7 @@ class TvmProgram:
                     )
 
     def _mistyped(self, graph: str, args: Sequence[torch.Tensor], first: int = 0) -> VerifyError | None:
-        """The error for the first argument of another type than the graph's, if there is one."""
+        """Return the error for the first argument of another type than the graph's, if there is one."""
         for i, (x, t) in enumerate(zip(args, self._entries[graph].types[first:], strict=True), first):
             if (str(x.dtype), tuple(x.shape)) != (f"torch.{LONG_NAMES[t.dtype]}", t.dims):
                 return VerifyError(f"argument {i} must be {t}, it is {x.dtype}{list(x.shape)}", where=f"graph {graph}")
@@ -195,7 +183,7 @@ class TvmProgram:
         return x.is_contiguous() and (self.boundary == 1 or x.data_ptr() % self.boundary == 0)
 
     def _fitting(self, graph: str, args: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The arguments, inputs that do not fit as copies that do."""
+        """Return the arguments, with copies for inputs that do not fit."""
         if all(map(self._fits, args)):
             return args
         sig = self._entries[graph].signature

@@ -1,8 +1,8 @@
-"""TVM's virtual machine, opened without TVM's Python package: importing that takes a hundred times as long
-as all that running a stage needs of it.
+"""TVM's virtual machine, opened without TVM's Python package: importing that takes a hundred times as long as all that
+running a stage needs of it.
 
-In: a compiled library. Out: a machine, which gives its functions by name. What a machine is told are the
-numbers that TVM's own wrapper tells it.
+In: a compiled library. Out: a machine, which gives its functions by name. It is initialised with the numbers that TVM's
+own wrapper passes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.support.errors import UsageError
 
-# Kinds of devices, as DLPack counts them, and the allocator that keeps blocks which were given back.
+# Kinds of devices, as DLPack counts them, and the allocator that keeps blocks which were freed.
 CPU, CUDA = 1, 2
 _POOLED = 2
 
@@ -26,7 +26,7 @@ class VirtualMachine:
 
     def __init__(self, library: Path, kind: int = CPU, number: int = 0) -> None:
         load_runtime()
-        from tvm_ffi import load_module
+        from tvm_ffi import load_module  # lazy: heavy
 
         self._module: Any = load_module(str(library))["vm_load_executable"]()
         # Functions of shapes run on the CPU, whatever the device.
@@ -38,16 +38,16 @@ class VirtualMachine:
         return self._module[name]
 
     def instrument(self, watch: Callable[..., int] | None) -> None:
-        """Tell `watch` before and after each call that the machine makes, from now on; None: nobody."""
+        """Call `watch` before and after every call that the machine makes; None ends it."""
         self._set_instrument(watch)
 
 
 @cache
 def load_runtime() -> Path:
-    """TVM's runtime, loaded; the folder it lies in."""
+    """Load TVM's runtime, and return the folder it lies in."""
     # torch is to be loaded before TVM's libraries.
-    import torch  # noqa: F401
-    from tvm_ffi.libinfo import load_lib_ctypes
+    import torch  # lazy: heavy  # noqa: F401
+    from tvm_ffi.libinfo import load_lib_ctypes  # lazy: heavy
 
     package = find_spec("tvm")
     if package is None or package.origin is None:
@@ -68,9 +68,9 @@ def load_cuda_runtime() -> None:
         raise UsageError(
             f"TVM's CUDA runtime cannot be loaded: {error}",
             where=str(folder),
-            hint="it needs the NVIDIA driver and CUDA 13's libcudart.so.13, which comes with torch for CUDA 13 or with the wheel "
-            "nvidia-cuda-runtime",
+            hint="it needs the NVIDIA driver and CUDA 13's libcudart.so.13, "
+            "which comes with torch for CUDA 13 or with the wheel nvidia-cuda-runtime",
         ) from error
-    from tvm_ffi import get_global_func
+    from tvm_ffi import get_global_func  # lazy: heavy
 
     assert get_global_func("device_api.cuda", allow_missing=True) is not None

@@ -1,8 +1,8 @@
-"""What memory a call of a compiled graph takes. In: TVM's virtual machine, a call. Out: the blocks that it allocated, in order, each with
-the kernels that were the first and the last to work in it; and what the call gave back.
+"""The memory that a call of a compiled graph takes. In: TVM's virtual machine, a call. Out: the results of the call,
+and the blocks that it allocated, in order, each with the first and the last kernel that worked in it.
 
-The machine tells of every call that it makes, of its own allocations too, which costs Python time for each: this is for one call of a
-graph, as all calls of it allocate the same.
+The machine reports every call that it makes, of its own allocations too, which costs Python time for each. So this is
+for one call of a graph, as all calls of it allocate the same.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _ALLOCATE, _PLACE, _BUILTIN = "vm.builtin.alloc_storage", "vm.builtin.alloc_tens
 
 
 class Watch:
-    """Stands beside the machine during a call."""
+    """An observer of the machine during a call."""
 
     def __init__(self) -> None:
-        # Bytes and kernels by block, and the block that lies at an address now: one that was given back may be given out again.
+        # Bytes and kernels by block, and the last block at an address: memory that was freed may be allocated again.
         self._sizes: list[int] = []
         self._users: list[list[str]] = []
         self._at: dict[int, int] = {}
 
     def __call__(self, function: Any, name: str, before: bool, result: Any, *args: Any) -> int:
-        """As `Machine.instrument` wants it; 0: go on."""
+        """Note a call, as `Machine.instrument` reports it; the result 0 lets the machine go on."""
         if name == _ALLOCATE and not before:
             self._sizes.append(int(args[1][0]))
         elif name == _PLACE and not before:
@@ -45,20 +45,20 @@ class Watch:
         return 0
 
     def blocks(self, results: Sequence[torch.Tensor]) -> list[Temporary]:
-        """Those that the results do not lie in."""
-        theirs = {self._at.get(result.untyped_storage().data_ptr()) for result in results}
-        found = zip(self._sizes, self._users, strict=True)
+        """Return the blocks that the results do not lie in."""
+        of_results = {self._at.get(result.untyped_storage().data_ptr()) for result in results}
+        blocks = zip(self._sizes, self._users, strict=True)
         return [
             Temporary(size, users[0] if users else "", users[-1] if users else "")
-            for i, (size, users) in enumerate(found)
-            if i not in theirs
+            for i, (size, users) in enumerate(blocks)
+            if i not in of_results
         ]
 
 
 def watched(
     machine: VirtualMachine, call: Callable[[], list[torch.Tensor]]
 ) -> tuple[list[torch.Tensor], list[Temporary]]:
-    """Results of a call, and its temporaries."""
+    """Return the results of a call, and its temporaries."""
     watch = Watch()
     machine.instrument(watch)
     try:

@@ -21,7 +21,7 @@ import socket
 from collections.abc import Callable, Mapping
 
 from penstock.backends.bundle.format import Bundle
-from penstock.backends.tvm.fingerprint import key_of, processor
+from penstock.backends.tvm.fingerprint import key_of
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import Module
 from penstock.ir.schedule import COMPUTE
@@ -29,6 +29,7 @@ from penstock.ir.text import print_graph
 from penstock.passes.costs.prices import ROOFLINE, Prices, rank_seconds
 from penstock.passes.kernels.divide import Kernel
 from penstock.support.cache import Cache, cache_bound, cache_folder
+from penstock.support.processor import processor
 
 # Annotations that change the code of a kernel.
 _CODE = ("packed", "library")

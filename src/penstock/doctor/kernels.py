@@ -31,7 +31,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from penstock.backends.interface import CompileOptions, Progress, StageProgram, backend_of
+from penstock.backends.interface import CompileOptions, Progress, StageProgram
+from penstock.backends.registry import backend_of
 from penstock.ir.graph import GRAD, PARAM, STATE, Graph, Module, Op, Stage, Value, Var, signature
 from penstock.ir.ops import cost_of, make
 from penstock.ir.types import TensorType

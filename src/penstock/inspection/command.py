@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.backends.interface import check_cache
+from penstock.backends.registry import check_cache
 from penstock.inspection.exports.outputs import check_outputs, write_whole
 from penstock.inspection.views.plain import as_json
 from penstock.ir.graph import Graph, Module

@@ -1,13 +1,16 @@
-"""The cache of compiled code: entries by key in the user's cache folder, bounded in size, safe for several processes at once.
+"""The user's cache: entries by key in parts of the cache folder, each bounded in size, safe for several processes at
+once.
 
     folder   $PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock; PENSTOCK_CACHE=off turns it off
     bound    $PENSTOCK_CACHE_SIZE: bytes, or a number with KiB, MiB or GiB; 1 GiB if not given
 
-An entry is one file: the SHA-256 of the content, then the content. It is written under a temporary name and renamed, so readers see all of
-it or nothing; one whose hash does not fit counts as absent and is written again. A hit sets the file's time; `trim` deletes the files whose
-time is oldest until the rest fits. Deleting an entry that another process reads does no harm: it has the file open.
+An entry is one file: the SHA-256 of the content, then the content. It is written under a temporary name and renamed, so
+readers see all of it or nothing. An entry whose hash does not fit counts as absent and is written again. A hit sets the
+file's time; `trim` deletes the files whose time is oldest until the rest fits. Deleting an entry that another process
+reads does no harm: that process has the file open.
 
-A folder that cannot be written to is no error: nothing is kept, `trouble` says why, and so does the last line of a build (`told`).
+A folder that cannot be written to is no error: nothing is kept. `trouble` has the reason, which the last line of a
+build repeats (`told`).
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ from .errors import UsageError
 _BOUND = 1 << 30
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _HASH = 32
-# Whoever wrote a temporary file this long ago is no more.
+# The process that wrote a temporary file this long ago has ended.
 _ABANDONED_S = 3600.0
 
 
 def cache_folder() -> Path | None:
-    """Where compiled code is kept; None when the cache is off."""
+    """Return the folder of the cache; None when the cache is off."""
     chosen = os.environ.get("PENSTOCK_CACHE")
     if chosen == "off":
         return None
@@ -40,7 +43,7 @@ def cache_folder() -> Path | None:
 
 
 def cache_bound() -> int:
-    """The size in bytes that the cache may have."""
+    """Return the size in bytes that a part of the cache may have."""
     text = os.environ.get("PENSTOCK_CACHE_SIZE", "")
     if not text:
         return _BOUND
@@ -53,23 +56,24 @@ def cache_bound() -> int:
 
 
 class Cache:
-    """Entries by key, which is a file name."""
+    """One part of the cache: entries by key, which is a file name."""
 
-    def __init__(self, folder: Path | None, bound: int = _BOUND, part: str = "tvm") -> None:
+    def __init__(self, folder: Path | None, bound: int = _BOUND, *, part: str) -> None:
         self.folder = folder / part if folder is not None else None
         self.bound = bound
         self.trouble = ""
 
     @staticmethod
-    def of_user() -> Cache:
-        return Cache(cache_folder(), cache_bound())
+    def of_user(part: str) -> Cache:
+        """Open a part of the user's cache."""
+        return Cache(cache_folder(), cache_bound(), part=part)
 
     def told(self, what: str) -> str:
-        """What was done, and what was the matter with the cache, if anything."""
+        """Return a report with the trouble of the cache behind it, if there was any."""
         return f"{what} ({self.trouble})" if self.trouble else what
 
     def get(self, key: str) -> bytes | None:
-        """The content of an entry; None when there is none, or its bytes are not those that were stored."""
+        """Return the content of an entry; None when there is none, or its bytes are not those that were stored."""
         if self.folder is None:
             return None
         path = self.folder / key
@@ -86,12 +90,13 @@ class Cache:
         try:
             os.utime(path)
         except OSError as error:
-            # Found all the same; only its age stays what it was. A file that was deleted meanwhile has none.
+            # The entry counts all the same, with its old age. A file that was deleted meanwhile has no age.
             if not isinstance(error, FileNotFoundError):
                 self.trouble = f"the cache cannot be written: {error}"
         return content
 
     def put(self, key: str, content: bytes) -> None:
+        """Write an entry."""
         if self.folder is None:
             return
         try:
@@ -108,18 +113,18 @@ class Cache:
             self.trouble = f"the cache cannot be written: {error}"
 
     def trim(self) -> None:
-        """Delete what was not used for longest until the rest is within the bound."""
+        """Delete the entries that were not used for longest until the rest is within the bound."""
         if self.folder is None:
             return
         entries: list[tuple[float, int, Path]] = []
         try:
-            with os.scandir(self.folder) as found:
-                for item in found:
+            with os.scandir(self.folder) as items:
+                for item in items:
                     try:
-                        facts = item.stat(follow_symlinks=False)
+                        status = item.stat(follow_symlinks=False)
                     except FileNotFoundError:
                         continue
-                    entries.append((facts.st_mtime, facts.st_size, Path(item.path)))
+                    entries.append((status.st_mtime, status.st_size, Path(item.path)))
         except FileNotFoundError:
             return
         except OSError as error:
@@ -127,10 +132,10 @@ class Cache:
             return
         total, now = sum(count for _, count, _ in entries), time.time()
         for used, count, path in sorted(entries):
-            left = path.suffix == ".part"
-            if left and now - used < _ABANDONED_S:
+            temporary = path.suffix == ".part"
+            if temporary and now - used < _ABANDONED_S:
                 continue
-            if left or total > self.bound:
+            if temporary or total > self.bound:
                 try:
                     path.unlink(missing_ok=True)
                 except OSError as error:

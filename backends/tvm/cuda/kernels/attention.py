@@ -1,15 +1,17 @@
-"""Attention and its gradients in kernels of ours: a block per query (or per key), which goes over the keys (the queries) in tiles.
+"""Attention and its gradients on GPUs: a block per query (or per key), which goes over the keys (the queries) in tiles.
 
 In: attention, attention_grad. Out, for each query row with scores s over the keys of a tile, one key per thread:
 
-    largest' = max(largest, max s)    p = e^(s - largest')    sum' = sum e^(largest - largest') + sum of p    and the same for y, whose columns threads share
+    largest' = max(largest, max s)    p = e^(s - largest')    sum' = sum e^(largest - largest') + sum of p
+    and the same for y, whose columns threads share
 
 so scores are never in memory. The gradients compute p again from the statistics: with d = dy . y per row,
 
-    ds = p (dy . v - d) scale     dq = sum over keys of ds k,   dk = sum over queries of ds q,   dv = sum over queries of p dy
+    ds = p (dy . v - d) scale     dq = sum over keys of ds k,   dk = sum over queries of ds q
+    dv = sum over queries of p dy
 
-in two launches, by query and by key. Limits: neither tensor cores nor reuse of keys between queries;
-what is hidden is computed all the same.
+in two launches, by query and by key. Limits: neither tensor cores nor reuse of keys between queries; hidden scores are
+computed all the same.
 """
 
 from __future__ import annotations
@@ -36,19 +38,22 @@ _TILE = 128
 
 
 class _Scores:
-    """What both directions need to know of one attention."""
+    """The scores of one attention, for both directions."""
 
     def __init__(self, body: DeviceBody, op: Op, q: Value, k: Value, mask: Sequence[Value]) -> None:
-        self.body, self.emit = body, body.emit
+        self.body, self.emit, self.op = body, body.emit, op
         self.q, self.k, self.mask = q, k, mask[0] if mask else None
         a = complete_attrs(op)
         assert isinstance(a["scale"], float)
         self.dtype, self.scale, self.causal = q.type.dtype, literal(a["scale"], q.type.dtype), bool(a["causal"])
-        # Of the element type in the graph, not of the one it is computed in.
-        self.lowest = literal(float(ml_dtypes.finfo(numpy_dtype(body.own(q).type.dtype)).min), self.dtype)  # type: ignore[no-untyped-call]
+        # The lowest number of the element type in the graph, not of the one it is computed in.
+        self.lowest = literal(
+            float(ml_dtypes.finfo(numpy_dtype(body.own(q).type.dtype)).min),  # type: ignore[no-untyped-call]
+            self.dtype,
+        )
 
     def dot(self, a: Callable[[Expr], Expr], b: Callable[[Expr], Expr], size: int) -> Expr:
-        """A sum of products, by one thread."""
+        """Emit a sum of products, by one thread."""
         total = self.emit.alloc(1, self.dtype, "dot")
         self.emit.store(total, literal(0, self.dtype), zero())
         with self.emit.loop(size, name="d") as d, self.body.point():
@@ -56,7 +61,7 @@ class _Scores:
         return self.emit.bind(self.emit.load(total, zero()))
 
     def score(self, lead: Index, row: Expr, key: Expr) -> Expr:
-        """The score of a query and a key that it may look at."""
+        """Emit the score of a query and a key that it may look at."""
         body = self.body
         size = self.q.type.dims[3]
         s = (
@@ -78,7 +83,7 @@ class _Scores:
         return self.body.at(self.mask, broadcast_index((*lead, row, key), self.mask.type.dims))
 
     def shown(self, lead: Index, row: Expr, key: Expr, slope: Expr) -> Expr:
-        """A slope, zero where the mask hides."""
+        """Return a slope, zero where the mask hides."""
         return tirx.Select(self._mask(lead, row, key), slope, literal(0, self.dtype)) if self._hides() else slope
 
     def visible(self, row: Expr, key: Expr, inside: Expr) -> Expr:
@@ -89,7 +94,7 @@ class _Scores:
 
 
 class _Columns:
-    """Sums of which each thread has every 128th column."""
+    """Sums over columns, of which each thread has every 128th."""
 
     def __init__(self, scores: _Scores, columns: int, thread: Expr) -> None:
         self.emit, self.columns, self.thread = scores.emit, columns, thread
@@ -99,7 +104,7 @@ class _Columns:
         self.each(lambda i, c: self.emit.store(self.buffer, literal(0, scores.dtype), i))
 
     def each(self, action: Callable[[Expr, Expr], None]) -> None:
-        """For each column of this thread: its place in the buffer, its number."""
+        """Emit an action for each column of this thread: its place in the buffer, its number."""
         with self.emit.loop(self.count) as i:
             column = self.emit.bind(i * _TILE + self.thread, "column")
             with self.emit.when(column < self.columns), self.body.point():
@@ -113,16 +118,17 @@ class _Columns:
 
 
 def _fold(body: DeviceBody, value: Expr, dtype: str, start: float, combine: Any, thread: Expr) -> Expr:
-    """One number of all threads of a block."""
+    """Fold the values of all threads of a block into one number."""
     total = body.emit.alloc(1, dtype, "part")
     body.emit.store(total, value, zero())
     (shared,) = fold_threads(body, [total], dtype, [(start, combine)], thread, 1, _TILE)
-    found = body.emit.bind(body.emit.load(shared, zero()))
+    folded = body.emit.bind(body.emit.load(shared, zero()))
     body.emit.barrier()
-    return found
+    return folded
 
 
 def emit_attention(body: DeviceBody, op: Op) -> None:
+    """Emit attention in one launch, a block per query."""
     q, k, v, *mask = op.ins
     y, largest_out, sum_out = op.outs
     emit, keys, dtype = body.emit, k.type.dims[2], q.type.dtype
@@ -172,6 +178,7 @@ def emit_attention(body: DeviceBody, op: Op) -> None:
 
 
 def emit_attention_grad(body: DeviceBody, op: Op) -> None:
+    """Emit the gradients of attention in two launches, by query and by key."""
     if len(body.group.ops) > 1:
         raise NotOneKernel("nothing can follow gradients of attention in these launches")
     dy, q, k, v, y, _, _, *mask = op.ins
@@ -196,7 +203,7 @@ def emit_attention_grad(body: DeviceBody, op: Op) -> None:
         sums, slopes = scores.sums(size, thread), emit.shared(_TILE, dtype, "ds")
         with emit.loop(ceil_div(keys, _TILE)) as tile, body.point():
             key = emit.bind(tile * _TILE + thread, "key")
-            _share(body, scores, op, tuple(lead), row, key, key < keys, dot, (slopes, None), thread)
+            _share(scores, tuple(lead), row, key, key < keys, dot, (slopes, None), thread)
             emit.barrier()
             with emit.loop(_TILE) as j, body.point():
                 at = emit.bind(tirx.min(tile * _TILE + j, keys - 1), "at")
@@ -210,9 +217,9 @@ def emit_attention_grad(body: DeviceBody, op: Op) -> None:
         slopes, shares = emit.shared(_TILE, dtype, "ds"), emit.shared(_TILE, dtype, "p")
         with emit.loop(ceil_div(queries, _TILE)) as tile, body.point():
             row = emit.bind(tile * _TILE + thread, "row")
-            held = emit.bind(tirx.min(row, queries - 1), "held")
-            dot = emit.bind(emit.load(dots, linear((*lead, held), rows)))
-            _share(body, scores, op, tuple(lead), held, key, row < queries, dot, (slopes, shares), thread)
+            clamped = emit.bind(tirx.min(row, queries - 1), "held")
+            dot = emit.bind(emit.load(dots, linear((*lead, clamped), rows)))
+            _share(scores, tuple(lead), clamped, key, row < queries, dot, (slopes, shares), thread)
             emit.barrier()
             with emit.loop(_TILE) as j, body.point():
                 at = emit.bind(tirx.min(tile * _TILE + j, queries - 1), "at")
@@ -224,9 +231,7 @@ def emit_attention_grad(body: DeviceBody, op: Op) -> None:
 
 
 def _share(
-    body: DeviceBody,
     scores: _Scores,
-    op: Op,
     lead: Index,
     row: Expr,
     key: Expr,
@@ -235,9 +240,9 @@ def _share(
     into: tuple[Buffer, Buffer | None],
     thread: Expr,
 ) -> None:
-    """The thread's share p and its slope ds, in shared memory; zeros where there is none."""
-    dy, _, _, v, _, largest, total, *_ = op.ins
-    emit = body.emit
+    """Emit the thread's share p and its slope ds into shared memory; zeros where the query may not look at the key."""
+    body, emit = scores.body, scores.emit
+    dy, _, _, v, _, largest, total, *_ = scores.op.ins
     slopes, shares = into
     emit.store(slopes, literal(0, scores.dtype), thread)
     if shares is not None:

@@ -1,7 +1,8 @@
 """The body of a kernel for GPUs: kernels.body.Body with memory of narrow floats, and the thread's emitter.
 
-Operations on f16 and bf16 are computed in f32: operands are widened when they are loaded, results rounded when they are stored, and what is
-fused in between is not rounded. Generators get operations whose values have the wide type; `narrow` leads back to the values of the graph.
+Operations on f16 and bf16 are computed in f32. Operands are widened when they are loaded, results rounded when they are
+stored; values that are fused in between are not rounded. Generators get operations whose values have the wide type;
+`own` leads back to the values of the graph.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class DeviceBody(Body):
     emit: ThreadEmitter
 
     def __init__(self, group: Fusion, machine: TargetMachine) -> None:
-        # First, because values may be asked for from here on.
+        # First, because the base class looks values up.
         self._narrow: dict[Value, Value] = {}
         super().__init__(group, machine)
         self.emit = ThreadEmitter()
@@ -34,7 +35,8 @@ class DeviceBody(Body):
         self.alone: Expr | None = None
 
     def widened(self, op: Op) -> Op:
-        """The operation on values of the types it is computed in, which stand for those of the graph in every call of this object."""
+        """Return the operation on values of the types it is computed in; every call of this object takes them for those
+        of the graph."""
         wide = replace(op, ins=tuple(map(self._wide, op.ins)), outs=tuple(map(self._wide, op.outs)))
         self._narrow |= dict(zip((*wide.ins, *wide.outs), (*op.ins, *op.outs), strict=True))
         return wide
@@ -43,12 +45,12 @@ class DeviceBody(Body):
         return replace(value, type=value.type.with_dtype("f32")) if value.type.dtype in NARROW else value
 
     def computed(self, op: Op) -> Op:
-        if op.kind == "bitcast":  # is about the bits of the types in memory
+        if op.kind == "bitcast":  # reads the bits of the types in memory
             return op
         return replace(op, ins=tuple(map(self._wide, op.ins)), outs=tuple(map(self._wide, op.outs)))
 
     def own(self, value: Value) -> Value:
-        """The value of the graph behind one of the wide type."""
+        """Return the value of the graph for one of the wide type."""
         return self._narrow.get(value, value)
 
     # ------------------------------------------------------------------------------ the same for values of either type
@@ -81,7 +83,7 @@ class DeviceBody(Body):
 
     @contextmanager
     def one_thread(self) -> Iterator[None]:
-        """What is emitted inside is done once, where all threads of a block compute the same."""
+        """Emit the statements inside for one thread, where all threads of a block compute the same."""
         if self.alone is None:
             yield
         else:

@@ -1,7 +1,8 @@
 """Kernel generators for GPUs: one TIR function with its launches for one group of operations.
 
-In: a group, as for CPUs. Out: a Kernel. Formulas come from kernels/ (elements, rows, windows, reduce), loops from loops.py; here is what a
-GPU does otherwise: scattered rows, sums and order along an axis, the gradient of a maximum, the loss.
+In: a group, as for CPUs. Out: a Kernel. Formulas come from kernels/ (elements, rows, windows, reduce), loops from
+loops.py. This file has what a GPU does otherwise: scattered rows, sums and order along an axis, the gradient of a
+maximum, the loss.
 """
 
 from __future__ import annotations
@@ -46,20 +47,22 @@ from .loops import THREADS, DeviceLoops, bind_index, reduce_lines
 
 
 def emit_gather_grad(body: DeviceBody, op: Op) -> None:
-    """The gradient of a lookup, without atomic additions: equal indices form a chain in the order they stand in, and the first of each
-    chain adds up the rows of dy of all of them.
+    """Emit the gradient of a lookup, without atomic additions. Equal indices form a chain in the order of their
+    positions; the first of each chain adds up the rows of dy of all of them.
 
-    Finding the next equal index compares each with each, which for thousands of indices is little beside the rows that are moved."""
+    Finding the next equal index compares each with each, which for thousands of indices is little beside the rows that
+    are moved.
+    """
     dy, indices = op.ins
     table = op.outs[0]
     axis = axis_of(op, table)
     shape = table.type.dims
-    others = [o for o in body.group.ops if o.kind != "gather_grad"]
-    if others and (len(others) > 1 or others[0].kind != "accum" or body.group.outs):
+    followers = [o for o in body.group.ops if o.kind != "gather_grad"]
+    if followers and (len(followers) > 1 or followers[0].kind != "accum" or body.group.outs):
         raise NotOneKernel("a lookup's gradient can only be stored or accumulated")
     emit = body.emit
-    if others:
-        slot = slot_of(others[0])
+    if followers:
+        slot = slot_of(followers[0])
         assert slot is not None
         target = body.slot(slot, table)
     else:
@@ -74,7 +77,7 @@ def emit_gather_grad(body: DeviceBody, op: Op) -> None:
 
 
 def emit_scatter(body: DeviceBody, op: Op) -> None:
-    """A copy of x; then each chain of equal indices adds its rows up, or the last of them replaces what is there."""
+    """Emit a copy of x; then each chain of equal indices adds its rows up, or the last of them replaces the entry."""
     x, indices, updates = op.ins
     y, axis = op.outs[0], axis_of(op, op.outs[0])
     if len(body.group.ops) > 1:
@@ -101,14 +104,14 @@ def emit_scatter(body: DeviceBody, op: Op) -> None:
             lead = bind_index(body, unravel(position // (count * run) if prod(outer) > 1 else zero(), outer))
             n = emit.bind(position // run % count, "n")
             with emit.when(tirx.EQ(emit.load(after, n), count)):
-                rest = bind_index(body, unravel(position % run if run > 1 else zero(), inner))
-                value = body.at(updates, (*lead, *bind_index(body, unravel(n, places)), *rest))
-                emit.store(target, value, linear((*lead, emit.load(row, n), *rest), shape))
+                tail = bind_index(body, unravel(position % run if run > 1 else zero(), inner))
+                value = body.at(updates, (*lead, *bind_index(body, unravel(n, places)), *tail))
+                emit.store(target, value, linear((*lead, emit.load(row, n), *tail), shape))
 
 
 def _chains(body: DeviceBody, indices: Value, size: int) -> tuple[Buffer, Buffer, Buffer]:
-    """Equal indices as chains: for each position its index, the next position with an equal one (their number if there is none), and
-    whether it is the first of its chain."""
+    """Emit equal indices as chains. Each position gets its index, the next position with an equal one (their number if
+    there is none), and whether it is the first of its chain."""
     emit, places = body.emit, indices.type.dims
     count = prod(places)
     row = emit.workspace(count, "i32", "row")
@@ -120,13 +123,13 @@ def _chains(body: DeviceBody, indices: Value, size: int) -> tuple[Buffer, Buffer
     with emit.launch(ceil_div(count, THREADS), THREADS) as (block, thread):
         n = emit.bind(block * THREADS + thread, "n")
         with emit.when(n < count):
-            own = emit.bind(emit.load(row, n), "own")
+            index = emit.bind(emit.load(row, n), "own")
             following, leads = emit.alloc(1, "i32", "following"), emit.alloc(1, "i32", "leads")
             emit.store(following, literal(count, "i32"), zero())
             emit.store(leads, literal(1, "i32"), zero())
             with emit.loop(count) as back:
                 other = emit.bind(count - 1 - back, "m")
-                equal = emit.bind(tirx.EQ(emit.load(row, other), own))
+                equal = emit.bind(tirx.EQ(emit.load(row, other), index))
                 emit.store(
                     following, tirx.Select(tirx.all(equal, other > n), other, emit.load(following, zero())), zero()
                 )
@@ -139,7 +142,8 @@ def _chains(body: DeviceBody, indices: Value, size: int) -> tuple[Buffer, Buffer
 
 
 def _add_rows(body: DeviceBody, target: Buffer, dy: Value, indices: Value, axis: int, shape: tuple[int, ...]) -> None:
-    """Add entries along an axis to those that indices name; the first of each chain adds up all of it."""
+    """Emit the addition of entries along an axis to those that indices name; the first of each chain adds up all of
+    it."""
     emit, dtype = body.emit, dy.type.dtype
     outer, inner, places = shape[:axis], shape[axis + 1 :], indices.type.dims
     count, run = prod(places), prod(inner)
@@ -151,15 +155,15 @@ def _add_rows(body: DeviceBody, target: Buffer, dy: Value, indices: Value, axis:
         lead = bind_index(body, unravel(line // count if prod(outer) > 1 else zero(), outer))
         n = emit.bind(line % count, "n")
         with emit.when(tirx.all(column < run, emit.load(first, n) > 0)):
-            rest = bind_index(body, unravel(column, inner))
+            tail = bind_index(body, unravel(column, inner))
             total, place = emit.alloc(1, dtype, "total"), emit.alloc(1, "i32", "place")
             emit.store(total, literal(0, dtype), zero())
             emit.store(place, n, zero())
             with emit.repeat(emit.load(place, zero()) < count), body.point():
                 at = bind_index(body, unravel(emit.load(place, zero()), places))
-                emit.store(total, emit.load(total, zero()) + body.at(dy, (*lead, *at, *rest)), zero())
+                emit.store(total, emit.load(total, zero()) + body.at(dy, (*lead, *at, *tail)), zero())
                 emit.store(place, emit.load(after, emit.load(place, zero())), zero())
-            position = emit.bind(linear((*lead, emit.load(row, n), *rest), shape), "p")
+            position = emit.bind(linear((*lead, emit.load(row, n), *tail), shape), "p")
             emit.store(target, emit.load(target, position) + emit.load(total, zero()), position)
 
 
@@ -167,7 +171,8 @@ def _add_rows(body: DeviceBody, target: Buffer, dy: Value, indices: Value, axis:
 
 
 def emit_cumsum(body: DeviceBody, op: Op) -> None:
-    """A thread per row goes along it. Limit: along the last dimension neighbouring threads read far apart."""
+    """Emit running sums: a thread per row goes along it. Limit: along the last dimension neighbouring threads read far
+    apart."""
     x, y = op.ins[0], op.outs[0]
     a, axis, dims, dtype = complete_attrs(op), axis_of(op, x), x.type.dims, x.type.dtype
     outer, inner, size = dims[:axis], dims[axis + 1 :], dims[axis]
@@ -188,7 +193,7 @@ def emit_cumsum(body: DeviceBody, op: Op) -> None:
 
 
 def emit_topk(body: DeviceBody, op: Op) -> None:
-    """A thread per element counts how many of its row come before it, which says where it goes.
+    """Emit the k largest: a thread per element counts how many of its row come before it, which gives its position.
     Limit: that is every two elements of a row."""
     x, (values, indices) = op.ins[0], op.outs
     a, axis, dims = complete_attrs(op), axis_of(op, x), x.type.dims
@@ -196,20 +201,20 @@ def emit_topk(body: DeviceBody, op: Op) -> None:
     emit = body.emit
 
     def element(index: Index) -> None:
-        own, mine = index[axis], select.order_key(body, body.at(x, index), largest)
+        coordinate, key = index[axis], select.order_key(body, body.at(x, index), largest)
         rank = emit.alloc(1, "i32", "rank")
         emit.store(rank, literal(0, "i32"), zero())
-        mine = emit.bind(mine)
+        key = emit.bind(key)
         with emit.loop(dims[axis]) as c, body.point():
             other = emit.bind(select.order_key(body, body.at(x, (*index[:axis], c, *index[axis + 1 :])), largest))
-            before = tirx.Or(other > mine, tirx.And(tirx.EQ(other, mine), c < own))
+            before = tirx.Or(other > key, tirx.And(tirx.EQ(other, key), c < coordinate))
             emit.store(
                 rank, emit.load(rank, zero()) + tirx.Select(before, literal(1, "i32"), literal(0, "i32")), zero()
             )
         place = emit.bind(emit.load(rank, zero()), "place")
         with emit.when(place < count), body.point():
             target = (*index[:axis], place, *index[axis + 1 :])
-            body.finish({values: (body.at(x, index), target), indices: (cast(own, "i64"), target)})
+            body.finish({values: (body.at(x, index), target), indices: (cast(coordinate, "i64"), target)})
 
     emit_nest(body, dims, len(dims), element)
 
@@ -218,7 +223,8 @@ def emit_topk(body: DeviceBody, op: Op) -> None:
 
 
 def emit_max_pool_grad(body: DeviceBody, op: Op) -> None:
-    """Element by element: of every window it lies in, whether it is the first that equals the maximum. Nothing is scattered."""
+    """Emit the gradient of a maximum element by element: for every window it lies in, whether it is the first that
+    equals the maximum. Nothing is scattered."""
     x, y, dy = op.ins
     dx = op.outs[0]
     attrs = complete_attrs(op)
@@ -227,9 +233,9 @@ def emit_max_pool_grad(body: DeviceBody, op: Op) -> None:
     emit = body.emit
 
     def hits(lead: Index, out: Index, tap: Index) -> Expr:
-        """Whether a tap of a window lies inside and holds its maximum."""
-        found, inside = windows.inside_of(windows.window_positions(window, out, tap), sizes)
-        value, top = body.at(x, (*lead, *found)), body.at(y, (*lead, *out))
+        """Return whether a tap of a window lies inside and holds its maximum."""
+        place, inside = windows.inside_of(windows.window_positions(window, out, tap), sizes)
+        value, top = body.at(x, (*lead, *place)), body.at(y, (*lead, *out))
         same = tirx.Or(tirx.EQ(value, top), tirx.isnan(value)) if dtype in FLOATS else tirx.EQ(value, top)
         return emit.bind(tirx.all(*inside, same))
 
@@ -261,7 +267,7 @@ def emit_max_pool_grad(body: DeviceBody, op: Op) -> None:
 
 
 def emit_cross_entropy(body: DeviceBody, op: Op) -> None:
-    """A launch over rows, which leaves one loss per row, and one that adds these up."""
+    """Emit the loss: a launch over rows, which leaves one loss per row, and one that adds these up."""
     logits, labels = op.ins
     loss, lse_out = op.outs
     dtype, shape = logits.type.dtype, logits.type.dims
@@ -288,7 +294,7 @@ def emit_cross_entropy(body: DeviceBody, op: Op) -> None:
 
 # ---------------------------------------------------------------------------------------- the table
 
-# What is not named here has the generator for CPUs, with the loops of DeviceLoops.
+# Every other operation has the generator for CPUs, with the loops of DeviceLoops.
 MAIN: dict[str, Callable[[DeviceBody, Op], None]] = {
     **kernels.MAIN,
     "attention": emit_attention,
@@ -311,7 +317,7 @@ KINDS = frozenset((*POINTWISE, *INDEXED, *MAIN))
 
 
 def generate(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
-    """The kernel of a group; NotOneKernel when it needs several."""
+    """Generate the kernel of a group; NotOneKernel when it needs several."""
     if any(op.attrs.get("library") for op in group.ops):
         try:
             return library_call(group)
@@ -328,7 +334,7 @@ def _emit_main(body: DeviceBody, op: Op) -> None:
 
 
 def generate_effect(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
-    """The kernel of a state operation on its own."""
+    """Generate the kernel of a state operation on its own."""
     body = _empty(group, machine)
     elementwise.emit_effect(body, group.ops[0])
     return body.kernel()

@@ -1,11 +1,12 @@
-"""Products, convolutions and attention by the vendor's libraries, through torch.
+"""Calls of the vendor's libraries, through torch: products, convolutions and attention.
 
-In: a group of one operation with the annotation `library=torch`. Out: a LibraryCall: the name of a function that the loader
-registers (torch_calls.py), and the operation with the layout changes in front of its operands as text; the operands are the
-values before these changes, which torch makes views of. At run time the function gets the tensors without copies, on the stream
-that kernels run on, and fills the results.
+In: a group of one operation with the annotation `library=torch`. Out: a LibraryCall: the name of a function that the
+loader registers (torch_calls.py), and as text the operation with the layout changes in front of its operands. The
+operands are the values before these changes, which torch makes views of. At run time the function gets the tensors
+without copies, on the stream that kernels run on, and fills the results.
 
-Accuracy is that of torch: float32 in float32 (no TF32 unless torch is told so), 16-bit floats with float32 accumulators.
+Accuracy is that of torch: float32 in float32 (no TF32 unless torch is set to it), 16-bit floats with float32
+accumulators.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ from __future__ import annotations
 import json
 
 from penstock.backends.tvm.cuda.torch_calls import CALLS, NAME, View
-from penstock.backends.tvm.group import Fusion, GeneratedKernel, NotOneKernel
+from penstock.backends.tvm.group import Fusion, GeneratedKernel, LibraryCall, NotOneKernel
 from penstock.backends.tvm.kernels.tools.emit import HALVES
-from penstock.backends.tvm.lower.lower import LibraryCall
 from penstock.ir.graph import Value
 from penstock.ir.ops import VIEWS, complete_attrs
 from penstock.ir.types import FLOATS
 
 
 def library_call(group: Fusion) -> GeneratedKernel:
-    """The call that computes a group; NotOneKernel when it is not of that kind."""
+    """Return the call that computes a group; NotOneKernel when no library does."""
     if len(group.ops) != 1 or group.ops[0].kind not in CALLS or group.ops[0].outs[0].type.dtype not in FLOATS:
         raise NotOneKernel("no library call")
     op = group.ops[0]
@@ -41,13 +41,13 @@ def library_call(group: Fusion) -> GeneratedKernel:
     ):
         raise NotOneKernel("a row that sees nothing needs the lowest score of a wider type")
     outs = tuple(v for v in op.outs if v in group.outs)
-    # Results that nobody wants are not computed.
+    # Results that no operation reads are not computed.
     spec = {"kind": op.kind, "attrs": complete_attrs(op), "views": chains, "wanted": [v in outs for v in op.outs]}
     return GeneratedKernel(LibraryCall(NAME, json.dumps(spec, sort_keys=True)), tuple(bases), (), outs)
 
 
 def _base_of(group: Fusion, value: Value) -> tuple[Value, list[View]]:
-    """The value in memory that an operand is a view of, and how."""
+    """Return the value in memory that an operand is a view of, and the layout changes between them."""
     chain: list[View] = []
     while value in group.inline:
         op = group.inline[value]

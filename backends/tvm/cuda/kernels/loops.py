@@ -1,11 +1,14 @@
 """The loops of GPU kernels: a thread per element, blocks that reduce in shared memory, tiles of a matrix product.
 
-In: what the generators of kernels/ ask for through `Body.loops`: elements of a shape, a reduction, a product. Out: launches.
+In: the loops that the generators of kernels/ request through `Body.loops`: elements of a shape, a reduction, a product.
+Out: launches.
 
   nest      one thread per element, four for large tensors so that several loads are under way at once
-  reduce    a block for 1 or 32 results: threads add up every G-th element, then halve their number; when there are too few results to fill
-            a device, the reduced elements are cut into segments with partial results in memory, which a second launch reduces
-  product   a block per tile of 64 x 64 (16 x 16 for small matrices): panels of 16 steps along k in shared memory, 4 x 4 sums per thread
+  reduce    a block for 1 or 32 results: threads add up every G-th element, then halve their number; when there are too
+            few results to fill a device, the reduced elements are cut into segments with partial results in memory,
+            which a second launch reduces
+  product   a block per tile of 64 x 64 (16 x 16 for small matrices): panels of 16 steps along k in shared memory,
+            4 x 4 sums per thread
 
 Sums are taken in an order that depends on sizes only. Limit: sizes and positions are 32-bit numbers.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from math import prod
 
 from tvm import tirx
@@ -49,7 +53,7 @@ _SHORT = 32
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is not below n."""
+    """Return the smallest power of two that is not below n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -59,9 +63,10 @@ def _device(body: Body) -> DeviceBody:
 
 
 class DeviceLoops:
-    """What `Body.loops` is for GPUs."""
+    """The loops of GPU kernels, as `Body.loops`."""
 
     def nest(self, body: Body, shape: tuple[int, ...], merged: int, point: Callable[[Index], None]) -> None:
+        """Emit a thread per element, four for large tensors."""
         emit = _device(body).emit
         total, run, outer = prod(shape), prod(shape[merged:]), shape[:merged]
         if total == 0:
@@ -78,6 +83,7 @@ class DeviceLoops:
                 point((*lead, *run_index(shape[merged:], emit.bind(position % run, "j") if run > 1 else zero())))
 
     def reduce(self, sweep: Sweep) -> None:
+        """Emit a reduction by blocks."""
         kept, axes = sweep.kept, sweep.axes
         wide = [d for d in range(len(sweep.shape)) if sweep.shape[d] > 1]
         columns = bool(kept and wide) and wide[-1] in kept
@@ -93,20 +99,22 @@ class DeviceLoops:
         reduce_lines(sweep.body, sweep.size(kept), sweep.size(axes), columns, sweep.dtype, sweep.steps, at, finish)
 
     def product(self, body: Body, product: Product) -> None:
+        """Emit a matrix product by tiles."""
         emit_tiles(_device(body), product)
 
     def rows(self, body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> Rows:
+        """Return the row operations of a shape."""
         return DeviceRows(_device(body), shape, first, last, values)
 
 
 def bind_index(body: Body, index: Index) -> Index:
-    """The index with every coordinate computed once."""
+    """Return the index with every coordinate computed once."""
     return tuple(i if isinstance(i, tirx.IntImm) else body.emit.bind(i, "o") for i in index)
 
 
 @contextmanager
 def guarded(body: Body, conditions: Sequence[Expr]) -> Iterator[None]:
-    """A block where all conditions hold, with values of its own."""
+    """Open a block where all conditions hold, with values of its own."""
     with ExitStack() as stack:
         if conditions:
             stack.enter_context(body.emit.when(tirx.all(*conditions)))
@@ -127,7 +135,8 @@ def reduce_lines(
     element: Callable[[Expr, Expr], Sequence[Expr]],
     result: Callable[[Expr, Sequence[Expr]], None],
 ) -> None:
-    """`count` reductions of `length` elements(line, position) each. `columns`: neighbouring lines are neighbours in memory."""
+    """Emit `count` reductions of `length` elements(line, position) each. `columns`: neighbouring lines are neighbours
+    in memory."""
     emit = _device(body).emit
     if count == 0:
         return
@@ -144,37 +153,43 @@ def reduce_lines(
             for buffer, total in zip(partial, totals, strict=True):
                 emit.store(buffer, total, segment * count + o)
 
-        _fold(body, count, length, segments, width, groups, dtype, steps, element, keep)
+        _fold(body, _Grid(count, length, segments, width, groups), dtype, steps, element, keep)
         _fold(
             body,
-            count,
-            segments,
-            1,
-            width,
-            min(power_of_two(segments), THREADS // width),
+            _Grid(count, segments, 1, width, min(power_of_two(segments), THREADS // width)),
             dtype,
             steps,
             lambda o, s: [emit.load(buffer, s * count + o) for buffer in partial],
             lambda o, _, totals: result(o, totals),
         )
     else:
-        _fold(body, count, length, 1, width, groups, dtype, steps, element, lambda o, _, totals: result(o, totals))
+        whole = _Grid(count, length, 1, width, groups)
+        _fold(body, whole, dtype, steps, element, lambda o, _, totals: result(o, totals))
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The division of `count` lines of `length` elements: blocks of `width` lines by `groups` threads, for each of
+    `segments` of the lines."""
+
+    count: int
+    length: int
+    segments: int
+    width: int
+    groups: int
 
 
 def _fold(
     body: Body,
-    count: int,
-    length: int,
-    segments: int,
-    width: int,
-    groups: int,
+    grid: _Grid,
     dtype: str,
     steps: Steps,
     element: Callable[[Expr, Expr], Sequence[Expr]],
     result: Callable[[Expr, Expr, Sequence[Expr]], None],
 ) -> None:
-    """One launch: blocks of `width` lines by `groups` threads for one of the segments of each line."""
+    """Emit one launch: every block folds one segment of each of its lines."""
     emit = _device(body).emit
+    count, length, segments, width, groups = grid.count, grid.length, grid.segments, grid.width, grid.groups
     blocks, chunk = ceil_div(count, width), ceil_div(length, segments)
     with emit.launch(blocks * segments, width * groups) as (block, thread):
         line = emit.bind(
@@ -196,17 +211,18 @@ def _fold(
             with guarded(body, conditions):
                 for total, (_, combine), x in zip(totals, steps, element(line, position), strict=True):
                     emit.store(total, combine(emit.load(total, zero()), x), zero())
-        found = fold_threads(body, totals, dtype, steps, thread, width, groups) if groups > 1 else totals
+        folded = fold_threads(body, totals, dtype, steps, thread, width, groups) if groups > 1 else totals
         at = thread if groups > 1 else zero()
         conditions = ([thread < width] if groups > 1 else []) + ([line < count] if count % width else [])
         with guarded(body, conditions):
-            result(line, segment, [emit.bind(emit.load(buffer, at)) for buffer in found])
+            result(line, segment, [emit.bind(emit.load(buffer, at)) for buffer in folded])
 
 
 def fold_threads(
     body: Body, totals: Sequence[Buffer], dtype: str, steps: Steps, thread: Expr, width: int, groups: int
 ) -> list[Buffer]:
-    """Combine what the threads of a block hold: afterwards the first `width` places of the shared buffers have the results."""
+    """Combine the values of the threads of a block: afterwards the first `width` places of the shared buffers have the
+    results."""
     emit = _device(body).emit
     shared = [emit.shared(width * groups, dtype, "fold") for _ in totals]
     for buffer, total in zip(shared, totals, strict=True):
@@ -229,8 +245,8 @@ _SCRATCH_BYTES = 32 << 10
 
 
 class DeviceRows(Rows):
-    """Row operations: a block per row along the last dimensions, which its threads share; or a
-    thread per row when rows lie side by side."""
+    """Row operations: a block per row along the last dimensions, which its threads share; or a thread per row when rows
+    lie side by side."""
 
     body: DeviceBody
     emit: ThreadEmitter
@@ -243,6 +259,7 @@ class DeviceRows(Rows):
         self._thread: Expr = zero()
 
     def each(self, one_row: Callable[[], None]) -> None:
+        """Emit the work on every row."""
         emit, across = self.emit, prod(self.inner)
         count = prod(self.outer) * across
         if count == 0:
@@ -264,6 +281,7 @@ class DeviceRows(Rows):
                 one_row()
 
     def scratch(self, dtype: str) -> Callable[[Expr], tuple[Buffer, Expr]] | None:
+        """Return memory for a row, if it fits into that of a block."""
         if self.across or self.length * max(ITEM_BYTES[dtype], 4) > _SCRATCH_BYTES:
             return None
         # Every thread reads back what it wrote itself.
@@ -272,7 +290,7 @@ class DeviceRows(Rows):
 
     @contextmanager
     def _positions(self) -> Iterator[Expr]:
-        """Every position of the row, in turns of all threads."""
+        """Open a loop over every position of the row, in turns of all threads."""
         if self.across:
             with self.emit.loop(self.length, name="c") as c, self.body.point():
                 yield c
@@ -283,6 +301,7 @@ class DeviceRows(Rows):
                 yield c
 
     def reduce(self, dtype: str, steps: Steps, element: Callable[[Expr], Sequence[Expr]]) -> list[Expr]:
+        """Emit reductions of the elements of a row."""
         emit = self.emit
         totals = [emit.alloc(1, dtype, "total") for _ in steps]
         for total, (start, _) in zip(totals, steps, strict=True):
@@ -293,12 +312,13 @@ class DeviceRows(Rows):
         if self.across:
             return [emit.bind(emit.load(total, zero())) for total in totals]
         shared = fold_threads(self.body, totals, dtype, steps, self._thread, 1, self.threads)
-        found = [emit.bind(emit.load(buffer, zero())) for buffer in shared]
-        # Nobody writes there again before everybody has read.
+        folded = [emit.bind(emit.load(buffer, zero())) for buffer in shared]
+        # No thread writes to the shared buffers again before all have read.
         emit.barrier()
-        return found
+        return folded
 
     def store(self, element: Callable[[Expr, Index], dict[Value, Expr]]) -> None:
+        """Emit the stores of the elements of a row."""
         alone, self.body.alone = self.body.alone, None
         with self._positions() as c:
             index = self.index(c)
@@ -312,7 +332,7 @@ _K = 16
 
 
 def emit_tiles(body: DeviceBody, p: Product) -> None:
-    """One product: a block per tile of the result."""
+    """Emit one product: a block per tile of the result."""
     emit, dtype = body.emit, p.out.type.dtype
     batch = prod(p.batch)
     if batch * p.m * p.n == 0:
@@ -327,34 +347,24 @@ def emit_tiles(body: DeviceBody, p: Product) -> None:
         row, column = emit.bind(thread // 16, "row"), emit.bind(thread % 16, "column")
         # One element more per line, so that lines start in different banks.
         line = tile + 1
-        panels = [emit.shared(_K * line, dtype, name) for name in ("a", "b")]
+        a_buffer, b_buffer = (emit.shared(_K * line, dtype, name) for name in ("a", "b"))
+        panels = (
+            _Panel(a_buffer, p.m, p.k, top, tile, p.a_along_k, lambda i, k: p.a(lead, i, k)),
+            _Panel(b_buffer, p.n, p.k, left, tile, not p.b_along_j, lambda j, k: p.b(lead, k, j)),
+        )
         sums = emit.alloc(each * each, dtype, "sums")
         with emit.loop(each * each) as c:
             emit.store(sums, literal(0, dtype), c)
         with emit.loop(ceil_div(p.k, _K)) as turn:
             start = emit.bind(turn * _K, "k0")
-            _load_panel(
-                body, panels[0], p.m, p.k, top, start, tile, thread, p.a_along_k, lambda i, k: p.a(lead, i, k), dtype
-            )
-            _load_panel(
-                body,
-                panels[1],
-                p.n,
-                p.k,
-                left,
-                start,
-                tile,
-                thread,
-                not p.b_along_j,
-                lambda j, k: p.b(lead, k, j),
-                dtype,
-            )
+            for panel in panels:
+                _load_panel(body, panel, start, thread, dtype)
             emit.barrier()
             with emit.loop(_K) as k:
                 a, b = emit.alloc(each, dtype, "x"), emit.alloc(each, dtype, "y")
                 with emit.loop(each) as c:
-                    emit.store(a, emit.load(panels[0], k * line + row * each + c), c)
-                    emit.store(b, emit.load(panels[1], k * line + column + c * 16), c)
+                    emit.store(a, emit.load(a_buffer, k * line + row * each + c), c)
+                    emit.store(b, emit.load(b_buffer, k * line + column + c * 16), c)
                 with emit.loop(each) as i, emit.loop(each) as j:
                     emit.store(sums, emit.load(sums, i * each + j) + emit.load(a, i) * emit.load(b, j), i * each + j)
             emit.barrier()
@@ -366,35 +376,37 @@ def emit_tiles(body: DeviceBody, p: Product) -> None:
                 body.finish({p.out: (emit.load(sums, i * each + j), bind_index(body, p.place(lead, down, across)))})
 
 
-def _load_panel(
-    body: DeviceBody,
-    panel: Buffer,
-    extent: int,
-    k_extent: int,
-    origin: Expr,
-    start: Expr,
-    tile: int,
-    thread: Expr,
-    along_k: bool,
-    access: Callable[[Expr, Expr], Expr],
-    dtype: str,
-) -> None:
-    """Fill a panel [k, tile], zeros outside the operand. Neighbouring threads read neighbours in memory."""
-    emit = body.emit
+@dataclass(frozen=True)
+class _Panel:
+    """Shared memory [k, tile] for a part of an operand, from `origin` on; `extent` and `k_extent` are the operand's
+    sizes."""
+
+    buffer: Buffer
+    extent: int
+    k_extent: int
+    origin: Expr
+    tile: int
+    along_k: bool
+    access: Callable[[Expr, Expr], Expr]
+
+
+def _load_panel(body: DeviceBody, panel: _Panel, start: Expr, thread: Expr, dtype: str) -> None:
+    """Fill a panel from step `start` on, zeros outside the operand. Neighbouring threads read neighbours in memory."""
+    emit, tile = body.emit, panel.tile
     with emit.loop(_K * tile // THREADS) as part, body.point():
         number = emit.bind(part * THREADS + thread, "e")
-        k, i = (number % _K, number // _K) if along_k else (number // tile, number % tile)
+        k, i = (number % _K, number // _K) if panel.along_k else (number // tile, number % tile)
         k, i = emit.bind(k, "k"), emit.bind(i, "i")
-        conditions, at_i, at_k = [], emit.bind(origin + i, "at"), emit.bind(start + k, "k")
-        if extent % tile:
-            conditions.append(at_i < extent)
-            at_i = emit.bind(tirx.min(at_i, extent - 1), "at")
-        if k_extent % _K:
-            conditions.append(at_k < k_extent)
-            at_k = emit.bind(tirx.min(at_k, max(k_extent - 1, 0)), "k")
-        value = access(at_i, at_k)
+        conditions, at_i, at_k = [], emit.bind(panel.origin + i, "at"), emit.bind(start + k, "k")
+        if panel.extent % tile:
+            conditions.append(at_i < panel.extent)
+            at_i = emit.bind(tirx.min(at_i, panel.extent - 1), "at")
+        if panel.k_extent % _K:
+            conditions.append(at_k < panel.k_extent)
+            at_k = emit.bind(tirx.min(at_k, max(panel.k_extent - 1, 0)), "k")
+        value = panel.access(at_i, at_k)
         emit.store(
-            panel,
+            panel.buffer,
             tirx.Select(tirx.all(*conditions), value, literal(0, dtype)) if conditions else value,
             k * (tile + 1) + i,
         )

@@ -1,11 +1,13 @@
-"""Building TIR statements for GPUs: launches of blocks of threads, memory of a thread, of a block, and between launches.
+"""The builder of TIR statements for GPUs: launches of blocks of threads, memory of a thread, of a block, and between
+launches.
 
-In: the calls of kernels.emit.Emitter, plus `launch`, `barrier`, `shared` and `workspace`. Out: one TIR statement with a grid per launch.
-The launches of one kernel run one after the other, so that the second reads what the first wrote.
+In: the calls of kernels.emit.Emitter, plus `launch`, `barrier`, `shared` and `workspace`. Out: one TIR statement with a
+grid per launch. The launches of one kernel run one after the other, so that the second reads what the first wrote.
 
-Rules: a barrier is reached by all threads of a block or by none, so it stands in no `when` that differs between threads, and loops around
-one have the same number of turns in every thread. Everything named with `bind` belongs to one thread. There are no atomic operations and
-nothing that depends on the order in which blocks run: results are the same in every run.
+Rules: a barrier is reached by all threads of a block or by none. So it is in no `when` that differs between threads,
+and loops around one have the same number of turns in every thread. Every value named with `bind` belongs to one thread.
+There are no atomic operations and nothing that depends on the order in which blocks run: results are the same in every
+run.
 """
 
 from __future__ import annotations
@@ -20,29 +22,32 @@ from tvm import tirx
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, TVM_DTYPES, Buffer, Emitter, Expr, dtype_name, literal
 from penstock.backends.tvm.kernels.tools.functions import Functions
 
-# f32 stands for these in registers: they are widened when loaded and rounded when stored.
+# These are f32 in registers: they are widened when loaded and rounded when stored.
 NARROW = ("f16", "bf16")
 _NARROW_NAMES = tuple(TVM_DTYPES[dtype] for dtype in NARROW)
 
 
 def widen(value: Expr) -> Expr:
-    """The expression in the type it is computed in."""
+    """Return the expression in the type it is computed in."""
     return tirx.Cast("float32", value) if dtype_name(value) in _NARROW_NAMES else value
 
 
 class ThreadEmitter(Emitter):
-    """An Emitter whose loops run inside threads. Vector and parallel loops of generators written for CPUs become plain loops."""
+    """An emitter whose loops run inside threads. Vector and parallel loops of generators written for CPUs become plain
+    loops."""
 
     _scope = "local"
 
     @contextmanager
     def loop(self, extent: int, kind: Any = SERIAL, name: str = "i") -> Iterator[Expr]:
+        """Open a plain loop."""
         with super().loop(extent, SERIAL, name) as index:
             yield index
 
     @contextmanager
     def launch(self, blocks: int, threads: int) -> Iterator[tuple[Expr, Expr]]:
-        """A grid of `blocks` blocks of `threads` threads; gives the numbers of the block and of the thread in it."""
+        """Open a grid of `blocks` blocks of `threads` threads; gives the numbers of the block and of the thread in
+        it."""
         assert len(self._blocks) == 1, "launches do not nest"
         assert blocks < 2**31, "the grid is too large"
         pairs = [(blocks, "blockIdx.x", "block"), (threads, "threadIdx.x", "thread")]
@@ -57,32 +62,32 @@ class ThreadEmitter(Emitter):
 
     @contextmanager
     def repeat(self, condition: Expr) -> Iterator[None]:
-        """A loop while a condition on memory of the thread holds."""
+        """Open a loop that runs while a condition on memory of the thread holds."""
         self._blocks.append([])
         yield
         self.add(tirx.While(condition, self._close()))
 
     def barrier(self) -> None:
-        """All threads of the block wait here for each other, and see what the others wrote to shared memory."""
+        """Make all threads of the block wait for each other, and see what the other threads wrote to shared memory."""
         self.add(tirx.Evaluate(tirx.call_intrin("void", "tirx.tvm_storage_sync", "shared")))
 
     def _allocate(self, size: int, dtype: str, name: str, scope: str) -> Buffer:
-        kept = "f32" if dtype in NARROW else dtype
-        buffer = tirx.decl_buffer((size,), TVM_DTYPES[kept], name=self.fresh(name), scope=scope)
+        stored = "f32" if dtype in NARROW else dtype
+        buffer = tirx.decl_buffer((size,), TVM_DTYPES[stored], name=self.fresh(name), scope=scope)
         self.add(tirx.AllocBuffer(buffer))
         return buffer
 
     def alloc(self, size: int, dtype: str, name: str) -> Buffer:
-        """Memory of one thread: registers, if it is indexed with constants after unrolling."""
+        """Allocate memory of one thread: registers, if it is indexed with constants after unrolling."""
         assert len(self._blocks) > 1, "memory of threads is allocated in launches"
         return self._allocate(size, dtype, name, self._scope)
 
     def shared(self, size: int, dtype: str, name: str) -> Buffer:
-        """Memory of one block."""
+        """Allocate memory of one block."""
         return self._allocate(size, dtype, name, "shared")
 
     def workspace(self, size: int, dtype: str, name: str) -> Buffer:
-        """Device memory for the time of this kernel: what one launch hands to the next."""
+        """Allocate device memory for the time of this kernel, for one launch to pass results to the next."""
         assert len(self._blocks) == 1, "workspaces are allocated between launches"
         return self._allocate(size, dtype, name, "global")
 
@@ -90,7 +95,8 @@ class ThreadEmitter(Emitter):
         return super().bind(widen(value), name)
 
     def keep(self, value: Expr, name: str = "t") -> Expr:
-        """Like `bind`, but never put back into expressions by the simplifier: a division that is guarded by what divides stays so."""
+        """Bind a value that the simplifier never puts back into expressions: a division that is guarded by its divisor
+        keeps its guard."""
         if isinstance(value, tirx.IntImm | tirx.FloatImm | tirx.Var) or dtype_name(value).startswith("bool"):
             return self.bind(value, name)
         return self._in_array(widen(value), name)
@@ -108,11 +114,12 @@ class ThreadEmitter(Emitter):
         return widen(tirx.BufferLoad(buffer, [index]))
 
     def prefetch(self, buffer: Buffer, index: Expr, written: bool = True) -> None:
-        """Threads hide latency themselves."""
+        """Do nothing: threads hide latency themselves."""
 
 
 class DeviceFunctions(Functions):
-    """Elementary functions of the device's library, which needs no vectoriser: within 2 ulp in f32, and right for nan and infinities."""
+    """Elementary functions of the device's library, which needs no vectoriser: within 2 ulp in f32, and right for nan
+    and infinities."""
 
     def __init__(self, emit: ThreadEmitter) -> None:
         super().__init__(emit)

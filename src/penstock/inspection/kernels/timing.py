@@ -23,7 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.backends.interface import CompileOptions, Progress, StageProgram, backend_of
+from penstock.backends.interface import CompileOptions, Progress, StageProgram
+from penstock.backends.registry import backend_of
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import Graph, Module, Value, signature, slot_of
 from penstock.ir.ops import OPS, cost_of, make

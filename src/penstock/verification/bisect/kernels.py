@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backends.interface import StageProgram, backend_of, stage_graphs
+from penstock.backends.interface import StageProgram, stage_graphs
 from penstock.backends.numpy_backend import SlotStore, array_of, tensor_of
+from penstock.backends.registry import backend_of
 from penstock.ir.graph import MICROBATCH, Graph, Module, Op, Slot, signature, slot_of
 from penstock.ir.interpreter.interpreter import microbatches_of, run_graph, run_schedule
 from penstock.ir.interpreter.ops import F64, TYPED, Array, array_dtype

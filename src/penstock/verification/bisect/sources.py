@@ -123,7 +123,7 @@ class _Bundled:
         return self.bundle.manifest.backend
 
     def load(self, stage: int) -> StageProgram:
-        from penstock.backends.interface import backend_of
+        from penstock.backends.registry import backend_of
 
         threads = min(rank.threads for rank in self.bundle.manifest.ranks)
         return backend_of(self.backend).load_stage(self.bundle.module, stage, self.bundle.stage_files(stage), threads)
@@ -191,7 +191,7 @@ class _Compiled:
     loaded: dict[int, StageProgram] = field(default_factory=dict)
 
     def load(self, stage: int) -> StageProgram:
-        from penstock.backends.interface import backend_of
+        from penstock.backends.registry import backend_of
 
         if stage not in self.loaded:
             maker = backend_of(self.backend)
