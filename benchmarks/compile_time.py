@@ -1,12 +1,14 @@
-"""How long it takes to compile a GPT-2-small-shaped training bundle, with an empty cache and with a full one, and on what the time goes.
+"""The time to compile a GPT-2-small-shaped training bundle, by phase, with an empty cache and with a full one.
 
-    python benchmarks/compile_time.py                                    GPT-2 small, two stages, 2bw: half a minute
-    python benchmarks/compile_time.py --torch --tvm                      beside it torch.compile, and inference by TVM's default pipeline: minutes more
+    python benchmarks/compile_time.py                 GPT-2 small, two stages, 2bw: half a minute
+    python benchmarks/compile_time.py --torch --tvm   also torch.compile, and inference by TVM's default pipeline:
+                                                      minutes
     python benchmarks/compile_time.py --layers 2 --width 128 --heads 4 --vocab 4096 --positions 64
 
-Every compile is a process of its own with a cache folder of its own: cold (nothing in the cache), kernels (all kernels are in the cache, as
-they are when only the order of operations changed), warm (nothing changed). Wall seconds from the start of the interpreter to the finished
-bundle, the median of the rounds; and processor seconds of all its processes, which other work on the machine changes little.
+Every compile is a process of its own with its own cache folder: cold (an empty cache), kernels (all kernels are in the
+cache, as after a change of the order of operations alone), warm (nothing changed). The figures are wall seconds from
+the start of the interpreter to the finished bundle, the median of the rounds; and processor seconds of all its
+processes, which other work on the machine changes little.
 
     import     interpreter, Penstock, the ONNX reader
     frontend   the model file into IR
@@ -16,13 +18,14 @@ bundle, the median of the rounds; and processor seconds of all its processes, wh
     link       Relax and g++, one library per stage; in parallel
     bundle     weights, hashes, flushing to disk
 
-torch.compile is timed as its users meet it: the first step of training (forward and backward of one microbatch, with an empty cache) less a
-later one; torch has the whole model in one process.
+torch.compile is timed as its users see it: the first step of training (forward and backward of one microbatch, with an
+empty cache) less a later one. torch has the whole model in one process.
 
-With --tvm inference of the same file is compiled for one process: by Penstock to a bundle, with an empty cache; by TVM's importer and
-`tvm.compile` with its default pipeline to a shared library (wall time of the whole process for both); with --torch by torch.compile, too,
-the first call less a later one. With --run what they compiled is called once, and results are compared with onnxruntime's: only for small
-models, as TVM's default kernels are plain loops.
+With --tvm inference of the same file is compiled for one process: by Penstock to a bundle, with an empty cache; by
+TVM's importer and `tvm.compile` with its default pipeline to a shared library. Both count the wall time of the whole
+process. With --torch it is also compiled by torch.compile: the first call less a later one. With --run the compiled
+models are called once, and results are compared with onnxruntime's: only for small models, as TVM's default kernels are
+plain loops.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ INFERENCE = "inference"
 
 
 def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, jobs: int | None) -> dict[str, Any]:
-    """Compile in this process, as `penstock compile` does; seconds by phase."""
+    """Compile in this process, as `penstock compile` does, and return seconds by phase."""
     from dataclasses import replace
 
     from training_shape import Shape
@@ -105,7 +108,7 @@ def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, 
 
 
 def torch_once(shape_text: str, model_file: str, infers: str) -> dict[str, Any]:
-    """First step under torch.compile, of training or of inference, and a later one."""
+    """Time the first step under torch.compile, of training or of inference, less a later one."""
     import torch
     from torch_contender import loss_of
     from torch_models import build
@@ -138,8 +141,10 @@ def torch_once(shape_text: str, model_file: str, infers: str) -> dict[str, Any]:
 
 
 def tvm_once(model_file: str, library: str, runs: str) -> dict[str, Any]:
-    """TVM's own importer and default pipeline, to a shared library; with `runs` the largest relative
-    difference of its results from onnxruntime's."""
+    """Compile with TVM's importer and default pipeline to a shared library.
+
+    With `runs`, also compute the largest relative difference of its results from onnxruntime's.
+    """
     import onnx
     import tvm
     from tvm.relax.frontend.onnx import from_onnx
@@ -149,29 +154,29 @@ def tvm_once(model_file: str, library: str, runs: str) -> dict[str, Any]:
     module, weights = tvm.relax.frontend.detach_params(module)
     executable = tvm.compile(module, target=tvm.target.Target.from_device(tvm.cpu()))
     executable.export_library(library)
-    found: dict[str, Any] = {"processor": processor_seconds()}
+    answer: dict[str, Any] = {"processor": processor_seconds()}
     if runs:
         import numpy as np
         import onnxruntime
 
         session = onnxruntime.InferenceSession(model_file, providers=["CPUExecutionProvider"])
         x = session.get_inputs()[0]
-        given = np.zeros(x.shape, np.int64)
+        tokens = np.zeros(x.shape, np.int64)
         machine = tvm.relax.VirtualMachine(tvm.runtime.load_module(library), tvm.cpu())
-        result = machine["main"](tvm.runtime.tensor(given), *weights["main"])
-        exact = session.run(None, {x.name: given})[0]
-        found["error"] = float(np.abs(result.numpy() - exact).max() / np.abs(exact).max())
-    return found
+        result = machine["main"](tvm.runtime.tensor(tokens), *weights["main"])
+        exact = session.run(None, {x.name: tokens})[0]
+        answer["error"] = float(np.abs(result.numpy() - exact).max() / np.abs(exact).max())
+    return answer
 
 
 def processor_seconds() -> float:
-    """Of this process and those it has seen end."""
+    """Return processor seconds of this process and its children that have ended."""
     spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(use.ru_utime + use.ru_stime for use in spent)
 
 
 def child(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    """Run this file as a process of its own; what it printed, and its wall time."""
+    """Run this file as a process of its own, and return its printed answer and its wall time."""
     begin = time.perf_counter()
     done = subprocess.run(
         [sys.executable, __file__, "--child", *arguments],
@@ -188,7 +193,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     shape = shape_of(arguments)
     model = write_model(shape, folder / f"{shape.model}.onnx")
-    found: dict[str, list[dict[str, Any]]] = {state: [] for state in STATES}
+    rows_by_state: dict[str, list[dict[str, Any]]] = {state: [] for state in STATES}
     for number in range(arguments.rounds):
         cache = folder / f"cache{number}"
         for state in STATES:
@@ -206,9 +211,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             row["import"] += row["total"] - sum(
                 row[phase] for phase in PHASES
             )  # the interpreter before its first line, and its end
-            found[state].append(row)
+            rows_by_state[state].append(row)
             print(f"{state}: {row['total']:.1f} s", file=sys.stderr)
-    result: dict[str, Any] = {"states": found}
+    result: dict[str, Any] = {"states": rows_by_state}
     by_torch = ["torch", shape.to_json(), str(model)]
     if arguments.torch:
         result["training"] = {
@@ -229,7 +234,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _forget_libraries(cache: Path) -> None:
-    """Delete linked stages; their content is the only one that starts as a shared library does."""
+    """Delete linked stages, the only files in the cache that begin as a shared library does."""
     libraries = [path for path in (cache / "tvm").iterdir() if path.read_bytes()[32:36] == b"\x7fELF"]
     assert libraries, "no library was kept"
     for path in libraries:
@@ -252,14 +257,15 @@ def report(result: dict[str, Any]) -> None:
         for name, row in result[what].items():
             ours.setdefault(what, row["seconds"])  # Penstock comes first
             print(
-                f"{what} by {name}: {row['seconds']:.1f} s ({row['seconds'] / ours[what]:.1f} times ours), processor {row['processor']:.1f} s"
+                f"{what} by {name}: {row['seconds']:.1f} s ({row['seconds'] / ours[what]:.1f} times ours), processor "
+                f"{row['processor']:.1f} s"
             )
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--child"]:
         what, *words = sys.argv[2:]
-        # What libraries print must not mix with the answer.
+        # Output of libraries must not mix with the answer.
         out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         if what == "torch":

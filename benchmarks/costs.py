@@ -1,15 +1,18 @@
-"""What passes/costs/prices.py says that stages cost, beside what they take: for several models, on one thread of this machine.
+"""Costs of stages by passes/costs/prices.py beside measured times: for several models, on one thread of this machine.
 
-    python benchmarks/costs.py                    # rates measured now, as `penstock doctor` does: two minutes
-    python benchmarks/costs.py --cluster FILE     # with the rates of the first device of a cluster file
+    python benchmarks/costs.py                  # with rates measured at the start, as `penstock doctor` does: two
+                                                minutes
+    python benchmarks/costs.py --cluster FILE   # with the rates of the first device of a cluster file
 
 Columns, in milliseconds of one call of a stage graph:
 
-    measured   the compiled graph, called as a worker does, F and B in turn and U once in a while: median of processor time
-    rates      the roofline with the rates that the doctor measured, of the fused graph          table   the sum of its kernels, each timed by itself
-    guessed    the roofline with the rates of Cluster.local, when nothing was measured            / ...   that over measured
+    measured   the compiled graph, called as a worker does, F and B in turn and U at times: median of processor time
+    rates      the roofline with the rates that the doctor measured, of the fused graph
+    table      the sum of its kernels, each timed by itself
+    guessed    the roofline with the rates of Cluster.local, when nothing was measured
+    / ...      that over measured
 
-Processor time of one thread is what other programs change least; caches and memory they still share. No claim
+Processor time of one thread is the clock that other programs change least; they still share caches and memory. No claim
 is checked here: the table is the result.
 """
 
@@ -52,19 +55,21 @@ def main() -> None:
     device = Cluster.load(arguments.cluster).devices[0] if arguments.cluster else measured_device()
     guessed = Cluster.local(threads=(1,)).devices[0]
     print(
-        f"{'model':10} {'graph':6} {'measured':>9} {'rates':>8} {'/ ms':>5} {'table':>8} {'/ ms':>5} {'guessed':>8} {'/ ms':>5}"
+        f"{'model':10} {'graph':6} {'measured':>9} {'rates':>8} {'/ ms':>5} {'table':>8} {'/ ms':>5} {'guessed':>8} "
+        f"{'/ ms':>5}"
     )
     off: dict[str, list[float]] = {"rates": [], "table": [], "guessed": []}
     for name in arguments.models:
-        for graph, taken, costs in rows_of(name, device, guessed):
-            ratios = {key: seconds / taken for key, seconds in costs.items()}
+        for graph, measured, costs in rows_of(name, device, guessed):
+            ratios = {key: seconds / measured for key, seconds in costs.items()}
             for key, ratio in ratios.items():
                 off[key].append(abs(ratio - 1))
             cells = " ".join(f"{1e3 * costs[key]:8.3f} {ratios[key]:5.2f}" for key in ("rates", "table", "guessed"))
-            print(f"{name:10} {graph:6} {1e3 * taken:9.3f} {cells}", flush=True)
+            print(f"{name:10} {graph:6} {1e3 * measured:9.3f} {cells}", flush=True)
     for key, errors in off.items():
         print(
-            f"{key}: off by {100 * statistics.median(errors):.0f} % in the median, {100 * max(errors):.0f} % at worst, over {len(errors)} graphs"
+            f"{key}: off by {100 * statistics.median(errors):.0f} % in the median, {100 * max(errors):.0f} % at "
+            f"worst, over {len(errors)} graphs"
         )
 
 
@@ -73,14 +78,15 @@ def measured_device() -> Device:
     assert report is not None
     device = report.cluster.devices[0]
     print(
-        f"{device.flops / 1e9:.4g} GFLOP/s, {device.bandwidth / 1e9:.3g} GB/s, cache {device.cache >> 20} MiB {device.cache_bandwidth / 1e9:.3g} GB/s"
+        f"{device.flops / 1e9:.4g} GFLOP/s, {device.bandwidth / 1e9:.3g} GB/s, cache {device.cache >> 20} MiB "
+        f"{device.cache_bandwidth / 1e9:.3g} GB/s"
     )
     print(" ".join(f"{key} {share}" for key, share in device.efficiency), "\n")
     return device
 
 
 def rows_of(name: str, device: Device, guessed: Device) -> list[tuple[str, float, dict[str, float]]]:
-    """Of every graph of the model on one stage: its name, seconds, and what the sources say."""
+    """Return for every graph of the model on one stage its name, its seconds, and its costs by source."""
     write, sizes, loss = MODELS[name]
     with tempfile.TemporaryDirectory(prefix="penstock-costs-") as text:
         folder = Path(text)
@@ -90,24 +96,24 @@ def rows_of(name: str, device: Device, guessed: Device) -> list[tuple[str, float
         backend = backend_of("tvm")
         files = backend.compile_stages(module, [0], folder, CompileOptions())
         program = backend.load_stage(module, 0, [folder / file for file in files[0]], 1)
-        taken = time_graphs(program, module)
+        measured = time_graphs(program, module)
         table: dict[str, float] = {}
         for row in measure_rows(kernel_rows(module), module, "tvm", 1):
             table[row.graph] = table.get(row.graph, 0.0) + row.seconds * len(row.names)
-    costs = {kind: GraphCost(module.graphs[f"s0.{kind}"]) for kind in taken}
+    costs = {kind: GraphCost(module.graphs[f"s0.{kind}"]) for kind in measured}
     passed = {kind: cost.moved for kind, cost in costs.items()}
-    found = []
-    for kind, seconds in taken.items():
+    rows = []
+    for kind, seconds in measured.items():
         others = MICROBATCHES * (passed["F"] + passed["B"]) if kind == "U" else passed["F" if kind == "B" else "B"]
         rates = costs[kind].seconds(device, between=others)
-        found.append(
+        rows.append(
             (kind, seconds, {"rates": rates, "table": table[f"s0.{kind}"], "guessed": costs[kind].seconds(guessed)})
         )
-    return found
+    return rows
 
 
 def time_graphs(program: StageProgram, module: Module) -> dict[str, float]:
-    """Median seconds of one call, with the arguments that graphs have in common being one tensor."""
+    """Return median seconds of one call. Arguments that graphs have in common are one tensor."""
     graphs = {kind: module.graphs[f"s0.{kind}"] for kind in "FBU"}
     arguments = {kind: random_arguments(graph, module) for kind, graph in graphs.items()}
     times: dict[str, list[float]] = {kind: [] for kind in graphs}
@@ -117,7 +123,7 @@ def time_graphs(program: StageProgram, module: Module) -> dict[str, float]:
             kept = program.call(graphs[kind].name, arguments[kind])
             times[kind].append(time.process_time() - begin)
             del kept
-    return {kind: statistics.median(found[2:]) for kind, found in times.items()}
+    return {kind: statistics.median(seconds[2:]) for kind, seconds in times.items()}
 
 
 if __name__ == "__main__":

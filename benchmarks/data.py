@@ -1,20 +1,22 @@
-"""What reading ahead gains: a training step with the thread that reads data (runtime/worker/feeds.py), and without it.
+"""The gain of reading ahead: a training step with the thread that reads data (runtime/worker/feeds.py), and without it.
 
     python benchmarks/data.py                           all rows: about a minute
     python benchmarks/data.py --only slow --json data.json
 
-One rank trains a small MLP on images (12288 numbers a sample, 64 samples a microbatch, 4 microbatches a step) with the worker's own code,
-in this process, on one thread; data come from a file, whose pages are in memory. Rows:
+One rank trains a small MLP on images (12288 numbers a sample, 64 samples a microbatch, 4 microbatches a step) with the
+worker's code, in this process, on one thread. Data come from a file, whose pages are in memory. Rows:
 
-npz         samples of a mapped .npz in order: a copy of what lies together
-npz-shuffle the same with --shuffle: samples are gathered from all over the file
-parquet     a .parquet, shuffled; the column is in memory since it was opened (left out without pyarrow)
-slow        the shuffled .npz behind a source that makes every read of a microbatch wait: for half of its computation, for as long, and for
-            twice as long (`slow-0.5`, `slow-1`, `slow-2`), as a disk or network would
+    npz           samples of a mapped .npz in order: a copy of adjacent bytes
+    npz-shuffle   the same with --shuffle: samples are gathered from all over the file
+    parquet       a .parquet, shuffled; the column is in memory since it was opened (left out without pyarrow)
+    slow          the shuffled .npz behind a source that makes every read of a microbatch wait: for half of its
+                  computation, for as long, and for twice as long (`slow-0.5`, `slow-1`, `slow-2`), as a disk or network
+                  would
 
-With and without take turns, round after round; figures are medians over rounds. `read` is the time of reading a step's microbatches by
-themselves, `rest` that of the step less that of reading. Without the thread a step takes rest + read; with it, it cannot take less than the
-longer of the two: `bound`. That both ways give the same arrays is tested (tests/runtime/test_feeds.py).
+Both ways take turns, round after round; figures are medians over rounds. `read` is the time of reading a step's
+microbatches by themselves, `rest` that of the step less that of reading. Without the thread a step takes rest + read.
+With it, it cannot take less than the longer of the two: `bound`. Another test checks that both ways give the same
+arrays (tests/runtime/test_feeds.py).
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class Slow:
 
 
 class Training:
-    """One rank in this process, whose data and reading ahead can be changed between runs."""
+    """One rank in this process. Its data and its reading ahead can be changed between runs."""
 
     def __init__(self, bundle: Bundle, spec: DataSpec) -> None:
         group = RankGroup(host_store(1, TIMEOUT), 0, 1, TIMEOUT)
@@ -76,7 +78,7 @@ class Training:
         self.samples: Samples = self._worker.samples
 
     def steps(self, first: int, count: int, samples: Samples, ahead: int) -> float:
-        """Seconds of a step."""
+        """Run steps, and return seconds per step."""
         self._worker.samples = samples
         self._worker.setup = msgspec.structs.replace(self._worker.setup, prefetch=ahead)
         begin = time.perf_counter()
@@ -95,7 +97,7 @@ class Training:
 
 
 def reading(samples: Samples, first: int, count: int) -> float:
-    """Seconds of reading a step's microbatches, with the copy that the thread takes."""
+    """Return seconds of reading a step's microbatches, with the copy that the thread takes."""
     begin = time.perf_counter()
     for mb in range(first * MICROBATCHES, (first + count) * MICROBATCHES):
         for name in ("x", "labels"):
@@ -104,26 +106,26 @@ def reading(samples: Samples, first: int, count: int) -> float:
 
 
 def write_data(folder: Path) -> dict[str, Path]:
-    """The same samples in every format that there is."""
+    """Write the same samples in every available format."""
     random = np.random.default_rng(0)
     arrays = {
         "x": random.standard_normal((SAMPLES, WIDTHS[0])).astype(np.float32),
         "labels": random.integers(0, WIDTHS[-1], SAMPLES),
     }
-    found = {"npz": folder / "data.npz"}
-    np.savez(found["npz"], **arrays)
+    files = {"npz": folder / "data.npz"}
+    np.savez(files["npz"], **arrays)
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        return found
+        return files
     columns = {
         "x": pyarrow.FixedSizeListArray.from_arrays(arrays["x"].reshape(-1), WIDTHS[0]),
         "labels": arrays["labels"],
     }
-    found["parquet"] = folder / "data.parquet"
-    parquet.write_table(pyarrow.table(columns), found["parquet"], compression="none")
-    return found
+    files["parquet"] = folder / "data.parquet"
+    parquet.write_table(pyarrow.table(columns), files["parquet"], compression="none")
+    return files
 
 
 def measure(name: str, bundle: Bundle, files: Mapping[str, Path], rounds: int, steps: int) -> dict[str, Any]:
@@ -145,16 +147,23 @@ def measure(name: str, bundle: Bundle, files: Mapping[str, Path], rounds: int, s
         for way in ("without", "with") if number % 2 else ("with", "without"):
             times[way].append(run(AHEAD if way == "with" else 0))
     training.leave()
-    usual = {way: statistics.median(found) for way, found in times.items()}
-    rest = max(usual["without"] - usual["read"], 0.0)
-    return {"row": name, "wait_s": wait, **usual, "rest": rest, "bound": max(rest, usual["read"]), "times": times}
+    usual = {way: statistics.median(seconds) for way, seconds in times.items()}
+    computing = max(usual["without"] - usual["read"], 0.0)
+    return {
+        "row": name,
+        "wait_s": wait,
+        **usual,
+        "rest": computing,
+        "bound": max(computing, usual["read"]),
+        "times": times,
+    }
 
 
 def table(lines: list[dict[str, Any]]) -> str:
     rows = []
     for x in lines:
-        told = [f"{x[key] * 1e3:.1f}" for key in ("read", "rest", "without", "with", "bound")]
-        rows.append([x["row"], *told, f"{x['without'] / x['with']:.3f}", f"{x['bound'] / x['with']:.3f}"])
+        cells = [f"{x[key] * 1e3:.1f}" for key in ("read", "rest", "without", "with", "bound")]
+        rows.append([x["row"], *cells, f"{x['without'] / x['with']:.3f}", f"{x['bound'] / x['with']:.3f}"])
     return markdown(["row", "read ms", "rest ms", "without ms", "with ms", "bound ms", "gain", "of the bound"], rows)
 
 

@@ -1,9 +1,9 @@
-"""The same model under DeepSpeed's pipeline engine: two ranks over gloo, cut where torch's pipelines are, with torch's fused optimiser.
+"""The same model under DeepSpeed's pipeline engine: two ranks over gloo, with torch's cut and fused optimiser.
 
     python deepspeed_contender.py SHAPE_JSON MODEL.onnx WARMUP RANK PORT
 
-DeepSpeed is no dependency: `DS_BUILD_OPS=0 pip install deepspeed` puts it beside this project without its
-compiled operations, which none of this needs.
+DeepSpeed is no dependency: `DS_BUILD_OPS=0 pip install deepspeed` installs it beside this project without its compiled
+operations, which this benchmark does not need.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ def engine_of(stages: list[nn.Module], shape: Shape) -> Any:
     module = PipelineModule(stages, num_stages=RANKS, loss_fn=loss_of, partition_method="uniform")
     optimizer = optimizer_of(list(module.parameters()), shape)
     sizes = {"train_batch_size": shape.samples, "train_micro_batch_size_per_gpu": shape.microbatch_samples}
-    # It clips gradients unless it is told not to.
+    # It clips gradients by default.
     config = sizes | {
         "gradient_accumulation_steps": shape.microbatches,
         "steps_per_print": 10**9,
         "gradient_clipping": 0.0,
     }
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    # The last stage divides its loss by the number of microbatches, and every other stage the gradient of its outputs once more (0.19.8), so that
-    # its parameters learn too slowly. Without that, losses are those of all others.
+    # The last stage divides its loss by the number of microbatches, and every other stage the gradient of its outputs
+    # once more (0.19.8), so that its parameters learn too slowly. Without that, its losses are those of the other
+    # contenders.
     engine._backward_prologue_per_tensor = lambda gradient: gradient
     return engine
 
@@ -69,10 +70,10 @@ def main() -> None:
         torch.set_num_threads(1)
         deepspeed.init_distributed("gloo", verbose=False)
     pieces = pieces_of(shape, model_file)
-    told: list[Any] = [best_cut(time_pieces(pieces, shape), RANKS) if rank == 0 else None]
-    torch.distributed.broadcast_object_list(told)
-    cut: list[int] = told[0]
-    # What other ranks compute has no place here; DeepSpeed is told that it is there.
+    shared: list[Any] = [best_cut(time_pieces(pieces, shape), RANKS) if rank == 0 else None]
+    torch.distributed.broadcast_object_list(shared)
+    cut: list[int] = shared[0]
+    # Pieces of other ranks take no memory here; DeepSpeed gets identities in their place.
     stages = [
         Stage(pieces[a:b], shape) if number == rank else nn.Identity() for number, (a, b) in enumerate(pairwise(cut))
     ]

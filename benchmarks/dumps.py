@@ -1,17 +1,17 @@
-"""What a dump costs: `penstock compile` of a GPT with `--dump-ir` and without, in turns, each a process of its own.
+"""The cost of a dump: `penstock compile` of a GPT with `--dump-ir` and without, in turns, each a process of its own.
 
     python benchmarks/dumps.py                              12 layers, two stages, 2bw: some minutes
     python benchmarks/dumps.py --layers 2 --rounds 3
 
     cold     nothing in the cache
-    warm     the libraries are in it, and so are their sources, as a compile with a dump leaves them
-    first    the libraries are in it, but nobody has asked for sources yet
+    warm     the libraries and their sources are in the cache, as after a compile with a dump
+    first    the libraries are in the cache, their sources not yet
 
-Wall seconds from the start of the interpreter to its end, and processor seconds of all its processes, which other work on the machine
-changes little; medians of the rounds. With and without take turns, and who begins changes. Bytecode of modules is kept, as Python
-does it unless told otherwise. The exit code is 1 where a dump adds more than `--most` to the processor seconds of a cold or a warm
-compile. The first dump of what was compiled without one makes the texts of all kernels, once. Without `--dump-ir` nothing of a dump
-is even imported (tests/test_dumping.py).
+Figures are wall seconds from the start of the interpreter to its end, and processor seconds of all its processes, which
+other work on the machine changes little; medians of the rounds. Both ways take turns, and the first of a round
+alternates. Bytecode of modules is kept, as Python does by default. The exit code is 1 where a dump adds more than
+`--most` to the processor seconds of a cold or a warm compile. The first dump after a compile without one makes the
+texts of all kernels, once. Without `--dump-ir` no part of dumping is even imported (tests/test_dumping.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ COMPILE = [
 
 
 def compile_once(model: Path, folder: Path, cache: Path, dump: Path | None) -> tuple[float, float]:
-    """Wall and processor seconds of one compile; what it printed is shown where it fails."""
+    """Return wall and processor seconds of one compile. If it fails, end with its output."""
     words = [sys.executable, "-m", "penstock", "compile", str(model), "-o", str(folder / "bundle"), *COMPILE]
     environment = {
         key: value for key, value in os.environ.items() if key not in ("PENSTOCK_DUMP", "PYTHONDONTWRITEBYTECODE")
@@ -68,7 +68,7 @@ def compile_once(model: Path, folder: Path, cache: Path, dump: Path | None) -> t
 
 
 def processor_seconds() -> float:
-    """Of all processes that have ended."""
+    """Return processor seconds of all processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -80,7 +80,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model, dump = folder / "gpt.onnx", folder / "dump"
     write_gpt(model, batch=2, **sizes)
     caches = {"off": folder / "without", "on": folder / "with"}
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {state: {"off": [], "on": []} for state in STATES}
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {state: {"off": [], "on": []} for state in STATES}
     for state in STATES:
         for number in range(arguments.cold_rounds if state != "warm" else arguments.rounds):
             for way in ("off", "on") if number % 2 == 0 else ("on", "off"):
@@ -92,21 +92,21 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     cache = folder / "copy"
                     shutil.rmtree(cache, ignore_errors=True)
                     shutil.copytree(caches["off"], cache)
-                found[state][way].append(compile_once(model, folder, cache, dump if way == "on" else None))
-                wall, processor = found[state][way][-1]
+                times[state][way].append(compile_once(model, folder, cache, dump if way == "on" else None))
+                wall, processor = times[state][way][-1]
                 print(f"{state} {way}: {wall:.2f} s, of processors {processor:.2f} s", file=sys.stderr)
     files = [path for path in dump.rglob("*") if path.is_file()]
-    return {"states": found, "files": len(files), "bytes": sum(path.stat().st_size for path in files)}
+    return {"states": times, "files": len(files), "bytes": sum(path.stat().st_size for path in files)}
 
 
 def middle(result: dict[str, Any], state: str, way: str) -> tuple[float, float]:
-    """Medians of wall and processor seconds."""
+    """Return medians of wall and processor seconds."""
     walls, processors = zip(*result["states"][state][way], strict=True)
     return statistics.median(walls), statistics.median(processors)
 
 
 def added(result: dict[str, Any], state: str) -> tuple[float, float]:
-    """What a dump adds, as a part of the compile without it."""
+    """Return the wall and processor seconds that a dump adds, as parts of those of the compile without it."""
     off, on = middle(result, state, "off"), middle(result, state, "on")
     return on[0] / off[0] - 1, on[1] / off[1] - 1
 
@@ -119,10 +119,11 @@ def report(result: dict[str, Any]) -> None:
         print(f"{row}  {len(result['states'][state]['on'])}")
     for state in STATES:
         ways = {way: sorted(spent for _, spent in result["states"][state][way]) for way in ("off", "on")}
-        told = ", ".join(f"{way} {times[0]:.2f} to {times[-1]:.2f}" for way, times in ways.items())
+        ranges = ", ".join(f"{way} {times[0]:.2f} to {times[-1]:.2f}" for way, times in ways.items())
         means = {way: statistics.mean(times) for way, times in ways.items()}
         print(
-            f"{state:6}  processor seconds of rounds: {told}; a dump adds {means['on'] / means['off'] - 1:.1%} to their mean"
+            f"{state:6}  processor seconds of rounds: {ranges}; a dump adds {means['on'] / means['off'] - 1:.1%} to "
+            "their mean"
         )
     print(f"the folder: {result['files']} files, {result['bytes'] / 2**20:.1f} MiB")
 

@@ -1,13 +1,12 @@
-"""Failures of random ranks at random moments, and whether the job ends in time, says the right thing, leaves nobody
-behind and goes on as if nothing had been.
+"""Failures of random ranks at random moments: whether the job ends in time, says why, and resumes exactly.
 
-    python benchmarks/failures.py --trials 30 --json failures.json      # kill -9, SIGSTOP and network cuts of 4 ranks in network namespaces
-    python benchmarks/failures.py --soak 2000 --every 200               # a local run that loses a worker every so often, and its memory
+    python benchmarks/failures.py --trials 30 --json failures.json      # kill -9, SIGSTOP and network cuts of 4 ranks
+    python benchmarks/failures.py --soak 2000 --every 200               # a local run that loses workers, and its memory
 
-A trial starts four ranks with the variables of srun, each in a namespace of its own (root, iproute2), and fails one of them: its worker or
-the keeper of it is killed or stopped, or its host is taken off the bridge. It measures the seconds until every process on all hosts has
-ended. Then the same command starts again and has to finish; its losses must be those of a run without failure, bit for bit, each step once.
-Exit code 1 if any of that does not hold.
+A trial starts four ranks with the variables of srun, each in its own network namespace (root, iproute2), and fails one
+of them: its worker or the worker's keeper is killed or stopped, or its host is taken off the bridge. It measures the
+seconds until every process on all hosts has ended. Then the same command starts again and has to finish. Its losses
+must be those of a run without failure, bit for bit, each step once. The exit code is 1 if any of that does not hold.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ from penstock.runtime.job.run import run_bundle
 KINDS = ("kill", "stop", "cut")
 RANKS = 4
 LIMIT = 20.0
-# How long anything may take here before it is given up and ended, and what a launcher started after it ended.
+# Seconds after which a wait is given up and the processes are ended; and seconds for processes to end after a launcher
+# has.
 _GIVE_UP, _END_SECONDS = 120.0, 10.0
 _WORDS = {
     ("kill", "worker"): "was killed by SIGKILL during",
@@ -49,14 +49,15 @@ _WORDS = {
     ("cut", "host"): "nothing was heard for",
 }
 
-# What a rank was at; messages name the peer.
+# The action of a rank; messages name the peer.
 _ACTION = re.compile(
-    r"(?:during|which was at) (?:\d+[A-Z]+\d+\S* \((?:(?:send|receive) [^)]* rank \d|(?!send|receive)[^)]*)\)|idle|saving|joining|loading)"
+    r"(?:during|which was at) (?:\d+[A-Z]+\d+\S* \((?:(?:send|receive) [^)]* rank \d|(?!send|receive)[^)]*)\)"
+    r"|idle|saving|joining|loading)"
 )
 
 
 def make_bundle(folder: Path, ranks: int) -> str:
-    """A small training, compiled for as many stages as there are ranks."""
+    """Compile a small training for as many stages as there are ranks."""
     model = ps.from_onnx(write_mlp(folder / "model.onnx", [16] * (ranks + 1), batch=4))
     training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.05), microbatches=ranks)
     return str(ps.compile(ps.plan(model, ps.Cluster.local(ranks), training), folder / "bundle", backend="numpy"))
@@ -74,7 +75,7 @@ def is_there(pid: int) -> bool:
 
 
 def workers(pid: int) -> list[int]:
-    """The ranks of a launcher on one host: they are forked by its children."""
+    """List the ranks of a launcher on one host, which its children fork."""
     return [rank for server in children(pid) for rank in children(server)]
 
 
@@ -134,7 +135,7 @@ class Trial:
         return running
 
     def said(self) -> list[str]:
-        """What the ranks of the last start said, the error of each if it had one."""
+        """Return the error of each rank of the last start, "" where it had none."""
         texts = [(self.folder / f"log{self.started}.{rank}").read_text() for rank in range(RANKS)]
         return [text[text.index("penstock: error:") :].strip() if "penstock: error:" in text else "" for text in texts]
 
@@ -157,43 +158,21 @@ class Trial:
             if seconds > LIMIT:
                 problems.append(f"it took {seconds:.1f} s")
             said = self.said()
-            # In a cut network, each half says what it knows.
             finished = steps_in(self.metrics) == self.steps and not any(said)
+            # In a cut network, each half reports what it knows.
             inside = [text for r, text in enumerate(said) if text and not (kind == "cut" and r == rank)]
             if finished and target == "keeper":
-                # A rank whose keeper is stopped goes on working: it may be done before anybody misses it.
+                # A rank whose keeper is stopped goes on working: it may be done before its keeper is missed.
                 inside = ["finished"]
-            elif (
-                len(inside) != 1
-                or f"rank {rank} (stage {rank}, process" not in inside[0]
-                or _WORDS[kind, target] not in inside[0]
-            ):
-                problems.append(f"not the one right message: {inside}")
-            elif "last finished step" not in inside[0] or f"n{rank}" not in inside[0]:
-                problems.append(f"no last step or host: {inside[0]}")
-            elif not _ACTION.search(inside[0]):
-                problems.append(f"no action with its peer: {inside[0]}")
+            else:
+                problems += self._message_problems(inside, kind, rank, target)
             if kind == "cut":
                 hosts.mend(rank)
             again = 0.0
             if losses is not None and not finished:
-                reached, begin = steps_in(self.metrics), time.monotonic()
-                running = self.start(hosts)
-                try:
-                    wait_for(lambda: steps_in(self.metrics) > reached or not self.alive(running, hosts))
-                    again = time.monotonic() - begin
-                    wait_for(lambda: not self.alive(running, hosts))
-                finally:
-                    self.end(running, hosts)
+                again = self._resume(hosts)
             if losses is not None:
-                records = [json.loads(line) for line in self.metrics.read_text().splitlines()]
-                if [record["step"] for record in records] != list(range(self.steps)):
-                    problems.append(
-                        f"steps {[record['step'] for record in records][:5]}... of {len(records)}: {self.said()}"
-                    )
-                elif [record["loss"] for record in records] != losses:
-                    problems.append("other losses than without the failure")
-        told = inside[0] if inside else ""
+                problems += self._record_problems(losses)
         return {
             "kind": kind,
             "target": target,
@@ -202,8 +181,42 @@ class Trial:
             "seconds": seconds,
             "again_s": again,
             "problems": problems,
-            "said": told,
+            "said": inside[0] if inside else "",
         }
+
+    def _message_problems(self, inside: list[str], kind: str, rank: int, target: str) -> list[str]:
+        """Return what is wrong with the errors of the ranks that still reach each other: there must be one."""
+        if (
+            len(inside) != 1
+            or f"rank {rank} (stage {rank}, process" not in inside[0]
+            or _WORDS[kind, target] not in inside[0]
+        ):
+            return [f"not the one right message: {inside}"]
+        if "last finished step" not in inside[0] or f"n{rank}" not in inside[0]:
+            return [f"no last step or host: {inside[0]}"]
+        return [] if _ACTION.search(inside[0]) else [f"no action with its peer: {inside[0]}"]
+
+    def _resume(self, hosts: Hosts) -> float:
+        """Start again and run to the end. Return the seconds until the first step."""
+        reached, begin = steps_in(self.metrics), time.monotonic()
+        running = self.start(hosts)
+        try:
+            wait_for(lambda: steps_in(self.metrics) > reached or not self.alive(running, hosts))
+            seconds = time.monotonic() - begin
+            wait_for(lambda: not self.alive(running, hosts))
+        finally:
+            self.end(running, hosts)
+        return seconds
+
+    def _record_problems(self, losses: list[float]) -> list[str]:
+        """Return what differs from the steps and losses of a run without failure."""
+        records = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        steps = [record["step"] for record in records]
+        if steps != list(range(self.steps)):
+            return [f"steps {steps[:5]}... of {len(records)}: {self.said()}"]
+        if [record["loss"] for record in records] != losses:
+            return ["other losses than without the failure"]
+        return []
 
     def fail(self, hosts: Hosts, keeper: int, kind: str, rank: int, target: str) -> None:
         if kind == "cut":
@@ -224,9 +237,9 @@ class Trial:
 def trials(
     count: int, seed: int, steps: int, heartbeat: float, recover: bool = True, kinds: Sequence[str] = KINDS
 ) -> list[dict[str, Any]]:
-    """As many trials, kinds in turn, everything else by chance."""
+    """Run trials with kinds in turn and everything else by chance."""
     chance = random.Random(seed)
-    found = []
+    results = []
     with tempfile.TemporaryDirectory(prefix="penstock-failures-") as root:
         folder = Path(root)
         bundle = make_bundle(folder, RANKS)
@@ -234,24 +247,27 @@ def trials(
         for i in range(count):
             kind = kinds[i % len(kinds)]
             target = "host" if kind == "cut" else chance.choice(("worker", "worker", "keeper"))
-            own = folder / str(i)
-            own.mkdir()
-            trial = Trial(bundle, own, steps, heartbeat, seed * 1000 + i)
+            place = folder / str(i)
+            place.mkdir()
+            trial = Trial(bundle, place, steps, heartbeat, seed * 1000 + i)
             result = trial.run(kind, chance.randrange(RANKS), target, chance.randrange(1, max(2, steps // 2)), losses)
-            found.append(result)
-            told = "ok" if not result["problems"] else "; ".join(result["problems"])
-            line = f"{i + 1:3} {kind:4} {target:6} rank {result['rank']} after step {result['after']:4}: ended in {result['seconds']:5.1f} s"
-            print(f"{line}, went on in {result['again_s']:5.1f} s: {told}", flush=True)
-    return found
+            results.append(result)
+            outcome = "ok" if not result["problems"] else "; ".join(result["problems"])
+            line = (
+                f"{i + 1:3} {kind:4} {target:6} rank {result['rank']} after step {result['after']:4}: ended in "
+                f"{result['seconds']:5.1f} s"
+            )
+            print(f"{line}, went on in {result['again_s']:5.1f} s: {outcome}", flush=True)
+    return results
 
 
-# MiB per 100 steps.
+# The steepest growth that passes, in MiB per 100 steps.
 STEEPEST = 1.0
 Samples = list[tuple[int, int]]
 
 
 class Watched:
-    """A local run from the command line, with what its processes took of memory: samples of (step, bytes)."""
+    """A local run from the command line, with samples (step, bytes) of its processes' memory."""
 
     def __init__(self, bundle: str, folder: Path, steps: int, more: Sequence[str] = ()) -> None:
         self.folder, self.steps, self.metrics = folder, steps, folder / "metrics.jsonl"
@@ -268,14 +284,14 @@ class Watched:
             *more,
         ]
         self.launcher: Samples = []
-        # Of each start the samples of every worker.
+        # For each start the samples of every worker.
         self.lives: list[list[Samples]] = [[]]
         self.lost = 0
         self.problems: list[str] = []
 
     def run(self, every: int | None, chance: random.Random) -> list[dict[str, Any]]:
-        """Run to the end, and kill a worker every so many steps; the records of the steps."""
-        own: list[int] = []
+        """Run to the end, kill a worker every so many steps, and return the records of the steps."""
+        ranks: list[int] = []
         seen: set[int] = set()
         with (self.folder / "log").open("w+") as log:
             process = subprocess.Popen(
@@ -284,18 +300,18 @@ class Watched:
             try:
                 while process.poll() is None:
                     time.sleep(0.05)
-                    done, own = steps_in(self.metrics), workers(process.pid) or own
-                    seen |= {*own, *children(process.pid)}
+                    done, ranks = steps_in(self.metrics), workers(process.pid) or ranks
+                    seen |= {*ranks, *children(process.pid)}
                     self.launcher.append((done, resident_bytes(process.pid)))
-                    for number, pid in enumerate(own):
+                    for number, pid in enumerate(ranks):
                         if number == len(self.lives[-1]):
                             self.lives[-1].append([])
                         self.lives[-1][number].append((done, resident_bytes(pid)))
                     if every is not None and (self.lost + 1) * every <= done < self.steps:
-                        os.kill(chance.choice(own), signal.SIGKILL)
+                        os.kill(chance.choice(ranks), signal.SIGKILL)
                         self.lost += 1
                         self.lives.append([])
-                        old = set(own)
+                        old = set(ranks)
                         wait_for(
                             lambda old=old: process.poll() is not None or not old & {*(workers(process.pid) or old)}
                         )  # type: ignore[misc]
@@ -315,9 +331,11 @@ class Watched:
 
 
 def soak(steps: int, every: int, seed: int, ranks: int = 2) -> dict[str, Any]:
-    """A local run that loses a random worker every so many steps, and one that loses none. Slopes of memory in MiB per 100
-    steps: of the launcher, which lives through all of it, of what workers had reached when they were lost, over their
-    lives, and of workers that lose nobody."""
+    """Compare a local run that loses a random worker every so many steps with one that loses none.
+
+    The result has slopes of memory in MiB per 100 steps: of the launcher, which lives throughout; of the workers' last
+    samples before each loss, over their lives; and of workers in the run without losses.
+    """
     with tempfile.TemporaryDirectory(prefix="penstock-soak-") as root:
         folder = Path(root)
         bundle = make_bundle(folder, ranks)
@@ -342,7 +360,7 @@ def soak(steps: int, every: int, seed: int, ranks: int = 2) -> dict[str, Any]:
         checkpoints = sorted(path.name for path in (folder / "ckpt").iterdir())
         if checkpoints != ["latest", *(f"step-{step:06}" for step in (steps - max(1, every // 4), steps))]:
             problems.append(f"left in the directory of checkpoints: {checkpoints}")
-    # What was killed has no pages any more.
+    # A killed process has no pages: those samples are 0.
     ends = [max((step, size) for samples in life for step, size in samples if size) for life in run.lives if any(life)]
     slopes = {
         "launcher": slope(run.launcher),
@@ -351,17 +369,17 @@ def soak(steps: int, every: int, seed: int, ranks: int = 2) -> dict[str, Any]:
     }
     if steps >= 1000:
         problems += [
-            f"memory grows by {found:.2f} MiB per 100 steps: {name}"
-            for name, found in slopes.items()
-            if found >= STEEPEST
+            f"memory grows by {growth:.2f} MiB per 100 steps: {name}"
+            for name, growth in slopes.items()
+            if growth >= STEEPEST
         ]
-    found = {"steps": steps, "lost": run.lost, "problems": problems, "slopes": slopes}
-    print(json.dumps(found), flush=True)
-    return found
+    growth = {"steps": steps, "lost": run.lost, "problems": problems, "slopes": slopes}
+    print(json.dumps(growth), flush=True)
+    return growth
 
 
 def slope(samples: Samples, without: float = 0.25) -> float:
-    """MiB per 100 steps by least squares, without the first part of the steps: that is for caches to fill."""
+    """Return MiB per 100 steps by least squares, without the first part of the steps, in which caches fill."""
     last = max((step for step, _ in samples), default=0)
     used = [(step, size) for step, size in samples if size and step >= last * without]
     if len({step for step, _ in used}) < 3:
@@ -394,17 +412,18 @@ def main() -> int:
         if reason := available():
             print(f"no network namespaces here: {reason}", file=sys.stderr)
             return 2
-        found = trials(arguments.trials, arguments.seed, arguments.steps, arguments.heartbeat)
-        seconds = sorted(trial["seconds"] for trial in found)
-        failed = any(trial["problems"] for trial in found)
+        results = trials(arguments.trials, arguments.seed, arguments.steps, arguments.heartbeat)
+        seconds = sorted(trial["seconds"] for trial in results)
+        failed = any(trial["problems"] for trial in results)
         result = {
-            "trials": found,
-            "failed": sum(bool(t["problems"]) for t in found),
+            "trials": results,
+            "failed": sum(bool(t["problems"]) for t in results),
             "median_s": seconds[len(seconds) // 2],
             "worst_s": seconds[-1],
         }
         print(
-            f"{len(found)} trials, {result['failed']} failed, ended in {result['median_s']:.1f} s (median), {result['worst_s']:.1f} s (worst)"
+            f"{len(results)} trials, {result['failed']} failed, ended in {result['median_s']:.1f} s (median), "
+            f"{result['worst_s']:.1f} s (worst)"
         )
     write_json(arguments.json, result)
     return int(failed)

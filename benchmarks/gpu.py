@@ -1,14 +1,15 @@
 """Training on one GPU: Penstock against eager torch and torch.compile, in bfloat16, from the same ONNX files.
 
-    python benchmarks/gpu.py                                   GPT-2 small, BERT-base and ResNet-50: tokens or images per second
+    python benchmarks/gpu.py                         GPT-2 small, BERT-base and ResNet-50: units per second
     python benchmarks/gpu.py --models gpt2-small --libraries none --json gpu.json
-    python benchmarks/gpu.py --compile sm_80 sm_90             only make the code for these architectures; needs nvcc, and no GPU
-    python benchmarks/gpu.py --device cpu --tiny               the benchmark itself in small, on a processor: what the tests run
+    python benchmarks/gpu.py --compile sm_80 sm_90   only make the code for these architectures; needs nvcc alone
+    python benchmarks/gpu.py --device cpu --tiny     the benchmark in small, on a processor: what the tests run
 
-Without a GPU it says so and ends with 0. Everything is one process on one device: graphs of one stage, called as a worker calls them, a
-step of each contender in turn. A step is a forward and a backward pass and an update, the same batch again and again. Torch computes under
-autocast to bfloat16, Penstock with --precision bf16; parameters and optimiser state are float32 at both. Times are wall time between
-synchronisations, medians of the rounds. Losses have to agree with those of eager torch step by step, and fall: exit code 1 if not.
+Without a GPU it says so and ends with 0. Everything is one process on one device: graphs of one stage, called as a
+worker calls them, a step of each contender in turn. A step is a forward and a backward pass and an update, the same
+batch again and again. Torch computes under autocast to bfloat16, Penstock with --precision bf16; parameters and
+optimiser state are float32 at both. Times are wall time between synchronisations, medians of the rounds. Losses must
+agree with those of eager torch step by step, and fall: exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ CHECKED_STEPS = 4
 
 @dataclass
 class Contender:
-    """`step` does the work once and gives the loss before the update."""
+    """One way to train. `step` does the work once and returns the loss before the update."""
 
     name: str
     step: Callable[[], torch.Tensor]
@@ -66,7 +67,7 @@ def spec_of(name: str, tiny: bool) -> models.Spec:
 
 
 def feeds_of(spec: models.Spec) -> dict[str, np.ndarray]:
-    """One batch. A language model is trained on the next token of every position."""
+    """Make one batch. A language model is trained on the next token of every position."""
     if spec.kind != "gpt":
         return models.feeds_of(spec)
     feeds = models.feeds_of(replace(spec, optimizer=None))
@@ -94,16 +95,16 @@ def penstock_contender(spec: models.Spec, file: Path, folder: Path, cluster: Clu
     buffers = {name: fill(allocate(module.vars[name].type, program.device), array) for name, array in arrays.items()}
     slots = {kind: [buffers[slot.var] for slot in signature(graph).slots] for kind, graph in graphs.items()}
     types = {v.name: v.type for v in module.inputs}
-    given = {name: array.astype(numpy_dtype(types[name].dtype)) for name, array in feeds_of(spec).items()}
-    inputs = {name: fill(allocate(types[name], program.device), array) for name, array in given.items()}
+    arrays_in = {name: array.astype(numpy_dtype(types[name].dtype)) for name, array in feeds_of(spec).items()}
+    inputs = {name: fill(allocate(types[name], program.device), array) for name, array in arrays_in.items()}
 
     def step() -> torch.Tensor:
         held = dict(inputs)
         loss = None
         for kind, graph in graphs.items():
-            found = program.call(graph.name, [*(held[v.name] for v in graph.ins), *slots[kind]])
+            results = program.call(graph.name, [*(held[v.name] for v in graph.ins), *slots[kind]])
             if kind == "F":
-                held |= dict(zip((v.name for v in graph.results), found, strict=True))
+                held |= dict(zip((v.name for v in graph.results), results, strict=True))
                 loss = held[module.outputs[0]]
         assert loss is not None
         return loss
@@ -137,7 +138,7 @@ def torch_contender(spec: models.Spec, file: Path, device: torch.device, compile
 
 
 def wrong_losses(contenders: Sequence[Contender]) -> list[str]:
-    """The first steps of all, and what is wrong with their losses."""
+    """Run the first steps of all contenders, and return the faults of their losses."""
     for contender in contenders:
         contender.losses = [float(contender.step()) for _ in range(CHECKED_STEPS)]
     expected = np.array(next(c for c in contenders if c.name == "torch").losses)
@@ -155,7 +156,7 @@ def wrong_losses(contenders: Sequence[Contender]) -> list[str]:
 def measure(
     name: str, spec: models.Spec, folder: Path, cluster: Cluster, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """One row: all contenders, checked and timed."""
+    """Measure one row: all contenders, checked and timed."""
     file = models.write_model(spec, folder / f"{name}.onnx")
     device = torch.device("cuda", 0) if cluster.devices[0].kind == "cuda" else torch.device("cpu")
     contenders = [
@@ -205,7 +206,7 @@ def print_row(row: dict[str, Any]) -> None:
 def compile_only(
     names: Sequence[str], architectures: Sequence[str], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Make the code of all models for architectures, and say what that took."""
+    """Make the code of all models for architectures, and report its time and size."""
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
@@ -233,7 +234,8 @@ def compile_only(
                 }
                 rows.append(row)
                 print(
-                    f"{name} for {architecture}: {row['seconds']} s, {row['bytes'] / 1e6:.1f} MB, {row['library_calls']} library calls",
+                    f"{name} for {architecture}: {row['seconds']} s, {row['bytes'] / 1e6:.1f} MB, "
+                    f"{row['library_calls']} library calls",
                     flush=True,
                 )
     return rows

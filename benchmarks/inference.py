@@ -1,19 +1,24 @@
-"""Pipelined inference against the bound that its slowest stage sets, and against onnxruntime and torch with as many threads.
+"""Pipelined inference against the bound of its slowest stage, and against onnxruntime and torch on as many threads.
 
     python benchmarks/inference.py                            all parts: about four minutes
     python benchmarks/inference.py --only paced --json inference.json
 
-paced   A tiny model on 4 stages, one worker process each, real messages and real requests; a forward takes 20 ms (runtime/worker/pace.py), so that four stages
-        fit on one or two cores. The bound is one microbatch per 20 ms. Rows: requests of one sample in microbatches of one; requests of 1 to 7
-        samples in microbatches of 4; one request at a time (mode latency), whose bound is 4 forwards per request.
-real    A GPT of 4 blocks, 512 wide, one sequence of 128 tokens per request, on 2 and on 4 stages of one thread each. The bound is the forward of the slowest
-        stage while every rank computes forwards without end and no messages (src/penstock/calibration/rehearse.py), before and after the turns: what cores, caches and
-        memory leave, so that four stages on two cores have a bound, too. `alone` is the forward of the slowest stage with nobody beside it, or those of all
-        stages over the cores, whichever is longer. onnxruntime and torch compute in one process with 2 threads; results are compared with onnxruntime's.
-large   The same with 2 blocks and 16384 tokens of vocabulary on 2 stages: results of 8 MB, which have to get out while the last stage computes.
+    paced   A tiny model on 4 stages, one worker process each, real messages and real requests; a forward takes 20 ms
+            (runtime/worker/pace.py), so that four stages fit on one or two cores. The bound is one microbatch per 20 ms. Rows:
+            requests of one sample in microbatches of one; requests of 1 to 7 samples in microbatches of 4; one request
+            at a time (mode latency), whose bound is 4 forwards per request.
+    real    A GPT of 4 blocks, 512 wide, one sequence of 128 tokens per request, on 2 and on 4 stages of one thread
+            each. The bound is the forward of the slowest stage while every rank computes forwards without end and no
+            messages (src/penstock/calibration/rehearse.py), before and after the turns: cores, caches and memory allow no more, so that
+            four stages on two cores have a bound, too. `alone` is the forward of the slowest stage by itself, or those
+            of all stages over the cores, whichever is longer. onnxruntime and torch compute in one process with 2
+            threads; results are compared with onnxruntime's.
+    large   The same with 2 blocks and 16384 tokens of vocabulary on 2 stages: results of 8 MB, which have to get out
+            while the last stage computes.
 
-Contenders take turns, round after round; a row's figure is the median over rounds, each from the first request handed over to the last one
-answered: filling and draining the pipeline is part of it. The exit code is 1 where results are not onnxruntime's.
+Contenders take turns, round after round. A row's figure is the median over rounds, each from the first request
+submitted to the last one answered: filling and draining the pipeline is part of it. The exit code is 1 where results
+are not onnxruntime's.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +107,7 @@ def paced(rounds: int, microbatches: int, forward: float) -> list[dict[str, Any]
         "1 to 7 samples, microbatches of 4": len(cuts),
         "1 sample, one at a time": few,
     }
-    found = []
+    lines = []
     for name, (_, bound) in rows.items():
         seconds = statistics.median(times[name])
         line = {
@@ -112,8 +118,8 @@ def paced(rounds: int, microbatches: int, forward: float) -> list[dict[str, Any]
             "of_bound": bound / seconds,
             "times": times[name],
         }
-        found.append({"part": "paced", "stages": stages, **line})
-    return found
+        lines.append({"part": "paced", "stages": stages, **line})
+    return lines
 
 
 def real(part: str, sizes: dict[str, int], split: Sequence[int], rounds: int, requests: int) -> list[dict[str, Any]]:
@@ -122,7 +128,7 @@ def real(part: str, sizes: dict[str, int], split: Sequence[int], rounds: int, re
     from torch_models import build
 
     tokens = np.random.default_rng(0).integers(0, sizes["vocab"], (requests, 1, sizes["positions"]))
-    given = [{"tokens": t} for t in tokens]
+    feeds = [{"tokens": t} for t in tokens]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")))
         path = write_gpt(folder / "gpt.onnx", seed=1, **sizes)
@@ -149,11 +155,11 @@ def real(part: str, sizes: dict[str, int], split: Sequence[int], rounds: int, re
                     module(torch.from_numpy(t))
             return time.perf_counter() - begin
 
-        runs: dict[str, Run] = {stages_row(n): lambda job=job: timed(job, given) for n, job in jobs.items()}  # type: ignore[misc]
+        runs: dict[str, Run] = {stages_row(n): partial(timed, job, feeds) for n, job in jobs.items()}
         runs |= {"onnxruntime, 2 threads": onnx, "torch, 2 threads": in_torch}
         errors: dict[str, float] = {}
         for n, job in jobs.items():
-            for t, outputs in zip(tokens[:8], job.stream(given[:8]), strict=True):
+            for t, outputs in zip(tokens[:8], job.stream(feeds[:8]), strict=True):
                 reference = session.run(None, {"tokens": t})[0]
                 error = float(np.abs(outputs["logits"] - reference).max() / np.abs(reference).max())
                 errors[stages_row(n)] = max(errors.get(stages_row(n), 0.0), error)
@@ -162,11 +168,11 @@ def real(part: str, sizes: dict[str, int], split: Sequence[int], rounds: int, re
         times = take_turns(runs, rounds)
         for n, bundle in bundles.items():
             rehearsed[n].append(forwards(bundle))
-    found = []
+    lines = []
     for name in runs:
         seconds = statistics.median(times[name])
-        found.append({"part": part, "row": name, "requests": requests, "seconds": seconds, "times": times[name]})
-    for n, line in zip(bundles, found, strict=False):
+        lines.append({"part": part, "row": name, "requests": requests, "seconds": seconds, "times": times[name]})
+    for n, line in zip(bundles, lines, strict=False):
         alone, together = (statistics.mean(x) for x in zip(*rehearsed[n], strict=True))
         line |= {
             "bound": requests * together,
@@ -174,7 +180,7 @@ def real(part: str, sizes: dict[str, int], split: Sequence[int], rounds: int, re
             "alone": requests * alone,
         }
         line |= {"error": errors[line["row"]], "rehearsed": rehearsed[n]}
-    return found
+    return lines
 
 
 def stages_row(stages: int) -> str:
@@ -182,7 +188,7 @@ def stages_row(stages: int) -> str:
 
 
 def forwards(bundle: Bundle) -> tuple[float, float]:
-    """Seconds of a microbatch by the ranks' forwards: one rank at a time, and all at once."""
+    """Return seconds of a microbatch by the ranks' forwards: one rank at a time, and all at once."""
     ranks = range(bundle.world_size)
     each = [rehearse(bundle, [rank], batches=20, seconds=1.0)[0]["F"] for rank in ranks]
     return max(*each, sum(each) / usable_cores()), max(

@@ -1,10 +1,12 @@
 """Small graphs for the kernel benchmark, made the way the compiler makes those of a model.
 
-In: the operations of a forward computation, built in code. Out: a stage graph `s0.F`, or the pair `s0.F` and `s0.B` that the passes
-decompose, autodiff and simplify make of it, with the gradients as plain results instead of additions to variables.
+In: the operations of a forward computation, built in code. Out: a stage graph `s0.F`, or the pair `s0.F` and `s0.B`
+that the passes decompose, autodiff and simplify make of it, with the gradients as plain results instead of additions to
+variables.
 
-To get gradients of inputs from a pass that differentiates by variables only, an input x is written x + @x; the sum and the variable are
-taken out again afterwards. The gradient of the result comes in as an input: the loss is sum(result * dy), which is taken out of F as well.
+The differentiating pass gives gradients of variables only, so an input x is written x + @x; the sum and the variable
+are removed afterwards. The gradient of the result is an input: the loss is sum(result * dy), which is removed from F as
+well.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ FORWARD, BACKWARD = "s0.F", "s0.B"
 
 @dataclass
 class Builder:
-    """Collects operations; values are named by their order unless a name is given."""
+    """A collector of operations. Values are named by their order unless a name is passed."""
 
     ops: list[Op] = field(default_factory=list)
 
@@ -43,7 +45,7 @@ class Builder:
         return self.ops[-1].outs[0]
 
 
-# From a builder and the inputs, by name, to the results.
+# A function from a builder and the inputs, by name, to the results.
 Body = Callable[[Builder, Mapping[str, Value]], Sequence[Value]]
 
 
@@ -52,7 +54,7 @@ def inputs_of(types: Mapping[str, str]) -> dict[str, Value]:
 
 
 def forward(types: Mapping[str, str], body: Body) -> Graph:
-    """The stage graph of a forward computation."""
+    """Make the stage graph of a forward computation."""
     ins, builder = inputs_of(types), Builder()
     outs = tuple(body(builder, ins))
     graph = Graph("main", tuple(ins.values()), outs, tuple(builder.ops))
@@ -63,16 +65,19 @@ def forward(types: Mapping[str, str], body: Body) -> Graph:
 
 
 def effects(ops: Sequence[Op], types: Mapping[str, str]) -> Graph:
-    """A stage graph that ends in effects on variables and has no results."""
+    """Make a stage graph that ends in effects on variables and has no results."""
     return Graph(FORWARD, tuple(inputs_of(types).values()), (), tuple(ops))
 
 
 def forward_and_backward(
-    wanted: Mapping[str, str], given: Mapping[str, str], body: Body, *, loss: bool = False
+    wanted: Mapping[str, str], constants: Mapping[str, str], body: Body, *, loss: bool = False
 ) -> tuple[Graph, Graph]:
-    """Both stage graphs. B gives one gradient for each of `wanted`, in that order; its inputs are what F saves, and `dy` unless the one
-    result of `body` is a loss."""
-    builder, values, taken_out = Builder(), inputs_of(given), set[str]()
+    """Make both stage graphs.
+
+    B gives one gradient for each of `wanted`, in that order. Its inputs are those that F saves, and `dy` unless the one
+    result of `body` is a loss.
+    """
+    builder, values, taken_out = Builder(), inputs_of(constants), set[str]()
     ins = inputs_of(wanted)
     for name, text in wanted.items():
         shifted = Op("add", (ins[name], builder.read(name, text)), (Value(f"{name}.in", ins[name].type),))
@@ -80,7 +85,7 @@ def forward_and_backward(
         values[name] = shifted.outs[0]
         taken_out |= {f"{name}.old", f"{name}.in"}
     results = tuple(body(builder, values))
-    main_ins = [*ins.values(), *(v for name, v in values.items() if name in given)]
+    main_ins = [*ins.values(), *(v for name, v in values.items() if name in constants)]
     outs = results
     if not loss:
         dy = Value("dy", results[0].type)
@@ -108,16 +113,16 @@ def _without_variables(
 
     saved = tuple(table.get(v, v) for v in b.ins)
     ops = kept(f)
-    made = {v for op in ops for v in op.outs}
+    results = {v for op in ops for v in op.outs}
     outs = tuple(v for v in f.outs if loss or v.name not in taken_out)
     f_ins = tuple(v for v in f.ins if v.name != "dy")
     gradients = {op.var.removesuffix(".grad"): op.ins[0] for op in b.ops if op.kind == "accum"}
     return (
-        Graph(FORWARD, f_ins, outs, ops, tuple(v for v in saved if v in made or v in f_ins)),
+        Graph(FORWARD, f_ins, outs, ops, tuple(v for v in saved if v in results or v in f_ins)),
         Graph(BACKWARD, saved, tuple(gradients[name] for name in wanted), kept(b)),
     )
 
 
 def fused(*graphs: Graph) -> Module:
-    """The module of stage 0, with kernels chosen."""
+    """Make the module of stage 0, with kernels chosen."""
     return fuse(Module("kernel", graphs={g.name: g for g in graphs}), FuseOptions())

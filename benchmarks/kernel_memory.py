@@ -1,5 +1,6 @@
-"""Rows of the kernel benchmark that move memory rather than compute: pooling, reductions over any axes, transpositions, functions of single
-elements. Importing this adds them.
+"""Rows of the kernel benchmark that move memory: pooling, reductions, transpositions, functions of elements.
+
+Importing this module adds them.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def _max_pool_gradient(channels: int, size: int, window: int, stride: int, pad: 
         ]
 
     moved = bytes_of(x) * 2 + 2 * bytes_of(y)
-    given = {"x": x, "y": y, "dy": dy}
+    tensors = {"x": x, "y": y, "dy": dy}
     return pure(
-        given,
+        tensors,
         lambda g, v: [g.emit("max_pool_grad", v["x"], v["y"], v["dy"], **attrs)],
         {"max_pool2d_with_indices_backward": theirs},
         theirs,
@@ -109,9 +110,10 @@ def _reduction(kind: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> Work
 
 
 for kind, shape, axes in (
-    ("sum", (64, 197, 768), (0,)), ("sum", (8, 512, 768), (1,)), ("sum", (512, 3072), (1,)), ("sum", (8, 256, 56, 56), (0, 2, 3)),
-    ("sum", (1 << 22,), (0,)), ("mean", (8, 2048, 7, 7), (2, 3)), ("mean", (512, 12, 64), (1,)), ("max", (512, 3072), (1,)),
-    ("max", (8, 512, 768), (1,)), ("max", (8, 256, 56, 56), (2, 3)), ("argmax", (256, 50257), (1,)), ("argmax", (8, 512, 768), (1,)),
+    ("sum", (64, 197, 768), (0,)), ("sum", (8, 512, 768), (1,)), ("sum", (512, 3072), (1,)),
+    ("sum", (8, 256, 56, 56), (0, 2, 3)), ("sum", (1 << 22,), (0,)), ("mean", (8, 2048, 7, 7), (2, 3)),
+    ("mean", (512, 12, 64), (1,)), ("max", (512, 3072), (1,)), ("max", (8, 512, 768), (1,)),
+    ("max", (8, 256, 56, 56), (2, 3)), ("argmax", (256, 50257), (1,)), ("argmax", (8, 512, 768), (1,)),
 ):  # fmt: skip
     row(
         "reduction",
@@ -152,15 +154,15 @@ for shape, perm in (
 
 
 def _function(kind: str) -> Work:
-    # Fits the second cache, so that it is the function that is measured.
+    # Fits the second cache, so that the function dominates the time.
     x = random(128, 1024)
     if kind in ("log", "pow", "sqrt", "rsqrt"):
         x = x.abs().add_(0.1)
     out = torch.empty_like(x)
     call = getattr(torch, kind)
-    given = {"x": x}
+    tensors = {"x": x}
     if kind == "pow":
-        given["y"] = random(128, 1024, seed=1)
+        tensors["y"] = random(128, 1024, seed=1)
 
     def into(*operands: Tensor) -> Results:
         return [call(*operands, out=out)]
@@ -170,7 +172,7 @@ def _function(kind: str) -> Work:
         f"{kind} into a given result": into,
     }
     return pure(
-        given, lambda g, v: [g.emit(kind, *v.values())], forms, forms[kind], moved=(1 + len(given)) * bytes_of(x)
+        tensors, lambda g, v: [g.emit(kind, *v.values())], forms, forms[kind], moved=(1 + len(tensors)) * bytes_of(x)
     )
 
 

@@ -1,5 +1,6 @@
-"""Rows of the kernel benchmark for what goes along an axis or through indices: running sums, the largest elements, sorting, scattered rows,
-transposed convolution. Importing this adds them.
+"""Rows of the kernel benchmark along an axis or by indices: running sums, sorting, scattering, transposed convolution.
+
+They include the largest elements. Importing this module adds them.
 """
 
 from __future__ import annotations

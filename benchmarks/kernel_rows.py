@@ -1,11 +1,12 @@
-"""What the kernel benchmark measures: each row one operation or small fused group, with the forms of it that torch has.
+"""Rows of the kernel benchmark: each one operation or small fused group, with torch's forms of it.
 
-In: nothing. Out: ROWS, each with a function that makes its Work: graphs for our compiler, tensors, a way to call the compiled program,
-torch's forms, and the result in float64. Nothing is allocated before that function is called.
+In: nothing. Out: ROWS, each with a function that makes its Work: graphs for our compiler, tensors, a way to call the
+compiled program, torch's forms, and the result in float64. Nothing is allocated before that function is called.
 
-Torch may have several forms of one thing (a new result or a given one, one fused function or several): all are given, the fastest counts.
-Both sides get the same tensors in the same layout. Operations per call count what the mathematics needs: half of the scores under a causal
-mask, and for the gradient of attention four products where the result takes two.
+Torch may have several forms of one computation (a new result or a passed one, one fused function or several): all are
+listed, the fastest counts. Both sides get the same tensors in the same layout. Operations per call are those that the
+mathematics needs: half of the scores under a causal mask, and for the gradient of attention four products where the
+result takes two.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ aten = torch.ops.aten
 
 @dataclass
 class Work:
-    """One row, ready to run. `moved` are bytes read and written at least; the rate is operations per second where `flops` is not 0.
-    `reset` puts tensors that calls change in place back to their first values."""
+    """One row, ready to run.
+
+    `moved` is the least number of bytes read and written. The rate is operations per second where `flops` is not 0.
+    `reset` restores the first values of tensors that calls change in place.
+    """
 
     graphs: tuple[Graph, ...]
     call: Callable[[StageProgram], Results]
@@ -82,22 +86,22 @@ def pure(
     exact: Callable[..., Results],
     **cost: float,
 ) -> Work:
-    """A row whose forward graph takes `tensors`, as do torch's forms and, in float64, `exact`."""
+    """Make a row whose forward graph takes `tensors`, as do torch's forms and, in float64, `exact`."""
     graph = forward({name: kind_of(x) for name, x in tensors.items()}, body)
-    given = list(tensors.values())
+    operands = list(tensors.values())
     ours = [tensors[v.name] for v in graph.ins]
     return Work(
         (graph,),
         lambda program: program.call(FORWARD, ours),
-        {name: partial(form, *given) for name, form in forms.items()},
-        lambda: exact(*map(wide, given)),
+        {name: partial(form, *operands) for name, form in forms.items()},
+        lambda: exact(*map(wide, operands)),
         **cost,
     )
 
 
 @dataclass
 class Gradient:
-    """A row that runs only the backward graph; the forward graph runs once, for what it saves."""
+    """A row that runs only the backward graph. The forward graph runs once, for the values it saves."""
 
     graphs: tuple[Graph, Graph]
     tensors: dict[str, Tensor]
@@ -110,23 +114,23 @@ class Gradient:
 
     def _saved(self, program: StageProgram) -> list[Tensor]:
         f, b = self.graphs
-        found = program.call(FORWARD, [self.tensors[v.name] for v in f.ins])
-        known = self.tensors | {v.name: x for v, x in zip(f.results, found, strict=True)}
+        results = program.call(FORWARD, [self.tensors[v.name] for v in f.ins])
+        known = self.tensors | {v.name: x for v, x in zip(f.results, results, strict=True)}
         return [known[v.name] for v in b.ins]
 
 
 def gradient(
     wanted: dict[str, Tensor],
-    given: dict[str, Tensor],
+    constants: dict[str, Tensor],
     dy: Tensor,
     body: Body,
     forms: dict[str, Form],
     exact: Callable[[], Results],
     **cost: float,
 ) -> Work:
-    kinds = [{name: kind_of(x) for name, x in group.items()} for group in (wanted, given)]
-    made = Gradient(forward_and_backward(*kinds, body), {**wanted, **given, "dy": dy})
-    return Work(made.graphs, made.call, forms, exact, **cost)
+    kinds = [{name: kind_of(x) for name, x in group.items()} for group in (wanted, constants)]
+    work = Gradient(forward_and_backward(*kinds, body), {**wanted, **constants, "dy": dy})
+    return Work(work.graphs, work.call, forms, exact, **cost)
 
 
 # ------------------------------------------------------------------------------------------------ matrix products
@@ -158,16 +162,17 @@ def _product(form: str, m: int, n: int, k: int, batch: int = 0) -> Work:
 
 
 for form, m, n, k, batch in (
-    ("NN", 512, 3072, 768, 0), ("NN", 512, 768, 3072, 0), ("NT", 512, 3072, 768, 0), ("TN", 768, 3072, 512, 0), ("NT", 2048, 768, 768, 0),
-    ("NT", 128, 128, 64, 48), ("NN", 128, 64, 128, 48), ("TN", 128, 64, 128, 48), ("NT", 512, 512, 64, 12), ("NN", 512, 64, 512, 12),
-    ("NN", 100, 1000, 768, 0), ("NT", 512, 1000, 512, 0), ("NT", 128, 50257, 768, 0), ("NN", 128, 768, 50257, 0), ("TN", 50257, 768, 128, 0),
-    ("NN", 1024, 64, 3, 0), ("NN", 97, 131, 53, 0), ("NN", 1, 3072, 768, 0), ("NT", 1, 3072, 768, 0), ("NN", 4, 3072, 768, 0),
+    ("NN", 512, 3072, 768, 0), ("NN", 512, 768, 3072, 0), ("NT", 512, 3072, 768, 0), ("TN", 768, 3072, 512, 0),
+    ("NT", 2048, 768, 768, 0), ("NT", 128, 128, 64, 48), ("NN", 128, 64, 128, 48), ("TN", 128, 64, 128, 48),
+    ("NT", 512, 512, 64, 12), ("NN", 512, 64, 512, 12), ("NN", 100, 1000, 768, 0), ("NT", 512, 1000, 512, 0),
+    ("NT", 128, 50257, 768, 0), ("NN", 128, 768, 50257, 0), ("TN", 50257, 768, 128, 0), ("NN", 1024, 64, 3, 0),
+    ("NN", 97, 131, 53, 0), ("NN", 1, 3072, 768, 0), ("NT", 1, 3072, 768, 0), ("NN", 4, 3072, 768, 0),
     ("NT", 4, 3072, 768, 0), ("NN", 16, 3072, 768, 0), ("NT", 16, 3072, 768, 0),
 ):  # fmt: skip
     row("gemm", f"{form} {f'{batch}x ' if batch else ''}{m}x{n}x{k}", _product, form, m, n, k, batch)
 
 
-# ------------------------------------------------------------------------------------------------ products with what follows them
+# -------------------------------------------------------------------------------------- products with what follows them
 
 TOKENS, WIDTH, INNER = 512, 768, 3072
 
@@ -281,29 +286,29 @@ def _conv(which: str, channels: int, filters: int, size: int, kernel: int, strid
     if which == "forward":
         run = partial(F.conv2d, stride=stride, padding=pad)
         return pure(
-            {"x": x, "w": w}, lambda g, v: [g.emit("conv", v["x"], v["w"], **window)], {"conv2d": lambda a, b: [run(a, b)]}, lambda a, b: [run(a, b)], flops=flops
-        )  # fmt: skip
+            {"x": x, "w": w},
+            lambda g, v: [g.emit("conv", v["x"], v["w"], **window)],
+            {"conv2d": lambda a, b: [run(a, b)]},
+            lambda a, b: [run(a, b)],
+            flops=flops,
+        )
     mask = [which == "dgrad", which == "wgrad", False]
 
     def theirs(dy: Tensor, x: Tensor, w: Tensor) -> Results:
-        found = aten.convolution_backward(dy, x, w, None, [stride] * 2, [pad] * 2, [1, 1], False, [0, 0], 1, mask)
-        return [g for g in found if g is not None]
+        gradients = aten.convolution_backward(dy, x, w, None, [stride] * 2, [pad] * 2, [1, 1], False, [0, 0], 1, mask)
+        return [g for g in gradients if g is not None]
 
     if which == "dgrad":
-        ours = {"dy": dy, "w": w}
-        body: Body = lambda g, v: [g.emit("conv_grad_input", v["dy"], v["w"], shape=tuple(x.shape), **window)]  # noqa: E731
         return pure(
-            ours,
-            body,
+            {"dy": dy, "w": w},
+            lambda g, v: [g.emit("conv_grad_input", v["dy"], v["w"], shape=tuple(x.shape), **window)],
             {"convolution_backward": lambda a, b: theirs(a, x, b)},
             lambda a, b: theirs(a, wide(x), b),
             flops=flops,
         )
-    ours = {"x": x, "dy": dy}
-    body = lambda g, v: [g.emit("conv_grad_weight", v["x"], v["dy"], shape=tuple(w.shape), **window)]  # noqa: E731
     return pure(
-        ours,
-        body,
+        {"x": x, "dy": dy},
+        lambda g, v: [g.emit("conv_grad_weight", v["x"], v["dy"], shape=tuple(w.shape), **window)],
         {"convolution_backward": lambda a, b: theirs(b, a, w)},
         lambda a, b: theirs(b, a, wide(w)),
         flops=flops,
@@ -320,7 +325,7 @@ for channels, filters, size, kernel, stride in (
         row("conv", text, _conv, which, channels, filters, size, kernel, stride)
 
 
-# ------------------------------------------------------------------------------------------------ rows, columns, elements
+# ---------------------------------------------------------------------------------------------- rows, columns, elements
 
 
 def _layer_norm() -> Work:
@@ -330,9 +335,9 @@ def _layer_norm() -> Work:
         y, mean, rstd = torch.native_layer_norm(x, (WIDTH,), scale, bias, 1e-5)
         return y, mean.flatten(), rstd.flatten()
 
-    given = {"x": x, "scale": scale, "bias": bias}
+    tensors = {"x": x, "scale": scale, "bias": bias}
     return pure(
-        given,
+        tensors,
         lambda g, v: list(g.emit_all("layer_norm", 3, *v.values())),
         {"native_layer_norm": theirs},
         theirs,
@@ -439,12 +444,12 @@ def _cross_entropy(rows: int) -> Work:
         loss=True,
     )
     f, b = graphs
-    given = {"logits": logits, "labels": labels}
+    tensors = {"logits": logits, "labels": labels}
 
     def ours(program: StageProgram) -> Results:
-        found = program.call(FORWARD, [given[v.name] for v in f.ins])
-        known = given | {v.name: x for v, x in zip(f.results, found, strict=True)}
-        return [found[0], *program.call(BACKWARD, [known[v.name] for v in b.ins])]
+        results = program.call(FORWARD, [tensors[v.name] for v in f.ins])
+        known = tensors | {v.name: x for v, x in zip(f.results, results, strict=True)}
+        return [results[0], *program.call(BACKWARD, [known[v.name] for v in b.ins])]
 
     def by_autograd(logits: Tensor) -> Results:
         leaf = logits.detach().requires_grad_()

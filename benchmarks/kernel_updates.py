@@ -1,8 +1,7 @@
-"""Rows of the kernel benchmark that change tensors in place: AdamW over all parameters of GPT-2
-small, and adding to an embedding's gradient.
+"""Rows of the kernel benchmark that change tensors in place: AdamW over GPT-2 small, and an embedding's gradient.
 
-In: nothing. Out: rows added to ROWS. Ours and torch's update the very same tensors, in turn, so that both find them equally cold; before
-the results are checked the tensors get their first values again.
+In: nothing. Out: rows added to ROWS. Ours and torch's update the very same tensors, in turn, so that both find them
+equally cold. Before the results are checked the tensors get their first values again.
 """
 
 from __future__ import annotations
@@ -30,7 +29,10 @@ GPT2_SMALL = [(CLASSES, WIDTH), (POSITIONS, WIDTH), *(BLOCK * LAYERS), (WIDTH,),
 
 
 class AdamW:
-    """One step of all parameters, from step 1 with moments that are not zero. With `zero`, gradients are zero afterwards."""
+    """One step of all parameters, from step 1 with moments that are not zero.
+
+    With `zero`, gradients are zero afterwards.
+    """
 
     def __init__(self, zero: bool) -> None:
         self.zero = zero
@@ -105,7 +107,7 @@ class AdamW:
         ]
 
     def exact(self) -> Iterator[Tensor]:
-        """The first step in float64, one parameter at a time: all together would not fit."""
+        """Yield the first step in float64, one parameter at a time: all together would not fit."""
         beta1, beta2 = 0.9, 0.999
         for i in range(len(GPT2_SMALL)):
             w, g, m, v = (wide(self._first(kind, i)) for kind in self.tensors)
@@ -120,7 +122,7 @@ class AdamW:
 
 
 def _tables(module: Module) -> Iterator[tuple[str, Tensor]]:
-    """The learning rate."""
+    """Yield the tables of the learning rate."""
     return (
         (name, torch.tensor(var.init, dtype=torch.float64))
         for name, var in module.vars.items()
@@ -129,9 +131,16 @@ def _tables(module: Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _adamw(zero: bool) -> Work:
-    made = AdamW(zero)
+    update = AdamW(zero)
     moved = 4.0 * sum(map(prod, GPT2_SMALL)) * (8 if zero else 7)
-    return Work((made.graph,), made.ours, {"AdamW(fused=True)": made.theirs}, made.exact, moved=moved, reset=made.reset)
+    return Work(
+        (update.graph,),
+        update.ours,
+        {"AdamW(fused=True)": update.theirs},
+        update.exact,
+        moved=moved,
+        reset=update.reset,
+    )
 
 
 def empty(x: Tensor) -> None:
@@ -139,7 +148,7 @@ def empty(x: Tensor) -> None:
 
 
 def _embedding_gradient_added() -> Work:
-    """The gradient of a lookup added to what the variable holds, as in a backward graph."""
+    """Make the gradient of a lookup added to the value of a variable, as in a backward graph."""
     dy, indices, held = random(TOKENS, WIDTH), _labels(TOKENS, CLASSES), torch.zeros(CLASSES, WIDTH)
     values: dict[str, Any] = {"dy": kind_of(dy), "indices": kind_of(indices)}
     ins = [

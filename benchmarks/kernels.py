@@ -4,14 +4,16 @@
     python benchmarks/kernels.py --only 'gemm|conv.*1x1'        rows whose name matches
     python benchmarks/kernels.py --list                         names of all rows
 
-Each row is one operation or small fused group (kernel_rows.py, kernel_updates.py, kernel_memory.py). Ours is compiled like a stage of a
-model: the graph goes through `fuse`, the TVM back end compiles and loads it, and it is called with torch tensors. Torch's is the fastest of
-the forms it has. After a check of both results against float64, the two are called in turn, one call each, the first of a pair alternating.
-Reported is the median of the processor time of the thread, so that others on the core do not count; wall time stands in the JSON as well.
+Each row is one operation or small fused group (kernel_rows.py, kernel_updates.py, kernel_memory.py). Ours is compiled
+like a stage of a model: the graph goes through `fuse`, the TVM back end compiles and loads it, and it is called with
+torch tensors. Torch's is its fastest form. After a check of both results against float64, the two are called in turn,
+one call each, the first of a pair alternating. The figure is the median of the processor time of the thread, which
+other programs on the core do not change. Wall time is in the JSON as well.
 
-A row fails if it does not compile, does not run, or has an error above the tolerance (largest difference over largest magnitude, for each
-result), or if torch's is more than ten times that off, so that it cannot be the same thing. Failed rows stand in the table, are listed
-again, and make the exit code 1. README.md beside this file says how to read the output.
+A row fails if it does not compile, does not run, or has an error above the tolerance (largest difference over largest
+magnitude, for each result). It also fails if torch's error is more than ten times the tolerance, so that it cannot be
+the same computation. Failed rows are in the table, are listed again, and make the exit code 1. README.md beside this
+file explains the output.
 """
 
 from __future__ import annotations
@@ -39,13 +41,15 @@ if TYPE_CHECKING:
 
 ONE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TVM_NUM_THREADS")
 TOLERANCE = 1e-5
-# Torch's result is checked too, for being the same computation: its own rounding, as in some weight gradients, is not our row's failure.
+# Torch's result is checked too, to be the same computation. Its own rounding, as in some weight gradients, is not our
+# row's failure.
 SAME = 10.0
 SLOW = 0.95
 WARMUP = 2
-# Processor time of the process over that of the measuring thread, from which on it is said that the comparison is not of one thread.
+# From this ratio of the process's processor time to the measuring thread's, a warning says that other threads computed.
 OTHERS = 1.05
-# Quick rows are called more often than asked, until this many seconds are measured, at most so many times as often.
+# Quick rows are called more often than `--repeats`, until this many seconds are measured, at most so many times as
+# often.
 LEAST_SECONDS, MOST_TIMES = 0.2, 20
 
 
@@ -64,7 +68,7 @@ class Side:
 
 @dataclass
 class Outcome:
-    """One row, measured; `failure` says why it does not count."""
+    """The result of one row. `failure` says why it does not count."""
 
     name: str
     family: str
@@ -82,7 +86,7 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        """Above 1: ours is faster."""
+        """The speed of ours over torch's: above 1, ours is faster."""
         return self.theirs.median / self.ours.median
 
     @property
@@ -137,10 +141,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _settle(core: int | None) -> None:
-    """One core, one thread in every library. Has to come before torch and TVM are loaded, which start threads."""
+    """Use one core, and one thread in every library.
+
+    It must run before torch and TVM are loaded, which start threads.
+    """
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if core is None else core})
     os.environ |= dict.fromkeys(ONE, "1")
-    # Compiled anew unless the caller names a cache: what is measured is the compiler as it is, and the time it takes.
+    # Compiled anew unless the caller names a cache: the compiler itself and its time are to be measured.
     os.environ.setdefault("PENSTOCK_CACHE", "off")
     import torch
 
@@ -151,7 +158,7 @@ def _settle(core: int | None) -> None:
 
 
 def run_row(row: Row, repeats: int, tolerance: float) -> Outcome:
-    """Build, check and measure one row. Whatever goes wrong is the row's failure."""
+    """Build, check and measure one row. Any error is the row's failure."""
     outcome = Outcome(row.name, row.family)
     try:
         work = row.make()
@@ -203,7 +210,8 @@ def _measure(work: Work, program: StageProgram, outcome: Outcome, repeats: int) 
     process, thread = time.process_time() - process, time.thread_time() - thread
     if process > OTHERS * thread + 0.01:
         print(
-            f"warning: other threads computed too: {process:.3f} s in the process, {thread:.3f} s in the measured thread",
+            f"warning: other threads computed too: {process:.3f} s in the process, {thread:.3f} s in the measured "
+            "thread",
             file=sys.stderr,
         )
 
@@ -214,12 +222,12 @@ def _time(side: Side, call: Callable[[], object]) -> float:
     cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
     side.cpu_s.append(cpu)
     side.wall_s.append(wall)
-    del kept  # freeing results is nobody's time
+    del kept  # freeing results is not timed
     return cpu
 
 
 def _fastest(forms: dict[str, Callable[[], Any]]) -> tuple[str, Callable[[], Any]]:
-    """The form with the shortest of a few calls."""
+    """Choose the form with the shortest of a few calls."""
     if len(forms) == 1:
         return next(iter(forms.items()))
     best = {}
@@ -233,10 +241,13 @@ def _fastest(forms: dict[str, Callable[[], Any]]) -> tuple[str, Callable[[], Any
     return name, forms[name]
 
 
-def largest_error(found: Iterable[Any], exact: Iterable[Any]) -> float:
-    """The largest difference as a part of the largest magnitude, over all results; infinite where shapes differ, and nan stays nan."""
+def largest_error(results: Iterable[Any], exact: Iterable[Any]) -> float:
+    """Return the largest difference as a part of the largest magnitude, over all results.
+
+    It is infinite where shapes differ, and nan stays nan.
+    """
     worst = 0.0
-    for a, b in zip(found, exact, strict=True):
+    for a, b in zip(results, exact, strict=True):
         if a.shape != b.shape:
             return math.inf
         difference = float((a.double() - b).abs().max())
@@ -258,7 +269,7 @@ def _peaks() -> dict[str, float]:
 
 
 def _best(before: dict[str, float], after: dict[str, float], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The higher of two measurements; without a compiler the best rate of any matrix product seen."""
+    """Take the higher of two measurements, and without a compiler the best rate of any matrix product seen."""
     peaks: dict[str, Any] = {key: max(before[key], after[key]) for key in before}
     peaks["source"] = "multiply-adds in registers"
     if not peaks["flops"]:
@@ -282,7 +293,7 @@ def _machine(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def report(outcomes: Sequence[Outcome], peaks: dict[str, Any]) -> None:
-    """The table, then what it comes to."""
+    """Print the table, then its summary."""
     heads = ["row", "unit", "ours", "torch", "ratio", "wall", "of peak", "error", "torch's", "build s", "torch's form"]
     lines = [heads, *(_line(o, peaks) for o in outcomes)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
@@ -294,7 +305,8 @@ def report(outcomes: Sequence[Outcome], peaks: dict[str, Any]) -> None:
             ).rstrip()
         )
     print(
-        f"\npeak of one core: {peaks['flops'] / 1e9:.1f} GFLOP/s ({peaks['source']}), {peaks['bytes'] / 1e9:.1f} GB/s (streaming)"
+        f"\npeak of one core: {peaks['flops'] / 1e9:.1f} GFLOP/s ({peaks['source']}), {peaks['bytes'] / 1e9:.1f} GB/s "
+        "(streaming)"
     )
     good = [o for o in outcomes if not o.failure]
     for family in dict.fromkeys(o.family for o in outcomes):
@@ -352,10 +364,10 @@ def _progress(o: Outcome) -> str:
 
 
 def _as_dict(o: Outcome) -> dict[str, Any]:
-    """Plain data; JSON has no nan."""
-    found = asdict(o) | ({"ratio": o.ratio} if o.measured else {})
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()} | {
-        side: {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found[side].items()}
+    """Convert an outcome to plain data; JSON has no nan."""
+    fields = asdict(o) | ({"ratio": o.ratio} if o.measured else {})
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()} | {
+        side: {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields[side].items()}
         for side in ("ours", "theirs")
     }
 

@@ -1,12 +1,13 @@
-"""How long the text of a large module takes: to parse, print and verify it, and to compare two of them by name.
+"""The time to parse, print and verify the text of a large module, and to compare two of them by name.
 
-    python benchmarks/large_module.py                    a GPT of 250 layers, planned for two stages with 2bw: 50,000 operations, half a minute
+    python benchmarks/large_module.py   a GPT of 250 layers, two stages, 2bw: 50,000 operations, half a minute
     python benchmarks/large_module.py --layers 12
 
-The module has all facts, so that verifying it is all there is to verify. It is compared with itself (`same`), with the model before it was
-cut into stages (`cut`: every operation is in another graph and has got a kernel), and with itself where every operation has another kernel
-(`kernels`). `error` is a text with a mistake in its last line but one: it takes what parsing takes, and must name that line. Medians of
-processor time in one process; the exit code is 1 where a bound (below, seconds for 50,000 operations) is not kept, or a result is wrong.
+The module has all facts, so that all of the verifier runs. It is compared with itself (`same`), with the model before
+it was cut into stages (`cut`: every operation is in another graph and has got a kernel), and with itself where every
+operation has another kernel (`kernels`). `error` is a text with a mistake in its last line but one: it takes the time
+of parsing, and must name that line. Figures are medians of processor time in one process. The exit code is 1 where a
+bound (below, seconds for 50,000 operations) is not kept, or a result is wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from penstock.models import write_gpt
 from penstock.passes.manager import count_ops
 from penstock.support.errors import ParseError
 
-# Seconds for this many operations.
+# The bounds are seconds for this many operations.
 OPERATIONS = 50_000
 BOUNDS = {
     "parse": 1.5,
@@ -46,7 +47,7 @@ BOUNDS = {
 
 
 def planned(layers: int) -> ps.Plan:
-    """A training plan with all facts."""
+    """Make a training plan with all facts."""
     with tempfile.TemporaryDirectory(prefix="large-module-") as folder:
         model = ps.from_onnx(
             write_gpt(Path(folder) / "gpt.onnx", layers=layers, width=64, heads=4, vocab=256, positions=32, batch=2)
@@ -56,7 +57,7 @@ def planned(layers: int) -> ps.Plan:
 
 
 def other_kernels(module: Module) -> Module:
-    """The same module, every operation in another kernel."""
+    """Copy the module with every operation in another kernel."""
     graphs = {
         name: replace(graph, ops=tuple(op.with_attrs(kernel=f"n{i}") for i, op in enumerate(graph.ops)))
         for name, graph in module.graphs.items()
@@ -65,13 +66,13 @@ def other_kernels(module: Module) -> Module:
 
 
 def afresh(module: Module) -> Module:
-    """The same module, of which nothing is known yet: what is found out about graphs and operations is kept with them."""
+    """Copy the module without the facts that are cached with its graphs and operations."""
     graphs = {name: replace(graph, ops=tuple(map(replace, graph.ops))) for name, graph in module.graphs.items()}
     return module.but(graphs=graphs)
 
 
 def refused(text: str, line: int) -> bool:
-    """Whether a mistake is found where it is."""
+    """Say whether a mistake is reported in its line."""
     try:
         parse_module(text, "large.ir")
     except ParseError as error:
@@ -85,7 +86,7 @@ def measure(layers: int, rounds: int) -> dict[str, Any]:
     changed = other_kernels(module)
     lines = text.splitlines()
     wrong = "\n".join([*lines[:-2], "  no such line", lines[-1]])
-    # What each task is given, made anew outside of its time.
+    # The modules of each task; they are copied outside of its time.
     tasks: dict[str, tuple[list[Module], Callable[..., object]]] = {
         "parse": ([], lambda: parse_module(text) == module),
         "error": ([], lambda: refused(wrong, len(lines) - 1)),
@@ -95,16 +96,16 @@ def measure(layers: int, rounds: int) -> dict[str, Any]:
         "diff cut": ([plan.reference, module], lambda one, other: len(list(differences(one, other))) > 10),
         "diff kernels": ([module, changed], lambda one, other: len(list(differences(one, other))) >= count_ops(module)),
     }
-    found: dict[str, list[float]] = {name: [] for name in tasks}
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
     for _ in range(rounds):
         for name, (modules, task) in tasks.items():
-            given = [afresh(one) for one in modules]
+            copies = [afresh(one) for one in modules]
             begin = time.process_time()
-            right = task(*given)
-            found[name].append(time.process_time() - begin)
+            right = task(*copies)
+            seconds[name].append(time.process_time() - begin)
             if not right:
                 raise SystemExit(f"{name}: the result is wrong")
-    return {"operations": count_ops(module), "bytes": len(text), "seconds": found}
+    return {"operations": count_ops(module), "bytes": len(text), "seconds": seconds}
 
 
 def main() -> int:

@@ -1,11 +1,10 @@
-"""How long `penstock inspect` takes, view by view: seconds of a fresh process from its start to its
-end, and the heavy libraries that it loads.
+"""The time of `penstock inspect`, view by view: seconds of a fresh process, and the heavy libraries that it loads.
 
-    python benchmarks/looking.py                                   GPT-2 small on two stages, 600 MB of weights: a minute
+    python benchmarks/looking.py   GPT-2 small on two stages, 600 MB of weights: a minute
     python benchmarks/looking.py --layers 2 --width 64 --heads 2 --vocab 512 --positions 16
 
-The bundle is of the NumPy back end, for which there is no machine code to hash; TVM adds some MB. Each view runs `--rounds` times; the
-median counts. The first round of all finds the bundle in the page cache, as it was just written.
+The bundle is of the NumPy back end, which has no machine code to hash; TVM adds some MB. Each view runs `--rounds`
+times; the median counts. The first round of all finds the bundle in the page cache, as it was just written.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ print('\\0' + json.dumps([code, [name for name in {heavy!r} if name in sys.modul
 
 
 def look(words: Sequence[str]) -> tuple[float, list[str]]:
-    """One command in a process of its own: its seconds, and what it loaded."""
+    """Run one command in a process of its own, and return its seconds and the heavy libraries it loaded."""
     begin = time.perf_counter()
     command = [sys.executable, "-c", _CODE.format(heavy=HEAVY), *words]
     done = subprocess.run(
@@ -82,7 +81,10 @@ def main() -> None:
         folder = Path(scratch)
         shape = {name: getattr(options, name) for name in ("layers", "width", "heads", "vocab", "positions")}
         write_gpt(folder / "gpt.onnx", **shape)
-        compiling = f"compile {folder}/gpt.onnx -o {folder}/bundle --devices 2 --dim batch=1 --loss cross_entropy --optimizer adamw --lr 0.001"
+        compiling = (
+            f"compile {folder}/gpt.onnx -o {folder}/bundle --devices 2 --dim batch=1 --loss cross_entropy --optimizer "
+            "adamw --lr 0.001"
+        )
         assert penstock([*compiling.split(), "--microbatches", "4", "--schedule", "2bw", "--backend", "numpy"]) == 0
         size = sum(path.stat().st_size for path in (folder / "bundle").rglob("*") if path.is_file())
         for name, flags in VIEWS.items():

@@ -1,4 +1,4 @@
-"""What a benchmark says of the machine it ran on, and how it writes what it found.
+"""Descriptions of the machine that a benchmark runs on, and writers of its results.
 
 Facts are lines for people, by name. Tables are Markdown; files are JSON.
 """
@@ -17,7 +17,7 @@ VECTORS = ("avx2", "fma", "avx512f", "avx512vl", "amx_tile")
 
 
 def processor(cores: Sequence[int]) -> str:
-    """Its name, the vector and tile instructions that it has, and the cores that are used."""
+    """Describe the processor: its name, its vector and tile instructions, and the cores in use."""
     cpu = _field("/proc/cpuinfo", "model name") or platform.processor() or "unknown"
     flags = (_field("/proc/cpuinfo", "flags") or "").split()
     vectors = " ".join(flag for flag in VECTORS if flag in flags)
@@ -31,14 +31,14 @@ def system() -> str:
 
 
 def versions(*names: str) -> str:
-    """Of packages that are installed; the others are not named."""
-    found = []
+    """List the versions of packages. Those that are not installed are left out."""
+    lines = []
     for name in names:
         try:
-            found.append(f"{name} {version(name)}")
+            lines.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(lines)
 
 
 def load() -> str:
@@ -57,11 +57,11 @@ def _field(path: str, name: str) -> str | None:
 
 
 def markdown(heads: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    """A table."""
+    """Write a table."""
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [heads, ["---"] * len(heads), *lines])
 
 
 def write_json(path: str | Path | None, document: Any) -> None:
-    """The file that was asked for, or nothing."""
+    """Write the document if there is a path."""
     if path:
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -3,14 +3,14 @@
     python benchmarks/memory.py                     eight configurations, then the limit
     python benchmarks/memory.py --only gpt-2bw-auto --no-limit
 
-Models are GPTs, MLPs and a convolutional network, each trained for a few steps in real worker processes. Predicted is the plan's
-number for a rank, which is about tensors; measured is the largest resident size of its process (VmHWM) less what the process took
-before it loaded its variables (interpreter, torch, TVM, code of the stage), printed as base. `auto` gives devices a memory in the
-middle between the peaks of `none` and `all`.
+Models are GPTs, MLPs and a convolutional network, each trained for a few steps in real worker processes. Predicted is
+the plan's number for a rank, which counts tensors. Measured is the largest resident size of its process (VmHWM) less
+its size before it loaded its variables (interpreter, torch, TVM, code of the stage), printed as base. `auto` gives
+devices a memory in the middle between the peaks of `none` and `all`.
 
-The limit: both ranks may have as much private memory (RLIMIT_DATA, which needs no privileges) as they had before, and the
-prediction for the plan with recomputation and a tenth. The plan trains to the end; the one without recomputation must end
-with an error that says why. Linux only.
+The limit: each rank may have its private memory from before the run (RLIMIT_DATA, which needs no privileges), and the
+prediction for the plan with recomputation and a tenth. That plan trains to the end. The one without recomputation must
+end with an error that says why. Linux only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from machine import write_json
 import penstock as ps
 from penstock.models import write_cnn, write_gpt, write_mlp
 
-# More than are handed to workers ahead.
+# More than are sent to workers ahead.
 STEPS = 5
 UNLIMITED = 1 << 50
 MARGIN = 1.1
@@ -141,7 +141,7 @@ def measure(configuration: Configuration, folder: Path) -> list[Rank]:
 
 
 def run_limited(plan: ps.Plan, bundle: Path, caps: dict[int, int], microbatches: int) -> str:
-    """Train with so many bytes of tensors for each rank; what went wrong, or nothing."""
+    """Train with so many bytes of tensors for each rank. Return the error, "" if there is none."""
     fixed = {
         rank: sum(row[name] for name in ("weights", "gradients", "state", "buffers"))
         for rank, row in table(plan).items()
@@ -149,7 +149,7 @@ def run_limited(plan: ps.Plan, bundle: Path, caps: dict[int, int], microbatches:
     try:
         with ps.open(bundle, timeout=600) as job:
             for rank, pid in enumerate(job.workers.process_ids()):
-                # Variables have their memory by now, all of it.
+                # Variables have all of their memory by this point.
                 limit = _private_bytes(pid) - fixed[rank] + caps[rank]
                 resource.prlimit(pid, resource.RLIMIT_DATA, (limit, limit))
             list(job.run(batches(plan, microbatches)))
@@ -190,7 +190,8 @@ def main() -> int:
     arguments = parser.parse_args()
     rows, report = [], {}
     print(
-        "| configuration | rank | predicted MiB | measured MiB | ratio | base MiB |\n| --- | --- | --- | --- | --- | --- |"
+        "| configuration | rank | predicted MiB | measured MiB | ratio | base MiB |\n| --- | --- | --- | --- | --- | "
+        "--- |"
     )
     for configuration in CONFIGURATIONS:
         if arguments.only and configuration.name not in arguments.only:
@@ -198,7 +199,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="memory-") as folder:
             for rank in measure(configuration, Path(folder)):
                 rows.append({"configuration": configuration.name, **vars_of(rank)})
-                sizes = f"{rank.predicted / 2**20:.1f} | {rank.measured / 2**20:.1f} | {rank.ratio:.3f} | {rank.base / 2**20:.1f}"
+                sizes = (
+                    f"{rank.predicted / 2**20:.1f} | {rank.measured / 2**20:.1f} | {rank.ratio:.3f} | "
+                    f"{rank.base / 2**20:.1f}"
+                )
                 print(f"| {configuration.name} | {rank.rank} | {sizes} |", flush=True)
     report["ranks"] = rows
     if rows:
@@ -206,11 +210,14 @@ def main() -> int:
     failed = any(abs(r["ratio"] - 1) > 0.1 for r in rows)
     if not arguments.no_limit:
         with tempfile.TemporaryDirectory(prefix="memory-") as folder:
-            report["limit"] = found = limit(Path(folder))
-        print(f"limit {found['configuration']}: MiB of tensors {[round(n / 2**20, 1) for n in found['caps'].values()]}")
-        for name, error in found["errors"].items():
+            report["limit"] = outcome = limit(Path(folder))
+        print(
+            f"limit {outcome['configuration']}: MiB of tensors "
+            f"{[round(n / 2**20, 1) for n in outcome['caps'].values()]}"
+        )
+        for name, error in outcome["errors"].items():
             print(f"  {name}: " + (f"ended with: {error}" if error else "trained to the end"))
-        failed |= bool(found["errors"]["auto"]) or not found["errors"]["none"]
+        failed |= bool(outcome["errors"]["auto"]) or not outcome["errors"]["none"]
     write_json(arguments.json, report)
     return int(failed)
 

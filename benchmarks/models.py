@@ -1,24 +1,25 @@
-"""Whole models in one process: Penstock against torch, torch.compile, onnxruntime and OpenVINO, from the same ONNX files.
+"""Whole models in one process, from the same ONNX files: Penstock, torch, torch.compile, onnxruntime and OpenVINO.
 
-    python benchmarks/models.py                                       all models on one thread: about ten minutes, 8 GB of memory
-    python benchmarks/models.py --only infer --threads 2              inference on two cores
+    python benchmarks/models.py                            all models on one thread: ten minutes, 8 GB of memory
+    python benchmarks/models.py --only infer --threads 2   inference on two cores
     python benchmarks/models.py --models resnet50-infer --rounds 21 --json models.json
-    python benchmarks/models.py --precision bf16                      Penstock's bf16 against torch's autocast
-    python benchmarks/models.py --tiny                                the same models in small: what the tests run
+    python benchmarks/models.py --precision bf16           Penstock's bf16 against torch's autocast
+    python benchmarks/models.py --tiny                     the same models in small: what the tests run
 
     resnet50-train    a step of SGD with momentum on 8 images of 3x224x224, 1000 classes
     bert-base-train   a step of AdamW on 8 sequences of 128 tokens: the encoder with a classification head
-    NAME-infer        gpt2-small (all logits of 128 positions), bert-base (128 positions), resnet50, and cnn (five 3x3 convolutions of up to 512
-                      channels, each with pooling, on 224x224): one sample; mlp (four layers up to 4096 wide): 32 samples
+    NAME-infer        gpt2-small (all logits of 128 positions), bert-base (128 positions), resnet50, and cnn (five 3x3
+                      convolutions of up to 512 channels, each with pooling, on 224x224): one sample; mlp (four layers
+                      up to 4096 wide): 32 samples
 
-Batch norms use their stored statistics in training, at every contender, because that is what Penstock does: their scales and offsets are
-trained, their means and variances are not. Sequences are full, without a mask.
+Batch norms use their stored statistics in training, at every contender, because that is what Penstock does: their
+scales and offsets are trained, their means and variances are not. Sequences are full, without a mask.
 
-Everything runs in one process, a step of each contender in turn, the first one changing. Times are medians of processor time of the
-process; with several threads, of wall time. Training starts from the weights in the file, the same batch again and again, and losses
-of all contenders have to agree with those of eager torch, step by step, and fall. Results of inference are compared with torch in
-float64. Numbers that disagree are an error: exit code 1. OpenVINO takes part in inference where it is installed
-(`pip install '.[bench]'`). README.md says more.
+Everything runs in one process, a step of each contender in turn, the first one changing. Times are medians of processor
+time of the process; with several threads, of wall time. Training starts from the weights in the file, the same batch
+again and again. Losses of all contenders must agree with those of eager torch, step by step, and fall. Results of
+inference are compared with torch in float64. Numbers that disagree are an error: exit code 1. OpenVINO takes part in
+inference where it is installed (`pip install '.[bench]'`). README.md says more.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ from penstock.ir.ops import cost_of
 
 # Losses after a few updates against eager torch's, relative to the first; results, relative to the largest of float64.
 LOSS_TOLERANCE, RESULT_TOLERANCE = 1e-4, 2e-5
-# Losses must fall by this many times the tolerance while they are compared, or agreement would say nothing about gradients.
+# Losses must fall by this many times the tolerance while they are compared, or agreement would say nothing about
+# gradients.
 LEAST_FALL = 30
 # The same in bf16, whose unit roundoff is 4e-3: contenders round at other places, so this finds gross errors only.
 LOW_LOSS_TOLERANCE, LOW_RESULT_TOLERANCE = 1e-2, 1e-1
@@ -68,7 +70,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Spec:
-    """A row: which model, of which sizes, and what is done with it. `unit` is what is counted, `units` how many a sample has."""
+    """A row: a model, its sizes, and its use. `unit` is what is counted, `units` the number of them in a sample."""
 
     kind: str
     sizes: Mapping[str, Any]
@@ -108,7 +110,7 @@ _SMALL = {
 
 
 def small(spec: Spec) -> Spec:
-    """The same in a size that takes seconds. Few parameters need larger steps before their losses fall."""
+    """Shrink a row to a size that takes seconds. Few parameters need larger steps before their losses fall."""
     faster = {ps.Momentum: ps.Momentum(lr=1e-2), ps.AdamW: ps.AdamW(lr=1e-3)}
     units = 16 if spec.unit == "tokens" else 1
     optimizer = faster[type(spec.optimizer)] if spec.optimizer else None
@@ -122,7 +124,7 @@ def write_model(spec: Spec, path: Path, seed: int = 0) -> Path:
 
 
 def feeds_of(spec: Spec) -> Arrays:
-    """One batch: the model's input, and labels for training."""
+    """Make one batch: the model's input, and labels for training."""
     random = np.random.default_rng(1)
     if spec.kind == "resnet":
         feeds = {"x": random.standard_normal((spec.batch, 3, spec.size, spec.size), np.float32)}
@@ -146,7 +148,7 @@ Step = Callable[[], np.ndarray]
 
 @dataclass
 class Contender:
-    """`step` does the work once and gives the loss before the update, or the results."""
+    """One way to run a model. `step` does the work once and returns the loss before the update, or the results."""
 
     name: str
     step: Step
@@ -158,11 +160,11 @@ class Contender:
 
 
 class NotAvailable(Exception):
-    """A contender cannot run here, or takes too long to get ready."""
+    """An exception for a contender that cannot run here, or takes too long to get ready."""
 
 
 def penstock_contender(spec: Spec, file: Path, feeds: Arrays, folder: Path, threads: int) -> Contender:
-    """One stage on one device of so many threads, its functions called in this process as a worker calls them."""
+    """Prepare one stage on one device of so many threads, to be called in this process as a worker calls it."""
     begin = time.perf_counter()
     training = None if spec.optimizer is None else ps.Training(loss="cross_entropy", optimizer=spec.optimizer)
     model = ps.from_onnx(file)
@@ -185,8 +187,8 @@ def penstock_contender(spec: Spec, file: Path, feeds: Arrays, folder: Path, thre
     def step() -> np.ndarray:
         held = dict(inputs)
         for kind, graph in graphs.items():
-            found = program.call(graph.name, [*(held[v.name] for v in graph.ins), *slots[kind]])
-            held = {**inputs, **dict(zip((v.name for v in graph.results), found, strict=True))} if kind == "F" else {}
+            results = program.call(graph.name, [*(held[v.name] for v in graph.ins), *slots[kind]])
+            held = {**inputs, **dict(zip((v.name for v in graph.results), results, strict=True))} if kind == "F" else {}
             if kind == "F":
                 result = held[module.outputs[0]].numpy().copy()
         return result
@@ -195,16 +197,16 @@ def penstock_contender(spec: Spec, file: Path, feeds: Arrays, folder: Path, thre
 
 
 def _buffers(module: Module, weights: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """A tensor for every variable, with its first contents."""
+    """Make a tensor for every variable, with its first contents."""
     assert all(var.versions == 1 for var in module.vars.values() if var.role == PARAM)
     arrays = initial_arrays(module, weights, list(module.vars), TYPED)
     return {name: torch.tensor(array) for name, array in arrays.items()}
 
 
 def torch_contender(spec: Spec, file: Path, feeds: Arrays, compile_limit: float = 0.0) -> Contender:
-    """Eager torch, or torch.compile with a limit on the time of its first step; in bf16 by autocast."""
+    """Prepare eager torch, or torch.compile with a limit on the time of its first step; in bf16 by autocast."""
     model = build(spec.kind, spec.sizes, file)
-    x, *rest = (torch.from_numpy(array) for array in feeds.values())
+    x, *labels_if_any = (torch.from_numpy(array) for array in feeds.values())
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=spec.is_low):
@@ -228,7 +230,7 @@ def torch_contender(spec: Spec, file: Path, feeds: Arrays, compile_limit: float 
         optimizer = _torch_optimizer(spec, model)
 
         def train() -> np.ndarray:
-            loss = loss_function(x, *rest)
+            loss = loss_function(x, *labels_if_any)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -237,21 +239,21 @@ def torch_contender(spec: Spec, file: Path, feeds: Arrays, compile_limit: float 
         step = train
     if not compile_limit:
         return Contender("torch", step)
-    # A cache of its own: what an interrupted run left in the usual one may be broken.
+    # A cache of its own: an interrupted run may have left a broken one in the usual place.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(file.parent / "inductor")
     contender = Contender("torch.compile", step)
     begin = time.perf_counter()
     with time_limit(compile_limit):
         try:
             contender.results.append(step())
-        except Exception as failure:  # whatever the compiler raises, it is not available here, and the table says so
+        except Exception as failure:  # the compiler may raise anything; the table says that it is not available here
             raise NotAvailable(f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:200]}") from failure
     contender.about["first step in s"] = round(time.perf_counter() - begin, 1)
     return contender
 
 
 def _torch_optimizer(spec: Spec, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Torch's fastest form of the same optimiser."""
+    """Make torch's fastest form of the same optimiser."""
     o = spec.optimizer
     if isinstance(o, ps.AdamW):
         return torch.optim.AdamW(model.parameters(), o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay, fused=True)
@@ -260,7 +262,7 @@ def _torch_optimizer(spec: Spec, model: torch.nn.Module) -> torch.optim.Optimize
 
 
 class _TooLong(BaseException):
-    """Passes through handlers of Exception inside the compiler."""
+    """An exception that passes handlers of Exception inside the compiler."""
 
 
 @contextmanager
@@ -289,7 +291,7 @@ def onnxruntime_contender(file: Path, feeds: Arrays, threads: int) -> Contender:
 
 
 def openvino_contender(file: Path, feeds: Arrays, threads: int) -> Contender:
-    """With float32 asked for: on processors with tile registers it computes in bfloat16 otherwise."""
+    """Prepare OpenVINO in float32: on processors with tile registers its default is bfloat16."""
     try:
         import openvino
     except ImportError as missing:
@@ -307,30 +309,30 @@ def openvino_contender(file: Path, feeds: Arrays, threads: int) -> Contender:
 def contenders_of(
     spec: Spec, file: Path, folder: Path, threads: int, compile_limit: float
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Who takes part, and why others do not."""
+    """Return the contenders that take part, and the reasons of those that do not."""
     feeds = feeds_of(spec)
-    found = [penstock_contender(spec, file, feeds, folder, threads), torch_contender(spec, file, feeds)]
+    contenders = [penstock_contender(spec, file, feeds, folder, threads), torch_contender(spec, file, feeds)]
     absent = {}
     others: dict[str, Callable[[], Contender]] = {}
     if spec.optimizer is None:
-        found.append(onnxruntime_contender(file, feeds, threads))
+        contenders.append(onnxruntime_contender(file, feeds, threads))
         others["openvino"] = lambda: openvino_contender(file, feeds, threads)
     if compile_limit:
         others["torch.compile"] = lambda: torch_contender(spec, file, feeds, compile_limit)
     for name, make in others.items():
         try:
-            found.append(make())
+            contenders.append(make())
         except NotAvailable as reason:
             absent[name] = str(reason)
             print(f"{name}: {reason}", file=sys.stderr)
-    return found, absent
+    return contenders, absent
 
 
 # ------------------------------------------------------------------------------------------------ checking
 
 
 def warm_up(spec: Spec, contenders: Sequence[Contender], file: Path) -> list[str]:
-    """The first steps of all contenders, and everything that is wrong with their numbers."""
+    """Run the first steps of all contenders, and return everything that is wrong with their numbers."""
     steps = CHECKED_STEPS if spec.optimizer is not None else 1
     for contender in contenders:
         while len(contender.results) < steps:
@@ -368,7 +370,7 @@ def take_turns(contenders: Sequence[Contender], steps: int, rounds: int) -> None
 
 
 def measure(name: str, spec: Spec, folder: Path, arguments: argparse.Namespace, cores: Sequence[int]) -> dict[str, Any]:
-    """One row of the report."""
+    """Measure one row of the report."""
     begin = time.perf_counter()
     file = write_model(spec, folder / f"{name}.onnx")
     contenders, absent = contenders_of(spec, file, folder, arguments.threads, arguments.compile_limit)
@@ -415,7 +417,7 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], peak: float) -> str:
-    """Markdown. A ratio above 1 means that Penstock is faster."""
+    """Write the table in Markdown. A ratio above 1 means that Penstock is faster."""
     heads = [
         "model",
         "unit/s",
@@ -436,7 +438,7 @@ def table(rows: Sequence[Mapping[str, Any]], peak: float) -> str:
         cells = [row["model"], row["unit"], f"{row['per_step'] / mine:.1f}", share, f"{ours['error']:.1e}"]
         for name, other in row["contenders"].items():
             if name != "penstock":
-                turns = [theirs / own for theirs, own in zip(other["turn_s"], ours["turn_s"], strict=True)]
+                turns = [theirs / our_turn for theirs, our_turn in zip(other["turn_s"], ours["turn_s"], strict=True)]
                 spread = f"{min(turns):.2f} to {max(turns):.2f}"
                 more = [
                     name,
@@ -452,7 +454,7 @@ def table(rows: Sequence[Mapping[str, Any]], peak: float) -> str:
 
 
 def time_of(side: Mapping[str, Any]) -> float:
-    """Seconds of a step."""
+    """Return the seconds of a step."""
     return statistics.median(side["turn_s"])
 
 
@@ -489,7 +491,10 @@ def _facts(arguments: argparse.Namespace, peak: float, cores: Sequence[int]) -> 
         "cpu": f"{processor(cores)}, threads {arguments.threads}",
         "versions": f"{system()}, {versions('penstock', 'torch', 'onnxruntime', 'openvino', 'apache-tvm')}",
         "precision": arguments.precision,
-        "turns": f"{arguments.rounds} rounds of {arguments.steps} steps, median of {'processor' if len(cores) == 1 else 'wall'} time",
+        "turns": (
+            f"{arguments.rounds} rounds of {arguments.steps} steps, "
+            f"median of {'processor' if len(cores) == 1 else 'wall'} time"
+        ),
         "peak": f"{peak / 1e9:.1f} GFLOP/s multiply-adds in registers" if peak else "not measured, there is no g++",
         "load": load(),
     }

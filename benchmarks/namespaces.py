@@ -1,6 +1,9 @@
-"""Network namespaces as hosts: each has its own interface eth0 and host name, and all are joined by a bridge in one more namespace. Needs
-root and iproute2. `shape` gives their network cards a rate; `cut` takes a host off the bridge, so that its packets vanish without a word,
-as when a cable is pulled behind a switch."""
+"""Network namespaces as hosts.
+
+Each has its own interface eth0 and host name, and all are joined by a bridge in one more namespace. They need root and
+iproute2. `shape` limits the rate of their network cards. `cut` takes a host off the bridge, so that its packets vanish
+in silence, as when a cable is pulled behind a switch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _NAMES = Path("/etc/netns")
 
 
 def available() -> str:
-    """Why there can be no namespaces here; empty when there can."""
+    """Say why there can be no namespaces here, "" if there can."""
     if os.geteuid() != 0:
         return "not root"
     missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
@@ -42,7 +45,7 @@ def available() -> str:
 
 
 class Hosts:
-    """`names` are those of the hosts; host i has the address 10.77.0.(i + 1)."""
+    """Hosts with these `names`; host i has the address 10.77.0.(i + 1)."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
@@ -52,7 +55,7 @@ class Hosts:
         self._handler: Any = None
 
     def __enter__(self) -> Hosts:
-        # Whoever is ended leaves no namespaces either.
+        # A terminated benchmark leaves no namespaces either.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
             self._handler = signal.signal(signal.SIGTERM, _interrupt)
         try:
@@ -98,7 +101,7 @@ class Hosts:
     def start(
         self, host: int, command: Sequence[str], environment: dict[str, str], out: IO[str] | int, session: bool = True
     ) -> subprocess.Popen[str]:
-        """A process on a host; its number is that of the command."""
+        """Start a process on a host; its number is that of the command."""
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.names[host], *command]
         inside = ["ip", "netns", "exec", self._spaces[host + 1], *named]
         return subprocess.Popen(
@@ -118,10 +121,13 @@ class Hosts:
         _ip("-n", self._spaces[0], "link", "set", f"port{host}", "master", "bridge0")
 
     def shape(self, rate: float) -> None:
-        """Let no more than so many bytes per second out of every host, and into it: a network card of that rate, in each direction by
-        itself. A token bucket (tbf) of 32 kB, less than a message, with room for all that TCP has under way. Bare acknowledgements pass it
-        by: behind megabytes in one queue they would hold up what they acknowledge, as fair queues in front of real cards do not let them.
-        Frames are jumbo ones, because every frame goes through two buckets and a bridge on the cores that compute."""
+        """Limit every host to so many bytes per second out and in, as a network card of that rate does.
+
+        Each direction is limited by itself. The limit is a token bucket (tbf) of 32 kB, less than a message, with room
+        for all bytes that TCP has under way. Bare acknowledgements bypass it: behind megabytes in one queue they would
+        delay the data they acknowledge, which fair queues in front of real cards prevent. Frames are jumbo ones,
+        because every frame goes through two buckets and a bridge on the cores that compute.
+        """
         ways = [
             *(["qdisc del dev {} root"] if self._shaped else []),
             "qdisc add dev {} root handle 1: htb default 2",
@@ -139,11 +145,11 @@ class Hosts:
         self._shaped = True
 
     def processes(self) -> list[int]:
-        """Everything that still runs on the hosts."""
+        """List every process that still runs on the hosts."""
         return [pid for space in self._spaces for pid in _pids(space)]
 
     def end(self, started: Iterable[subprocess.Popen[str]]) -> None:
-        """Kill what was started and still runs, and all that it left on the hosts."""
+        """Kill the started processes that still run, and all that they left on the hosts."""
         for process in started:
             if process.poll() is None:
                 process.kill()
@@ -152,19 +158,19 @@ class Hosts:
             os.kill(pid, 9)
 
     def _name(self, space: str) -> None:
-        """What `ip netns exec` puts in the place of /etc/hosts."""
+        """Write the file that `ip netns exec` mounts over /etc/hosts."""
         (_NAMES / space).mkdir(parents=True)
         lines = ["127.0.0.1 localhost", *(f"{self.address(i)} {name}" for i, name in enumerate(self.names))]
         (_NAMES / space / "hosts").write_text("\n".join(lines) + "\n")
 
     def _add(self, name: str) -> None:
-        # Noted before it is there: an interrupt may come in between.
+        # Noted before it exists: an interrupt may come in between.
         self._spaces.append(f"{self._prefix}-{name}")
         _ip("netns", "add", f"{self._prefix}-{name}")
 
 
 def kill(processes: Iterable[int]) -> None:
-    """Kill processes that may have ended by now."""
+    """Kill processes, some of which may have ended."""
     for pid in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -175,7 +181,7 @@ def _pids(space: str) -> list[int]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    # Once: what cleans up afterwards is not interrupted.
+    # Once: the clean-up afterwards is not interrupted.
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt(f"ended by {signal.Signals(number).name}")
 

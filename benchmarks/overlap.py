@@ -1,26 +1,27 @@
-"""How much of the time of messages a pipeline hides behind its computations: two stages that really
-compute, over loopback and over slow links.
+"""The part of messages' time that a pipeline of two stages hides behind computations, over loopback and slow links.
 
     python benchmarks/overlap.py                            both: three minutes; links need root, iproute2 and tc
     python benchmarks/overlap.py --only loopback --json overlap.json
 
-Training of two stages under eager-2bw, the schedule for links on which a message takes up to a forward, through the runtime's own executor,
-store, transport and feed. Kernels are products of 256x256 matrices, as many as take a given multiple of the time of one message: 1.25 of it
-forwards, 2.5 backwards. So computations take 3.75 times a message, and the two messages of a microbatch twice a message.
+Two stages that really compute train under eager-2bw, the schedule for links on which a message takes up to a forward,
+through the runtime's executor, store, transport and feed. Kernels are products of 256x256 matrices, as many as take a
+chosen multiple of the time of one message: 1.25 of it forwards, 2.5 backwards. So computations take 3.75 times a
+message, and the two messages of a microbatch twice a message.
 
-compute    the computations of both stages at once, without messages
-messages   the messages of the same schedule over gloo alone, without computations
-gloo       both, by torch.distributed's isend, irecv and wait in a plain loop
-over gloo  both, by the runtime, as between hosts
-shared     both, by the runtime, as on one host: through memory that the ranks share
+    compute    the computations of both stages at once, without messages
+    messages   the messages of the same schedule over gloo alone, without computations
+    gloo       both, by torch.distributed's isend, irecv and wait in a plain loop
+    over gloo  both, by the runtime, as between hosts
+    shared     both, by the runtime, as on one host: through memory that the ranks share
 
-hidden = 1 - (seconds of both - seconds of compute) / seconds of messages, per microbatch. What cannot be hidden at the ends of a
-turn, where the pipeline fills and drains, is in it; `messages` are those over gloo for all contenders. Over loopback messages are
-copied by the same cores that compute, so not all can be hidden, whoever does it; slow links are network namespaces behind a token
-bucket (benchmarks/namespaces.py), whose packets the same two cores carry, too: computations become slower, which counts against
-whoever sends. So of the runtime there is also
+hidden = 1 - (seconds of both - seconds of compute) / seconds of messages, per microbatch. It includes messages at the
+ends of a turn, where the pipeline fills and drains, which cannot be hidden; `messages` are those over gloo for all
+contenders. Over loopback messages are copied by the same cores that compute, so no contender can hide all of them. Slow
+links are network namespaces behind a token bucket (benchmarks/namespaces.py). The same two cores carry their packets,
+too: computations become slower, which counts against the sender. So there is a second figure for the runtime:
 
-not waited for = 1 - seconds that receivers stood waiting after a message was sent / seconds of the messages by themselves
+not waited for = 1 - seconds that receivers stood waiting after a message was sent / seconds of the messages by
+themselves
 
 Contenders take turns in the same two processes; figures are medians over turns.
 """
@@ -60,12 +61,12 @@ SCHEDULE = "eager-2bw"
 FORWARD, BACKWARD = 1.25, 2.5
 _SIDE = 256
 _PORT = 29511
-# What is measured: bytes of a message, and bytes per second of links, where they are not those of loopback.
+# The rows: bytes of a message, and bytes per second of links, where they are not those of loopback.
 ROWS = {"loopback": (16 << 20, None), "links": (1 << 20, 50e6)}
 
 
 class Busy(Empty):
-    """A stage program that takes its time, with a core."""
+    """A stage program that keeps a core busy for a while."""
 
     def __init__(self, module: Module) -> None:
         super().__init__(module)
@@ -84,7 +85,7 @@ class Busy(Empty):
 
 
 def message_seconds(size: int, rank: int) -> float:
-    """One way, by itself: half of there and back."""
+    """Return the seconds of one message by itself: half of a round trip."""
     x, times = torch.zeros(size, dtype=torch.uint8), []
     for _ in range(6):
         begin = time.perf_counter()
@@ -99,19 +100,19 @@ def measure(size: int, bundle: str, group: RankGroup, rounds: int, batches: int)
     pipeline = Pipeline(Path(bundle), rank, group, Busy, trace=True)
     busy = pipeline.program
     assert isinstance(busy, Busy)
-    # Both ranks do all of this at once: what is calibrated is what cores do while others compute.
+    # Both ranks do all of this at once: calibration is to see cores that compute on both sides.
     message, chunk = message_seconds(size, rank), 200
     busy.products["F"] = chunk
-    found = []
+    seconds_per_product = []
     for _ in range(5):
         dist.barrier()
         begin = time.perf_counter()
         busy.work("F")
-        found.append((time.perf_counter() - begin) / chunk)
+        seconds_per_product.append((time.perf_counter() - begin) / chunk)
     # The slower rank's, and the quickest of five: computations are rather too long than too short.
-    told = torch.tensor([message, min(found)], dtype=torch.float64)
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    message, product = told.tolist()
+    slowest = torch.tensor([message, min(seconds_per_product)], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    message, product = slowest.tolist()
     busy.products = {"F": max(1, round(FORWARD * message / product)), "B": max(1, round(BACKWARD * message / product))}
     kinds = [a.kind for a in pipeline.schedule.expand(rank, batches) if a.kind in ("F", "B")]
 
@@ -154,7 +155,7 @@ def measure(size: int, bundle: str, group: RankGroup, rounds: int, batches: int)
 
 
 def waited(traces: Sequence[Sequence[tuple[str, float, float]]]) -> float:
-    """Seconds that receivers stood waiting for a message after it was sent."""
+    """Return the seconds that receivers stood waiting for a message after it was sent."""
     sent: dict[tuple[str, int], float] = {}
     received: list[tuple[tuple[str, int], float, float]] = []
     for trace in traces:
@@ -213,8 +214,8 @@ def run_row(name: str, rounds: int, batches: int, folder: Path) -> dict[str, Any
                 for rank, out in enumerate((first, second)):
                     running.append(hosts.start(rank, command(rank, hosts.address(0)), environment, out))
                 wait()
-    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    return {"row": name, "rate": rate, **found}
+    result: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    return {"row": name, "rate": rate, **result}
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
@@ -251,9 +252,9 @@ def main() -> None:
         rank, span = int(arguments.rank), timedelta(seconds=TIMEOUT)
         group = RankGroup(TCPStore(arguments.address, _PORT, 2, rank == 0, span), rank, 2, TIMEOUT)
         group.connect()
-        found = measure(ROWS[arguments.rank_of][0], arguments.bundle, group, arguments.rounds, arguments.batches)
+        result = measure(ROWS[arguments.rank_of][0], arguments.bundle, group, arguments.rounds, arguments.batches)
         if rank == 0:
-            Path(arguments.report).write_text(json.dumps(found), encoding="utf-8")
+            Path(arguments.report).write_text(json.dumps(result), encoding="utf-8")
         group.gather("end", b"")
         group.leave()
         return

@@ -1,6 +1,6 @@
 """The result of run.py as Markdown: the page that a run prints.
 
-In: the result. Out: Markdown by the names of PARTS. Tables are those of the scripts, with what they measured.
+In: the result. Out: Markdown by the names of PARTS. Tables are those of the scripts, with their figures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def committed_part(name: str) -> str:
-    """A part of the page of the committed run."""
+    """Return a part of the page of the committed run."""
     return PARTS[name](json.loads(COMMITTED.read_text(encoding="utf-8")))
 
 
@@ -46,32 +46,32 @@ def _goals(result: dict[str, Any]) -> str:
 
 
 def _of(section: str) -> Callable[[Callable[[Any], str]], Callable[[dict[str, Any]], str]]:
-    """A part that is about one section; where it did not run or failed, that is what it says."""
+    """Make a decorator for a part about one section. If the section did not run or failed, the part says that."""
 
     def around(part: Callable[[Any], str]) -> Callable[[dict[str, Any]], str]:
-        def told(result: dict[str, Any]) -> str:
-            found = result["sections"].get(section)
-            if found is None:
+        def write(result: dict[str, Any]) -> str:
+            entry = result["sections"].get(section)
+            if entry is None:
                 return "Not measured in this run.\n"
-            if "said" in found["found"]:
+            if "said" in entry["found"]:
                 return (
-                    f"Failed with exit code {found['exit']}:\n\n```text\n"
-                    + "\n".join(found["found"]["said"])
+                    f"Failed with exit code {entry['exit']}:\n\n```text\n"
+                    + "\n".join(entry["found"]["said"])
                     + "\n```\n"
                 )
-            failed = f"\nThe exit code was {found['exit']}.\n" if found["exit"] else ""
-            return part(found["found"]) + failed
+            failed = f"\nThe exit code was {entry['exit']}.\n" if entry["exit"] else ""
+            return part(entry["found"]) + failed
 
-        return told
+        return write
 
     return around
 
 
-def _training(found: dict[str, Any]) -> str:
+def _training(result: dict[str, Any]) -> str:
     from training import far_apart, rows_of
 
-    facts = [f"* {name}: {found['facts'][name]}" for name in ("model", "data", "turns", "peak", "work")]
-    apart = far_apart(found)
+    facts = [f"* {name}: {result['facts'][name]}" for name in ("model", "data", "turns", "peak", "work")]
+    apart = far_apart(result)
     tried = [
         [
             name,
@@ -82,25 +82,25 @@ def _training(found: dict[str, Any]) -> str:
         ]
         if "seconds" in row
         else [name, form, f"failed: {row['error']}", "", ""]
-        for name, forms in found["tried"].items()
+        for name, forms in result["tried"].items()
         for form, row in forms.items()
     ]
-    text = "\n".join(facts) + "\n\n" + markdown(*rows_of(found)) + "\n"
+    text = "\n".join(facts) + "\n\n" + markdown(*rows_of(result)) + "\n"
     if tried:
         heads = ["contender", "form", "s per step", "peak MiB per process", "losses differ by"]
         text += "\nForms, each tried alone:\n\n" + markdown(heads, tried) + "\n"
-    told = ", ".join(f"{name} {apart[name]:.0e}" for name in found["contenders"] if name in apart)
-    text += f"\nThe largest relative difference of losses from {next(reversed(found['contenders']))}'s: {told}."
-    return text + "".join(f" {name} did not take part: {reason}." for name, reason in found["absent"].items()) + "\n"
+    differences = ", ".join(f"{name} {apart[name]:.0e}" for name in result["contenders"] if name in apart)
+    text += f"\nThe largest relative difference of losses from {next(reversed(result['contenders']))}'s: {differences}."
+    return text + "".join(f" {name} did not take part: {reason}." for name, reason in result["absent"].items()) + "\n"
 
 
 @_of("inference")
-def _inference(found: dict[str, Any]) -> str:
+def _inference(result: dict[str, Any]) -> str:
     others = ("onnxruntime", "openvino", "torch", "torch.compile")
     lines = []
-    for row in found["rows"]:
+    for row in result["rows"]:
         seconds = {name: statistics.median(side["turn_s"]) for name, side in row["contenders"].items()}
-        share = 100 * row["gflop"] * 1e9 / seconds["penstock"] / found["peak_flops"] if found["peak_flops"] else None
+        share = 100 * row["gflop"] * 1e9 / seconds["penstock"] / result["peak_flops"] if result["peak_flops"] else None
         cells = [
             row["model"].removesuffix("-infer"),
             f"{seconds['penstock'] * 1e3:.1f}",
@@ -120,13 +120,13 @@ def _inference(found: dict[str, Any]) -> str:
         *(head for name in others for head in (f"{name}, ms", "ratio")),
         "largest error",
     ]
-    absent = sorted({f"{name}: {reason}" for row in found["rows"] for name, reason in row["absent"].items()})
+    absent = sorted({f"{name}: {reason}" for row in result["rows"] for name, reason in row["absent"].items()})
     said = "".join(f"\nLeft out, {line}.\n" for line in absent)
-    return f"{found['threads']} threads each; {found['facts']['turns']}.\n\n{markdown(heads, lines)}\n{said}"
+    return f"{result['threads']} threads each; {result['facts']['turns']}.\n\n{markdown(heads, lines)}\n{said}"
 
 
 @_of("compiling")
-def _compiling(found: dict[str, Any]) -> str:
+def _compiling(result: dict[str, Any]) -> str:
     phases = ("import", "frontend", "passes", "lowering", "kernels", "link", "bundle")
 
     def middle(rows: Sequence[dict[str, Any]], key: str) -> str:
@@ -134,66 +134,66 @@ def _compiling(found: dict[str, Any]) -> str:
 
     lines = [
         [state, *(middle(rows, key) for key in ("total", *phases, "processor"))]
-        for state, rows in found["states"].items()
+        for state, rows in result["states"].items()
     ]
     text = markdown(["training, two stages", "total s", *phases, "processor s"], lines) + "\n"
     others = [
         [what, name, f"{row['seconds']:.1f}", f"{row['processor']:.1f}"]
         for what in ("training", "inference")
-        for name, row in found.get(what, {}).items()
+        for name, row in result.get(what, {}).items()
     ]
     return text + ("\n" + markdown(["what", "compiled by", "seconds", "processor s"], others) + "\n" if others else "")
 
 
 @_of("planner")
-def _planner(found: dict[str, Any]) -> str:
+def _planner(result: dict[str, Any]) -> str:
     from planner import HEADS, cells
 
-    return markdown(HEADS, [cells(row) for row in found["rows"]]) + "\n"
+    return markdown(HEADS, [cells(row) for row in result["rows"]]) + "\n"
 
 
 @_of("kernels")
-def _kernels(found: dict[str, Any]) -> str:
+def _kernels(result: dict[str, Any]) -> str:
     lines = []
-    for row in found["rows"]:
+    for row in result["rows"]:
         if row.get("ratio") is None or row["failure"]:
             lines.append([row["name"], "-", "-", "-", f"failed: {row['failure']}"])
             continue
         unit, work, peak = ("GFLOP/s", row["flops"], "flops") if row["flops"] else ("GB/s", row["moved"], "bytes")
         rates = [work / row[side]["cpu_s"] for side in ("ours", "theirs")]
-        share = f"{100 * rates[0] / found['peaks'][peak]:.0f} %"
+        share = f"{100 * rates[0] / result['peaks'][peak]:.0f} %"
         lines.append([row["name"], *(f"{rate / 1e9:.1f} {unit}" for rate in rates), share, f"{row['ratio']:.2f}"])
-    ratios = [row["ratio"] for row in found["rows"] if row.get("ratio") and not row["failure"]]
+    ratios = [row["ratio"] for row in result["rows"] if row.get("ratio") and not row["failure"]]
     mean = f"\nGeometric mean of {len(ratios)} rows: {statistics.geometric_mean(ratios):.2f}.\n" if ratios else ""
     return markdown(["kernel", "Penstock", "torch", "of peak", "ratio"], lines) + "\n" + mean
 
 
 @_of("transport")
-def _transport(found: dict[str, Any]) -> str:
+def _transport(result: dict[str, Any]) -> str:
     from transport import cells_of
 
     return (
         markdown(
             ["part", "message", "shared memory", "over gloo", "gloo alone", ""],
-            [cells_of(line) for line in found["lines"]],
+            [cells_of(line) for line in result["lines"]],
         )
         + "\n"
     )
 
 
 @_of("report")
-def _report(found: dict[str, Any]) -> str:
+def _report(result: dict[str, Any]) -> str:
     lines = []
-    for name, made in found.items():
-        if isinstance(made, dict):
-            load = f"{made['opened']['load']:.0f} ms" if "opened" in made else "no browser"
+    for name, figures in result.items():
+        if isinstance(figures, dict):
+            load = f"{figures['opened']['load']:.0f} ms" if "opened" in figures else "no browser"
             lines.append(
                 [
                     name,
-                    made["operations"],
-                    f"{made['gather']:.2f}",
-                    f"{made['render']:.2f}",
-                    f"{made['bytes'] / 1e6:.2f}",
+                    figures["operations"],
+                    f"{figures['gather']:.2f}",
+                    f"{figures['render']:.2f}",
+                    f"{figures['bytes'] / 1e6:.2f}",
                     load,
                 ]
             )
@@ -201,10 +201,10 @@ def _report(found: dict[str, Any]) -> str:
 
 
 @_of("startup")
-def _startup(found: dict[str, Any]) -> str:
+def _startup(result: dict[str, Any]) -> str:
     from startup import table_of, table_of_jobs
 
-    return f"{markdown(*table_of(found['rows']))}\n\n{markdown(*table_of_jobs(found['jobs']))}\n"
+    return f"{markdown(*table_of(result['rows']))}\n\n{markdown(*table_of_jobs(result['jobs']))}\n"
 
 
 PARTS: dict[str, Callable[[dict[str, Any]], str]] = {

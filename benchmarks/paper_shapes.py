@@ -1,23 +1,26 @@
-"""The shapes of the PipeDream-2BW paper, planned and simulated: 2bw against eager-2bw, 1f1b (its flush),
-gpipe, tensor parallelism, and no pipelining.
+"""The shapes of the PipeDream-2BW paper, planned and simulated: 2bw against other ways to train.
 
     python benchmarks/paper_shapes.py [--devices 8 64] [--models 1.3B 2.2B 3.8B] [--batch N ...] [--json FILE]
 
-Nothing runs on GPUs. Each schedule gets its own depth, replicas, microbatch size and recomputation: the planner's best plans
-restricted to it are played event by event (passes/simulator/simulate.py) with the same times, links and network cards, and the fastest is
-taken. Assumed, as the paper does not say all of it:
+The other ways are eager-2bw, 1f1b (the paper's flush), gpipe, tensor parallelism, and no pipelining. Nothing runs on
+GPUs. Each schedule gets its own depth, replicas, microbatch size and recomputation: the planner's best plans restricted
+to it are played event by event (passes/simulator/simulate.py) with the same times, links and network cards, and the fastest
+counts. Assumed, as the paper does not say all of it:
 
-    model     24 blocks of width 2048 (1.3 B), 2688 (2.2 B), 3552 (3.8 B), 32 heads, 512 positions, vocabulary 51200; 16 bits, Adam with 32-bit state; scores of
-              attention are stored, as they were then
-    device    V100: 16 GiB, of which 1 GiB is taken; 125e12 operations per second of which products reach 40 %; 9e11 bytes/s of memory
-    links     inside a server 2.5e10 bytes/s and 10 us per hop; a network card per server of 10 Gb/s (1.25e9 bytes/s), 50 us
+    model    24 blocks of width 2048 (1.3 B), 2688 (2.2 B), 3552 (3.8 B), 32 heads, 512 positions, vocabulary 51200; 16
+             bits, Adam with 32-bit state; scores of attention are stored, as they were then
+    device   V100: 16 GiB, of which 1 GiB is used; 125e12 operations per second of which products reach 40 %; 9e11
+             bytes/s of memory
+    links    inside a server 2.5e10 bytes/s and 10 us per hop; a network card per server of 10 Gb/s (1.25e9 bytes/s), 50
+             us
 
-Two comparisons are formulas, given the same seconds and bytes, the best microbatch size and depth by trying all:
+Two comparisons are formulas, with the same seconds and bytes, the best microbatch size and depth by trying all:
 
-    tensor    every block on t devices: seconds / t, and 4 all-reduces of 2 bytes * samples * positions * width per block and microbatch (6 with recomputation), a
-              ring over t devices, exposed; N/t copies, whose gradients are summed once per batch. t = N is one copy over all servers; "t <= 8" stays
-              within a server.
-    no pipe   d stages of equally many blocks, one microbatch at a time through all of them; N/d copies, gradients summed once per batch.
+    tensor    every block on t devices: seconds / t, and 4 all-reduces of 2 bytes * samples * positions * width per
+              block and microbatch (6 with recomputation), a ring over t devices, exposed; N/t copies, whose gradients
+              are summed once per batch. t = N is one copy over all servers; "t <= 8" stays within a server.
+    no pipe   d stages of equally many blocks, one microbatch at a time through all of them; N/d copies, gradients
+              summed once per batch.
 """
 
 from __future__ import annotations
@@ -63,10 +66,10 @@ def chain_of(model: str) -> Chain:
 
 
 def play(chain: Chain, cluster: Cluster, plan: PipelinePlan) -> float:
-    """Seconds per batch of a plan in a long run, simulated."""
+    """Simulate a plan, and return its seconds per batch in a long run."""
     table, stages = Table(chain, plan.size), plan.stages
-    found = build_schedule(plan.schedule, len(stages), plan.count, [stage.shares for stage in stages])
-    wired = wire_chain(sum_late(found, SCHEDULES[plan.schedule].delay))
+    schedule = build_schedule(plan.schedule, len(stages), plan.count, [stage.shares for stage in stages])
+    wired = wire_chain(sum_late(schedule, SCHEDULES[plan.schedule].delay))
     devices = dict(enumerate(cluster.devices[i] for i in plan.devices))
 
     def seconds(rank: int, action: Action) -> float:
@@ -88,7 +91,10 @@ def play(chain: Chain, cluster: Cluster, plan: PipelinePlan) -> float:
 
 
 def ring(nbytes: float, devices: int, spread: int, per_host: int = 8) -> float:
-    """An all-reduce over `devices`, where `spread` rings cross each network card if it leaves the server at all."""
+    """Return seconds of an all-reduce over `devices`.
+
+    If it leaves a server at all, `spread` rings cross each network card.
+    """
     if devices == 1:
         return 0.0
     crosses = devices * spread > per_host
@@ -97,14 +103,14 @@ def ring(nbytes: float, devices: int, spread: int, per_host: int = 8) -> float:
 
 
 def totals(chain: Chain, b: int) -> tuple[float, float, float, Table]:
-    """Seconds of a microbatch forward and backward and again, and of an update, on one device."""
+    """Return seconds of a microbatch forward and backward, of a second forward, and of an update, on one device."""
     table = Table(chain, b)
     row = [float(column[-1]) for column in table.times(V100)]
     return row[0] + row[1], row[3], row[4], table
 
 
 def tensor_parallel(chain: Chain, model: str, devices: int, batch: int, sizes: list[int]) -> tuple[float, str]:
-    """The best of all microbatch sizes and these numbers of devices per copy."""
+    """Return the best of all microbatch sizes and these numbers of devices per copy."""
     best = (float("inf"), "does not fit")
     width, params = WIDTHS[model], sum(x.params for x in chain.layers)
     states = sum(x.params + x.grads + x.state for x in chain.layers)
@@ -132,7 +138,7 @@ def tensor_parallel(chain: Chain, model: str, devices: int, batch: int, sizes: l
 
 
 def no_pipelining(chain: Chain, devices: int, batch: int) -> tuple[float, str]:
-    """One microbatch at a time through d stages; the blocks are dealt out evenly, the ends go with the first and last."""
+    """Send one microbatch at a time through d stages of equally many blocks. The ends are on the first and last."""
     best = (float("inf"), "does not fit")
     for d in [d for d in (1, 2, 3, 4, 6, 8, 12, 24) if devices % d == 0]:
         copies, each = devices // d, BLOCKS // d
@@ -159,8 +165,11 @@ def no_pipelining(chain: Chain, devices: int, batch: int) -> tuple[float, str]:
 def planned(
     model: str, devices: int, batch: int, schedule: str, recompute: str = "auto"
 ) -> tuple[float, float, str] | None:
-    """Predicted and simulated seconds of a schedule's plan, and what it is: of several candidates that which the simulation finds fastest.
-    They are the best of the cost model in each layout (which replicas are on one server, and how many there are)."""
+    """Return predicted and simulated seconds of a schedule's plan, and its description.
+
+    The plan is the one of several candidates that the simulation finds fastest. They are the best of the cost model in
+    each layout (the replicas on one server, and their number).
+    """
     chain, cluster = chain_of(model), cluster_of(devices)
     planner = Planner(chain, fleet_of(cluster), PlanRequest(batch, (schedule,), recompute, base=BASE))
     best: dict[str, Outcome] = {}
@@ -180,7 +189,7 @@ def planned(
 
 
 def summary(lines: list[dict[str, Any]]) -> str:
-    """One row per case: samples per second of each, and what 2bw is faster by."""
+    """Write one row per case: samples per second of each way, and the speed of 2bw over others."""
     ways = [*PIPELINES, "tensor, t <= 8", "tensor, t = N", "no pipelining"]
     cases: dict[tuple[int, str, int], dict[str, float]] = {}
     for line in lines:
@@ -201,7 +210,23 @@ def summary(lines: list[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def main() -> None:
+def ways_of(model: str, devices: int, batch: int, schedules: list[str]) -> list[tuple[str, float, float, str]]:
+    """Return for each way to train its name, simulated seconds, seconds by its formula, and a description."""
+    rows: list[tuple[str, float, float, str]] = []
+    for schedule in schedules:
+        plan = planned(model, devices, batch, schedule)
+        rows.append((schedule, plan[1], plan[0], plan[2]) if plan else (schedule, inf, 0.0, "does not fit"))
+    chain, powers = chain_of(model), [t for t in (1, 2, 4, 8, 16, 32, 64) if t <= devices]
+    step, text = tensor_parallel(chain, model, devices, batch, powers[:4])
+    rows.append(("tensor, t <= 8", step, step, text))
+    if devices > 8:
+        step, text = tensor_parallel(chain, model, devices, batch, [devices])
+        rows.append(("tensor, t = N", step, step, text))
+    step, text = no_pipelining(chain, devices, batch)
+    return [*rows, ("no pipelining", step, step, text)]
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--models", nargs="+", default=list(WIDTHS))
@@ -214,40 +239,18 @@ def main() -> None:
     )
     parser.add_argument("--schedules", nargs="+", default=list(PIPELINES), choices=PIPELINES)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = _arguments()
     lines = []
     print("| devices | model | batch | how | plan | samples/s | 2bw is faster by | formula / simulation |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for devices in given.devices:
-        for model in given.models:
-            for batch in given.batch or ([64, 512] if devices <= 8 else [128, 512, 2048]):
-                rows: list[tuple[str, float, float, str]] = []
-                for schedule in given.schedules:
-                    found = planned(model, devices, batch, schedule)
-                    rows.append(
-                        (schedule, found[1], found[0], found[2])
-                        if found
-                        else (schedule, float("inf"), 0.0, "does not fit")
-                    )
-                powers = [t for t in (1, 2, 4, 8, 16, 32, 64) if t <= devices]
-                rows.append(
-                    (
-                        "tensor, t <= 8",
-                        *(x := tensor_parallel(chain_of(model), model, devices, batch, powers[:4]))[:1],
-                        x[0],
-                        x[1],
-                    )
-                )
-                if devices > 8:
-                    rows.append(
-                        (
-                            "tensor, t = N",
-                            *(x := tensor_parallel(chain_of(model), model, devices, batch, [devices]))[:1],
-                            x[0],
-                            x[1],
-                        )
-                    )
-                rows.append(("no pipelining", *(x := no_pipelining(chain_of(model), devices, batch))[:1], x[0], x[1]))
+    for devices in arguments.devices:
+        for model in arguments.models:
+            for batch in arguments.batch or ([64, 512] if devices <= 8 else [128, 512, 2048]):
+                rows = ways_of(model, devices, batch, arguments.schedules)
                 for how, step, formula, text in rows:
                     ratio = step / rows[0][1]
                     line = {
@@ -261,20 +264,22 @@ def main() -> None:
                         "ratio": ratio,
                     }
                     lines.append(line)
-                    compared = f"{formula / step:.3f}" if how in PIPELINES and step < float("inf") else ""
-                    speed = f"{batch / step:.1f}" if step < float("inf") else ""
+                    compared = f"{formula / step:.3f}" if how in PIPELINES and step < inf else ""
+                    speed = f"{batch / step:.1f}" if step < inf else ""
                     print(
-                        f"| {devices} | {model} | {batch} | {how} | {text} | {speed} | {f'{ratio:.2f}' if speed else ''} | {compared} |",
+                        f"| {devices} | {model} | {batch} | {how} | {text} | {speed} | "
+                        f"{f'{ratio:.2f}' if speed else ''} | {compared} |",
                         flush=True,
                     )
-    for model in given.models:
-        pair = [planned(model, 8, 512, "2bw", mode) for mode in ("none", "all")] if 8 in given.devices else []
+    for model in arguments.models:
+        pair = [planned(model, 8, 512, "2bw", mode) for mode in ("none", "all")] if 8 in arguments.devices else []
         if all(pair) and pair:
             print(
-                f"\nrecomputation everywhere, 2bw, {model}, 8 devices, batch 512: {pair[1][1] / pair[0][1]:.2f} times as long ({pair[0][2]}; {pair[1][2]})"
+                f"\nrecomputation everywhere, 2bw, {model}, 8 devices, batch 512: {pair[1][1] / pair[0][1]:.2f} times "
+                f"as long ({pair[0][2]}; {pair[1][2]})"
             )
     print(f"\n{summary(lines)}")
-    write_json(given.json, {"lines": lines})
+    write_json(arguments.json, {"lines": lines})
 
 
 if __name__ == "__main__":

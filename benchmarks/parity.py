@@ -1,14 +1,14 @@
-"""A character model of this project's own documentation, trained by 1f1b and by 2bw: what the delay of
-one update costs, for several optimisers.
+"""A character model of this project's documentation, trained by 1f1b and by 2bw: the cost of one update's delay.
 
-    python benchmarks/parity.py                                          all rows: about a quarter of an hour on one core
-    python benchmarks/parity.py --optimizers adamw:3e-3 --seeds 2        some of them
-    python benchmarks/parity.py --json a.json --markdown docs/weight-versions.md       and write the table into that page
-    python benchmarks/parity.py --read a.json b.json --markdown docs/weight-versions.md       of rows measured before
+    python benchmarks/parity.py  all rows: a quarter of an hour on one core
+    python benchmarks/parity.py --optimizers adamw:3e-3 --seeds 2                        some of them
+    python benchmarks/parity.py --json a.json --markdown docs/weight-versions.md  and write the table into that page
+    python benchmarks/parity.py --read a.json b.json --markdown docs/weight-versions.md  of rows measured before
 
-A GPT of two layers (penstock.models.write_gpt) reads 48 characters of benchmarks/prose.txt, a snapshot of these pages, and tells the next
-one of each. Every seed has other weights and another order of the samples; both schedules see the same. The comparison is that of
-`penstock verify --parity` (src/penstock/verification/parity.py). The delay does not depend on the number of stages, so two are enough.
+The rows are optimisers. A GPT of two layers (penstock.models.write_gpt) reads 48 characters of benchmarks/prose.txt, a
+snapshot of these pages, and predicts the next one of each. Every seed has other weights and another order of the
+samples; both schedules see the same. The comparison is that of `penstock verify --parity` (src/penstock/verification/parity.py). The
+delay does not depend on the number of stages, so two are enough.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ BEGIN, END = "<!-- written by benchmarks/parity.py -->\n", "<!-- until here -->\
 
 
 def write_samples(path: Path) -> int:
-    """Windows of the text as `tokens`, and the same one place on as `labels`; the answer is the number of different characters."""
+    """Write windows of the text as `tokens`, and shifted by one as `labels`.
+
+    Return the number of different characters.
+    """
     text = PROSE.read_text(encoding="ascii")
     letters = sorted(set(text))
     codes = np.array([letters.index(c) for c in text], dtype=np.int64)
@@ -62,7 +65,7 @@ def _measured(arguments: argparse.Namespace) -> list[Parity]:
 
 
 def _read(files: Sequence[str]) -> list[Parity]:
-    """Rows in the order of their names, so that those of one kind stand together."""
+    """Read rows in the order of their names, so that those of one kind are adjacent."""
     rows = [row for file in files for row in json.loads(Path(file).read_text(encoding="utf-8"))]
     return sorted(
         (Parity(row["optimizer"], tuple(row[PLAIN]), tuple(row[DELAYED])) for row in rows), key=lambda row: row.name
@@ -85,18 +88,21 @@ def main() -> int:
     rows = _read(arguments.read) if arguments.read else _measured(arguments)
     print(table(list(HEADER), report(rows)))
     if arguments.json:
-        losses = [{f"{schedule} seed {seed}": found for (schedule, seed), found in row.losses.items()} for row in rows]
+        losses = [
+            {f"{schedule} seed {seed}": losses_of_run for (schedule, seed), losses_of_run in row.losses.items()}
+            for row in rows
+        ]
         whole = [{**row.as_dict(), "losses": each} for row, each in zip(rows, losses, strict=True)]
         Path(arguments.json).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if arguments.markdown:
         lines = [list(HEADER), ["---"] * len(HEADER), *report(rows)]
         page = Path(arguments.markdown)
-        before, mark, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        before, mark, after = page.read_text(encoding="utf-8").partition(BEGIN)
         if not mark:
             print(f"{page} has no line {BEGIN.strip()}", file=sys.stderr)
             return 1
         text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        page.write_text(before + mark + text + END + rest.partition(END)[2], encoding="utf-8")
+        page.write_text(before + mark + text + END + after.partition(END)[2], encoding="utf-8")
     return 0
 
 

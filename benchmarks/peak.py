@@ -1,9 +1,10 @@
-"""What one core of this machine can do at most: multiply-adds in registers, and streaming memory.
+"""The peak rates of one core of this machine: multiply-adds in registers, and streaming memory.
 
-In: nothing but the machine. Out: floating-point operations per second in float32, and bytes per second read plus written. The first is a
-loop of independent multiply-adds on vectors that never leave registers, compiled for this CPU; the second is torch streaming a tensor
-larger than any cache. Both are the best of several tries, by processor time of the thread. Without a compiler the first is None, and the
-caller takes the best rate of a matrix product that it has seen.
+In: nothing but the machine. Out: floating-point operations per second in float32, and bytes per second read plus
+written. The first is a loop of independent multiply-adds on vectors that never leave registers, compiled for this CPU.
+The second is torch streaming a tensor larger than any cache. Both are the best of several tries, by processor time of
+the thread. Without a compiler the first is None, and the caller takes the best rate of a matrix product that it has
+seen.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class RegisterLoop:
         self._library.spin.restype = ctypes.c_float
 
     def rate(self) -> float:
-        """Floating-point operations per second, the best of several tries."""
+        """Return floating-point operations per second, the best of several tries."""
         best = 0.0
         for _ in range(TRIES):
             begin = time.thread_time()
@@ -75,7 +76,7 @@ class RegisterLoop:
 
 
 def register_loop() -> RegisterLoop | None:
-    """The loop, or None where there is no compiler for it."""
+    """Compile the loop. Return None where there is no compiler for it."""
     try:
         return RegisterLoop()
     except (FileNotFoundError, subprocess.CalledProcessError):
@@ -83,11 +84,14 @@ def register_loop() -> RegisterLoop | None:
 
 
 def rate_of_cores(loop: RegisterLoop, cores: Sequence[int]) -> float:
-    """Floating-point operations per second of some cores together, all busy at once: two that are one core's threads share its units."""
+    """Return floating-point operations per second of some cores together, all busy at once.
+
+    Two that are threads of one core share its units.
+    """
     begin = threading.Barrier(len(cores))
 
     def on(core: int) -> float:
-        # Of the calling thread alone.
+        # The affinity of the calling thread alone.
         os.sched_setaffinity(0, {core})
         begin.wait()
         return loop.rate()
@@ -97,8 +101,10 @@ def rate_of_cores(loop: RegisterLoop, cores: Sequence[int]) -> float:
 
 
 def memory_rate() -> float:
-    """Bytes read plus written per second, the best of copying, scaling in place and summing a large tensor. A copy alone would be too low a
-    bound: the lines that it writes are read first."""
+    """Return bytes read plus written per second, the best of copying, scaling in place and summing a large tensor.
+
+    A copy alone would be too low a bound: the lines that it writes are read first.
+    """
     source = torch.ones(COPIED)
     target = torch.empty_like(source).copy_(source)
     streams = (

@@ -1,8 +1,8 @@
-"""Penstock as a contender: the ONNX file compiled for two CPU devices of one thread each, trained through the public API.
+"""Penstock as a contender: the ONNX file, compiled for two CPU devices of one thread each, trained by the public API.
 
     python penstock_contender.py SHAPE_JSON MODEL.onnx SCHEDULE WARMUP BUNDLE
 
-The worker processes do all the computing; this one hands out batches and collects losses.
+The worker processes do all the computing; this one sends batches and collects losses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import penstock as ps
 
 
 def compile_model(shape: Shape, model_file: str, schedule: str, bundle: Path) -> dict[str, object]:
-    """Write the bundle; nothing of the model stays in this process."""
+    """Write the bundle. No part of the model stays in this process."""
     cluster = ps.Cluster.local(2)
     cluster = replace(cluster, devices=tuple(replace(device, threads=1) for device in cluster.devices))
     if shape.has_images:

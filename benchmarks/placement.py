@@ -1,16 +1,18 @@
-"""How long the optimal contiguous split takes, and how much memory: graphs made up for it, one process each.
+"""The time and memory of the optimal contiguous split: on constructed graphs, one process each.
 
     python benchmarks/placement.py                                    all rows: about a minute
     python benchmarks/placement.py --only 36k --json placement.json
 
-`diamonds LxW` is L layers of W branches side by side, as attention heads are; the number of ideals is L 2^W + 2. `bert` is a training graph
-of the kind that exporters make of a transformer: per layer query, key and value with what lies between products, two norms, weights and
-biases apart, and for every node a backward node that shares its colour; a tenth of the gradients of weights have a colour of their own
-(orphaned). With heads apart there are far too many ideals.
+`diamonds LxW` is L layers of W parallel branches, as attention heads are; the number of ideals is L 2^W + 2. `bert` is
+a training graph of the kind that exporters make of a transformer: per layer query, key and value with the operations
+between products, two norms, and separate weights and biases. Every node has a backward node that shares its colour; a
+tenth of the gradients of weights have a colour of their own (orphaned). With separate heads there are far too many
+ideals.
 
-`pairs` counts pairs of ideals of which one holds the other: what a plain dynamic programme looks at. Seconds are processor time of the
-row's process, from the problem to the placement; `peak` is its resident memory, with Python and NumPy. With `--check` rows that miss the
-limits in them make the exit code 1: 36,000 ideals in 300 s and 1 GiB, 18,000 in 30 s, 2,000 nodes of training in 60 s.
+`pairs` counts pairs of ideals of which one contains the other: the work of a plain dynamic programme. Seconds are
+processor time of the row's process, from the problem to the placement; `peak` is its resident memory, with Python and
+NumPy. With `--check` rows that miss their limits make the exit code 1: 36,000 ideals in 300 s and 1 GiB, 18,000 in 30
+s, 2,000 nodes of training in 60 s.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ from penstock.support.terminal import table
 
 
 class Row(NamedTuple):
-    """`memory` is that of an accelerator, as a part of all nodes'; `update` the time that the gradient of a weight takes by itself."""
+    """A graph to split.
+
+    `memory` is that of an accelerator, as a part of all nodes'; `update` the time of a weight's gradient by itself.
+    """
 
     name: str
     shape: str
@@ -63,7 +68,7 @@ ROWS = (
 
 
 class Builder:
-    """Nodes and edges one after the other."""
+    """A collector of nodes and edges."""
 
     def __init__(self) -> None:
         self.random = random.Random(1)
@@ -112,7 +117,7 @@ def bert(row: Row) -> Builder:
     for _ in range(row.layers):
         query, key, value = (chain(product(1.0, last, 1.0), 2) for _ in range(3))
         scores = built.node(0.1, [chain(built.node(0.3, [query, key]), 1), mask])
-        # Heads apart, each with its share, or all in one node.
+        # Separate heads, each with its share, or all in one node.
         shares = [built.node(0.3 / row.width, [chain(scores, 2, 0.1 / row.width), value]) for _ in range(row.width)]
         joined = product(1.0, chain(built.node(0.0, shares), 2), 1.0)
         first = chain(built.node(0.1, [last, joined]), 1, 0.1)
@@ -124,7 +129,7 @@ def bert(row: Row) -> Builder:
 
 
 def _add_backward(built: Builder, row: Row) -> None:
-    """The mirror image: the gradient of a node uses those of its users, and what the node used."""
+    """Add the mirror image: the gradient of a node uses those of its users, and the operands of the node."""
     count = len(built.nodes)
     users: list[list[int]] = [[] for _ in range(count)]
     makers: list[list[int]] = [[] for _ in range(count)]
@@ -155,7 +160,7 @@ def problem_of(row: Row) -> PlacementProblem:
 
 
 def count_pairs(problem: PlacementProblem) -> int:
-    """Pairs of ideals of which one holds the other; 0 where there are too many ideals to list."""
+    """Count pairs of ideals of which one contains the other. Return 0 where there are too many ideals to list."""
     ideals = enumerate_ideals(*absorb(units_of(problem)).neighbours(), limit=50_000)
     if ideals is None:
         return 0
@@ -168,22 +173,22 @@ def count_pairs(problem: PlacementProblem) -> int:
 
 
 def measure(row: Row, pairs: bool) -> dict[str, Any]:
-    """In a process of its own, as its peak is asked for."""
+    """Measure a row. It has its own process because its peak is measured."""
     problem = problem_of(row)
     before = time.process_time()
-    found = split_contiguously(problem)
+    placement = split_contiguously(problem)
     seconds = time.process_time() - before
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "name": row.name,
         "nodes": len(problem.nodes),
-        "ideals": int(found.notes[0].split()[0]),
-        "units": int(found.notes[0].split()[3]),
+        "ideals": int(placement.notes[0].split()[0]),
+        "units": int(placement.notes[0].split()[3]),
         "pairs": count_pairs(problem) if pairs else 0,
         "seconds": seconds,
         "peak": peak,
-        "value": found.value,
-        "gap": found.gap,
+        "value": placement.value,
+        "gap": placement.gap,
     }
 
 
@@ -207,13 +212,13 @@ def main() -> int:
         for turn in range(arguments.repeat):
             words = [sys.executable, __file__, "--row", str(i), *(["--pairs"] if turn == 0 else [])]
             runs.append(json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout))
-        found = sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2] | {"pairs": runs[0]["pairs"]}
-        results.append(found)
-        if found["seconds"] > row.seconds or found["peak"] > 2**30:
+        middle = sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2] | {"pairs": runs[0]["pairs"]}
+        results.append(middle)
+        if middle["seconds"] > row.seconds or middle["peak"] > 2**30:
             missed.append(
-                f"{row.name}: {found['seconds']:.1f} s of {row.seconds:.0f}, {found['peak'] / 2**20:.0f} MiB of 1024"
+                f"{row.name}: {middle['seconds']:.1f} s of {row.seconds:.0f}, {middle['peak'] / 2**20:.0f} MiB of 1024"
             )
-        print(f"{row.name}: {found['seconds']:.1f} s", file=sys.stderr)
+        print(f"{row.name}: {middle['seconds']:.1f} s", file=sys.stderr)
     header = ["graph", "nodes", "units", "ideals", "pairs", "seconds", "peak MiB", "gap"]
     cells = [
         [

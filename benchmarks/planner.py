@@ -1,9 +1,9 @@
-"""How long planning takes: a GPT-3-shaped chain (96 blocks, width 12288, and both ends) on 64 and on 1024 devices, every schedule.
+"""The time of planning a GPT-3-shaped chain (96 blocks, width 12288, both ends) on 64 and on 1024 devices.
 
     python benchmarks/planner.py [--hosts 8 128] [--width 12288] [--batch 512 1536]
 
-Prints one line per cluster and schedule: seconds of this process's processor time, and what was found. The models and devices are stated in
-`gpt_chain` and `A100`; nothing is measured but the planner itself.
+Every schedule is planned. Prints one line per cluster and schedule: seconds of this process's processor time, and the
+plan. The models and devices are stated in `gpt_chain` and `A100`; nothing is measured but the planner itself.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=12288)
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
     parser.add_argument("--json", metavar="FILE", help="write all rows")
-    given = parser.parse_args()
-    chain = gpt_chain(given.layers, given.width, positions=2048, vocabulary=50257)
+    arguments = parser.parse_args()
+    chain = gpt_chain(arguments.layers, arguments.width, positions=2048, vocabulary=50257)
     rows: list[dict[str, Any]] = []
     print(markdown(HEADS, []), flush=True)
-    for hosts, batch in zip(given.hosts, given.batch, strict=True):
+    for hosts, batch in zip(arguments.hosts, arguments.batch, strict=True):
         fleet = fleet_of(equal_hosts(hosts, 8, A100, (2.5e11, 5e-6), (2.5e10, 1e-5)))
         planner = Planner(chain, fleet, PlanRequest(batch))
-        for schedule in given.schedules:
+        for schedule in arguments.schedules:
             start = time.process_time()
-            found = planner.best(schedule)
+            outcome = planner.best(schedule)
             rows.append({"devices": len(fleet), "schedule": schedule, "seconds": time.process_time() - start})
-            if found is not None:
-                plan = found.plan
+            if outcome is not None:
+                plan = outcome.plan
                 rows[-1] |= {
-                    "step": found.step,
-                    "of_bound": found.bound / found.step,
+                    "step": outcome.step,
+                    "of_bound": outcome.bound / outcome.step,
                     "stages": len(plan.stages),
                     "replicas": sorted({len(stage.devices) for stage in plan.stages}),
                     "microbatches": [plan.count, plan.size],
@@ -69,11 +69,11 @@ def main() -> None:
             print(f"| {' | '.join(cells(rows[-1]))} |", flush=True)
         total = sum(row["seconds"] for row in rows if row["devices"] == len(fleet))
         print(f"| {len(fleet)} | all | {total:.1f} s | | | | | | |", flush=True)
-    write_json(given.json, {"rows": rows})
+    write_json(arguments.json, {"rows": rows})
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A line of the table."""
+    """Write a line of the table."""
     first = [str(row["devices"]), row["schedule"], f"{row['seconds']:.1f} s"]
     if "step" not in row:
         return [*first, "no plan is legal and fits", *[""] * 5]

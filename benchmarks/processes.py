@@ -1,4 +1,4 @@
-"""Contender processes seen from outside, through /proc: which cores they may use, how much memory they took, how long they computed.
+"""Contender processes seen from outside, through /proc: the cores they may use, their memory, and their processor time.
 
 Linux only. Everything here treats all contenders alike: none of them takes part in being measured.
 """
@@ -20,7 +20,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class ContenderFailed(Exception):
-    """A contender died or answered nonsense."""
+    """An exception for a contender that died or answered nonsense."""
 
 
 def allowed_cores() -> list[int]:
@@ -37,7 +37,7 @@ def pin(pid: int, cores: Sequence[int]) -> None:
 
 
 def forget_peak(pid: int) -> None:
-    """Start the kernel's record of the largest resident set anew."""
+    """Reset the kernel's record of the largest resident set."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
@@ -49,7 +49,7 @@ def peak_bytes(pid: int) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """The resident set of a process now; 0 when it is gone."""
+    """Return the present resident set of a process, 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -58,14 +58,14 @@ def resident_bytes(pid: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of all threads of a process so far."""
+    """Return user and system time of all threads of a process so far."""
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(after_name[11]) + int(after_name[12])) / TICKS
 
 
 @dataclass
 class Contender:
-    """Processes that train together and take their turns together. `cores[i]` is where the i-th training process may run."""
+    """Processes that train together and take their turns together. The i-th training process may run on `cores[i]`."""
 
     name: str
     commands: list[list[str]]
@@ -108,7 +108,7 @@ class Contender:
             forget_peak(pid)
 
     def run(self, steps: int) -> float:
-        """One turn; gives the wall time from the order to the last answer."""
+        """Run one turn, and return the wall time from the order to the last answer."""
         begin = time.perf_counter()
         for child in self._children:
             _input(child).write(json.dumps({"run": steps}) + "\n")

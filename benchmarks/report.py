@@ -1,20 +1,21 @@
-"""What the report of a training program costs: to make, in bytes, and to open in a headless Chromium.
+"""The cost of the report of a training program: to make, in bytes, and to open in a headless Chromium.
 
-    python benchmarks/report.py                         a GPT-2-small-shaped program of two stages, as it is dumped; then one of some 5000 operations
+    python benchmarks/report.py                         a GPT-2-small-shaped program of two stages, then a deep one
     python benchmarks/report.py --layers 2 --width 64 --heads 4 --vocab 512 --positions 64 --deep 0
 
-The program is planned, and compiled with `--backend tvm` (the sources of its kernels are most of the
-data) with a dump; nothing is trained. Rows:
+The program is planned, and compiled with `--backend tvm` (the sources of its kernels are most of the data) with a dump;
+nothing is trained. Rows:
 
-    gather, render      seconds: facts from modules that are in memory, as `index.html` of a dump folder is made; and facts into a page
-    compile             seconds of planning and compiling with nothing in the cache, a dump and that page included
-    bytes               of the page and of its parts
-    load                milliseconds from the request for the page until it says that it is ready, median of the rounds
-    first paint         milliseconds until the browser has shown something of the page (first contentful paint), median of the rounds
-    open VIEW           milliseconds until a view stands that is opened for the first time; of the graph also with all blocks open
+    gather, render   seconds: facts from modules in memory, as for `index.html` of a dump folder; and facts into a page
+    compile          seconds of planning and compiling with an empty cache, including a dump and that page
+    bytes            of the page and of its parts
+    load             milliseconds from the request for the page until it says that it is ready, median of the rounds
+    first paint      milliseconds until the browser has shown part of the page (first contentful paint), median
+    open VIEW        milliseconds until a view opened for the first time is complete; the graph also with all blocks
+                     open
 
-`--deep N` plans a second GPT with N layers and nothing else, without kernels' sources, for the pictures of large graphs.
-Limits are 5 MB and 2 s: the exit code says whether they are kept.
+`--deep N` plans a second GPT with N layers (25: some 5000 operations), without kernels' sources, for the pictures of
+large graphs. Limits are 5 MB and 2 s: the exit code says whether they are kept.
 """
 
 from __future__ import annotations
@@ -54,37 +55,39 @@ def planned(folder: Path, layers: int, shape: dict[str, int], microbatches: int,
 
 
 def opened(browser: chromium.Browser, page: Path, rounds: int) -> dict[str, float]:
-    """Milliseconds."""
-    loads, paints, found = [], [], {}
+    """Open the page, and return milliseconds."""
+    loads, paints, milliseconds = [], [], {}
     for _ in range(rounds):
         browser.open(page)
         loads.append(browser.js("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd"))
         # The entry comes some frames after the page is ready; without one the wait ends in an error.
         browser.wait("performance.getEntriesByName('first-contentful-paint').length > 0")
         paints.append(browser.js("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
-    found["load"], found["first paint"] = statistics.median(loads), statistics.median(paints)
+    milliseconds["load"], milliseconds["first paint"] = statistics.median(loads), statistics.median(paints)
     for name in VIEWS:
-        found[f"open {name}"] = _took(browser, f"document.getElementById('tab-{name}').click()")
-    found["open all blocks"] = _took(
+        milliseconds[f"open {name}"] = _took(browser, f"document.getElementById('tab-{name}').click()")
+    milliseconds["open all blocks"] = _took(
         browser,
-        "(document.getElementById('tab-graph').click(), [...document.querySelectorAll('#view-graph button')].find((b) => b.textContent === 'Open all').click())",
+        "(document.getElementById('tab-graph').click(), [...document.querySelectorAll('#view-graph "
+        "button')].find((b) => b.textContent === 'Open all').click())",
     )
     nodes = browser.js("document.querySelectorAll('#view-graph .node').length")
     assert not browser.complaints(), browser.complaints()
-    return found | {"nodes": nodes}
+    return milliseconds | {"nodes": nodes}
 
 
 def _took(browser: chromium.Browser, act: str) -> float:
-    """Until the next frame has been laid out."""
+    """Return milliseconds until the next frame has been laid out."""
     return float(
         browser.js(
-            f"new Promise((done) => {{ const t = performance.now(); {act}; document.body.getBoundingClientRect(); setTimeout(() => done(performance.now() - t)) }})"
+            f"new Promise((done) => {{ const t = performance.now(); {act}; document.body.getBoundingClientRect(); "
+            f"setTimeout(() => done(performance.now() - t)) }})"
         )
     )
 
 
 def report_of(plan: ps.Plan, dump: Dump, page: Path) -> dict[str, Any]:
-    """Seconds and bytes of making a page."""
+    """Make a page, and return seconds and bytes of it."""
     steps = tuple(PassStep(*row) for row in dump.passes)
     material = Material(plan.module, steps, plan.as_dict(), sources=dump.kernels, programs=dump.programs)
     begin = time.perf_counter()
@@ -112,7 +115,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=("tvm", "numpy"), default="tvm")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         sizes = {name: getattr(arguments, name) for name in shape}
@@ -120,7 +123,7 @@ def main() -> int:
         dump, begin = Dump(folder / "dumps"), time.perf_counter()
         plan = planned(folder, arguments.layers, sizes, arguments.microbatches, dump)
         ps.compile(plan, folder / "bundle", backend=arguments.backend, dump=dump)
-        found["compile"] = time.perf_counter() - begin
+        result["compile"] = time.perf_counter() - begin
         pages = {f"{arguments.layers} layers": (folder / "page.html", report_of(plan, dump, folder / "page.html"))}
         if arguments.deep:
             dump = Dump(folder / "deep")
@@ -134,34 +137,35 @@ def main() -> int:
             page_of(Material(plan.module), plain=True)
             pages[f"{arguments.deep} layers"] = (folder / "deep.html", report_of(plan, dump, folder / "deep.html"))
         program = chromium.installed()
-        for title, (page, made) in pages.items():
-            found[title] = made
+        for title, (page, figures) in pages.items():
+            result[title] = figures
             if program is not None:
                 with chromium.Browser(program) as browser:
-                    made["opened"] = opened(browser, page, arguments.rounds)
-    return told(found, program, arguments.json)
+                    figures["opened"] = opened(browser, page, arguments.rounds)
+    return told(result, program, arguments.json)
 
 
-def told(found: dict[str, Any], program: str | None, out: str | None) -> int:
-    """Print it all; 1 where a limit is not kept."""
+def told(result: dict[str, Any], program: str | None, out: str | None) -> int:
+    """Print all figures, and return 1 where a limit is not kept."""
     kept = True
-    for title, made in found.items():
-        if not isinstance(made, dict):
-            print(f"{title}: {made:.2f} s")
+    for title, figures in result.items():
+        if not isinstance(figures, dict):
+            print(f"{title}: {figures:.2f} s")
             continue
-        kept &= made["bytes"] <= LIMIT_BYTES
+        kept &= figures["bytes"] <= LIMIT_BYTES
         print(
-            f"{title}, {made['operations']} operations: gather {made['gather']:.3f} s, render {made['render']:.3f} s, {made['bytes'] / 1e6:.2f} MB"
+            f"{title}, {figures['operations']} operations: gather {figures['gather']:.3f} s, render "
+            f"{figures['render']:.3f} s, {figures['bytes'] / 1e6:.2f} MB"
         )
-        largest = sorted(made["parts"].items(), key=lambda item: -item[1])[:6]
+        largest = sorted(figures["parts"].items(), key=lambda item: -item[1])[:6]
         print("    " + ", ".join(f"{name} {size / 1e3:.0f} kB" for name, size in largest))
-        for name, value in made.get("opened", {}).items():
+        for name, value in figures.get("opened", {}).items():
             kept &= name != "load" or value <= LIMIT_S * 1e3
             print(f"    {name:<18} {value:8.0f}{'' if name == 'nodes' else ' ms'}")
     if program is None:
         print("no Chromium is installed: nothing was opened")
     print("limits kept" if kept else f"LIMITS NOT KEPT: {LIMIT_BYTES / 1e6:.0f} MB, {LIMIT_S:.0f} s")
-    write_json(out, found)
+    write_json(out, result)
     return 0 if kept else 1
 
 

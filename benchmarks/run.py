@@ -1,18 +1,17 @@
-"""All benchmarks in one run: every section is a script of this folder, with settings for its scale;
-one JSON and one page of Markdown come out.
+"""All benchmarks in one run: every section is a script of this folder, with settings for its scale.
 
     python benchmarks/run.py                                             short: a few minutes
     python benchmarks/run.py --scale full --json benchmarks/results/full.json          half an hour on two cores
     python benchmarks/run.py --scale tiny --sections transport startup   only to see that it runs
     python benchmarks/run.py --read benchmarks/results/full.json         the page of a run that was written
 
-In: which sections, and how large. Out: {"scale", "machine", "sections": {name: {"command", "seconds", "exit", "load before", "load
-after", "found"}}}, where `found` is what the script wrote with --json, less single calls of kernels. The file is written after every
-section, so a run that is ended keeps what it has. The exit code is 1 where a section failed; its own exit code and its last lines are
-kept in the place of what it would have found.
+In: the sections and their scale. Out: one page of Markdown, and JSON {"scale", "machine", "sections": {name:
+{"command", "seconds", "exit", "load before", "load after", "found"}}}, where `found` is the script's --json, less
+single calls of kernels. The file is written after every section, so a run that is ended keeps the sections it has. The
+exit code is 1 where a section failed; its own exit code and its last lines are kept in the place of its result.
 
-Sections run one after the other, nothing beside them. Within a section contenders take turns
-(turns.py), each on as many threads as the others.
+Sections run one after the other, nothing beside them. Within a section contenders take turns (turns.py), each on as
+many threads as the others.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from processes import allowed_cores
 HERE = Path(__file__).resolve().parent
 SCALES = ("tiny", "short", "full")
 PACKAGES = ("penstock", "torch", "apache-tvm", "onnx", "onnxruntime", "openvino", "deepspeed", "numpy")
-# A section that hangs must not take the others with it.
+# A section that hangs must not prevent the others.
 LIMIT_S = 900
 KEPT_LINES = 12
 
 
 @dataclass(frozen=True)
 class Section:
-    """A script and what it is told, by scale. `digest` makes what it found shorter."""
+    """A script and its arguments by scale. `digest` shortens its result."""
 
     script: str
     tiny: str
@@ -59,14 +58,14 @@ class Section:
         return [str(HERE / self.script), *shlex.split(getattr(self, scale))]
 
 
-def without_calls(found: dict[str, Any]) -> dict[str, Any]:
-    """Rows of kernels with the median of their calls, and how many there were."""
+def without_calls(result: dict[str, Any]) -> dict[str, Any]:
+    """Replace the calls of kernels by their median and their number."""
 
     def short(side: dict[str, Any]) -> dict[str, Any]:
         clocks = {name: statistics.median(side[name]) for name in ("cpu_s", "wall_s") if side[name]}
         return {"error": side["error"], "calls": len(side["cpu_s"]), **clocks}
 
-    return found | {"rows": [row | {side: short(row[side]) for side in ("ours", "theirs")} for row in found["rows"]]}
+    return result | {"rows": [row | {side: short(row[side]) for side in ("ours", "theirs")} for row in result["rows"]]}
 
 
 _LITTLE = "--layers 2 --width 64 --heads 2 --vocab 256 --positions 32"
@@ -75,15 +74,16 @@ _LITTLE_IMAGES = "--model resnet --blocks 1 1 --width 8 --size 32 --classes 10"
 _QUICK = "--steps 1 --rounds 2 --torch-single accumulated-passive"
 # One or two kernels of each family, at the sizes of GPT-2 small and ResNet-50.
 _KERNELS = (
-    "gemm NN 512x768x3072|gemm NT 512x3072x768|gemm TN 768x3072x512|gemm NT 128x50257x768|attention .* 512|conv .* 64->64|conv .* 256->512"
-    "|layer_norm|softmax .* 12x|gelu .* tanh|cross_entropy .* 512x|embedding gradient 512|adamw 124 M parameters$|pooling max gradient"
+    "gemm NN 512x768x3072|gemm NT 512x3072x768|gemm TN 768x3072x512|gemm NT 128x50257x768"
+    "|attention .* 512|conv .* 64->64|conv .* 256->512|layer_norm|softmax .* 12x|gelu .* tanh"
+    "|cross_entropy .* 512x|embedding gradient 512|adamw 124 M parameters$|pooling max gradient"
 )
-# Of torch in one process the forms whose idle threads sleep: trying all four takes longer.
+# The forms of torch in one process whose idle threads sleep: trying all four takes longer.
 _FORMS = "--trial-steps 1 --torch-single whole-passive accumulated-passive"
 _TURNS = f"--steps 3 --rounds 3 {_FORMS}"
-# The goal that is nearest to what is measured: torch in one process moves most from run to run.
+# More turns for the goal with the least margin: torch in one process varies most from run to run.
 _MORE_TURNS = f"--steps 3 --rounds 5 {_FORMS}"
-# What the goals are about comes first.
+# Sections with goals come first.
 SECTIONS = {
     "training-gpt": Section("training.py", f"{_LITTLE} {_QUICK}", f"{_SMALL} {_TURNS}", _MORE_TURNS),
     "training-bert": Section(
@@ -177,8 +177,8 @@ def _run(scale: str, names: list[str], out: Path | None) -> dict[str, Any]:
     kept = before["sections"] if before.get("scale") == scale else {}
     result: dict[str, Any] = {"scale": scale, "machine": machine, "sections": kept}
     for name in (name for name in SECTIONS if name in names):
-        found = kept | {name: _run_section(name, SECTIONS[name], scale)}
-        result["sections"] = kept = {name: found[name] for name in SECTIONS if name in found}
+        sections = kept | {name: _run_section(name, SECTIONS[name], scale)}
+        result["sections"] = kept = {name: sections[name] for name in SECTIONS if name in sections}
         write_json(out, result)
     return result
 
@@ -190,7 +190,7 @@ def _run_section(name: str, section: Section, scale: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         report = Path(folder) / "report.json"
         code, said = _follow([sys.executable, *words, "--json", str(report)])
-        found = section.digest(json.loads(report.read_text(encoding="utf-8"))) if report.exists() else {"said": said}
+        result = section.digest(json.loads(report.read_text(encoding="utf-8"))) if report.exists() else {"said": said}
     seconds = time.perf_counter() - begin
     print(f"{name}: exit code {code} after {seconds:.0f} s", file=sys.stderr, flush=True)
     command = f"python benchmarks/{section.script} {getattr(section, scale)}"
@@ -200,13 +200,15 @@ def _run_section(name: str, section: Section, scale: str) -> dict[str, Any]:
         "exit": code,
         "load before": first,
         "load after": load(),
-        "found": found,
+        "found": result,
     }
 
 
 def _follow(command: list[str]) -> tuple[int, list[str]]:
-    """Run it and show what it says; its exit code and its last lines. A section past its time, or one that nobody waits for
-    any more, is ended with what it started."""
+    """Run a command, show its output, and return its exit code and its last lines.
+
+    A section past its time, or one whose benchmark is interrupted, is killed with the processes it started.
+    """
     running = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

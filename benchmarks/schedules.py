@@ -1,17 +1,18 @@
-"""What schedules promise, measured in the real runtime with computations of a given length: time per batch against the formula.
+"""The promises of schedules, measured in the real runtime with paced computations: time per batch against the formula.
 
     python benchmarks/schedules.py                                      all rows: eight minutes
     python benchmarks/schedules.py --only 4x6 --json schedules.json     d x m
 
-Every row trains a tiny model on d stages, one worker process each, with m microbatches per batch: real messages over gloo, real stores,
-real programs; only the computations are paced (runtime/worker/pace.py): a forward takes 20 ms, a whole backward 40 ms, of which weight gradients
-take 20 ms where they are apart. The workers sleep most of the time, so that eight of them fit on one or two cores. Rows with latency have
-links on which a message takes as long as a forward.
+Every row trains a tiny model on d stages, one worker process each, with m microbatches per batch: real messages over
+gloo, real stores, real programs. Only the computations are paced (runtime/worker/pace.py): a forward takes 20 ms, a whole
+backward 40 ms, of which weight gradients take 20 ms where they are separate. The workers sleep most of the time, so
+that eight of them fit on one or two cores. Rows with latency have links on which a message takes as long as a forward.
 
-The schedules of a row take turns, a few batches each, round after round; a batch's time is that from the end of the one before to its own
-on the last stage, the row's the median. `formula` is that of docs/schedules.md, played by the simulator with the same times and latency;
-`over` is how much more was measured: what the runtime itself costs, and what sharing the cores costs. Live versions are counted by the
-workers' stores: a schedule that needs another number than its delay + 1 makes the exit code 1.
+The schedules of a row take turns, a few batches each, round after round. A batch's time is from the end of the one
+before to its own on the last stage; the row's is the median. `formula` is that of docs/schedules.md, played by the
+simulator with the same times and latency. `over` is how much more was measured: the cost of the runtime itself and of
+sharing the cores. Live versions are counted by the workers' stores: a schedule that needs another number than its delay
++ 1 makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ from penstock.runtime.job.job import Job
 
 
 class Row(NamedTuple):
-    """`latency` in forwards; the first schedule is what the others are compared with. Behind a schedule may stand that
-    gradients are clipped, for which stages exchange their norms before every update, or that each stage lies on two devices
-    (x2), which share the microbatches out."""
+    """A pipeline to measure under several schedules.
+
+    `latency` is in forwards. The first schedule is the reference of the others. A suffix of a schedule's name says that
+    gradients are clipped, for which stages exchange their norms before every update, or that each stage is on two
+    devices (x2), which share the microbatches.
+    """
 
     stages: int
     microbatches: int
@@ -68,7 +72,7 @@ ROWS = (
 
 
 def open_job(row: Row, schedule: str, folder: Path, pace: dict[str, float]) -> Job:
-    """The workers of one schedule: one product per stage, so that every stage has weights and sends something both ways."""
+    """Start the workers of one schedule: one product per stage, so that every stage has weights and sends both ways."""
     path = write_mlp(folder / "model.onnx", (4,) * (row.stages + 1), None, seed=1)
     model = ps.from_onnx(path, dims={"batch": 1})
     products = [op.outs[0].name for op in model.module.graphs["main"].ops if op.kind == "matmul"]
@@ -102,13 +106,13 @@ def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[st
             print(f"{row.name}: round {number + 1} of {rounds}: {said}", file=sys.stderr)
         for name, job in jobs.items():
             live[name] = max(n for audit in job.audit() for n in audit.live_versions.values())
-    found: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     for name in row.schedules:
         kind, each = kind_of(name), 2 if name.endswith(TWICE) else 1
         shares = [equal_shares(each, row.microbatches)] * row.stages
         schedule = build_schedule(kind, row.stages, row.microbatches, shares)
         expected = time_per_batch(schedule, forward, 2 * forward, forward, latency=row.latency * forward)
-        found.append(
+        lines.append(
             {
                 "stages": row.stages,
                 "microbatches": row.microbatches,
@@ -122,14 +126,17 @@ def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[st
                 "times": times[name],
             }
         )
-    for line in found:
-        line["speed"] = found[0]["seconds"] / line["seconds"]
-        line["promised"] = found[0]["formula"] / line["formula"]
-    return found
+    for line in lines:
+        line["speed"] = lines[0]["seconds"] / line["seconds"]
+        line["promised"] = lines[0]["formula"] / line["formula"]
+    return lines
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    head = "| d | m | link | schedule | per batch | formula | over | of m(tf+tb) | speed | promised | off | live versions |"
+    head = (
+        "| d | m | link | schedule | per batch | formula | over | of m(tf+tb) | speed | promised | off | live "
+        "versions |"
+    )
     rows = [head, "| --- " * 12 + "|"]
     for x in lines:
         first = x["promised"] == 1 and x["speed"] == 1

@@ -1,18 +1,18 @@
-"""Training on four hosts whose network cards are slow, against what `penstock simulate` says of a cluster file that states their rate.
+"""Training on four hosts with slow network cards, against `penstock simulate` of a cluster file that states their rate.
 
     python benchmarks/shaped_links.py                                   all rows: about three minutes
     python benchmarks/shaped_links.py --rates 25 --schedules 2bw --json links.json
 
-Hosts are network namespaces (namespaces.py; root, iproute2 with tc), each with one rank that torchrun starts as `penstock run`; a
-token bucket (tc tbf) lets so many MB per second out of each host and into it. The model is an MLP on 4 stages whose messages are
-1 MB, and which computes little, because all hosts share the cores of this machine and a cluster file does not say so:
-computations and what the kernel does for frames, buckets and a bridge fit into two cores up to some 50 MB/s. With faster cards
-cores run short, and steps take longer than predicted.
+Hosts are network namespaces (namespaces.py; root, iproute2 with tc), each with one rank that torchrun starts as
+`penstock run`. A token bucket (tc tbf) lets so many MB per second out of each host and into it. The model is an MLP on
+4 stages whose messages are 1 MB, and which computes little, because all hosts share the cores of this machine and a
+cluster file does not say so. Computations and the kernel's work for frames, buckets and a bridge fit into two cores up
+to some 50 MB/s. With faster cards cores run short, and steps take longer than predicted.
 
-Predicted: `penstock simulate --cluster FILE --costs measured`, every rank by itself (`--costs table` for further rates, from the
-same measurement). The file states the rate of the card less what frames take of it (8948 bytes of 9014 are ours), 100 us of
-latency, and nothing that comes from a run. Measured: the median of the steps in the metrics, behind the first three. The exit code
-is 1 where the two are more than 15 % apart.
+Predicted: `penstock simulate --cluster FILE --costs measured`, every rank by itself (`--costs table` for further rates,
+from the same measurement). The file states the rate of the card less the share of frame headers (8948 bytes of 9014 are
+ours), 100 us of latency, and nothing that comes from a run. Measured: the median of the steps in the metrics, after the
+first three. The exit code is 1 where the two are more than 15 % apart.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import penstock as ps
 from penstock.models import write_mlp
 
 STAGES, WIDTH, ROWS, MICROBATCHES = 4, 256, 1024, 8
-# Of a frame: the headers of IP and TCP are in it, that of Ethernet is before it.
+# The payload's share of a frame: the headers of IP and TCP are in it, that of Ethernet is before it.
 PAYLOAD = (JUMBO - 52) / (JUMBO + 14)
 GOAL = 0.15
 SKIPPED = 3
@@ -48,7 +48,7 @@ NAMES = [f"n{i + 1}" for i in range(STAGES)]
 
 
 def cluster_file(folder: Path, rate: float) -> Path:
-    """Hosts with one device each, and cards of so many bytes per second."""
+    """Write a cluster of hosts with one device each, and cards of so many bytes per second."""
     lines = ["[links]", f'other-host = {{ bandwidth = {rate * PAYLOAD:.0f}, latency = "100 us" }}']
     for i, name in enumerate(NAMES):
         lines += ["[[host]]", f'name = "{name}"', f"nic_bandwidth = {rate * PAYLOAD:.0f}", 'interface = "eth0"']
@@ -75,12 +75,12 @@ def predict(bundle: Path, cluster: Path, costs: str) -> dict[str, Any]:
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    prediction: dict[str, Any] = json.loads(done.stdout)
+    return prediction
 
 
 def run(hosts: Hosts, bundle: Path, data: Path, steps: int, folder: Path) -> list[float]:
-    """Seconds of steps under torchrun, one rank per host."""
+    """Return seconds of steps under torchrun, one rank per host."""
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     meeting = [f"--nnodes={STAGES}", "--nproc-per-node=1", f"--master-addr={hosts.address(0)}", "--master-port=29400"]
@@ -102,10 +102,13 @@ def run(hosts: Hosts, bundle: Path, data: Path, steps: int, folder: Path) -> lis
     with (folder / "log").open("w+") as log:
         try:
             for i in range(STAGES):
-                own = [f"--node-rank={i}", f"--local-addr={hosts.address(i)}", "--no-python"]
+                identity = [f"--node-rank={i}", f"--local-addr={hosts.address(i)}", "--no-python"]
                 running.append(
                     hosts.start(
-                        i, [sys.executable, "-m", "torch.distributed.run", *meeting, *own, *training], environment, log
+                        i,
+                        [sys.executable, "-m", "torch.distributed.run", *meeting, *identity, *training],
+                        environment,
+                        log,
                     )
                 )
             deadline = time.monotonic() + SECONDS
@@ -120,7 +123,7 @@ def run(hosts: Hosts, bundle: Path, data: Path, steps: int, folder: Path) -> lis
 
 
 def measure(schedules: Sequence[str], rates: Sequence[float], steps: int) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     with tempfile.TemporaryDirectory(prefix="penstock-") as place, Hosts(NAMES) as hosts:
         folder, random = Path(place), np.random.default_rng(0)
         data, samples = folder / "data.npz", ROWS * MICROBATCHES
@@ -146,9 +149,9 @@ def measure(schedules: Sequence[str], rates: Sequence[float], steps: int) -> lis
                     "bound_by": predicted["bound_by"],
                 }
                 row |= {"busy": [rank["busy"] for rank in predicted["ranks"]]}
-                found.append(row)
+                rows.append(row)
                 print(f"{schedule}, {rate / 1e6:g} MB/s: {row['ratio']:.3f}", file=sys.stderr, flush=True)
-    return found
+    return rows
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:

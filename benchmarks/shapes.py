@@ -1,4 +1,4 @@
-"""Chains of transformer shape, computed from their sizes: what the planner's benchmarks plan."""
+"""Chains of transformer shape, computed from their sizes, for the planner's benchmarks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ def gpt_chain(
     optimizer_bytes: int = 12,
     efficiency: float = 1.0,
 ) -> Chain:
-    """A GPT in 16 bits with a 32-bit optimiser: per parameter 2 bytes of weights, 2 of gradients and
-    `optimizer_bytes` of master weight and moments.
+    """Make the chain of a GPT in 16 bits with a 32-bit optimiser.
 
-    Per block and position: 24 width^2 + 4 positions * width operations forward and twice as many backward. Saved are 34 bytes * width per
-    position, and where attention stores its scores (`heads` given) 5 bytes * heads * positions more (Korthikanti et al., 2022). 2 bytes *
-    width cross to the next block. `efficiency` is what products reach of a device's rate."""
+    Per parameter there are 2 bytes of weights, 2 of gradients and `optimizer_bytes` of master weight and moments. Per
+    block and position: 24 width^2 + 4 positions * width operations forward and twice as many backward. Saved are 34
+    bytes * width per position, and where attention stores its scores (with `heads`) 5 bytes * heads * positions more
+    (Korthikanti et al., 2022). 2 bytes * width cross to the next block. `efficiency` is the share of a device's rate
+    that products reach.
+    """
     params, tokens = 12 * width * width, positions
     flops = round((2 * params * tokens + 4 * positions * tokens * width) / efficiency)
     ends = vocabulary * width

@@ -1,4 +1,4 @@
-"""How long it takes to build and to simulate schedules of many ranks, in processor time, and the memory of the process.
+"""The processor time to build and to simulate schedules of many ranks, and the memory of the process.
 
 python benchmarks/simulate.py            all rows: a minute
 """
@@ -14,7 +14,7 @@ from penstock.passes.schedules.schedule import build_schedule
 from penstock.passes.simulator.machine import Route, SimulatedMachine
 from penstock.passes.simulator.simulate import simulate, wire_chain
 
-# Stages, microbatches, batches, and how many ranks share a network card (0: nobody).
+# Stages, microbatches, batches, and the number of ranks that share a network card (0: none do).
 ROWS = ((256, 64, 3, 0), (2048, 64, 3, 0), (2048, 64, 3, 8))
 
 
@@ -27,11 +27,14 @@ def one(stages: int, microbatches: int, batches: int, sharing: int) -> str:
         cards = ((f"out {source // sharing}", 1e9), (f"in {target // sharing}", 1e9)) if sharing else ()
         return Route(((f"{source}>{target}", 1e9), *cards), 1e-5)
 
-    found = simulate(schedule, batches, lambda rank, action: 1e-3, lambda phase, a, b: 1e5, SimulatedMachine(route))
+    result = simulate(schedule, batches, lambda rank, action: 1e-3, lambda phase, a, b: 1e5, SimulatedMachine(route))
     done = time.process_time()
-    actions = sum(len(line.starts) for line in found.lines.values())
+    actions = sum(len(line.starts) for line in result.lines.values())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return f"| {stages} | {microbatches} | {batches} | {sharing or '-'} | {actions / 1e6:.1f} | {built - begun:.1f} | {done - built:.1f} | {peak:.0f} |"
+    return (
+        f"| {stages} | {microbatches} | {batches} | {sharing or '-'} | {actions / 1e6:.1f} | {built - begun:.1f} | "
+        f"{done - built:.1f} | {peak:.0f} |"
+    )
 
 
 def main() -> None:

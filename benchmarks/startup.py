@@ -1,14 +1,14 @@
-"""How long things take to start.
+"""The start-up times of commands and of jobs.
 
-Commands: seconds of a fresh process from its start to its end, and the heavy libraries that it loads. Jobs: seconds from `ps.open` until
-all ranks of a small model are ready, in a process of its own, the first time and the next, and the processor seconds of all its processes
-meanwhile; a fork server is there the second time (runtime/launch/forkserver.py).
+Commands: seconds of a fresh process from its start to its end, and the heavy libraries that it loads. Jobs: seconds
+from `ps.open` until all ranks of a small model are ready, in a process of its own, the first time and the next, and the
+processor seconds of all its processes meanwhile. A fork server is running the second time (runtime/launch/forkserver.py).
 
     python benchmarks/startup.py                  some seconds
     python benchmarks/startup.py --rounds 21 --json startup.json
 
-Commands take turns with an interpreter that does nothing; figures are medians. `--help` is to take less than 0.4 s: exit code 1 where it
-does not, or where help loads one of the heavy libraries.
+Commands take turns with an interpreter that does nothing; figures are medians. `--help` must take less than 0.4 s: exit
+code 1 where it does not, or where help loads one of the heavy libraries.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> int:
     }
     times = take_turns(runs, arguments.rounds)
     rows: list[dict[str, Any]] = [
-        {"command": name, "seconds": found, "loaded": loaded.get(name, [])} for name, found in times.items()
+        {"command": name, "seconds": seconds, "loaded": loaded.get(name, [])} for name, seconds in times.items()
     ]
     jobs = open_jobs(arguments.ranks, arguments.rounds)
     print(f"{markdown(*table_of(rows))}\n\n{markdown(*table_of_jobs(jobs))}")
@@ -101,15 +101,15 @@ def start(*words: str) -> None:
 
 
 def open_jobs(numbers: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Jobs of so many ranks, in turns."""
+    """Open jobs of so many ranks, in turns."""
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         for ranks in numbers:
             start("-c", _MAKE, folder, str(ranks))
-        found: dict[str, list[Any]] = {str(ranks): [] for ranks in numbers}
-        for _, ranks in in_turn(list(found), rounds):
+        times: dict[str, list[Any]] = {str(ranks): [] for ranks in numbers}
+        for _, ranks in in_turn(list(times), rounds):
             command = [sys.executable, "-c", _OPEN, str(Path(folder) / ranks)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-            found[ranks].append(json.loads(done.stdout))
+            times[ranks].append(json.loads(done.stdout))
     return [
         {
             "ranks": int(ranks),
@@ -117,7 +117,7 @@ def open_jobs(numbers: list[int], rounds: int) -> list[dict[str, Any]]:
             "seconds": [each[i][0] for each in opened],
             "processor": [each[i][1] for each in opened],
         }
-        for ranks, opened in found.items()
+        for ranks, opened in times.items()
         for i, when in enumerate(TIMES)
     ]
 

@@ -1,14 +1,15 @@
-"""The same model in plain torch: two pipeline ranks over gloo under a schedule of
-torch.distributed.pipelining, or one process with two threads.
+"""The same model in plain torch: two pipeline ranks over gloo under a torch schedule, or one process with two threads.
 
-Written in the form that is fastest for torch on a CPU: fused attention (scaled_dot_product_attention), fused optimisers, gradients dropped
-rather than zeroed, float32 or autocast to bfloat16. First weights are those of the ONNX file that Penstock compiles.
+It has the form that is fastest for torch on a CPU: fused attention (scaled_dot_product_attention), fused optimisers,
+gradients dropped rather than zeroed, float32 or autocast to bfloat16. First weights are those of the ONNX file that
+Penstock compiles. Schedules are those of torch.distributed.pipelining.
 
-    python torch_contender.py SHAPE_JSON MODEL.onnx SCHEDULE WARMUP RANK PORT               a rank; SCHEDULE is one of SCHEDULES
-    python torch_contender.py SHAPE_JSON MODEL.onnx whole|accumulated WARMUP THREADS        a batch at once, or in microbatches
+    python torch_contender.py SHAPE_JSON MODEL.onnx SCHEDULE WARMUP RANK PORT  a rank; SCHEDULE is one of SCHEDULES
+    python torch_contender.py SHAPE_JSON MODEL.onnx whole|accumulated WARMUP THREADS
+        a batch at once, or in microbatches
 
-Where a pipeline is cut its first rank measures: a microbatch forward and backward and a share of the update, piece by piece, on one thread.
-The cut with the least time of the busiest rank is taken.
+The first rank of a pipeline measures where to cut it: a microbatch forward and backward and a share of the update,
+piece by piece, on one thread. The cut with the least time of the busiest rank counts.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Stage(nn.Module):
 
 
 def loss_of(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of a result for each sample, or for each position of each sample."""
+    """Compute the loss of a result for each sample, or for each position of each sample."""
     return F.cross_entropy(outputs.flatten(0, -2).float(), labels.flatten())
 
 
@@ -95,16 +96,18 @@ def train_alone(shape: Shape, model_file: Path, form: str, warmup: int, threads:
 
 
 def time_pieces(pieces: Sequence[nn.Module], shape: Shape) -> list[float]:
-    """Seconds of a microbatch in each piece, forward and backward, with its share of the update.
-    Weights and gradients are left as they were."""
+    """Return seconds of a microbatch in each piece, forward and backward, with its share of the update.
+
+    Weights and gradients stay as they are.
+    """
     x, labels = (torch.from_numpy(array)[: shape.microbatch_samples] for array in next(batches(shape)))
-    found = []
+    seconds = []
     for piece in pieces:
         stage, times = Stage([piece], shape), []
         for _ in range(TRIES):
-            given = x.detach().requires_grad_(x.is_floating_point())
+            leaf = x.detach().requires_grad_(x.is_floating_point())
             begin = time.perf_counter()
-            result = stage(given)
+            result = stage(leaf)
             (loss_of(result, labels) if piece is pieces[-1] else result.sum()).backward()
             times.append(time.perf_counter() - begin)
         # On copies: the update is timed, not done.
@@ -115,13 +118,16 @@ def time_pieces(pieces: Sequence[nn.Module], shape: Shape) -> list[float]:
         optimizer.step()
         begin = time.perf_counter()
         optimizer.step()
-        found.append(min(times) + (time.perf_counter() - begin) / shape.microbatches)
+        seconds.append(min(times) + (time.perf_counter() - begin) / shape.microbatches)
         x = result.detach()
-    return found
+    return seconds
 
 
 def best_cut(seconds: Sequence[float], stages: int) -> list[int]:
-    """Where stages begin and the last one ends: the busiest rank has as little to do as it can, then the longest stage."""
+    """Choose the beginnings of stages and the end of the last one.
+
+    The busiest rank has as little to do as possible, then the longest stage.
+    """
 
     def cost(cut: Sequence[int]) -> tuple[float, float]:
         parts = [sum(seconds[a:b]) for a, b in pairwise(cut)]
@@ -139,19 +145,19 @@ def train_in_pipeline(shape: Shape, model_file: Path, schedule_name: str, warmup
 
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    name, own = SCHEDULES[schedule_name]
-    count = own * RANKS
+    name, per_rank = SCHEDULES[schedule_name]
+    count = per_rank * RANKS
     pieces = pieces_of(shape, model_file)
-    told: list[Any] = [best_cut(time_pieces(pieces, shape), count) if rank == 0 else None]
-    distributed.broadcast_object_list(told)
-    cut: list[int] = told[0]
+    shared: list[Any] = [best_cut(time_pieces(pieces, shape), count) if rank == 0 else None]
+    distributed.broadcast_object_list(shared)
+    cut: list[int] = shared[0]
     stages = [
         pipelining.PipelineStage(Stage(pieces[cut[i] : cut[i + 1]], shape), i, count, torch.device("cpu"))
         for i in range(rank, count, RANKS)
     ]
     del pieces
     kind = getattr(schedules, name)
-    schedule = kind(stages[0] if own == 1 else stages, shape.microbatches, loss_fn=loss_of)
+    schedule = kind(stages[0] if per_rank == 1 else stages, shape.microbatches, loss_fn=loss_of)
     optimizer = optimizer_of([p for stage in stages for p in stage.submod.parameters()], shape)
     data = batches(shape)
 
@@ -176,7 +182,7 @@ def train_in_pipeline(shape: Shape, model_file: Path, schedule_name: str, warmup
 
 
 def main() -> None:
-    shape, model_file, form, warmup, *rest = (
+    shape, model_file, form, warmup, *numbers = (
         Shape.from_json(sys.argv[1]),
         Path(sys.argv[2]),
         sys.argv[3],
@@ -184,9 +190,9 @@ def main() -> None:
         *sys.argv[5:],
     )
     if form in SCHEDULES:
-        train_in_pipeline(shape, model_file, form, warmup, *map(int, rest))
+        train_in_pipeline(shape, model_file, form, warmup, *map(int, numbers))
     else:
-        train_alone(shape, model_file, form, warmup, *map(int, rest))
+        train_alone(shape, model_file, form, warmup, *map(int, numbers))
 
 
 if __name__ == "__main__":

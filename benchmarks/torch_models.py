@@ -1,8 +1,9 @@
-"""The models of models.py as plain torch modules, written as one writes them in torch, with the weights of the ONNX files.
+"""The models of models.py as plain torch modules, in torch's usual style, with the weights of the ONNX files.
 
-In: the ONNX file, and the sizes it was written with. Out: a module. Batch norms always use their stored statistics (their scales and
-offsets are trained), attention is scaled_dot_product_attention. `build` turns the ONNX initializers into a state dict, by name and shape,
-and refuses any that is left over. `pieces` of a model are modules that give its result one after the other, for pipelines to cut between.
+In: the ONNX file, and the sizes it was written with. Out: a module. Batch norms always use their stored statistics
+(their scales and offsets are trained), attention is scaled_dot_product_attention. `build` turns the ONNX initializers
+into a state dict, by name and shape, and refuses any that is left over. `pieces` of a model are modules that compute
+its result one after the other, for pipelines to cut between.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 
 class Piece(nn.Module):
-    """A function of what comes in and of some modules."""
+    """A function of its input and of some modules."""
 
     def __init__(self, run: Callable[..., Tensor], **parts: nn.Module) -> None:
         super().__init__()
@@ -239,15 +240,18 @@ _TABLES = ("wte", "wpe", "word", "position", "segment")
 
 
 def build(kind: str, sizes: Mapping[str, object], file: Path) -> nn.Module:
-    """The module `kind` with the weights of the file."""
+    """Make the module `kind` with the weights of the file."""
     with torch.device("meta"):  # no first weights that are overwritten at once
         model = MODELS[kind](**sizes)
     model.load_state_dict(_state_of(model, file), assign=True)
-    return model.train()  # even fresh batch norms have to be told
+    return model.train()  # even fresh batch norms have to be switched
 
 
 def _state_of(model: nn.Module, file: Path) -> dict[str, Tensor]:
-    """ONNX names are torch's but for the statistics of batch norms, and matrices of linear layers are [in, out] there."""
+    """Map ONNX names to torch's, which differ for the statistics of batch norms.
+
+    Matrices of linear layers are [in, out] in the file.
+    """
     import onnx
     from onnx import numpy_helper
 

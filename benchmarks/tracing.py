@@ -1,12 +1,13 @@
-"""What a trace costs a run: a pipeline of two stages without kernels, with --trace and without, over loopback in the same two processes.
+"""The cost of a trace: a pipeline of two stages without kernels, with --trace and without, in the same two processes.
 
     python benchmarks/tracing.py                            a quarter of a minute
     python benchmarks/tracing.py --rounds 20 --json tracing.json
 
-What is measured is what lies between actions (benchmarks/transport.py): the processor time of the thread of rank 0 that runs actions,
-for a microbatch in which no kernel runs, and what a trace adds for each action and each entry of the memory ledger. Kernels take the
-same time with it and without, but for the first call of each graph, whose allocations are watched. Both take turns, a first of each
-does not count, and figures are medians.
+The pipeline runs over loopback, and only the work between actions is measured (benchmarks/transport.py). Figures are
+the processor time of the thread of rank 0 that runs actions, for a microbatch in which no kernel runs, and the addition
+of a trace for each action and each entry of the memory ledger. Kernels take the same time with and without a trace, but
+for the first call of each graph, whose allocations are watched. Both take turns, the first of each does not count, and
+figures are medians.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BATCHES = 25
 
 
 class Traced(Pipeline):
-    """A rank with a trace, which is handed out at the end of each run, as by a worker."""
+    """A rank with a trace, which is emptied at the end of each run, as by a worker."""
 
     actions = entries = 0
 
@@ -45,7 +46,7 @@ class Traced(Pipeline):
 
 
 def work(bundles: list[str], group: RankGroup, rounds: int) -> list[dict[str, Any]]:
-    found = []
+    lines = []
     for bundle in bundles:
         both = {
             "plain": Pipeline(Path(bundle), group.rank, group),
@@ -62,8 +63,8 @@ def work(bundles: list[str], group: RankGroup, rounds: int) -> list[dict[str, An
                 if number:
                     times[name].append((time.thread_time() - begin) / microbatches)
         counts = {"actions": traced.actions / microbatches, "entries": traced.entries / microbatches}
-        found.append({"schedule": traced.schedule.name, **counts, "times": times})
-    return found
+        lines.append({"schedule": traced.schedule.name, **counts, "times": times})
+    return lines
 
 
 def table(lines: list[dict[str, Any]]) -> str:

@@ -1,20 +1,24 @@
-"""Train a model on two cores: Penstock's pipeline against torch's pipelines, DeepSpeed's where it is installed, and torch in one process.
+"""Train a model on two cores: Penstock's pipeline against torch's and DeepSpeed's, and torch in one process.
 
     python benchmarks/training.py                                     GPT-2 small, the contenders in memory at once
     python benchmarks/training.py --model bert                        BERT-base; resnet: ResNet-50
     python benchmarks/training.py --layers 2 --width 128 --heads 4 --vocab 4096 --positions 64          a minute in all
 
-Contenders (all float32, or bfloat16 with --precision bf16: torch by autocast; the same optimiser, first weights and batches, two cores):
+All contenders are float32, or bfloat16 with --precision bf16 (torch by autocast), with the same optimiser, first
+weights and batches, on two cores:
+
     penstock-2bw     two processes of one thread, one per core, schedule 2bw
     penstock-1f1b    the same with schedule 1f1b
-    other-pipeline   two processes of one thread, one per core: torch.distributed.pipelining over gloo under one of its schedules, or DeepSpeed's
-                     PipelineModule, which is left out where it is not installed: the fastest
-    torch-single     one process of two threads; a batch at once, or in microbatches with gradients accumulated: the faster way
+    other-pipeline   two processes of one thread, one per core: torch.distributed.pipelining over gloo under one of its
+                     schedules, or DeepSpeed's PipelineModule, which is left out where it is not installed: the fastest
+    torch-single     one process of two threads; a batch at once, or in microbatches with gradients accumulated: the
+                     faster
 
-What has several forms is tried in each of them, alone, before anything else is started, and the fastest enters. All contenders that enter
-are started and warmed up first and then take turns, round after round in changing order, each turn a few optimiser steps from an empty
-pipeline to an empty pipeline, while the others sleep. So whatever else the machine does hits all alike. Reported: the median over the
-turns. README.md beside this file says how to read the output.
+A contender with several forms is tried in each of them, alone, before any other process starts, and its fastest form
+enters. All contenders that enter are started and warmed up first. Then they take turns, round after round in changing
+order, each turn a few optimiser steps from an empty pipeline to an empty pipeline, while the others sleep. So other
+work on the machine hits all alike. The figure is the median over the turns. README.md beside this file explains the
+output.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ from penstock.support.terminal import table
 HERE = Path(__file__).parent
 NAMES = ("penstock-2bw", "penstock-1f1b", "other-pipeline", "torch-single")
 PIPELINE, SINGLE, DEEPSPEED = "other-pipeline", "torch-single", "deepspeed"
-# Ways to run a contender. Torch in one process: the batch at once or in microbatches, and what idle OpenMP threads do: spin, or sleep.
+# Ways to run a contender. Torch in one process: the batch at once or in microbatches, and the behaviour of idle OpenMP
+# threads: spin, or sleep.
 FORMS = {
     PIPELINE: ("torch-1f1b", "torch-gpipe", "torch-interleaved-zb", DEEPSPEED),
     SINGLE: ("whole-active", "whole-passive", "accumulated-active", "accumulated-passive"),
@@ -62,7 +67,10 @@ def main() -> int:
         "processor": processor(cores),
         "system": f"{system()}, {versions('penstock', 'torch', 'apache-tvm', 'numpy', 'deepspeed')}",
         "model": f"{shape.model}: {shape.told()}, {shape.precision}, {shape.optimizer}",
-        "data": f"{shape.microbatches} microbatches of {shape.microbatch_samples} samples: {shape.units_per_step} {shape.unit} per step",
+        "data": (
+            f"{shape.microbatches} microbatches of {shape.microbatch_samples} samples: "
+            f"{shape.units_per_step} {shape.unit} per step"
+        ),
         "turns": f"{arguments.rounds} rounds of {arguments.steps} steps each after {WARMUP} step of warm-up",
         "load before": load(),
     }
@@ -91,9 +99,9 @@ def main() -> int:
         "peak_flops": peak,
         "flops_per_step": shape.flops_per_step,
     }
-    found = {"facts": facts | late, "shape": json.loads(shape.to_json()), **counted, **result}
-    _report(found)
-    write_json(arguments.json, found)
+    report = {"facts": facts | late, "shape": json.loads(shape.to_json()), **counted, **result}
+    _report(report)
+    write_json(arguments.json, report)
     return 0
 
 
@@ -143,21 +151,24 @@ def _contender(name: str, shape: Shape, cores: list[int], folder: Path, form: st
 def _try_forms(
     name: str, forms: Sequence[str], steps: int, shape: Shape, cores: list[int], folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """Seconds of a step, memory and losses of each form, alone. A form that fails has an error instead, which is printed and kept."""
-    found: dict[str, dict[str, Any]] = {}
+    """Measure each form alone: seconds of a step, memory and losses.
+
+    A form that fails has an error instead, which is printed.
+    """
+    rows: dict[str, dict[str, Any]] = {}
     for form in forms:
         trial = _contender(name, shape, cores, folder, form)
         try:
             trial.start()
             seconds = min(trial.run(1) for _ in range(steps))
-            found[form] = {"seconds": seconds, "peak_bytes": trial.peaks(), "losses": trial.losses}
+            rows[form] = {"seconds": seconds, "peak_bytes": trial.peaks(), "losses": trial.losses}
             print(f"{name} as {form}: {seconds:.2f} s per step", file=sys.stderr)
         except ContenderFailed as failure:
-            found[form] = {"error": str(failure)}
+            rows[form] = {"error": str(failure)}
             print(f"{name} as {form}: {failure}", file=sys.stderr)
         finally:
             trial.stop()
-    return found
+    return rows
 
 
 def _fastest(name: str, tried: dict[str, dict[str, Any]]) -> str:
@@ -217,7 +228,10 @@ def _measure(shape: Shape, cores: list[int], folder: Path, arguments: argparse.N
 def _take_turns(
     contenders: Sequence[Contender], steps: int, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Wall seconds of every turn, and the processor time each contender used while it was another's turn (should be next to none)."""
+    """Return wall seconds of every turn, and each contender's processor time while others had their turn.
+
+    The latter should be next to none.
+    """
     turns: dict[str, list[float]] = {c.name: [] for c in contenders}
     idle = dict.fromkeys(turns, 0.0)
     for number, contender in in_turn(contenders, rounds):
@@ -237,19 +251,19 @@ def _take_turns(
 # ------------------------------------------------------------------------------------------------ reporting
 
 
-def rates(found: dict[str, Any]) -> dict[str, float]:
-    """Tokens or images per second of each contender, by the median over its turns."""
-    units = found["units_per_step"] * found["steps_per_turn"]
-    return {name: units / statistics.median(row["turn_s"]) for name, row in found["contenders"].items()}
+def rates(report: dict[str, Any]) -> dict[str, float]:
+    """Return tokens or images per second of each contender, by the median over its turns."""
+    units = report["units_per_step"] * report["steps_per_turn"]
+    return {name: units / statistics.median(row["turn_s"]) for name, row in report["contenders"].items()}
 
 
-def rows_of(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells of the table."""
-    units, rows, speed = found["units_per_step"] * found["steps_per_turn"], found["contenders"], rates(found)
+def rows_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return header and cells of the table."""
+    units, rows, speed = report["units_per_step"] * report["steps_per_turn"], report["contenders"], rates(report)
     references = [name for name in rows if not name.startswith("penstock")]
     heads = [
         "contender",
-        f"{found['unit']}/s",
+        f"{report['unit']}/s",
         "slowest",
         "fastest",
         "of peak",
@@ -260,19 +274,22 @@ def rows_of(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     for name, row in rows.items():
         peaks = " + ".join(f"{peak / 2**20:.0f}" for peak in row["peak_bytes"].values())
         spread = [f"{units / max(row['turn_s']):.1f}", f"{units / min(row['turn_s']):.1f}"]
-        flops = found["flops_per_step"] * speed[name] / found["units_per_step"]
-        share = f"{100 * flops / found['peak_flops']:.0f} %" if found["peak_flops"] else "-"
+        flops = report["flops_per_step"] * speed[name] / report["units_per_step"]
+        share = f"{100 * flops / report['peak_flops']:.0f} %" if report["peak_flops"] else "-"
         lines.append(
             [name, f"{speed[name]:.1f}", *spread, share, *(f"{speed[name] / speed[r]:.3f}" for r in references), peaks]
         )
     return heads, lines
 
 
-def far_apart(found: dict[str, Any]) -> dict[str, float]:
-    """The largest relative difference of the losses of contenders, and of forms that were tried, from those of the last contender that
-    trains the same recurrence; 2bw trains another one. That is torch in one process, where it takes part."""
-    same = {name: row["losses"] for name, row in found["contenders"].items() if name != "penstock-2bw"}
-    forms = {form: row["losses"] for rows in found["tried"].values() for form, row in rows.items() if "losses" in row}
+def far_apart(report: dict[str, Any]) -> dict[str, float]:
+    """Return the largest relative difference of the losses of contenders and of forms that were tried.
+
+    The reference is the last contender that trains the same recurrence: torch in one process, where it takes part. 2bw
+    trains another one.
+    """
+    same = {name: row["losses"] for name, row in report["contenders"].items() if name != "penstock-2bw"}
+    forms = {form: row["losses"] for rows in report["tried"].values() for form, row in rows.items() if "losses" in row}
     judge = next(reversed(same.values()), [])
     return {
         name: max((abs(a - b) / abs(b) for a, b in zip(losses, judge, strict=False)), default=0.0)
@@ -280,21 +297,21 @@ def far_apart(found: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _report(found: dict[str, Any]) -> None:
-    rows, speed = found["contenders"], rates(found)
-    print(table(*rows_of(found)) + "\n")
+def _report(report: dict[str, Any]) -> None:
+    rows, speed = report["contenders"], rates(report)
+    print(table(*rows_of(report)) + "\n")
     for name, row in rows.items():
         about = ", ".join(f"{key} {value}" for key, value in row["about"].items())
         print(f"{name}: {about}; loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}")
-    for name, forms in found["tried"].items():
-        told = ", ".join(
+    for name, forms in report["tried"].items():
+        times = ", ".join(
             f"{form} {row['seconds']:.2f} s per step" if "seconds" in row else f"{form} failed"
             for form, row in forms.items()
         )
-        print(f"{name} runs in the form that was fastest when tried alone: {told}")
+        print(f"{name} runs in the form that was fastest when tried alone: {times}")
     print(
         "losses differ, relatively, by at most: "
-        + ", ".join(f"{name} {apart:.1e}" for name, apart in far_apart(found).items())
+        + ", ".join(f"{name} {apart:.1e}" for name, apart in far_apart(report).items())
     )
     for name in (name for name in rows if name.startswith("penstock")):
         for reference in (name for name in rows if not name.startswith("penstock")):
@@ -303,7 +320,8 @@ def _report(found: dict[str, Any]) -> None:
     for name, row in rows.items():
         if row["cpu_s_asleep"] > max(0.5, 0.01 * sum(sum(other["turn_s"]) for other in rows.values())):
             print(
-                f"warning: {name} used {row['cpu_s_asleep']:.1f} s of processor time during the turns of others, which slows them"
+                f"warning: {name} used {row['cpu_s_asleep']:.1f} s of processor time during the turns of others, "
+                "which slows them"
             )
 
 

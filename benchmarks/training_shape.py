@@ -1,7 +1,8 @@
-"""What the contenders of training.py train: the model, the data and the optimiser, the same for all of them.
+"""The model, the data and the optimiser that the contenders of training.py train, the same for all of them.
 
-In: sizes, from the command line. Out: the ONNX file, batches without end, and the operations of a step. `gpt` is GPT-2 small unless told
-otherwise, `bert` BERT-base with a classification head, `resnet` ResNet-50, whose batch norms use their stored statistics.
+In: sizes, from the command line. Out: the ONNX file, batches without end, and the operations of a step. The default
+`gpt` is GPT-2 small, `bert` BERT-base with a classification head, `resnet` ResNet-50, whose batch norms use their
+stored statistics.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 _TEXT = ("layers", "width", "heads", "vocab", "positions")
-# The sizes that a model has, and what differs from the defaults below.
+# The sizes of each model, and its differences from the defaults below.
 MODELS: Mapping[str, tuple[str, ...]] = {
     "gpt": _TEXT,
     "bert": (*_TEXT, "classes"),
@@ -52,7 +53,7 @@ class Shape:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """As the torch module takes them."""
+        """The arguments of the torch module."""
         return {name: getattr(self, name) for name in MODELS[self.model]}
 
     @property
@@ -77,21 +78,30 @@ class Shape:
 
     @property
     def products_per_step(self) -> float:
-        """Floating-point operations of a GPT's matrix products with weights in a step, a multiplication and an addition being two: forwards
-        the four of a block (3, 1, 4 and 4 times width x width) and the head; backwards twice as many, for operands and for weights."""
+        """Floating-point operations of a GPT's matrix products with weights in a step.
+
+        A multiplication and an addition are two. Forwards these are the four products of a block (3, 1, 4 and 4 times
+        width x width) and the head; backwards twice as many, for operands and for weights.
+        """
         multiply_adds = self.layers * 12 * self.width**2 + self.vocab * self.width
         return 3 * 2.0 * self.units_per_step * multiply_adds
 
     @property
     def attention_per_step(self) -> float:
-        """Those of a GPT's attention: scores and weighted sums forwards, twice as many backwards, of (positions + 1) / 2 positions that one
-        sees on average. Scores that a contender computes again backwards, or computes and hides, are work of its own and do not count."""
+        """Floating-point operations of a GPT's attention in a step.
+
+        These are scores and weighted sums forwards, and twice as many backwards, of (positions + 1) / 2 positions that
+        one sees on average. Scores that a contender recomputes backwards, or computes and hides, do not count.
+        """
         return 3 * 2.0 * self.units_per_step * self.layers * (self.positions + 1) * self.width
 
     @property
     def flops_per_step(self) -> float:
-        """What is counted of a step: products, convolutions, attention. Left out are norms, softmax, gelu, the loss, embeddings and the
-        optimiser: they are bound by memory. Of other models than a GPT torch counts them, without computing anything."""
+        """The counted operations of a step: products, convolutions, attention.
+
+        Norms, softmax, gelu, the loss, embeddings and the optimiser are left out: memory bounds them. For models other
+        than a GPT torch counts, without computing anything.
+        """
         return self.products_per_step + self.attention_per_step if self.model == "gpt" else _counted(self)
 
     def to_json(self) -> str:
@@ -99,11 +109,11 @@ class Shape:
 
     @staticmethod
     def from_json(text: str) -> Shape:
-        given = json.loads(text)
-        return Shape(**given | {"blocks": tuple(given["blocks"])})
+        fields = json.loads(text)
+        return Shape(**fields | {"blocks": tuple(fields["blocks"])})
 
     def told(self) -> str:
-        """The sizes, for people."""
+        """Write the sizes for people."""
         sizes = self.sizes | ({"size": self.size} if self.has_images else {})
         return ", ".join(
             f"{name} {'-'.join(map(str, value)) if isinstance(value, tuple) else value}"
@@ -125,15 +135,15 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def shape_of(arguments: argparse.Namespace) -> Shape:
-    """The model's usual sizes, but for those that are given."""
-    given = {name: value for name in Shape.__dataclass_fields__ if (value := getattr(arguments, name)) is not None}
-    if "blocks" in given:
-        given["blocks"] = tuple(given["blocks"])
-    return Shape(**{**USUAL[given.get("model", "gpt")], **given})
+    """Return the model's usual sizes, except for those on the command line."""
+    chosen = {name: value for name in Shape.__dataclass_fields__ if (value := getattr(arguments, name)) is not None}
+    if "blocks" in chosen:
+        chosen["blocks"] = tuple(chosen["blocks"])
+    return Shape(**{**USUAL[chosen.get("model", "gpt")], **chosen})
 
 
 def write_model(shape: Shape, path: Path) -> Path:
-    """The ONNX file for a microbatch, unless it is there."""
+    """Write the ONNX file for a microbatch, unless it exists."""
     from penstock import models
 
     if not path.exists():
@@ -143,7 +153,7 @@ def write_model(shape: Shape, path: Path) -> Path:
 
 
 def batches(shape: Shape) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Random inputs and labels without end. The label of a GPT's position is the token after it."""
+    """Yield random inputs and labels without end. The label of a GPT's position is the token after it."""
     random = np.random.default_rng(shape.seed)
     while True:
         if shape.has_images:

@@ -1,18 +1,20 @@
-"""What a message costs: a pipeline of two stages with empty kernels over loopback, beside gloo by itself between the same two processes.
+"""The cost of a message: a pipeline of two stages with empty kernels over loopback, beside gloo by itself.
 
     python benchmarks/transport.py                          both parts: a minute
     python benchmarks/transport.py --only pipeline --sizes 65536 --json transport.json
 
-Three contenders take turns: Penstock with memory that the ranks share, as on one host; Penstock
-over gloo, as between hosts; and gloo alone.
+Three contenders take turns between the same two processes: Penstock with memory that the ranks share, as on one host;
+Penstock over gloo, as between hosts; and gloo alone.
 
-pipeline   Training under 1f1b and 2bw and inference, through the runtime's own executor, store, transport and feed; only the kernels are left out: a
-           stage hands back tensors that were made before. Per microbatch of training there is one message each way, of inference one. `gloo` is a
-           loop of torch.distributed's isend, irecv and wait with the same messages in the same order, which does nothing else.
-stream     Messages one way, as fast as they go: through the transport, posted ahead as it does it, and by isend and irecv with as many posted.
+    pipeline   Training under 1f1b and 2bw and inference, through the runtime's executor, store, transport and feed.
+               Only the kernels are left out: a stage returns tensors that were made before. Per microbatch of training
+               there is one message each way, of inference one. `gloo` is a loop of torch.distributed's isend, irecv and
+               wait with the same messages in the same order, and nothing else.
+    stream     Messages one way, as fast as they go: through the transport, posted ahead as it does it, and by isend and
+               irecv with as many posted.
 
-Two processes on one machine, one core each where there are two. Contenders take turns in the same processes; figures are medians over
-turns, and each turn ends when both processes are done. What arrives is compared with what was sent.
+Two processes on one machine, one core each where there are two. Figures are medians over turns, and each turn ends when
+both processes are done. Received contents are compared with the sent ones.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ _TAG = 5
 
 
 def write_bundle(folder: Path, size: int, schedule: str) -> Path:
-    """Two products, cut between them: what travels has so many bytes."""
+    """Compile two products, cut between them: the message has so many bytes."""
     path = write_mlp(folder / "model.onnx", (4, WIDTH, 4), None, seed=1)
     model = ps.from_onnx(path, dims={"batch": size // (4 * WIDTH)})
     products = [op.outs[0].name for op in model.module.graphs["main"].ops if op.kind == "matmul"]
@@ -79,7 +81,10 @@ def write_bundle(folder: Path, size: int, schedule: str) -> Path:
 
 
 class Empty:
-    """A stage program without kernels: results are always the same tensors. `checks`: what arrives is compared with what is sent."""
+    """A stage program without kernels: results are always the same tensors.
+
+    With `checks`, received tensors are compared with the sent ones.
+    """
 
     device = torch.device("cpu")
 
@@ -104,7 +109,7 @@ class Empty:
 
 
 def filled(value: Value) -> torch.Tensor:
-    """The contents of a value: a function of its name."""
+    """Make the contents of a value, a function of its name."""
     numbers = torch.arange(value.type.size, dtype=torch.float64).reshape(value.type.dims) * 1e-3 + sum(
         value.name.encode()
     )
@@ -112,15 +117,17 @@ def filled(value: Value) -> torch.Tensor:
 
 
 def transports(group: RankGroup, edges: Sequence[Edge], ends: Iterable[End], key: str) -> dict[str, RankTransport]:
-    """For the channels `ends` of this rank: one whose messages go through memory that both processes share, where they
-    can, and one that has gloo carry them."""
+    """Make two transports for the channels `ends` of this rank.
+
+    One sends messages through memory that both processes share, where they can; the other has gloo carry them.
+    """
     near = connect(group, ends, identity(), key)
     shared = {"shared": RankTransport(group.rank, edges, [0, 1], TIMEOUT, near=near)} if near else {}
     return shared | {"over gloo": RankTransport(group.rank, edges, [0, 1], TIMEOUT)}
 
 
 class Noise:
-    """Samples that are there already."""
+    """Samples that exist already."""
 
     def __init__(self, module: Module) -> None:
         self._arrays = {v.name: np.zeros(v.type.dims, numpy_dtype(v.type.dtype)) for v in module.data_inputs}
@@ -185,13 +192,13 @@ class Pipeline:
         }
 
     def run(self, executor: Executor, batches: int) -> None:
-        """So many batches from an empty pipeline to an empty pipeline."""
+        """Run so many batches from an empty pipeline to an empty pipeline."""
         first = self.done[executor]
         executor.run(first, DataFeed(self.samples, first, batches))  # type: ignore[arg-type]
         self.done[executor] += batches
 
     def run_gloo(self, batches: int, compute: Callable[[str], object] | None = None) -> None:
-        """The messages alone, or with what is to be done for a forward or backward."""
+        """Exchange the messages alone, or with `compute` for each forward or backward."""
         actions = [a for a in self.schedule.expand(self.rank, batches) if a.kind in (*SENDS, *RECEIVES, "F", "B")]
         waiting = {kind: deque(a for a in actions if a.kind == kind) for kind in self.buffers}
         posted: dict[str, deque[list[Any]]] = {kind: deque() for kind in self.buffers}
@@ -255,10 +262,10 @@ class Stream:
                 continue
             for later in range(mb, min(mb + POSTED, self.first)):
                 transport.post(Action("RF", 1, later, peer=0))
-            found = transport.receive(Action("RF", 1, mb, peer=0))
-            if checks and not torch.equal(found["x"], self.x):
+            received = transport.receive(Action("RF", 1, mb, peer=0))
+            if checks and not torch.equal(received["x"], self.x):
                 raise SystemExit("other contents arrived than were sent")
-            del found
+            del received
         transport.flush()
 
     def run_gloo(self, messages: int) -> None:
@@ -278,7 +285,7 @@ class Stream:
 
 
 def turns(contenders: dict[str, Callable[[int], None]], count: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each turn; the first round does not count."""
+    """Return seconds of each turn; the first round does not count."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, run in contenders.items():
@@ -292,41 +299,44 @@ def turns(contenders: dict[str, Callable[[int], None]], count: int, rounds: int)
 
 
 def work(orders: list[dict[str, Any]], group: RankGroup, rounds: int) -> list[dict[str, Any]]:
-    found = []
+    results = []
     for order in orders:
         size, count = order["bytes"], order["count"]
         one = Pipeline(Path(order["bundle"]), group.rank, group) if order["part"] == "pipeline" else Stream(size, group)
         times = turns(one.contenders(), count, rounds)
         per = count * (one.schedule.microbatches if isinstance(one, Pipeline) else 1)
-        found.append({**order, "times": {name: [t / per for t in part] for name, part in times.items()}})
-    return found
+        results.append({**order, "times": {name: [t / per for t in part] for name, part in times.items()}})
+    return results
 
 
 # ------------------------------------------------------------------------------------------------ the parent
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """What this program tells the ranks that it starts."""
+    """Add the arguments that this program passes to the ranks that it starts."""
     for name in ("--orders", "--rank", "--port"):
         parser.add_argument(name, help=argparse.SUPPRESS)
 
 
 def run_rank(arguments: argparse.Namespace, work: Callable[[Any, RankGroup, int], list[dict[str, Any]]]) -> bool:
-    """Whether this process is one of the two ranks; if so, it has done its work and rank 0 has printed what was found."""
+    """Work as one of the two ranks, and print the result on rank 0. Return False in any other process."""
     if arguments.rank is None:
         return False
     rank = int(arguments.rank)
     group = RankGroup(join_store(int(arguments.port), 2, TIMEOUT), rank, 2, TIMEOUT)
     group.connect()
-    found = work(json.loads(arguments.orders), group, arguments.rounds)
+    results = work(json.loads(arguments.orders), group, arguments.rounds)
     if rank == 0:
-        print(json.dumps(found))
+        print(json.dumps(results))
     group.leave()
     return True
 
 
 def told_by_two(orders: Any, rounds: int) -> list[dict[str, Any]]:
-    """Run this program's two ranks with these orders; what rank 0 printed, with the median of each contender's times."""
+    """Run this program's two ranks with these orders.
+
+    Return the lines that rank 0 printed, with the median of each contender's times.
+    """
     store = host_store(2, TIMEOUT)
     environment = os.environ | thread_environment(1) | {"GLOO_SOCKET_IFNAME": loopback_name()}
     command = [
@@ -349,12 +359,12 @@ def told_by_two(orders: Any, rounds: int) -> list[dict[str, Any]]:
         )
         for rank in (0, 1)
     ]
-    told = outputs(running, 600.0)
-    if told is None:
+    printed = outputs(running, 600.0)
+    if printed is None:
         raise SystemExit("the two processes did not finish within 600 s")
-    if (problem := failure(running, told)) is not None:
+    if (problem := failure(running, printed)) is not None:
         raise SystemExit(problem)
-    lines: list[dict[str, Any]] = json.loads(told[0][0])
+    lines: list[dict[str, Any]] = json.loads(printed[0][0])
     for line in lines:
         line["seconds"] = {name: statistics.median(times) for name, times in line["times"].items()}
     return lines

@@ -1,24 +1,25 @@
-"""How well simulation predicts: step time and peak memory of real runs, predicted by
-`passes/simulator/simulate.py` and `ir/memory/predict.py`, and measured.
+"""The accuracy of simulation: step time and peak memory of real runs, predicted and measured.
 
-    python benchmarks/truth.py --json truth.json                 all configurations; goes on from the file if it is there
+    python benchmarks/truth.py --json truth.json                 all configurations; continues a file that exists
     python benchmarks/truth.py --only gpt-2-1f1b --json x.json
-    python benchmarks/truth.py --plans --json plans.json         every plan of a small model on two unequal devices, and where the chosen one lands
+    python benchmarks/truth.py --plans --json plans.json         every plan of a small model on two unequal devices
 
-Every configuration trains a small GPT, MLP or convolutional network in real worker processes on this host. Devices are made unequal
-by threads, by quotas on processor time (a control group for each rank; Linux, cgroup v1, root) or by one core for all ranks; links
-by injected latency, or by a token bucket on the loopback device of a network namespace of their own (root). A configuration that
-this host cannot make is said and left out.
+Every configuration trains a small GPT, MLP or convolutional network in real worker processes on this host. Devices are
+made unequal by threads, by quotas on processor time (a control group for each rank; Linux, cgroup v1, root) or by one
+core for all ranks. Links are made slow by injected latency, or by a token bucket on the loopback device of a network
+namespace of their own (root). A configuration that this host cannot make is named and left out.
 
-Predicted from: seconds of each kind of action, measured rank by rank with nobody else running (src/penstock/calibration/rehearse.py; under the same quota),
-in turns with the runs, as the speed of a host drifts; how much ranks that compute at once slow each other, measured with two, or as many as
-there are; what messages over loopback cost, measured with a model that computes next to nothing, and what a worker takes beside its
-tensors, measured with a small GPT. Nothing is taken from the runs. Three ranks on two cores share them in the simulation as they do here.
+Predictions are those of `passes/simulator/simulate.py` and `ir/memory/predict.py`, from four sources. Seconds of each kind of action are
+measured rank by rank with no other rank running (src/penstock/calibration/rehearse.py; under the same quota), in turns with the runs, as
+the speed of a host drifts. The slowdown of ranks that compute at once is measured with two, or as many as there are.
+The cost of messages over loopback is measured with a model that computes next to nothing, and the memory of a worker
+beside its tensors with a small GPT. Nothing comes from the runs. Three ranks on two cores share them in the simulation
+as they do here.
 
-Step time is the median over the run of the time from one update to the next on the last stage (over two steps, as patterns of 2bw may take
-two batches to come again); peak memory is that of a run whose batches are handed to the workers, as plans count them, beyond what a worker
-has before it loads its stage. Ratios are predicted / measured. Exit code 1 when the goals are missed: step time within 10 % in the median
-and 20 % at worst, memory within 10 % everywhere.
+Step time is the median over the run of the time from one update to the next on the last stage (over two steps, as
+patterns of 2bw may take two batches to recur). Peak memory is that of a run whose batches are sent to the workers, as
+plans count them, beyond a worker's memory before it loads its stage. Ratios are predicted / measured. Exit code 1 when
+the goals are missed: step time within 10 % in the median and 20 % at worst, memory within 10 % everywhere.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ CONFIGURATIONS = (
 )
 
 
-# ------------------------------------------------------------------------------------------------ compile, rehearse, predict
+# ------------------------------------------------------------------------------------------- compile, rehearse, predict
 
 
 def make_plan(configuration: Configuration, folder: Path) -> ps.Plan:
@@ -121,8 +122,11 @@ def make_plan(configuration: Configuration, folder: Path) -> ps.Plan:
 
 
 def calibrate(folder: Path) -> dict[str, float]:
-    """From two stages that hardly compute, what messages cost on this host: seconds of the rank for one, latency, seconds a byte that a
-    send writes at once, bytes per second. And how much more memory a worker takes than its tensors."""
+    """Measure the costs of messages and workers on this host, with two stages that hardly compute.
+
+    These are seconds of the rank for a message, latency, seconds a byte that a send writes at once, and bytes per
+    second; and the memory of a worker beside its tensors.
+    """
     sends, trips = {}, {}
     for rows in (16, 16384, 65536):
         path = write_mlp(folder / f"small{rows}.onnx", (16, 16, 16), batch=rows)
@@ -142,14 +146,14 @@ def calibrate(folder: Path) -> dict[str, float]:
                 action, before = Action.parse(text), last
                 last = end
                 if action.kind in SENDS:
-                    # What comes before an action, such as posting receives, is the next one's time in rehearsals, too.
+                    # Work before an action, such as posting receives, is counted for the next one in rehearsals, too.
                     sends[size].append(end - before)
-                    asked, got = events[other][f"{action.peer}R{action.kind[1]}{action.mb}<{rank}"]
-                    if asked < start:
+                    receiving, got = events[other][f"{action.peer}R{action.kind[1]}{action.mb}<{rank}"]
+                    if receiving < start:
                         trips[size].append(got - start)
     small, middle, large = sorted(sends)
-    send = {size: statistics.median(found) for size, found in sends.items()}
-    trip = {size: statistics.median(found) for size, found in trips.items()}
+    send = {size: statistics.median(times) for size, times in sends.items()}
+    trip = {size: statistics.median(times) for size, times in trips.items()}
     return {
         "message": send[small],
         "latency": max(0.0, trip[small] - send[small]),
@@ -161,7 +165,10 @@ def calibrate(folder: Path) -> dict[str, float]:
 
 
 def beside_tensors(folder: Path) -> float:
-    """Bytes that the ranks of a small GPT take more than its tensors: the module and its code, and what is loaded as it is first used."""
+    """Return the bytes that the ranks of a small GPT take beside its tensors.
+
+    These are the module, its code, and libraries loaded on first use.
+    """
     model = ps.from_onnx(
         write_gpt(folder / "little.onnx", layers=2, width=64, heads=2, vocab=256, positions=32, batch=4)
     )
@@ -177,7 +184,7 @@ def beside_tensors(folder: Path) -> float:
 def rehearse_alone(
     configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], seconds: float
 ) -> list[dict[str, float]]:
-    """Seconds of every rank by itself."""
+    """Return seconds of every rank by itself."""
     starts = prefixes(configuration, groups)
     return [rehearse(bundle, [rank], seconds=seconds, prefixes=starts)[0] for rank in range(configuration.stages)]
 
@@ -185,8 +192,11 @@ def rehearse_alone(
 def speeds_together(
     configuration: Configuration, bundle: Bundle, known: dict[str, Any], seconds: float, folder: Path
 ) -> tuple[float, ...]:
-    """What a core does while 1, 2, ... of the ranks compute, compared with one alone; from `known` where it was measured before."""
-    # Of ranks with one thread each and no quotas: how much they slow each other is taken for a property of the host and the model.
+    """Return the speed of a core while 1, 2, ... of the ranks compute, compared with one alone.
+
+    Entries of `known` are not measured again.
+    """
+    # Measured with one thread for each rank and no quotas: the slowdown counts as a property of the host and the model.
     cores = 1 if configuration.one_core else usable_cores()
     threads = sum(configuration.thread_count(rank) for rank in range(configuration.stages))
     speeds = [1.0]
@@ -235,20 +245,20 @@ def predict(
     }
 
     def route(source: int, target: int) -> Route:
-        own = (f"{source}>{target}", loopback["bandwidth"])
+        direct = (f"{source}>{target}", loopback["bandwidth"])
         return Route(
-            (own, ("loopback", configuration.rate)) if configuration.rate else (own,),
+            (direct, ("loopback", configuration.rate)) if configuration.rate else (direct,),
             loopback["latency"],
             shared=not configuration.rate,
         )
 
     def seconds(rank: int, action: Action) -> float:
-        found = alone[rank].get(action.kind, 0.0)
-        return found + loopback["message"] if action.kind in (*SENDS, *RECEIVES) else found
+        result = alone[rank].get(action.kind, 0.0)
+        return result + loopback["message"] if action.kind in (*SENDS, *RECEIVES) else result
 
     machine = SimulatedMachine(route, seats, TransportModel(late=configuration.latency))
-    found = simulate(module.schedule, SIMULATED, seconds, lambda phase, a, b: sizes[phase, a, b], machine)
-    return {"step_s": found.step_seconds, "busy": [1 - use.bubble for use in found.ranks]}
+    result = simulate(module.schedule, SIMULATED, seconds, lambda phase, a, b: sizes[phase, a, b], machine)
+    return {"step_s": result.step_seconds, "busy": [1 - use.bubble for use in result.ranks]}
 
 
 # ------------------------------------------------------------------------------------------------ measure
@@ -271,7 +281,7 @@ def measure(configuration: Configuration, known: dict[str, Any], seconds: float,
         {kind: statistics.mean(row[kind] for row in rows) for kind in rows[0]} for rows in zip(*rehearsed, strict=True)
     ]
     predicted = predict(configuration, bundle, alone, speeds, known["sockets" if configuration.rate else "host"])
-    steps = [step for found in runs for step in found]
+    steps = [step for times in runs for step in times]
     step = statistics.median(steps)
     return {
         "name": configuration.name,
@@ -293,7 +303,7 @@ def measure(configuration: Configuration, known: dict[str, Any], seconds: float,
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How far off predictions are: median and worst of step times, worst of memory."""
+    """Return the errors of predictions: median and worst of step times, worst of memory."""
     steps = [abs(row["ratio"] - 1) for row in rows]
     memory = [abs(rank["ratio"] - 1) for row in rows for rank in row["memory"]]
     return {"median": statistics.median(steps), "worst": max(steps), "memory": max(memory)}
@@ -307,7 +317,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         memory = ", ".join(f"{rank['ratio']:.3f}" for rank in row["memory"])
         lines.append(
-            f"| {row['name']} | {row['predicted_s'] * 1e3:.1f} | {row['measured_s'] * 1e3:.1f} | {row['ratio']:.3f} | {memory} |"
+            f"| {row['name']} | {row['predicted_s'] * 1e3:.1f} | {row['measured_s'] * 1e3:.1f} | {row['ratio']:.3f} | "
+            f"{memory} |"
         )
     return "\n".join(lines)
 
@@ -335,7 +346,7 @@ def in_shaped_space(
 
 
 def calibrated(report: dict[str, Any], path: Path | None) -> None:
-    """Put what this host costs into the report, where it is not there yet, and say it."""
+    """Measure this host's costs, unless the report has them, and print them."""
     if "host" not in report["known"]:
         with tempfile.TemporaryDirectory(prefix="truth-") as folder:
             report["known"]["host"] = calibrate(Path(folder))
@@ -344,16 +355,16 @@ def calibrated(report: dict[str, Any], path: Path | None) -> None:
         save(path, report)
     for place in ("host", "sockets"):
         costs = report["known"][place]
-        told = (
-            f"{place}: a message takes {costs['message'] * 1e6:.0f} us of its rank at each end and {costs['latency'] * 1e6:.0f} us more "
-            f"to arrive; {costs['writing'] * 1e9:.2f} ns a byte to write, {costs['bandwidth'] / 1e9:.2f} GB/s; "
-            f"{costs['memory'] / 2**20:.1f} MiB beside tensors"
+        line = (
+            f"{place}: a message takes {costs['message'] * 1e6:.0f} us of its rank at each end "
+            f"and {costs['latency'] * 1e6:.0f} us more to arrive; {costs['writing'] * 1e9:.2f} ns a byte to write, "
+            f"{costs['bandwidth'] / 1e9:.2f} GB/s; {costs['memory'] / 2**20:.1f} MiB beside tensors"
         )
-        print(told, file=sys.stderr)
+        print(line, file=sys.stderr)
 
 
 def measure_all(wanted: Sequence[Configuration], report: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Put rows into the report for those that have none yet."""
+    """Add rows to the report for configurations without one."""
     begin = time.perf_counter()
     options = {"seconds": arguments.seconds, "rounds": arguments.rounds}
     for configuration in wanted:
@@ -371,20 +382,26 @@ def measure_all(wanted: Sequence[Configuration], report: dict[str, Any], argumen
         report["rows"].append(row)
         save(arguments.json, report)
         memory = ", ".join(f"{rank['ratio']:.3f}" for rank in row["memory"])
-        told = f"predicted {row['predicted_s'] * 1e3:.1f} ms, measured {row['measured_s'] * 1e3:.1f} ms, {row['ratio']:.3f}; memory {memory}"
-        print(f"{configuration.name}: {told}; {time.perf_counter() - begin:.0f} s so far", file=sys.stderr, flush=True)
+        figures = (
+            f"predicted {row['predicted_s'] * 1e3:.1f} ms, measured {row['measured_s'] * 1e3:.1f} ms, "
+            f"{row['ratio']:.3f}; memory {memory}"
+        )
+        print(
+            f"{configuration.name}: {figures}; {time.perf_counter() - begin:.0f} s so far", file=sys.stderr, flush=True
+        )
 
 
 def judge(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Print the table and how far off predictions are; the exit code."""
+    """Print the table and the errors of predictions, and return the exit code."""
     order = {c.name: i for i, c in enumerate(CONFIGURATIONS)}
     print(table(sorted(rows, key=lambda row: order.get(row["name"], len(order)))))
-    found = verdict(rows)
+    errors = verdict(rows)
     print(
-        f"{len(rows)} configurations: step time off by {found['median']:.1%} in the median, {found['worst']:.1%} at worst; "
-        f"memory by {found['memory']:.1%} at worst"
+        f"{len(rows)} configurations: step time off by {errors['median']:.1%} in the median, "
+        f"{errors['worst']:.1%} at worst; "
+        f"memory by {errors['memory']:.1%} at worst"
     )
-    return int(found["median"] > 0.10 or found["worst"] > 0.20 or found["memory"] > 0.10)
+    return int(errors["median"] > 0.10 or errors["worst"] > 0.20 or errors["memory"] > 0.10)
 
 
 def main() -> int:

@@ -1,6 +1,9 @@
-"""The unequal devices and links of truth.py, made on this host: threads, quotas on processor time, one core for all, injected latency,
-a token bucket on a loopback device. In: a Configuration. Out: control groups, prefixes of commands, workers moved to where they
-belong. Linux; root for quotas and buckets."""
+"""The unequal devices and links of truth.py, made on this host.
+
+They are threads, quotas on processor time, one core for all, injected latency, and a token bucket on a loopback device.
+In: a Configuration. Out: control groups, prefixes of commands, workers moved to their groups and cores. Linux; root for
+quotas and buckets.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup/cpu")
-PERIOD = 10_000  # microseconds of a quota: short, so that a rank that waits now and then saves little up
+PERIOD = 10_000  # microseconds of a quota: short, so that a rank that waits at times saves little up
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """`quotas` are shares of a core, `threads` numbers of threads, rank by rank; `rate` bytes per second of the loopback device."""
+    """A run to predict.
+
+    `quotas` are shares of a core, `threads` numbers of threads, rank by rank; `rate` bytes per second of the loopback
+    device.
+    """
 
     model: str
     stages: int
@@ -49,7 +56,7 @@ class Configuration:
 
 
 def own_group() -> Path | None:
-    """The control group of this process, if groups can be made in it."""
+    """Return the control group of this process, if groups can be made in it."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, names, place = line.split(":", 2)
         if names == "cpu" or names.startswith("cpu,"):
@@ -60,33 +67,33 @@ def own_group() -> Path | None:
 
 @contextmanager
 def quota_groups(configuration: Configuration) -> Iterator[dict[int, Path]]:
-    """A control group for each rank that has a quota."""
-    found: dict[int, Path] = {}
+    """Make a control group for each rank that has a quota."""
+    groups: dict[int, Path] = {}
     try:
         for rank in range(configuration.stages):
             if configuration.quota(rank) < 1:
                 base = own_group()
                 assert base is not None, "checked before"
-                found[rank] = base / f"truth-{os.getpid()}-{rank}"
-                found[rank].mkdir()
-                (found[rank] / "cpu.cfs_period_us").write_text(str(PERIOD))
+                groups[rank] = base / f"truth-{os.getpid()}-{rank}"
+                groups[rank].mkdir()
+                (groups[rank] / "cpu.cfs_period_us").write_text(str(PERIOD))
                 quota = configuration.quota(rank) * configuration.thread_count(rank)
-                (found[rank] / "cpu.cfs_quota_us").write_text(str(int(PERIOD * quota)))
-        yield found
+                (groups[rank] / "cpu.cfs_quota_us").write_text(str(int(PERIOD * quota)))
+        yield groups
     finally:
-        for group in found.values():
+        for group in groups.values():
             group.rmdir()
 
 
 def prefixes(configuration: Configuration, groups: Mapping[int, Path]) -> dict[int, list[str]]:
-    """What starts a rank where it belongs."""
-    found: dict[int, list[str]] = {}
+    """Return for each rank the beginning of a command that starts it in its group or on its core."""
+    commands: dict[int, list[str]] = {}
     for rank in range(configuration.stages):
         if rank in groups:
-            found[rank] = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(groups[rank])]
+            commands[rank] = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(groups[rank])]
         else:
-            found[rank] = ["taskset", "-c", "0"] if configuration.one_core else []
-    return found
+            commands[rank] = ["taskset", "-c", "0"] if configuration.one_core else []
+    return commands
 
 
 def place_workers(configuration: Configuration, processes: Sequence[int], groups: Mapping[int, Path]) -> None:
@@ -99,21 +106,24 @@ def place_workers(configuration: Configuration, processes: Sequence[int], groups
 
 
 def missing(configuration: Configuration) -> str:
-    """Why this host cannot run a configuration; nothing if it can."""
+    """Say why this host cannot run a configuration, "" if it can."""
     if configuration.quotas and own_group() is None:
         return "no control groups of processor time (cgroup v1, root)"
     if configuration.rate:
-        made = subprocess.run(
+        attempt = subprocess.run(
             ["sh", "-c", f"{shaped(configuration.rate, 'truth-try')} && ip netns del truth-try"],
             capture_output=True,
             check=False,
         )
-        if made.returncode:
+        if attempt.returncode:
             return "no network namespaces with shaped links (root, tc)"
     return ""
 
 
 def shaped(rate: float, space: str) -> str:
-    """A shell command that makes a network namespace whose loopback device lets so many bytes per second through."""
+    """Write a shell command for a network namespace whose loopback device lets so many bytes per second through."""
     bucket = f"tbf rate {int(rate * 8)}bit burst 128kb latency 500ms"
-    return f"ip netns add {space} && ip -n {space} link set lo up && ip netns exec {space} tc qdisc add dev lo root {bucket}"
+    return (
+        f"ip netns add {space} && ip -n {space} link set lo up && ip netns exec {space} tc qdisc add dev lo root "
+        f"{bucket}"
+    )

@@ -1,15 +1,17 @@
-"""Where the chosen plan lands among all plans that could have been chosen, each of them run for real.
+"""The rank of the chosen plan among all plans that could have been chosen, each of them run for real.
 
-    python benchmarks/truth.py --plans --json plans.json         goes on from the file if it is there
+    python benchmarks/truth.py --plans --json plans.json         continues a file that exists
 
-A chain of eight equal products trains on two devices of this host, the second with half a core (a control group; root). The plans are those
-of one device, and those of two in both orders, cut before each of the products, under 1f1b and under 2bw: 30 plans. Two more for each
-schedule are chosen, for a cluster that `penstock doctor` measured here, the slow device within its quota: by `ps.plan`, which takes devices
-in their order but may cut anywhere, and by the planner (`penstock plan --batch`), which chooses all the rest, too. Each plan trains for
-some steps in worker processes, in turns: a round of all plans, then two more of the best and the chosen ones. The time of a plan is the
-median of its steps; predicted is what `penstock plan` says of it.
+A chain of eight equal products trains on two devices of this host, the second with half a core (a control group; root).
+The plans are those of one device, and those of two in both orders, cut before each of the products, under 1f1b and
+under 2bw: 30 plans. Two more for each schedule are chosen, for a cluster that `penstock doctor` measured here, the slow
+device within its quota. `ps.plan` takes devices in their order but may cut anywhere; the planner (`penstock plan
+--batch`) chooses everything. Each plan trains for some steps in worker processes, in turns: a round of all plans, then
+two more of the best and the chosen ones. The time of a plan is the median of its steps; predicted is the figure of
+`penstock plan`.
 
-Goal: the planner's plan is at most 5 % slower than the best one that was run under the same schedule; exit code 1 otherwise.
+Goal: the planner's plan is at most 5 % slower than the best one that was run under the same schedule; exit code 1
+otherwise.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class Candidate:
-    """`order` are the devices of the stages; `cut` is a place, or who chooses it."""
+    """A plan to run.
+
+    `order` are the devices of the stages; `cut` is a place, or the name of the pass that chooses it.
+    """
 
     schedule: str
     order: tuple[str, ...]
@@ -58,8 +63,11 @@ class Candidate:
 
 
 def measured_here() -> Cluster:
-    """The two devices as doctor finds them: the fast one beside another that computes, the slow one within its quota, where half a core
-    does less than half of what a whole one does."""
+    """Measure the two devices with the doctor.
+
+    The fast one is measured beside another that computes, the slow one within its quota, where half a core does less
+    than half of the work of a whole one.
+    """
     report = examine((1, 1), say=_say)
     assert report is not None
     _say("\n".join(report.problems))
@@ -90,7 +98,8 @@ def told_cluster(cluster: Cluster) -> str:
     fast = cluster.device("fast")
     slow = cluster.device("slow").flops / fast.flops
     return (
-        f"the slow device does {slow:.2f} of the products of the fast one; a core: {fast.flops / 1e9:.0f} GFLOP/s, {fast.bandwidth / 1e9:.1f} GB/s, {fast.message_overhead * 1e6:.0f} us and "
+        f"the slow device does {slow:.2f} of the products of the fast one; a core: {fast.flops / 1e9:.0f} GFLOP/s, "
+        f"{fast.bandwidth / 1e9:.1f} GB/s, {fast.message_overhead * 1e6:.0f} us and "
         f"{1e9 / fast.socket_bandwidth:.2f} ns per byte for an end of a message"
     )
 
@@ -118,28 +127,28 @@ def time_plan(candidate: Candidate, model: ps.Model, whole: Cluster) -> dict[str
         split_at = [] if candidate.cut in (CUT, "alone") else [candidate.cut]
         plan = ps.plan(model, cluster, training, schedule=candidate.schedule, split_at=split_at)
     order = plan.module.rank_devices()
-    made = Configuration(
+    configuration = Configuration(
         "mlp", len(order), candidate.schedule, quotas=tuple(SLOW if name == "slow" else 1.0 for name in order)
     )
-    with tempfile.TemporaryDirectory(prefix="truth-") as folder, quota_groups(made) as groups:
+    with tempfile.TemporaryDirectory(prefix="truth-") as folder, quota_groups(configuration) as groups:
         bundle = open_bundle(ps.compile(plan, Path(folder) / "bundle"))
-        # From a file: making random numbers would be work of the first stage that no plan knows of.
+        # From a file: making random numbers would be work of the first stage that no plan counts.
         file = Path(folder) / "data.npz"
         np.savez(file, **next(batches(bundle, 1)))
-        found = run(made, bundle, groups, DataSpec(str(file)))
+        steps = run(configuration, bundle, groups, DataSpec(str(file)))
     starts = [
         note.text.rpartition(" ")[2]
         for note in plan.module.notes
         if note.origin == "partition" and " starts at " in note.text
     ]
-    told = f"{'>'.join(order)}{' from ' + ', '.join(starts[1:]) if starts[1:] else ''}"
+    description = f"{'>'.join(order)}{' from ' + ', '.join(starts[1:]) if starts[1:] else ''}"
     expected = predict(plan.module, plain=True).step
     return {
         "name": candidate.name,
         "schedule": candidate.schedule,
         "cut": candidate.cut,
-        "told": told,
-        "steps": found,
+        "told": description,
+        "steps": steps,
         "predicted": expected,
     }
 
@@ -162,9 +171,9 @@ def time_plans(path: Path | None) -> int:
                 row = rows.get(candidate.name)
                 if row is not None and row["turns"] > turn:
                     continue
-                found = time_plan(candidate, model, cluster)
-                steps = [*(row["steps"] if row else []), *found["steps"]]
-                rows[candidate.name] = found | {"steps": steps, "turns": turn + 1, "seconds": statistics.median(steps)}
+                result = time_plan(candidate, model, cluster)
+                steps = [*(row["steps"] if row else []), *result["steps"]]
+                rows[candidate.name] = result | {"steps": steps, "turns": turn + 1, "seconds": statistics.median(steps)}
                 save(path, report | {"rows": list(rows.values())})
                 print(
                     f"{candidate.name}: {rows[candidate.name]['seconds'] * 1e3:.1f} ms per step",
@@ -173,22 +182,22 @@ def time_plans(path: Path | None) -> int:
                 )
             again = []
             for schedule in SCHEDULES:
-                own = sorted(
+                ranking = sorted(
                     (c for c in listed if c.schedule == schedule), key=lambda c: float(rows[c.name]["seconds"])
                 )
-                again += [c for c in own if c in own[:3] or c.cut in (CUT, PLANNED)]
+                again += [c for c in ranking if c in ranking[:3] or c.cut in (CUT, PLANNED)]
     print(table(rows.values()))
     return int(any(ratio > GOAL for ratio in landings(rows.values()).values()))
 
 
 def landings(rows: Any) -> dict[str, float]:
-    """The planner's plan in times of the best one, by schedule."""
-    found = {}
+    """Return the planner's time over that of the best plan, by schedule."""
+    ratios = {}
     for schedule in SCHEDULES:
-        own = [row for row in rows if row["schedule"] == schedule]
-        chosen = next(row for row in own if row["cut"] == PLANNED)
-        found[schedule] = chosen["seconds"] / min(row["seconds"] for row in own)
-    return found
+        plans = [row for row in rows if row["schedule"] == schedule]
+        chosen = next(row for row in plans if row["cut"] == PLANNED)
+        ratios[schedule] = chosen["seconds"] / min(row["seconds"] for row in plans)
+    return ratios
 
 
 def table(rows: Any) -> str:
@@ -197,19 +206,19 @@ def table(rows: Any) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for schedule in SCHEDULES:
-        own: list[Mapping[str, Any]] = sorted(
+        ranking: list[Mapping[str, Any]] = sorted(
             (row for row in rows if row["schedule"] == schedule), key=lambda row: float(row["seconds"])
         )
-        for place, row in enumerate(own):
+        for place, row in enumerate(ranking):
             chosen = row["cut"] in (CUT, PLANNED, "alone")
-            if place < 3 or chosen or place == len(own) - 1:
-                told = f"{row['cut'] + ': ' if chosen else ''}{row['told']}"
+            if place < 3 or chosen or place == len(ranking) - 1:
+                description = f"{row['cut'] + ': ' if chosen else ''}{row['told']}"
                 cells = (
                     schedule,
-                    told,
-                    f"{place + 1} of {len(own)}",
+                    description,
+                    f"{place + 1} of {len(ranking)}",
                     f"{row['seconds'] * 1e3:.1f}",
-                    f"{row['seconds'] / own[0]['seconds']:.3f}",
+                    f"{row['seconds'] / ranking[0]['seconds']:.3f}",
                     f"{row['predicted'] * 1e3:.1f}",
                 )
                 lines.append(f"| {' | '.join(cells)} |")

@@ -1,5 +1,7 @@
-"""What benchmarks of truth.py do with a bundle and keep of it: batches, real runs in worker processes with their step times and peaks, and
-the file of results that a benchmark goes on from."""
+"""Batches and real runs for the benchmarks of truth.py, with step times and peaks, and the file of results.
+
+A benchmark continues a file that exists.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def batches(bundle: Bundle, count: int) -> Iterator[dict[str, np.ndarray]]:
 def run(
     configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], data: DataSpec = SYNTHETIC
 ) -> list[float]:
-    """Seconds of steps with data that the workers make or read."""
+    """Return seconds of steps with data that the workers make or read."""
     with Job(bundle, timeout=600, data=data, latency=configuration.latency) as job:
         place_workers(configuration, job.workers.process_ids(), groups)
         list(job.steps_from_data(2))
@@ -43,7 +45,7 @@ def run(
 
 
 def memory_of(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path]) -> list[int]:
-    """Peaks with batches that are handed to the workers, in which some of them wait, as plans count them."""
+    """Return peaks with batches that are sent to the workers, in which some of them wait, as plans count them."""
     with Job(bundle, timeout=600, latency=configuration.latency) as job:
         place_workers(configuration, job.workers.process_ids(), groups)
         list(job.run(batches(bundle, FED)))
@@ -56,8 +58,8 @@ def beyond_base(job: Job) -> list[int]:
 
 def load(path: Path | None) -> dict[str, Any]:
     if path is not None and path.exists():
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return report
     return {"rows": [], "known": {}}
 
 

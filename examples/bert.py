@@ -1,12 +1,12 @@
 """Fine-tune a BERT-like encoder from torch: plain torch modules, nothing downloaded.
 
-Pre-trains the encoder on sentences without labels by guessing masked words, takes its weights back to torch, puts a classifier on top,
-and fine-tunes that on few labelled sentences with groups of parameters: embeddings frozen, the encoder at a tenth of the head's learning
-rate. Then the weights are torch's again.
+Pre-trains the encoder on sentences without labels by guessing masked words, and returns its weights to torch. Puts a
+classifier on top, and fine-tunes that on few labelled sentences with groups of parameters: embeddings frozen, the
+encoder at a tenth of the head's learning rate. Then returns the weights to torch again.
 
-Prints both losses and how many sentences of a held-out set torch classifies correctly. Fails unless masked words are guessed
-better than by how frequent each word is, frozen embeddings are what they were bit for bit, torch's loss with these weights is
-Penstock's, and at least 90 % are right.
+Prints both losses and how many sentences of a held-out set torch classifies correctly. Fails unless all of this holds:
+masked words are guessed better than by how frequent each word is, frozen embeddings are unchanged bit for bit, torch's
+loss with these weights is Penstock's, and at least 90 % are right.
 
 Takes about a minute on two cores (README.md).
 """
@@ -60,7 +60,7 @@ class Encoder(nn.Module):
 
 
 class MaskedWords(nn.Module):
-    """Scores of all words for those at `places`, [sentences, HIDDEN, WORDS]."""
+    """A model that scores all words for those at `places`, [sentences, HIDDEN, WORDS]."""
 
     def __init__(self, encoder: Encoder, width: int) -> None:
         super().__init__()
@@ -81,14 +81,14 @@ class Classifier(nn.Module):
 
 
 def sentences(count: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Words, and the topic: every other word is one of the topic's own, the others are any."""
+    """Draw sentences and their topics: about every other word is one of the topic's, the others are any."""
     topics = random.integers(0, TOPICS, count)
-    own = 1 + topics[:, None] * OWN + random.integers(0, OWN, (count, LENGTH))
-    return np.where(random.random((count, LENGTH)) < 0.5, own, random.integers(1, WORDS, (count, LENGTH))), topics
+    typical = 1 + topics[:, None] * OWN + random.integers(0, OWN, (count, LENGTH))
+    return np.where(random.random((count, LENGTH)) < 0.5, typical, random.integers(1, WORDS, (count, LENGTH))), topics
 
 
 def entropy(words: np.ndarray) -> float:
-    """Of single words, in nats: as far as a model comes that knows only how frequent each word is."""
+    """Compute the entropy of single words, in nats: the loss of a model that knows only how frequent each word is."""
     counts = np.bincount(words.ravel())
     shares = counts[counts > 0] / words.size
     return float(-(shares * np.log(shares)).sum())
@@ -110,7 +110,7 @@ def train(
     folder: Path,
     backend: str,
 ) -> list[float]:
-    """Train on two stages, and give the weights back to the module; the losses."""
+    """Train on two stages, return the weights to the module, and return the losses."""
     bundle = ps.compile(
         ps.plan(ps.from_torch(net, example), ps.Cluster.local(2), training), folder / "bundle", backend=backend
     )
@@ -126,7 +126,7 @@ def train(
     return losses
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--out", type=Path, help="keep bundles, checkpoints and weights in this folder (default: keep nothing)"
@@ -142,7 +142,11 @@ def main() -> None:
         choices=("tvm", "numpy"),
         help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
     torch.manual_seed(0)
     random = np.random.default_rng(0)
     words = torch.ones(MICROBATCH, LENGTH, dtype=torch.long)
@@ -169,12 +173,12 @@ def main() -> None:
         training = ps.Training(
             "cross_entropy", ps.AdamW(lr=5e-3), MICROBATCHES, rate=ps.Linear(steps=steps), groups=groups
         )
-        given, topics = sentences(options.labelled, random)
-        chosen = (random.integers(0, len(given), BATCH) for _ in range(steps))
-        labelled = ({"words": given[rows], "labels": topics[rows]} for rows in chosen)
+        examples, topics = sentences(options.labelled, random)
+        chosen = (random.integers(0, len(examples), BATCH) for _ in range(steps))
+        labelled = ({"words": examples[rows], "labels": topics[rows]} for rows in chosen)
         losses = train(net, (words,), training, labelled, Path(place) / "fine-tuning", options.backend)
 
-        # The loss of the next batch, before its update: with the weights that torch has now.
+        # The loss of the next batch, before its update: with the weights that torch has.
         tests, wanted = sentences(1024, random)
         with ps.open(Path(place) / "fine-tuning" / "bundle", resume=Path(place) / "fine-tuning" / "checkpoints") as job:
             ours = job.step({"words": tests[:BATCH], "labels": wanted[:BATCH]})
@@ -195,7 +199,7 @@ def main() -> None:
         "fewer than 90 % are right": right < 0.9,
     }
     if any(problems.values()):
-        sys.exit("; ".join(problem for problem, found in problems.items() if found))
+        sys.exit("; ".join(problem for problem, holds in problems.items() if holds))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Train one model on a CPU and a GPU together: a pipeline with a stage on each.
 
-Plans a small GPT for a cluster file with one CPU and one GPU, and compiles both stages. Where there is a GPU, it trains on
-the two. Where there is none, the bundle for them is still compiled if nvcc is there, and a second CPU stands in: the same
-cut, the same schedule, and code for CPUs.
+Plans a small GPT for a cluster file with one CPU and one GPU, and compiles both stages. Where there is a GPU, it trains
+on the two. Where there is none, the bundle for them is still compiled if nvcc is there, and a second CPU replaces the
+GPU: the same cut, the same schedule, and code for CPUs.
 
-Prints the plan, what was compiled, what ran, and the losses. Fails unless they are those of the same model on one CPU,
-within 1e-4 (1e-3 with a GPU), and fell.
+Prints the plan, the targets compiled for, the devices used, and the losses. Fails unless the losses are those of the
+same model on one CPU, within 1e-4 (1e-3 with a GPU), and fell.
 
 Takes about a minute on two cores (README.md).
 """
@@ -46,9 +46,8 @@ latency = "50 us"
 """
 
 
-def main() -> None:
-    gpu = torch.cuda.is_available()
-    usual = "sm_{}{}".format(*torch.cuda.get_device_capability()) if gpu else "sm_90"
+def arguments() -> argparse.Namespace:
+    usual = "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "sm_90"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--out", type=Path, help="keep model, cluster file, data and bundles in this folder (default: keep nothing)"
@@ -69,7 +68,12 @@ def main() -> None:
         choices=("tvm", "numpy"),
         help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    gpu = torch.cuda.is_available()
+    options = arguments()
 
     with tempfile.TemporaryDirectory() if options.out is None else nullcontext(options.out) as place:
         folder = Path(place)
@@ -102,17 +106,17 @@ def main() -> None:
             ran, allowed = "two CPUs: there is no GPU here, and nothing ran on one", 1e-4
             stand_in = ps.plan(model, ps.Cluster.local(2), training, split_at=[facts[1]["starts_at"]])
             bundle = ps.compile(stand_in, folder / "stand-in", backend=options.backend)
-        found = losses(bundle)
+        piped = losses(bundle)
         alone = losses(
             ps.compile(ps.plan(model, ps.Cluster.local(1), training), folder / "alone", backend=options.backend)
         )
 
-    off = float((abs(found - alone) / alone).max())
+    off = float((abs(piped - alone) / alone).max())
     print(f"ran on {ran}")
-    print(f"{options.steps} steps: loss {found[0]:.3f} -> {found[-1]:.3f}, at most {off:.1e} from those on one CPU")
+    print(f"{options.steps} steps: loss {piped[0]:.3f} -> {piped[-1]:.3f}, at most {off:.1e} from those on one CPU")
     if off > allowed:
         sys.exit("losses are not those on one CPU")
-    if found[-1] > 0.8 * found[0]:
+    if piped[-1] > 0.8 * piped[0]:
         sys.exit("the loss did not fall by a fifth: train for more --steps")
 
 

@@ -1,11 +1,12 @@
 """Pre-train a small GPT from an ONNX file on your own text, with PipeDream-2BW and with 1F1B.
 
-Shows the whole way: text as a file of tokens, a model file, a bundle of two stages, training with warm-up and a cosine, clipping, a
-held-out text, metrics and checkpoints, and the trained weights back in the ONNX file. 2bw takes every gradient one update late, so that its
-pipeline never drains; the same training under 1f1b, without that delay, stands beside it.
+Shows all steps: text as a file of tokens, a model file, a bundle of two stages, training with warm-up and a cosine,
+clipping, a held-out text, metrics and checkpoints, and the trained weights back in the ONNX file. 2bw applies every
+gradient one update late, so that its pipeline never drains. The same training under 1f1b, without that delay, is the
+comparison.
 
-Prints the held-out loss of both as they train, in nats per byte. Fails unless both get below the entropy of single bytes, which is as far
-as a model comes that knows only how frequent each byte is, and unless 2bw ends within 15 % of 1f1b.
+Prints the held-out loss of both as they train, in nats per byte. Fails unless both get below the entropy of single
+bytes, which is the loss of a model that knows only how frequent each byte is, and unless 2bw ends within 15 % of 1f1b.
 
 Takes about two minutes on two cores (README.md).
 """
@@ -29,7 +30,7 @@ MICROBATCH, MICROBATCHES = 4, 4
 
 
 def write_tokens(text: bytes, folder: Path) -> None:
-    """Bytes as tokens of 16 bits, as larger vocabularies need them: nine tenths to train on, one to evaluate on."""
+    """Write bytes as tokens of 16 bits, as larger vocabularies need: nine tenths to train on, one to evaluate on."""
     tokens = np.frombuffer(text, np.uint8).astype("<u2")
     at = len(tokens) * 9 // 10
     tokens[:at].tofile(folder / "train.bin")
@@ -37,14 +38,14 @@ def write_tokens(text: bytes, folder: Path) -> None:
 
 
 def entropy(text: bytes) -> float:
-    """In nats per byte."""
+    """Compute the entropy of single bytes, in nats."""
     counts = np.bincount(np.frombuffer(text, np.uint8))
     shares = counts[counts > 0] / len(text)
     return float(-(shares * np.log(shares)).sum())
 
 
 def train(model: ps.Model, schedule: str, folder: Path, options: argparse.Namespace) -> dict[int, float]:
-    """Held-out losses by the number of steps done."""
+    """Train, and return held-out losses by the number of steps done."""
     training = ps.Training(
         loss="cross_entropy",
         optimizer=ps.AdamW(lr=options.lr),
@@ -120,7 +121,7 @@ def main() -> None:
     print("steps   1f1b    2bw")
     for step, loss in losses["1f1b"].items():
         print(f"{step:5} {loss:6.3f} {losses['2bw'][step]:6.3f}")
-    plain, late = (list(found.values())[-1] for found in losses.values())
+    plain, late = (list(by_step.values())[-1] for by_step in losses.values())
     bound = entropy(text)
     print(f"entropy of single bytes: {bound:.3f}")
     problems = {
@@ -128,7 +129,7 @@ def main() -> None:
         f"2bw ended {late / plain - 1:.0%} above 1f1b: try a smaller --lr, or a longer warm-up": late > 1.15 * plain,
     }
     if any(problems.values()):
-        sys.exit("; ".join(problem for problem, found in problems.items() if found))
+        sys.exit("; ".join(problem for problem, holds in problems.items() if holds))
 
 
 if __name__ == "__main__":

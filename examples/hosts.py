@@ -1,11 +1,12 @@
 """Train on two hosts under torchrun, with network namespaces of this machine as hosts.
 
-Makes two namespaces that are joined by a cable of their own, with addresses and names as two machines have, and starts on
-each what one types on a machine: torchrun, which starts `penstock run`. The bundle is made for a cluster file with both
-hosts, so that ranks know where they belong.
+Makes two namespaces, joined by a virtual cable, with addresses and names as two machines have. Starts on each the
+command that a user types on a machine: torchrun, which starts `penstock run`. The bundle is made for a cluster file
+with both hosts, so that ranks know their host.
 
-Prints who met where and the losses. Fails unless they are, bit for bit, those of the same bundle on one host. Namespaces need root and
-iproute2; without them it says so and ends with exit code 77. On machines of your own, take the commands that it prints.
+Prints which ranks met on which hosts, and the losses. Fails unless they are, bit for bit, those of the same bundle on
+one host. Namespaces need root and iproute2; without them the example says so and ends with exit code 77. On machines of
+your own, use the commands that it prints.
 
 Takes about half a minute on two cores (README.md).
 """
@@ -44,21 +45,21 @@ def ip(*words: str) -> None:
 
 @contextmanager
 def namespaces() -> Iterator[dict[str, str]]:
-    """A namespace for each host; whatever still runs in one is ended with it."""
-    made: dict[str, str] = {}
+    """Make a namespace for each host. Processes that still run in one are killed at the end."""
+    spaces: dict[str, str] = {}
     try:
         for host in HOSTS:
-            made[host] = f"{host}-{secrets.token_hex(3)}"
-            ip("netns", "add", made[host])
-        first, second = made.values()
+            spaces[host] = f"{host}-{secrets.token_hex(3)}"
+            ip("netns", "add", spaces[host])
+        first, second = spaces.values()
         ip("-n", first, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", second)
-        for host, space in made.items():
+        for host, space in spaces.items():
             ip("-n", space, "addr", "add", f"{HOSTS[host]}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "eth0", "up")
             ip("-n", space, "link", "set", "lo", "up")
-        yield made
+        yield spaces
     finally:
-        for space in made.values():
+        for space in spaces.values():
             left = subprocess.run(
                 ["ip", "netns", "pids", space], capture_output=True, text=True, timeout=20, check=False
             ).stdout.split()
@@ -70,7 +71,7 @@ def namespaces() -> Iterator[dict[str, str]]:
 def train(spaces: dict[str, str], bundle: Path, folder: Path, options: argparse.Namespace) -> list[float]:
     """Run torchrun on each host, and read the metrics that rank 0 wrote."""
     metrics, running = folder / "metrics.jsonl", []
-    # torchrun looks up who calls, and there is no name server here.
+    # torchrun looks up the name of a caller, and there is no name server here.
     (folder / "hosts").write_text(
         "\n".join(["127.0.0.1 localhost", *(f"{address} {host}" for host, address in HOSTS.items())]) + "\n"
     )
@@ -87,8 +88,10 @@ def train(spaces: dict[str, str], bundle: Path, folder: Path, options: argparse.
         str(metrics),
     ]
     for i, (host, space) in enumerate(spaces.items()):
-        meet = f"--nnodes 2 --node-rank {i} --nproc-per-node 1 --master-addr {HOSTS['alpha']} --master-port 29500 --no-python".split()
-        command = [sys.executable, "-m", "torch.distributed.run", *meet, *run]
+        meet = (
+            f"--nnodes 2 --node-rank {i} --nproc-per-node 1 --master-addr {HOSTS['alpha']} --master-port 29500".split()
+        )
+        command = [sys.executable, "-m", "torch.distributed.run", *meet, "--no-python", *run]
         print(f"{host}: {shlex.join(command)}", file=sys.stderr)
         named = [
             "ip",
@@ -107,14 +110,14 @@ def train(spaces: dict[str, str], bundle: Path, folder: Path, options: argparse.
         running.append(
             subprocess.Popen(named, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE if i == 0 else None, text=True)
         )
-    said = running[0].communicate(timeout=options.timeout)[1]
+    log = running[0].communicate(timeout=options.timeout)[1]
     codes = [process.wait(timeout=options.timeout) for process in running]
-    sys.stderr.write(said)
+    sys.stderr.write(log)
     if any(codes):
         sys.exit(f"exit codes of the two hosts: {codes}")
     print(
         next(
-            (line for line in said.splitlines() if "2 ranks on 2 hosts" in line),
+            (line for line in log.splitlines() if "2 ranks on 2 hosts" in line),
             "the ranks did not say that they are on two hosts",
         )
     )
@@ -135,7 +138,7 @@ def main() -> None:
         help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that namespaces go then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that namespaces are removed then, too
     missing = [] if os.geteuid() == 0 else ["root"]
     missing += [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
     if missing:
@@ -158,7 +161,8 @@ def main() -> None:
             sys.exit(CANNOT_RUN)
         alone = ps.run_bundle(bundle, steps=options.steps).losses
     print(
-        f"{len(losses)} steps on two hosts: loss {losses[0]:.4f} -> {losses[-1]:.4f}; on one: {alone[0]:.4f} -> {alone[-1]:.4f}"
+        f"{len(losses)} steps on two hosts: loss {losses[0]:.4f} -> {losses[-1]:.4f}; "
+        f"on one: {alone[0]:.4f} -> {alone[-1]:.4f}"
     )
     if losses != alone:
         sys.exit("losses are not those of one host")

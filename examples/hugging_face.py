@@ -1,7 +1,8 @@
 """Train a model of transformers, made from its configuration: no file, no download.
 
-Imports a GPT-2 as a torch module, trains it on two stages with its dropout, and loads the weights back into the model of transformers,
-which then continues sequences. Needs `pip install -e '.[models]'`; without transformers it says so and ends with exit code 77.
+Imports a GPT-2 as a torch module, trains it on two stages with its dropout, and loads the weights back into the model
+of transformers, which then continues sequences. Needs `pip install -e '.[models]'`; without transformers it says so and
+ends with exit code 77.
 
 Prints the losses, and how many tokens torch then guesses correctly. Fails unless at least 80 % are right.
 """
@@ -26,7 +27,7 @@ VOCAB, LENGTH, MICROBATCH, MICROBATCHES = 32, 16, 8, 4
 
 
 def batches(count: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
-    """Sequences that count upwards from anywhere, each by a step of its own; the label of a token is the next one."""
+    """Draw sequences that count upwards from any number, each by its own step. The label of a token is the next one."""
     random = np.random.default_rng(seed)
     for _ in range(count):
         start, step = (random.integers(0, high, (MICROBATCH * MICROBATCHES, 1)) for high in (VOCAB, 4))

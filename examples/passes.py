@@ -1,10 +1,10 @@
-"""See what every pass of the compiler changes, and go on from the middle.
+"""See what every pass of the compiler changes, and resume from the middle.
 
-Compiles a small MLP for two stages with 2bw, with a dump after each pass, and lists the passes. With the name of a pass it
-prints the lines which that one changed.
+Compiles a small MLP for two stages with 2bw, with a dump after each pass, and lists the passes. With the name of a pass
+it prints the lines which that one changed.
 
-Fails unless every dump leads to the same module: `penstock opt`, given a dump and the passes that are left, must
-write the last one again, byte for byte.
+Fails unless every dump leads to the same module: `penstock opt`, run on a dump with the remaining passes, must write
+the last dump again, byte for byte.
 
 Takes about a quarter of a minute on two cores (README.md).
 """
@@ -28,12 +28,16 @@ def penstock(*words: str | Path) -> None:
     subprocess.run([sys.executable, "-m", "penstock", *words], check=True)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="keep model, bundle and dumps in this folder (default: keep nothing)")
     parser.add_argument("--every", type=int, default=4, help="go on from every so many-th dump")
     parser.add_argument("name", nargs="?", metavar="PASS", help="print what this one changed")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
     with tempfile.TemporaryDirectory() if options.out is None else nullcontext(options.out) as place:
         folder = Path(place)
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +79,8 @@ def main() -> None:
             if options.name is None:
                 added, removed = (sum(line[0] == sign for line in changes) for sign in "+-")
                 print(
-                    f"{row['number']:>2} {row['pass']:16} {added:4} lines added, {removed:4} removed, {row['ops_after']:>3} operations"
+                    f"{row['number']:>2} {row['pass']:16} {added:4} lines added, {removed:4} removed, "
+                    f"{row['ops_after']:>3} operations"
                 )
             elif row["pass"] == options.name:
                 print("\n".join(changes))

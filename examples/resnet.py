@@ -1,11 +1,12 @@
 """Train a residual network on generated images, and evaluate it with its running statistics.
 
-The network is a plain torch module with batch norms in training mode: their running statistics move with every microbatch, on the
-stage that computes them. Afterwards the weights go back to torch, `eval()` is called, and a second bundle, for inference,
-classifies held-out images in a pipeline.
+The network is a plain torch module with batch norms in training mode: their running statistics change with every
+microbatch, on the stage that computes them. Afterwards the weights return to torch, `eval()` is called, and a second
+bundle, for inference, classifies held-out images in a pipeline.
 
-Prints the losses, and how many images are classified correctly: with the statistics of the training, and with fresh ones for comparison.
-Fails unless at least 90 % are right, every batch norm has counted all microbatches, and torch computes the same scores as the pipeline.
+Prints the losses, and how many images are classified correctly: with the statistics of the training, and with fresh
+ones for comparison. Fails unless at least 90 % are right, every batch norm has counted all microbatches, and torch
+computes the same scores as the pipeline.
 
 Takes about half a minute on two cores (README.md).
 """
@@ -32,7 +33,7 @@ BATCH = MICROBATCH * MICROBATCHES
 
 
 def images(count: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Shapes of any colour and size, anywhere, in front of noise; and which shape it is."""
+    """Draw shapes of any colour and size, anywhere, in front of noise. Return the images and the shapes' numbers."""
     labels = random.integers(0, len(SHAPES), count)
     radius = random.uniform(5, 9, (count, 1, 1))
     place = random.uniform(9, SIZE - 9, (2, count, 1, 1))
@@ -70,7 +71,7 @@ class Block(nn.Module):
 
 
 def resnet(width: int, blocks: int) -> nn.Sequential:
-    """Three sizes of image with `blocks` blocks each."""
+    """Build a network with three sizes of image and `blocks` blocks for each."""
     parts: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     for i in range(3):
         before, after = width * 2 ** max(0, i - 1), width * 2**i
@@ -79,12 +80,12 @@ def resnet(width: int, blocks: int) -> nn.Sequential:
 
 
 def batches(count: int, random: np.random.Generator) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Arrays in the order of the bundle's inputs: images, then labels."""
+    """Yield arrays in the order of the bundle's inputs: images, then labels."""
     for _ in range(count):
         yield images(BATCH, random)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--out", type=Path, help="keep bundles, checkpoint and weights in this folder (default: keep nothing)"
@@ -99,7 +100,11 @@ def main() -> None:
         choices=("tvm", "numpy"),
         help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
     torch.manual_seed(0)
     net, example = resnet(options.width, options.blocks), (torch.zeros(MICROBATCH, 3, SIZE, SIZE),)
 
@@ -130,7 +135,7 @@ def main() -> None:
         )
         with ps.open(serving) as job:
             scores = np.concatenate(
-                [found["output"] for found in job.stream({"input": part} for part in np.split(tests, 16))]
+                [answer["output"] for answer in job.stream({"input": part} for part in np.split(tests, 16))]
             )
 
     with torch.no_grad():
@@ -140,12 +145,13 @@ def main() -> None:
         for norm in norms:
             norm.reset_running_stats()
         fresh = net(torch.from_numpy(tests)).numpy()
-    right, unmoved = ((found.argmax(1) == wanted).mean() for found in (scores, fresh))
+    right, unmoved = ((rows.argmax(1) == wanted).mean() for rows in (scores, fresh))
     off = abs(scores - theirs).max() / abs(theirs).max()
     print(f"{options.steps} steps of {BATCH} images: loss {np.mean(losses[:5]):.3f} -> {np.mean(losses[-5:]):.3f}")
     print(f"held-out images classified correctly: {right:.1%}; with fresh statistics: {unmoved:.1%}")
     print(
-        f"{len(norms)} batch norms have counted {counted} microbatches; the pipeline's scores are torch's within {off:.1e}"
+        f"{len(norms)} batch norms have counted {counted} microbatches; "
+        f"the pipeline's scores are torch's within {off:.1e}"
     )
     problems = {
         "fewer than 90 % are right: train for more --steps": right < 0.9,
@@ -153,7 +159,7 @@ def main() -> None:
         "torch computes other scores with these weights": off > 1e-4,
     }
     if any(problems.values()):
-        sys.exit("; ".join(problem for problem, found in problems.items() if found))
+        sys.exit("; ".join(problem for problem, holds in problems.items() if holds))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Go on from a checkpoint under another plan.
+"""Resume from a checkpoint under another plan.
 
-Trains a small GPT on two stages, and keeps a checkpoint of every quarter. Then goes on from the middle under other plans:
-the same one, three stages, zero-bubble 1F1B, and half as many microbatches of twice the size. Data goes on where it was, and
-so do the optimiser and the learning rate.
+Trains a small GPT on two stages, and keeps a checkpoint of every quarter. Then resumes from the middle under four
+plans: the same one, three stages, zero-bubble 1F1B, and half as many microbatches of twice the size. Data, optimiser
+and learning rate continue where they were.
 
-Prints how far the losses of each are from those of the run that was not interrupted, relative to them. Fails unless the same plan gives
-them bit for bit, and the others within 1e-4: they add up in another order.
+Prints how far the losses of each plan are from those of the uninterrupted run, relative to them. Fails unless the same
+plan repeats them bit for bit, and the others within 1e-4: they add up in another order.
 
 Takes about a minute on two cores (README.md).
 """
@@ -24,7 +24,7 @@ import penstock as ps
 from penstock.models import write_gpt
 
 VOCAB, POSITIONS, BATCH = 64, 32, 16
-# Stages, schedule, and how many microbatches make a batch.
+# Stages, schedule, and the number of microbatches in a batch.
 PLANS = {
     "the same plan": (2, "1f1b", 4),
     "three stages": (3, "1f1b", 4),
@@ -34,7 +34,7 @@ PLANS = {
 
 
 def write_data(path: Path, sequences: int) -> None:
-    """Sequences that count upwards from anywhere, each by a step of its own, with some noise."""
+    """Write sequences that count upwards from any number, each by its own step, with some noise."""
     random = np.random.default_rng(0)
     start, step = (random.integers(0, high, (sequences, 1)) for high in (VOCAB, 5))
     lines = start + step * np.arange(POSITIONS + 1) + (random.random((sequences, POSITIONS + 1)) < 0.1)
@@ -42,7 +42,7 @@ def write_data(path: Path, sequences: int) -> None:
     np.savez(path, tokens=lines[:, :-1], labels=lines[:, 1:])
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--out", type=Path, help="keep model, data, bundles and checkpoints in this folder (default: keep nothing)"
@@ -66,7 +66,11 @@ def main() -> None:
         choices=("tvm", "numpy"),
         help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
     middle = options.steps // 2
 
     with tempfile.TemporaryDirectory() if options.out is None else nullcontext(options.out) as place:

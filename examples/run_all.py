@@ -1,7 +1,7 @@
-"""Run all examples, or those that are named, one after the other, and print a table of what each took.
+"""Run all examples, or the named ones, one after the other, and print a table of the seconds that each took.
 
-Prints what an example printed only where it failed. Fails if one did; those that cannot run here
-(exit code 77) are listed with their reason.
+Shows the output of an example only if it failed. Fails if one did. Examples that cannot run here (exit code 77) are
+listed with their reason.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def main() -> None:
                 [sys.executable, HERE / f"{name}.py"], cwd=folder, capture_output=True, text=True, check=False
             )
             seconds = time.perf_counter() - started
-        said = done.stderr.strip().splitlines() or [""]
-        outcome = {0: "ok", CANNOT_RUN: f"not here: {said[-1]}"}.get(done.returncode, f"FAILED: {said[-1]}")
+        lines = done.stderr.strip().splitlines() or [""]
+        outcome = {0: "ok", CANNOT_RUN: f"not here: {lines[-1]}"}.get(done.returncode, f"FAILED: {lines[-1]}")
         if done.returncode not in (0, CANNOT_RUN):
             failed = True
             sys.stderr.write(done.stdout + done.stderr)

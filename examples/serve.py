@@ -1,11 +1,11 @@
 """Answer requests with a pipeline: in order, from several threads, and for latency.
 
-Compiles a BERT-like classifier from ONNX for two stages and hands it requests of one to seven sequences: all of them as a
-stream, whose answers come in order; from several threads at once, each of which waits for its own; and one at a time. Requests
-share microbatches where they are smaller.
+Compiles a BERT-like classifier from ONNX for two stages and sends it requests of one to seven sequences. They come all
+as a stream, whose answers are in order; from several threads at once, each of which waits for its answer; and one at a
+time. Small requests share microbatches.
 
-Prints sequences per second of the first two and the latency of the third. Fails unless every answer is
-onnxruntime's within 1e-4, request by request.
+Prints sequences per second of the first two and the latency of the third. Fails unless every answer is onnxruntime's
+within 1e-4, request by request.
 
 Takes about a minute on two cores (README.md).
 """
@@ -31,16 +31,16 @@ Arrays = dict[str, np.ndarray]
 
 
 def worst(answers: list[Arrays], expected: list[np.ndarray]) -> float:
-    """The largest difference from what was expected, relative to the largest score."""
+    """Return the largest difference from the expected answers, relative to the largest score."""
     if len(answers) != len(expected) or any(
-        found["y"].shape != wanted.shape for found, wanted in zip(answers, expected, strict=True)
+        answer["y"].shape != wanted.shape for answer, wanted in zip(answers, expected, strict=True)
     ):
         return float("inf")
     scale = max(abs(wanted).max() for wanted in expected)
-    return float(max(abs(found["y"] - wanted).max() for found, wanted in zip(answers, expected, strict=True)) / scale)
+    return float(max(abs(answer["y"] - wanted).max() for answer, wanted in zip(answers, expected, strict=True)) / scale)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="keep model and bundle in this folder (default: keep nothing)")
     parser.add_argument(
@@ -58,7 +58,11 @@ def main() -> None:
         choices=("tvm", "numpy"),
         help="numpy interprets stages instead of compiling them: slow steps, at once",
     )
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
     random = np.random.default_rng(0)
     requests = [
         {"tokens": random.integers(0, VOCAB, (random.integers(1, 8), POSITIONS))} for _ in range(options.requests)

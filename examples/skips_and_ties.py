@@ -1,14 +1,14 @@
-"""Train models whose values skip stages and whose weights are on several: a U-Net and an encoder-decoder like T5.
+"""Train models with values that skip stages and weights on several stages: a U-Net, and an encoder-decoder like T5.
 
-The U-Net removes noise from images; what goes down is used again on the way up, so values travel past the stages in between. The
-encoder-decoder turns sequences round; every block of the decoder looks at what the encoder made, and one embedding is used by the
-encoder, the decoder and the scores, so each of these stages has a copy, and they exchange its gradients. Neither model says anything
-about stages: it is cut where that is cheapest.
+The U-Net removes noise from images. Values of the way down are used again on the way up, so they skip the stages in
+between. The encoder-decoder reverses sequences. Every block of the decoder attends to the encoder's result. One
+embedding is used by the encoder, the decoder and the scores, so each of these stages has a copy, and they exchange its
+gradients. Neither model mentions stages: each is cut where that is cheapest.
 
-Prints which values skip stages, which weights are on several, and both losses. Fails unless the first 20 losses of three stages
-are those of torch, trained on the same batches in one process, within 1e-3, something skips a stage, and the losses fell by a
-third. Later losses are not compared: where a model learns quickly, roundings grow, and torch is then as far from itself with
-weights that are changed by a ten-millionth.
+Prints which values skip stages, which weights are on several, and both losses. Fails unless the first 20 losses of
+three stages are those of torch within 1e-3, something skips a stage, and the losses fell by a third. torch trains on
+the same batches in one process. Later losses are not compared: where a model learns quickly, roundings grow, and torch
+is then as far from itself with weights that are changed by a ten-millionth.
 
 Takes about a minute on two cores (README.md).
 """
@@ -63,7 +63,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Of the encoder, or of the decoder, which also looks at what the encoder made."""
+    """A block of the encoder, or of the decoder, which also attends to the encoder's result."""
 
     def __init__(self, decodes: bool) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class EncoderDecoder(nn.Module):
 
 
 def noisy(random: np.random.Generator) -> dict[str, np.ndarray]:
-    """Waves of any direction, and the same with noise."""
+    """Draw waves of any direction, and the same with noise."""
     u, v, shift = (random.uniform(low, high, (BATCH, 1, 1, 1)) for low, high in ((-0.8, 0.8), (-0.8, 0.8), (0, 6.3)))
     waves = np.sin(u * np.arange(SIZE)[:, None] + v * np.arange(SIZE) + shift)
     return {"x": (waves + random.normal(0, 0.7, waves.shape)).astype(np.float32), "labels": waves.astype(np.float32)}
@@ -125,9 +125,11 @@ def train_in_torch(net: nn.Module, task: Task, batches: list[dict[str, np.ndarra
     optimizer, losses = torch.optim.AdamW(net.parameters(), lr=LR), []
     for batch in batches:
         *inputs, labels = map(torch.from_numpy, map(np.ascontiguousarray, batch.values()))
-        found = net(*inputs)
+        result = net(*inputs)
         loss = (
-            F.mse_loss(found, labels) if task.loss == "mse" else F.cross_entropy(found.flatten(0, 1), labels.flatten())
+            F.mse_loss(result, labels)
+            if task.loss == "mse"
+            else F.cross_entropy(result.flatten(0, 1), labels.flatten())
         )
         optimizer.zero_grad()
         loss.backward()
@@ -180,7 +182,7 @@ def main() -> None:
                 "nothing skips a stage": not skips,
                 "losses fell too little": end > start * 2 / 3,
             }
-            problems += [f"{name}: {problem}" for problem, found in wrong.items() if found]
+            problems += [f"{name}: {problem}" for problem, holds in wrong.items() if holds]
     if problems:
         sys.exit("; ".join(problems))
 

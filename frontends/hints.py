@@ -1,8 +1,8 @@
-"""What a model file says about where its nodes should run: hints, which a plan may follow.
+"""Placement hints of a model file: the pipeline stages and layers that it names for its nodes. A plan may follow them.
 
-Nodes are known by the `loc` of the operations they became, which every pass keeps. A model may describe several pipelines, each a
-stage number for some of its nodes; and it may name the layer that a node is part of. Nothing here is checked:
-penstock/placement_hints.py decides what can be followed.
+A node is identified by the `loc` of its operations, which every pass keeps. A model may describe several pipelines,
+each a stage number for some of its nodes. It may also name the layer of a node. Nothing is checked here:
+penstock/placement_hints.py decides which hints can be followed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Hints:
-    """`pipelines`: name of a configuration -> loc -> stage. `layers`: loc -> name of the layer."""
+    """The hints of one model.
+
+    `pipelines`: name of a configuration -> loc -> stage. `layers`: loc -> name of the layer.
+    """
 
     pipelines: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     layers: Mapping[str, str] = field(default_factory=dict)
@@ -22,9 +25,10 @@ class Hints:
         return bool(self.pipelines or self.layers)
 
     def report(self) -> list[str]:
-        """Lines for the user: what hints there are."""
+        """Write lines for the user that count the hints."""
         lines = [
-            f"configuration {name!r} of the model places {len(stages)} nodes in {len(set(stages.values()))} pipeline stages"
+            f"configuration {name!r} of the model places {len(stages)} nodes "
+            f"in {len(set(stages.values()))} pipeline stages"
             for name, stages in self.pipelines.items()
         ]
         if self.layers:

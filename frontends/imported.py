@@ -1,4 +1,4 @@
-"""What every frontend hands over: a module with one graph `main`, and the elements of its variables."""
+"""The result of every frontend: a module with one graph `main`, and the elements of its variables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class State:
-    """A state dict: the `names` it has for each variable that it stores, several where it is tied, and the `rest` of its tensors."""
+    """A state dict.
+
+    `names` lists its names of each variable, several where one is tied. `rest` holds its other tensors.
+    """
 
     names: Mapping[str, tuple[str, ...]]
     rest: Mapping[str, np.ndarray]
@@ -26,10 +29,17 @@ class State:
 
 @dataclass(frozen=True)
 class Imported:
-    """A model as read: `weights` holds the elements of each variable by its name and is read-only; `source_hash` is taken over all that was
-    read; `report` says what was folded, frozen and left out; `names` gives the source's name of everything that had to be spelled
-    otherwise; `bound` holds the elements of inputs that were bound to values; `structure` is an ONNX file without the elements of the
-    variables; `state` is the state dict of a torch module; `hints` is where the model says its nodes should run."""
+    """A model as read.
+
+    weights       the elements of each variable by its name, read-only
+    source_hash   the hash of all that was read
+    report        lines on tensors that were folded, frozen or left out
+    names         the source's name of everything that is spelled otherwise in the module
+    bound         the elements of inputs that were bound to values
+    structure     an ONNX file without the elements of the variables
+    state         the state dict of a torch module
+    hints         the stages and layers in which the model says its nodes should run
+    """
 
     module: Module
     weights: dict[str, np.ndarray]
@@ -42,20 +52,26 @@ class Imported:
     hints: Hints = field(default_factory=Hints)
 
 
+def refusal(rows: Sequence[str]) -> str:
+    """List the nodes that cannot be imported, one row each, for an error."""
+    count = f"{len(rows)} places" if len(rows) > 1 else "one place"
+    return f"the model cannot be imported, {count}:\n" + "\n".join(f"  {row}" for row in rows)
+
+
 def counted(variables: Collection[Var]) -> str:
-    """How many parameters and buffers there are, for a line of the report."""
+    """Count parameters and buffers for a line of the report."""
     roles = {PARAM: "parameters", BUFFER: "buffers"}
     sizes = {role: [v.type.size for v in variables if v.role == role] for role in roles}
     return ", ".join(f"{len(sizes[role])} {what} with {sum(sizes[role])} elements" for role, what in roles.items())
 
 
 def told_renames(names: Mapping[str, str]) -> list[str]:
-    """A line of the report on inputs, outputs and variables, ours and the source's, where there are any."""
+    """Write a line of the report on inputs, outputs and variables that are spelled otherwise here, if any."""
     spelled = [f"{theirs!r} as {ours}" for ours, theirs in names.items()]
     return [f"spelled otherwise here: {some(spelled)}"] if spelled else []
 
 
 def some(names: Sequence[str]) -> str:
-    """A list of names for a line of the report."""
+    """Shorten a list of names to eight, for a line of the report."""
     shown = ", ".join(names[:8])
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown

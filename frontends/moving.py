@@ -1,8 +1,9 @@
-"""Buffers that the forward pass changes, such as the running statistics of a batch norm: graph main reads them, then writes them.
+"""Buffers that the forward pass changes, such as running statistics: graph main reads them, then writes them.
 
-In training they move once per microbatch, in the order of microbatches, on the one stage that has them. Without training nothing moves:
-`at_rest` takes the writes out. A module of torch whose outputs depend on such a buffer is refused then, because its results would be those
-of its first call for ever; calls of an ONNX model know nothing of each other anyway.
+In training they change once per microbatch, in the order of microbatches, on the one stage that holds them. Without
+training nothing changes: `at_rest` removes the writes. A torch module whose outputs depend on such a buffer is then
+refused, because each of its calls would repeat the result of the first. An ONNX model passes: its calls are independent
+of each other.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from penstock.support.errors import UnsupportedModel
 
 
 def at_rest(module: Module, pure: bool = False) -> Module:
-    """The module for inference: nothing is written, and what only went into writes is not computed. `pure`: nothing is kept
-    from call to call in the source either."""
+    """Remove the writes of variables, and the operations that only they need, for inference.
+
+    `pure` says that the source itself keeps nothing from call to call.
+    """
     main = module.graphs["main"]
     moving = written_vars(main)
     if not moving:
@@ -26,8 +29,8 @@ def at_rest(module: Module, pure: bool = False) -> Module:
     lost = [name for name in module.vars if name in moving & read]
     if lost and not pure:
         raise UnsupportedModel(
-            f"outputs depend on {', '.join('@' + name for name in lost)}, which forward changes: without training nothing is kept "
-            "from call to call",
+            f"outputs depend on {', '.join('@' + name for name in lost)}, which forward changes: "
+            "without training nothing is kept from call to call",
             where=module.name,
             hint="import the module in the mode in which it uses what it has stored: eval()",
         )

@@ -1,12 +1,16 @@
-"""How a model is trained: loss, optimiser, microbatches; and the pass over a fresh module that attaches the loss.
+"""Training settings (loss, optimiser, microbatches), and the pass over a freshly read module that attaches the loss.
 
-`attach_loss` takes the module as a reader left it, one graph `main`, and gives a module whose only output is a scalar loss:
-    cross_entropy   mean over all rows of -log softmax(first output)[label]; new input `labels` i64, the output's shape without the last
+`attach_loss` takes the module as a reader left it, one graph `main`, and returns a module with a scalar loss as its
+only output:
+
+    cross_entropy   mean over all rows of -log softmax(first output)[label]; new input `labels` i64, the output's shape
+                    without the last
     mse             mean of (first output - labels)^2; new input `labels` of the output's type
     output:NAME     a scalar that the model computes itself
+
 Every loss is a mean over a microbatch. The model's other outputs are not computed in training.
 
-A training file is TOML; an unknown key, a missing one or a wrong value is an error, and all of them are reported at once:
+A training file is TOML. Unknown keys, missing keys and wrong values are errors, and one message reports them all:
 
     loss = "cross_entropy"
     microbatches = 4
@@ -23,7 +27,8 @@ A training file is TOML; an unknown key, a missing one or a wrong value is an er
     name = "embed"
     kind = "adamw"
 
-Optimisers, schedules of the learning rate and groups of parameters with their settings stand in ir/training/optimizers.py and ir/training/rates.py.
+Optimisers, schedules of the learning rate and groups of parameters with their settings are defined in ir/training/optimizers.py
+and ir/training/rates.py.
 """
 
 from __future__ import annotations
@@ -56,11 +61,17 @@ _PLAIN, _STEADY = SGD(), Constant()
 
 @dataclass(frozen=True)
 class Training:
-    """`loss` is cross_entropy, mse or output:NAME; `microbatches` is how many make one step of the optimiser; `precision` is what
-    activations and products are computed in, f32, bf16 or f16, with weights kept in f32; `seed` is that of dropout; `rate` is how the
-    learning rate of the optimiser changes over the steps; of the `groups` whose pattern is found in a parameter's name the first one
-    counts. `clip` is the largest norm of the gradient of all parameters, 0 for any; updates by a gradient that is not finite are left out
-    if `skip_nonfinite`, with `clip`, and in f16."""
+    """The settings of a training.
+
+    loss             cross_entropy, mse or output:NAME
+    microbatches     the number of microbatches in one step of the optimiser
+    precision        f32, bf16 or f16, in which activations and products are computed; weights are kept in f32
+    seed             the seed of dropout
+    rate             the schedule of the optimiser's learning rate
+    groups           settings for some parameters: the first group whose pattern is found in a parameter's name counts
+    clip             the largest norm of the gradient of all parameters, 0 for any
+    skip_nonfinite   skip updates by a gradient that is not finite, as also happens with `clip` and in f16
+    """
 
     loss: str
     optimizer: Optimizer = _PLAIN
@@ -95,7 +106,7 @@ class Training:
             raise UsageError("; ".join(wrong), where="training")
 
     def pass_options(self) -> dict[str, Attr]:
-        """Options of the pass `optimizer`. Frozen parameters are none any more when it runs."""
+        """Return the options of the pass `optimizer`. Frozen parameters have become buffers before it runs."""
         options: dict[str, Attr] = self.optimizer.pass_options()
         if self.rate != _STEADY:
             options["rate"] = str(self.rate)
@@ -103,7 +114,7 @@ class Training:
         return {**options, "groups": groups} if groups else options
 
     def guard_options(self) -> dict[str, Attr] | None:
-        """Options of the pass `guard`, if the gradient is to be looked at."""
+        """Return the options of the pass `guard`, or None if the gradient need not be checked."""
         if self.clip:
             return {"clip": self.clip}
         return {} if self.skip_nonfinite else None
@@ -113,14 +124,17 @@ class Training:
 
 
 def load_training(path: str | Path, loss: str | None = None) -> Training:
-    """The settings in a TOML file; a loss given here stands in for the one of the file, which may then have none."""
+    """Read the settings in a TOML file.
+
+    A `loss` passed here replaces the file's, which may then be missing.
+    """
     where = str(path)
     try:
         with Path(path).open("rb") as stream:
             table = tomllib.load(stream)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=where) from error
-    except (ValueError, RecursionError) as error:  # of numbers with thousands of digits, too
+    except (ValueError, RecursionError) as error:  # ValueError: also of numbers with thousands of digits
         raise UsageError(f"not a TOML file: {error}", where=where) from error
     problems: list[str] = []
     kinds = {
@@ -142,32 +156,37 @@ def load_training(path: str | Path, loss: str | None = None) -> Training:
     optimizer = load_optimizer(chosen.pop("optimizer"), "optimizer.", problems) if "optimizer" in chosen else _PLAIN
     rate = rate_of(chosen.pop("rate"), "rate.", problems) if "rate" in chosen else _STEADY
     groups = _load_groups(chosen.pop("group", []), problems)
-    made = None
+    training = None
     try:
-        made = Training(**{"loss": "mse", **chosen}, optimizer=optimizer or _PLAIN, rate=rate or _STEADY, groups=groups)
+        training = Training(
+            **{"loss": "mse", **chosen}, optimizer=optimizer or _PLAIN, rate=rate or _STEADY, groups=groups
+        )
     except UsageError as error:
         problems += error.what.split("; ")
-    if problems or made is None:
+    if problems or training is None:
         raise UsageError("the training file has errors:\n" + "\n".join(f"  {p}" for p in problems), where=where)
-    return made
+    return training
 
 
 def _load_groups(tables: list[object], problems: list[str]) -> tuple[Group, ...]:
-    found = []
+    groups = []
     for i, table in enumerate(tables):
         if isinstance(table, dict):
-            found.append(load_group(table, f"group[{i}].", problems))
+            groups.append(load_group(table, f"group[{i}].", problems))
         else:
             problems.append(f"group[{i}] must be a table, got {table!r}")
-    return tuple(group for group in found if group is not None)
+    return tuple(group for group in groups if group is not None)
 
 
 # ---------------------------------------------------------------------------------------- the loss
 
 
 def attach_loss(module: Module, training: Training, renamed: Mapping[str, str] | None = None) -> Module:
-    """`renamed` gives the model's names of outputs that are spelled otherwise. The module with a scalar loss as its only output, and
-    `labels` among its inputs where the loss needs them."""
+    """Return the module with a scalar loss as its only output.
+
+    `labels` is among its inputs where the loss needs them. `renamed` maps the IR names of outputs to the model's, where
+    they differ.
+    """
     main = module.graphs["main"]
     if training.loss.startswith("output:"):
         loss, inputs, ops = (
@@ -201,7 +220,7 @@ def attach_loss(module: Module, training: Training, renamed: Mapping[str, str] |
 
 
 def _frozen(variables: Mapping[str, Var], groups: tuple[Group, ...]) -> dict[str, Var]:
-    """Variables where the parameters of frozen groups are parameters no more. A group without parameters is an error."""
+    """Turn the parameters of frozen groups into buffers. A group without parameters is an error."""
     group_of = sort_into(groups, [name for name, var in variables.items() if var.role == PARAM])
     frozen = {name for name, group in group_of.items() if group.frozen}
     return {name: replace(var, role=BUFFER) if name in frozen else var for name, var in variables.items()}
@@ -232,21 +251,22 @@ def _added_loss(main: Graph, kind: str) -> tuple[Graph, Value, Op]:
     if kind == "cross_entropy":
         if first.type.rank < 2:
             raise UsageError(
-                f"needs one score per class in the last of two or more dimensions, the model's first output is {first!r}",
+                "needs one score per class in the last of two or more dimensions, "
+                f"the model's first output is {first!r}",
                 where=where,
             )
         wanted = TensorType("i64", first.type.shape[:-1])
     else:
         wanted = first.type
-    taken = [v for v in (*main.ins, *main.outs) if v.name == LABELS]
-    if taken:
+    clashes = [v for v in (*main.ins, *main.outs) if v.name == LABELS]
+    if clashes:
         raise UsageError(
-            f"adds an input {LABELS}, but the model has {taken[0]!r} itself",
+            f"adds an input {LABELS}, but the model has {clashes[0]!r} itself",
             where=where,
             hint="if the model computes its loss, use output:NAME; otherwise rename the tensor",
         )
     namer = Namer.of(main)
-    if namer.fresh(LABELS) != LABELS:  # a tensor inside the model gives way
+    if namer.fresh(LABELS) != LABELS:  # rename the model's inner tensor
         main = _rename(main, LABELS, namer.fresh(LABELS))
     labels = Value(LABELS, wanted)
     names = ("loss", "loss.lse") if kind == "cross_entropy" else ("loss",)

@@ -1,8 +1,8 @@
-"""The graph that a frontend writes: the program under construction, and the writer of the operations that stand for one source node.
+"""The graph that a frontend writes: the program under construction, and the writer of one source node's operations.
 
-In: a rule's calls. Out: IR operations in order, the variables they read, and the elements of these. A rule that cannot
-go on raises `Refused`; what it wrote so far is then taken back with `abandon`, so that one refused node leaves no
-trace and the next one can be looked at.
+In: the calls of a rule. Out: IR operations in order, the variables they read, and the elements of these. A rule that
+cannot import its node raises `Refused`. `abandon` then removes what it wrote, so that one error can list every refused
+node.
 
 Formulas (formulas/) and the rules of all frontends write through `Writer` alone.
 """
@@ -25,22 +25,25 @@ from .names import Names, legal
 # Constants up to this size are written into the program as `const`; larger ones become buffers beside the weights.
 INLINE = 16
 
+# Results above this many elements are not folded: a mask repeated over a batch is cheaper to broadcast than to store.
+LARGEST = 1 << 22
+
 Operand = Value | np.ndarray | bool | int | float
 
 
 class Refused(Exception):
-    """Why a node cannot be imported."""
+    """An exception that says why a node cannot be imported."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The result of a node that could not be imported; `type` is what the source says about it, if it says anything."""
+    """The result of a node that could not be imported. `type` is the type that the source gives it, if any."""
 
     type: TensorType | None
 
 
 def _is_triangle(array: np.ndarray) -> bool:
-    """One number on and below the diagonal of a matrix, another one above it, as in causal masks."""
+    """Say whether a matrix holds one number on and below the diagonal and another above it, as causal masks do."""
     if array.ndim < 2 or array.size != array.shape[-2] * array.shape[-1] or min(array.shape[-2:]) < 2:
         return False
     rows, columns = array.shape[-2:]
@@ -56,12 +59,12 @@ class GraphWriter:
     ops: list[Op] = field(default_factory=list)
     vars: dict[str, Var] = field(default_factory=dict)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
-    # The input that random numbers depend on, once they do, and how many uses there are.
+    # The input that random numbers depend on (None before the first use), and the number of uses.
     counter: Value | None = None
     drawn: int = 0
-    # Constants of integers, also reshaped, cut or cast: where they are indices they must lie inside.
+    # Known elements of integer values: constants, also reshaped, cut or cast. Indices among them must lie inside.
     indices: dict[Value, np.ndarray] = field(default_factory=dict)
-    # Variables that every microbatch changes, and what they become.
+    # Variables that every microbatch changes, and their new values.
     moved: dict[str, Value] = field(default_factory=dict)
 
     def type_of(self, array: np.ndarray) -> TensorType:
@@ -71,14 +74,14 @@ class GraphWriter:
             raise Refused(str(error)) from error
 
     def constant(self, name: str, array: np.ndarray, loc: str) -> Value:
-        """A constant as an op where it is small or has one value throughout, as a buffer otherwise."""
+        """Write a constant: as an op if it is small or has one value throughout, else as a buffer."""
         value = self._constant(name, array, loc)
         if array.dtype.kind in "iu":
             self.indices[value] = array
         return value
 
     def follow(self, op: Op) -> None:
-        """Keep elements that are known in sight."""
+        """Record the elements of an op's result where those of its operand are known."""
         known = self.indices.get(op.ins[0]) if op.kind in ("reshape", "cast", "slice") else None
         if known is None:
             return
@@ -105,7 +108,7 @@ class GraphWriter:
         return self.ops[-1].outs[0]
 
     def _triangle(self, name: str, array: np.ndarray, loc: str, dtype: str) -> Value:
-        """A causal mask as a comparison of positions: it takes no memory, and passes can tell what it is."""
+        """Write a causal mask as a comparison of positions. It takes no memory, and passes can recognise it."""
         lead, (rows, columns) = (1,) * (array.ndim - 2), array.shape[-2:]
 
         def emit(kind: str, *ins: Value, **attrs: Attr) -> Value:
@@ -124,7 +127,7 @@ class GraphWriter:
         return self.ops[-1].outs[0]
 
     def variable(self, name: str, kind: TensorType, role: str, array: np.ndarray) -> Value:
-        """A variable of that name and the value that reads it."""
+        """Add a variable of that name and return the value that reads it."""
         self.vars[name] = Var(name, kind, role)
         self.weights[name] = array
         value = Value(name, kind)
@@ -132,8 +135,10 @@ class GraphWriter:
         return value
 
     def module(self, name: str, inputs: Sequence[Value], outputs: Iterable[tuple[str, Value]]) -> Module:
-        """The program as a module of one graph `main`, without what no output depends on. Each
-        output gets the name that stands beside it."""
+        """Build a module of one graph `main` without dead operations.
+
+        Each pair in `outputs` is the name of an output and its value.
+        """
         self.ops = _with_writes(self.ops, self.moved)
         outs = self._bind(inputs, outputs)
         ops = live_ops(self.ops, outs)
@@ -144,7 +149,7 @@ class GraphWriter:
         return Module(legal(name), tuple(inputs), tuple(v.name for v in outs), vars=used, graphs={"main": main})
 
     def microbatch(self) -> Value:
-        """The number of the microbatch, which the runtime gives."""
+        """Return the number of the microbatch, an input that the runtime fills."""
         if self.counter is None:
             name = self.names.fresh(MICROBATCH)
             if name != MICROBATCH:
@@ -153,18 +158,18 @@ class GraphWriter:
         return self.counter
 
     def _bind(self, inputs: Sequence[Value], outputs: Iterable[tuple[str, Value]]) -> list[Value]:
-        """The outputs under their names, also where one is an input, a variable or another output passed through."""
+        """Give the outputs their names, also where one is an input, a variable or another output passed through."""
         fixed = {v.name for v in inputs} | set(self.vars)
         renamed: dict[Value, Value] = {}
         passed: list[Op] = []
         outs: list[Value] = []
-        for name, found in outputs:
-            value = renamed.get(found, found)
+        for name, source in outputs:
+            value = renamed.get(source, source)
             if value.name != name and (value.name in fixed or value in outs):
                 passed.append(make("reshape", (value,), (name,), name, shape=value.type.shape))
                 value = passed[-1].outs[0]
             elif value.name != name:
-                value = renamed[found] = Value(name, value.type)
+                value = renamed[source] = Value(name, value.type)
             outs.append(value)
         ops = [op.renamed(renamed) for op in self.ops]
         self.ops = [*ops, *passed]
@@ -172,8 +177,11 @@ class GraphWriter:
 
 
 def _with_writes(ops: Sequence[Op], moved: Mapping[str, Value]) -> list[Op]:
-    """The operations with writes of what variables become. Each is read as late and written as early as can be, so that stages may begin in
-    many places without coming between the two, and is read before it is written."""
+    """Add the writes of variables that change.
+
+    Each is read as late and written as early as possible, so that few stage boundaries can fall in between. The read
+    comes before the write.
+    """
     waiting = {op.outs[0]: op for op in ops if op.kind == "read" and op.var in moved}
     old = {op.var: value for value, op in waiting.items()}
     becomes: dict[Value, list[str]] = {}
@@ -195,8 +203,8 @@ def _with_writes(ops: Sequence[Op], moved: Mapping[str, Value]) -> list[Op]:
                 place(waiting.pop(old[name]))
             done.append(Op("write", (value,), (), {"var": name}, loc))
 
-    made = {value for op in ops for value in op.outs}
-    for value in [value for value in becomes if value not in made]:
+    results = {value for op in ops for value in op.outs}
+    for value in [value for value in becomes if value not in results]:
         write(value, "")
     for op in ops:
         if op.kind != "read" or op.var not in moved:
@@ -207,7 +215,7 @@ def _with_writes(ops: Sequence[Op], moved: Mapping[str, Value]) -> list[Op]:
 
 
 class Writer:
-    """Writes the operations that stand for one node of the source, which is called `loc` in the program."""
+    """A writer of the operations that stand for one node of the source. They carry its name as `loc`."""
 
     def __init__(self, program: GraphWriter, loc: str) -> None:
         self._program = program
@@ -216,7 +224,7 @@ class Writer:
 
     @property
     def base(self) -> str:
-        """What the names of new values begin with."""
+        """The beginning of the names of new values."""
         return self.loc
 
     def require(self, condition: bool, reason: str) -> None:
@@ -224,7 +232,10 @@ class Writer:
             raise Refused(reason)
 
     def emit(self, kind: str, *operands: Operand, **attrs: Attr) -> Value:
-        """One operation with one result. Numbers among the operands take the element type of the tensors beside them."""
+        """Write an operation with one result.
+
+        Numbers among the operands get the element type of the tensors beside them.
+        """
         return self.emit_all(kind, 1, *operands, **attrs)[0]
 
     def emit_all(self, kind: str, results: int, *operands: Operand, **attrs: Attr) -> tuple[Value, ...]:
@@ -241,27 +252,29 @@ class Writer:
         return op.outs
 
     def cast(self, x: Value, dtype: str) -> Value:
-        """x in that element type; x itself where it has it."""
+        """Convert x to an element type. Return x itself if it has that type."""
         return x if x.type.dtype == dtype else self.emit("cast", x, dtype=dtype)
 
     def random_key(self) -> Value:
-        """The key of one more use of random numbers."""
+        """Write the key of one more use of random numbers."""
         self._program.drawn += 1
         return self.emit("random_key", self._program.microbatch(), number=self._program.drawn - 1)
 
     def move(self, variable: str, value: Value) -> None:
-        """What a variable becomes with every microbatch."""
+        """Record the value that a variable has after every microbatch."""
         self._program.moved[variable] = value
 
     def require_inside(self, indices: Value, size: int) -> None:
-        """Refuse indices, where they are known, outside of a dimension of that size; negative ones
-        count from the end. Kernels do not look."""
+        """Refuse indices outside a dimension of that size, where they are known, because kernels do not check.
+
+        Negative indices count from the end.
+        """
         known = self._program.indices.get(indices)
         outside = [] if known is None else known[(known < -size) | (known >= size)].tolist()
         self.require(not outside, f"index {str(outside[:1])[1:-1]} is outside of a dimension of {size}")
 
     def literal(self, value: np.ndarray | bool | int | float, dtype: str) -> Value:
-        """A constant of the rule's own making: a number of the given element type, or an array as it is."""
+        """Write a constant that the source does not hold: a number of element type `dtype`, or an array as it is."""
         name = self._program.names.fresh(f"{self.base}.const")
         if isinstance(value, np.ndarray):
             return self._program.constant(name, value, self.loc)
@@ -271,11 +284,14 @@ class Writer:
         return op.outs[0]
 
     def written(self) -> list[Op]:
-        """What has been written for this node so far."""
+        """Return the operations written for this node so far."""
         return self._program.ops[self._first :]
 
     def abandon(self) -> set[Value]:
-        """Take back what was written; variables that were read here first are dropped with their reads. Gives the values that are gone."""
+        """Remove the operations written for this node, and the variables first read here.
+
+        Return the values that are gone.
+        """
         gone = self.written()
         for op in gone:
             if op.kind == "read":
@@ -290,7 +306,7 @@ class Writer:
         return {op.outs[0] for op in gone}
 
     def rename(self, table: Mapping[Value, Value]) -> None:
-        """Give values that were written here other names."""
+        """Rename values that were written for this node."""
         if table:
             self._program.moved = {name: table.get(value, value) for name, value in self._program.moved.items()}
             self._program.ops[self._first :] = [op.renamed(table) for op in self.written()]

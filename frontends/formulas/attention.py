@@ -1,4 +1,4 @@
-"""Attention and what stands around it: heads, rotation by position, linear attention, and what masks hide."""
+"""Parts of attention: heads, masks and rotation by position; and linear attention."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import numpy as np
 from penstock.frontends.writer import Writer
 from penstock.ir.graph import Value
 
-from .layout import cut, expand, reshape, transpose
+from .layout import concat, cut, expand, reshape, transpose
 
 
 def split_heads(w: Writer, x: Value, heads: int) -> Value:
-    """[batch, positions, heads * size] as [batch, heads, positions, size]."""
+    """Turn [batch, positions, heads * size] into [batch, heads, positions, size]."""
     if x.type.rank == 4:
         return x
     w.require(x.type.rank == 3 and heads > 0, f"needs four dimensions, or three and the number of heads, got {x.type}")
@@ -21,24 +21,31 @@ def split_heads(w: Writer, x: Value, heads: int) -> Value:
 
 
 def join_heads(w: Writer, x: Value) -> Value:
-    """[batch, heads, positions, size] as [batch, positions, heads * size]."""
+    """Turn [batch, heads, positions, size] into [batch, positions, heads * size]."""
     batch, heads, positions, size = x.type.dims
     return reshape(w, transpose(w, x, (0, 2, 1, 3)), (batch, positions, heads * size))
 
 
 def repeat_heads(w: Writer, x: Value, heads: int) -> Value:
-    """Each key and value head serves a group of query heads."""
-    batch, own, positions, size = x.type.dims
-    w.require(own > 0 and heads % own == 0, f"{heads} query heads do not divide into {own} key heads")
-    if heads == own:
+    """Repeat each key or value head for the group of query heads that it serves."""
+    batch, key_heads, positions, size = x.type.dims
+    w.require(key_heads > 0 and heads % key_heads == 0, f"{heads} query heads do not divide into {key_heads} key heads")
+    if heads == key_heads:
         return x
-    spread = expand(w, reshape(w, x, (batch, own, 1, positions, size)), (batch, own, heads // own, positions, size))
+    spread = expand(
+        w,
+        reshape(w, x, (batch, key_heads, 1, positions, size)),
+        (batch, key_heads, heads // key_heads, positions, size),
+    )
     return reshape(w, spread, (batch, heads, positions, size))
 
 
 def rotate(w: Writer, x: Value, cos: Value, sin: Value, interleaved: bool) -> Value:
-    """The first entries of each row turned, pair by pair; a pair is an entry and its neighbour (interleaved), or the one half the width
-    further. cos and sin broadcast to half of what is turned; what lies behind stays as it is."""
+    """Rotate the first entries of each row pair by pair.
+
+    The partner of an entry is its neighbour (interleaved) or the entry half the width further. cos and sin broadcast to
+    half of the rotated entries. The entries after these stay as they are.
+    """
     dims, last = x.type.dims, x.type.rank - 1
     half = cos.type.dims[-1]
     w.require(
@@ -64,9 +71,11 @@ def rotate(w: Writer, x: Value, cos: Value, sin: Value, interleaved: bool) -> Va
 def linear_attention(
     w: Writer, q: Value, k: Value, v: Value, state: Value | None, decay: Value | None, beta: Value | None, scale: float
 ) -> tuple[Value, Value]:
-    """Attention without a softmax, one position after the other: S = e^decay * S, v = beta * (v - k S), S = S + k^T v, y = scale * q S.
+    """Attend without a softmax, one position after the other.
 
-    All on [batch, heads, positions, ...]; decay has 1 or k's size entries per position, beta one. Gives y and the last S."""
+    S = e^decay * S, v = beta * (v - k S), S = S + k^T v, y = scale * q S. All operands are [batch, heads, positions,
+    ...]. decay has 1 or k's size entries per position, beta one. Return y and the last S.
+    """
     batch, heads, positions, size = k.type.dims
     width = v.type.dims[-1]
 
@@ -90,22 +99,24 @@ def linear_attention(
         state = w.emit("const", value=0.0, dtype=k.type.dtype, shape=(batch, heads, size, width))
     if not outs:
         return w.emit("const", value=0.0, dtype=k.type.dtype, shape=(batch, q.type.dims[1], 0, width)), state
-    return outs[0] if len(outs) == 1 else w.emit("concat", *outs, axis=2), state
+    return concat(w, outs, 2), state
 
 
 def capped(w: Writer, scores: Value, cap: float) -> Value:
-    """cap * tanh(scores / cap); 0: as they are."""
+    """Compute cap * tanh(scores / cap). A cap of 0 leaves the scores as they are."""
     return w.emit("mul", w.emit("tanh", w.emit("div", scores, cap)), cap) if cap else scores
 
 
 def hide(w: Writer, scores: Value, seen: Value) -> Value:
-    """Scores so low where nothing is seen that a softmax leaves nothing of them, but finite: a row that sees
-    nothing weighs all alike, and has no nan."""
+    """Replace scores by a finite number so low that a softmax gives them weight 0, except where `seen` holds.
+
+    A row that sees nothing weighs all keys alike and has no nan.
+    """
     return w.emit("where", seen, scores, _lowest(scores))
 
 
 def at_least_finite(w: Writer, scores: Value) -> Value:
-    """The same for scores to which a mask was added that hides by -inf."""
+    """Do the same as `hide` for scores to which a mask with -inf was added."""
     return w.emit("maximum", scores, _lowest(scores))
 
 
@@ -114,8 +125,11 @@ def _lowest(scores: Value) -> float:
 
 
 def sees_nothing(w: Writer, mask: Value, known: np.ndarray | None) -> Value | None:
-    """For a mask of scores (bool: what is seen; numbers: added, -inf hides): whether a row sees nothing at all, [..., rows, 1]; None where
-    `known` elements of it say that every row sees something."""
+    """Find the rows of a mask that see nothing, as bool[..., rows, 1].
+
+    A bool mask is true for keys that are seen. A mask of numbers is added to the scores and hides by -inf. Return None
+    if the elements `known` of the mask say that every row sees a key.
+    """
     if known is not None and bool((known if known.dtype == bool else known != -np.inf).any(-1).all()):
         return None
     seen = mask if mask.type.dtype == "bool" else w.emit("not", w.emit("equal", mask, -np.inf))

@@ -15,7 +15,7 @@ Named = tuple[Value, tuple[str, ...]]
 
 
 def _names(w: Writer, term: str, rank: int) -> tuple[str, ...]:
-    """One name per dimension; those behind `...` are numbered from the last one."""
+    """Name each dimension. Those that `...` stands for are numbered from the last one."""
     term = term.replace(" ", "")
     head, dots, tail = term.partition("...")
     missing = rank - len(head) - len(tail)
@@ -24,18 +24,18 @@ def _names(w: Writer, term: str, rank: int) -> tuple[str, ...]:
 
 
 def _diagonals(w: Writer, x: Value, names: tuple[str, ...]) -> Named:
-    """Dimensions of one name as one."""
+    """Merge dimensions of the same name into one, their diagonal."""
     while len(set(names)) < len(names):
         i = next(i for i, name in enumerate(names) if name in names[i + 1 :])
         j = names.index(names[i], i + 1)
-        rest = [k for k in range(len(names)) if k not in (i, j)]
+        others = [k for k in range(len(names)) if k not in (i, j)]
         size = x.type.dims[i]
         w.require(x.type.dims[j] == size, f"dimensions {names[i]} of {x.type} differ")
-        lead = [x.type.dims[k] for k in rest]
-        flat = reshape(w, transpose(w, x, (*rest, i, j)), (*lead, size * size))
+        lead = [x.type.dims[k] for k in others]
+        flat = reshape(w, transpose(w, x, (*others, i, j)), (*lead, size * size))
         starts, stops = (0,) * len(flat.type.dims), flat.type.dims
-        x = w.emit("slice", flat, start=starts, stop=stops, step=(*(1,) * len(rest), size + 1))
-        names = (*(names[k] for k in rest), names[i])
+        x = w.emit("slice", flat, start=starts, stop=stops, step=(*(1,) * len(others), size + 1))
+        names = (*(names[k] for k in others), names[i])
     return x, names
 
 
@@ -45,7 +45,7 @@ def _sum_out(w: Writer, x: Value, names: tuple[str, ...], needed: set[str]) -> N
 
 
 def _arranged(w: Writer, x: Value, names: tuple[str, ...], groups: Sequence[Sequence[str]]) -> Value:
-    """The dimensions in the order of the groups, each group as one, but for those of the first."""
+    """Sort the dimensions by groups and merge each group into one dimension, except for those of the first group."""
     order = [name for group in groups for name in group]
     turned = transpose(w, x, [names.index(name) for name in order])
     sizes = dict(zip(names, x.type.dims, strict=True))
@@ -66,7 +66,7 @@ def _pair(w: Writer, a: Named, b: Named, needed: set[str]) -> Named:
 
 
 def einsum(w: Writer, equation: str, operands: Sequence[Value]) -> Value:
-    """The sum over all names that the result has not, of the products of the entries with equal names."""
+    """Sum the products of entries with equal names over all names that the result does not have."""
     sources, arrow, target = equation.partition("->")
     terms = sources.split(",")
     w.require(
@@ -104,7 +104,7 @@ def einsum(w: Writer, equation: str, operands: Sequence[Value]) -> Value:
 
 
 def determinant(w: Writer, x: Value) -> Value:
-    """Of the last two dimensions, by elimination; the largest entry of a column is what divides."""
+    """Compute determinants of the last two dimensions by elimination, with the largest entry of a column as pivot."""
     *lead, rows, columns = x.type.dims
     w.require(rows == columns and 0 < rows <= 64, f"needs square matrices of up to 64 rows, got {x.type}")
     batch = prod(lead)
@@ -123,8 +123,8 @@ def determinant(w: Writer, x: Value) -> Value:
             a = w.emit("matmul", w.emit("cast", swap, dtype=x.type.dtype), a)
             sign = w.emit("where", w.emit("equal", at, 0), one, w.emit("neg", one))
         pivot = reshape(w, cut(w, cut(w, a, 1, 0, 1), 2, 0, 1), (batch, 1))
-        own = w.emit("mul", pivot, sign) if n > 1 else pivot
-        total = own if total is None else w.emit("mul", total, own)
+        factor = w.emit("mul", pivot, sign) if n > 1 else pivot
+        total = factor if total is None else w.emit("mul", total, factor)
         if n > 1:
             safe = reshape(w, w.emit("where", w.emit("equal", pivot, 0.0), one, pivot), (batch, 1, 1))
             below, right = cut(w, cut(w, a, 1, 1, n), 2, 0, 1), cut(w, cut(w, a, 1, 0, 1), 2, 1, n)

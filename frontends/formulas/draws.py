@@ -1,5 +1,4 @@
-"""Random numbers and what is made of them. Each call of `uniform` is another use: its numbers have
-nothing to do with those of the others."""
+"""Random numbers and their distributions. The numbers of each call of `uniform` are independent of other calls."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from .layout import reshape
 
 
 def uniform(w: Writer, dims: tuple[int, ...], low: float = 0.0, high: float = 1.0, dtype: str = "f32") -> Value:
-    """Numbers in [low, high), of which there are 2^24; other ones for each element and each microbatch."""
+    """Draw from 2^24 numbers in [low, high), anew for each element and each microbatch."""
     place = reshape(w, w.emit("iota", dtype="u32", shape=(prod(dims),), axis=0), dims)
     x = w.emit("random", place, w.random_key())
     x = x if high - low == 1.0 else w.emit("mul", x, high - low)
@@ -22,7 +21,7 @@ def uniform(w: Writer, dims: tuple[int, ...], low: float = 0.0, high: float = 1.
 
 
 def normal(w: Writer, dims: tuple[int, ...], mean: float = 0.0, scale: float = 1.0, dtype: str = "f32") -> Value:
-    """Normal numbers, by the transformation of Box and Muller; none is further than 5.8 deviations from the mean."""
+    """Draw normal numbers by the Box-Muller transform. None is further than 5.8 deviations from the mean."""
     length = w.emit("sqrt", w.emit("mul", _negative_log(w, dims), 2.0))
     x = w.emit("mul", length, w.emit("cos", uniform(w, dims, high=2 * math.pi)))
     x = x if scale == 1.0 else w.emit("mul", x, scale)
@@ -30,25 +29,28 @@ def normal(w: Writer, dims: tuple[int, ...], mean: float = 0.0, scale: float = 1
 
 
 def exponential(w: Writer, dims: tuple[int, ...], rate: float = 1.0, dtype: str = "f32") -> Value:
-    """Exponential numbers of mean 1 / rate, none above 16.7 times that."""
+    """Draw exponential numbers of mean 1 / rate, none above 16.7 times that."""
     return _as(w, w.emit("div", _negative_log(w, dims), rate), dtype)
 
 
 def bernoulli(w: Writer, dims: tuple[int, ...], p: float) -> Value:
-    """True with probability `p`."""
+    """Draw bools that are true with probability `p`."""
     w.require(0.0 <= p <= 1.0, f"a probability must be 0 to 1, got {p:g}")
     return w.emit("less", uniform(w, dims), p)
 
 
 def dropout(w: Writer, x: Value, p: float) -> tuple[Value, Value]:
-    """Zeros with probability `p`, else x / (1 - p); and which elements are kept."""
+    """Replace elements by zero with probability `p`, and x by x / (1 - p) elsewhere.
+
+    Return it and the mask of kept elements.
+    """
     hidden = bernoulli(w, x.type.dims, p)
     scaled = w.emit("mul", x, 1.0 / (1.0 - p) if p < 1.0 else 0.0)
     return w.emit("where", hidden, 0.0, scaled), w.emit("not", hidden)
 
 
 def _negative_log(w: Writer, dims: tuple[int, ...]) -> Value:
-    """-log u, for u in (0, 1]."""
+    """Compute -log u, for u drawn from (0, 1]."""
     return w.emit("neg", w.emit("log", w.emit("sub", 1.0, uniform(w, dims))))
 
 

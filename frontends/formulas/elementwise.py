@@ -1,4 +1,4 @@
-"""Functions of one element, written with the operations of the IR so that nothing overflows on the way."""
+"""Functions of one element, written with the operations of the IR so that no intermediate result overflows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from penstock.frontends.writer import Operand, Writer
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS, numpy_dtype
 
+SELU_ALPHA, SELU_GAMMA = 1.6732632423543772, 1.0507009873554805
+
 
 def limits_of(dtype: str) -> tuple[float | int, float | int]:
-    """What no element of a type is below, and above."""
+    """Return the bounds of the elements of a type."""
     if dtype in FLOATS:
         return -inf, inf
     if dtype == "bool":
@@ -22,7 +24,7 @@ def limits_of(dtype: str) -> tuple[float | int, float | int]:
 
 
 def widened(w: Writer, x: Value) -> Value:
-    """16-bit floats as f32, which is what they are computed in; all else as it is."""
+    """Convert 16-bit floats to f32, in which they are computed. Return other types as they are."""
     return w.cast(x, "f32") if x.type.dtype in ("f16", "bf16") else x
 
 
@@ -31,7 +33,7 @@ def between(w: Writer, x: Value, low: float, high: float) -> Value:
 
 
 def power(w: Writer, x: Value, exponent: float) -> Value:
-    """x to a constant power; the powers that models use become products and roots, which have cheap gradients."""
+    """Raise x to a constant power. The powers that models use become products and roots, which have cheap gradients."""
     match exponent:
         case 1.0:
             return x
@@ -52,22 +54,25 @@ def power(w: Writer, x: Value, exponent: float) -> Value:
 
 
 def _integer_power(w: Writer, x: Value, exponent: int) -> Value:
-    """By squaring, past the end of the type as products are. To a negative power: 1 and -1 have inverses, of others 0 remains."""
+    """Raise by repeated squaring, with wrap-around as in products.
+
+    Negative powers of numbers other than 1 and -1 are 0.
+    """
     if exponent < 0:
         size = x if x.type.dtype[0] == "u" else w.emit("abs", x)
         unit = w.emit("cast", w.emit("equal", size, 1), dtype=x.type.dtype)
         return w.emit("mul", x, unit) if exponent % 2 else unit
-    found: Value | None = None
+    total: Value | None = None
     while exponent:
         if exponent % 2:
-            found = x if found is None else w.emit("mul", found, x)
+            total = x if total is None else w.emit("mul", total, x)
         exponent //= 2
         x = w.emit("mul", x, x) if exponent else x
-    return w.emit("const", value=1, dtype=x.type.dtype, shape=x.type.dims) if found is None else found
+    return w.emit("const", value=1, dtype=x.type.dtype, shape=x.type.dims) if total is None else total
 
 
 def power_of(w: Writer, x: Value, y: Value) -> Value:
-    """x to a power that is computed, in the element type of x; of integers exact up to 2^53."""
+    """Raise x to a power that is computed, in the element type of x. For integers it is exact up to 2^53."""
     dtype = x.type.dtype
     if dtype in FLOATS:
         return w.emit("pow", x, w.cast(y, dtype))
@@ -79,8 +84,10 @@ def power_of(w: Writer, x: Value, y: Value) -> Value:
 
 
 def root(w: Writer, x: Value, order: float = 2.0) -> Value:
-    """The root of a sum that is not negative, as of the length of a vector; its gradient at 0 is 0,
-    where that of the root alone is infinite."""
+    """Take the root of a sum that is not negative, such as the length of a vector.
+
+    Its gradient at 0 is 0, where that of the root alone is infinite.
+    """
     if order == 1.0:
         return x
     nothing = w.emit("equal", x, 0.0)
@@ -106,8 +113,15 @@ def hard_sigmoid(w: Writer, x: Value, alpha: float, beta: float) -> Value:
     return between(w, w.emit("add", w.emit("mul", x, alpha), beta), 0.0, 1.0)
 
 
+def hard_swish(w: Writer, x: Value) -> Value:
+    return w.emit("mul", x, hard_sigmoid(w, x, 1 / 6, 0.5))
+
+
 def elu(w: Writer, x: Value, alpha: float, inner: float = 1.0) -> Value:
-    """x above zero, alpha * (e^(inner * x) - 1) elsewhere; the gradient at zero is that of the latter, as in torch."""
+    """Compute x above zero and alpha * (e^(inner * x) - 1) elsewhere.
+
+    The gradient at zero is that of the latter, as in torch.
+    """
     above = w.emit("less", 0.0, x)
     low = w.emit(
         "where", above, 0.0, x
@@ -116,38 +130,55 @@ def elu(w: Writer, x: Value, alpha: float, inner: float = 1.0) -> Value:
     return w.emit("where", above, x, w.emit("mul", w.emit("sub", w.emit("exp", low), 1.0), alpha))
 
 
+def selu(w: Writer, x: Value, alpha: float = SELU_ALPHA, gamma: float = SELU_GAMMA) -> Value:
+    return w.emit("mul", elu(w, x, alpha), gamma)
+
+
 def leaky(w: Writer, x: Value, slope: Value | float) -> Value:
     return w.emit("where", w.emit("less", 0.0, x), x, w.emit("mul", x, slope))
 
 
 def clamp(w: Writer, x: Value, low: Operand | None, high: Operand | None) -> Value:
-    """x where it lies between the bounds, which may be missing; there alone, the bounds themselves included, has it a gradient."""
+    """Limit x to the bounds, each of which may be missing.
+
+    The gradient is that of x from bound to bound, both included.
+    """
     if high is not None:
         x = w.emit("where", w.emit("less", high, x), high, x)
     return x if low is None else w.emit("where", w.emit("less", x, low), low, x)
 
 
 def saturate(w: Writer, x: Value, low: float, high: float) -> Value:
-    """x where it lies between the bounds; without a gradient at the bounds themselves, as torch has it for relu6."""
+    """Limit x to the bounds. The gradient at the bounds themselves is 0, as in torch's relu6."""
     return w.emit("where", w.emit("less_equal", x, low), low, w.emit("where", w.emit("less_equal", high, x), high, x))
 
 
-# ---------------------------------------------------------------------------------------- exact near zero, finite far away
+# -------------------------------------------------------------------------------------- exact near zero, finite far out
 
 
 def expm1(w: Writer, x: Value) -> Value:
-    """e^x - 1 = tanh(x / 2) * (e^x + 1), where nothing cancels; from 1 on, where the product would meet infinity sooner, the difference."""
+    """Compute e^x - 1 = tanh(x / 2) * (e^x + 1), where nothing cancels.
+
+    From 1 on it is the difference, because the product would overflow sooner.
+    """
     small = w.emit("minimum", x, 1.0)
     near = w.emit("mul", w.emit("tanh", w.emit("mul", small, 0.5)), w.emit("add", w.emit("exp", small), 1.0))
     return w.emit("where", w.emit("less", x, 1.0), near, w.emit("sub", w.emit("exp", x), 1.0))
 
 
 def log1p(w: Writer, x: Value) -> Value:
-    """log(1 + x) less what the sum 1 + x was rounded by, over the sum; between -1/2 and 1, outside of which that changes nothing."""
+    """Compute log(1 + x), corrected by the rounding error of the sum 1 + x over the sum.
+
+    The correction is computed for x between -1/2 and 1, outside of which it changes nothing.
+    """
     near = w.emit("maximum", w.emit("minimum", x, 1.0), -0.5)
     total = w.emit("add", near, 1.0)
-    lost = w.emit("div", w.emit("sub", w.emit("sub", total, 1.0), near), total)
-    return w.emit("sub", w.emit("log", w.emit("add", x, 1.0)), lost)
+    correction = w.emit("div", w.emit("sub", w.emit("sub", total, 1.0), near), total)
+    return w.emit("sub", w.emit("log", w.emit("add", x, 1.0)), correction)
+
+
+def tan(w: Writer, x: Value) -> Value:
+    return w.emit("div", w.emit("sin", x), w.emit("cos", x))
 
 
 def sinh(w: Writer, x: Value) -> Value:
@@ -159,17 +190,17 @@ def cosh(w: Writer, x: Value) -> Value:
 
 
 def inverse_sinh(w: Writer, x: Value) -> Value:
-    """sign(x) * log(1 + |x| + x^2 / (1 + sqrt(1 + x^2)))"""
+    """Compute sign(x) * log(1 + |x| + x^2 / (1 + sqrt(1 + x^2)))."""
     below = w.emit("less", x, 0.0)
     size = w.emit("where", below, w.emit("neg", x), x)  # not abs: its gradient at zero is zero
     square = w.emit("mul", x, x)
     root = w.emit("add", w.emit("sqrt", w.emit("add", square, 1.0)), 1.0)
-    found = log1p(w, w.emit("add", size, w.emit("div", square, root)))
-    return w.emit("where", below, w.emit("neg", found), found)
+    positive = log1p(w, w.emit("add", size, w.emit("div", square, root)))
+    return w.emit("where", below, w.emit("neg", positive), positive)
 
 
 def inverse_cosh(w: Writer, x: Value) -> Value:
-    """log(1 + t + sqrt(t * (t + 2))) with t = x - 1"""
+    """Compute log(1 + t + sqrt(t * (t + 2))) with t = x - 1."""
     t = w.emit("sub", x, 1.0)
     return log1p(w, w.emit("add", t, w.emit("sqrt", w.emit("mul", t, w.emit("add", t, 2.0)))))
 
@@ -190,25 +221,27 @@ def inverse_sine(w: Writer, x: Value) -> Value:
 
 
 def inverse_cosine(w: Writer, x: Value) -> Value:
-    """2 * atan(sqrt((1 - x) / (1 + x)))"""
+    """Compute 2 * atan(sqrt((1 - x) / (1 + x)))."""
     ratio = w.emit("div", w.emit("sub", w.literal(1.0, x.type.dtype), x), w.emit("add", x, 1.0))
     return w.emit("mul", w.emit("atan", w.emit("sqrt", ratio)), 2.0)
 
 
 def below_zero(w: Writer, x: Value) -> Value:
-    """Whether the sign of x is a minus, as that of -0.0 is."""
+    """Say whether the sign of x is a minus, as that of -0.0 is."""
     return w.emit("or", w.emit("less", x, 0.0), w.emit("less", w.emit("div", 1.0, x), 0.0))
 
 
 def with_sign(w: Writer, x: Value, minus: Value) -> Value:
-    """The size of x, negative where `minus` holds; its gradient at zero is zero, as in torch."""
+    """Give |x| a minus where `minus` holds. The gradient at zero is zero, as in torch."""
     size = w.emit("abs", x)
     return w.emit("where", minus, w.emit("neg", size), size)
 
 
 def angle(w: Writer, y: Value, x: Value) -> Value:
-    """The angle of the point (x, y): of the smaller over the larger coordinate, whose quotient never overflows. At
-    (0, 0) it has no gradient, as in torch."""
+    """Compute the angle of the point (x, y) from the smaller over the larger coordinate, which cannot overflow.
+
+    At (0, 0) it has no gradient, as in torch.
+    """
     steep = w.emit("less", w.emit("abs", x), w.emit("abs", y))
     small, large = w.emit("where", steep, x, y), w.emit("where", steep, y, x)
     nowhere, endless = w.emit("equal", large, 0.0), w.emit("equal", w.emit("abs", small), inf)
@@ -230,7 +263,7 @@ def angle(w: Writer, y: Value, x: Value) -> Value:
 
 
 def scaled_softplus(w: Writer, x: Value, beta: float, threshold: float) -> Value:
-    """log(1 + e^(beta * x)) / beta, and x itself where beta * x is above the threshold."""
+    """Compute log(1 + e^(beta * x)) / beta, and x itself where beta * x is above the threshold."""
     scaled = x if beta == 1.0 else w.emit("mul", x, beta)
     y = softplus(w, scaled)
     y = y if beta == 1.0 else w.emit("div", y, beta)
@@ -245,35 +278,35 @@ def ceil(w: Writer, x: Value) -> Value:
 
 
 def truncate(w: Writer, x: Value) -> Value:
-    """Rounding toward zero; integers as they are."""
+    """Round toward zero. Integers stay as they are."""
     if x.type.dtype not in FLOATS:
         return x
     return w.emit("where", w.emit("less", x, 0.0), ceil(w, x), w.emit("floor", x))
 
 
 def inverted(w: Writer, x: Value) -> Value:
-    """Every bit of an integer the other way."""
+    """Invert every bit of an integer."""
     dtype = x.type.dtype
     return w.emit("bit_xor", x, 2 ** int(dtype[1:]) - 1 if dtype[0] == "u" else -1)
 
 
 def floor_divide(w: Writer, x: Operand, y: Operand) -> Value:
-    """The quotient rounded down."""
+    """Divide and round down."""
     quotient = w.emit("div", x, y)
     if quotient.type.dtype in FLOATS:
         return w.emit("floor", quotient)
-    rest = w.emit("sub", x, w.emit("mul", quotient, y))
-    return w.emit("where", _against(w, rest, y), w.emit("sub", quotient, 1), quotient)
+    left_over = w.emit("sub", x, w.emit("mul", quotient, y))
+    return w.emit("where", _against(w, left_over, y), w.emit("sub", quotient, 1), quotient)
 
 
 def remainder(w: Writer, x: Operand, y: Operand) -> Value:
-    """What remains of x, with the sign of y."""
-    rest = w.emit("rem", x, y)
-    return w.emit("where", _against(w, rest, y), w.emit("add", rest, y), rest)
+    """Compute the remainder of x, with the sign of y."""
+    left_over = w.emit("rem", x, y)
+    return w.emit("where", _against(w, left_over, y), w.emit("add", left_over, y), left_over)
 
 
-def _against(w: Writer, rest: Value, y: Operand) -> Value:
-    """Whether a remainder is not zero and of the other sign than the divisor."""
-    divisor = y if isinstance(y, Value) else w.literal(y, rest.type.dtype)
-    signs_differ = w.emit("not", w.emit("equal", w.emit("less", rest, 0), w.emit("less", divisor, 0)))
-    return w.emit("and", w.emit("not", w.emit("equal", rest, 0)), signs_differ)
+def _against(w: Writer, left_over: Value, y: Operand) -> Value:
+    """Say whether a remainder is not zero and has the other sign than the divisor."""
+    divisor = y if isinstance(y, Value) else w.literal(y, left_over.type.dtype)
+    signs_differ = w.emit("not", w.emit("equal", w.emit("less", left_over, 0), w.emit("less", divisor, 0)))
+    return w.emit("and", w.emit("not", w.emit("equal", left_over, 0)), signs_differ)

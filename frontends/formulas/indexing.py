@@ -1,7 +1,7 @@
-"""Elements found by the values of an index tensor.
+"""Elements looked up and replaced by the values of an index tensor.
 
-The IR looks up and replaces whole entries along one axis. Element by element and over several dimensions at once that is the same on a
-tensor of one dimension: indices become row-major positions, and `gather` and `scatter` compute these where they read them.
+The IR looks up and replaces whole entries along one axis. Lookups of single elements, and over several dimensions at
+once, become lookups in a flat tensor: the indices become row-major positions for `gather` and `scatter`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from .scans import flipped
 
 
 def from_the_front(w: Writer, indices: Value, size: int) -> Value:
-    """Negative indices count from the end: add the size to them."""
+    """Add the size to negative indices, which count from the end."""
     return w.emit("where", w.emit("less", indices, 0), w.emit("add", indices, size), indices)
 
 
 def positions(w: Writer, indices: Value, axis: int, dims: Sequence[int]) -> Value:
-    """Row-major positions in a tensor of `dims` of the elements with these indices along `axis`, and their own along the others."""
+    """Compute row-major positions of elements in a tensor of `dims`.
+
+    `indices` are the coordinates along `axis`. The other coordinates are those of each index in its tensor.
+    """
     w.require(indices.type.rank == len(dims), f"indices {indices.type} must have {len(dims)} dimensions")
     sizes = indices.type.dims
     w.require(
@@ -43,7 +46,7 @@ def positions(w: Writer, indices: Value, axis: int, dims: Sequence[int]) -> Valu
 
 
 def entries(w: Writer, x: Value, indices: Value) -> tuple[Value, Value]:
-    """x with the dimensions that index vectors reach into as one, and the vectors as positions in it."""
+    """Merge the dimensions of x that the index vectors cover. Return the result and the vectors as positions in it."""
     dims, depth = x.type.dims, indices.type.dims[-1]
     w.require(1 <= depth <= len(dims), f"indices {indices.type} are too deep for {x.type}")
     flat: Value | None = None
@@ -58,15 +61,21 @@ def entries(w: Writer, x: Value, indices: Value) -> tuple[Value, Value]:
     return reshape(w, x, (prod(dims[:depth]), *dims[depth:])), flat
 
 
-def scatter_extreme(w: Writer, x: Value, axis: int, indices: Value, src: Value, *, largest: bool, own: bool) -> Value:
-    """x with the largest (or smallest) of itself, if `own`, and of what is put there, element by element along one axis.
+def scatter_extreme(
+    w: Writer, x: Value, axis: int, indices: Value, src: Value, *, largest: bool, include_self: bool
+) -> Value:
+    """Replace entries of x along one axis by the largest (or smallest) of those put there.
 
-    Every index is compared with every place: the cost is the product of both counts.
+    With `include_self` the entry itself is among them. Every index is compared with every place: the cost is the
+    product of both counts.
     """
     rank, size, count = x.type.rank, x.type.dims[axis], indices.type.dims[axis]
     dims = x.type.dims
     if not largest:
-        return flipped(w, scatter_extreme(w, flipped(w, x), axis, indices, flipped(w, src), largest=True, own=own))
+        return flipped(
+            w,
+            scatter_extreme(w, flipped(w, x), axis, indices, flipped(w, src), largest=True, include_self=include_self),
+        )
     others = [size for i, size in enumerate(indices.type.dims) if i != axis]
     w.require(
         others == [size for i, size in enumerate(dims) if i != axis],
@@ -80,7 +89,7 @@ def scatter_extreme(w: Writer, x: Value, axis: int, indices: Value, src: Value, 
     here = w.emit("equal", at, w.emit("iota", dtype="i64", shape=(size, 1), axis=0))
     lowest = w.literal(limits_of(x.type.dtype)[0], x.type.dtype)
     offered, mine = w.emit("where", here, what, lowest), transpose(w, x, perm)
-    if own:  # one among those put there, so that all equal ones have the same share of the gradient
+    if include_self:  # one more candidate, so that all equal ones have the same share of the gradient
         joined = w.emit(
             "max",
             w.emit("concat", offered, reshape(w, mine, (*mine.type.dims, 1)), axis=rank),

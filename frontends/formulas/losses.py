@@ -1,4 +1,4 @@
-"""Losses over classes: what a model was trained with may be part of the model."""
+"""Losses over classes, for models that compute their loss themselves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .layout import reshape, transpose
 def negative_log_likelihood(
     w: Writer, logs: Value, target: Value, weight: Value | None, reduction: str, ignored: int | None
 ) -> Value:
-    """-logs[n, target[n, ...], ...] times the weight of the class, 0 where the target is `ignored`;
-    `mean` divides by the sum of the weights.
+    """Compute -logs[n, target[n, ...], ...] times the weight of the class, and 0 where the target is `ignored`.
 
-    logs is [batch, classes, ...], target the same without classes."""
+    The reduction `mean` divides by the sum of the weights. logs is [batch, classes, ...], target the same without
+    classes.
+    """
     dims = logs.type.dims
     w.require(len(dims) >= 2, f"needs batch and classes, got {logs.type}")
     w.require(target.type.dims == (dims[0], *dims[2:]), f"targets {target.type} do not fit {logs.type}")
@@ -40,7 +41,7 @@ def negative_log_likelihood(
     elif counts is not None:
         weights = w.emit("cast", counts, dtype=dtype)
     if weights is not None:
-        # Not the product alone: what is ignored may be infinite.
+        # A product alone would not do: ignored entries may be infinite.
         loss = w.emit("mul", loss if counts is None else w.emit("where", counts, loss, 0.0), weights)
     axes = tuple(range(len(places)))
     match reduction:

@@ -1,6 +1,6 @@
 """Recurrent layers, unrolled: a cell of a few operations for each step, in one or both directions.
 
-Products with the inputs are taken for all steps at once, so that only those with the state are left in the loop.
+The products with the inputs are computed for all steps at once. Only those with the state are in the loop.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from collections.abc import Callable, Sequence
 from penstock.frontends.writer import Writer
 from penstock.ir.graph import Value
 
-from .layout import cut, reshape
+from .layout import concat, cut, reshape
 
 Function = Callable[[Value], Value]
-# From the gates of one step, as far as the inputs go, and the state to the next state, whose first part is the result.
+# A cell maps the gates of one step, as far as the inputs determine them, and the state to the next state. The first
+# part of the new state is the result.
 Cell = Callable[[Value, tuple[Value, ...]], tuple[Value, ...]]
 
 
 def split(w: Writer, x: Value, parts: int) -> list[Value]:
-    """Equal parts of the last dimension."""
+    """Split the last dimension into equal parts."""
     last, size = x.type.rank - 1, x.type.dims[-1] // parts
     return [cut(w, x, last, i * size, (i + 1) * size) for i in range(parts)]
 
@@ -36,7 +37,10 @@ def lstm_cell(
     coupled: bool,
     order: str = "iofg",
 ) -> Cell:
-    """Gates input, output, forget and cell in the given order; peepholes for input, output and forget. `coupled`: forget is 1 - input."""
+    """Make an LSTM cell with the gates input, output, forget and cell in the order `order`.
+
+    Peepholes are for input, output and forget. `coupled` means that forget is 1 - input.
+    """
     gate, candidate, shown = functions
 
     def cell(gates: Value, state: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -58,8 +62,10 @@ def lstm_cell(
 def gru_cell(
     w: Writer, recurrent: Value, bias: Value | None, functions: Sequence[Function], reset_after: bool, order: str = "zr"
 ) -> Cell:
-    """Gates update and reset in the given order, then hidden; `bias` is the recurrent one of the latter, which the
-    reset gate scales with `reset_after`."""
+    """Make a GRU cell with the gates update and reset in the order `order`, then hidden.
+
+    `bias` is the recurrent one of the hidden gate. With `reset_after` the reset gate scales it too.
+    """
     gate, candidate = functions
     size = recurrent.type.dims[-1]
 
@@ -72,8 +78,8 @@ def gru_cell(
         if whole is None:
             hidden = linear(w, w.emit("mul", r, h), cut(w, recurrent, 0, 2 * size, 3 * size), bias)
         else:
-            own = cut(w, whole, 1, 2 * size, 3 * size)
-            hidden = w.emit("mul", r, own if bias is None else w.emit("add", own, bias))
+            recurrent_hidden = cut(w, whole, 1, 2 * size, 3 * size)
+            hidden = w.emit("mul", r, recurrent_hidden if bias is None else w.emit("add", recurrent_hidden, bias))
         new = candidate(w.emit("add", cut(w, gates, 1, 2 * size, 3 * size), hidden))
         return (w.emit("add", w.emit("mul", w.emit("sub", w.literal(1.0, z.type.dtype), z), new), w.emit("mul", z, h)),)
 
@@ -85,15 +91,17 @@ def plain_cell(w: Writer, recurrent: Value, function: Function) -> Cell:
 
 
 def without_hidden(w: Writer, bias: Value, size: int) -> Value:
-    """The recurrent bias of a GRU without that of the hidden gate, which stays with the product inside the cell."""
+    """Remove the part of the hidden gate from a GRU's recurrent bias. The cell adds that part itself."""
     return w.emit("pad", cut(w, bias, 0, 0, 2 * size), low=(0,), high=(size,))
 
 
 def unroll(
     w: Writer, gates: Value, state: tuple[Value, ...], cell: Cell, lengths: Value | None, backward: bool
 ) -> tuple[Value, tuple[Value, ...]]:
-    """All results [steps, batch, size] and the last state; gates are [steps, batch, ...]. Beyond the length of a
-    sequence its state stays and results are 0."""
+    """Run a cell over all steps. Return the results [steps, batch, size] and the last state.
+
+    `gates` are [steps, batch, ...]. Beyond the length of a sequence its state stays and its results are 0.
+    """
     steps, batch = gates.type.dims[:2]
     w.require(steps > 0, "there are no steps")
     outs: list[Value] = [state[0]] * steps
@@ -106,4 +114,4 @@ def unroll(
             shown = w.emit("where", lasts, shown, 0.0)
         state = new
         outs[t] = reshape(w, shown, (1, *shown.type.dims))
-    return (outs[0] if steps == 1 else w.emit("concat", *outs, axis=0)), state
+    return concat(w, outs, 0), state

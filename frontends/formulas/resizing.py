@@ -1,7 +1,7 @@
-"""Resizing one dimension to another number of entries: every entry of the result is a weighted sum of a few entries next to one place.
+"""Resizing of one dimension: every entry of the result is a weighted sum of a few neighbouring entries.
 
-In: places and weights as arrays, computed at import. Out: copies and slices where every weight is one, else a product with a small matrix,
-or, along long dimensions, one lookup per neighbour.
+In: places and weights as arrays, computed at import. Out: copies and slices where every weight is one. Otherwise a
+product with a small matrix or, along long dimensions, one lookup per neighbour.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONGEST_MATRIX = 128
 
 @dataclass(frozen=True)
 class Taps:
-    """Entry i of the result is the sum over j of weights[i, j] * x[places[i, j]] + added[i]."""
+    """The weights of a resizing: entry i is the sum over j of weights[i, j] * x[places[i, j]] + added[i]."""
 
     places: np.ndarray
     weights: np.ndarray
@@ -33,12 +33,12 @@ class Taps:
 
 
 def linear_weights(ratio: np.ndarray) -> np.ndarray:
-    """Weights of the entries below and above, `ratio` (in 0 .. 1) of the way up from the one below."""
+    """Return the weights of the entries below and above a place at `ratio` (0 .. 1) of the way between them."""
     return np.stack([1 - ratio, ratio], axis=-1)
 
 
 def cubic_weights(ratio: np.ndarray, a: float) -> np.ndarray:
-    """Weights of two entries below and two above by Keys' convolution."""
+    """Return the weights of two entries below and two above by Keys' convolution."""
     return _cubic(ratio[:, None] + np.array([1, 0, -1, -2]), a)
 
 
@@ -52,7 +52,10 @@ def _cubic(distance: np.ndarray, a: float) -> np.ndarray:
 def smoothing_weights(
     ratio: np.ndarray, scale: float, reach: int, shape: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """Weights that also smooth when the result is smaller: `shape`, which is 0 beyond `reach`, made wider by 1 / scale."""
+    """Return weights that also smooth when the result is smaller.
+
+    They follow `shape`, which is 0 beyond `reach`, widened by 1 / scale.
+    """
     scale = min(scale, 1.0)
     start = math.floor(-reach / scale) + 1
     count = 2 - 2 * start
@@ -69,8 +72,11 @@ def cubic_shape(a: float) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def taps_around(at: np.ndarray, weights: np.ndarray, size: int, exclude_outside: bool) -> Taps:
-    """Weights of as many neighbours of each place `at`, half of them on either side; an entry at the place itself is the last one below it.
-    Outside, the entry at the end stands in, or none if these are excluded."""
+    """Place the weights of each row on the neighbours of the place `at`, half of them on either side.
+
+    An entry at the place itself counts as the first one above it. Outside the dimension the entry at its end is read,
+    or none with `exclude_outside`.
+    """
     count = weights.shape[1]
     first = np.ceil(at).astype(np.int64) - count // 2
     places = first[:, None] + np.arange(count)
@@ -82,14 +88,14 @@ def taps_around(at: np.ndarray, weights: np.ndarray, size: int, exclude_outside:
 
 
 def taps_of(matrix: np.ndarray) -> Taps:
-    """The entries of each row of weights [new size, old size] that are not zero."""
+    """Collect the non-zero entries of each row of weights [new size, old size]."""
     count = max(1, int((matrix != 0).sum(axis=1).max(initial=0)))
     places = np.argsort(matrix == 0, axis=1, kind="stable")[:, :count]
     return Taps(places, np.take_along_axis(matrix, places, axis=1), np.zeros(len(matrix)))
 
 
 def resample(w: Writer, x: Value, axis: int, taps: Taps) -> Value:
-    """x with the entries along `axis` replaced by weighted sums of them."""
+    """Replace the entries of x along `axis` by weighted sums of them."""
     dims = x.type.dims
     count = len(taps.places)
     if (
@@ -130,7 +136,7 @@ def resample(w: Writer, x: Value, axis: int, taps: Taps) -> Value:
 
 
 def pick(w: Writer, x: Value, axis: int, places: np.ndarray) -> Value:
-    """The entries at known places: copies of each, a slice, or a lookup."""
+    """Take the entries at known places: as copies of each, a slice, or a lookup."""
     dims, count = x.type.dims, len(places)
     size = dims[axis]
     if np.array_equal(places, np.arange(size)):

@@ -1,7 +1,7 @@
-"""Images read between their entries, at places that are computed at run time.
+"""Images sampled between their entries, at places that are computed at run time.
 
-Every place is read as a weighted sum over its neighbours, each of them one lookup of all channels: gradients
-for the image and for the places follow.
+Each sample is a weighted sum over neighbours. Each neighbour is one lookup of all channels, so the image and the places
+have gradients.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from penstock.ir.graph import Value
 from .elementwise import between
 from .layout import reshape, transpose
 
-# An index as a whole number in floating point: where it is read, and whether it counts (None: always).
+# Maps an index, a whole number in floating point, to the index to read and whether it counts (None: always).
 Border = Callable[[Value, int], tuple[Value, Value | None]]
 
 _CUBIC = -0.75
 
 
 def reflected(w: Writer, x: Value, low: float, high: float) -> Value:
-    """x turned back at both ends as often as it takes."""
+    """Reflect x at both ends until it lies between them."""
     span = high - low
     if span <= 0:
         return w.emit("const", value=low, dtype=x.type.dtype, shape=x.type.dims)
     distance = w.emit("abs", w.emit("sub", x, low))
     turns = w.emit("floor", w.emit("div", distance, span))
-    rest = w.emit("sub", distance, w.emit("mul", turns, span))
+    offset = w.emit("sub", distance, w.emit("mul", turns, span))
     halves = w.emit("mul", turns, 0.5)
     even = w.emit("equal", w.emit("floor", halves), halves)
-    return w.emit("where", even, w.emit("add", rest, low), w.emit("sub", high, rest))
+    return w.emit("where", even, w.emit("add", offset, low), w.emit("sub", high, offset))
 
 
 def zeros_outside(w: Writer) -> Border:
@@ -56,7 +56,7 @@ def reflections_outside(w: Writer, corners: bool) -> Border:
 
 
 def neighbours(w: Writer, at: Value, mode: str) -> list[tuple[Value, Value | None]]:
-    """Indices around places along one dimension, as whole numbers, and their weights (None: one)."""
+    """Return the indices around places along one dimension, as whole numbers, and their weights (None: one)."""
     if mode == "nearest":
         return [(w.emit("round", at), None)]
     base = w.emit("floor", at)
@@ -82,8 +82,11 @@ def neighbours(w: Writer, at: Value, mode: str) -> list[tuple[Value, Value | Non
 
 
 def corners_at(w: Writer, x: Value, image: Value, at: Sequence[Value], mode: str, border: Border) -> list[Value]:
-    """What each neighbour adds to the result, as [..., channels]: x is [batch, channels, space ...], `image` (i64) which entry of the
-    batch, `at` a place along each spatial dimension."""
+    """Compute the share of each neighbour in the result, as [..., channels].
+
+    x is [batch, channels, space ...]. `image` (i64) is the entry of the batch to read, `at` a place along each spatial
+    dimension.
+    """
     batch, channels, *space = x.type.dims
     w.require(len(at) == len(space), f"{len(at)} coordinates do not fit {x.type}")
     table = reshape(w, transpose(w, x, (0, *range(2, len(space) + 2), 1)), (batch * prod(space), channels))
@@ -104,34 +107,37 @@ def corners_at(w: Writer, x: Value, image: Value, at: Sequence[Value], mode: str
             line.append((position, weight))
         lines.append(line)
     start = w.emit("mul", image, prod(space))
-    found: list[Value] = []
+    shares: list[Value] = []
     for corner in product(*lines):
         position, weight = start, None
-        for part, own in corner:
+        for part, factor in corner:
             position = w.emit("add", position, part)
-            weight = own if weight is None else weight if own is None else w.emit("mul", weight, own)
+            weight = factor if weight is None else weight if factor is None else w.emit("mul", weight, factor)
         value = w.emit("gather", table, position, axis=0)
         if weight is not None:
             value = w.emit("mul", value, reshape(w, weight, (*weight.type.dims, 1)))
-        found.append(value)
-    return found
+        shares.append(value)
+    return shares
 
 
 def read_between(w: Writer, x: Value, image: Value, at: Sequence[Value], mode: str, border: Border) -> Value:
-    """x at the places, as [..., channels]."""
-    total, *rest = corners_at(w, x, image, at, mode, border)
-    for part in rest:
+    """Sample x at the places, as [..., channels]."""
+    total, *parts = corners_at(w, x, image, at, mode, border)
+    for part in parts:
         total = w.emit("add", total, part)
     return total
 
 
 def images(w: Writer, batch: int, rank: int) -> Value:
-    """0, 1, ... along the first of `rank` dimensions: every entry of the batch reads its own image."""
+    """Number the entries of the batch along the first of `rank` dimensions: each of them reads its own image."""
     return w.emit("iota", dtype="i64", shape=(batch, *(1,) * (rank - 1)), axis=0)
 
 
 def grid_sample(w: Writer, x: Value, grid: Value, mode: str, padding: str, corners: bool) -> Value:
-    """x [batch, channels, space ...] at the places grid [batch, out ..., dimensions] names, from -1 to 1, the last dimension first."""
+    """Sample x [batch, channels, space ...] at the places in grid [batch, out ..., dimensions].
+
+    Coordinates are from -1 to 1, the last dimension first.
+    """
     space, out = x.type.dims[2:], grid.type.dims[1:-1]
     rank = len(space)
     w.require(

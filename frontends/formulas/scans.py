@@ -1,4 +1,4 @@
-"""Products of many entries: all of a dimension, or all up to each entry, in as many steps as the count has bits."""
+"""Products of all entries of a dimension, or of all up to each entry, in a logarithmic number of steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .layout import cut
 
 
 def flipped(w: Writer, x: Value) -> Value:
-    """What orders the other way round: -x, for integers ~x, which has no number without a counterpart."""
+    """Reverse the order of numbers: -x, and ~x for integers, because -x of the least integer overflows."""
     if x.type.dtype[0] == "i":
         return w.emit("sub", w.literal(-1, x.type.dtype), x)
     if x.type.dtype[0] == "u":
@@ -18,7 +18,7 @@ def flipped(w: Writer, x: Value) -> Value:
 
 
 def product_over(w: Writer, x: Value, axis: int) -> Value:
-    """The product of all entries along `axis`, which stays with size 1."""
+    """Multiply all entries along `axis`, which keeps size 1."""
     while (count := x.type.dims[axis]) > 1:
         half = count // 2
         y = w.emit("mul", cut(w, x, axis, 0, half), cut(w, x, axis, half, 2 * half))
@@ -27,11 +27,11 @@ def product_over(w: Writer, x: Value, axis: int) -> Value:
 
 
 def cumulative_product(w: Writer, x: Value, axis: int, *, exclusive: bool, reverse: bool) -> Value:
-    """The product of the entries up to each, itself left out if `exclusive`; `reverse`: from it to the end."""
+    """Multiply the entries up to each, without itself if `exclusive`. `reverse` multiplies from each to the end."""
     size = x.type.dims[axis]
 
     def shifted(v: Value, by: int) -> Value:
-        """Ones in place of what is moved in."""
+        """Shift the entries and fill with ones."""
         dims, by = v.type.dims, min(by, size)
         low, high = (
             tuple(by if i == axis and here else 0 for i in range(len(dims))) for here in (not reverse, reverse)

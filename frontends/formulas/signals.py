@@ -9,26 +9,28 @@ import numpy as np
 from penstock.frontends.writer import Writer
 from penstock.ir.graph import Value
 
-from .layout import cut, reshape
+from .layout import concat, cut, reshape
 
 
 def along(w: Writer, x: Value, axis: int, matrix: np.ndarray) -> Value:
-    """The product of a matrix with the entries along one dimension."""
+    """Multiply a matrix with the entries along one dimension."""
     dims = x.type.dims
     rows = reshape(w, x, (prod(dims[:axis]), dims[axis], prod(dims[axis + 1 :])))
     return reshape(w, w.emit("matmul", matrix, rows), (*dims[:axis], len(matrix), *dims[axis + 1 :]))
 
 
 def fourier(w: Writer, x: Value, axis: int, length: int, *, inverse: bool, onesided: bool) -> Value:
-    """The discrete transform along `axis`; the last dimension holds the real part, or the real and the imaginary one.
+    """Compute the discrete Fourier transform along `axis`.
 
-    Forwards `onesided` keeps the first half of the result; backwards x is that half, and the result is real."""
+    The last dimension of x holds the real part, or the real and the imaginary one. Forward, `onesided` keeps the first
+    half of the result. With `inverse`, x is that half and the result is real.
+    """
     dims, last = x.type.dims, x.type.rank - 1
     w.require(
         dims[-1] in (1, 2) and axis != last and length > 0,
         f"the last dimension of {x.type} must be the real and imaginary part",
     )
-    # In f64, because what cancels out is to be 0 and sums are long; a fast transform rounds less often.
+    # In f64, because sums are long and terms that cancel are to give 0. A fast transform rounds less often.
     wide = w.cast(x, "f64")
     count = length // 2 + 1 if onesided and not inverse else length
     have = min(dims[axis], length // 2 + 1 if onesided and inverse else length)
@@ -46,5 +48,5 @@ def fourier(w: Writer, x: Value, axis: int, length: int, *, inverse: bool, onesi
         parts = [w.emit("sub", along(w, real, axis, cosines), along(w, imaginary, axis, sines))]
         if not (onesided and inverse):
             parts.append(w.emit("add", along(w, real, axis, sines), along(w, imaginary, axis, cosines)))
-    y = parts[0] if len(parts) == 1 else w.emit("concat", *parts, axis=last)
+    y = concat(w, parts, last)
     return w.cast(y, x.type.dtype)

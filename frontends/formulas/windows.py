@@ -1,5 +1,4 @@
-"""Sliding windows over the dimensions behind batch and channels: where they lie, means of them, and
-where in them the largest entry stands."""
+"""Sliding windows over the spatial dimensions: their geometry, their means, and the places of their largest entries."""
 
 from __future__ import annotations
 
@@ -17,8 +16,11 @@ from .elementwise import limits_of
 
 @dataclass(frozen=True)
 class PaddedWindow:
-    """One number per dimension; `pads` those before all dimensions, then those after. `over` is how far the
-    last window reaches past the padding."""
+    """The geometry of sliding windows, with one number per dimension.
+
+    `pads` lists the padding before each dimension, then that after each. `over` is how far the last window reaches past
+    the padding.
+    """
 
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
@@ -32,12 +34,12 @@ class PaddedWindow:
 
     @property
     def high(self) -> tuple[int, ...]:
-        """What is added after each dimension, all in all."""
+        """The padding after each dimension, including `over`."""
         return tuple(p + o for p, o in zip(self.pads[len(self.kernel) :], self.over, strict=True))
 
     @property
     def attrs(self) -> dict[str, tuple[int, ...]]:
-        """As operations of the IR take them, but for the kernel."""
+        """The attributes of an operation of the IR, except for the kernel."""
         return {"strides": self.strides, "pads": self.low + self.high, "dilations": self.dilations}
 
 
@@ -49,8 +51,10 @@ def window(
     pads: Sequence[int],
     round_up: bool,
 ) -> PaddedWindow:
-    """The windows over dimensions of these sizes; rounding up adds one where the last would leave entries
-    out, unless it started in the padding."""
+    """Compute the windows over dimensions of these sizes.
+
+    `round_up` adds a window where the last would leave entries out, unless it started in the padding.
+    """
     r = len(kernel)
     over = [0] * r
     for i in range(r if round_up else 0):
@@ -63,21 +67,23 @@ def window(
 
 
 def reach(kernel: int, dilation: int) -> int:
-    """How many entries a window spans."""
+    """Return the number of entries that a window spans."""
     return dilation * (kernel - 1) + 1
 
 
 def transposed_sizes(
     sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int], extra: Sequence[int]
 ) -> tuple[int, ...]:
-    """Sizes of what a convolution that gives `sizes` starts from, before padding is taken off; `extra`
-    entries at the end no window reaches."""
+    """Compute the operand sizes of a convolution whose result has `sizes`, with the padding included.
+
+    No window reaches the `extra` entries at the end.
+    """
     geometry = zip(sizes, kernel, strides, dilations, extra, strict=True)
     return tuple((size - 1) * s + reach(k, d) + e for size, k, s, d, e in geometry)
 
 
 def average(w: Writer, x: Value, at: PaddedWindow, counted: bool) -> Value:
-    """The mean of each window; `counted`: with the zeros of the padding. What rounding up adds is never counted."""
+    """Compute the mean of each window. `counted` includes the zeros of the padding, but never those of rounding up."""
     pads = at.attrs["pads"]
     if counted and any(at.over):  # the padding becomes zeros of the tensor
         x = w.emit("pad", x, low=(0, 0, *at.low), high=(0, 0, *at.pads[len(at.kernel) :])) if any(at.pads) else x
@@ -88,8 +94,11 @@ def average(w: Writer, x: Value, at: PaddedWindow, counted: bool) -> Value:
 
 
 def largest_places(w: Writer, x: Value, out: Sequence[int], at: PaddedWindow, weights: Sequence[int]) -> Value:
-    """i64[batch, channels, *out]: where the first largest entry of each window stands, counted within its channel by the weight of each
-    dimension: tap by tap the largest so far and its place."""
+    """Compute i64[batch, channels, *out]: the place of the first largest entry of each window.
+
+    A place is counted within its channel by the weight of each dimension. The loop over taps keeps the largest entry so
+    far and its place.
+    """
     r, dtype = len(at.kernel), x.type.dtype
     padded = x
     if any(at.low + at.high):
@@ -116,5 +125,5 @@ def largest_places(w: Writer, x: Value, out: Sequence[int], at: PaddedWindow, we
 
 
 def plane_places(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The weight of each dimension in row-major places."""
+    """Return the weight of each dimension in row-major places."""
     return tuple(prod(sizes[i + 1 :]) for i in range(len(sizes)))

@@ -1,4 +1,4 @@
-"""ONNX models as modules: `import_onnx` reads a file by its path."""
+"""The ONNX frontend: `import_onnx` reads a model file by its path."""
 
 from penstock.frontends.imported import Imported
 

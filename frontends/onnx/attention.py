@@ -1,11 +1,11 @@
-"""ONNX operators of attention and of what replaces it in state-space models.
+"""ONNX operators of attention, and of its replacements in state-space models.
 
-Attention without mask, cap and cache is one operation. Everything else is written as scores, a softmax and a product, which
-a pass recognises where it can. What is hidden (false in a mask, later than the position, outside the window, behind the
-last key) gets weight 0 after the softmax, so that a row that sees nothing gives 0 and never nan; rows of an added mask that
-are -inf throughout are treated likewise.
+Attention without mask, cap and cache is one operation. Everything else is written as scores, a softmax and a product,
+which a pass recognises where it can. A key is hidden where a mask is false, where it is later than the position or
+outside the window, and behind the last key. Hidden keys get weight 0 after the softmax, so a row that sees nothing
+gives 0 and never nan. Rows of an added mask that are -inf throughout are treated likewise.
 
-LinearAttention is unrolled over its positions, so there is a limit to their number.
+LinearAttention is unrolled over its positions, so their number is limited.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ MOST_POSITIONS = 512
 
 
 def _allowed(n: OnnxNode, batch: int, rows: int, columns: int, past: int) -> Value | None:
-    """Which keys a query sees by its position, as bool that broadcasts to [batch, heads, rows, columns]; None: all."""
+    """Compute which keys each query sees by its position.
+
+    Return bool that broadcasts to [batch, heads, rows, columns], or None if it sees all.
+    """
     causal, left, right = (
         n.int_attr("is_causal"),
         n.int_attr("left_window_size", -1),
@@ -63,7 +66,7 @@ def _allowed(n: OnnxNode, batch: int, rows: int, columns: int, past: int) -> Val
 
 
 def _mask(n: OnnxNode, columns: int) -> Value:
-    """The mask, with keys that it does not reach hidden."""
+    """Return the mask with the keys beyond its end hidden."""
     mask = n.value(3)
     short = columns - mask.type.dims[-1]
     n.require(short >= 0, f"mask {mask.type} has more than {columns} columns")
@@ -152,17 +155,17 @@ def _rotary(n: OnnxNode) -> Result:
 
 def _linear_attention(n: OnnxNode) -> Sequence[Result]:
     rule = n.text_attr("update_rule", "gated_delta")
-    n.ignore("chunk_size")  # how fast, not what
+    n.ignore("chunk_size")  # changes the speed, not the result
     n.require(rule in ("linear", "gated", "delta", "gated_delta"), f"update_rule={rule} is not known")
     n.require(n.has(4) == ("gated" in rule), f"update_rule={rule} {'needs a' if 'gated' in rule else 'takes no'} decay")
     n.require(n.has(5) == ("delta" in rule), f"update_rule={rule} {'needs a' if 'delta' in rule else 'takes no'} beta")
-    dtype, heads, own = n.type().dtype, n.int_attr("q_num_heads"), n.int_attr("kv_num_heads")
+    dtype, heads, key_heads = n.type().dtype, n.int_attr("q_num_heads"), n.int_attr("kv_num_heads")
     positions = n.type().dims[1]
     n.require(positions <= MOST_POSITIONS, f"{positions} positions are not supported, {MOST_POSITIONS} at most")
 
-    q, k, v = (widened(n, split_heads(n, n.value(i), count)) for i, count in enumerate((heads, own, own)))
+    q, k, v = (widened(n, split_heads(n, n.value(i), count)) for i, count in enumerate((heads, key_heads, key_heads)))
     state = widened(n, n.value(3)) if n.has(3) else None
-    decay = widened(n, split_heads(n, n.value(4), own)) if n.has(4) else None
+    decay = widened(n, split_heads(n, n.value(4), key_heads)) if n.has(4) else None
     beta = widened(n, split_heads(n, n.value(5), n.type(5).dims[2])) if n.has(5) else None
     scale = n.float_attr("scale") or 1.0 / math.sqrt(k.type.dims[-1])
     y, last = linear_attention(n, q, k, v, state, decay, beta, scale)

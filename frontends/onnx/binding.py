@@ -1,8 +1,9 @@
-"""What the user binds before an import: sizes of symbolic dimensions, and values of inputs.
+"""Values that the user binds before an import: sizes of symbolic dimensions, and elements of inputs.
 
-In: the inputs of a graph, sizes by the name of the dimension, values by the name of the input. Out: the shape of every input, the values as
-arrays of the type that the model declares, and why an input can be neither. A dimension without a name is called INPUT.AXIS. A value also
-says the sizes of its input's dimensions. Everything that does not fit is listed by one error.
+In: the inputs of a graph, sizes by the name of the dimension, values by the name of the input. Out: the shape of every
+input, the values as arrays of the declared type, and the reason for each input that has neither. A dimension without a
+name is called INPUT.AXIS. A value also fixes the sizes of its input's dimensions. One error lists everything that does
+not fit.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from penstock.support.errors import UsageError
 
 from .source import ModelFile, element_name
 
-# What an input is bound to: numbers, for a sequence a list of them, for an optional also nothing.
+# The value of an input: numbers; for a sequence a list of them; for an optional also None.
 Given = object
 
 
 @dataclass
 class Inputs:
-    """`shapes`: tensors that stay inputs. `known`: those bound to values. `odd`: why the others are neither."""
+    """The inputs of a graph after binding.
+
+    `shapes` are those of tensors that stay inputs, `known` the values of bound inputs. `odd` says why an input is
+    neither.
+    """
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     known: dict[str, np.ndarray | list[np.ndarray] | None] = field(default_factory=dict)
@@ -33,7 +38,7 @@ class Inputs:
 
 
 def _as_declared(array: np.ndarray, kind: onnx.TypeProto.Tensor) -> tuple[np.ndarray | None, str]:
-    """The array in the declared element type and rank, or why it does not fit."""
+    """Convert an array to the declared element type and rank, or say why it does not fit."""
     try:
         dtype = np.dtype(tensor_dtype_to_np_dtype(kind.elem_type))
     except KeyError:
@@ -66,17 +71,17 @@ def _as_declared(array: np.ndarray, kind: onnx.TypeProto.Tensor) -> tuple[np.nda
     return converted, ""
 
 
-def _bind_value(value: onnx.ValueInfoProto, given: Given) -> tuple[np.ndarray | list[np.ndarray] | None, str]:
+def _bind_value(value: onnx.ValueInfoProto, bound: Given) -> tuple[np.ndarray | list[np.ndarray] | None, str]:
     kind = value.type
     while kind.HasField("optional_type"):
-        if given is None:
+        if bound is None:
             return None, ""
         kind = kind.optional_type.elem_type
     if kind.HasField("sequence_type"):
-        if not isinstance(given, list | tuple):
+        if not isinstance(bound, list | tuple):
             return None, "is a sequence, and takes a list of arrays"
         items = []
-        for item in given:
+        for item in bound:
             array, problem = _as_declared(np.asarray(item), kind.sequence_type.elem_type.tensor_type)
             if array is None:
                 return None, problem
@@ -84,18 +89,18 @@ def _bind_value(value: onnx.ValueInfoProto, given: Given) -> tuple[np.ndarray | 
         return items, ""
     if not kind.HasField("tensor_type"):
         return None, f"is of {kind.WhichOneof('value')}, which cannot be bound"
-    return _as_declared(np.asarray(given), kind.tensor_type)
+    return _as_declared(np.asarray(bound), kind.tensor_type)
 
 
 def _fed(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    """The inputs that no initializer stands for."""
+    """List the inputs without an initializer."""
     stored = {t.name for t in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
     return [value for value in graph.input if value.name not in stored]
 
 
 def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Given], where: str) -> Inputs:
     inputs = _fed(graph)
-    found = Inputs()
+    result = Inputs()
     problems: list[str] = []
     for name in known:
         if name not in {value.name for value in inputs}:
@@ -106,16 +111,17 @@ def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Gi
     for value in inputs:
         if value.name in known:
             bound, problem = _bind_value(value, known[value.name])
-            found.known[value.name] = bound
+            result.known[value.name] = bound
             if problem:
                 problems.append(f"--known {value.name}: {'' if problem.startswith('needs') else 'the input '}{problem}")
             elif isinstance(bound, np.ndarray):
                 for dim, size in zip(value.type.tensor_type.shape.dim, bound.shape, strict=False):
                     if dim.dim_param and sizes.setdefault(dim.dim_param, size) != size:
                         problems.append(
-                            f"--known {value.name}: dimension {dim.dim_param} is {size} there, elsewhere {sizes[dim.dim_param]}"
+                            f"--known {value.name}: dimension {dim.dim_param} is {size} there, "
+                            f"elsewhere {sizes[dim.dim_param]}"
                         )
-    names, flags = _open_dimensions([v for v in inputs if v.name not in known], sizes, found, problems)
+    names, flags = _open_dimensions([v for v in inputs if v.name not in known], sizes, result, problems)
     names.update(d.dim_param for v in inputs if v.name in known for d in v.type.tensor_type.shape.dim if d.dim_param)
     for name, size in dims.items():
         if name not in names:
@@ -130,14 +136,16 @@ def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Gi
         raise UsageError(
             f"{what} do not fit the model:\n" + "\n".join(f"  {p}" for p in problems), where=where, hint=hint
         )
-    return found
+    return result
 
 
 def open_dimensions(
     path: str | Path, dims: Mapping[str, int], known: Mapping[str, Given]
 ) -> tuple[str | None, list[str]]:
-    """Of a model's symbolic dimensions that are not bound: the one that all inputs with an open dimension have
-    first, if there is one, and the others."""
+    """List a model's symbolic dimensions that are not bound.
+
+    Return the one that is the first of every input with an open dimension, or None, and the others.
+    """
     first: set[str] = set()
     others: set[str] = set()
     for value in _fed(ModelFile(path).model.graph):
@@ -152,19 +160,19 @@ def open_dimensions(
 
 
 def _open_dimensions(
-    inputs: Sequence[onnx.ValueInfoProto], sizes: Mapping[str, int], found: Inputs, problems: list[str]
+    inputs: Sequence[onnx.ValueInfoProto], sizes: Mapping[str, int], result: Inputs, problems: list[str]
 ) -> tuple[set[str], dict[str, str]]:
-    """Fill in the shapes of inputs. Gives the names of all dimensions, and the flags of those that are missing."""
+    """Fill in the shapes of inputs. Return the names of all dimensions, and the flags of those that are missing."""
     names: set[str] = set()
     flags: dict[str, str] = {}
     for value in inputs:
         if not value.type.HasField("tensor_type"):
-            found.odd[value.name] = (
+            result.odd[value.name] = (
                 f"is not a tensor but of {value.type.WhichOneof('value')}: --known {value.name}=... binds it to values"
             )
             continue
         if not value.type.tensor_type.HasField("shape"):
-            found.odd[value.name] = "has no shape, not even its number of dimensions is known"
+            result.odd[value.name] = "has no shape, not even its number of dimensions is known"
             continue
         shape = []
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
@@ -181,5 +189,5 @@ def _open_dimensions(
             if name not in sizes:
                 problems.append(f"input {value.name}, dimension {axis} is {dim.dim_param or 'open'}: --dim {name}=INT")
                 flags[name] = f"--dim {name}=INT"
-        found.shapes[value.name] = tuple(shape)
+        result.shapes[value.name] = tuple(shape)
     return names, flags

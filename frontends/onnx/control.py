@@ -1,16 +1,18 @@
-"""Control flow, written out: branches, loops and scans become the operations that they run.
+"""Control flow, unrolled: branches, loops and scans become the operations that they run.
 
-In: a node with graphs inside. Out: its results, the nodes of these graphs imported in its place, once for each time that they run, under
-names with the numbers of the iterations.
+In: a node with graphs inside. Out: its results. The nodes of these graphs are imported in its place, once for each run,
+under names with the numbers of the iterations.
 
-    If      a condition known at import chooses the branch. One computed at run time takes both, and `where` between their results, which
-            must agree in type: what the other branch computes is thrown away, so an error there is not seen, but its nan reaches gradients.
-    Loop    the number of iterations must be known, as a trip count or by conditions known at import. A condition computed at run time keeps
-            the state of the last iteration that ran, up to the trip count; results collected over iterations are refused then.
-    Scan    once per entry of the scanned dimension.
-    SequenceMap    once per entry of the sequence.
+    If      A condition known at import chooses the branch. With one computed at run time both branches run, and `where`
+            chooses between their results, which must agree in type. An error in the other branch is not seen, but its
+            nan reaches gradients.
+    Loop    The number of iterations must be known, as a trip count or by conditions known at import. A condition
+            computed at run time keeps the state of the last iteration that ran, up to the trip count. Results collected
+            over iterations are refused then.
+    Scan    Once per entry of the scanned dimension.
+    SequenceMap    Once per entry of the sequence.
 
-`functions.MOST_NODES` limits what all of this may add to a model.
+`functions.MOST_NODES` limits the number of nodes that all of this may add to a model.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Protocol
 import numpy as np
 import onnx
 
-from penstock.frontends.formulas.layout import axis_of, cut, reshape
+from penstock.frontends.formulas.layout import axis_of, entry, reshape, stack
 from penstock.frontends.writer import Lost, Refused
 from penstock.ir.graph import Value
 from penstock.ir.types import numpy_dtype
@@ -33,21 +35,21 @@ from .tensors import KnownTensor, OnnxWeight, Scope, Tensor, TensorList
 
 
 class Graphs(BodyImporter, Protocol):
-    """Who imports graphs inside of nodes."""
+    """An importer of graphs inside nodes."""
 
     def open_graph(self, graph: onnx.GraphProto, n: OnnxNode, part: str) -> Scope:
-        """A scope around a graph, with its initializers: all its runs share them."""
+        """Open a scope around a graph, with its initializers, which all its runs share."""
 
 
 Control = Callable[[Graphs, OnnxNode], Sequence[Result]]
 Array = KnownTensor | OnnxWeight | Value | Lost
 
 
-def _run(importer: Graphs, graph: onnx.GraphProto, scope: Scope, given: Sequence[Tensor]) -> list[Tensor]:
+def _run(importer: Graphs, graph: onnx.GraphProto, scope: Scope, operands: Sequence[Tensor]) -> list[Tensor]:
     """Import the nodes of a graph once."""
-    if len(given) != len(graph.input):
-        raise Refused(f"graph {graph.name} takes {len(graph.input)} inputs, not {len(given)}")
-    scope.tensors.update({formal.name: tensor for formal, tensor in zip(graph.input, given, strict=True)})
+    if len(operands) != len(graph.input):
+        raise Refused(f"graph {graph.name} takes {len(graph.input)} inputs, not {len(operands)}")
+    scope.tensors.update({formal.name: tensor for formal, tensor in zip(graph.input, operands, strict=True)})
     importer.run_nodes(graph.node, scope)
     return results_of(scope, [value.name for value in graph.output])
 
@@ -58,7 +60,7 @@ def _body(n: OnnxNode, name: str = "body") -> onnx.GraphProto:
 
 
 def _condition(n: OnnxNode, tensor: Tensor) -> bool | Value:
-    """A condition, as known or as a value of no dimension."""
+    """Read a condition: as a bool if it is known, else as a value of rank 0."""
     if isinstance(tensor, KnownTensor | OnnxWeight):
         array = n.constant_of(tensor, "the condition")
         n.require(array.size == 1, f"the condition must be one number, got shape {list(array.shape)}")
@@ -78,7 +80,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _choose(n: OnnxNode, condition: Value, yes: Tensor, no: Tensor) -> Tensor:
-    """`yes` where the condition holds at run time, else `no`."""
+    """Select `yes` where the condition holds at run time, else `no`."""
     if _same(yes, no):
         return yes
     if isinstance(yes, TensorList) and isinstance(no, TensorList):
@@ -101,10 +103,10 @@ def _choose(n: OnnxNode, condition: Value, yes: Tensor, no: Tensor) -> Tensor:
 def _if(importer: Graphs, n: OnnxNode) -> Sequence[Result]:
     condition = _condition(n, n.operand(0))
     results = {}
-    for taken, part in ((True, "then"), (False, "else")):
+    for outcome, part in ((True, "then"), (False, "else")):
         graph = _body(n, f"{part}_branch")
-        if condition is not (not taken):
-            results[taken] = _run(importer, graph, importer.open_graph(graph, n, part).inside(f"{part}/"), ())
+        if condition is not (not outcome):
+            results[outcome] = _run(importer, graph, importer.open_graph(graph, n, part).inside(f"{part}/"), ())
     if not isinstance(condition, Value):
         return results[condition]
     n.require(len(results[True]) == len(results[False]), "the branches have different numbers of results")
@@ -140,14 +142,14 @@ def _loop(importer: Graphs, n: OnnxNode) -> Sequence[Result]:
                 n.constant_of(condition, "the condition of a loop without a number of iterations")
             if collected:
                 n.constant_of(condition, "the condition of a loop that collects results")
-        given = (n.known_of(np.array(i, np.int64)), _as_tensor(n, condition), *state)
-        again, *results = _run(importer, body, scope.inside(f"{i}/"), given)
-        after, found = results[: len(state)], results[len(state) :]
+        operands = (n.known_of(np.array(i, np.int64)), _as_tensor(n, condition), *state)
+        again, *results = _run(importer, body, scope.inside(f"{i}/"), operands)
+        after, outputs = results[: len(state)], results[len(state) :]
         if isinstance(condition, Value):  # the iteration may not have run
             state = [_choose(n, condition, new, old) for new, old in zip(after, state, strict=True)]
         else:
             state = after
-        for items, item in zip(collected, found, strict=True):
+        for items, item in zip(collected, outputs, strict=True):
             items.append(item)
         condition = _both(n, condition, _condition(n, again))
         i += 1
@@ -168,7 +170,7 @@ def _both(n: OnnxNode, before: bool | Value, after: bool | Value) -> bool | Valu
 
 
 def _stack(n: OnnxNode, items: Sequence[Tensor], axis: int, declared: onnx.ValueInfoProto) -> Tensor:
-    """Tensors of one type along a new dimension. Of none, `declared` must say the type."""
+    """Stack tensors of one type along a new dimension. If there are none, `declared` must give the type."""
     if not items:
         kind = promises_of({"": declared.type}).types.get("")
         if kind is None:
@@ -184,9 +186,7 @@ def _stack(n: OnnxNode, items: Sequence[Tensor], axis: int, declared: onnx.Value
     axis = axis_of(n, axis, types[0].rank + 1)
     if all(isinstance(item, KnownTensor) for item in arrays):
         return n.known_of(np.stack([item.array for item in arrays if isinstance(item, KnownTensor)], axis))
-    dims = types[0].dims
-    parts = [reshape(n, n.value_of(item), (*dims[:axis], 1, *dims[axis:])) for item in arrays]
-    return parts[0] if len(parts) == 1 else n.emit("concat", *parts, axis=axis)
+    return stack(n, [n.value_of(item) for item in arrays], axis)
 
 
 # ---------------------------------------------------------------------------------------- scans
@@ -227,34 +227,33 @@ def _scan(importer: Graphs, n: OnnxNode) -> Sequence[Result]:
 
 
 def _listed(n: OnnxNode, name: str, count: int) -> tuple[int, ...]:
-    given = n.ints_attr(name) or (0,) * count
-    n.require(len(given) == count, f"{name} has {len(given)} entries, expected {count}")
-    return given
+    numbers = n.ints_attr(name) or (0,) * count
+    n.require(len(numbers) == count, f"{name} has {len(numbers)} entries, expected {count}")
+    return numbers
 
 
 def _entry(n: OnnxNode, tensor: Array, axis: int, i: int) -> Tensor:
-    """tensor[..., i, ...] without that dimension."""
+    """Take tensor[..., i, ...] without that dimension."""
     if isinstance(tensor, KnownTensor):
         return n.known_of(np.take(tensor.array, i, axis))
-    x = n.value_of(tensor)
-    return reshape(n, cut(n, x, axis, i, i + 1), (*x.type.dims[:axis], *x.type.dims[axis + 1 :]))
+    return entry(n, n.value_of(tensor), axis, i)
 
 
 def _sequence_map(importer: Graphs, n: OnnxNode) -> Sequence[Result]:
     body = _body(n)
-    given = [n.operand(i) for i in range(n.count)]
-    first = given[0] if given else None
+    operands = [n.operand(i) for i in range(n.count)]
+    first = operands[0] if operands else None
     if not isinstance(first, TensorList):
         raise Refused("operand 0 is not a sequence")
-    lengths = {len(t.items) for t in given if isinstance(t, TensorList)}
+    lengths = {len(t.items) for t in operands if isinstance(t, TensorList)}
     n.require(len(lengths) == 1, f"the sequences have different lengths: {sorted(lengths)}")
     scope = importer.open_graph(body, n, "body")
-    found: list[list[Tensor]] = [[] for _ in body.output]
+    collected: list[list[Tensor]] = [[] for _ in body.output]
     for i in range(len(first.items)):
-        entries = [t.items[i] if isinstance(t, TensorList) else t for t in given]
-        for items, item in zip(found, _run(importer, body, scope.inside(f"{i}/"), entries), strict=True):
+        entries = [t.items[i] if isinstance(t, TensorList) else t for t in operands]
+        for items, item in zip(collected, _run(importer, body, scope.inside(f"{i}/"), entries), strict=True):
             items.append(item)
-    return [TensorList(tuple(items)) for items in found]
+    return [TensorList(tuple(items)) for items in collected]
 
 
 CONTROL: Mapping[str, Control] = {"If": _if, "Loop": _loop, "Scan": _scan, "SequenceMap": _sequence_map}

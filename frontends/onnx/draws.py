@@ -1,4 +1,4 @@
-"""Random numbers of ONNX: the distributions that it names. `seed` is that of the training."""
+"""Random operators of ONNX. They ignore the attribute `seed`: the seed of the training counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .source import our_dtype
 
 
 def _target(n: OnnxNode) -> tuple[tuple[int, ...], str]:
-    """Sizes and element type: those of the operand, or of the attributes."""
+    """Return sizes and element type: those of the operand, or of the attributes."""
     n.ignore("seed")
     like = n.type() if n.operands else None
     dims = like.dims if like is not None else tuple(n.ints_attr("shape") or ())

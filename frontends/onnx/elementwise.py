@@ -6,11 +6,14 @@ from collections.abc import Callable
 from math import inf, isnan
 
 from penstock.frontends.formulas.elementwise import (
+    SELU_ALPHA,
+    SELU_GAMMA,
     ceil,
     clamp,
     cosh,
     elu,
     hard_sigmoid,
+    hard_swish,
     inverse_cosh,
     inverse_cosine,
     inverse_sine,
@@ -23,8 +26,10 @@ from penstock.frontends.formulas.elementwise import (
     power,
     power_of,
     remainder,
+    selu,
     sinh,
     softplus,
+    tan,
 )
 from penstock.frontends.formulas.layout import reshape
 from penstock.frontends.writer import Refused
@@ -36,7 +41,7 @@ from .source import our_dtype
 
 
 def same(kind: str) -> Rule:
-    """An operator that is one operation of the IR on all its operands."""
+    """Make a rule for an operator that is one operation of the IR on all its operands."""
     return lambda n: n.emit(kind, *n.values())
 
 
@@ -45,7 +50,7 @@ def swapped(kind: str) -> Rule:
 
 
 def unary(write: Callable[[OnnxNode, Value], Value]) -> Rule:
-    """An operator of one floating-point operand written as a formula."""
+    """Make a rule for an operator of one floating-point operand that is written as a formula."""
 
     def rule(n: OnnxNode) -> Value:
         n.require(n.type().dtype in FLOATS, f"needs a floating-point operand, got {n.type()}")
@@ -55,7 +60,7 @@ def unary(write: Callable[[OnnxNode, Value], Value]) -> Rule:
 
 
 def fold_left(kind: str) -> Callable[[OnnxNode], Value]:
-    """A variadic operator as a chain of binary operations."""
+    """Make a rule for a variadic operator, as a chain of binary operations."""
 
     def rule(n: OnnxNode) -> Value:
         total = n.value(0)
@@ -86,7 +91,7 @@ def _cast_to(n: OnnxNode, dtype: str) -> Result:
 
 
 def _cast(n: OnnxNode) -> Result:
-    n.ignore("saturate", "round_mode")  # these speak of 8-bit floats only, which are refused
+    n.ignore("saturate", "round_mode")  # they concern 8-bit floats only, which are refused
     try:
         return _cast_to(n, our_dtype(n.int_attr("to")))
     except ValueError as error:
@@ -99,7 +104,7 @@ def _cast_like(n: OnnxNode) -> Result:
 
 
 def _clip(n: OnnxNode) -> Result:
-    """A bound that is no number is none, as in onnxruntime."""
+    """Write Clip. A nan bound counts as none, as in onnxruntime."""
     x = n.value()
     for i, kind in ((1, "maximum"), (2, "minimum")):
         if not n.has(i):
@@ -128,17 +133,12 @@ def _celu(n: OnnxNode, x: Value) -> Value:
     )
 
 
-def _selu(n: OnnxNode, x: Value) -> Value:
-    alpha, gamma = n.float_attr("alpha", 1.6732632423543772), n.float_attr("gamma", 1.0507009873554805)
-    return n.emit("mul", elu(n, x, alpha), gamma)
-
-
 def _not_a_number(n: OnnxNode) -> Result:
     return n.emit("not", n.emit("equal", n.value(), n.value()))
 
 
 def _mod(n: OnnxNode) -> Result:
-    """With the sign of the divisor, or with fmod of the dividend."""
+    """Write Mod: with the sign of the divisor or, with fmod, of the dividend."""
     x, y = n.value(0), n.value(1)
     if not n.int_attr("fmod"):
         return remainder(n, x, y)
@@ -231,7 +231,7 @@ RULES: dict[str, Rule] = {
     "BitShift": _bit_shift,
     "BitCast": _bit_cast,
     "Mod": _mod,
-    "Tan": unary(lambda n, x: n.emit("div", n.emit("sin", x), n.emit("cos", x))),
+    "Tan": unary(tan),
     "Sinh": unary(sinh),
     "Cosh": unary(cosh),
     "Asinh": unary(inverse_sinh),
@@ -249,13 +249,13 @@ RULES: dict[str, Rule] = {
     ),
     "Elu": unary(lambda n, x: elu(n, x, n.float_attr("alpha", 1.0))),
     "Celu": unary(_celu),
-    "Selu": unary(_selu),
+    "Selu": unary(lambda n, x: selu(n, x, n.float_attr("alpha", SELU_ALPHA), n.float_attr("gamma", SELU_GAMMA))),
     "Softplus": unary(softplus),
     "Softsign": unary(lambda n, x: n.emit("div", x, n.emit("add", n.emit("abs", x), 1.0))),
     "Mish": unary(lambda n, x: n.emit("mul", x, n.emit("tanh", softplus(n, x)))),
     "Swish": unary(lambda n, x: n.emit("mul", x, n.emit("sigmoid", n.emit("mul", x, n.float_attr("alpha", 1.0))))),
     "HardSigmoid": unary(lambda n, x: hard_sigmoid(n, x, n.float_attr("alpha", 0.2), n.float_attr("beta", 0.5))),
-    "HardSwish": unary(lambda n, x: n.emit("mul", x, hard_sigmoid(n, x, 1 / 6, 0.5))),
+    "HardSwish": unary(hard_swish),
     # element types, and what does nothing at inference
     "Cast": _cast,
     "CastLike": _cast_like,

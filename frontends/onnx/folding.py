@@ -1,10 +1,11 @@
 """Nodes whose operands are all known, computed at import.
 
-The meaning of an operator is that of onnx.reference, ONNX's own NumPy implementation, so that folding and the rules of the op tables
-are independent of each other. A result of another type than shape inference promises is refused rather than converted.
+The meaning of an operator is that of onnx.reference, ONNX's own NumPy implementation, so folding and the rules of the
+op tables are independent of each other. A result of another type than shape inference promises is refused rather than
+converted.
 
-Nothing is computed whose size is not known to be small before: a few bytes of a file can ask for a tensor that fills all memory, or for
-hours of a reference implementation that loops in Python.
+A result is computed only if it is known beforehand to be small. A few bytes of a file can ask for a tensor that fills
+all memory, or for hours of a reference implementation that loops in Python.
 """
 
 from __future__ import annotations
@@ -17,34 +18,36 @@ import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
-from penstock.frontends.writer import Refused
+from penstock.frontends.writer import LARGEST, Refused
 
 from .inference import Promises
 from .node import OnnxNode
 from .tensors import KnownTensor
 
-# Results above this many elements stay operations: a mask repeated over a batch is cheaper to broadcast than to store.
-LARGEST = 1 << 22
-# Where onnx.reference leaves the specification (signs of LpNormalization, lengths, clip and activations
-# of recurrent layers, channels of LRN).
+# Operators for which onnx.reference deviates from the specification (signs of LpNormalization, lengths, clip and
+# activations of recurrent layers, channels of LRN).
 OTHERWISE = frozenset({"LRN", "LpNormalization", "RNN", "GRU", "LSTM"})
-# The same for operators whose reference loops over elements in Python, and for the product of the operands of those that sum products.
+# The largest result of operators whose reference loops over elements in Python, and the largest product of operand
+# sizes of those that sum products.
 _LARGEST_LOOP, _LARGEST_PRODUCT = 1 << 13, 1 << 32
 
 # fmt: off
-# Shape inference does not tell the size of these, which is of the order of the operands' size.
-_LIKE_OPERANDS = frozenset({"Compress", "GroupNormalization", "MeanVarianceNormalization", "NonZero", "NonMaxSuppression",
-    "StringNormalizer", "StringSplit", "Unique"})
+# Shape inference does not give the result sizes of these. They are of the order of the operands' sizes.
+_LIKE_OPERANDS = frozenset({
+    "Compress", "GroupNormalization", "MeanVarianceNormalization", "NonZero", "NonMaxSuppression", "StringNormalizer",
+    "StringSplit", "Unique",
+})
 _LOOPS = frozenset({
-    "AveragePool", "Col2Im", "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "GRU", "GridSample", "LRN", "LSTM", "LpPool",
-    "MaxPool", "MaxRoiPool", "MaxUnpool", "NonMaxSuppression", "QLinearConv", "RNN", "Resize", "RoiAlign", "TfIdfVectorizer", "Upsample",
+    "AveragePool", "Col2Im", "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "GRU", "GridSample", "LRN", "LSTM",
+    "LpPool", "MaxPool", "MaxRoiPool", "MaxUnpool", "NonMaxSuppression", "QLinearConv", "RNN", "Resize", "RoiAlign",
+    "TfIdfVectorizer", "Upsample",
 })
 _PRODUCTS = frozenset({"Einsum", "Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"})
 # fmt: on
 
 
 def small(n: OnnxNode, promises: Promises) -> bool:
-    """Whether the results of a node with known operands are small, and soon computed."""
+    """Say whether the results of a node with known operands are small and quick to compute."""
     names = [name for name in n.proto.output if name]
     if n.kind not in _LIKE_OPERANDS and any(name not in promises.sizes for name in names):
         return False
@@ -59,7 +62,10 @@ def small(n: OnnxNode, promises: Promises) -> bool:
 
 
 def fold(n: OnnxNode, opset: int) -> list[np.ndarray]:
-    """The results of a node whose operands are all known, or optional and not given. It is written in `opset`."""
+    """Compute the results of a node whose operands are all known or optional and absent.
+
+    The node is written in `opset`.
+    """
     if n.kind in OTHERWISE:
         raise Refused("onnx's implementation of it does something else")
     arrays = [t.array if isinstance(t, KnownTensor) else None for t in n.operands]
@@ -71,16 +77,16 @@ def fold(n: OnnxNode, opset: int) -> list[np.ndarray]:
     feeds = {name: array for name, array in zip(names, arrays, strict=True) if array is not None}
     try:
         with np.errstate(all="ignore"):  # constants may hold infinities on purpose
-            found = _evaluator(node.SerializeToString(), opset).run(None, feeds)
+            outputs = _evaluator(node.SerializeToString(), opset).run(None, feeds)
     except Exception as error:  # onnx.reference raises whatever NumPy raises
         raise Refused(f"cannot be computed at import: {error}") from error
-    results = iter(found)
+    results = iter(outputs)
     return [np.asarray(next(results)) if name else np.empty(0) for name in n.proto.output]
 
 
 @lru_cache(maxsize=64)
 def _evaluator(serialised: bytes, opset: int) -> ReferenceEvaluator:
-    """What computes one node. Loops come to the same nodes again and again, and making it takes longer than running it."""
+    """Make the evaluator of one node. Loops repeat the same nodes, and making it takes longer than running it."""
     node = onnx.NodeProto.FromString(serialised)
 
     def values(these: Iterable[str]) -> list[onnx.ValueInfoProto]:

@@ -1,8 +1,8 @@
-"""Operators that are defined by other operators: a model's own functions, and those that ONNX defines so.
+"""Operators that other operators define: a model's own functions, and those that ONNX defines by a function.
 
-In: a node and a function. Out: what the function's results are, its nodes imported in the node's place. A function sees its own
-operands only; its nodes are read at the opset that the function names. Attributes that refer to the function's are replaced by
-what this call gives, or by their default.
+In: a node and a function. Out: the results of the function, whose nodes are imported in the node's place. A function
+sees its own operands only; its nodes are read at the opset that the function names. An attribute that refers to one of
+the function's gets the value in this call, or else the default.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from .versions import DOMAINS, OPSETS
 Identity = tuple[str, str, str]
 # Nodes that loops, branches and functions may add to a model in all.
 MOST_NODES = 10_000
-# How deep graphs may be inside each other: each level is some calls of Python's here, which has few.
+# The deepest nesting of graphs: each level takes some Python calls, whose number is limited.
 DEEPEST = 64
 
 
 class BodyImporter(Protocol):
-    """Who imports the nodes of a function or of a graph inside a node."""
+    """An importer of the nodes of a function, or of a graph inside a node."""
 
     def run_nodes(self, nodes: Sequence[onnx.NodeProto], scope: Scope) -> None: ...
 
 
 def identity(proto: onnx.NodeProto | onnx.FunctionProto) -> Identity:
-    """Domain, name and overload: what a call and its function agree in."""
+    """Return domain, name and overload, in which a call and its function agree."""
     name = proto.op_type if isinstance(proto, onnx.NodeProto) else proto.name
     return ("" if proto.domain in DOMAINS else proto.domain, name, proto.overload)
 
 
 def results_of(scope: Scope, names: Sequence[str]) -> list[Tensor]:
-    """Tensors by their names in a scope whose nodes have been imported."""
-    found = [scope.find(name) for name in names]
-    if any(map(is_lost, found)):
+    """Look up tensors by their names in a scope whose nodes have been imported."""
+    tensors = [scope.find(name) for name in names]
+    if any(map(is_lost, tensors)):
         raise NodeUnfinished
-    missing = [name for name, tensor in zip(names, found, strict=True) if tensor is None]
+    missing = [name for name, tensor in zip(names, tensors, strict=True) if tensor is None]
     if missing:
         raise Refused(f"{', '.join(missing)} is a result, but was not given as operand")
-    return [tensor for tensor in found if tensor is not None]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def call(importer: BodyImporter, n: OnnxNode, function: onnx.FunctionProto) -> list[Tensor]:
-    """The results of a call, in the order of the function."""
+    """Import a call and return its results in the order of the function."""
     name = identity(function)
     if name in n.scope.calls:
         raise Refused("the function calls itself")
@@ -61,10 +61,10 @@ def call(importer: BodyImporter, n: OnnxNode, function: onnx.FunctionProto) -> l
     opsets = {**n.scope.opsets, **opsets}
     if opsets[""] not in OPSETS:
         raise Refused(f"the function is written in opset {opsets['']}, which is not supported")
-    given = {a.name: a for a in n.attributes}
+    arguments = {a.name: a for a in n.attributes}
     attributes: dict[str, onnx.AttributeProto | None] = dict.fromkeys(function.attribute)
     attributes |= {a.name: a for a in function.attribute_proto}
-    attributes |= {name: given[name] for name in attributes if name in given}
+    attributes |= {name: arguments[name] for name in attributes if name in arguments}
     n.ignore(*attributes)
     scope = Scope(opsets, f"{n.name}/", f"{n.scope.path}{n.own_name}/", calls=(*n.scope.calls, name))
     for i, formal in enumerate(function.input):
@@ -75,7 +75,7 @@ def call(importer: BodyImporter, n: OnnxNode, function: onnx.FunctionProto) -> l
 
 
 def _filled_in(node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto | None]) -> onnx.NodeProto:
-    """The node with attributes in place of references to them."""
+    """Replace references to a function's attributes by these attributes."""
     if not any(a.ref_attr_name or a.HasField("g") or a.graphs for a in node.attribute):
         return node
     copy = onnx.NodeProto()
@@ -89,7 +89,7 @@ def _fill_in(node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto 
     for attribute in node.attribute:
         if attribute.ref_attr_name:
             value = attributes.get(attribute.ref_attr_name)
-            if value is None:  # an optional one that the call does not give
+            if value is None:  # an optional attribute that the call leaves out
                 continue
             named = onnx.AttributeProto()
             named.CopyFrom(value)
@@ -115,13 +115,16 @@ def _graphs(attribute: onnx.AttributeProto) -> Iterator[onnx.GraphProto]:
 
 @cache
 def has_definition(kind: str) -> bool:
-    """Whether ONNX defines a standard operator by others, in any opset."""
+    """Say whether ONNX defines a standard operator by other operators, in any opset."""
     schemas: list[Any] = [s for s in onnx.defs.get_all_schemas() if s.name == kind and s.domain == ""]
     return any(s.has_function or s.has_context_dependent_function for s in schemas)
 
 
 def definition(n: OnnxNode) -> onnx.FunctionProto | None:
-    """ONNX's definition of a standard operator by others, if it has one; it may depend on the types of the operands."""
+    """Return ONNX's definition of a standard operator by other operators, if any.
+
+    It may depend on the types of the operands.
+    """
     try:
         schema: Any = onnx.defs.get_schema(n.kind, n.opset, "")
     except onnx.defs.SchemaError:
@@ -139,5 +142,5 @@ def definition(n: OnnxNode) -> onnx.FunctionProto | None:
 
 
 def _newest(versions: Sequence[int], opset: int) -> int:
-    """The newest body not newer than the model; a newer one names its own opset and means the same."""
+    """Choose the newest body not newer than the model, else the oldest: it names its own opset and means the same."""
     return max((v for v in versions if v <= opset), default=min(versions))

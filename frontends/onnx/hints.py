@@ -1,10 +1,10 @@
-"""Placement hints of an ONNX model: the pipeline stages of its device configurations, and the layers that metadata names.
+"""Placement hints of an ONNX model: the pipeline stages of its device configurations, and the layers in its metadata.
 
-From IR version 11 on, a model may list configurations of devices, and a node may say for each in which pipeline stage it runs
-(`NodeProto.device_configurations`). The metadata key `layer_ann` of a node names the layer it is part of. A node inside a function, loop or
-branch has its own hints, or else those of the node it is written out for.
+From IR version 11 on, a model may list configurations of devices, and a node may give its pipeline stage in each
+(`NodeProto.device_configurations`). The metadata key `layer_ann` of a node names its layer. A node inside a function,
+loop or branch has its own hints, or else those of the node around it.
 
-Not kept are how tensors are sharded over devices, and the names of devices: stage i runs on device i of the cluster.
+How tensors are sharded over devices and the names of devices are not kept: stage i runs on device i of the cluster.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ LAYER = "layer_ann"
 
 
 class Marks:
-    """Hints as they are found, node by node; what is inside a node is seen before the node itself."""
+    """A collector of hints, node by node. Nodes inside a node come before the node itself."""
 
     def __init__(self) -> None:
         self._pipelines: dict[str, dict[str, int]] = {}
         self._layers: dict[str, str] = {}
 
     def take(self, node: onnx.NodeProto, ops: Iterable[Op]) -> None:
-        """Note the hints of a node for the operations that it became. What it reads may be anybody's."""
+        """Record the hints of a node for its operations, except reads and constants, which other nodes may share."""
         locs = {op.loc for op in ops if op.kind not in ("read", "const")}
         for entry in node.device_configurations:
             if entry.HasField("pipeline_stage"):

@@ -1,4 +1,4 @@
-"""ONNX operators that resize images and read them between their entries."""
+"""ONNX operators that resize images and sample them between their entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.frontends.formulas.elementwise import between, widened
-from penstock.frontends.formulas.layout import axis_of, cut, reshape, transpose
+from penstock.frontends.formulas.layout import axis_of, concat, cut, reshape, transpose
 from penstock.frontends.formulas.resizing import (
     LONGEST_MATRIX,
     Taps,
@@ -38,7 +38,7 @@ from .node import OnnxNode, Result, Rule
 
 
 def _places(n: OnnxNode, mode: str, size: int, count: int, scale: float, region: tuple[float, float]) -> np.ndarray:
-    """Where each entry of the result lies between the entries of the operand."""
+    """Compute the place of each entry of the result between the entries of the operand."""
     n.room(count * min(size, LONGEST_MATRIX))
     y, length = np.arange(count, dtype=np.float64), scale * size
     match mode:
@@ -76,10 +76,10 @@ def _nearest(n: OnnxNode, at: np.ndarray, size: int, mode: str) -> np.ndarray:
 
 
 def _sizes(n: OnnxNode, dims: Sequence[int], axes: Sequence[int]) -> tuple[list[float], list[int]]:
-    """Scale and new size of each of the axes, from whichever of scales and sizes is given."""
+    """Return scale and new size of each of the axes, from the operand that is present: scales or sizes."""
     last = 1 if n.count < 3 else 2
-    given = n.constants({last: "the list of scales", 3: "the list of sizes"})
-    scales = given[last].astype(float).tolist() if last in given else []
+    operands = n.constants({last: "the list of scales", 3: "the list of sizes"})
+    scales = operands[last].astype(float).tolist() if last in operands else []
     if scales:
         n.require(len(scales) == len(axes), f"{len(scales)} scales do not fit {len(axes)} axes")
         n.require(min(scales) > 0, f"scales {scales} must be positive")
@@ -129,9 +129,7 @@ def _resize(n: OnnxNode) -> Result:
     n.require(len(region) == 2 * len(axes), f"a region of {len(region)} numbers does not fit {len(axes)} axes")
     outside = n.float_attr("extrapolation_value")
     n.require(mode in ("nearest", "linear", "cubic"), f"mode={mode} is not known")
-    n.ignore(
-        "antialias", "cubic_coeff_a", "exclude_outside", "keep_aspect_ratio_policy"
-    )  # where the mode does not use them
+    n.ignore("antialias", "cubic_coeff_a", "exclude_outside", "keep_aspect_ratio_policy")  # not every mode uses these
     y = x
     for i, (axis, scale, count) in enumerate(zip(axes, scales, sizes, strict=True)):
         size, span = dims[axis], (region[i], region[i + len(axes)])
@@ -179,7 +177,7 @@ def _affine_grid(n: OnnxNode) -> Result:
 
 
 def _regions(n: OnnxNode, rois: Value, first: int, count: int, samples: int) -> Value:
-    """Sample positions along one dimension (0: x, 1: y) of each region, [regions, count, samples]."""
+    """Compute sample positions along one dimension (0: x, 1: y) of each region, [regions, count, samples]."""
     scale, shift = n.float_attr("spatial_scale", 1.0), 0.0
     half = (
         n.text_attr("coordinate_transformation_mode", "half_pixel" if n.opset >= 16 else "output_half_pixel")
@@ -223,9 +221,9 @@ def _roi_align(n: OnnxNode) -> Result:
     keep = reshape(n, valid, (*shape, 1))
     bins = (count, rows, samples, columns, samples, x.type.dims[1])
     if mode == "avg":
-        found = n.emit("where", keep, read_between(n, x, which, places, "linear", ends_outside(n)), 0.0)
-        total = n.emit("mean", reshape(n, found, bins), axes=(2, 4))
-    else:  # the largest share of a neighbour, not of a weighted sum
+        samples_read = n.emit("where", keep, read_between(n, x, which, places, "linear", ends_outside(n)), 0.0)
+        total = n.emit("mean", reshape(n, samples_read, bins), axes=(2, 4))
+    else:  # the largest share of a single neighbour, not of a weighted sum
         shares = corners_at(n, x, which, places, "linear", ends_outside(n))
         best = shares[0]
         for share in shares[1:]:
@@ -235,7 +233,7 @@ def _roi_align(n: OnnxNode) -> Result:
 
 
 def _deform_conv(n: OnnxNode) -> Result:
-    """Every tap of the kernel reads its own place between the entries; then a product with the weights."""
+    """Sample the operand for every tap of the kernel at its own place, then multiply with the weights."""
     x, w, offset = n.value(0), n.value(1), n.value(2)
     n.require(x.type.rank == 4, f"needs two spatial dimensions, got {x.type}")
     batch, channels, *_ = x.type.dims
@@ -267,9 +265,10 @@ def _deform_conv(n: OnnxNode) -> Result:
         base.append((tap * dilations[d] + line * strides[d] - pads[d]).astype(dtype))
     parts = []
     for g in range(shifts):
-        own = cut(n, moved, 1, g, g + 1)
+        offsets = cut(n, moved, 1, g, g + 1)
         at = [
-            n.emit("add", reshape(n, cut(n, own, 3, d, d + 1), (batch, taps, rows, columns)), base[d]) for d in (0, 1)
+            n.emit("add", reshape(n, cut(n, offsets, 3, d, d + 1), (batch, taps, rows, columns)), base[d])
+            for d in (0, 1)
         ]
         value = read_between(
             n, cut(n, x, 1, g * size, (g + 1) * size), images(n, batch, 4), at, "linear", zeros_outside(n)
@@ -278,7 +277,7 @@ def _deform_conv(n: OnnxNode) -> Result:
             mask = reshape(n, n.value(4), (batch, shifts, taps, rows, columns))
             value = n.emit("mul", value, reshape(n, cut(n, mask, 1, g, g + 1), (batch, taps, rows, columns, 1)))
         parts.append(transpose(n, value, (0, 4, 1, 2, 3)))
-    columns_of = parts[0] if len(parts) == 1 else n.emit("concat", *parts, axis=1)
+    columns_of = concat(n, parts, 1)
     flat = reshape(n, columns_of, (batch, groups, per_group * taps, rows * columns))
     y = n.emit("matmul", reshape(n, w, (groups, outs // groups, per_group * taps)), flat)
     y = reshape(n, y, (batch, outs, rows, columns))

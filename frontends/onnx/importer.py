@@ -1,16 +1,17 @@
-"""ONNX file in, Module and weights out.
+"""The importer of ONNX: reads a file and returns a Module and its weights.
 
-The module has one graph `main`: the model's inputs, its outputs, one operation or a few per node, in the order of the file, each with
-the node's name as its `loc`. Tensor names are kept (names.py says how others are spelled). Supported are opsets 7 to 28 of the default
-domain; every size is a number once `dims` has bound the symbolic ones, and inputs that `known` binds to values are inputs no more.
+The module has one graph `main`: the model's inputs, its outputs, and one or a few operations per node, in the order of
+the file. Each has the node's name as its `loc`. Tensor names are kept (names.py says how illegal ones are spelled).
+Opsets 7 to 28 of the default domain are supported. Every size is a number once `dims` has bound the symbolic ones.
+Inputs that `known` binds to values are not inputs of the module.
 
-trained.py says which initializers are parameters. All others are constants. What depends on constants alone is computed
-here. Small constants and those with one value throughout become `const`, the rest buffers. An initializer used by
-several nodes stays one variable, read once.
+trained.py decides which initializers are parameters. All others are constants. Results that depend on constants alone
+are computed here. Constants that are small or have one value throughout become `const`, larger ones buffers. An
+initializer used by several nodes stays one variable, read once.
 
-A node is, in this order: a call of one of the model's functions (functions.py), control flow or a sequence (control.py, sequences.py),
-computed here because its operands are known (folding.py), written by its rule (table.py), or written out by the definition that ONNX gives
-for its operator. All nodes that cannot be imported are listed by one CannotImport.
+A node is tried as, in this order: a call of one of the model's functions (functions.py), control flow or a sequence
+(control.py, sequences.py), a computation on known operands (folding.py), an operator with a rule (table.py), and an
+operator that ONNX defines by a function. One CannotImport lists all nodes that cannot be imported.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from .tensors import (
 from .trained import Trained
 from .versions import CHANGED, DOMAINS, UPGRADES, opsets_of, upgrade
 
-# What rules, the op table and NumPy raise for operands and attributes that do not fit each other.
+# Errors that rules, the op table and NumPy raise for operands and attributes that do not fit each other.
 _DO_NOT_FIT = (Refused, TypeError, ValueError, IndexError, ArithmeticError)
 
 
@@ -68,8 +69,11 @@ def import_onnx(
     frozen: str | None = None,
     trained: str | None = None,
 ) -> Imported:
-    """The model at `path` as a Module. `dims` gives sizes for symbolic dimensions by name, `known` elements for inputs; `frozen` and
-    `trained` are patterns of names of initializers."""
+    """Import the model at `path` as a Module.
+
+    `dims` gives sizes for symbolic dimensions by name, `known` elements for inputs. `frozen` and `trained` are patterns
+    of names of initializers.
+    """
     source = ModelFile(path)
     where = str(source.path)
     opsets = opsets_of(source)
@@ -78,7 +82,7 @@ def import_onnx(
     try:
         bound = bind(graph, dims or {}, known or {}, where)
     except UsageError as error:
-        if unknown := _unknown_operators(source):  # which say more together
+        if unknown := _unknown_operators(source):  # both lists together say more
             raise CannotImport(where, [*unknown, *error.what.splitlines()[1:]], hint=error.hint) from error
         raise
     findings = Findings()
@@ -97,7 +101,7 @@ def import_onnx(
 
 
 def _check(source: ModelFile) -> None:
-    """A file that is no valid model is a usage error, unless an operator that nobody knows is all there is against it."""
+    """Raise a usage error for an invalid model, or CannotImport if its only fault is an unknown operator."""
     problem = source.check()
     if not problem:
         return
@@ -107,32 +111,38 @@ def _check(source: ModelFile) -> None:
 
 
 def _unknown_operators(source: ModelFile) -> list[str]:
-    """The nodes whose operators are not supported on any operands."""
-    own = {identity(f) for f in source.model.functions}
-    nodes = [(i, node) for i, node in enumerate(source.model.graph.node) if identity(node) not in own]
+    """List the nodes whose operators are not supported on any operands."""
+    functions = {identity(f) for f in source.model.functions}
+    nodes = [(i, node) for i, node in enumerate(source.model.graph.node) if identity(node) not in functions]
     return [row(node_name(node, i), node, reason) for i, node in nodes if (reason := _why_unknown(node))]
 
 
 def _behind_rounded_pools(graph: onnx.GraphProto) -> set[str]:
-    """Tensors whose declared shape may be wrong: exporters take it from shape inference, which counted one window too many."""
-    found: set[str] = set()
+    """Find tensors whose declared shape may be wrong.
+
+    Exporters take it from shape inference, which counted a window too many.
+    """
+    doubtful: set[str] = set()
     for node in graph.node:
-        if rounds_up(node) or not found.isdisjoint(node.input):
-            found.update(node.output)
-    return found
+        if rounds_up(node) or not doubtful.isdisjoint(node.input):
+            doubtful.update(node.output)
+    return doubtful
 
 
 # ---------------------------------------------------------------------------------------- the import itself
 
 
 class _Importer:
-    """State of one import: the graph built so far, and what is to be reported. `scope` holds the names of the model's own graph."""
+    """State of one import: the graph so far, and the findings to report.
+
+    `scope` holds the names of the model's own graph.
+    """
 
     def __init__(self, source: ModelFile, opsets: Mapping[str, int], findings: Findings, trained: Trained) -> None:
         graph = source.model.graph
         every = [v.name for v in graph.input] + [o for n in graph.node for o in n.output]
         every += [t.values.name for t in graph.sparse_initializer]
-        # By the graph object: protobuf gives the same one again as long as this list holds it.
+        # By the graph object: protobuf returns the same one again as long as this list holds it.
         self.stored = stored_in(graph)
         self.labels: dict[int, dict[str, str]] = {}
         for label, owner, tensor in self.stored:
@@ -156,14 +166,14 @@ class _Importer:
         for name, reason in bound.odd.items():
             self.findings.problems.append(f"input {name}: {reason}")
             tensors[name] = Lost(None)
-        for name, given in bound.known.items():
+        for name, elements in bound.known.items():
             self.findings.bound.append(name)
-            if isinstance(given, list):
+            if isinstance(elements, list):
                 tensors[name] = TensorList(
-                    tuple(KnownTensor(self.builder.names.new(f"{name}.{i}"), array) for i, array in enumerate(given))
+                    tuple(KnownTensor(self.builder.names.new(f"{name}.{i}"), array) for i, array in enumerate(elements))
                 )
             else:
-                tensors[name] = Empty() if given is None else KnownTensor(name, given)
+                tensors[name] = Empty() if elements is None else KnownTensor(name, elements)
         for value in graph.input:
             if value.name not in bound.shapes:
                 continue
@@ -173,10 +183,10 @@ class _Importer:
                 self.findings.problems.append(f"input {value.name}: {error}")
                 tensors[value.name] = Lost(None)
                 continue
-            found = Value(self.builder.names[value.name], TensorType(dtype, bound.shapes[value.name]))
-            self.inputs.append(found)
-            self.builder.inputs[found] = value.name
-            tensors[value.name] = found
+            entry = Value(self.builder.names[value.name], TensorType(dtype, bound.shapes[value.name]))
+            self.inputs.append(entry)
+            self.builder.inputs[entry] = value.name
+            tensors[value.name] = entry
 
     def take_initializers(self, graph: onnx.GraphProto) -> None:
         for tensor in graph.initializer:
@@ -187,7 +197,7 @@ class _Importer:
     def _initializer(self, tensor: onnx.TensorProto, label: str) -> Tensor:
         try:
             kind = self.source.type_of(tensor)
-        except ValueError:  # said when a node uses it as a tensor: as a number it may be harmless
+        except ValueError:  # reported when a node uses it as a tensor: as a number it may be harmless
             return KnownTensor(label, self.source.array(tensor))
         return (
             OnnxWeight(label, kind, tensor)
@@ -196,8 +206,11 @@ class _Importer:
         )
 
     def open_graph(self, graph: onnx.GraphProto, n: OnnxNode, part: str) -> Scope:
-        """A scope around a graph inside a node, with its initializers: all its runs, also by runs of what is around, share them. In a
-        function, whose nodes are read anew at each call, those of one place in it do."""
+        """Open a scope around a graph inside a node, with its initializers.
+
+        All its runs share these, also runs by repetitions of the graphs around it. In a function, whose nodes are read
+        anew at each call, the calls of one place share them.
+        """
         scope = n.scope.inside(f"{n.own_name}/", f"{n.own_name}/{part}/")
         labels = self.labels.get(id(graph), {})
         for tensor in graph.initializer:
@@ -229,14 +242,14 @@ class _Importer:
             raise NodeUnfinished
 
     def take_node(self, proto: onnx.NodeProto, index: int, scope: Scope) -> None:
-        """Import one node into a scope; what cannot be imported is noted, and its results are lost."""
+        """Import one node into a scope. If it cannot be imported, record why, and mark its results as lost."""
         promises = Promises()
         results, first = None, len(self.builder.ops)
         try:
             node = OnnxNode(self.builder, proto, index, scope)
             if identity(proto) not in self.functions and (reason := _why_unknown(proto)):
                 raise Refused(reason)
-            if any(map(is_lost, node.operands)):  # nothing can be said
+            if any(map(is_lost, node.operands)):  # the node cannot be judged
                 raise NodeUnfinished
             if proto.op_type not in CONTROL:
                 promises = promised_by_node(node)
@@ -268,7 +281,7 @@ class _Importer:
             cause = cause.__cause__
 
     def _results(self, node: OnnxNode, promises: Promises) -> Sequence[Result]:
-        """What a node gives."""
+        """Import a node as a call, control flow, folded constants or by its rule, and return its results."""
         function = self.functions.get(identity(node.proto))
         if function is not None:
             return _all_read(node, call(self, node, function))
@@ -286,16 +299,16 @@ class _Importer:
             and node.opset >= CHANGED.get(node.kind, 0)
         ):
             try:
-                found = fold(node, written_in)
+                folded = fold(node, written_in)
                 self.findings.folded.append(node.name)
-                return found
+                return folded
             except Refused as error:
                 note = f"; {error}"
         try:
             rule = rule_of(node.proto.domain, node.kind)
             if rule is not None:
-                given = rule(node)
-                return _all_read(node, given if isinstance(given, list | tuple) else (given,))
+                written = rule(node)
+                return _all_read(node, written if isinstance(written, list | tuple) else (written,))
             function = definition(node) if standard else None
             if function is None:
                 raise Refused("not supported on operands that are not known at import")
@@ -311,7 +324,7 @@ class _Importer:
             raise Refused(f"operands and attributes do not fit the operator: {error}{note}") from error
 
     def complain(self) -> None:
-        """Raise when anything could not be imported."""
+        """Raise an error if anything could not be imported."""
         twice = [name for name, times in Counter(v.name for v in self.source.model.graph.output).items() if times > 1]
         if twice:
             raise UsageError(f"output {', '.join(twice)} is listed more than once", where=str(self.source.path))
@@ -336,25 +349,25 @@ class _Importer:
         hints = self.marks.hints()
         names = builder.names.changed(values | set(module.vars))
         seen = [*(v.name for v in module.inputs), *module.outputs, *module.vars]
-        said = report(self.findings, ops, module.vars, dims, len(source.model.graph.node), self._unused(module.vars))
+        lines = report(self.findings, ops, module.vars, dims, len(source.model.graph.node), self._unused(module.vars))
         return Imported(
             module,
             {name: builder.weights[name] for name in module.vars},
             source.digest(),
-            (*said, *told_renames({name: names[name] for name in seen if name in names}), *hints.report()),
+            (*lines, *told_renames({name: names[name] for name in seen if name in names}), *hints.report()),
             names,
             hints=hints,
         )
 
     def _outputs(self) -> list[tuple[str, Value]]:
-        """The model's outputs, each with its name."""
-        found = []
+        """Return the model's outputs, each with its name."""
+        outputs = []
         for proto in self.source.model.graph.output:
             tensor = self.scope.tensors[proto.name]
             value = self.builder.value_of(tensor) if isinstance(tensor, KnownTensor | OnnxWeight) else tensor
             assert isinstance(value, Value)
-            found.append((self.builder.names[proto.name], value))
-        return found
+            outputs.append((self.builder.names[proto.name], value))
+        return outputs
 
     def _unused(self, variables: Mapping[str, Var]) -> list[str]:
         stored = {self.builder.names[t.name]: t.name for t in self.source.model.graph.initializer}
@@ -375,8 +388,8 @@ def _all_read(node: OnnxNode, results: Sequence[Result]) -> Sequence[Result]:
     return results
 
 
-def _compare(proto: onnx.NodeProto, results: Sequence[Result], promises: Promises, who: str) -> None:
-    """Each result against what is promised for it."""
+def _compare(proto: onnx.NodeProto, results: Sequence[Result], promises: Promises, authority: str) -> None:
+    """Compare each result with the type that is promised for it."""
     if len(results) < sum(1 for name in proto.output if name):
         raise Refused(f"only the first {len(results)} results are supported")
     for name, result in zip(proto.output, results, strict=False):
@@ -384,13 +397,13 @@ def _compare(proto: onnx.NodeProto, results: Sequence[Result], promises: Promise
         array = result.array if isinstance(result, KnownTensor) else result
         if promised is None or isinstance(array, TensorList | Empty):
             continue
-        found = TensorType(dtype_of(array.dtype), array.shape) if isinstance(array, np.ndarray) else array.type
-        if found is not None and found != promised:
-            raise Refused(f"result {name} comes out as {found}, but {who} says {promised}")
+        actual = TensorType(dtype_of(array.dtype), array.shape) if isinstance(array, np.ndarray) else array.type
+        if actual is not None and actual != promised:
+            raise Refused(f"result {name} comes out as {actual}, but {authority} says {promised}")
 
 
 def _why_unknown(node: onnx.NodeProto) -> str:
-    """Why a node's operator as such is not supported; empty when it has a rule, a definition, or may be folded."""
+    """Say why a node's operator is unsupported. Return "" if it has a rule or a definition, or may be folded."""
     if rule_of(node.domain, node.op_type) is not None:
         return ""
     if node.domain in OTHERS:

@@ -1,4 +1,4 @@
-"""ONNX operators that find elements by the values of an index tensor or of lengths, put them in an order, or accumulate along one."""
+"""ONNX operators that look up elements by an index tensor or by lengths, sort them, or accumulate along a dimension."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from penstock.frontends.formulas.indexing import entries, from_the_front, positions
-from penstock.frontends.formulas.layout import axis_of, cut, reshape
+from penstock.frontends.formulas.layout import axis_of, cut, entry, reshape
 from penstock.frontends.formulas.scans import cumulative_product
 
 from .node import OnnxNode, Result, Rule
@@ -20,10 +20,7 @@ def _gather(n: OnnxNode) -> Result:
     if indices is None or indices.ndim:
         return n.emit("gather", x, n.value(1), axis=axis)
     # One known entry is a slice: its gradient is padding, not a scatter.
-    size = x.type.dims[axis]
-    at = int(indices)
-    n.require(-size <= at < size, f"index {at} is outside dimension {axis} of {x.type}")
-    return reshape(n, cut(n, x, axis, at % size, at % size + 1), x.type.dims[:axis] + x.type.dims[axis + 1 :])
+    return entry(n, x, axis, int(indices))
 
 
 def _gather_elements(n: OnnxNode) -> Result:
@@ -52,7 +49,7 @@ def _one_hot(n: OnnxNode) -> Result:
 
 def _topk(n: OnnxNode) -> Sequence[Result]:
     x = n.value()
-    n.ignore("sorted")  # sorted is one of the orders that may come when it does not matter
+    n.ignore("sorted")  # if the order does not matter, sorted is as good as any
     axis = axis_of(n, n.int_attr("axis", -1), x.type.rank)
     return n.emit_all("topk", 2, x, k=n.ints(1, "k")[0], axis=axis, largest=bool(n.int_attr("largest", 1)))
 
@@ -82,14 +79,16 @@ def _gather_nd(n: OnnxNode) -> Result:
     n.require(1 <= depth <= x.type.rank - shared, f"indices {indices.type} are too deep for {x.type}")
     for i in range(depth):
         n.require_inside(cut(n, flat, 2, i, i + 1), x.type.dims[shared + i])
-    own = n.emit("broadcast", n.emit("iota", dtype="i64", shape=(batch, 1, 1), axis=0), shape=(batch, prod(places), 1))
+    batches = n.emit(
+        "broadcast", n.emit("iota", dtype="i64", shape=(batch, 1, 1), axis=0), shape=(batch, prod(places), 1)
+    )
     table = reshape(n, x, (batch, *x.type.dims[shared:]))
-    y = n.emit("gather", *entries(n, table, n.emit("concat", own, flat, axis=2)), axis=0)
+    y = n.emit("gather", *entries(n, table, n.emit("concat", batches, flat, axis=2)), axis=0)
     return reshape(n, y, (*lead, *places, *x.type.dims[shared + depth :]))
 
 
 def _reverse_sequence(n: OnnxNode) -> Result:
-    """The first entries of each sequence, as many as its length, in the other order."""
+    """Reverse the first entries of each sequence, as many as its length."""
     x, batch, time = n.value(), n.int_attr("batch_axis", 1), n.int_attr("time_axis")
     n.require({batch, time} == {0, 1}, f"batch_axis={batch} and time_axis={time} must be 0 and 1")
     sizes = x.type.dims[:2]

@@ -1,10 +1,11 @@
-"""What ONNX's shape inference promises of the results of nodes.
+"""Types of node results, as ONNX's shape inference promises them.
 
-It is asked node by node, with the types that the operands have here. What it says is a check on our rules, the type of results that are
-lost, and how large a result will be that is to be computed at import; nothing is taken from it that a rule could not tell.
+Shape inference runs node by node, with the types that the operands have here. Its answers check our rules, give the
+type of lost results, and say how large a result to be computed at import will be. No import depends on them for
+anything that a rule could not derive.
 
-Shape inference is native code which trusts what it is given: over whole graphs, files that its checker accepts end the process. A single
-node whose operands have static types is what it is made for; `_harmless` keeps the rest from it.
+Shape inference is native code that trusts its input: run over whole graphs, it ends the process for files that its
+checker accepts. It is made for single nodes whose operands have static types. `_harmless` keeps other nodes from it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from .node import OnnxNode
 from .source import SMALL, our_dtype
 from .tensors import Empty, KnownTensor, Tensor, TensorList
 
-# Attributes that name dimensions of operands, and operators whose results have dimensions that the operands have
-# not, or that take one behind the last.
+# Attributes that name dimensions of operands; and operators whose results have dimensions that the operands lack, or
+# that take one behind the last.
 _PLACES = ("axis", "axes", "batch_axis", "time_axis", "perm")
 _NEW_PLACES = ("Unsqueeze", "Flatten", "OneHot")
-# What it raises: its own errors, and Python's for what native code throws (out of range, a bad length, text that is none).
+# Errors that it raises: its own, and Python's for native exceptions (out of range, a bad length, bytes that are no
+# text).
 _RAISED = (
     onnx.shape_inference.InferenceError,
     onnx.checker.ValidationError,
@@ -42,8 +44,11 @@ _RAISED = (
 
 @dataclass(frozen=True)
 class Promises:
-    """About results by their names: the types of those that are tensors of an element type that we have, every size a number; and how many
-    elements those have whose sizes are numbers, of whatever type they are."""
+    """The promised types and sizes of results by their names.
+
+    `types` are those of tensors whose element type has a counterpart here and whose sizes are all numbers. `sizes` are
+    the counts of elements of all tensors whose sizes are numbers.
+    """
 
     types: Mapping[str, TensorType] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -66,7 +71,10 @@ def promises_of(inferred: Mapping[str, onnx.TypeProto]) -> Promises:
 
 
 def type_proto(tensor: Tensor | None) -> onnx.TypeProto | None:
-    """The type of an operand as ONNX says it, an empty one when it is not given; None when it is no tensor of known type."""
+    """Return the type of an operand in ONNX's form.
+
+    It is empty if the operand is absent, and None if it is no tensor of known type.
+    """
     match tensor:
         case None:
             return onnx.TypeProto()
@@ -80,7 +88,10 @@ def type_proto(tensor: Tensor | None) -> onnx.TypeProto | None:
 
 
 def promised_by_node(n: OnnxNode) -> Promises:
-    """The types of one node's results by its operands; nothing about operators that ONNX does not know or that contain graphs."""
+    """Infer the types of one node's results from its operands.
+
+    Return nothing for unknown operators and those that contain graphs.
+    """
     proto, types, data = n.proto, {}, {}
     for name, tensor in zip(proto.input, n.operands, strict=True):
         kind = type_proto(tensor)
@@ -96,22 +107,27 @@ def promised_by_node(n: OnnxNode) -> Promises:
     try:
         schema = onnx.defs.get_schema(proto.op_type, n.opset, proto.domain)
         imports = [make_opsetid(domain, version) for domain, version in n.scope.opsets.items()]
-        found = promises_of(onnx.shape_inference.infer_node_outputs(schema, proto, types, data, None, imports))
-    except _RAISED:  # the rule then says what is wrong with the node
+        promises = promises_of(onnx.shape_inference.infer_node_outputs(schema, proto, types, data, None, imports))
+    except _RAISED:  # the rule then reports the fault of the node
         return Promises()
-    return Promises({}, found.sizes) if _mistaken(proto, n.opset) else found
+    return Promises({}, promises.sizes) if _mistaken(proto, n.opset) else promises
 
 
 def _mistaken(proto: onnx.NodeProto, opset: int) -> bool:
-    """Whether shape inference is known to be wrong: it takes a transform that does not say so for a
-    two-sided one, and counts a window too many."""
+    """Say whether shape inference is known to be wrong for a node.
+
+    It takes an STFT without `onesided` for a two-sided one, and counts a window too many in some pools.
+    """
     both_sides = proto.op_type == "STFT" and all(a.name != "onesided" for a in proto.attribute)
     return both_sides or (opset < 22 and rounds_up(proto))
 
 
 def _harmless(proto: onnx.NodeProto, ranks: Collection[int]) -> bool:
-    """Whether shape inference may see a node: it ends the process for a Split whose number of results is not what it says, and for some
-    operators that name dimensions which their operands do not have."""
+    """Say whether shape inference may see a node.
+
+    It ends the process for a Split whose number of results is not the one it states, and for some operators that name
+    dimensions which their operands do not have.
+    """
     most, fewest = max(ranks, default=0), min(ranks, default=0)
     for a in proto.attribute:
         if a.HasField("g") or a.graphs:
@@ -129,5 +145,5 @@ def _harmless(proto: onnx.NodeProto, ranks: Collection[int]) -> bool:
 
 
 def rounds_up(proto: onnx.NodeProto) -> bool:
-    """Whether a node is a pool of which shape inference, before opset 22, may count one window too many."""
+    """Say whether a node is a pool for which shape inference, before opset 22, may count one window too many."""
     return bool(proto.op_type.endswith("Pool") and any(a.name == "ceil_mode" and a.i for a in proto.attribute))

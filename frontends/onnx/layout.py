@@ -1,6 +1,6 @@
 """ONNX operators that move elements: shapes, slices, padding. All shapes are numbers by the time a rule runs.
 
-`Shape` and `Size` give arrays, so a chain that computes with shapes is folded away node by node as it is read.
+`Shape` and `Size` give arrays, so a chain of computations on shapes is folded away node by node as it is read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 
-from penstock.frontends.formulas.layout import axis_of, cut, reshape, tile, transpose, triangle
+from penstock.frontends.formulas.layout import axis_of, cut, cut_negative, reshape, tile, transpose, triangle
 from penstock.frontends.writer import Refused
 from penstock.ir.graph import Value
 from penstock.ir.types import broadcast_shapes, dtype_of, numpy_dtype
@@ -21,7 +21,7 @@ from .source import our_dtype
 
 
 def reshaped(n: OnnxNode, shape: Sequence[int]) -> Result:
-    """Operand 0 in another shape; nothing is written when it has that shape already."""
+    """Reshape operand 0. Write nothing if it has that shape already."""
     return n.tensor(0) if n.type().shape == tuple(shape) else reshape(n, n.value(), shape)
 
 
@@ -34,9 +34,9 @@ def _reshape(n: OnnxNode) -> Result:
             wanted[i] = dims[i]
     if -1 in wanted:
         i = wanted.index(-1)
-        rest = math.prod(wanted[:i] + wanted[i + 1 :])
-        n.require(-1 not in wanted[i + 1 :] and rest > 0, f"shape {wanted} leaves more than one size open")
-        wanted[i] = math.prod(dims) // rest
+        others = math.prod(wanted[:i] + wanted[i + 1 :])
+        n.require(-1 not in wanted[i + 1 :] and others > 0, f"shape {wanted} leaves more than one size open")
+        wanted[i] = math.prod(dims) // others
     return reshaped(n, wanted)
 
 
@@ -64,8 +64,8 @@ def _unsqueeze(n: OnnxNode) -> Result:
     wanted = n.ints(1, "the list of axes")
     axes = {axis_of(n, a, len(dims) + len(wanted)) for a in wanted}
     n.require(len(axes) == len(wanted), f"axes {list(wanted)} name a dimension twice")
-    rest = iter(dims)
-    return reshaped(n, [1 if i in axes else next(rest) for i in range(len(dims) + len(axes))])
+    kept = iter(dims)
+    return reshaped(n, [1 if i in axes else next(kept) for i in range(len(dims) + len(axes))])
 
 
 def _transpose(n: OnnxNode) -> Result:
@@ -88,8 +88,8 @@ def _split(n: OnnxNode) -> Sequence[Result]:
     x = n.value()
     axis = axis_of(n, n.int_attr("axis"), x.type.rank)
     size, parts = x.type.dims[axis], len(n.proto.output)
-    given = n.int_attr("num_outputs", parts)
-    n.require(given == parts, f"num_outputs is {given}, but there are {parts} results")
+    promised = n.int_attr("num_outputs", parts)
+    n.require(promised == parts, f"num_outputs is {promised}, but there are {parts} results")
     if n.has(1):
         sizes = n.ints(1, "the list of sizes")
     else:
@@ -108,9 +108,11 @@ def _split(n: OnnxNode) -> Sequence[Result]:
 
 def _slice(n: OnnxNode) -> Result:
     x, dims = n.type(), n.type().dims
-    given = n.all_ints({1: "the list of starts", 2: "the list of ends", 3: "the list of axes", 4: "the list of steps"})
-    starts, ends = given[1], given[2]
-    axes, steps = given.get(3, tuple(range(len(starts)))), given.get(4, (1,) * len(starts))
+    operands = n.all_ints(
+        {1: "the list of starts", 2: "the list of ends", 3: "the list of axes", 4: "the list of steps"}
+    )
+    starts, ends = operands[1], operands[2]
+    axes, steps = operands.get(3, tuple(range(len(starts)))), operands.get(4, (1,) * len(starts))
     n.require(len(starts) == len(ends) == len(axes) == len(steps), "starts, ends, axes and steps differ in length")
     bounds = [(0, size, 1) for size in dims]
     backward: dict[int, list[int]] = {}
@@ -136,16 +138,14 @@ def _slice(n: OnnxNode) -> Result:
 def _pad(n: OnnxNode) -> Result:
     x = n.value()
     dims, mode = x.type.dims, n.text_attr("mode", "constant")
-    given = n.all_ints({1: "the padding", 3: "the list of axes"})
-    pads, axes = given[1], [axis_of(n, a, len(dims)) for a in given.get(3, range(len(dims)))]
+    operands = n.all_ints({1: "the padding", 3: "the list of axes"})
+    pads, axes = operands[1], [axis_of(n, a, len(dims)) for a in operands.get(3, range(len(dims)))]
     n.require(len(pads) == 2 * len(axes), f"{len(pads)} paddings do not fit {len(axes)} axes")
     low, high = [0] * len(dims), [0] * len(dims)
     for i, axis in enumerate(axes):
         low[axis], high[axis] = pads[i], pads[i + len(axes)]
     if mode == "constant":
-        for axis, size in enumerate(dims):  # negative padding cuts
-            x = cut(n, x, axis, max(0, -low[axis]), size - max(0, -high[axis]))
-        low, high = [max(0, p) for p in low], [max(0, p) for p in high]
+        x, low, high = cut_negative(n, x, low, high)
         if not any(low + high):
             return x
         if n.has(2) and isinstance(n.tensor(2), Value):
@@ -166,9 +166,11 @@ def _pad(n: OnnxNode) -> Result:
 
 
 def _filled(n: OnnxNode, x: Value, filler: Value, low: Sequence[int], high: Sequence[int]) -> Value:
-    """x with a number around it that is computed at run time."""
-    own = n.emit("pad", n.emit("const", value=True, dtype="bool", shape=x.type.dims), low=tuple(low), high=tuple(high))
-    return n.emit("where", own, n.emit("pad", x, low=tuple(low), high=tuple(high)), filler)
+    """Pad x with a number that is computed at run time."""
+    inside = n.emit(
+        "pad", n.emit("const", value=True, dtype="bool", shape=x.type.dims), low=tuple(low), high=tuple(high)
+    )
+    return n.emit("where", inside, n.emit("pad", x, low=tuple(low), high=tuple(high)), filler)
 
 
 def _tile(n: OnnxNode) -> Result:
@@ -182,10 +184,10 @@ def _trilu(n: OnnxNode) -> Result:
     rows, columns = x.type.dims[-2:]
     upper = n.int_attr("upper", 1)  # column >= row + k, that is not column <= row + k - 1
     if n.has(1) and isinstance(n.tensor(1), Value):
-        given = n.emit(
+        limited = n.emit(
             "minimum", n.emit("maximum", reshape(n, n.value(1), ()), -rows), columns
         )  # so that no sum overflows
-        diagonal: Value | int = n.emit("sub", given, 1) if upper else given
+        diagonal: Value | int = n.emit("sub", limited, 1) if upper else limited
     else:
         known = int(n.constant(1, "the diagonal").item()) if n.has(1) else 0
         diagonal = max(-rows, min(columns, known)) - bool(upper)
@@ -227,8 +229,8 @@ def _range(n: OnnxNode) -> Result:
     )
     start, limit, delta = (array.reshape(()) for array in (start, limit, delta))
     count = n.room(max(0, math.ceil((limit.item() - start.item()) / delta.item())))
-    found: np.ndarray = (start + np.arange(count, dtype=start.dtype) * delta).astype(start.dtype)
-    return found
+    numbers: np.ndarray = (start + np.arange(count, dtype=start.dtype) * delta).astype(start.dtype)
+    return numbers
 
 
 def _eye_like(n: OnnxNode) -> Result:
@@ -247,10 +249,12 @@ def _depth_to_space(n: OnnxNode) -> Result:
     )
     n.require(mode in ("DCR", "CRD"), f"mode={mode} is not known")
     batch, channels, height, width = x.type.dims
-    own = channels // (block * block)
-    shape = (batch, block, block, own, height, width) if mode == "DCR" else (batch, own, block, block, height, width)
+    depth = channels // (block * block)
+    shape = (
+        (batch, block, block, depth, height, width) if mode == "DCR" else (batch, depth, block, block, height, width)
+    )
     perm = (0, 3, 4, 1, 5, 2) if mode == "DCR" else (0, 1, 4, 2, 5, 3)
-    return reshape(n, transpose(n, reshape(n, x, shape), perm), (batch, own, height * block, width * block))
+    return reshape(n, transpose(n, reshape(n, x, shape), perm), (batch, depth, height * block, width * block))
 
 
 def _space_to_depth(n: OnnxNode) -> Result:

@@ -1,14 +1,15 @@
-"""Operators of domain com.microsoft that exporters and onnxruntime's optimiser write: activations,
-normalisations, attention, fused products.
+"""Operators of domain com.microsoft that exporters and onnxruntime's optimiser write.
 
-Their meaning is that of onnxruntime on CPUs. Attention comes without past keys and values: whole sequences, not one token after the other.
-A mask of numbers hides by adding `mask_filter_value`, as there, so that a row that sees nothing still weighs all keys alike.
+They are activations, normalisations, attention, and fused products. Their meaning is that of onnxruntime on CPUs.
+Attention takes no past keys and values: whole sequences, not one token after the other. A mask of numbers hides by
+adding `mask_filter_value`, as in onnxruntime, so a row that sees nothing weighs all keys alike.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from penstock.frontends.formulas.attention import capped, hide, join_heads, repeat_heads, rotate, split_heads
 from penstock.frontends.formulas.elementwise import between, hard_sigmoid, leaky
@@ -35,13 +36,13 @@ def _quick_gelu(n: OnnxNode) -> Result:
 
 
 def _normalised(n: OnnxNode, x: Value, gamma: Value, beta: Value | None, eps: float) -> Value:
-    """Over the last dimension."""
+    """Normalise over the last dimension."""
     bias = beta if beta is not None else n.emit("const", value=0.0, dtype=x.type.dtype, shape=gamma.type.dims)
     return n.emit_all("layer_norm", 3, x, gamma, bias, axis=-1, eps=eps)[0]
 
 
 def _skip_norm(simplified: bool) -> Rule:
-    """Normalisation of a sum, which is the fourth result; the second and third are for training."""
+    """Make a rule that normalises a sum, which is the fourth result. The second and third are for training."""
 
     def rule(n: OnnxNode) -> Sequence[Result]:
         n.require(not any(n.proto.output[1:3]), "mean and deviation as results are not supported")
@@ -59,7 +60,7 @@ def _skip_norm(simplified: bool) -> Rule:
 
 
 def _embed_norm(n: OnnxNode) -> Sequence[Result]:
-    """Words, positions and segments looked up, added and normalised; and how many positions of each row the mask leaves."""
+    """Look up words, positions and segments, add and normalise them. Count the positions that the mask leaves."""
     ids = n.value(0)
     batch, positions = ids.type.dims
     total = n.emit("gather", n.value(2), ids, axis=0)
@@ -84,24 +85,29 @@ def _embed_norm(n: OnnxNode) -> Sequence[Result]:
 # ---------------------------------------------------------------------------------------- attention
 
 
-def _weighed(
-    n: OnnxNode,
-    q: Value,
-    k: Value,
-    v: Value,
-    scale: float,
-    added: Sequence[Value],
-    causal: bool,
-    keep: Value | None = None,
-    cap: float = 0.0,
-) -> Value:
-    """softmax(q k^T * scale + added) v, keys that `keep` or the order of positions hide with weight 0. All of four dimensions."""
+@dataclass(frozen=True)
+class _Scoring:
+    """The computation of scores from queries and keys of four dimensions: q k^T * scale, capped, plus `added`.
+
+    `keep` and, with `causal`, the order of positions hide keys.
+    """
+
+    scale: float
+    added: Sequence[Value]
+    causal: bool
+    keep: Value | None = None
+    cap: float = 0.0
+
+
+def _weighed(n: OnnxNode, q: Value, k: Value, v: Value, scoring: _Scoring) -> Value:
+    """Compute softmax(scores) v, in which hidden keys have weight 0."""
     rows, columns = q.type.dims[2], k.type.dims[2]
-    if not added and keep is None and not cap and (not causal or rows == columns):
-        return n.emit_all("attention", 3, q, k, v, causal=causal, scale=scale)[0]
-    scores = n.emit("mul", n.emit("matmul", q, k, tb=True), scale)
-    scores = capped(n, scores, cap)
-    for bias in added:
+    keep, causal = scoring.keep, scoring.causal
+    if not scoring.added and keep is None and not scoring.cap and (not causal or rows == columns):
+        return n.emit_all("attention", 3, q, k, v, causal=causal, scale=scoring.scale)[0]
+    scores = n.emit("mul", n.emit("matmul", q, k, tb=True), scoring.scale)
+    scores = capped(n, scores, scoring.cap)
+    for bias in scoring.added:
         scores = n.emit("add", scores, bias)
     if causal:
         before = triangle(n, rows, columns, columns - rows)
@@ -112,13 +118,13 @@ def _weighed(
 
 
 def _hidden(n: OnnxNode, i: int, dtype: str, rows: int, columns: int, batch: int) -> list[Value]:
-    """What a mask of numbers adds to the scores: nothing where it is not 0, the filter value where it is."""
+    """Compute the numbers that a mask adds to the scores: 0 where the mask is not 0, else the filter value."""
     if not n.has(i):
         n.ignore("mask_filter_value")
         return []
     mask = n.value(i)
     dims = mask.type.dims
-    if dims == (batch,):  # how many keys are left
+    if dims == (batch,):  # the number of keys that are left
         line = n.emit("iota", dtype=mask.type.dtype, shape=(1, 1, 1, columns), axis=3)
         seen = n.emit("less", line, reshape(n, mask, (batch, 1, 1, 1)))
     else:
@@ -151,7 +157,7 @@ def _attention(n: OnnxNode) -> Result:
     scale = n.float_attr("scale") or 1.0 / math.sqrt(q.type.dims[-1])
     added = _hidden(n, 3, x.type.dtype, positions, positions, batch)
     added += [n.value(5)] if n.has(5) else []
-    return join_heads(n, _weighed(n, q, k, v, scale, added, bool(n.int_attr("unidirectional"))))
+    return join_heads(n, _weighed(n, q, k, v, _Scoring(scale, added, bool(n.int_attr("unidirectional")))))
 
 
 def _multi_head(n: OnnxNode) -> Sequence[Result]:
@@ -170,31 +176,34 @@ def _multi_head(n: OnnxNode) -> Sequence[Result]:
     added = _hidden(n, 4, q.type.dtype, rows, k.type.dims[2], batch)
     added += [n.value(5)] if n.has(5) else []
     scale = n.float_attr("scale") or 1.0 / math.sqrt(size)
-    y = _weighed(n, q, k, v, scale, added, bool(n.int_attr("unidirectional")))
+    y = _weighed(n, q, k, v, _Scoring(scale, added, bool(n.int_attr("unidirectional"))))
     return join_heads(n, y), k, v
 
 
 def _group_query(n: OnnxNode) -> Sequence[Result]:
-    """Whole sequences from their first position on. What it says of positions behind the end of a
-    shorter one in the batch is not specified."""
+    """Write GroupQueryAttention over whole sequences from their first position on.
+
+    Its results at positions behind the end of a shorter sequence in the batch are not specified.
+    """
     n.require(not any(n.has(i) and n.type(i).size for i in (3, 4)), "past keys and values are not supported")
     n.require(not any(n.has(i) for i in (11, *range(12, n.count))), "sinks and quantised caches are not supported")
     n.require(
         not n.int_attr("smooth_softmax") and not n.int_attr("qk_output"),
         "smooth_softmax and qk_output are not supported",
     )
-    heads, own = n.int_attr("num_heads"), n.int_attr("kv_num_heads")
+    heads, key_heads = n.int_attr("num_heads"), n.int_attr("kv_num_heads")
     q = n.value()
     n.require(
-        q.type.rank == 3 and heads > 0 and own > 0, f"needs three dimensions and the numbers of heads, got {q.type}"
+        q.type.rank == 3 and heads > 0 and key_heads > 0,
+        f"needs three dimensions and the numbers of heads, got {q.type}",
     )
     if n.has(1):
         parts = [q, n.value(1), n.value(2)]
     else:
-        size = q.type.dims[2] // (heads + 2 * own)
-        ends = (0, heads * size, (heads + own) * size, (heads + 2 * own) * size)
+        size = q.type.dims[2] // (heads + 2 * key_heads)
+        ends = (0, heads * size, (heads + key_heads) * size, (heads + 2 * key_heads) * size)
         parts = [cut(n, q, 2, ends[i], ends[i + 1]) for i in range(3)]
-    q, k, v = (split_heads(n, x, count) for x, count in zip(parts, (heads, own, own), strict=True))
+    q, k, v = (split_heads(n, x, count) for x, count in zip(parts, (heads, key_heads, key_heads), strict=True))
     rows, columns = q.type.dims[2], k.type.dims[2]
     n.require(rows == columns, f"{rows} queries but {columns} keys")
     interleaved = bool(n.int_attr("rotary_interleaved"))
@@ -207,9 +216,8 @@ def _group_query(n: OnnxNode) -> Sequence[Result]:
         keep = n.emit("not", triangle(n, rows, columns, -window))
     scale = n.float_attr("scale") or 1.0 / math.sqrt(q.type.dims[-1])
     added = [n.value(10)] if n.has(10) else []
-    y = _weighed(
-        n, q, repeat_heads(n, k, heads), repeat_heads(n, v, heads), scale, added, True, keep, n.float_attr("softcap")
-    )
+    scoring = _Scoring(scale, added, True, keep, n.float_attr("softcap"))
+    y = _weighed(n, q, repeat_heads(n, k, heads), repeat_heads(n, v, heads), scoring)
     return join_heads(n, y), k, v
 
 
@@ -228,7 +236,7 @@ def _rotary(n: OnnxNode) -> Result:
     turned = split_heads(n, x, heads)
     n.require(size in (0, 2 * half), f"rotary_embedding_dim={size} does not fit {half} entries of the caches")
     where = n.value(1)
-    if where.type.rank == 1:  # where the sequence begins
+    if where.type.rank == 1:  # the position of the first entry
         n.require(where.type.size == 1, f"needs one position or one for each entry, got {where.type}")
         where = n.emit(
             "add", n.emit("iota", dtype=where.type.dtype, shape=(1, positions), axis=1), reshape(n, where, ())
@@ -239,7 +247,7 @@ def _rotary(n: OnnxNode) -> Result:
     return join_heads(n, y) if x.type.rank == 3 else y
 
 
-# ---------------------------------------------------------------------------------------- products with something behind
+# ---------------------------------------------------------------------------------------- products with an epilogue
 
 
 _ACTIVATIONS: dict[str, tuple[tuple[float, ...], Callable[..., Value]]] = {

@@ -7,7 +7,7 @@ from math import ceil, floor, prod
 
 from penstock.frontends.formulas.elementwise import power, root
 from penstock.frontends.formulas.layout import axis_of, expand, reshape
-from penstock.frontends.formulas.norms import batch_statistics, grouped_norm, moved, per_channel, rms_norm, scaled
+from penstock.frontends.formulas.norms import batch_norm, grouped_norm, moved, rms_norm, scaled
 from penstock.frontends.formulas.products import product, scaled_sum
 from penstock.frontends.formulas.windows import PaddedWindow, reach, transposed_sizes, window
 from penstock.ir.graph import Value
@@ -27,7 +27,7 @@ def gemm(n: OnnxNode) -> Value:
 
 
 def window_of(n: OnnxNode, kernel: Sequence[int]) -> PaddedWindow:
-    """The windows of a convolution or pooling, automatic padding resolved."""
+    """Return the windows of a convolution or pooling, with automatic padding resolved."""
     r = len(kernel)
     sizes = n.type().dims[2:]
     strides = n.ints_attr("strides") or (1,) * r
@@ -54,7 +54,7 @@ def window_of(n: OnnxNode, kernel: Sequence[int]) -> PaddedWindow:
 
 
 def kernel_of(n: OnnxNode, w: Value) -> tuple[int, ...]:
-    """The sizes of the kernel of a convolution, which the weight and perhaps an attribute give."""
+    """Return the sizes of a convolution's kernel, given by the weight and perhaps by an attribute."""
     kernel = w.type.dims[2:]
     n.require((n.ints_attr("kernel_shape") or kernel) == kernel, f"kernel_shape differs from the weight {w.type}")
     return kernel
@@ -70,7 +70,7 @@ def conv(n: OnnxNode) -> Value:
 
 
 def _conv_transpose(n: OnnxNode) -> Result:
-    """The gradient of a convolution for its operand, with the roles exchanged: x takes the place of what was computed."""
+    """Write the gradient of a convolution for its operand. x takes the place of the convolution's result."""
     x, w = n.value(0), n.value(1)
     kernel, sizes = kernel_of(n, w), x.type.dims[2:]
     r = len(kernel)
@@ -158,27 +158,29 @@ def _rms_norm(n: OnnxNode) -> Result:
 def _batch_norm(n: OnnxNode) -> Result | list[Result]:
     if n.int_attr("training_mode"):
         return _batch_norm_training(n)
-    n.ignore("momentum")  # of the running statistics, which do not run here
+    n.ignore("momentum")  # for the running statistics, which do not change here
     n.only_first_output()
     statistics = n.statistic(3), n.statistic(4)
     return n.emit("batch_norm", n.value(0), n.value(1), n.value(2), *statistics, eps=n.float_attr("epsilon", 1e-5))
 
 
 def _batch_norm_training(n: OnnxNode) -> list[Result]:
-    """With the statistics of the batch; the running ones become, in training, what results 1 and 2 are.
-    Here ONNX's variance is the biased one."""
+    """Normalise with the statistics of the batch. In training, the running ones become results 1 and 2.
+
+    ONNX's variance is the biased one.
+    """
     x, scale, bias = n.value(0), n.value(1), n.value(2)
-    mean, variance, centred = batch_statistics(n, x)
-    rstd = n.emit("rsqrt", n.emit("add", variance, n.float_attr("epsilon", 1e-5)))
-    y = scaled(n, n.emit("mul", centred, per_channel(n, x, rstd)), scale, bias)
-    momentum = 1.0 - n.float_attr("momentum", 0.9)  # the share of the old there, of the new here
+    y, mean, variance, _ = batch_norm(n, x, n.float_attr("epsilon", 1e-5))
+    y = scaled(n, y, scale, bias)
+    # ONNX gives the share of the old statistic, `moved` takes that of the new one
+    momentum = 1.0 - n.float_attr("momentum", 0.9)
     results: list[Result] = [y]
     for i, new in ((3, mean), (4, variance)):
         running, variable = n.moving_statistic(i)
-        found = moved(n, running, new, momentum)
+        updated = moved(n, running, new, momentum)
         if variable is not None:
-            n.move(variable, found)
-        results.append(found)
+            n.move(variable, updated)
+        results.append(updated)
     return results
 
 
@@ -230,7 +232,7 @@ def _lp_normalization(n: OnnxNode) -> Result:
     total = n.emit("sum", n.emit("abs", x) if p == 1 else n.emit("mul", x, x), axes=(axis,), keep=True)
     nothing = n.emit("equal", total, 0.0)
     safe = n.emit("where", nothing, n.literal(1.0, x.type.dtype), total)
-    # What has no length stays 0: x is 0 there.
+    # A row of length 0 stays 0: x is 0 there.
     return n.emit("div", x, n.emit("sqrt", safe) if p == 2 else safe)
 
 
@@ -246,7 +248,7 @@ def _hardmax(n: OnnxNode) -> Result:
     x = n.value()
     dims, axis = x.type.dims, n.int_attr("axis", -1 if n.opset >= 13 else 1)
     axis = axis_of(n, axis, x.type.rank)
-    if n.opset < 13:  # all behind the axis is one row
+    if n.opset < 13:  # all dimensions from the axis on are one row
         x, axis = reshape(n, x, (prod(dims[:axis]), prod(dims[axis:]))), 1
     top = n.emit("argmax", x, axis=axis)
     top = reshape(n, top, (*x.type.dims[:axis], 1, *x.type.dims[axis + 1 :]))
@@ -267,7 +269,7 @@ RULES: dict[str, Rule] = {
     "Hardmax": _hardmax,
     "LayerNormalization": _layer_norm,
     "RMSNormalization": _rms_norm,
-    "SimplifiedLayerNormalization": _rms_norm,  # what onnxruntime called it before it was a standard
+    "SimplifiedLayerNormalization": _rms_norm,  # onnxruntime's name for it before it was standardised
     "BatchNormalization": _batch_norm,
     "InstanceNormalization": _instance_norm,
     "GroupNormalization": _group_norm,

@@ -1,12 +1,12 @@
-"""What a rule of the op tables sees: one ONNX node, its operands, and the means to write IR operations in its place.
+"""The view that a rule of the op tables has of an ONNX node: its operands, and the means to write IR operations.
 
-Rules ask for what they need: a tensor operand with `value`, numbers that must be known (shapes, axes, bounds) with `constant`.
-Only what is asked for as a tensor becomes a variable, so that an initializer used as a shape or a bound never turns into a
-parameter. tensors.py says what an operand can be. A node is seen in its newest form: what older opsets have as attributes and
-newer ones as operands are operands (versions.py).
+Rules request an operand by use: a tensor with `value`, numbers that must be known (shapes, axes, bounds) with
+`constant`. Only an operand requested as a tensor becomes a variable, so an initializer used as a shape or a bound never
+becomes a parameter. tensors.py lists the kinds of operands. A node is seen in its newest form: attributes of older
+opsets that are operands in newer ones are operands (versions.py).
 
-A rule returns the results of its node: values, or arrays where the result is known. An attribute that no rule asked for makes the
-node unsupported: nothing of a model is ignored in silence.
+A rule returns the results of its node: values, or arrays where the result is known. An attribute that no rule has read
+makes the node unsupported: nothing of a model is ignored in silence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.ir.types import TensorType
 from .source import ModelFile, node_name
 from .tensors import Empty, KnownTensor, NeedsKnown, NodeUnfinished, OnnxWeight, Result, Scope, Tensor, TensorList
 
-# The most elements that a rule makes of its own: what a file says costs nothing to say.
+# The most elements that a rule may create: a file of a few bytes can ask for any number.
 MOST_MADE = 1 << 22
 
 Rule = Callable[["OnnxNode"], "Result | Sequence[Result]"]
@@ -42,7 +42,7 @@ class OnnxBuilder(GraphWriter):
     _standing: set[Value] = field(default_factory=set)
 
     def value_of(self, tensor: KnownTensor | OnnxWeight) -> Value:
-        """The tensor as a value of the graph; the second use of the same tensor gives the same value."""
+        """Return the tensor as a value of the graph. A second use of the same tensor gives the same value."""
         if tensor.name not in self._values:
             name = self.names[tensor.name]
             if isinstance(tensor, OnnxWeight):
@@ -53,7 +53,7 @@ class OnnxBuilder(GraphWriter):
         return self._values[tensor.name]
 
     def moving(self, tensor: KnownTensor | OnnxWeight) -> tuple[Value, str]:
-        """A stored tensor as a buffer that forward changes: a variable however small it is."""
+        """Make a stored tensor a buffer that forward changes, a variable however small it is."""
         if tensor.name in self._values:
             raise Refused(f"{tensor.name} is used elsewhere, too, and would have to be moved in training")
         array = self.source.array(tensor.tensor) if isinstance(tensor, OnnxWeight) else tensor.array
@@ -62,16 +62,16 @@ class OnnxBuilder(GraphWriter):
         return value, value.name
 
     def stands_for_tensor(self, value: Value) -> bool:
-        """Whether a value stands for a known tensor or a weight: then it keeps its name."""
+        """Say whether a value stands for a known tensor or a weight, whose name it keeps."""
         return value in self._standing
 
     def forget(self, values: set[Value]) -> None:
-        """Drop values whose operations were taken back."""
+        """Drop values whose operations were removed."""
         self._values = {name: value for name, value in self._values.items() if value not in values}
         self._standing -= values
 
     def inputs_behind(self, value: Value) -> list[str]:
-        """The model's inputs that a value is computed from, in the model's order."""
+        """List the model's inputs that a value is computed from, in the model's order."""
         reached = {value}
         for op in reversed(self.ops):
             if not reached.isdisjoint(op.outs):
@@ -80,7 +80,7 @@ class OnnxBuilder(GraphWriter):
 
 
 class OnnxNode(Writer):
-    """One ONNX node under import. `operands` are those of the node's newest form."""
+    """An ONNX node under import. `operands` are those of the node's newest form."""
 
     def __init__(self, builder: OnnxBuilder, proto: onnx.NodeProto, index: int, scope: Scope) -> None:
         self.own_name = node_name(proto, index)
@@ -103,11 +103,11 @@ class OnnxNode(Writer):
         return len(self.operands)
 
     def has(self, i: int) -> bool:
-        """Whether operand i is given: optional ones may be missing or empty."""
+        """Say whether operand i is present: optional ones may be missing or empty."""
         return i < self.count and self.operands[i] is not None
 
     def operand(self, i: int) -> Tensor:
-        """An operand, whatever it is."""
+        """Return an operand of any kind."""
         tensor = self.operands[i] if i < self.count else None
         if tensor is None:
             raise Refused(f"operand {i} is missing")
@@ -117,12 +117,13 @@ class OnnxNode(Writer):
         tensor = self.operand(i)
         if isinstance(tensor, TensorList | Empty):
             raise Refused(
-                f"operand {i} is {'a sequence' if isinstance(tensor, TensorList) else 'an empty optional'}, not a tensor"
+                f"operand {i} is {'a sequence' if isinstance(tensor, TensorList) else 'an empty optional'}, "
+                "not a tensor"
             )
         return tensor
 
     def type(self, i: int = 0) -> TensorType:
-        """Type of an operand, without making it a value."""
+        """Return the type of an operand without making it a value."""
         return self.type_of(self.tensor(i))
 
     def type_of(self, tensor: KnownTensor | OnnxWeight | Value | Lost) -> TensorType:
@@ -132,13 +133,13 @@ class OnnxNode(Writer):
         return tensor.type
 
     def value(self, i: int = 0) -> Value:
-        """An operand as a tensor of the graph. This is what makes an initializer a parameter."""
+        """Return an operand as a tensor of the graph. This is the step that makes an initializer a parameter."""
         return self.value_of(self.tensor(i))
 
     def value_of(self, tensor: KnownTensor | OnnxWeight | Value | Lost) -> Value:
         if isinstance(tensor, Value):
             return tensor
-        if isinstance(tensor, Lost):  # only to look at the node: the import fails anyway
+        if isinstance(tensor, Lost):  # the node is only checked: the import fails anyway
             assert tensor.type is not None
             return Value(self._builder.names.fresh("lost"), tensor.type)
         return self._builder.value_of(tensor)
@@ -147,12 +148,12 @@ class OnnxNode(Writer):
         return [self.value(i) for i in range(self.count)]
 
     def known(self, i: int) -> np.ndarray | None:
-        """The elements of an operand that is known and not trainable; None otherwise."""
+        """Return the elements of an operand that is known and not trainable, else None."""
         tensor = self.tensor(i)
         return tensor.array if isinstance(tensor, KnownTensor) else None
 
     def constant(self, i: int, what: str) -> np.ndarray:
-        """The elements of an operand that has to be known at import; a trainable initializer is read as it stands."""
+        """Return the elements of an operand that must be known at import. A trainable initializer is read as it is."""
         return self.constant_of(self.tensor(i), what)
 
     def constant_of(self, tensor: Tensor, what: str) -> np.ndarray:
@@ -171,31 +172,34 @@ class OnnxNode(Writer):
         return tuple(int(n) for n in self.constant(i, what).reshape(-1))
 
     def constants(self, wanted: Mapping[int, str]) -> dict[int, np.ndarray]:
-        """As `constant`, of all of these operands that are given: one error names all that have to be known, and the inputs behind them."""
-        found: dict[int, np.ndarray] = {}
+        """Return the elements of those of these operands that are present, as `constant` does.
+
+        One error names all that must be known, and the inputs that they are computed from.
+        """
+        arrays: dict[int, np.ndarray] = {}
         unknown: dict[str, tuple[str, ...]] = {}
         for i, what in wanted.items():
             try:
                 if self.has(i):
-                    found[i] = self.constant(i, what)
+                    arrays[i] = self.constant(i, what)
             except NeedsKnown as error:
                 unknown[what] = error.inputs
         if unknown:
             raise NeedsKnown.of(unknown)
-        return found
+        return arrays
 
     def all_ints(self, wanted: Mapping[int, str]) -> dict[int, tuple[int, ...]]:
         return {i: tuple(int(n) for n in array.reshape(-1)) for i, array in self.constants(wanted).items()}
 
     def room(self, count: int) -> int:
-        """A number of elements that are to be made at import, if it is not too many."""
+        """Refuse to create too many elements at import; else return their number."""
         self.require(
             0 <= count <= MOST_MADE, f"{count} numbers would have to be made at import, at most {MOST_MADE} are"
         )
         return count
 
     def statistic(self, i: int) -> Value:
-        """An operand that is not trained even when it is a floating-point initializer: it becomes a buffer."""
+        """Return an operand that is not trained even if it is a floating-point initializer: it becomes a buffer."""
         tensor = self.tensor(i)
         if isinstance(tensor, OnnxWeight):
             tensor = KnownTensor(tensor.name, self._builder.source.array(tensor.tensor))
@@ -204,19 +208,22 @@ class OnnxNode(Writer):
         return self._builder.value_of(tensor) if isinstance(tensor, KnownTensor) else self.value(i)
 
     def moving_statistic(self, i: int) -> tuple[Value, str | None]:
-        """A statistic that this node moves, and its variable; None where it is computed, or given to the model."""
+        """Return a statistic that this node changes, and its variable.
+
+        The variable is None if the statistic is computed, or an input of the model.
+        """
         tensor = self.tensor(i)
         if not isinstance(tensor, OnnxWeight | KnownTensor):
             return self.value(i), None
         return self._builder.moving(tensor)
 
     def add_operand(self, i: int, array: np.ndarray) -> None:
-        """Give operand i, which the node as written does not have."""
+        """Set operand i, which the node as written lacks."""
         self.operands.extend([None] * (i + 1 - self.count))
         self.operands[i] = self.known_of(array)
 
     def known_of(self, array: np.ndarray) -> KnownTensor:
-        """Elements of this node's own making as a tensor."""
+        """Make a known tensor from elements that this node creates."""
         return KnownTensor(self._builder.names.new(f"{self.base}.known"), array)
 
     # ------------------------------------------------------------------------------------ attributes
@@ -229,7 +236,10 @@ class OnnxNode(Writer):
         return int(self._attribute(name, default))
 
     def float_attr(self, name: str, default: float = 0.0) -> float:
-        """The shortest decimal that is the stored f32 number: 1e-05, as the exporter meant it, not 9.999999747378752e-06."""
+        """Return the shortest decimal that is the stored f32 number.
+
+        That is 1e-05, as exporters write it, not 9.999999747378752e-06.
+        """
         return float(str(np.float32(self._attribute(name, default))))
 
     def text_attr(self, name: str, default: str = "") -> str:
@@ -250,18 +260,18 @@ class OnnxNode(Writer):
 
     def raw_attr(self, name: str) -> onnx.AttributeProto:
         self._asked.add(name)
-        found: onnx.AttributeProto = self._attributes[name]
-        return found
+        attribute: onnx.AttributeProto = self._attributes[name]
+        return attribute
 
     def array_attr(self, name: str) -> np.ndarray:
         return self._builder.source.array(self.raw_attr(name).t)
 
     def ignore(self, *names: str) -> None:
-        """Attributes that change nothing of the result here."""
+        """Mark attributes as read that do not change the result here."""
         self._asked.update(names)
 
     def drop(self, name: str) -> None:
-        """Take an attribute away: something else says the same now."""
+        """Remove an attribute that an operand has replaced."""
         self._attributes.pop(name, None)
 
     @property
@@ -290,11 +300,11 @@ class OnnxNode(Writer):
         return gone
 
     def _label(self, name: str) -> str:
-        """What a result is called among all tensors: in the model's own graph by its name, elsewhere by one that no other has."""
+        """Return a result's name among all tensors: its own in the model's graph, a new one in other graphs."""
         return self._builder.names.new(self.scope.prefix + name) if self.scope.prefix else name
 
     def finish(self, results: Sequence[Result]) -> None:
-        """Bind the results to the node's outputs; a value written by this node takes the ONNX name of the output."""
+        """Bind the results to the node's outputs. A value written by this node takes the ONNX name of the output."""
         builder, tensors = self._builder, self.scope.tensors
         mine = {v for op in self.written() if op.kind != "read" for v in op.outs}
         renamed: dict[Value, Value] = {}

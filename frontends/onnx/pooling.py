@@ -1,4 +1,4 @@
-"""ONNX operators over windows: pooling by maxima (with their places), means and norms, back from maxima, and blocks as columns."""
+"""ONNX operators over windows: pooling by maxima (with their places), means and norms; MaxUnpool; and Col2Im."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .node import OnnxNode, Result, Rule
 
 
 def _max_pool(n: OnnxNode) -> Result | Sequence[Result]:
-    by_column = n.int_attr("storage_order")  # speaks of the second result
+    by_column = n.int_attr("storage_order")  # concerns the second result
     x, kernel = n.value(), n.ints_attr("kernel_shape")
     at = window_of(n, kernel)
     y = n.emit("max_pool", x, window=kernel, **at.attrs)
@@ -25,8 +25,10 @@ def _max_pool(n: OnnxNode) -> Result | Sequence[Result]:
 
 
 def _places(n: OnnxNode, x: Value, y: Value, at: PaddedWindow, by_column: bool) -> Value:
-    """Where in the whole tensor the first largest entry of each window stands; `by_column`: the first of its
-    channel's dimensions counted fastest."""
+    """Find the place in the whole tensor of the first largest entry of each window.
+
+    `by_column` counts the first spatial dimension fastest.
+    """
     space, r = x.type.dims[2:], len(at.kernel)
     weights = tuple(prod(space[:i]) for i in range(r)) if by_column else plane_places(space)
     within = largest_places(n, x, y.type.dims[2:], at, weights)
@@ -51,19 +53,19 @@ def _max_unpool(n: OnnxNode) -> Result:
         (m - 1) * s - p - q + k
         for m, s, p, q, k in zip(x.type.dims[2:], strides, pads[:r], pads[r:], kernel, strict=True)
     ]
-    own = (*x.type.dims[:2], *sizes)
-    zeros = n.emit("const", value=0.0, dtype=x.type.dtype, shape=(prod(own),))
+    least = (*x.type.dims[:2], *sizes)
+    zeros = n.emit("const", value=0.0, dtype=x.type.dtype, shape=(prod(least),))
     y = reshape(
-        n, n.emit("scatter", zeros, reshape(n, places, (x.type.size,)), reshape(n, x, (x.type.size,)), axis=0), own
+        n, n.emit("scatter", zeros, reshape(n, places, (x.type.size,)), reshape(n, x, (x.type.size,)), axis=0), least
     )
     if not n.has(2):
         return y
     wanted = n.ints(2, "the shape")
     n.require(
-        len(wanted) == len(own) and all(a >= b for a, b in zip(wanted, own, strict=True)),
+        len(wanted) == len(least) and all(a >= b for a, b in zip(wanted, least, strict=True)),
         f"shape {list(wanted)} is smaller than {y.type}",
     )
-    return n.emit("pad", y, low=(0,) * len(own), high=tuple(a - b for a, b in zip(wanted, own, strict=True)))
+    return n.emit("pad", y, low=(0,) * len(least), high=tuple(a - b for a, b in zip(wanted, least, strict=True)))
 
 
 def _lp_pool(n: OnnxNode) -> Result:
@@ -82,7 +84,7 @@ def _global_lp_pool(n: OnnxNode) -> Result:
 
 
 def _col2im(n: OnnxNode) -> Result:
-    """Every tap of the block is put back in its place, and all are added up."""
+    """Put the entries of every tap of the block back in their places, and add them up."""
     x, space, block = n.value(), n.ints(1, "the shape"), n.ints(2, "the block")
     r = len(space)
     dilations, strides, pads = (

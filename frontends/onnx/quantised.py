@@ -1,8 +1,9 @@
 """ONNX operators on quantised tensors: integers q that stand for (q - zero point) * scale.
 
-Quantising rounds half to even, adds the zero point and saturates. Products are exact: those of matrices in i32, convolutions in the float
-type that holds every integer that can come up. Scales and zero points are never trained, and may be one number, one for each entry along an
-axis, or (QuantizeLinear, DequantizeLinear) one for each block of entries along an axis. The gradient of rounding is zero.
+Quantising rounds half to even, adds the zero point and saturates. Products are exact: those of matrices in i32,
+convolutions in the float type that holds every integer that can occur. Scales and zero points are never trained. They
+may be one number, one for each entry along an axis, or (QuantizeLinear, DequantizeLinear) one for each block of entries
+along an axis. The gradient of rounding is zero.
 
 Integers of 4 and 2 bits and floats of 8 have no counterpart here.
 """
@@ -27,7 +28,7 @@ _EXACT = 1 << 24
 
 
 def _type_attr(n: OnnxNode, name: str) -> str | None:
-    """An element type given by number; 0 and nothing mean the default."""
+    """Read an element type stored as a number. 0 or a missing attribute means the default, None."""
     number = n.int_attr(name)
     try:
         return our_dtype(number) if number else None
@@ -36,7 +37,7 @@ def _type_attr(n: OnnxNode, name: str) -> str | None:
 
 
 def _along(n: OnnxNode, i: int, x: Value, axis: int, block: int = 0) -> Value:
-    """A scale or zero point so that it broadcasts to x."""
+    """Reshape a scale or zero point so that it broadcasts to x."""
     s = n.statistic(i)
     dims = x.type.dims
     if s.type.size == 1 and s.type.rank <= 1:
@@ -56,7 +57,7 @@ def _along(n: OnnxNode, i: int, x: Value, axis: int, block: int = 0) -> Value:
 
 
 def _saturated(n: OnnxNode, x: Value, zero: Value | None, dtype: str) -> Value:
-    """round(x) + zero point within the range of an integer type. All in floats that hold it."""
+    """Compute round(x) + zero point, limited to the range of an integer type, in floats that hold it."""
     n.require(dtype in ("i8", "u8", "i16", "u16"), f"element type {dtype} is not one to quantise to")
     y = widened(n, n.emit("round", x))
     if zero is not None:
@@ -66,12 +67,12 @@ def _saturated(n: OnnxNode, x: Value, zero: Value | None, dtype: str) -> Value:
 
 def _quantize(n: OnnxNode) -> Result:
     x, axis, block = n.value(), n.int_attr("axis", 1), n.int_attr("block_size")
-    n.ignore("saturate")  # speaks of 8-bit floats only
+    n.ignore("saturate")  # concerns 8-bit floats only
     wanted = _type_attr(n, "output_dtype")
     dtype = n.type(2).dtype if n.has(2) else wanted or "u8"
     n.require(wanted in (None, dtype), f"output_dtype is {wanted}, but the zero point {dtype}")
     scale = _along(n, 1, x, axis, block)
-    # As onnxruntime: 16-bit floats are divided in f32, if the model does not ask for less.
+    # As in onnxruntime: 16-bit floats are divided in f32, unless the model asks for less.
     precision = _type_attr(n, "precision") or ("f64" if scale.type.dtype == "f64" else "f32")
     n.require(precision in FLOATS, f"precision {precision} is no floating-point type")
     zero = _along(n, 2, x, axis, block) if n.has(2) else None
@@ -97,7 +98,10 @@ def _dequantize(n: OnnxNode) -> Result:
 
 
 def _per_row(n: OnnxNode, i: int, x: Value, axis: int) -> Value:
-    """A scale or zero point of a matrix: one number, one per row (axis -2) or column (-1), or one that broadcasts."""
+    """Return a scale or zero point of a matrix.
+
+    It is one number, one per row (axis -2) or column (-1), or a tensor that broadcasts.
+    """
     s = n.statistic(i)
     if s.type.size == 1 and s.type.rank <= 1:
         return reshape(n, s, ())
@@ -127,7 +131,7 @@ def _qlinear_matmul(n: OnnxNode) -> Result:
 
 
 def _convolution(n: OnnxNode, w_at: int, x_zero: int, w_zero: int) -> Value:
-    """The sums of a convolution, as floats that hold them exactly."""
+    """Compute the sums of a convolution, as floats that hold them exactly."""
     x, w = n.value(0), n.value(w_at)
     kernel = kernel_of(n, w)
     n.require(
@@ -171,14 +175,17 @@ RULES: dict[str, Rule] = {
 
 
 def _real(n: OnnxNode, i: int) -> Value:
-    """The tensor that operand i stands for; its scale and zero point come next."""
+    """Dequantise operand i, which its scale and zero point follow."""
     x = n.value(i)
     zero = reshape(n, n.statistic(i + 2), ()) if n.has(i + 2) else None
     return n.emit("mul", n.cast(_less_zero(n, x, zero, "i32"), "f32"), reshape(n, n.statistic(i + 1), ()))
 
 
 def _requantized(n: OnnxNode, y: Value, at: int, like: int) -> Value:
-    """y at the scale and zero point that the operands from `at` on give; without a zero point in the type of operand `like`."""
+    """Quantise y with the scale and zero point in the operands from `at` on.
+
+    Without a zero point the result has the type of operand `like`.
+    """
     zero = reshape(n, n.statistic(at + 1), ()) if n.has(at + 1) else None
     dtype = n.type(at + 1).dtype if n.has(at + 1) else n.type(like).dtype
     return _saturated(n, n.emit("div", y, reshape(n, n.statistic(at), ())), zero, dtype)

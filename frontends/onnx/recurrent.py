@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.frontends.formulas.elementwise import between, elu, hard_sigmoid, leaky, softplus
-from penstock.frontends.formulas.layout import cut, reshape, transpose
+from penstock.frontends.formulas.layout import concat, cut, reshape, transpose
 from penstock.frontends.formulas.recurrent import (
     Cell,
     Function,
@@ -20,7 +20,7 @@ from penstock.ir.graph import Value
 
 from .node import OnnxNode, Result, Rule
 
-# Steps of one layer: a file of a few bytes can ask for any number.
+# The most steps of one layer: a file of a few bytes can ask for any number.
 MOST_STEPS = 1024
 # Functions by name, with the defaults of the numbers they take.
 _FUNCTIONS: dict[str, tuple[Callable[..., Value], tuple[float, ...]]] = {
@@ -39,7 +39,10 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Value], tuple[float, ...]]] = {
 
 
 def _functions(n: OnnxNode, defaults: Sequence[str], directions: int) -> list[list[Function]]:
-    """The functions of each direction; numbers for them stand in two lists, in the order of those that take them."""
+    """Return the functions of each direction.
+
+    Their numbers are in two lists, in the order of the functions that take them.
+    """
     names = [name.lower() for name in n.texts_attr("activations")] or [*defaults] * directions
     n.require(len(names) == len(defaults) * directions, f"{len(names)} activations do not fit {directions} directions")
     alphas, betas, clip = (
@@ -51,18 +54,18 @@ def _functions(n: OnnxNode, defaults: Sequence[str], directions: int) -> list[li
     def function(name: str) -> Function:
         n.require(name in _FUNCTIONS, f"activation {name} is not known")
         write, numbers = _FUNCTIONS[name]
-        given = [
+        parameters = [
             (alphas if i == 0 else betas).pop(0) if (alphas if i == 0 else betas) else x for i, x in enumerate(numbers)
         ]
 
         def apply(x: Value) -> Value:
             x = between(n, x, -clip, clip) if clip else x
-            return write(n, x, *given)
+            return write(n, x, *parameters)
 
         return apply
 
-    found = [function(name) for name in names]
-    return [found[i * len(defaults) : (i + 1) * len(defaults)] for i in range(directions)]
+    functions = [function(name) for name in names]
+    return [functions[i * len(defaults) : (i + 1) * len(defaults)] for i in range(directions)]
 
 
 def _layer(
@@ -72,7 +75,10 @@ def _layer(
     states: int,
     cell: Callable[[int, Value, Value | None, list[Function]], Cell],
 ) -> Sequence[Result]:
-    """`cell` makes the cell of a direction from its recurrent weight, the recurrent half of its bias, and its functions."""
+    """Write a recurrent layer.
+
+    `cell` makes the cell of a direction from its recurrent weight, the recurrent half of its bias, and its functions.
+    """
     direction, first = n.text_attr("direction", "forward"), bool(n.int_attr("layout"))
     n.require(direction in ("forward", "reverse", "bidirectional"), f"direction={direction} is not known")
     count = 2 if direction == "bidirectional" else 1
@@ -102,18 +108,18 @@ def _layer(
             if n.has(3)
             else [None, None]
         )
-        own, inner = bias
-        if own is not None and inner is not None:
-            own = n.emit("add", own, without_hidden(n, inner, size) if n.kind == "GRU" else inner)
-        inputs = linear(n, x, part(1, d), own)
+        outer, inner = bias
+        if outer is not None and inner is not None:
+            outer = n.emit("add", outer, without_hidden(n, inner, size) if n.kind == "GRU" else inner)
+        inputs = linear(n, x, part(1, d), outer)
         state = tuple(start(5 + i, d) for i in range(states))
         y, last = unroll(
             n, inputs, state, cell(d, part(2, d), inner, chosen[d]), lengths, direction == "reverse" or d == 1
         )
         ys.append(reshape(n, y, (y.type.dims[0], 1, batch, size)))
         lasts.append([reshape(n, s, (1, batch, size)) for s in last])
-    y = ys[0] if count == 1 else n.emit("concat", *ys, axis=1)
-    ends = [own[0] if count == 1 else n.emit("concat", *own, axis=0) for own in zip(*lasts, strict=True)]
+    y = concat(n, ys, 1)
+    ends = [concat(n, directions, 0) for directions in zip(*lasts, strict=True)]
     if first:
         y, ends = transpose(n, y, (2, 0, 1, 3)), [transpose(n, e, (1, 0, 2)) for e in ends]
     return y, *ends
@@ -140,8 +146,8 @@ def _lstm(n: OnnxNode) -> Sequence[Result]:
         size = weight.type.dims[-1]
         peepholes = None
         if n.has(7):
-            own = reshape(n, cut(n, n.value(7), 0, d, d + 1), (3 * size,))
-            peepholes = [cut(n, own, 0, i * size, (i + 1) * size) for i in range(3)]
+            weights = reshape(n, cut(n, n.value(7), 0, d, d + 1), (3 * size,))
+            peepholes = [cut(n, weights, 0, i * size, (i + 1) * size) for i in range(3)]
         return lstm_cell(n, weight, peepholes, functions, coupled)
 
     return _layer(n, 4, ("sigmoid", "tanh", "tanh"), 2, cell)

@@ -1,6 +1,6 @@
-"""ONNX operators that reduce dimensions: sums, products, the largest and smallest, and where these stand.
+"""ONNX operators that reduce dimensions: sums, products, extremes, and the places of extremes.
 
-Dimensions without entries give what changes nothing: 0, 1, or the end of the element type. Bools are reduced as bytes.
+A reduction over no entries gives its neutral element: 0, 1, or the end of the element type. Bools are reduced as bytes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from .node import OnnxNode, Result, Rule
 
 
 def _axes(n: OnnxNode) -> tuple[int, ...] | None:
-    """The axes to reduce, an operand or (before opset 18, ReduceSum before 13) an attribute; None: nothing is to be done."""
+    """Return the axes to reduce, None for nothing.
+
+    They are an operand or (before opset 18, ReduceSum before 13) an attribute.
+    """
     rank = n.type().rank
-    given = n.ints(1, "the list of axes") if n.has(1) else n.ints_attr("axes")
+    axes = n.ints(1, "the list of axes") if n.has(1) else n.ints_attr("axes")
     nothing = n.int_attr("noop_with_empty_axes")
-    if not given:
+    if not axes:
         return None if nothing else tuple(range(rank))
-    return tuple(sorted({axis_of(n, axis, rank) for axis in given}))
+    return tuple(sorted({axis_of(n, axis, rank) for axis in axes}))
 
 
 def _reduce(write: str) -> Rule:
-    """`write` names what happens before the sum, the sum itself, and what happens after."""
+    """Make the rule of a sum or mean. `write` names the step before it, the sum itself, and the step after it."""
 
     def rule(n: OnnxNode) -> Result:
         axes, keep = _axes(n), bool(n.int_attr("keepdims", 1))
@@ -58,7 +61,7 @@ def _reduce(write: str) -> Rule:
 
 
 def _of_nothing(n: OnnxNode, axes: tuple[int, ...], keep: bool, value: float | int) -> Value | None:
-    """What a reduction over no entries gives, where there are none."""
+    """Return the result of a reduction over no entries, or None if there are entries."""
     dims = n.type().dims
     if prod(dims[a] for a in axes):
         return None
@@ -84,7 +87,7 @@ def _extremum(largest: bool) -> Rule:
 
 
 def _log_sum_exp(n: OnnxNode) -> Result:
-    """With the largest value taken out so that nothing overflows."""
+    """Write ReduceLogSumExp with the largest value subtracted, so that nothing overflows."""
     axes, keep = _axes(n), bool(n.int_attr("keepdims", 1))
     x = n.value()
     n.require(x.type.dtype in FLOATS, f"needs a floating-point operand, got {x.type}")
@@ -97,8 +100,8 @@ def _log_sum_exp(n: OnnxNode) -> Result:
     # An infinite largest value is the result: infinity less infinity is no number.
     finite = n.emit("less", n.emit("abs", top), math.inf)
     top = n.emit("where", finite, top, 0.0)
-    rest = n.emit("log", n.emit("sum", n.emit("exp", n.emit("sub", x, top)), axes=axes, keep=keep))
-    return n.emit("add", rest, reshape(n, top, rest.type.dims))
+    remainder = n.emit("log", n.emit("sum", n.emit("exp", n.emit("sub", x, top)), axes=axes, keep=keep))
+    return n.emit("add", remainder, reshape(n, top, remainder.type.dims))
 
 
 def _product(n: OnnxNode) -> Result:

@@ -1,4 +1,4 @@
-"""What an import tells its user: the report of one that worked, and the one error of one that did not."""
+"""Messages of an import for its user: the report of a successful one, and the single error of a failed one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from penstock.frontends.imported import counted, some
+from penstock.frontends.imported import counted, refusal, some
 from penstock.ir.graph import PARAM, Op, Var
 from penstock.support.errors import UnsupportedModel
 
 
 @dataclass
 class Findings:
-    """What is worth a line: `problems` end the import; `needs` are the inputs whose values would have to be known."""
+    """Findings that each give a line of the report.
+
+    `problems` end the import. `needs` are the inputs whose values would have to be known.
+    """
 
     problems: list[str] = field(default_factory=list)
     needs: dict[str, None] = field(default_factory=dict)
@@ -27,12 +30,14 @@ class Findings:
 
 
 class CannotImport(UnsupportedModel):
-    """`needs` names the inputs that some node wants to have known at import: binding them (`known=`) may help."""
+    """An error that lists every node that cannot be imported.
+
+    `needs` names the inputs that some node needs to be known at import: binding them (`known=`) may help.
+    """
 
     def __init__(self, where: str, rows: Sequence[str], needs: Iterable[str] = (), hint: str = "") -> None:
-        count = f"{len(rows)} places" if len(rows) > 1 else "one place"
         super().__init__(
-            f"the model cannot be imported, {count}:\n" + "\n".join(f"  {row}" for row in rows),
+            refusal(rows),
             where=where,
             hint="docs/onnx-operators.md lists what is supported, and what to do about the rest"
             + (f"; {hint}" if hint else ""),
@@ -52,7 +57,10 @@ def report(
     nodes: int,
     unused: Sequence[str],
 ) -> list[str]:
-    """`nodes` is how many the model has, `unused` are floating-point initializers that nothing depends on."""
+    """Write the report of an import.
+
+    `nodes` is the number of the model's nodes. `unused` are floating-point initializers that nothing depends on.
+    """
     lines = [counted(variables.values())]
     if dims:
         lines.append("dimensions bound: " + ", ".join(f"{name}={size}" for name, size in dims.items()))
@@ -75,7 +83,8 @@ def report(
         lines.append(f"buffers of the exported module, not trained: {some(findings.buffers)}")
     if findings.scalars:
         lines.append(
-            f"initializers of rank 0, taken as constants: {some(findings.scalars)} (--trained REGEX makes parameters of them)"
+            f"initializers of rank 0, taken as constants: {some(findings.scalars)} "
+            "(--trained REGEX makes parameters of them)"
         )
     if unused:
         lines.append(f"floating-point initializers that no result depends on as tensors, left out: {some(unused)}")

@@ -1,4 +1,4 @@
-"""ONNX operators that put entries where an index tensor says, in every way of combining them with what is there."""
+"""ONNX operators that put entries at the places in an index tensor, and combine them with the entries there."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.ir.graph import Value
 
 from .node import OnnxNode, Result, Rule
 
-# Comparisons of every place with every index.
+# The most comparisons of every place with every index.
 MOST_COMPARED = 1 << 26
 
 
 def _combined(n: OnnxNode, x: Value, at: Value, updates: Value, reduction: str) -> Value:
-    """x [places, ...] with the entries at `at` [count] replaced by the updates [count, ...], or combined with all that are put there."""
+    """Replace the entries of x [places, ...] at `at` [count] by the updates [count, ...], or combine all of them."""
     if reduction in ("none", "add"):
         return n.emit("scatter", x, at, updates, axis=0, add=reduction == "add")
     n.require(reduction in ("mul", "max", "min"), f"reduction={reduction} is not known")
@@ -66,7 +66,7 @@ def _scatter_nd(n: OnnxNode) -> Result:
 
 
 def _tensor_scatter(n: OnnxNode) -> Result:
-    """Each batch entry's updates stand in a row from its own index on, round the end with mode=circular."""
+    """Write each batch entry's updates in a row from its own index on, with mode=circular past the end to the start."""
     cache, updates, mode = n.value(0), n.value(1), n.text_attr("mode", "linear")
     n.require(mode in ("linear", "circular"), f"mode={mode} is not known")
     rank = cache.type.rank

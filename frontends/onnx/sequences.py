@@ -1,11 +1,13 @@
-"""Sequences and optionals: lists that exist at import only. Their lengths and the positions in them
-have to be known; their entries need not."""
+"""Sequences and optionals: lists that exist at import only.
+
+Their lengths and the positions in them must be known. Their entries may be computed at run time.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from penstock.frontends.formulas.layout import axis_of, cut, reshape
+from penstock.frontends.formulas.layout import axis_of, concat, cut, reshape, stack
 from penstock.frontends.writer import Refused
 
 from .node import OnnxNode, Result, Rule
@@ -20,7 +22,7 @@ def _list(n: OnnxNode) -> list[Tensor]:
 
 
 def _place(n: OnnxNode, i: int, count: int, default: int) -> int:
-    """A position among `count`, negative ones from the end."""
+    """Read a position among `count` entries. Negative ones count from the end."""
     if not n.has(i):
         return default
     at = n.ints(i, "the position in the sequence")[0]
@@ -64,9 +66,9 @@ def _split(n: OnnxNode) -> Result:
     size = kind.dims[axis]
     sizes = [1] * size
     if n.has(1):
-        given = n.constant(1, "the list of sizes")
-        each = max(1, int(given.reshape(-1)[0])) if given.size else 1
-        sizes = given.tolist() if given.ndim else [min(each, size - start) for start in range(0, size, each)]
+        lengths = n.constant(1, "the list of sizes")
+        each = max(1, int(lengths.reshape(-1)[0])) if lengths.size else 1
+        sizes = lengths.tolist() if lengths.ndim else [min(each, size - start) for start in range(0, size, each)]
     n.require(sum(sizes) == size and min(sizes, default=0) >= 0, f"sizes {sizes} do not split {size}")
     parts: list[Tensor] = []
     for end, step in zip(np.cumsum(sizes).tolist(), sizes, strict=True):
@@ -91,9 +93,7 @@ def _concat(n: OnnxNode) -> Result:
         joined: np.ndarray = np.stack(arrays, axis) if new else np.concatenate(arrays, axis)
         return joined
     parts = [n.value_of(t) for t in items if not isinstance(t, TensorList | Empty)]
-    if new:
-        parts = [reshape(n, x, (*x.type.dims[:axis], 1, *x.type.dims[axis:])) for x in parts]
-    return parts[0] if len(parts) == 1 else n.emit("concat", *parts, axis=axis)
+    return stack(n, parts, axis) if new else concat(n, parts, axis)
 
 
 def _optional(n: OnnxNode) -> Result:

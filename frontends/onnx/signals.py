@@ -13,10 +13,10 @@ from .node import OnnxNode, Result, Rule
 
 def _dft(n: OnnxNode) -> Result:
     x, inverse, onesided = n.value(), bool(n.int_attr("inverse")), bool(n.int_attr("onesided"))
-    given = n.constants({1: "the length", 2: "the axis"})
-    axis = axis_of(n, int(given.get(2, -2)), x.type.rank)
+    operands = n.constants({1: "the length", 2: "the axis"})
+    axis = axis_of(n, int(operands.get(2, -2)), x.type.rank)
     size = x.type.dims[axis]
-    length = int(given[1]) if 1 in given else 2 * (size - 1) if inverse and onesided else size
+    length = int(operands[1]) if 1 in operands else 2 * (size - 1) if inverse and onesided else size
     return fourier(n, x, axis, length, inverse=inverse, onesided=onesided)
 
 
@@ -24,9 +24,9 @@ def _stft(n: OnnxNode) -> Result:
     x = n.value()
     n.require(x.type.rank == 3, f"needs three dimensions, got {x.type}")
     batch, samples, parts = x.type.dims
-    given = n.constants({1: "the step", 3: "the length"})
-    step = int(given[1])
-    length = int(given[3]) if 3 in given else n.type(2).dims[0] if n.has(2) else samples
+    operands = n.constants({1: "the step", 3: "the length"})
+    step = int(operands[1])
+    length = int(operands[3]) if 3 in operands else n.type(2).dims[0] if n.has(2) else samples
     n.require(step > 0 and 0 < length <= samples, f"frames of {length} in steps of {step} do not fit {x.type}")
     places = step * np.arange(1 + (samples - length) // step)[:, None] + np.arange(length)
     frames = reshape(n, n.emit("gather", x, places.reshape(-1), axis=1), (batch, *places.shape, parts))

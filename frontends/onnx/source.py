@@ -1,11 +1,11 @@
-"""The file side of the importer: an ONNX model read by its path, checked, and its tensors as arrays.
+"""Files of the importer: an ONNX model read by its path, checked, and its tensors as arrays.
 
-In: a path. Out: the model, a type for each tensor, arrays without copies where the format allows it (external data is memory-mapped),
-and a hash of everything that was read. What is refused here, always as UsageError: a file that is missing, truncated or not a valid
-model, and external data that is missing, too short, or outside the model's folder (absolute paths, `..`, links that lead out of it).
-A memory-mapped array is read-only and must not outlive the file.
+In: a path. Out: the model, a type for each tensor, arrays without copies where the format allows it (external data is
+memory-mapped), and a hash of everything that was read. A UsageError refuses a file that is missing, truncated or not a
+valid model. It also refuses external data that is missing, too short, or outside the model's folder (absolute paths,
+`..`, links that lead out of it). A memory-mapped array is read-only and must not outlive the file.
 
-Known limit: onnx's checker is native code; a file made to crash it is not survived. None is known.
+Known limit: onnx's checker is native code, so a file made to crash it would end the process. None is known.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from penstock.ir.types import FLOATS, TensorType, dtype_of
 from penstock.support.errors import UsageError
 from penstock.support.out_of_memory import is_out_of_memory
 
-# Shape inference only looks into small tensors (shapes, axes); larger ones are given to it by type alone.
+# Shape inference only reads the elements of small tensors (shapes, axes). Of larger ones it gets the type alone.
 SMALL = 1024
-# GroupNormalization before opset 21, LayerNormalization before 17, and what onnxruntime puts into the default domain.
+# GroupNormalization before opset 21, LayerNormalization before 17, and an operator that onnxruntime puts into the
+# default domain.
 _UNREGISTERED = ("GroupNormalization", "LayerNormalization", "SimplifiedLayerNormalization")
 _OTHER_OPSET, _NO_SHAPE = "whereas model imports version", "Field 'shape' of 'type' is required"
 _TOLERATED = (_NO_SHAPE, *(f"registered for {kind}" for kind in _UNREGISTERED), _OTHER_OPSET)
-# Elements of a sparse tensor, zeros included.
+# The most elements of a sparse tensor, zeros included.
 MOST_DENSE = 1 << 26
 
 
 def element_name(elem_type: int) -> str:
-    """ONNX's name for an element type, for messages."""
+    """Return ONNX's name for an element type, for messages."""
     known = onnx.TensorProto.DataType.items()
     return next((name.lower() for name, number in known if number == elem_type), str(elem_type))
 
 
 def our_dtype(elem_type: int) -> str:
-    """Our name for an ONNX element type; ValueError when there is none."""
+    """Return our name for an ONNX element type. Raise ValueError if there is none."""
     try:
         return dtype_of(tensor_dtype_to_np_dtype(elem_type))
     except (KeyError, TypeError, ValueError) as error:
@@ -52,7 +53,7 @@ def our_dtype(elem_type: int) -> str:
 
 
 class ModelFile:
-    """One model file and the external data beside it."""
+    """A model file and its external data."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -66,8 +67,11 @@ class ModelFile:
                 self._span(tensor)
 
     def check(self) -> str:
-        """What onnx.checker has against the file; empty when it is valid. Valid are, too, functions of another opset, tensors that do not
-        say their shape, and operators that the checker does not have or calls deprecated, but exporters write."""
+        """Return the objection of onnx.checker to the file, "" if it is valid.
+
+        Three more things count as valid because exporters write them: functions of another opset, tensors without a
+        shape, and operators that the checker does not have or calls deprecated.
+        """
         problem = _complaint(str(self.path))
         light = None
         for about in _TOLERATED:
@@ -78,11 +82,11 @@ class ModelFile:
         return problem
 
     def type_of(self, tensor: onnx.TensorProto) -> TensorType:
-        """The type of a stored tensor; ValueError for an element type that we do not have."""
+        """Return the type of a stored tensor. Raise ValueError for an element type that has no counterpart here."""
         return TensorType(our_dtype(tensor.data_type), tuple(tensor.dims))
 
     def array(self, tensor: onnx.TensorProto) -> np.ndarray:
-        """The tensor's elements, read-only."""
+        """Return the tensor's elements, read-only."""
         shape = tuple(tensor.dims)
         dtype = self._stored_dtype(tensor)
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
@@ -113,7 +117,10 @@ class ModelFile:
             return False
 
     def dense(self, sparse: onnx.SparseTensorProto) -> np.ndarray:
-        """All elements of a sparse tensor: zeros, and values at indices that are row-major positions or one index per dimension."""
+        """Return all elements of a sparse tensor.
+
+        The values are at indices that are row-major positions or one index per dimension. All other elements are zero.
+        """
         dims, values, indices = tuple(sparse.dims), self.array(sparse.values).reshape(-1), self.array(sparse.indices)
         size = int(np.prod(dims, dtype=np.int64))
         if size > MOST_DENSE:
@@ -128,14 +135,14 @@ class ModelFile:
         return flat.reshape(dims)
 
     def digest(self) -> str:
-        """sha256 of the model file, then of the name and content of each external file."""
+        """Compute the sha256 of the model file, then of the name and content of each external file."""
         total = hashlib.sha256(_hash_file(self.path))
         for location in sorted(self._files):
             total.update(location.encode() + b"\0" + _hash_file(self._files[location]))
         return total.hexdigest()
 
     def _light(self) -> onnx.ModelProto:
-        """The model with its large tensors as inputs."""
+        """Copy the model with its large tensors as inputs."""
         light = onnx.ModelProto()
         light.ir_version = self.model.ir_version
         light.opset_import.extend(self.model.opset_import)
@@ -166,7 +173,7 @@ class ModelFile:
             ) from error
 
     def _span(self, tensor: onnx.TensorProto) -> tuple[Path, int]:
-        """File and offset of external data, after every check."""
+        """Return file and offset of external data, after every check."""
         fields = {entry.key: entry.value for entry in tensor.external_data}
         location = fields.get("location", "")
         where = f"{self.path}: tensor {tensor.name}"
@@ -186,7 +193,7 @@ class ModelFile:
         return file, offset
 
     def external(self, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
-        """File, offset and number of bytes of a tensor that is external data."""
+        """Return file, offset and number of bytes of a tensor that is external data."""
         file, offset = self._span(tensor)
         return file, offset, math.prod(tensor.dims) * self._stored_dtype(tensor).itemsize
 
@@ -218,8 +225,8 @@ def _complaint(model: str | onnx.ModelProto) -> str:
 
 
 def _mend(model: onnx.ModelProto, about: str) -> None:
-    """Take from a copy what the checker has against it, so that it looks at the rest."""
-    if about == _OTHER_OPSET:  # each function is read in its own
+    """Remove the cause of an objection from a copy, so that the checker goes on to the next."""
+    if about == _OTHER_OPSET:  # each function is read in its own opset
         del model.functions[:]
     elif about == _NO_SHAPE:
         for graph in all_graphs(model.graph):
@@ -249,13 +256,13 @@ def _parse(path: Path) -> onnx.ModelProto:
         raise UsageError(f"not a readable ONNX file: {error}", where=str(path), hint="is it truncated?") from error
     except OSError as error:
         raise UsageError(f"cannot be read: {error}", where=str(path)) from error
-    if not all(isinstance(text, str) for text in _texts(model)):  # protobuf hands out bytes where text is not UTF-8
+    if not all(isinstance(text, str) for text in _texts(model)):  # protobuf returns bytes where text is not UTF-8
         raise UsageError("holds names that are not UTF-8", where=str(path), hint="is it damaged?")
     return model
 
 
 def _texts(model: onnx.ModelProto) -> Iterator[object]:
-    """All names of a model that the importer looks at."""
+    """Yield all names of a model that the importer reads."""
     graph = model.graph
     for entry in model.opset_import:
         yield entry.domain
@@ -271,7 +278,7 @@ def _texts(model: onnx.ModelProto) -> Iterator[object]:
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """All stored tensors: initializers and those in attributes of nodes, subgraphs included."""
+    """Yield all stored tensors: initializers and those in attributes of nodes, subgraphs included."""
     yield from graph.initializer
     for node in graph.node:
         for attribute in node.attribute:
@@ -283,12 +290,12 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 
 def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and those inside of its nodes."""
+    """Yield a graph and those inside its nodes."""
     return (inner for _, inner in _placed(graph, ""))
 
 
 def _placed(graph: onnx.GraphProto, path: str) -> Iterator[tuple[str, onnx.GraphProto]]:
-    """A graph and those inside of its nodes, each with the nodes and parts that it is in."""
+    """Yield a graph and those inside its nodes, each with the path of nodes and parts to it."""
     yield path, graph
     for index, node in enumerate(graph.node):
         for attribute in node.attribute:
@@ -298,7 +305,7 @@ def _placed(graph: onnx.GraphProto, path: str) -> Iterator[tuple[str, onnx.Graph
 
 
 def node_name(node: onnx.NodeProto, index: int) -> str:
-    """What a node is called in its graph, where it is at `index`."""
+    """Return the name of a node, or one made from its `index` in its graph."""
     return node.name or f"{node.op_type}_{index}"
 
 
@@ -306,22 +313,24 @@ Label = tuple[str, onnx.GraphProto, onnx.TensorProto]
 
 
 def stored_in(graph: onnx.GraphProto) -> list[Label]:
-    """The initializers of a graph and of those inside its nodes, each with its graph and a name that is its alone: its own in
-    the graph itself, and in a graph inside where no other tensor of these is called so; else with its place before it,
-    `If_4/then/w`. The elements do not matter."""
-    found = [(path, inner, tensor) for path, inner in _placed(graph, "") for tensor in inner.initializer]
-    own = (
+    """List the initializers of a graph and of those inside its nodes, each with its graph and a unique label.
+
+    The label is the initializer's name in the graph itself, and in inner graphs if no other tensor of these has that
+    name. Otherwise the place comes before the name: `If_4/then/w`. Elements are not read.
+    """
+    initializers = [(path, inner, tensor) for path, inner in _placed(graph, "") for tensor in inner.initializer]
+    others = (
         [v.name for v in graph.input]
         + [t.values.name for t in graph.sparse_initializer]
         + [o for node in graph.node for o in node.output]
     )
-    times = Counter([*own, *(tensor.name for _, _, tensor in found)])
+    times = Counter([*others, *(tensor.name for _, _, tensor in initializers)])
     namer = Namer(times)
 
     def label(path: str, tensor: onnx.TensorProto) -> str:
         return tensor.name if not path or times[tensor.name] == 1 else namer.fresh(f"{path}{tensor.name}")
 
-    return [(label(path, tensor), inner, tensor) for path, inner, tensor in found]
+    return [(label(path, tensor), inner, tensor) for path, inner, tensor in initializers]
 
 
 def _hash_file(path: Path) -> bytes:

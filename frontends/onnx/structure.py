@@ -1,19 +1,18 @@
-"""A model file without the elements of its weights, and with them again: what a bundle keeps of its
-source, and how a trained model is written.
+"""The structure of a model file without the elements of its weights, kept in a bundle to write trained models from.
 
-take_structure   the file as it was read, and the module's variables -> Structure: the model without the elements of the initializers that
-                 became variables; everything else as it stood, local functions and subgraphs included
-save_structure   Structure -> `model.onnx` in a folder, and `model.onnx.data` where elements that stay were external data
-write_model      such a `model.onnx`, and elements for initializers by label -> an ONNX file a user can deploy
+    take_structure   the file as it was read, and the module's variables -> Structure: the model without the elements of
+                     the initializers that became variables; everything else, also local functions and subgraphs, stays
+    save_structure   Structure -> `model.onnx` in a folder, and `model.onnx.data` where elements that stay were external
+    write_model      such a `model.onnx`, and elements for initializers by label -> an ONNX file a user can deploy
 
-Elements are written little-endian as raw data, in the element type of the initializer. Those that were external data are external data
-again, in one file beside the model, called like it with `.data` behind; and where the model would not fit into the 2 GiB of a protobuf
-message, so are all filled-in ones of 1 KiB and more. Both files are written under other names, flushed and renamed, the model last: at no
-time does a model stand beside elements that are not its own.
+Elements are written little-endian as raw data, in the element type of the initializer. External data stays external, in
+one file beside the model with `.data` appended to its name. If the model would not fit into the 2 GiB of a protobuf
+message, all filled-in tensors of 1 KiB and more become external too. Both files are written under temporary names,
+flushed and renamed, the model last: at no time does a model stand beside elements of another.
 
-A variable belongs to the one initializer with its name and shape, in whatever graph it stands; initializers of one name in several graphs
-are told apart by the place of their graph (source.stored_in). Variables that were computed at import, and those of graphs inside of local
-functions, which may be called more than once, belong to none.
+A variable belongs to the one initializer with its name and shape, in any graph. Initializers of one name in several
+graphs are distinguished by the place of their graph (source.stored_in). Variables that were computed at import belong
+to none. Nor do those of graphs inside local functions, which may be called more than once.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from penstock.support.errors import UsageError, VerifyError
 from .source import ModelFile, stored_in
 
 MODEL = "model.onnx"
-# A protobuf message cannot be larger; what is inline must leave room for the keys and lengths of its fields.
+# A protobuf message cannot be larger. Inline elements must leave room for the keys and lengths of its fields.
 LARGEST_MESSAGE = 2**31 - 2**20
 _SMALL = 1024
 _ALIGNMENT = 64
@@ -59,8 +58,11 @@ Filled = tuple[onnx.TensorProto, np.ndarray]
 
 @dataclass(frozen=True)
 class Structure:
-    """`model` is the serialised model, without the elements of the initializers whose labels `initializers` gives for variables; `spans`
-    says where the elements of the tensors that are still external lie, in the order of the file."""
+    """A model without the elements of its variables.
+
+    `model` is the serialised model. `initializers` maps variables to the labels of the initializers that have lost
+    their elements. `spans` says where the elements of the remaining external tensors are, in the order of the file.
+    """
 
     model: bytes
     initializers: Mapping[str, str]
@@ -70,31 +72,36 @@ class Structure:
 def take_structure(
     model: onnx.ModelProto, source: ModelFile, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str]
 ) -> Structure:
-    """Take the elements of variables out of `model`, which is of no other use afterwards. `shapes` are those of the variables, and `names`
-    gives the file's label for those that are called otherwise."""
+    """Remove the elements of variables from `model`, which is of no other use afterwards.
+
+    `shapes` are those of the variables. `names` gives the file's label of each variable that is named otherwise.
+    """
     tensors = _labelled(model)
-    found: dict[str, str] = {}
+    initializers: dict[str, str] = {}
     for variable, shape in shapes.items():
         label = names.get(variable, variable)
         tensor = tensors.get(label)
         if tensor is not None and tuple(tensor.dims) == shape:
-            found[variable] = label
+            initializers[variable] = label
             for field in _ELEMENTS:
                 tensor.ClearField(field)
     spans = [source.external(tensor) for tensor in _external(model) if tensor.external_data]
-    return Structure(model.SerializeToString(deterministic=True), found, tuple(spans))
+    return Structure(model.SerializeToString(deterministic=True), initializers, tuple(spans))
 
 
 def save_structure(structure: Structure, folder: Path, arrays: Mapping[str, np.ndarray]) -> list[Path]:
-    """Write what a bundle keeps. `arrays` are by label, for those whose elements nothing else of the bundle holds."""
+    """Write the structure that a bundle keeps. `arrays`, by label, are elements that the bundle holds nowhere else."""
     return _write(onnx.ModelProto.FromString(structure.model), arrays, structure.spans, folder / MODEL)
 
 
 def write_model(
     kept: Path, arrays: Mapping[str, np.ndarray], out: Path, annotate: Callable[[onnx.ModelProto], None] | None = None
 ) -> list[Path]:
-    """Write the model whose structure `kept` is. `arrays` are by label, for all those whose elements were left out; `annotate` may write
-    into the model what leaves its meaning alone. The answer is the files written."""
+    """Write the model with structure `kept`, and return the files written.
+
+    `arrays` are by label, for all initializers whose elements were left out. `annotate` may change the model in ways
+    that leave its meaning alone.
+    """
     model = _read(kept)
     if annotate is not None:
         annotate(model)
@@ -103,12 +110,12 @@ def write_model(
 
 
 def data_file(model: Path) -> Path:
-    """Where the external data of a model is written."""
+    """Return the path of a model's external data."""
     return model.with_name(model.name + ".data")
 
 
 def element_types(kept: Path) -> dict[str, np.dtype]:
-    """The element type of every initializer of a kept structure, by label."""
+    """Return the element type of every initializer of a kept structure, by label."""
     return {label: _dtype(tensor) for label, tensor in _labelled(_read(kept)).items()}
 
 
@@ -116,12 +123,12 @@ def element_types(kept: Path) -> dict[str, np.dtype]:
 
 
 def _labelled(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """The initializers by names that are theirs alone, in whatever graph they stand."""
+    """Map unique labels to initializers, in any graph of the model."""
     return {label: tensor for label, _, tensor in stored_in(model.graph)}
 
 
 def _external(message: Message) -> Iterator[onnx.TensorProto]:
-    """The tensors anywhere in a message whose elements are external data, in the order of the file."""
+    """Yield the tensors anywhere in a message whose elements are external data, in the order of the file."""
     if isinstance(message, onnx.TensorProto):
         if message.data_location == onnx.TensorProto.EXTERNAL:
             yield message
@@ -141,7 +148,7 @@ def _read(kept: Path) -> onnx.ModelProto:
 
 
 def _kept_span(tensor: onnx.TensorProto, kept: Path) -> Span:
-    """Where elements lie that were kept as external data: only ever in the one file beside the structure."""
+    """Locate elements that were kept as external data. They must be in the one file beside the structure."""
     fields = {entry.key: entry.value for entry in tensor.external_data}
     data = data_file(kept)
     offset, length = fields.get("offset", ""), fields.get("length", "")
@@ -160,7 +167,7 @@ def _kept_span(tensor: onnx.TensorProto, kept: Path) -> Span:
 
 
 def _write(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], spans: Sequence[Span], out: Path) -> list[Path]:
-    """Fill in arrays, and write the model and its external data; tensors that are external without saying where stay empty."""
+    """Fill in arrays, and write the model and its external data. External tensors without a location stay empty."""
     filled = _fill(model, arrays, str(out))
     mark = f"{secrets.token_hex(4)}.tmp"
     data = data_file(out)
@@ -182,7 +189,7 @@ def _write(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], spans: Sequ
 
 
 def _fill(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], where: str) -> list[Filled]:
-    """Put elements into the initializers, and mark those that are to be external data; the answer is these."""
+    """Put elements into the initializers. Return those that are to become external data."""
     tensors = {label: tensor for label, tensor in _labelled(model).items() if label in arrays}
     strange = [name for name in arrays if name not in tensors or tuple(tensors[name].dims) != arrays[name].shape]
     if strange:
@@ -201,10 +208,13 @@ def _fill(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], where: str) 
 def _write_data(
     model: onnx.ModelProto, filled: Sequence[Filled], spans: Iterator[Span], path: Path, location: str
 ) -> bool:
-    """Write the elements of all external tensors, and say in each where they are; whether there are any."""
-    # By the tensor object: protobuf gives the same one again as long as `filled` holds it.
-    given = {id(tensor): array for tensor, array in filled}
-    todo = [tensor for tensor in _external(model) if tensor.external_data or id(tensor) in given]
+    """Write the elements of all external tensors, and each one's location into its tensor.
+
+    Return whether there are any.
+    """
+    # By the tensor object: protobuf returns the same one again as long as `filled` holds it.
+    elements = {id(tensor): array for tensor, array in filled}
+    todo = [tensor for tensor in _external(model) if tensor.external_data or id(tensor) in elements]
     if not todo:
         return False
     with path.open("wb") as file:
@@ -212,7 +222,7 @@ def _write_data(
             file.write(b"\0" * (-file.tell() % _ALIGNMENT))
             offset = file.tell()
             for piece in (
-                _copied(next(spans)) if tensor.external_data else _pieces(_elements(given[id(tensor)], tensor))
+                _copied(next(spans)) if tensor.external_data else _pieces(_elements(elements[id(tensor)], tensor))
             ):
                 file.write(piece)
             entries = {"location": location, "offset": str(offset), "length": str(file.tell() - offset)}
@@ -225,7 +235,10 @@ def _write_data(
 
 
 def _elements(array: np.ndarray, tensor: onnx.TensorProto) -> np.ndarray:
-    """In the element type of the initializer: training keeps 32 bits of what the file has in 16."""
+    """Convert an array to the element type of the initializer.
+
+    Training keeps 32 bits of numbers that have 16 in the file.
+    """
     return np.ascontiguousarray(array.astype(_dtype(tensor), copy=False))
 
 

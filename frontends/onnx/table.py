@@ -1,5 +1,7 @@
-"""All rules by ONNX operator type (default domain, opsets 7 to 28; com.microsoft, version 1). To support an operator,
-add its row to the family it belongs to."""
+"""All rules by ONNX operator type (default domain, opsets 7 to 28; com.microsoft, version 1).
+
+To support an operator, add its row to the family it belongs to.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def rule_of(domain: str, kind: str) -> Rule | None:
 # fmt: off
 # Operators without a rule whose results may still be computed at import, when all their operands are known.
 FOLD_ONLY = frozenset({
-    "BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix", "NonMaxSuppression", "NonZero", "TfIdfVectorizer", "Unique",
+    "BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix", "NonMaxSuppression", "NonZero",
+    "TfIdfVectorizer", "Unique",
 })
-# onnx.reference must not compute these: results are no arrays, or are drawn, and one draw at import would stand for all.
+# onnx.reference must not compute these: their results are no arrays, or are random, and one draw at import would stand
+# for all.
 UNFOLDED = frozenset({*sequences.RULES, "Bernoulli", "Dropout", "Multinomial", "RandomNormalLike", "RandomUniformLike"})

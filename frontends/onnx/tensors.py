@@ -1,14 +1,15 @@
-"""What a tensor of the ONNX graph is during an import, and what its name means where.
+"""Tensors of an ONNX graph during an import, and the scopes of their names.
 
-    Known        elements known at import: constants, shapes, what was folded
+    Known        elements known at import: constants, shapes, folded results
     Weight       a trainable initializer, read from the file only when it is used
     Value        computed by the IR graph
     TensorList   a sequence: its length is known, its entries are any of these
-    Empty        an optional that holds nothing; one that holds something is that something
+    Empty        an optional that holds nothing; one that holds a tensor is that tensor
     Lost         the result of a node that could not be imported
 
-A `Scope` holds the names of one graph: the model's, a branch, one iteration of a loop, one call of a function. A graph inside another one
-sees the names around it; a function sees only its own. Names of the IR are one space, so a scope puts `prefix` before its own.
+A `Scope` holds the names of one graph: the model's, a branch, one iteration of a loop, one call of a function. A graph
+inside another one sees the names around it; a function sees only its own. Names of the IR are one space, so a scope
+puts `prefix` before its own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from penstock.ir.types import TensorType
 
 @dataclass(frozen=True)
 class KnownTensor:
-    """`name` is the ONNX tensor it came from, the prefix of its scope before it."""
+    """A tensor whose elements are known. `name` is that of the ONNX tensor, after the prefix of its scope."""
 
     name: str
     array: np.ndarray
@@ -54,7 +55,7 @@ Result = Tensor | np.ndarray
 
 
 class NeedsKnown(Refused):
-    """Numbers that have to be known at import depend on these inputs of the model; binding them may help."""
+    """A refusal because numbers that must be known depend on inputs of the model. Binding these may help."""
 
     def __init__(self, reason: str, inputs: Sequence[str]) -> None:
         super().__init__(reason)
@@ -62,24 +63,28 @@ class NeedsKnown(Refused):
 
     @classmethod
     def of(cls, wanted: Mapping[str, Sequence[str]]) -> NeedsKnown:
-        """`wanted` says what has to be known, and for each the inputs that it is computed from."""
+        """Make the error. `wanted` maps each thing that must be known to the inputs that it is computed from."""
         inputs = list(dict.fromkeys(name for behind in wanted.values() for name in behind))
         flags = " ".join(f"--known {name}=VALUES" for name in inputs)
         verb, they = ("is", "it has") if len(wanted) == 1 else ("are", "they have")
         return cls(
-            f"{', '.join(wanted)} {verb} computed at run time from {', '.join(inputs)}, {they} to be known at import: {flags}",
+            f"{', '.join(wanted)} {verb} computed at run time from {', '.join(inputs)}, "
+            f"{they} to be known at import: {flags}",
             inputs,
         )
 
 
 class NodeUnfinished(Exception):
-    """A node cannot be imported because of another one, which has been noted."""
+    """An exception for a node that depends on another one whose problem has been recorded."""
 
 
 @dataclass
 class Scope:
-    """Names of one graph; None is an operand that a function was not given. `path` is the prefix without the numbers of iterations.
-    `opsets` gives the version of each operator domain there, `calls` the functions whose bodies this is in."""
+    """Names of one graph; None is an optional operand that a call of a function leaves out.
+
+    `path` is the prefix without the numbers of iterations. `opsets` gives the version of each operator domain, `calls`
+    the functions whose bodies contain the graph.
+    """
 
     opsets: Mapping[str, int]
     prefix: str = ""
@@ -93,7 +98,7 @@ class Scope:
         return self.opsets[""]
 
     def inside(self, prefix: str, path: str = "") -> Scope:
-        """A scope for a graph that sees this one's names."""
+        """Open a scope for a graph that sees this one's names."""
         return Scope(self.opsets, self.prefix + prefix, self.path + path, self, calls=self.calls)
 
     def _around(self) -> Iterator[Scope]:
@@ -109,7 +114,7 @@ class Scope:
         raise Refused(f"no tensor is called {name}")
 
     def replace(self, name: str, tensor: Tensor) -> None:
-        """Another thing under a name that is there."""
+        """Replace the tensor of an existing name."""
         for scope in self._around():
             if name in scope.tensors:
                 scope.tensors[name] = tensor
@@ -117,7 +122,7 @@ class Scope:
 
 
 def is_lost(tensor: Tensor | None) -> bool:
-    """Whether nothing can be said about a tensor, because the node that makes it was refused."""
+    """Say whether nothing is known about a tensor because the node that computes it was refused."""
     if isinstance(tensor, TensorList):
         return any(map(is_lost, tensor.items))
     return isinstance(tensor, Lost) and tensor.type is None

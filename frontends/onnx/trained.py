@@ -1,18 +1,20 @@
-"""Which initializers of an ONNX file are trained.
+"""The choice of the initializers of an ONNX file that are trained.
 
 Every floating-point initializer that is used as a tensor is a parameter, except
-  * those whose name matches `frozen` (a regular expression, searched for anywhere in the name),
-  * those that the exporter calls buffers: torch's writes for each weight what it was in the module (KIND),
-  * the running mean and variance of a BatchNormalization (which training moves where the node is in training mode), and what a rule needs
-    as numbers (a bound of Clip, the value of Pad): their rules see to that,
-  * those of rank 0: exporters write the numbers of the source text (a scale, an epsilon) that way.
-`trained` names exceptions from all of these but `frozen`; what the exporter calls a parameter is one, of any rank.
+
+* those whose name matches `frozen` (a regular expression, searched for anywhere in the name),
+* those that the exporter calls buffers: torch's writes each weight's kind in the module into the metadata (KIND),
+* the running mean and variance of a BatchNormalization (which training changes where the node is in training mode), and
+  operands that a rule needs as numbers (a bound of Clip, the value of Pad): their rules take care of these,
+* those of rank 0: exporters write the numbers of the source text (a scale, an epsilon) that way.
+
+`trained` names exceptions from all of these but `frozen`. An initializer that the exporter calls a parameter is one, of
+any rank.
 """
 
 from __future__ import annotations
 
-import re
-
+from penstock.frontends.names import pattern_of
 from penstock.ir.types import FLOATS, TensorType
 from penstock.support.errors import UsageError
 
@@ -24,7 +26,7 @@ KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 
 
 class Trained:
-    """Decides by name, and says what it decided where that may surprise."""
+    """The decision by name whether an initializer is trained. Decisions that may surprise are added to the findings."""
 
     def __init__(self, source: ModelFile, findings: Findings, frozen: str | None, trained: str | None) -> None:
         self._findings = findings
@@ -35,12 +37,7 @@ class Trained:
         floating = [tensor.name for _, _, tensor in stored_in(graph) if source.is_float(tensor)]
         patterns = []
         for flag, text in (("frozen", frozen), ("trained", trained)):
-            try:
-                pattern = re.compile(text) if text else None
-            except (re.error, RecursionError, OverflowError) as error:
-                raise UsageError(
-                    f"--{flag} {text!r} is not a regular expression: {error}", where=str(source.path)
-                ) from error
+            pattern = pattern_of(text, f"--{flag}", str(source.path))
             if pattern is not None and not any(map(pattern.search, floating)):
                 raise UsageError(f"--{flag} {text!r} matches no floating-point initializer", where=str(source.path))
             patterns.append(pattern)
@@ -49,13 +46,13 @@ class Trained:
     def __call__(self, name: str, kind: TensorType) -> bool:
         if kind.dtype not in FLOATS:
             return False
-        said = self._said.get(name)
+        kind_in_module = self._said.get(name)
         if self._frozen is not None and self._frozen.search(name):
             self._findings.matched.append(name)
             return False
-        if (self._trained is not None and self._trained.search(name)) or said == "PARAMETER":
+        if (self._trained is not None and self._trained.search(name)) or kind_in_module == "PARAMETER":
             return True
-        if said == "BUFFER":
+        if kind_in_module == "BUFFER":
             self._findings.buffers.append(name)
             return False
         if kind.rank == 0:

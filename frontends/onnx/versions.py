@@ -1,8 +1,9 @@
-"""Which versions of ONNX are read, and nodes of older opsets in their newest form.
+"""The versions of ONNX that are read, and the conversion of older nodes to their newest form.
 
-What an operator once took as attributes and now takes as operands becomes operands, so that the rules of the op tables, and the folding of
-constants, know one form of it only. Where an operator of the same form meant something else (Softmax before 13 flattened its operand), its
-rule asks for the opset, and `CHANGED` keeps such nodes from being computed at import by the implementation of the newer meaning.
+Attributes of an operator that are operands in newer opsets become operands, so the rules of the op tables and the
+folding of constants know only one form of it. Where an operator of the same form had another meaning (Softmax before 13
+flattened its operand), its rule reads the opset. `CHANGED` keeps such nodes from being computed at import with the
+newer meaning.
 
 In: a node. Out: nothing; the node's kind, attributes and operands are changed.
 """
@@ -28,11 +29,11 @@ OTHERS = {"com.microsoft": 1}
 
 
 def opsets_of(source: ModelFile) -> dict[str, int]:
-    """The opset of each domain of a model; the default domain is called ''."""
+    """Return the opset of each domain of a model. The default domain is called ''."""
     model, where = source.model, str(source.path)
     versions = {entry.domain: int(entry.version) for entry in model.opset_import}
-    found = next((versions[d] for d in DOMAINS if d in versions), None)
-    if found is None:
+    default = next((versions[d] for d in DOMAINS if d in versions), None)
+    if default is None:
         problem = source.check() or "it names no opset of the default domain"
         raise UsageError(f"not a valid ONNX model: {problem}", where=where)
     if model.ir_version > IR_VERSIONS[-1]:
@@ -41,9 +42,9 @@ def opsets_of(source: ModelFile) -> dict[str, int]:
             where=where,
             hint="save the model with an older version of onnx",
         )
-    if found not in OPSETS:
+    if default not in OPSETS:
         raise UnsupportedModel(
-            f"opset {found} is not supported, only {OPSETS[0]} to {OPSETS[-1]}",
+            f"opset {default} is not supported, only {OPSETS[0]} to {OPSETS[-1]}",
             where=where,
             hint="onnx.version_converter can change the opset of a model, or export it again",
         )
@@ -52,14 +53,14 @@ def opsets_of(source: ModelFile) -> dict[str, int]:
             raise UnsupportedModel(
                 f"version {versions[domain]} of domain {domain} is not supported, only {version}", where=where
             )
-    return {**versions, "": found}
+    return {**versions, "": default}
 
 
 # ---------------------------------------------------------------------------------------- older forms
 
 
 def _moved(**operands: int) -> Callable[[OnnxNode], None]:
-    """Lists of integers that became operands."""
+    """Make an upgrade that turns lists of integers into operands."""
 
     def upgrade(n: OnnxNode) -> None:
         for name, i in operands.items():
@@ -114,7 +115,7 @@ def _upsample(n: OnnxNode) -> None:
 
 
 _AXES = _moved(axes=1)
-# operator -> (first opset with the newest form, how an older node gets it)
+# operator -> (first opset with the newest form, upgrade of an older node)
 UPGRADES: dict[str, tuple[int, Callable[[OnnxNode], None]]] = {
     "Slice": (10, _moved(starts=1, ends=2, axes=3)),
     "TopK": (10, _topk),
@@ -149,7 +150,7 @@ CHANGED = {
 
 
 def upgrade(n: OnnxNode) -> int:
-    """Give a node of the default domain its newest form. Returns the opset that it is written in now."""
+    """Give a node of the default domain its newest form. Return the opset of that form."""
     first, change = UPGRADES.get(n.kind, (0, None))
     if change is None or n.opset >= first:
         return n.opset

@@ -1,4 +1,4 @@
-"""Programs of torch as modules: `import_torch` takes a module with example arguments, a torch.fx graph, or an ExportedProgram.
+"""The torch frontend: `import_torch` takes a module with example arguments, a torch.fx graph, or an ExportedProgram.
 
 This is the only part of the frontends that imports torch.
 """

@@ -1,4 +1,4 @@
-"""Tensors of torch as arrays of NumPy, and their element types by our names."""
+"""Conversion of torch tensors to NumPy arrays, and of torch's element types to our names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OURS = {theirs: ours for ours, theirs in _THEIRS.items()}
 
 
 def our_dtype(dtype: torch.dtype) -> str:
-    """Our name of an element type; ValueError when there is none."""
+    """Return our name of an element type. Raise ValueError if there is none."""
     if dtype not in _OURS:
         raise ValueError(
             f"element type {str(dtype).removeprefix('torch.')} is not supported, only {', '.join(_THEIRS)}"
@@ -29,7 +29,7 @@ def their_dtype(dtype: str) -> torch.dtype:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """A copy of the elements: what is done to the tensor later does not change it."""
+    """Copy the elements, so that later changes of the tensor do not change them."""
     plain = tensor.detach().cpu().contiguous()
     if plain.dtype == torch.bfloat16:
         return plain.view(torch.int16).numpy().copy().view(numpy_dtype("bf16"))

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention as one operation of the IR, whatever its operands' ranks and its mask."""
+"""The rule of scaled_dot_product_attention: one operation of the IR for operands of any rank and any mask."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .node import Result, Rule, TorchNode
 
 
 def _four(n: TorchNode, x: Value, lead: tuple[int, ...]) -> Value:
-    """[batch, heads, positions, size], with these dimensions in front of the last two."""
+    """Reshape to [batch, heads, positions, size], with `lead` as the dimensions before the last two."""
     x = expand(n, x, (*lead, *x.type.dims[-2:]))
     front = (
         lead if len(lead) == 2 else (1, *lead) if len(lead) == 1 else (prod(lead[:-1]), lead[-1]) if lead else (1, 1)
@@ -24,14 +24,14 @@ def _four(n: TorchNode, x: Value, lead: tuple[int, ...]) -> Value:
 
 
 def _four_mask(n: TorchNode, mask: Value, lead: tuple[int, ...]) -> Value:
-    """The mask as it broadcasts to the scores of four dimensions."""
-    own = (1,) * (len(lead) + 2 - mask.type.rank) + mask.type.dims
+    """Reshape the mask so that it broadcasts to the scores of four dimensions."""
+    dims = (1,) * (len(lead) + 2 - mask.type.rank) + mask.type.dims
     if len(lead) <= 2:
-        return reshape(n, mask, (1,) * (4 - len(own)) + own)
-    rows = own[-2:]
-    if prod(own[:-2]) == 1:
+        return reshape(n, mask, (1,) * (4 - len(dims)) + dims)
+    rows = dims[-2:]
+    if prod(dims[:-2]) == 1:
         return reshape(n, mask, (1, 1, *rows))
-    return reshape(n, expand(n, reshape(n, mask, own), (*lead, *rows)), (prod(lead[:-1]), lead[-1], *rows))
+    return reshape(n, expand(n, reshape(n, mask, dims), (*lead, *rows)), (prod(lead[:-1]), lead[-1], *rows))
 
 
 def _attention(n: TorchNode) -> Result:
@@ -39,8 +39,8 @@ def _attention(n: TorchNode) -> Result:
     if n.arg("enable_gqa"):
         heads = q.type.dims[-3]
         k, v = (repeat_heads(n, x, heads) if x.type.rank == 4 else _repeat(n, x, heads) for x in (k, v))
-    given = broadcast_shapes(*(x.type.shape[:-2] for x in (q, k, v)))
-    lead = tuple(int(size) for size in given)
+    shape = broadcast_shapes(*(x.type.shape[:-2] for x in (q, k, v)))
+    lead = tuple(int(size) for size in shape)
     rows, columns = q.type.dims[-2], k.type.dims[-2]
     scale = float(n.arg("scale", 1.0 / sqrt(q.type.dims[-1])))
     causal = bool(n.arg("is_causal"))
@@ -63,7 +63,7 @@ def _attention(n: TorchNode) -> Result:
 
 
 def _dropped(n: TorchNode, parts: list[Value], causal: bool, scale: float, p: float) -> Value:
-    """Attention whose weights go through dropout: there has to be something to drop, so all weights are made."""
+    """Write attention with dropout of the weights, for which all weights have to be computed."""
     q, k, v, *masks = parts
     if causal:
         masks.append(triangle(n, q.type.dims[2], k.type.dims[2]))

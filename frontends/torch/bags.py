@@ -13,7 +13,10 @@ from .node import Absent, KnownElements, Result, Rule, TorchNode
 
 
 def _embedding_bag(n: TorchNode) -> Result:
-    """Rows summed per bag: sums over a dimension where bags are known to be of one size, additions to the bag of each row otherwise."""
+    """Sum the rows of each bag.
+
+    Bags known to be of one size are summed over a dimension. In other cases each row is added to its bag.
+    """
     n.require(not n.arg("scale_grad_by_freq"), "scale_grad_by_freq is not supported")
     mode, pad = int(n.arg("mode")), n.arg("padding_idx", -1)
     n.require(mode in (0, 1), "mode max is not supported")
@@ -47,7 +50,7 @@ def _embedding_bag(n: TorchNode) -> Result:
 
 
 def _bags(n: TorchNode, bounds: list[int] | None, bags: int, total: int) -> Value:
-    """The bag of each row: how many bags begin at or before it, less one."""
+    """Find the bag of each row: the number of bags that begin at or before it, less one."""
     if bounds is not None:
         sizes = torch.tensor([b - a for a, b in pairwise(bounds)])
         return n.tensor_value(KnownElements(n.fresh("bags"), torch.repeat_interleave(torch.arange(bags), sizes)))

@@ -1,7 +1,7 @@
-"""ATen operations on the bits of integers, where of bools the bitwise ones are the logical ones; and bits
-read as another element type of their width.
+"""ATen operations on the bits of integers, and bits read as another element type of the same width.
 
-Shifted by a negative number, or by as many bits as there are or more, an integer becomes 0, or -1 where its sign moves in.
+On bools the bitwise operations are the logical ones. An integer shifted by a negative number, or by its width or more,
+becomes 0, or -1 where its sign moves in.
 """
 
 from __future__ import annotations

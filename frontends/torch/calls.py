@@ -1,7 +1,8 @@
-"""One call after the other: computed at import, written by its rule, or noted as a problem.
+"""Import of one call after the other: computed at import, written by its rule, or recorded as a problem.
 
-What a call gives is compared with the type that torch says it has. A call whose operands are all known is computed by torch itself, unless
-the result is large. A call that cannot be imported leaves `Lost` behind, so that all problems are found at once.
+The result of a call is compared with the type that torch gives it. torch itself computes a call whose operands are all
+known, unless the result is large. The result of a call that cannot be imported is `Lost`, so that one error lists all
+problems.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from torch.fx import Node as Call
 from torch.utils import _pytree as pytree
 
-from penstock.frontends.writer import Lost, Refused
+from penstock.frontends.imported import refusal
+from penstock.frontends.writer import LARGEST, Lost, Refused
 from penstock.ir.graph import Value
 from penstock.ir.types import TensorType
 from penstock.support.errors import UnsupportedModel
@@ -26,14 +28,12 @@ from .node import Absent, KnownElements, TorchBuilder, TorchNode, TorchWeight
 from .source import SymbolSizes
 from .table import CHECKS, RULES, name_of
 
-# Results above this many elements stay operations: a mask repeated over a batch is cheaper to broadcast than to store.
-LARGEST = 1 << 22
-# Computed by their rules even where all is known: what torch gives is whatever the memory holds.
+# Their rules write these even where all operands are known: torch returns uninitialised memory.
 _UNSET = "empty"
 
 
 class Caller:
-    """Imports calls in order."""
+    """An importer of calls in order."""
 
     def __init__(self, builder: TorchBuilder, sizes: SymbolSizes, problems: list[str]) -> None:
         self.builder = builder
@@ -84,7 +84,7 @@ class Caller:
         return node.finish(result)
 
     def _other(self, call: Call) -> Any:
-        """What is not an operation of ATen: picking one of several results, and computing with sizes."""
+        """Import what is no operation of ATen: picking one of several results, and computing with sizes."""
         arguments: list[Any] = [self.builder.env[a] if isinstance(a, Call) else a for a in call.args]
         if call.target is operator.getitem:
             whole = arguments[0]
@@ -97,7 +97,7 @@ class Caller:
             if any(isinstance(a, Lost) for a in pytree.tree_leaves(arguments)):
                 return Lost(None)
             raise Refused(f"{arguments[1]} has effects besides its results")
-        if call.op == "get_attr":  # the body of a call of control flow, which says what is the matter
+        if call.op == "get_attr":  # the body of a call of control flow, which reports the problem
             return Lost(None)
         if (
             any(isinstance(a, Lost) and a.type is None for a in arguments)
@@ -109,12 +109,12 @@ class Caller:
     # ------------------------------------------------------------------------------------ types
 
     def _lacks_types(self, call: Call) -> bool:
-        """Whether nothing can be said, because the type of an operand was lost with another call."""
-        found = (self.builder.env[a] for a in call.all_input_nodes)
-        return any(isinstance(one, Lost) and one.type is None for one in found)
+        """Say whether the call cannot be judged, because the type of an operand was lost with another call."""
+        operands = (self.builder.env[a] for a in call.all_input_nodes)
+        return any(isinstance(one, Lost) and one.type is None for one in operands)
 
     def _promised(self, meta: object) -> TensorType | None:
-        """The type that torch says a result has; None where it is not known or has no counterpart."""
+        """Return the type that torch gives a result, or None where it is unknown or has no counterpart."""
         if not isinstance(meta, torch.Tensor):
             return None
         shape = self.sizes.shape(meta)
@@ -135,7 +135,7 @@ class Caller:
         return all(kind is None or kind.size <= LARGEST for kind in kinds)
 
     def _compare(self, call: Call, result: Any) -> None:
-        """Each result against what torch says of it."""
+        """Compare each result with the type that torch gives it."""
         metas = call.meta.get("val")
         pairs = zip(metas, result, strict=False) if isinstance(metas, tuple | list) else [(metas, result)]
         for i, (meta, one) in enumerate(pairs):
@@ -144,13 +144,13 @@ class Caller:
                 one = one.tensor
             if promised is None or not isinstance(one, Value | torch.Tensor):
                 continue
-            found = one.type if isinstance(one, Value) else TensorType(our_dtype(one.dtype), tuple(one.shape))
-            if found != promised:
-                raise Refused(f"result {i} comes out as {found}, but torch says {promised}")
+            actual = one.type if isinstance(one, Value) else TensorType(our_dtype(one.dtype), tuple(one.shape))
+            if actual != promised:
+                raise Refused(f"result {i} comes out as {actual}, but torch says {promised}")
 
 
 def _plain(operands: Sequence[Any]) -> bool:
-    """Whether nothing among the arguments is computed at run time or trained."""
+    """Say whether no argument is computed at run time or trained."""
     return all(
         _plain(a) if isinstance(a, list | tuple) else not isinstance(a, Value | TorchWeight | Lost | Absent)
         for a in operands
@@ -164,11 +164,11 @@ def _computed(call: Call, operands: Sequence[Any]) -> Any:
         return [elements(v) for v in value] if isinstance(value, list | tuple) else value
 
     schema = call.target._schema.arguments  # type: ignore[union-attr]
-    given = [(a, elements(v)) for a, v in zip(schema, operands, strict=True)]
+    arguments = [(a, elements(v)) for a, v in zip(schema, operands, strict=True)]
     try:
         with torch.no_grad():
             return call.target(
-                *(v for a, v in given if not a.kwarg_only), **{a.name: v for a, v in given if a.kwarg_only}
+                *(v for a, v in arguments if not a.kwarg_only), **{a.name: v for a, v in arguments if a.kwarg_only}
             )  # type: ignore[operator]
     except (RuntimeError, IndexError, NotImplementedError, ValueError) as error:
         raise Refused(f"cannot be computed at import: {str(error).splitlines()[0]}") from error
@@ -181,7 +181,7 @@ _NO_RULE = "no rule for this operation"
 
 
 def location(call: Call) -> str:
-    """Where a call stands in the module: the path of the submodule, and the call's own name."""
+    """Return the place of a call in the module: the path of the submodule and the call's own name."""
     stack = call.meta.get("nn_module_stack") or {}
     path = next((str(p) for p, _ in reversed(list(stack.values())) if p), "")
     path = re.sub(r"^L\['self'\]\.?|^L__self___?", "", path)
@@ -193,7 +193,7 @@ def _called(call: Call) -> str:
 
 
 def _missing(call: Call) -> str:
-    """Why there is no rule."""
+    """Say why there is no rule."""
     metas = pytree.tree_leaves([one.meta.get("val") for one in (call, *call.all_input_nodes)])
     if any(isinstance(meta, torch.Tensor) and meta.is_complex() for meta in metas):
         return "there are no complex numbers here; a model may compute their real and imaginary parts apart"
@@ -204,17 +204,16 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def _line(call: Call) -> str:
-    """The innermost line of the model's own code, or of its library's, that made the call."""
+    """Return the innermost line of the model's own code, or of its library's, that made the call."""
     frames = _FRAME.findall(call.meta.get("stack_trace") or "")
     outside = [frame for frame in frames if "torch" not in PurePath(frame[0]).parts] or frames
     return f" at {PurePath(outside[-1][0]).name}:{outside[-1][1]}" if outside else ""
 
 
 def complain(where: str, rows: Sequence[str]) -> UnsupportedModel:
-    count = f"{len(rows)} places" if len(rows) > 1 else "one place"
     unknown = any(row.endswith(_NO_RULE) for row in rows)
     return UnsupportedModel(
-        f"the model cannot be imported, {count}:\n" + "\n".join(f"  {row}" for row in rows),
+        refusal(rows),
         where=where,
         hint="docs/frontends.md lists the operations of ATen that are supported" if unknown else "",
     )

@@ -1,8 +1,8 @@
-"""Batch norms whose running statistics are plain averages over all batches (momentum=None), as something that torch.export takes.
+"""Batch norms with plain averages as running statistics (momentum=None), in a form that torch.export accepts.
 
-Torch reads the number of batches as a Python number, which no exported program can have. While a module is exported, such
-layers compute the same from tensors: a batch norm of momentum 1 leaves the statistics of the batch in two tensors, and the
-share of the newest batch is 1 / number of batches.
+torch reads the number of batches as a Python number, which no exported program can contain. While a module is exported,
+such layers compute the same from tensors: a batch norm of momentum 1 leaves the statistics of the batch in two tensors,
+and the share of the newest batch is 1 / number of batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @contextmanager
 def cumulative_averages(module: torch.nn.Module) -> Iterator[None]:
-    """While the block runs, the layers with plain averages in training mode can be exported."""
+    """Replace forward of the layers with plain averages in training mode, so that the block can export the module."""
     layers = [one for one in module.modules() if isinstance(one, _BatchNorm) and _is_cumulative(one)]
     for layer in layers:
         layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
@@ -31,8 +31,8 @@ def cumulative_averages(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _is_cumulative(layer: _BatchNorm) -> bool:
-    own = type(layer).forward is _BatchNorm.forward and "forward" not in vars(layer)
-    return own and layer.training and layer.momentum is None and layer.num_batches_tracked is not None
+    unchanged = type(layer).forward is _BatchNorm.forward and "forward" not in vars(layer)
+    return unchanged and layer.training and layer.momentum is None and layer.num_batches_tracked is not None
 
 
 def _forward(layer: _BatchNorm, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""ATen operations that measure distances between rows: of every pair, or of one tensor's pairs in order.
+"""ATen operations that compute distances between rows: of every pair, or of one tensor's pairs in order.
 
-Gradients are torch's: 0 where a distance is 0, and of the largest difference (p infinite) all of it to each of those that are
-equally large. Differences are taken one by one; the distances of many rows with p = 2 come from one matrix product, as in torch,
-and are as inexact where they are small.
+Gradients are torch's: 0 where a distance is 0. For the largest difference (p infinite) all of it goes to each of those
+that are equally large. Differences are computed one by one. The distances of many rows with p = 2 come from one matrix
+product, as in torch, and are as inexact where they are small.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .reductions import length
 
 
 def _between(n: TorchNode, x: Value, y: Value, order: float) -> Value:
-    """The norms of x - y over the last dimension."""
+    """Compute the norms of x - y over the last dimension."""
     n.require(x.type.dtype in FLOATS, f"needs floating-point operands, got {x.type}")
     difference = n.emit("sub", x, y)
     axis = difference.type.rank - 1
@@ -36,7 +36,7 @@ def _between(n: TorchNode, x: Value, y: Value, order: float) -> Value:
 
 
 def _of_pairs(n: TorchNode) -> Result:
-    n.ignore("compute_mode")  # how, not what
+    n.ignore("compute_mode")  # changes the method, not the result
     x, y = n.value("x1"), n.value("x2")
     x = reshape(n, x, (*x.type.dims[:-1], 1, x.type.dims[-1]))
     y = reshape(n, y, (*y.type.dims[:-2], 1, *y.type.dims[-2:]))
@@ -51,13 +51,13 @@ def _within(n: TorchNode) -> Result:
 
 
 def _euclidean(n: TorchNode) -> Result:
-    """The root of x . x - 2 * x . y + y . y, at least 0."""
+    """Compute the root of x . x - 2 * x . y + y . y, at least 0."""
     x, y = n.value("x1"), n.value("x2")
     rank = y.type.rank
     products = n.emit("matmul", n.emit("mul", x, -2.0), y, tb=True)
-    own, other = (n.emit("sum", n.emit("mul", v, v), axes=(v.type.rank - 1,), keep=True) for v in (x, y))
-    other = transpose(n, other, [*range(rank - 2), rank - 1, rank - 2])
-    return root(n, positive(n, n.emit("add", n.emit("add", products, own), other)))
+    squares, other_squares = (n.emit("sum", n.emit("mul", v, v), axes=(v.type.rank - 1,), keep=True) for v in (x, y))
+    other_squares = transpose(n, other_squares, [*range(rank - 2), rank - 1, rank - 2])
+    return root(n, positive(n, n.emit("add", n.emit("add", products, squares), other_squares)))
 
 
 RULES: dict[str, Rule] = {

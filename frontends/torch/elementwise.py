@@ -1,7 +1,7 @@
-"""Elementwise ATen operations: one row each. Operands broadcast as in NumPy on both sides; what differs is how element types meet.
+"""Elementwise ATen operations: one row each. Operands broadcast as in NumPy on both sides; only type promotion differs.
 
-torch computes in the type that both operands promote to, and says in the graph which type the result has: arithmetic casts its operands to
-that, comparisons to the common type of their operands.
+torch computes in the type that both operands promote to, and the graph gives the type of the result. Arithmetic casts
+its operands to that type, comparisons to the common type of their operands.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from penstock.frontends.formulas.elementwise import (
     expm1,
     floor_divide,
     hard_sigmoid,
+    hard_swish,
     inverse_cosh,
     inverse_cosine,
     inverse_sine,
@@ -33,7 +34,9 @@ from penstock.frontends.formulas.elementwise import (
     remainder,
     saturate,
     scaled_softplus,
+    selu,
     sinh,
+    tan,
     truncate,
     with_sign,
 )
@@ -46,7 +49,7 @@ from .node import KnownElements, Result, Rule, TorchNode
 
 
 def unary(write: str | Callable[[TorchNode, Value], Value]) -> Rule:
-    """One operand in the result's element type: the name of an operation of the IR, or a formula."""
+    """Make a rule of one operand in the result's element type. `write` is a formula, or an operation of the IR."""
 
     def rule(n: TorchNode) -> Result:
         x = n.value("self", n.dtype)
@@ -56,13 +59,13 @@ def unary(write: str | Callable[[TorchNode, Value], Value]) -> Rule:
 
 
 def rounded(write: str | Callable[[TorchNode, Value], Value]) -> Rule:
-    """Rounding, which leaves integers as they are."""
+    """Make a rule for rounding, which leaves integers as they are."""
     inner = unary(write)
     return lambda n: n.arg("self") if n.dtype not in FLOATS else inner(n)
 
 
 def truth(n: TorchNode, name: str) -> Value:
-    """An argument as a bool: whether it is other than 0."""
+    """Convert an argument to a bool that says whether it differs from 0."""
     x = n.value(name)
     return x if x.type.dtype == "bool" else n.emit("not", n.emit("equal", x, 0))
 
@@ -95,10 +98,6 @@ def _elu(n: TorchNode) -> Result:
     return y if scale == 1 else n.emit("mul", y, float(scale))
 
 
-def _selu(n: TorchNode, x: Value) -> Value:
-    return n.emit("mul", elu(n, x, 1.6732632423543772), 1.0507009873554805)
-
-
 def _gelu(n: TorchNode) -> Result:
     return n.emit("gelu", n.value(), approximate=n.arg("approximate"))
 
@@ -115,7 +114,7 @@ def _mish(n: TorchNode, x: Value) -> Value:
 
 
 def arithmetic(kind: str, on_bool: str = "") -> Rule:
-    """Two operands in the result's element type; `on_bool` is what the operation is on bools."""
+    """Make a rule of two operands in the result's element type. `on_bool` names the operation for bools."""
 
     def rule(n: TorchNode) -> Result:
         dtype = n.dtype
@@ -175,8 +174,8 @@ def compare(kind: str, *, swap: bool = False, invert: bool = False) -> Rule:
         if dtype == "bool" and kind != "equal":
             dtype = "i32"
         x, y = n.operand("self", dtype), n.operand("other", dtype)
-        found = n.emit(kind, *((y, x) if swap else (x, y)))
-        return n.emit("not", found) if invert else found
+        holds = n.emit(kind, *((y, x) if swap else (x, y)))
+        return n.emit("not", holds) if invert else holds
 
     return rule
 
@@ -200,7 +199,7 @@ def _copysign(n: TorchNode) -> Result:
 
 
 def _clamp(n: TorchNode) -> Result:
-    """torch lets the upper bound win where it is below the lower one."""
+    """Write clamp. Where the upper bound is below the lower one, it wins, as in torch."""
     dtype = n.dtype
     low, high = (n.operand(name, dtype) if n.has(name) else None for name in ("min", "max"))
     return clamp(n, clamp(n, n.value("self", dtype), low, None), None, high)
@@ -221,7 +220,7 @@ def _softplus(n: TorchNode) -> Result:
 
 
 def _addc(kind: str) -> Rule:
-    """self + value * tensor1 * tensor2, or divided."""
+    """Make the rule of self + value * tensor1 * tensor2, or of the quotient with `kind` div."""
 
     def rule(n: TorchNode) -> Result:
         dtype, scale = n.dtype, n.arg("value", 1)
@@ -256,7 +255,7 @@ RULES: dict[str, Rule] = {
     "log1p": unary(log1p),
     "log2": unary(lambda n, x: n.emit("mul", n.emit("log", x), 1 / log(2))),
     "log10": unary(lambda n, x: n.emit("mul", n.emit("log", x), 1 / log(10))),
-    "tan": unary(lambda n, x: n.emit("div", n.emit("sin", x), n.emit("cos", x))),
+    "tan": unary(tan),
     "sinh": unary(sinh),
     "cosh": unary(cosh),
     "asin": unary(inverse_sine),
@@ -274,13 +273,13 @@ RULES: dict[str, Rule] = {
     "gelu": _gelu,
     "silu": unary(_silu),
     "mish": unary(_mish),
-    "selu": unary(_selu),
+    "selu": unary(selu),
     "elu": _elu,
     "leaky_relu": lambda n: leaky(n, n.value(), float(n.arg("negative_slope"))),
     "hardtanh": _hardtanh,
     "relu6": unary(lambda n, x: saturate(n, x, 0.0, 6.0)),
     "hardsigmoid": unary(lambda n, x: hard_sigmoid(n, x, 1 / 6, 0.5)),
-    "hardswish": unary(lambda n, x: n.emit("mul", x, hard_sigmoid(n, x, 1 / 6, 0.5))),
+    "hardswish": unary(hard_swish),
     "softplus": _softplus,
     # two operands
     "add.Tensor": arithmetic("add", "or"),

@@ -1,16 +1,19 @@
-"""A program of torch in, Module and weights out.
+"""The importer of torch: takes a module or program and returns a Module and its weights.
 
-The module has one graph `main`: the inputs of forward by their names (nested ones as torch.export spells them), its outputs by the path in
-what forward gives, one operation or a few per call of ATen, each with the path of the submodule and the name of the call as its `loc`.
+The module has one graph `main`: the inputs of forward by their names (nested ones as torch.export spells them), its
+outputs by their path in forward's result, and one or a few operations per call of ATen. Each of these has the path of
+the submodule and the name of the call as its `loc`.
 
-Variables have their names of the state dict, the first of them where several are tied: those that share memory are one variable. Parameters
-with `requires_grad` whose name does not match `frozen` are trained; others, buffers and constants are not. What depends on these alone is
-computed here, by torch. Parameters and buffers that no output depends on are left out.
+Variables have their names of the state dict. Tensors that share memory are one variable, under the first of their
+names. Trained are the parameters with `requires_grad` whose name does not match `frozen`. Other parameters, buffers and
+constants are not; torch computes here what depends on these alone. Parameters and buffers that no output depends on are
+left out.
 
-Sizes are numbers. Arguments of forward that are numbers, strings or None have the values of the examples; outputs that are None are left
-out. Buffers that forward changes (running statistics in training) are variables that main reads and then writes (frontends/moving.py).
+Sizes are numbers. Arguments of forward that are numbers, strings or None have the values of the examples. Outputs that
+are None are left out. Buffers that forward changes (running statistics in training) are variables that main reads and
+then writes (frontends/moving.py).
 
-All calls that cannot be imported are listed by one UnsupportedModel.
+One UnsupportedModel lists all calls that cannot be imported.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from penstock.frontends.imported import Imported, State, counted, some, told_renames
-from penstock.frontends.names import Names, legal
+from penstock.frontends.names import Names, legal, pattern_of
 from penstock.frontends.writer import Lost, Refused
 from penstock.ir.graph import BUFFER, Value, Var
 from penstock.ir.text import print_module
@@ -48,11 +51,13 @@ def import_torch(
     dims: Mapping[str, int] | None = None,
     frozen: str | None = None,
 ) -> Imported:
-    """The program of a torch module, torch.fx graph or ExportedProgram as a Module. `dims` gives sizes
-    for symbolic dimensions of the latter."""
+    """Import a torch module, torch.fx graph or ExportedProgram as a Module.
+
+    `dims` gives sizes for symbolic dimensions of an ExportedProgram.
+    """
     source = original(source)
     where = type(source).__name__
-    pattern = _pattern(frozen, where)
+    pattern = pattern_of(frozen, "frozen", where)
     program = exported(source, args, kwargs, where)
     importer = _Importer(program, where, dims or {})
     importer.take_state(pattern)
@@ -63,19 +68,12 @@ def import_torch(
     return importer.finish()
 
 
-def _pattern(frozen: str | None, where: str) -> re.Pattern[str] | None:
-    try:
-        return re.compile(frozen) if frozen else None
-    except (re.error, RecursionError, OverflowError) as error:
-        raise UsageError(f"frozen {frozen!r} is not a regular expression: {error}", where=where) from error
-
-
 def _trains(tensor: object) -> bool:
     return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad and tensor.is_floating_point()
 
 
 class _Importer:
-    """State of one import: the graph built so far, what went wrong, and what is to be reported."""
+    """State of one import: the graph so far, its problems, and the findings to report."""
 
     def __init__(self, program: ExportedProgram, where: str, dims: Mapping[str, int]) -> None:
         self.program = program
@@ -90,7 +88,7 @@ class _Importer:
         self.fed = {name: val for name, val in fed.items() if isinstance(val, torch.Tensor)}
         self.state = {**program.constants, **program.state_dict}
         held = [str(s.target) for s in signature.input_specs if s.kind in _STATE]
-        # Variables first: the inputs of forward have to give way where both have one name.
+        # Variables first: an input of forward with the name of a variable gets another one.
         self.builder = TorchBuilder(Names(held))
         self.sizes = SymbolSizes(program, self.fed, dims, where)
         self.problems: list[str] = []
@@ -113,7 +111,7 @@ class _Importer:
     # ------------------------------------------------------------------------------------ before the calls
 
     def take_state(self, frozen: re.Pattern[str] | None) -> None:
-        """Parameters, buffers and constants. Names are those of the state dict, the first one where parameters are tied."""
+        """Import parameters, buffers and constants, each under the first of its names in the state dict."""
         program, names = self.program, self.builder.names
         used = {str(s.target): name for name, s in self.specs.items() if s.kind in _STATE}
         aliases: dict[tuple[object, ...], list[str]] = {}
@@ -146,12 +144,13 @@ class _Importer:
                     self.stored[name] = same
             elif hits.isdisjoint(same) and _trains(tensor) != _trains(self.state[firsts[key]]):
                 self.problems.append(
-                    f"{target}: shares memory with {firsts[key]}, and one of them alone is a parameter that requires a gradient"
+                    f"{target}: shares memory with {firsts[key]}, "
+                    "and one of them alone is a parameter that requires a gradient"
                 )
             if len(same) > 1 and same[0] not in self.tied:
                 self.tied.append(same[0])
             self.builder.env[node] = seen[key]
-            if target in self.moving:  # never computed with at import
+            if target in self.moving:  # never folded at import
                 self.moving[target] = self.builder.variable(seen[key].name, type_of(tensor), BUFFER, array_of(tensor))
                 self.builder.env[node] = self.moving[target]
         self._overlaps(list(seen.values()))
@@ -159,7 +158,7 @@ class _Importer:
             raise UsageError(f"frozen {frozen.pattern!r} matches no name of the state dict", where=self.where)
 
     def _overlaps(self, state: Sequence[KnownElements | TorchWeight]) -> None:
-        """A parameter and what shares a part of its memory would drift apart when that parameter is trained."""
+        """Refuse parameters that share a part of their memory with other tensors: training would separate them."""
         for i, j in sharing([one.tensor for one in state]):
             if isinstance(state[i], TorchWeight) or isinstance(state[j], TorchWeight):
                 self.problems.append(
@@ -188,11 +187,11 @@ class _Importer:
             self.problems.append(f"input {node.name}: {error}")
             self.builder.env[node] = Lost(None)
             return
-        found = Value(self.builder.names.fresh(node.name), kind)
-        if found.name != node.name:
-            self.spelled[found.name] = node.name
-        self.inputs.append(found)
-        self.builder.env[node] = found
+        value = Value(self.builder.names.fresh(node.name), kind)
+        if value.name != node.name:
+            self.spelled[value.name] = node.name
+        self.inputs.append(value)
+        self.builder.env[node] = value
 
     # ------------------------------------------------------------------------------------ the result
 
@@ -217,7 +216,7 @@ class _Importer:
         )
 
     def _state(self, variables: Mapping[str, Var]) -> State:
-        """The state dict of the program; tensors of element types that we do not have are left out."""
+        """Return the state dict of the program without tensors of element types that have no counterpart here."""
         tensors = {name: t for name, t in self.program.state_dict.items() if isinstance(t, torch.Tensor)}
         names = {name: tuple(same) for name, same in self.stored.items() if name in variables}
         named = {name for same in names.values() for name in same}
@@ -225,20 +224,20 @@ class _Importer:
         return State(names, {name: array_of(t) for name, t in known.items()})
 
     def _outputs(self) -> list[tuple[str, Value]]:
-        """The tensors that forward gives, by their paths. What it changes besides must not matter to them."""
+        """Return the tensors of forward's result by their paths. Record the buffers and inputs that it changes."""
         call = next(node for node in self.program.graph.nodes if node.op == "output")
         specs = self.program.graph_signature.output_specs
         results: list[Any] = []
-        for spec, given in zip(specs, call.args[0], strict=True):
-            found = self.builder.env[given] if isinstance(given, torch.fx.Node) else given
+        for spec, output in zip(specs, call.args[0], strict=True):
+            value = self.builder.env[output] if isinstance(output, torch.fx.Node) else output
             if spec.kind == OutputKind.USER_OUTPUT:
-                results.append(found)
+                results.append(value)
             elif spec.kind in (
                 OutputKind.BUFFER_MUTATION,
                 OutputKind.USER_INPUT_MUTATION,
                 OutputKind.PARAMETER_MUTATION,
             ):
-                self._changed(spec.kind, str(spec.target), found)
+                self._changed(spec.kind, str(spec.target), value)
         tree = pytree.tree_unflatten(list(range(len(results))), self.program.call_spec.out_spec)
         paths = {index: _path(path) for path, index in pytree.tree_flatten_with_path(tree)[0]}
         named = []
@@ -264,8 +263,8 @@ class _Importer:
             self.problems.append(f"output {name}: {error}")
             return None
 
-    def _changed(self, kind: OutputKind, target: str, found: Any) -> None:
-        """A buffer or an input that forward changes, and what it becomes."""
+    def _changed(self, kind: OutputKind, target: str, new: Any) -> None:
+        """Record the new value of a buffer that forward changes, or the problem with another changed tensor."""
         if kind == OutputKind.USER_INPUT_MUTATION:
             self.dropped.append(f"{target} (changed in place)")
             return
@@ -273,19 +272,19 @@ class _Importer:
             self.problems.append(f"{target}: forward changes a parameter, which is not supported")
             return
         old = self.moving.get(target)
-        if isinstance(found, KnownElements | TorchWeight):
-            found = self._as_value(f"{target}.new", found)
-        if isinstance(found, Absent):
-            self.problems.append(f"{target}: {found.reason}")
-        elif isinstance(old, Value) and isinstance(found, Value) and found != old:
-            self.builder.moved[old.name] = found
+        if isinstance(new, KnownElements | TorchWeight):
+            new = self._as_value(f"{target}.new", new)
+        if isinstance(new, Absent):
+            self.problems.append(f"{target}: {new.reason}")
+        elif isinstance(old, Value) and isinstance(new, Value) and new != old:
+            self.builder.moved[old.name] = new
 
     def _spell(self, named: Sequence[tuple[str, Value]]) -> list[tuple[str, Value]]:
-        """The outputs by names that nothing else has: their paths where these are free."""
+        """Give the outputs unique names: their paths where these are free."""
         spelled: dict[str, Value] = {}
         for path, value in named:
-            own = value.name == path == legal(path) and path not in spelled
-            name = path if own else self.builder.names.fresh(path)
+            unchanged = value.name == path == legal(path) and path not in spelled
+            name = path if unchanged else self.builder.names.fresh(path)
             if name != path:
                 self.spelled[name] = path
             spelled[name] = value
@@ -294,7 +293,7 @@ class _Importer:
     def _report(self, variables: Mapping[str, Var], outputs: Sequence[str], names: Mapping[str, str]) -> list[str]:
         folded = self.caller.folded
         unused = [t.name for t in self.builder.env.values() if isinstance(t, TorchWeight) and t.name not in variables]
-        said = (
+        lists = (
             ("dimensions bound", [f"{name}={size}" for name, size in self.dims.items()]),
             ("tied, trained as one variable each", self.tied),
             (f"{len(folded)} calls computed at import", folded),
@@ -309,13 +308,13 @@ class _Importer:
         )
         values = [*(v.name for v in self.inputs), *outputs, *variables]
         spelled = told_renames({name: names[name] for name in values if name in names})
-        return [counted(variables.values()), *spelled, *(f"{what}: {some(listed)}" for what, listed in said if listed)]
+        return [counted(variables.values()), *spelled, *(f"{what}: {some(listed)}" for what, listed in lists if listed)]
 
 
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def _path(path: Sequence[Any]) -> str:
-    """Where an output stands in what forward gives: `logits`, `hidden_states.0`; `output` in front of what has only a position."""
+    """Return the path of an output in forward's result: `logits`, `hidden_states.0`, or `output.0` in a bare tuple."""
     parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
     return ".".join(parts if parts and not parts[0].isdigit() else ["output", *parts])

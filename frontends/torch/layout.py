@@ -1,4 +1,4 @@
-"""ATen operations that make, move, cut and join elements. All sizes are numbers."""
+"""ATen operations that create, move, cut and join elements. All sizes are numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from math import prod
 import numpy as np
 import torch
 
-from penstock.frontends.formulas.layout import axis_of, cut, expand, reshape, tile, transpose
+from penstock.frontends.formulas.layout import (
+    axis_of,
+    concat,
+    cut,
+    cut_negative,
+    entry,
+    expand,
+    reshape,
+    tile,
+    transpose,
+)
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS, broadcast_shapes
 
@@ -18,15 +28,15 @@ from .node import Result, Rule, TorchNode
 
 
 def reshaped(n: TorchNode, shape: Sequence[int]) -> Result:
-    """`self` in another shape; nothing is written when it has that shape already."""
+    """Reshape `self`. Write nothing if it has that shape already."""
     return n.arg("self") if n.type().shape == tuple(shape) else reshape(n, n.value(), shape)
 
 
 def _view(n: TorchNode) -> Result:
     wanted = list(n.ints("size"))
     if -1 in wanted:
-        rest = prod(size for size in wanted if size != -1)
-        wanted[wanted.index(-1)] = n.type().size // rest if rest else 0
+        others = prod(size for size in wanted if size != -1)
+        wanted[wanted.index(-1)] = n.type().size // others if others else 0
     return reshaped(n, wanted)
 
 
@@ -64,15 +74,15 @@ def _copy(n: TorchNode) -> Result:
 
 
 def _detach(n: TorchNode) -> Result:
-    """Written only where a gradient would pass: behind a parameter that is trained."""
+    """Write `detach` only where a gradient would pass: behind a parameter that is trained."""
     return n.emit("detach", n.value()) if n.is_trained() and n.dtype in FLOATS else n.arg("self")
 
 
-# ---------------------------------------------------------------------------------------- made
+# ---------------------------------------------------------------------------------------- constants
 
 
 def filled(value: float | None = None) -> Rule:
-    """A constant of one value; `value` None: that of the call."""
+    """Make the rule of a constant of one value: `value`, or if it is None the call's."""
 
     def rule(n: TorchNode) -> Result:
         n.ignore("dtype", "physical_layout", "stride")
@@ -103,7 +113,7 @@ def _expand(n: TorchNode) -> Result:
     n.ignore("implicit")
     dims, size = n.type().dims, n.ints("size")
     behind = (1,) * (len(size) - len(dims)) + dims
-    shape = tuple(own if s == -1 else s for s, own in zip(size, behind, strict=True))
+    shape = tuple(old if s == -1 else s for s, old in zip(size, behind, strict=True))
     n.require(broadcast_shapes(dims, shape) == shape, f"{n.type()} does not broadcast to {list(shape)}")
     return n.arg("self") if shape == dims else expand(n, n.value(), shape)
 
@@ -119,10 +129,10 @@ def _cat(n: TorchNode) -> Result:
     dtype = n.dtype
     parts = [
         v for v in n.values("tensors", dtype) if v.type.dims != (0,)
-    ]  # torch lets such empty ones pass, whatever the others are
+    ]  # torch skips such empty tensors, whatever the shape of the others
     n.require(bool(parts), "there is nothing to join")
     axis = axis_of(n, n.arg("dim"), parts[0].type.rank)
-    return parts[0] if len(parts) == 1 else n.emit("concat", *parts, axis=axis)
+    return concat(n, parts, axis)
 
 
 def _split(n: TorchNode) -> Result:
@@ -149,22 +159,18 @@ def _slice(n: TorchNode) -> Result:
 
 def _select(n: TorchNode) -> Result:
     x = n.value()
-    dims = x.type.dims
-    axis = axis_of(n, n.arg("dim"), len(dims))
-    at = n.arg("index")
-    n.require(-dims[axis] <= at < dims[axis], f"index {at} is outside dimension {axis} of {x.type}")
-    return reshape(n, cut(n, x, axis, at % dims[axis], at % dims[axis] + 1), dims[:axis] + dims[axis + 1 :])
+    return entry(n, x, axis_of(n, n.arg("dim"), x.type.rank), n.arg("index"))
 
 
 def put_into(n: TorchNode, x: Value, src: Value, axis: int, start: int, stop: int, step: int) -> Value:
-    """x with start:stop:step along one axis replaced."""
+    """Replace start:stop:step of x along one axis."""
     dims = x.type.dims
     count = len(range(start, stop, step))
     src = expand(n, src, (*dims[:axis], count, *dims[axis + 1 :]))
     if step == 1:
         parts = [cut(n, x, axis, 0, start), src, cut(n, x, axis, stop, dims[axis])]
         kept = [p for p in parts if p.type.dims[axis]]
-        return n.emit("concat", *kept, axis=axis) if len(kept) > 1 else kept[0] if kept else x
+        return concat(n, kept, axis) if kept else x
     places = np.arange(start, stop, step, dtype=np.int64)
     return n.emit("scatter", x, places, src, axis=axis) if count else x
 
@@ -182,9 +188,7 @@ def _pad(n: TorchNode) -> Result:
     low, high = [0] * rank, [0] * rank
     for i in range(len(pads) // 2):  # the last dimension first
         low[rank - 1 - i], high[rank - 1 - i] = pads[2 * i], pads[2 * i + 1]
-    for axis, size in enumerate(x.type.dims):  # negative padding cuts
-        x = cut(n, x, axis, max(0, -low[axis]), size - max(0, -high[axis]))
-    low, high = [max(0, p) for p in low], [max(0, p) for p in high]
+    x, low, high = cut_negative(n, x, low, high)
     return (
         n.emit("pad", x, low=tuple(low), high=tuple(high), value=float(n.arg("value", 0.0))) if any(low + high) else x
     )
@@ -199,13 +203,13 @@ def _flip(n: TorchNode) -> Result:
 
 
 def at_places(n: TorchNode, places: torch.Tensor) -> Result:
-    """The elements of `self` at these row-major positions."""
+    """Take the elements of `self` at these row-major positions."""
     x = n.value()
     return n.emit("gather", reshape(n, x, (x.type.size,)), places.contiguous().numpy(), axis=0)
 
 
 def _strided(n: TorchNode) -> Result:
-    """By where torch keeps each element of the operand."""
+    """Write as_strided by the place of each of the operand's elements in torch's memory."""
     meta = n.meta("self")
     numbers = (*meta.shape, *meta.stride(), meta.storage_offset())
     n.require(all(isinstance(x, int) for x in numbers), "is not supported on symbolic sizes")
@@ -224,12 +228,15 @@ def _strided(n: TorchNode) -> Result:
 
 
 def _last(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
-    """The last place in memory."""
+    """Return the last place in memory."""
     return offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n > 0)
 
 
 def moved(*names: str) -> Rule:
-    """An operation that only moves elements: what it does to the positions says where each comes from."""
+    """Make the rule of an operation that only moves elements.
+
+    Applied to positions, it shows the origin of each element.
+    """
 
     def rule(n: TorchNode) -> Result:
         x = n.type()
@@ -267,7 +274,7 @@ RULES: dict[str, Rule] = {
     "detach": _detach,
     "_to_copy": _cast,
     "copy": _copy,
-    # made
+    # constants
     "full": filled(),
     "full_like": filled(),
     "empty.memory_format": filled(0.0),

@@ -1,6 +1,7 @@
-"""Which tensors are the same elements of memory, and which share only some of them.
+"""Memory of tensors: which ones are the same elements, and which share only some of them.
 
-Addresses are bytes of the process, whatever storage a tensor says it lies in; strides are taken into account exactly.
+Addresses are bytes of the process, independent of the storage that a tensor names. Strides are taken into account
+exactly.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import torch
 
 
 def place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are the same elements of the same memory."""
+    """Return a key that is equal for tensors that are the same elements of the same memory."""
     steps = tuple(step if size > 1 else 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (tensor.data_ptr() if tensor.numel() else id(tensor), tuple(tensor.shape), steps, tensor.dtype)
 
 
 def sharing(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Pairs of tensors, by their numbers, that have bytes in common."""
+    """Yield the pairs of tensors, by their numbers, that have bytes in common."""
     near: list[int] = []
     for i in sorted((i for i, t in enumerate(tensors) if t.numel()), key=lambda i: tensors[i].data_ptr()):
         near = [j for j in near if _end(tensors[j]) > tensors[i].data_ptr()]
@@ -28,13 +29,13 @@ def sharing(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """The first byte behind the last element."""
+    """Return the first byte behind the last element."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether an element of one reaches into an element of the other; a is the one that begins first."""
+    """Say whether the tensors share an element or a part of one. a begins first."""
     sizes = [t.element_size() for t in (a, b)]
     unit = gcd(b.data_ptr() - a.data_ptr(), *sizes)
     marks = np.zeros((max(_end(a), _end(b)) - a.data_ptr()) // unit, np.bool_)

@@ -1,12 +1,12 @@
-"""What a rule of the ATen tables sees: one call of an operation, its arguments by their names in the
-schema, and the means to write in its place.
+"""The view that a rule of the ATen tables has of a call: its arguments by name, and the means to write operations.
 
-An argument that stands for a tensor is one of four things: `Known` (elements known at import), `Weight` (a parameter), a `Value` of the IR
-graph, or `Lost` (the result of a call that could not be imported). Everything else (numbers, lists, element types, None) is a Python
-object; sizes are numbers, because every dimension is.
+An argument that stands for a tensor is one of four things: `Known` (elements known at import), `Weight` (a parameter),
+a `Value` of the IR graph, or `Lost` (the result of a call that could not be imported). Everything else (numbers, lists,
+element types, None) is a Python object. Sizes are numbers.
 
-Rules ask for what they need: a tensor with `value`, numbers with `constant`. Only what is asked for as a tensor becomes a variable. An
-argument that no rule asked for and that differs from its default makes the call unsupported.
+Rules request an argument by use: a tensor with `value`, other objects with `arg`. Only an argument requested as a
+tensor becomes a variable. An argument that no rule has read and that differs from its default makes the call
+unsupported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .arrays import array_of, our_dtype, their_dtype
 
 @dataclass(frozen=True)
 class KnownElements:
-    """A tensor whose elements are known at import; `name` is legal and its own."""
+    """A tensor whose elements are known at import. `name` is legal and unique."""
 
     name: str
     tensor: torch.Tensor
@@ -37,7 +37,7 @@ class KnownElements:
 
 @dataclass(frozen=True)
 class TorchWeight:
-    """A parameter that is trained, by its first name in the state dict, as a legal one."""
+    """A parameter that is trained. `name` is its first name in the state dict, made legal."""
 
     name: str
     tensor: torch.Tensor
@@ -45,7 +45,7 @@ class TorchWeight:
 
 @dataclass(frozen=True)
 class Absent:
-    """A result that a rule does not give, and why: an error where it is used."""
+    """A result that a rule does not compute, and why: its use is an error."""
 
     reason: str
 
@@ -54,7 +54,7 @@ Tensor = KnownElements | TorchWeight | Value | Lost
 Result = Any  # Tensor, torch.Tensor where the elements are known, Absent, a number, or None
 Rule = Callable[["TorchNode"], Result]
 
-# Arguments that say where and how elements are stored, not what they are.
+# Arguments that say where and how elements are stored, not their values.
 _STORAGE = ("layout", "device", "pin_memory", "memory_format", "non_blocking", "requires_grad", "sparse")
 
 
@@ -67,14 +67,17 @@ def type_of(tensor: torch.Tensor) -> TensorType:
 
 @dataclass
 class TorchBuilder(GraphWriter):
-    """The graph under construction. `env` maps each node of the source's graph to a tensor, a Python object, or a tuple of these."""
+    """The graph under construction.
+
+    `env` maps each node of the source to a tensor, a Python object, or a tuple of these.
+    """
 
     env: dict[Call, Any] = field(default_factory=dict)
     trained: set[Value] = field(default_factory=set)
     _values: dict[tuple[str, str], Value] = field(default_factory=dict)
 
     def value_of(self, tensor: KnownElements | TorchWeight, dtype: str | None = None) -> Value:
-        """The tensor as a value of the graph, in that element type; the second use of the same tensor gives the same value."""
+        """Return the tensor as a value of the graph, in that element type. A second use gives the same value."""
         kind = type_of(tensor.tensor)
         dtype = dtype or kind.dtype
         key = (tensor.name, dtype)
@@ -93,11 +96,11 @@ class TorchBuilder(GraphWriter):
         return set(self._values.values())
 
     def forget(self, values: set[Value]) -> None:
-        """Drop values whose operations were taken back."""
+        """Drop values whose operations were removed."""
         self._values = {key: value for key, value in self._values.items() if value not in values}
 
     def depends(self, values: Sequence[Value]) -> bool:
-        """Whether any of these depends on a parameter that is trained."""
+        """Say whether any of these depends on a parameter that is trained."""
         return not self.trained.isdisjoint(values)
 
 
@@ -112,8 +115,8 @@ class TorchNode(Writer):
         self.target = call.target
         schema = call.target._schema.arguments  # type: ignore[union-attr]
         self._defaults = {a.name: a.default_value for a in schema}
-        given = dict(zip((a.name for a in schema), call.args, strict=False)) | call.kwargs
-        self._args = {name: self._resolve(value) for name, value in (self._defaults | given).items()}
+        passed = dict(zip((a.name for a in schema), call.args, strict=False)) | call.kwargs
+        self._args = {name: self._resolve(value) for name, value in (self._defaults | passed).items()}
 
     def _resolve(self, value: Any) -> Any:
         if isinstance(value, Call):
@@ -127,21 +130,21 @@ class TorchNode(Writer):
     # ------------------------------------------------------------------------------------ arguments
 
     def arg(self, name: str, default: Any = None) -> Any:
-        """An argument as it is; `default` where it is None or the operation has none of that name."""
+        """Return an argument as it is, or `default` where it is None or the operation has none of that name."""
         self._asked.add(name)
-        found = self._args.get(name)
-        return default if found is None else found
+        value = self._args.get(name)
+        return default if value is None else value
 
     def has(self, name: str) -> bool:
         return self.arg(name) is not None
 
     def operands(self) -> list[Any]:
-        """All arguments, resolved."""
+        """Return all arguments, resolved."""
         return list(self._args.values())
 
     def ints(self, name: str) -> tuple[int, ...]:
-        found = self.arg(name, ())
-        return tuple(int(n) for n in found) if isinstance(found, list | tuple) else (int(found),)
+        value = self.arg(name, ())
+        return tuple(int(n) for n in value) if isinstance(value, list | tuple) else (int(value),)
 
     def type(self, name: str = "self") -> TensorType:
         tensor = self.arg(name)
@@ -155,7 +158,7 @@ class TorchNode(Writer):
         raise Refused(f"{name} must be a tensor, got {tensor!r}")
 
     def tensor_value(self, tensor: Any, dtype: str | None = None) -> Value:
-        """Any tensor as a value of the graph, cast where it has another element type."""
+        """Return any tensor as a value of the graph, cast if it has another element type."""
         if isinstance(tensor, KnownElements):
             return self._builder.value_of(tensor, dtype)
         if isinstance(tensor, TorchWeight):
@@ -170,38 +173,38 @@ class TorchNode(Writer):
         return tensor if dtype is None else self.cast(tensor, dtype)
 
     def value(self, name: str = "self", dtype: str | None = None) -> Value:
-        """An argument as a tensor of the graph. This is what makes a parameter a variable."""
+        """Return an argument as a tensor of the graph. This is the step that makes a parameter a variable."""
         return self.tensor_value(self.arg(name), dtype)
 
     def values(self, name: str, dtype: str | None = None) -> list[Value]:
         return [self.tensor_value(t, dtype) for t in self.arg(name, [])]
 
     def operand(self, name: str, dtype: str) -> Operand:
-        """An argument that may be a tensor or a number, as an operand of that element type."""
-        found = self.arg(name)
-        return found if isinstance(found, bool | int | float) else self.tensor_value(found, dtype)
+        """Return an argument that may be a tensor or a number, as an operand of that element type."""
+        value = self.arg(name)
+        return value if isinstance(value, bool | int | float) else self.tensor_value(value, dtype)
 
     def known(self, name: str) -> torch.Tensor | None:
-        """The elements of an argument that is known; None otherwise."""
-        found = self.arg(name)
-        return found.tensor if isinstance(found, KnownElements) else None
+        """Return the elements of an argument that is known, else None."""
+        tensor = self.arg(name)
+        return tensor.tensor if isinstance(tensor, KnownElements) else None
 
     def is_trained(self, name: str = "self") -> bool:
-        """Whether an argument depends on a parameter that is trained."""
-        found = self.arg(name)
-        return isinstance(found, TorchWeight) or (isinstance(found, Value) and self._builder.depends([found]))
+        """Say whether an argument depends on a parameter that is trained."""
+        tensor = self.arg(name)
+        return isinstance(tensor, TorchWeight) or (isinstance(tensor, Value) and self._builder.depends([tensor]))
 
     def weight(self, name: str) -> torch.Tensor | None:
-        """A parameter's elements at import; None for anything that is not a parameter or known."""
-        found = self.arg(name)
-        return found.tensor if isinstance(found, KnownElements | TorchWeight) else None
+        """Return the elements of a parameter or known tensor at import, else None."""
+        tensor = self.arg(name)
+        return tensor.tensor if isinstance(tensor, KnownElements | TorchWeight) else None
 
     def is_used(self, i: int) -> bool:
-        """Whether anything asks for result i, of several."""
+        """Say whether result i, one of several, is used."""
         return any(user.args[1] == i for user in self.call.users if user.target is operator.getitem)
 
     def ignore(self, *names: str) -> None:
-        """Arguments that change nothing of the result here."""
+        """Mark arguments as read that do not change the result here."""
         self._asked.update(names)
 
     def unread(self) -> list[str]:
@@ -217,7 +220,7 @@ class TorchNode(Writer):
         return self._defaults
 
     def fresh(self, what: str) -> str:
-        """A name for a tensor that a rule makes."""
+        """Make a name for a tensor that a rule creates."""
         return self._builder.names.fresh(f"{self.base}.{what}")
 
     def dtype_of(self, tensor: Any) -> str:
@@ -225,10 +228,10 @@ class TorchNode(Writer):
 
     @property
     def dtype(self) -> str:
-        """Element type of the (first) result, as torch says."""
-        found = self.call.meta["val"]
-        found = found[0] if isinstance(found, tuple | list) else found
-        return self.theirs(found.dtype)
+        """The element type of the (first) result, as torch gives it."""
+        result = self.call.meta["val"]
+        result = result[0] if isinstance(result, tuple | list) else result
+        return self.theirs(result.dtype)
 
     def theirs(self, dtype: torch.dtype) -> str:
         try:
@@ -237,21 +240,24 @@ class TorchNode(Writer):
             raise Refused(str(error)) from error
 
     def common(self, *names: str) -> str:
-        """The element type in which torch computes with these two arguments: tensors of no dimension and numbers give way."""
+        """Return the element type in which torch computes with these two arguments.
+
+        Tensors of rank 0 and numbers yield to other tensors.
+        """
         metas = [self.meta(name) for name in names]
         return self.theirs(torch.result_type(*metas))
 
     def meta(self, name: str) -> Any:
-        """What torch knows of an argument: its type and strides, or the number."""
+        """Return torch's description of an argument: a tensor with its type and strides, or the number."""
         self._asked.add(name)
         index = list(self._defaults).index(name)
-        given = (
+        argument = (
             self.call.args[index] if index < len(self.call.args) else self.call.kwargs.get(name, self._defaults[name])
         )
-        if not isinstance(given, Call):
-            return given
-        found = given.meta["val"]
-        return found if isinstance(found, torch.Tensor) else self._builder.env[given]
+        if not isinstance(argument, Call):
+            return argument
+        description = argument.meta["val"]
+        return description if isinstance(description, torch.Tensor) else self._builder.env[argument]
 
     # ------------------------------------------------------------------------------------ results
 
@@ -265,7 +271,7 @@ class TorchNode(Writer):
         return gone
 
     def finish(self, result: Result) -> Any:
-        """The result as it stands in `env`; the first value written here takes the name of the call."""
+        """Return the result for `env`. The first value written here takes the name of the call."""
         builder = self._builder
         ops = [op for op in self.written() if op.kind != "read"]
         trained = builder.trained

@@ -1,6 +1,7 @@
-"""ATen operations on rows and channels as a whole: softmax and normalisation.
+"""ATen operations on whole rows and channels: softmax and normalisation.
 
-Batch norm in training takes the statistics of the batch; what the running ones, which only inference reads, become is a result of it.
+Batch norm in training uses the statistics of the batch. The new running statistics, which only inference reads, are
+results of it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from penstock.frontends.formulas.layout import axis_of, reshape
-from penstock.frontends.formulas.norms import batch_statistics, grouped_norm, moved, per_channel, rms_norm, scaled
+from penstock.frontends.formulas.norms import batch_norm, grouped_norm, moved, rms_norm, scaled
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
@@ -32,9 +33,9 @@ def _layer_norm(n: TorchNode) -> tuple[Value, Value, Value]:
     dtype = x.type.dtype
     scale = n.value("weight", dtype) if n.has("weight") else n.emit("const", value=1.0, dtype=dtype, shape=dims)
     bias = n.value("bias", dtype) if n.has("bias") else n.emit("const", value=0.0, dtype=dtype, shape=dims)
-    found = n.emit_all("layer_norm", 3, x, scale, bias, axis=-len(dims), eps=float(n.arg("eps")))
+    results = n.emit_all("layer_norm", 3, x, scale, bias, axis=-len(dims), eps=float(n.arg("eps")))
     shape = (*x.type.dims[: x.type.rank - len(dims)], *(1,) * len(dims))
-    return found[0], reshape(n, found[1], shape), reshape(n, found[2], shape)
+    return results[0], reshape(n, results[1], shape), reshape(n, results[2], shape)
 
 
 def _rms_norm(n: TorchNode) -> Result:
@@ -45,13 +46,13 @@ def _rms_norm(n: TorchNode) -> Result:
 
 
 def _group_norm(n: TorchNode, groups: str) -> Value:
-    """`groups` is what the argument with their number is called."""
+    """Write a group norm. `groups` is the name of the argument with their number."""
     n.ignore("cudnn_enabled", "N", "C", "HxW")
     return _weighted(n, grouped_norm(n, n.value("input"), int(n.arg(groups)), float(n.arg("eps"))))
 
 
 def _weighted(n: TorchNode, y: Value) -> Value:
-    """Times the weight and plus the bias of each channel, where there are any."""
+    """Multiply by the weight and add the bias of each channel, where present."""
     weight, bias = (n.value(name, y.type.dtype) if n.has(name) else None for name in ("weight", "bias"))
     return scaled(n, y, weight, bias)
 
@@ -64,7 +65,7 @@ def _channels(n: TorchNode, x: Value, name: str, value: float) -> Value:
 
 
 def _batch_norm_inference(n: TorchNode) -> tuple[Value | Absent, ...]:
-    n.ignore("momentum")  # of the running statistics, which do not run here
+    n.ignore("momentum")  # for the running statistics, which do not change here
     x = n.value("input")
     statistics = (n.value(name, x.type.dtype) for name in ("running_mean", "running_var"))
     y = n.emit(
@@ -79,23 +80,24 @@ def _batch_norm_inference(n: TorchNode) -> tuple[Value | Absent, ...]:
 
 
 def _batch_norm_training(n: TorchNode) -> tuple[Value, Value, Value]:
-    """With the statistics of the batch: the result, their mean, and one over their deviation."""
+    """Normalise with the statistics of the batch. Return the result, their mean, and one over their deviation."""
     return _with_statistics(n)[:3]
 
 
 def _with_statistics(n: TorchNode) -> tuple[Value, Value, Value, Value]:
-    """And the variance."""
+    """Normalise with the statistics of the batch.
+
+    Return the result, the mean, one over the deviation, and the variance.
+    """
     n.ignore("training", "momentum")
     x, eps = n.value("input"), float(n.arg("eps"))
     n.require(x.type.dtype in FLOATS, f"needs a floating-point operand, got {x.type}")
-    mean, variance, centred = batch_statistics(n, x)
-    rstd = n.emit("rsqrt", n.emit("add", variance, eps))
-    y = _weighted(n, n.emit("mul", centred, per_channel(n, x, rstd)))
-    return y, mean, rstd, variance
+    y, mean, variance, rstd = batch_norm(n, x, eps)
+    return _weighted(n, y), mean, rstd, variance
 
 
 def _batch_norm(n: TorchNode) -> Result:
-    """What the running statistics become comes last."""
+    """Write a batch norm whose last results are the new running statistics."""
     if not n.arg("training"):
         return *_batch_norm_inference(n), n.arg("running_mean"), n.arg("running_var")
     y, mean, rstd, variance = _with_statistics(n)

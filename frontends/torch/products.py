@@ -24,7 +24,7 @@ def products(left: str, right: str) -> Rule:
 
 
 def _sum_with(left: str, right: str) -> Rule:
-    """beta * self + alpha * product."""
+    """Make the rule of beta * self + alpha * product."""
     return lambda n: scaled_sum(
         n, product(n, n.value(left), n.value(right)), n.value(), n.arg("alpha", 1), n.arg("beta", 1)
     )

@@ -1,11 +1,11 @@
-"""LSTM, GRU and plain recurrent layers, step by step: as many copies of a cell as there are steps. Gates stand in torch's order."""
+"""Rules of LSTM, GRU and plain recurrent layers: a copy of a cell for each step, with gates in torch's order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from penstock.frontends.formulas.draws import dropout
-from penstock.frontends.formulas.layout import cut, reshape, transpose
+from penstock.frontends.formulas.layout import concat, cut, reshape, transpose
 from penstock.frontends.formulas.recurrent import (
     Cell,
     Function,
@@ -20,7 +20,8 @@ from penstock.ir.graph import Value
 
 from .node import Result, Rule, TorchNode
 
-# The cell of a direction, from its recurrent weight and the recurrent bias; and what of that bias is added to the inputs already.
+# Makes the cell of a direction from its recurrent weight and recurrent bias. Also returns the part of that bias that is
+# added to the inputs in advance.
 Maker = Callable[[TorchNode, Value, Value | None], tuple[Cell, Value | None]]
 
 
@@ -46,11 +47,11 @@ def _plain(kind: str) -> Maker:
 
 
 def _projected(n: TorchNode, cell: Cell, weight: Value) -> Cell:
-    """With a product behind the hidden state."""
+    """Multiply the hidden state of a cell by a weight."""
 
     def projected(gates: Value, state: tuple[Value, ...]) -> tuple[Value, ...]:
-        hidden, *rest = cell(gates, state)
-        return linear(n, hidden, weight, None), *rest
+        hidden, *others = cell(gates, state)
+        return linear(n, hidden, weight, None), *others
 
     return projected
 
@@ -58,7 +59,7 @@ def _projected(n: TorchNode, cell: Cell, weight: Value) -> Cell:
 def _one_way(
     n: TorchNode, x: Value, weights: list[Value], biased: bool, state: tuple[Value, ...], make: Maker, back: bool
 ) -> tuple[Value, tuple[Value, ...]]:
-    """All steps of one layer in one direction: outputs [steps, batch, size], and the last state."""
+    """Run all steps of one layer in one direction. Return the outputs [steps, batch, size] and the last state."""
     steps, batch, width = x.type.dims
     cell, more = make(n, weights[1], weights[3] if biased else None)
     bias = None if more is None else n.emit("add", weights[2], more)
@@ -91,10 +92,10 @@ def recurrent(make: Maker, states: int) -> Rule:
                 outs.append(y)
                 for i, one in enumerate(end):
                     ends[i].append(reshape(n, one, (1, *one.type.dims)))
-            x = n.emit("concat", *outs, axis=2) if ways > 1 else outs[0]
+            x = concat(n, outs, 2)
             if training and p and layer < layers - 1:
                 x, _ = dropout(n, x, p)
-        last = [n.emit("concat", *parts, axis=0) if len(parts) > 1 else parts[0] for parts in ends]
+        last = [concat(n, parts, 0) for parts in ends]
         x = transpose(n, x, (1, 0, 2)) if first else x
         if not batched:
             x, last = (

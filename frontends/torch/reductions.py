@@ -1,4 +1,4 @@
-"""ATen operations that sum up dimensions, or find one element of them."""
+"""ATen operations that sum over dimensions, or select one element of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .node import Result, Rule, TorchNode
 
 
 def axes_of(n: TorchNode) -> tuple[int, ...]:
-    """The axes to reduce: all where none are named."""
+    """Return the axes to reduce: all if none are named."""
     rank = n.type().rank
-    given = n.ints("dim") if n.has("dim") else ()
-    return tuple(sorted({axis_of(n, a, rank) for a in given})) if given and rank else tuple(range(rank))
+    dims = n.ints("dim") if n.has("dim") else ()
+    return tuple(sorted({axis_of(n, a, rank) for a in dims})) if dims and rank else tuple(range(rank))
 
 
 def reduced(n: TorchNode, kind: str, x: Value, axes: tuple[int, ...], keep: bool) -> Value:
@@ -26,7 +26,7 @@ def reduced(n: TorchNode, kind: str, x: Value, axes: tuple[int, ...], keep: bool
 
 
 def over(kind: str) -> Rule:
-    """`dim`, `keepdim` and `dtype` as torch has them."""
+    """Make the rule of a reduction with torch's `dim`, `keepdim` and `dtype`."""
 
     def rule(n: TorchNode) -> Result:
         n.ignore("dtype")
@@ -37,12 +37,12 @@ def over(kind: str) -> Rule:
 
 
 def _outermost(n: TorchNode, x: Value, axes: tuple[int, ...], keep: bool, sign: int) -> Value:
-    """The largest element, or with a negative sign the smallest."""
+    """Return the largest element, or with a negative sign the smallest."""
     return reduced(n, "max", x, axes, keep) if sign > 0 else flipped(n, reduced(n, "max", flipped(n, x), axes, keep))
 
 
 def _extreme(sign: int) -> Rule:
-    """amax and amin."""
+    """Make the rule of amax or amin."""
 
     def rule(n: TorchNode) -> Result:
         axes, x, keep = axes_of(n), n.value(), bool(n.arg("keepdim"))
@@ -52,21 +52,21 @@ def _extreme(sign: int) -> Rule:
 
 
 def _with_place(sign: int) -> Rule:
-    """max.dim and min.dim: the value and the place of the first of them, where alone its gradient goes."""
+    """Make the rule of max.dim or min.dim: the value and the place of the first extreme, which alone has a gradient."""
 
     def rule(n: TorchNode) -> Result:
         x, keep = n.value(), bool(n.arg("keepdim"))
         if x.type.rank == 0:
             return x, n.literal(0, "i64")
         axis = axis_of(n, n.arg("dim"), x.type.rank)
-        found = n.emit_all("topk", 2, x, k=1, axis=axis, largest=sign > 0)
-        return found if keep else tuple(reshape(n, v, v.type.dims[:axis] + v.type.dims[axis + 1 :]) for v in found)
+        results = n.emit_all("topk", 2, x, k=1, axis=axis, largest=sign > 0)
+        return results if keep else tuple(reshape(n, v, v.type.dims[:axis] + v.type.dims[axis + 1 :]) for v in results)
 
     return rule
 
 
 def _whole_extreme(sign: int) -> Rule:
-    """max and min of all elements."""
+    """Make the rule of max or min of all elements."""
 
     def rule(n: TorchNode) -> Result:
         x = n.value()
@@ -81,17 +81,17 @@ def _arg(sign: int) -> Rule:
         x = flipped(n, x) if sign < 0 else x
         rank = x.type.rank
         if not n.has("dim") or rank == 0:
-            found = n.emit("argmax", reshape(n, x, (x.type.size,)), axis=0)
-            return reshape(n, found, (1,) * rank) if keep else found
+            place = n.emit("argmax", reshape(n, x, (x.type.size,)), axis=0)
+            return reshape(n, place, (1,) * rank) if keep else place
         axis = axis_of(n, n.arg("dim"), rank)
-        found = n.emit("argmax", x, axis=axis)
-        return reshape(n, found, (*x.type.dims[:axis], 1, *x.type.dims[axis + 1 :])) if keep else found
+        place = n.emit("argmax", x, axis=axis)
+        return reshape(n, place, (*x.type.dims[:axis], 1, *x.type.dims[axis + 1 :])) if keep else place
 
     return rule
 
 
 def _whether(every: bool) -> Rule:
-    """any and all: whether a count of those that are, or are not, is zero."""
+    """Make the rule of any or all: compare the count of elements that are true, or false, with zero."""
 
     def rule(n: TorchNode) -> Result:
         axes, keep = axes_of(n), bool(n.arg("keepdim"))
@@ -104,7 +104,7 @@ def _whether(every: bool) -> Rule:
 
 
 def _moments(n: TorchNode) -> tuple[Value, Value]:
-    """Variance and mean."""
+    """Compute variance and mean."""
     x, axes = n.value(), axes_of(n)
     count = prod(x.type.dims[a] for a in axes)
     correction = n.arg("correction", 1)
@@ -140,7 +140,7 @@ def _norm(n: TorchNode) -> Result:
 
 
 def length(n: TorchNode, x: Value, axes: tuple[int, ...], keep: bool, order: float) -> Value:
-    """The norm of that order, with gradient 0 where it is 0."""
+    """Compute the norm of that order. Its gradient is 0 where it is 0."""
     if order == 2.0:
         return root(n, reduced(n, "sum", n.emit("mul", x, x), axes, keep))
     size = n.emit("abs", x)
@@ -163,12 +163,12 @@ def _cumulative(n: TorchNode) -> Result:
 
 
 def _log_sum(n: TorchNode) -> Result:
-    """With the largest value taken out, so that nothing overflows; where that is infinite, nothing is taken out."""
+    """Write logsumexp with the largest value subtracted, unless it is infinite, so that nothing overflows."""
     x, axes, keep = n.value("self", n.dtype), axes_of(n), bool(n.arg("keepdim"))
     largest = reduced(n, "max", x, axes, True)
     finite = n.emit("where", n.emit("equal", n.emit("abs", largest), inf), 0.0, largest)
-    rest = n.emit("log", reduced(n, "sum", n.emit("exp", n.emit("sub", x, finite)), axes, keep))
-    return n.emit("add", rest, reshape(n, finite, rest.type.dims))
+    remainder = n.emit("log", reduced(n, "sum", n.emit("exp", n.emit("sub", x, finite)), axes, keep))
+    return n.emit("add", remainder, reshape(n, finite, remainder.type.dims))
 
 
 def _product(n: TorchNode) -> Result:
@@ -180,8 +180,8 @@ def _product(n: TorchNode) -> Result:
         return x
     axis = axis_of(n, n.arg("dim"), x.type.rank)
     n.require(x.type.dims[axis] > 0, f"there is nothing to multiply along axis {axis} of {x.type}")
-    found = product_over(n, x, axis)
-    return found if n.arg("keepdim") else reshape(n, found, x.type.dims[:axis] + x.type.dims[axis + 1 :])
+    total = product_over(n, x, axis)
+    return total if n.arg("keepdim") else reshape(n, total, x.type.dims[:axis] + x.type.dims[axis + 1 :])
 
 
 def _cumulative_product(n: TorchNode) -> Result:

@@ -1,4 +1,4 @@
-"""ATen operations that resize pictures, or look into them at places that are computed."""
+"""ATen operations that resize images, or sample them at computed places."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .node import Result, Rule, TorchNode
 
 
 def nearest(r: int) -> Rule:
-    """Places along each axis, as torch finds them for 0, 1, 2, ..."""
+    """Make a rule that copies entries. Applied to 0, 1, 2, ..., torch's operation gives the places along each axis."""
 
     def rule(n: TorchNode) -> Result:
         x = n.value(_picture(n))
@@ -24,12 +24,12 @@ def nearest(r: int) -> Rule:
 
 
 def _picture(n: TorchNode) -> str:
-    """What the argument is called that is resized."""
+    """Return the name of the argument that is resized."""
     return "input" if "input" in n.names else "self"
 
 
 def _wanted(n: TorchNode) -> tuple[int, ...]:
-    """The sizes after resizing."""
+    """Return the sizes after resizing."""
     if n.has("output_size"):
         return n.ints("output_size")
     x = n.type(_picture(n))
@@ -37,8 +37,10 @@ def _wanted(n: TorchNode) -> tuple[int, ...]:
 
 
 def _along_one(n: TorchNode, columns: torch.Tensor, i: int, r: int, out: int) -> torch.Tensor:
-    """The call on each column [size] laid along spatial dimension i, the same along others of size 2, as
-    torch itself computes it: [out, columns]."""
+    """Apply torch's operation to each column [size] along spatial dimension i of an image.
+
+    The image is constant along the others, which have size 2. Return [out, columns].
+    """
     size, count = columns.shape
     shape, wanted = [1] * r, [2] * r  # torch 2.13 gives the first row throughout where antialiased pictures are 1 wide
     result: torch.Tensor
@@ -68,7 +70,10 @@ def _grid_sample(n: TorchNode) -> Result:
 
 
 def linear(r: int) -> Rule:
-    """Separable interpolation: a product with a matrix of weights along each axis, which torch makes out of the unit vectors."""
+    """Make the rule of a separable interpolation: a product with a matrix of weights along each axis.
+
+    torch computes the weights from the unit vectors.
+    """
 
     def rule(n: TorchNode) -> Result:
         x = n.value(_picture(n))

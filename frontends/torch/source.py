@@ -1,9 +1,10 @@
 """Programs of torch as one graph of ATen operations: modules, torch.fx graphs and exported programs.
 
-In: a module with example arguments, or an ExportedProgram. Out: an ExportedProgram without in-place operations, decomposed into what the
-tables have rows for. Modules are exported with the sizes of the examples; symbolic sizes of an ExportedProgram are bound later (`Sizes`).
+In: a module with example arguments, or an ExportedProgram. Out: an ExportedProgram without in-place operations,
+decomposed into operations that the tables have rows for. Modules are exported with the sizes of the examples. Symbolic
+sizes of an ExportedProgram are bound later (`Sizes`).
 
-Where the source computes without gradients (`torch.no_grad` inside forward), the graph says so with `detach`.
+Regions of the source that compute without gradients (`torch.no_grad` inside forward) end in `detach` in the graph.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from .table import WHOLE, name_of
 
 
 def original(source: object) -> object:
-    """The module that torch.compile was given, whose names are without `_orig_mod`; everything else as it is."""
+    """Return the module inside the result of torch.compile, whose names lack `_orig_mod`.
+
+    Return anything else as it is.
+    """
     inner = getattr(source, "_orig_mod", None)
     return inner if type(source).__name__ == "OptimizedModule" and isinstance(inner, torch.nn.Module) else source
 
 
 def exported(source: object, args: Sequence[Any], kwargs: Mapping[str, Any] | None, where: str) -> ExportedProgram:
-    """The source as a decomposed program; what torch cannot export is an UnsupportedModel with torch's reason."""
+    """Export and decompose the source. Raise UnsupportedModel with torch's reason if torch cannot export it."""
     if isinstance(source, ExportedProgram):
         if args or kwargs:
             raise UsageError(
@@ -60,9 +64,7 @@ def exported(source: object, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     try:
         with cumulative_averages(source), _quiet_about_leaves():
             program = torch.export.export(source, tuple(args), dict(kwargs or {}), strict=False)
-    except (
-        Exception
-    ) as error:  # torch.export raises what it meets: errors of its own, of the model's code, and of tensors
+    except Exception as error:  # torch.export raises errors of its own, of the model's code, and of tensors
         hint = _HINT if _depends_on_data(error) else ""
         raise UnsupportedModel(f"torch.export cannot export it: {_reason(error)}", where=where, hint=hint) from error
     return _decomposed(program, where)
@@ -70,24 +72,29 @@ def exported(source: object, args: Sequence[Any], kwargs: Mapping[str, Any] | No
 
 @contextmanager
 def _quiet_about_leaves() -> Iterator[None]:
-    """Without the warning that torch has of a class of its own, LeafSpec, each time it makes one of them: whoever gives a module can do
-    nothing about it. All other warnings, those of the module's code above all, are as they were."""
+    """Silence torch's deprecation warning on its own class LeafSpec, about which users can do nothing.
+
+    All other warnings, above all those of the module's code, stay as they are.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
         yield
 
 
-_HINT = "code that depends on the elements of tensors cannot be exported; a wrapper module may choose another way or other outputs"
+_HINT = (
+    "code that depends on the elements of tensors cannot be exported; "
+    "a wrapper module may choose another way or other outputs"
+)
 
 
 def _depends_on_data(error: BaseException) -> bool:
-    """Whether torch wants to know the elements of a tensor."""
+    """Say whether torch needed to know the elements of a tensor."""
     kinds = ("DataDependent", "DynamicOutputShape")
     return any(kind in type(error).__name__ for kind in kinds) or "data-dependent" in str(error).lower()
 
 
 def _reason(error: Exception) -> str:
-    """Type and first lines of an error of torch."""
+    """Return type and first lines of an error of torch."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:3])[:400]}" if lines else type(error).__name__
 
@@ -105,7 +112,8 @@ def _decomposed(program: ExportedProgram, where: str) -> ExportedProgram:
     except Exception as error:  # as above
         if isinstance(error, AssertionError) and (shared := _one_tensor(program)):
             raise UnsupportedModel(
-                f"buffers {shared} are one tensor: torch.export does not follow where forward changes it ({_reason(error)})",
+                f"buffers {shared} are one tensor: "
+                f"torch.export does not follow where forward changes it ({_reason(error)})",
                 where=where,
                 hint="give each of them memory of its own, with clone()",
             ) from error
@@ -117,7 +125,7 @@ def _decomposed(program: ExportedProgram, where: str) -> ExportedProgram:
 
 
 def _one_tensor(program: ExportedProgram) -> str:
-    """The names of buffers that share all of their memory with another one."""
+    """Return the names of buffers that share all of their memory with another one."""
     places: dict[tuple[object, ...], list[str]] = {}
     for name in program.graph_signature.buffers:
         tensor = program.state_dict.get(name, program.constants.get(name))
@@ -127,14 +135,14 @@ def _one_tensor(program: ExportedProgram) -> str:
 
 
 def _mark_stops(program: ExportedProgram) -> list[torch.fx.Node]:
-    """`detach` behind every tensor that leaves a region without gradients, which decomposing would forget."""
+    """Insert `detach` after every tensor that leaves a region without gradients, which decomposing would lose."""
     stops = []
     for node in list(program.graph.nodes):
         if "wrap_with_set_grad_enabled" not in str(node.target) or node.args[0]:
             continue
         for result in list(node.users):
-            found = result.meta.get("val")
-            if not isinstance(found, torch.Tensor) or not found.is_floating_point():
+            value = result.meta.get("val")
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 continue
             with program.graph.inserting_after(result):
                 stop = program.graph.call_function(torch.ops.aten.detach.default, (result,))
@@ -148,7 +156,7 @@ def _mark_stops(program: ExportedProgram) -> list[torch.fx.Node]:
 
 
 class SymbolSizes:
-    """Symbolic sizes of a program as the numbers that `dims` gives them, by the symbol's name or as INPUT.AXIS."""
+    """Symbolic sizes of a program as the numbers in `dims`, by the symbol's name or as INPUT.AXIS."""
 
     def __init__(
         self, program: ExportedProgram, inputs: Mapping[str, torch.Tensor], dims: Mapping[str, int], where: str
@@ -163,7 +171,7 @@ class SymbolSizes:
                         symbols[str(symbol)] = symbol
                     if str(size.node.expr) in symbols:
                         places.setdefault(str(size.node.expr), []).append(f"{name}.{axis}")
-        aliases = {place: symbol for symbol, found in places.items() for place in found}
+        aliases = {place: symbol for symbol, spots in places.items() for place in spots}
         problems = []
         flags: dict[str, None] = {}
         for name, number in dims.items():
@@ -179,7 +187,8 @@ class SymbolSizes:
             bounds = program.range_constraints.get(symbol)
             if number < 1 or (bounds is not None and not bounds.lower <= number <= bounds.upper):
                 problems.append(
-                    f"{name}={number}: must be {f'in {bounds.lower}..{bounds.upper}' if bounds is not None else '1 or more'}"
+                    f"{name}={number}: must be "
+                    f"{f'in {bounds.lower}..{bounds.upper}' if bounds is not None else '1 or more'}"
                 )
             elif self._numbers.setdefault(symbol, sympy.Integer(number)) != number:
                 problems.append(
@@ -197,7 +206,7 @@ class SymbolSizes:
             )
 
     def number(self, size: int | torch.SymInt) -> int:
-        """A size as a number; -1 where it depends on elements of tensors."""
+        """Return a size as a number, or -1 if it depends on elements of tensors."""
         if isinstance(size, int):
             return size
         bound = size.node.expr.xreplace(self._numbers)

@@ -1,7 +1,7 @@
 """All rules by ATen operation and overload. To support an operation, add its row to the family it belongs to.
 
-What has no row is decomposed by torch before it gets here; the operations of `WHOLE` have rows and are kept from that, because the pieces
-would be slower, lose precision, or be another graph for every size.
+torch decomposes operations without a row before they get here. The operations of `WHOLE` have rows and are not
+decomposed, because the pieces would be slower, lose precision, or be another graph for every size.
 """
 
 from __future__ import annotations
@@ -48,20 +48,22 @@ assert len(RULES) == sum(len(family.RULES) for family in _FAMILIES), "two rows h
 WHOLE = frozenset({
     "linear", "matmul", "mv", "dot", "baddbmm", "addcmul", "addcdiv",
     "gelu", "silu", "mish", "selu", "relu6", "hardsigmoid", "hardswish", "softplus", "erfc",
-    "softmax.int", "log_softmax.int", "logsumexp", "layer_norm", "rms_norm", "group_norm", "std.correction", "std_mean.correction",
-    "embedding_bag", "embedding_bag.padding_idx", "scaled_dot_product_attention", "lstm.input", "gru.input", "rnn_tanh.input",
-    "rnn_relu.input",
-    "upsample_nearest1d.vec", "upsample_nearest3d.vec", "upsample_linear1d.vec", "upsample_trilinear3d.vec", "upsample_bicubic2d.vec",
+    "softmax.int", "log_softmax.int", "logsumexp", "layer_norm", "rms_norm", "group_norm", "std.correction",
+    "std_mean.correction", "embedding_bag", "embedding_bag.padding_idx", "scaled_dot_product_attention",
+    "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input",
+    "upsample_nearest1d.vec", "upsample_nearest3d.vec", "upsample_linear1d.vec", "upsample_trilinear3d.vec",
+    "upsample_bicubic2d.vec",
     "pixel_shuffle", "roll", "detach", "all", "all.dim", "copy", "_euclidean_dist",
 })
-# Checks of what torch knows already, which compute nothing.
+# Checks of facts that torch has established. They compute nothing.
 CHECKS = frozenset({
-    "_assert_tensor_metadata", "_assert_async.msg", "_assert_scalar", "sym_constrain_range_for_size", "sym_constrain_range",
+    "_assert_tensor_metadata", "_assert_async.msg", "_assert_scalar", "sym_constrain_range_for_size",
+    "sym_constrain_range",
 })
 # fmt: on
 
 
 def name_of(target: object) -> str:
-    """How the tables call an operation of ATen; empty for anything else."""
+    """Return the name of an ATen operation in the tables, "" for anything else."""
     text = str(target)
     return text.removeprefix("aten.").removesuffix(".default") if text.startswith("aten.") else ""

@@ -23,10 +23,10 @@ from penstock.ir.graph import Value
 from .node import Absent, Result, Rule, TorchNode
 
 
-def _spread(given: Sequence[int], r: int, default: int = 1) -> tuple[int, ...]:
-    """One number for all spatial dimensions, or one for each."""
-    given = tuple(given) or (default,)
-    return tuple(given) * r if len(given) == 1 else tuple(given)
+def _spread(numbers: Sequence[int], r: int, default: int = 1) -> tuple[int, ...]:
+    """Expand one number to all spatial dimensions. Return one for each as they are."""
+    numbers = tuple(numbers) or (default,)
+    return tuple(numbers) * r if len(numbers) == 1 else tuple(numbers)
 
 
 def _conv(n: TorchNode) -> Result:
@@ -72,7 +72,7 @@ def max_pool(r: int) -> Rule:
 
 
 def _largest(n: TorchNode, x: Value, at: PaddedWindow, batched: bool) -> Result:
-    """The largest entries and, where somebody asks for them, their places in the plane of each channel."""
+    """Return the largest entries and, if they are used, their places in the plane of each channel."""
     y = n.emit("max_pool", x, window=at.kernel, **at.attrs)
     if not n.is_used(1):
         return _unbatched(n, y, batched), Absent("nothing asked for the places")
@@ -110,7 +110,7 @@ def adaptive_max_pool(r: int) -> Rule:
 
 
 def adaptive_pool(r: int) -> Rule:
-    """Means of equal windows where sizes divide, products with matrices of shares where they do not."""
+    """Make the rule of an adaptive mean: over equal windows where sizes divide, else by matrices of shares."""
 
     def rule(n: TorchNode) -> Result:
         x, batched = _batched(n, r)
