@@ -16,8 +16,9 @@ from machine import markdown, write_json
 from shapes import gpt_chain
 
 from penstock.ir.cluster.cluster import Device
+from penstock.ir.schedule_names import TRAINING
 from penstock.passes.planner.fleet import equal_hosts, fleet_of
-from penstock.passes.planner.plan import SCHEDULES, PlanRequest
+from penstock.passes.planner.plan import PlanRequest
 from penstock.passes.planner.planner import Planner
 
 # Half of the data sheet's rate of 16-bit products; 80 GiB; NVLink inside a host, 25 GB/s between hosts.
@@ -43,7 +44,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=96)
     parser.add_argument("--width", type=int, default=12288)
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
+    parser.add_argument("--schedules", nargs="+", default=list(TRAINING))
     parser.add_argument("--json", metavar="FILE", help="write all rows")
     arguments = parser.parse_args()
     chain = gpt_chain(arguments.layers, arguments.width, positions=2048, vocabulary=50257)

@@ -10,20 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from penstock.support import notebook
 from penstock.support.words import visible
 
+from .action_kinds import FORWARD, UPDATE
 from .attrs import Attr, Attrs
+from .memo import Derived, Memo, Result
+from .schedule import ADDERS, Schedule
 from .types import TensorType
 
 if TYPE_CHECKING:
     from penstock.ir.cluster.cluster import Cluster
 
-    from .schedule import Schedule
-
-Found = TypeVar("Found")
 
 # Attributes that passes may write on any operation. They never change what an operation computes. `of` names the first result of the
 # forward operation that a backward operation belongs to; `library` says whose library computes it instead of a kernel of ours; `packed`
@@ -110,8 +110,8 @@ class Graph:
     outs: tuple[Value, ...]
     ops: tuple[Op, ...]
     saved: tuple[Value, ...] = ()
-    # What others found out about it and need again (storage.py).
-    kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # What was derived from it and is needed again (storage.py).
+    kept: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
 
     @property
     def results(self) -> tuple[Value, ...]:
@@ -119,12 +119,9 @@ class Graph:
         known = {*self.ins, *self.outs}
         return self.outs + tuple(v for v in self.saved if v not in known)
 
-    def keep(self, name: str, find: Callable[[Graph], Found]) -> Found:
+    def keep(self, key: Derived[Result], find: Callable[[Graph], Result]) -> Result:
         """What `find` says of this graph, asked once: graphs do not change."""
-        if name not in self.kept:
-            self.kept[name] = find(self)
-        found: Found = self.kept[name]
-        return found
+        return self.kept.once(key, lambda: find(self))
 
     def producers(self) -> dict[Value, Op]:
         return {v: op for op in self.ops for v in op.outs}
@@ -204,8 +201,8 @@ class Module:
     schedule: Schedule | None = None
     facts: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
-    # What others found out about the program and need again (memory.py): it holds whatever the facts and notes are.
-    kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # What was derived from the program and is needed again (memory.py): it holds whatever the facts and notes are.
+    kept: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return notebook.in_one_line(self)
@@ -263,7 +260,7 @@ def graph_stage(name: str) -> int | None:
 def graph_kind(name: str) -> str:
     """What a graph computes, of a stage or of the whole model: F, B, W, P, N or U; `main` is the F
     of a model that is not differentiated."""
-    return "F" if name == "main" else name.rpartition(".")[2]
+    return FORWARD if name == "main" else name.rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,11 +300,14 @@ def made_values(ops: Iterable[Op]) -> set[Value]:
     return {v for op in ops for v in op.outs}
 
 
+_TOUCHING = Derived[list[tuple[int, Op]]](__name__, "touching")
+
+
 def touching_ops(graph: Graph | None) -> list[tuple[int, Op]]:
     """The operations that name a variable, with their places; none of a graph that is not there."""
     if graph is None:
         return []
-    return graph.keep("touching", lambda graph: [(i, op) for i, op in enumerate(graph.ops) if "var" in op.attrs])
+    return graph.keep(_TOUCHING, lambda graph: [(i, op) for i, op in enumerate(graph.ops) if "var" in op.attrs])
 
 
 def touched_vars(graph: Graph | None, *kinds: str) -> set[str]:
@@ -317,9 +317,7 @@ def touched_vars(graph: Graph | None, *kinds: str) -> set[str]:
 
 def summed_vars(module: Module, stage: int) -> list[str]:
     """The gradients that a stage adds to, in the order of the module's variables: what its ranks have to sum up."""
-    added = touched_vars(module.stage_graph(stage, "B"), "accum") | touched_vars(
-        module.stage_graph(stage, "W"), "accum"
-    )
+    added = {name for kind in ADDERS for name in touched_vars(module.stage_graph(stage, kind), "accum")}
     return [name for name in module.vars if name in added]
 
 
@@ -330,7 +328,7 @@ def written_vars(graph: Graph) -> set[str]:
 
 def stepped_vars(module: Module) -> set[str]:
     """Variables that have versions: updates write them, and forward or backward read them. What nobody writes is version 0 for ever."""
-    updates = {name for name in module.graphs if graph_kind(name) == "U"}
+    updates = {name for name in module.graphs if graph_kind(name) == UPDATE}
     written = {var for name in updates for var in written_vars(module.graphs[name])}
     return written & {
         op.var for name, graph in module.graphs.items() if name not in updates for op in graph.ops if op.kind == "read"

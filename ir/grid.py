@@ -16,7 +16,17 @@ from typing import NamedTuple
 
 from penstock.support.errors import VerifyError
 
-from .schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action, Schedule
+from .action_kinds import ACTION_KINDS, BACKWARD, DROP, FORWARD, SUM, WEIGHTS, adder
+from .schedule import (
+    COMPUTE,
+    MESSAGES,
+    PHASES,
+    RECEIVES,
+    SENDS,
+    SUM_USERS,
+    Action,
+    Schedule,
+)
 
 Event = Hashable
 Programs = Mapping[int, Sequence[Action]]
@@ -30,6 +40,33 @@ class Rules:
     needs: Callable[[int, Action], Iterable[Event]]
     gives: Callable[[int, Action], Iterable[Event]]
     meets: Callable[[int, Action], Iterable[Event]]
+
+
+class Meeting(NamedTuple):
+    """The events of an action that ranks meet by: the message that it moves, the arrival of its rank at a sum, those of all ranks."""
+
+    needs: str
+    gives: str
+    meets: str
+
+
+MESSAGE, ARRIVAL, ARRIVALS, NOTHING = "message", "arrival", "arrivals", ""
+_ALONE = Meeting(NOTHING, NOTHING, NOTHING)
+MEETINGS: dict[str, Meeting] = {
+    **dict.fromkeys(COMPUTE, _ALONE),
+    **dict.fromkeys(SUM_USERS, Meeting(ARRIVALS, NOTHING, NOTHING)),
+    **dict.fromkeys(SENDS, Meeting(NOTHING, MESSAGE, NOTHING)),
+    **dict.fromkeys(RECEIVES, Meeting(MESSAGE, NOTHING, NOTHING)),
+    SUM: Meeting(NOTHING, NOTHING, ARRIVAL),
+    DROP: _ALONE,
+}
+# In the grid an action is a bar, a note behind the computation before it, or not there unless it is marked.
+BAR, NOTE, HIDDEN = "bar", "note", ""
+GRID: dict[str, str] = {
+    **dict.fromkeys((FORWARD, BACKWARD, WEIGHTS), BAR),
+    **dict.fromkeys((SUM, *SUM_USERS), NOTE),
+    **dict.fromkeys((*MESSAGES, DROP), HIDDEN),
+}
 
 
 class Timed(NamedTuple):
@@ -53,21 +90,25 @@ class Played:
 def message_rules(schedule: Schedule) -> Rules:
     """Rules of a schedule with sends and receives: an event is a message, or the arrival of a rank at a sum over its stage."""
     members = schedule.members()
-    summing = {a.stage for a in schedule.actions() if a.kind == "AR"}
+    summing = {a.stage for a in schedule.actions() if a.kind == SUM}
 
     def message(rank: int, action: Action) -> Event:
         ends = (rank, action.peer) if action.kind in SENDS else (action.peer, rank)
-        return (action.kind[1], *ends, action.mb)
+        return (action.phase, *ends, action.mb)
 
-    def needs(rank: int, action: Action) -> Iterable[Event]:
-        if action.kind in ("P", "N", "U") and action.stage in summing:
-            return [("AR", member, action.mb) for member in members[action.stage]]
-        return (message(rank, action),) if action.kind in RECEIVES else ()
-
+    events: dict[str, Callable[[int, Action], Iterable[Event]]] = {
+        MESSAGE: lambda rank, a: (message(rank, a),),
+        ARRIVAL: lambda rank, a: ((SUM, rank, a.mb),),
+        ARRIVALS: lambda rank, a: [(SUM, member, a.mb) for member in members[a.stage]] if a.stage in summing else (),
+        NOTHING: lambda rank, a: (),
+    }
+    needs, gives, meets = (
+        {kind: events[meeting[i]] for kind, meeting in MEETINGS.items()} for i in range(len(Meeting._fields))
+    )
     return Rules(
-        needs=needs,
-        gives=lambda rank, a: (message(rank, a),) if a.kind in SENDS else (),
-        meets=lambda rank, a: (("AR", rank, a.mb),) if a.kind == "AR" else (),
+        needs=lambda rank, a: needs[a.kind](rank, a),
+        gives=lambda rank, a: gives[a.kind](rank, a),
+        meets=lambda rank, a: meets[a.kind](rank, a),
     )
 
 
@@ -126,7 +167,7 @@ def chain(schedule: Schedule) -> dict[tuple[str, int], list[tuple[str, int]]]:
     return {
         (kind, stage): [(kind, source)]
         for kind, stage in present
-        if (kind, source := stage + {"F": -1, "B": 1}.get(kind, 0)) in present - {(kind, stage)}
+        if (kind, source := stage - ACTION_KINDS[kind].way) in present - {(kind, stage)}
     }
 
 
@@ -145,11 +186,11 @@ def simulate(
     programs = schedule.expand_all(batches, first)
     wired = any(a.kind in SENDS for a in schedule.actions())
     rules = message_rules(schedule) if wired else value_rules(chain(schedule), schedule)
-    times = {"F": forward_time, "B": backward_time, "W": weight_time}
-    parted = {a.stage for a in schedule.actions() if a.kind == "W"}
+    times = {FORWARD: forward_time, BACKWARD: backward_time, WEIGHTS: weight_time}
+    split = {(whole, a.stage): times[a.kind] for a in schedule.actions() if (whole := ACTION_KINDS[a.kind].part_of)}
 
     def duration(action: Action) -> float:
-        return times.get(action.kind, 0.0) - (weight_time if action.kind == "B" and action.stage in parted else 0.0)
+        return times.get(action.kind, 0.0) - split.get((action.kind, action.stage), 0.0)
 
     played = play(programs, rules, duration, latency)
     if played.stuck:
@@ -183,10 +224,10 @@ def time_per_batch(
 def most_in_flight(actions: Iterable[Action]) -> int:
     """The most microbatches of one rank's program that have run forward and not yet backward, W included, at one time."""
     listed = list(actions)
-    last = "W" if any(action.kind == "W" for action in listed) else "B"
+    last = adder({action.kind for action in listed})
     now = most = 0
     for action in listed:
-        now += {"F": 1, last: -1}.get(action.kind, 0)
+        now += {FORWARD: 1, last: -1}.get(action.kind, 0)
         most = max(most, now)
     return most
 
@@ -206,9 +247,9 @@ def format_grid(
             if (rank, step) == mark:
                 text = f"[{text}]"
             at = round(start)
-            if action.kind in ("F", "B", "W"):
+            if GRID[action.kind] == BAR:
                 cells[rank][at : round(finish)] = [text] + ["="] * (round(finish) - at - 1)
-            elif (action.kind in ("P", "N", "U", "AR") or (rank, step) == mark) and at:
+            elif (GRID[action.kind] == NOTE or (rank, step) == mark) and at:
                 cells[rank][at - 1] += f",{text}"
     widths = [max((len(row[i]) for row in cells.values()), default=1) for i in range(columns)]
     lines: list[str] = []

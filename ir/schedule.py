@@ -2,11 +2,11 @@
 
     <stage><kind><microbatch>[@version][>peer|<peer]        0F3@1   0SF3>1   1RF3<0   0U1@2   0D3
 
-Kinds: F forward, B backward (W when the weight gradient is split off), SF RF SB RB send and receive of their boundary values, D drop of all
-a microbatch still holds. Once per batch, the number being that of the batch: P hands out this stage's part of gradients that several stages
-add to, N the part of this stage in what all stages have to agree on (the norm of the gradient), U update; SP RP SN RN move what P and N
-hand out to where N and U take it; AR sums the gradients of a batch over the ranks of the stage. `str(action)` and `Action.parse` are exact
-inverses.
+Kinds are the rows of action_kinds.py: F forward, B backward (W when the weight gradient is split off), SF RF SB RB send and receive of
+their boundary values, D drop of all a microbatch still holds. Once per batch, the number being that of the batch: P hands out this stage's
+part of gradients that several stages add to, N the part of this stage in what all stages have to agree on (the norm of the gradient), U
+update; SP RP SN RN move what P and N hand out to where N and U take it; AR sums the gradients of a batch over the ranks of the stage.
+`str(action)` and `Action.parse` are exact inverses.
 
 A stage lies on one rank or on several, its replicas. Every microbatch of a batch is run by one rank of each stage, the same one in every
 batch, and the peer of a send or receive is a rank. With one rank per stage, rank r runs stage r.
@@ -25,18 +25,34 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-KINDS = ("F", "B", "W", "P", "N", "U", "SF", "RF", "SB", "RB", "SP", "RP", "SN", "RN", "AR", "D")
-COMPUTE = ("F", "B", "W", "P", "N", "U")
-# Of a batch: lists of actions are written out.
+from .action_kinds import ACTION_KINDS, FORWARD
+
+# Lists of actions are written out for a whole batch.
 MOST_MICROBATCHES = 1 << 16
+
+_ROWS = tuple(ACTION_KINDS.values())
+KINDS = tuple(ACTION_KINDS)
+COMPUTE = tuple(row.name for row in _ROWS if row.computes)
 # Computations whose results travel to other stages, and which computations take them there.
-PHASES = ("F", "B", "P", "N")
-TAKERS = {"F": ("F",), "B": ("B",), "P": ("N", "U"), "N": ("U",)}
-SENDS, RECEIVES = ("SF", "SB", "SP", "SN"), ("RF", "RB", "RP", "RN")
-PER_BATCH = ("P", "N", "U", "SP", "RP", "SN", "RN", "AR")
+PHASES = tuple(kind for kind in COMPUTE if any(kind in row.takes for row in _ROWS))
+TAKERS = {phase: tuple(row.name for row in _ROWS if phase in row.takes) for phase in PHASES}
+SENDS = tuple(row.name for row in _ROWS if row.does == "sends")
+RECEIVES = tuple(row.name for row in _ROWS if row.does == "receives")
+MESSAGES = (*SENDS, *RECEIVES)
+SEND_OF, RECEIVE_OF = ({ACTION_KINDS[kind].phase: kind for kind in kinds} for kinds in (SENDS, RECEIVES))
+PER_BATCH = tuple(row.name for row in _ROWS if row.per == "batch")
 # Computations that read weights in one version, or make one.
-VERSIONED = ("F", "B", "W", "U")
-_ACTION = re.compile(r"(\d+)(SF|RF|SB|RB|SP|RP|SN|RN|AR|F|B|W|P|N|U|D)(\d+)(?:@(\d+))?(?:([<>])(\d+))?")
+VERSIONED = tuple(row.name for row in _ROWS if row.versions)
+READERS = tuple(row.name for row in _ROWS if row.versions == "reads")
+# Computations that save values for later ones of their microbatch.
+SAVERS = tuple(kind for kind in COMPUTE if any(kind in row.saved_by for row in _ROWS))
+# Computations that add to gradients, and those that use the sum of a batch.
+ADDERS = tuple(row.name for row in _ROWS if row.gradients == "adds")
+SUM_USERS = tuple(row.name for row in _ROWS if row.gradients == "uses")
+# The actions once per batch that are no messages, in the order in which they are done.
+BATCH_ORDER = (*(row.name for row in _ROWS if row.gradients == "sums"), *SUM_USERS)
+_NAMES = "|".join(sorted(KINDS, key=len, reverse=True))
+_ACTION = re.compile(rf"(\d+)({_NAMES})(\d+)(?:@(\d+))?(?:([<>])(\d+))?")
 
 
 class Action(NamedTuple):
@@ -59,9 +75,7 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text)
         if match is not None:
             stage, kind, mb, version, arrow, peer = match.groups()
-            expected = "<" if kind in RECEIVES else ">" if kind in SENDS else None
-            missing = arrow is None and kind in (*SENDS, *RECEIVES)
-            if not missing and (arrow is None or arrow == expected):
+            if (arrow or "") == ACTION_KINDS[kind].arrow:
                 return Action(
                     kind,
                     int(stage),
@@ -76,6 +90,11 @@ class Action(NamedTuple):
     def batch(self, per_batch: int) -> int:
         """The batch it belongs to."""
         return self.mb if self.kind in PER_BATCH else self.mb // per_batch
+
+    @property
+    def phase(self) -> str:
+        """The computation that it runs, or whose results it moves."""
+        return ACTION_KINDS[self.kind].phase
 
     @property
     def holder(self) -> int:
@@ -144,12 +163,12 @@ class Schedule:
             (a.stage, a.mb % self.microbatches): rank
             for rank, program in self.ranks.items()
             for a in program.batch
-            if a.kind == "F"
+            if a.kind == FORWARD
         }
 
     def shares(self, stage: int) -> list[int]:
         """How many microbatches of a batch each rank of a stage runs."""
-        return [sum(a.kind == "F" for a in self.ranks[rank].batch) for rank in self.members()[stage]]
+        return [sum(a.kind == FORWARD for a in self.ranks[rank].batch) for rank in self.members()[stage]]
 
     def actions(self) -> Iterator[Action]:
         """All actions as written, rank by rank."""
@@ -180,14 +199,14 @@ class Routes:
 
     def source(self, rank: int, phase: str, stage: int, number: int) -> int:
         """The rank of `stage` that sends to `rank`; `number` is that of the microbatch, or of the batch."""
-        if phase in ("F", "B"):
+        if phase not in PER_BATCH:
             return self._runners[stage, number % self._per_batch]
         ranks = self.members[stage]
         return ranks[self._number[rank] % len(ranks)]
 
     def targets(self, rank: int, phase: str, stage: int, number: int) -> list[int]:
         """The ranks of `stage` that `rank` sends to."""
-        if phase in ("F", "B"):
+        if phase not in PER_BATCH:
             return [self._runners[stage, number % self._per_batch]]
         return [other for other in self.members[stage] if self.source(other, phase, self._stage(rank), number) == rank]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, ParamSpec
+from dataclasses import dataclass
+from typing import Concatenate, NamedTuple, ParamSpec
 
 from penstock.ir.attrs import Attr, Scalar, print_literal
+from penstock.ir.schedule_names import INFERENCE
 from penstock.passes.communicate.communicate import CommunicateOptions, communicate
 from penstock.passes.communicate.wire import WireOptions, check_wire, wire
 from penstock.passes.kernels.fuse import FuseOptions, fuse
@@ -67,31 +69,54 @@ class PipelineEntry(NamedTuple):
 LOSS_SCALE = 65536.0
 
 
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a training pipeline is asked for. `compute` is the element type of activations; `library`, where there are GPUs, who computes
+    contractions on them; `guard` what is done about the gradient before it is used; `again` what is computed again in the backward pass:
+    auto, none or all; `shares` how many microbatches each device of a stage runs; `travels` the element type of activations and gradients
+    between stages. With f16 the loss is scaled, and guarded in any case."""
+
+    compute: str = "f32"
+    library: str = ""
+    guard: dict[str, Attr] | None = None
+    again: str = "auto"
+    shares: tuple[Scalar, ...] = ()
+    travels: str = "f32"
+
+
 def training_entries(
     optimizer: dict[str, Attr],
     partition: dict[str, Attr],
     schedule: str,
     microbatches: int,
-    compute: str = "f32",
-    library: str = "",
-    guard: dict[str, Attr] | None = None,
-    again: str = "auto",
-    shares: tuple[Scalar, ...] = (),
-    travels: str = "f32",
+    choices: Choices = Choices(),
 ) -> list[PipelineEntry]:
-    """From a model with its loss to the program of every rank. `compute` is the element type of activations; `library`, where there are
-    GPUs, who computes contractions on them; `guard` what is done about the gradient before it is used; `again` what is computed again in
-    the backward pass: auto, none or all; `shares` how many microbatches each device of a stage runs; `travels` the element type of
-    activations and gradients between stages. With f16 the loss is scaled, and guarded in any case."""
-    check_precision(compute)
-    check_wire(travels)
-    if guard is None and compute == "f16":
-        guard = {}
+    """From a model with its loss to the program of every rank."""
+    check_precision(choices.compute)
+    check_wire(choices.travels)
+    training: dict[str, Attr] = {"microbatches": microbatches, "schedule": schedule, "recompute": choices.again}
+    options = {**partition, **training, "wire": choices.travels}
+    return [
+        *_differentiating(optimizer, microbatches, choices),
+        PipelineEntry(
+            "partition",
+            options,
+            "sees forward, backward and update, so that costs and memory are those of training",
+        ),
+        *_scheduling(schedule, microbatches, choices),
+        *_finishing(choices),
+    ]
+
+
+def _differentiating(optimizer: dict[str, Attr], microbatches: int, choices: Choices) -> list[PipelineEntry]:
+    """What is done to the whole model."""
+    compute, guard = choices.compute, choices.guard
     scaled: dict[str, Attr] = {"loss_scale": LOSS_SCALE} if compute == "f16" else {}
-    partition = {**partition, "microbatches": microbatches, "schedule": schedule, "recompute": again, "wire": travels}
     return [
         PipelineEntry("simplify", {}, "first, so that nothing dead or constant is differentiated"),
-        _decompose(library, "composites without a gradient rule or kernel of their own, before gradients are taken"),
+        _decompose(
+            choices.library, "composites without a gradient rule or kernel of their own, before gradients are taken"
+        ),
         _precision(compute, "before gradients are taken, so that they have the types of what they are gradients of"),
         PipelineEntry(
             "autodiff",
@@ -103,7 +128,7 @@ def training_entries(
             "guard",
             guard or {},
             "sees every use of a gradient and every new value of a parameter",
-            guard is not None,
+            guard is not None or compute == "f16",
             "--clip, --skip-nonfinite, --precision f16",
         ),
         PipelineEntry(
@@ -111,9 +136,12 @@ def training_entries(
             {},
             "gradients bring new constants and common subexpressions; merge them before costs are counted",
         ),
-        PipelineEntry(
-            "partition", partition, "sees forward, backward and update, so that costs and memory are those of training"
-        ),
+    ]
+
+
+def _scheduling(schedule: str, microbatches: int, choices: Choices) -> list[PipelineEntry]:
+    """What makes stages and the program of every rank."""
+    return [
         PipelineEntry("split", {}, "annotations become one graph per stage"),
         PipelineEntry(
             "split-backward",
@@ -124,17 +152,26 @@ def training_entries(
         ),
         PipelineEntry(
             "schedule",
-            {"kind": schedule, "microbatches": microbatches, "shares": shares},
+            {"kind": schedule, "microbatches": microbatches, "shares": choices.shares},
             "needs to know the stages only",
         ),
         PipelineEntry("weight-versions", {}, "needs to know which forwards run before which update"),
         _wire(
-            travels, "before edges get their types; after gradients and W, so that no pass sees two forms of a value"
+            choices.travels,
+            "before edges get their types; after gradients and W, so that no pass sees two forms of a value",
         ),
         PipelineEntry("communicate", {}, "after versions, so that the diff of that pass shows nothing but versions"),
-        _libraries(library),
+    ]
+
+
+def _finishing(choices: Choices) -> list[PipelineEntry]:
+    """What is done to the graphs of stages."""
+    return [
+        _libraries(choices.library),
         PipelineEntry(
-            "recompute", {"mode": again}, "needs to know what is in flight, and who computes what, for memory and time"
+            "recompute",
+            {"mode": choices.again},
+            "needs to know what is in flight, and who computes what, for memory and time",
         ),
         PipelineEntry("fuse", {}, "kernels are chosen in graphs that no longer change"),
         PipelineEntry(
@@ -154,7 +191,7 @@ def inference_entries(
     """From a model to the forward program of every rank."""
     check_precision(compute)
     check_wire(travels)
-    partition = {**partition, "microbatches": microbatches, "schedule": "forward", "wire": travels}
+    partition = {**partition, "microbatches": microbatches, "schedule": INFERENCE, "wire": travels}
     return [
         PipelineEntry("simplify", {}, "constants first"),
         _decompose(library, "composites without a kernel of their own"),
@@ -162,7 +199,7 @@ def inference_entries(
         PipelineEntry("partition", partition, "forward cost only"),
         PipelineEntry("split", {}, "annotations become one graph per stage"),
         PipelineEntry(
-            "schedule", {"kind": "forward", "microbatches": microbatches, "shares": shares}, "forwards in order"
+            "schedule", {"kind": INFERENCE, "microbatches": microbatches, "shares": shares}, "forwards in order"
         ),
         PipelineEntry("weight-versions", {}, "one version; the verifier wants it said"),
         _wire(travels, "before edges get their types"),
@@ -217,7 +254,26 @@ def _pipeline(entries: Callable[P, list[PipelineEntry]]) -> Callable[P, list[Cal
     return pipeline
 
 
-training_pipeline, inference_pipeline = _pipeline(training_entries), _pipeline(inference_entries)
+def _training(
+    choose: Callable[P, Choices],
+) -> Callable[Concatenate[dict[str, Attr], dict[str, Attr], str, int, P], list[Call]]:
+    """The calls of a training; what is asked for follows the arguments of `training_entries` one by one."""
+
+    def pipeline(
+        optimizer: dict[str, Attr],
+        partition: dict[str, Attr],
+        schedule: str,
+        microbatches: int,
+        /,
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> list[Call]:
+        return calls_of(training_entries(optimizer, partition, schedule, microbatches, choose(*arguments, **options)))
+
+    return pipeline
+
+
+training_pipeline, inference_pipeline = _training(Choices), _pipeline(inference_entries)
 
 
 def pipeline_text(name: str) -> str:

@@ -18,8 +18,8 @@ from onnx import TensorProto, helper
 from safetensors.numpy import load_file
 
 from penstock.cli import main
+from penstock.ir.schedule_names import TRAINING
 from penstock.ir.text import parse_module, print_module
-from penstock.model_arguments import SCHEDULE_KINDS
 from penstock.models import write_gpt, write_mlp
 from penstock.passes.schedules.schedule import SCHEDULES
 from penstock.runtime.messages.control import Step
@@ -404,7 +404,7 @@ def test_outputs_that_are_all_nan_do_not_verify() -> None:
 
 
 def test_every_schedule_that_trains_can_be_asked_for() -> None:
-    assert tuple(kind for kind, row in SCHEDULES.items() if row.trains) == SCHEDULE_KINDS
+    assert tuple(kind for kind, row in SCHEDULES.items() if row.trains) == TRAINING
 
 
 def test_plan_prints_a_table_and_json(built: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from functools import partial
 
 import numpy as np
 
+from penstock.ir.action_kinds import BACKWARD, DROP, FORWARD, SUM, UPDATE
 from penstock.ir.graph import (
     GRAD,
     MICROBATCH,
@@ -37,7 +38,8 @@ from penstock.ir.graph import (
     stepped_vars,
     summed_vars,
 )
-from penstock.ir.schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, VERSIONED, Action
+from penstock.ir.memo import Derived
+from penstock.ir.schedule import COMPUTE, MESSAGES, PER_BATCH, RECEIVES, SENDS, SUM_USERS, VERSIONED, Action
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.words import counted
 
@@ -71,7 +73,7 @@ def run_graph(
         )
     store = DictStore({}) if store is None else store
     values = {v.name: as_value(x, v, precision) for v, x in zip(graph.ins, given, strict=True)}
-    steps = graph.keep(f"steps in {precision}", _steps)
+    steps = graph.keep(_STEPS[precision], _steps)
     for step in steps:
         op = step.op
         try:
@@ -102,6 +104,9 @@ class _Step:
     op: Op
     slot: Slot | None
     prepared: Prepared | None = None
+
+
+_STEPS = {precision: Derived[list[_Step]](__name__, f"steps in {precision}") for precision in PRECISIONS}
 
 
 def _steps(graph: Graph) -> list[_Step]:
@@ -208,12 +213,12 @@ def run_recurrence(
         parts = microbatches_of(module, batch, t)
         _check_seed(module, backward, len(parts))
         for k, mb in enumerate(parts):
-            run.log.append((-1, t * len(parts) + k, "F", version))
+            run.log.append((-1, t * len(parts) + k, FORWARD, version))
             seen = _watching(watch, forward, t * len(parts) + k)
             results = _by_name(forward, run_graph(forward, mb, store.at(version), precision, seen))
             run.outputs[t * len(parts) + k] = {name: results[name] for name in module.outputs}
             if backward is not None:
-                run.log.append((-1, t * len(parts) + k, "B", version))
+                run.log.append((-1, t * len(parts) + k, BACKWARD, version))
                 seen = _watching(watch, backward, t * len(parts) + k)
                 run_graph(backward, {**mb, **results}, store.at(version), precision, seen)
         for graph in (norm, update):
@@ -323,9 +328,7 @@ class _Pipeline:
     ) -> None:
         self.module, self.feed, self.precision, self.watch = module, feed, precision, watch
         self.run_found = InterpretedRun(module.outputs[0])
-        self.wired = bool(module.edges) or any(
-            a.kind in (*SENDS, *RECEIVES) for program in programs.values() for a in program
-        )
+        self.wired = bool(module.edges) or any(a.kind in MESSAGES for program in programs.values() for a in program)
         assert module.schedule is not None
         self.per_batch = module.schedule.microbatches
         self.channels: dict[tuple[int, int, str], deque[tuple[int, dict[str, Array]]]] = {}
@@ -394,23 +397,12 @@ class _Pipeline:
         """Execute one action; False when it has to wait."""
         where = f"rank {rank.index}, step {rank.step}: {action}"
         try:
-            match action.kind:
-                case "F" | "B" | "W" | "P" | "N" | "U":
-                    return self._compute(rank, action)
-                case "SF" | "SB" | "SP" | "SN":
-                    self._send(rank, action)
-                case "RF" | "RB" | "RP" | "RN":
-                    return self._receive(rank, action)
-                case "AR":
-                    self._bring(rank, action)
-                case "D":
-                    if rank.values.pop(action.mb, None) is None:
-                        raise VerifyError(f"microbatch {action.mb} holds nothing that could be dropped")
-                case _:
-                    raise VerifyError(f"the interpreter has no meaning for {action.kind}")
+            meaning = MEANINGS.get(action.kind)
+            if meaning is None:
+                raise VerifyError(f"the interpreter has no meaning for {action.kind}")
+            return meaning(self, rank, action)
         except VerifyError as error:
             raise VerifyError(str(error), where=where) from error
-        return True
 
     def _graph(self, action: Action) -> Graph:
         graph = self.module.stage_graph(action.stage, action.kind)
@@ -435,11 +427,11 @@ class _Pipeline:
         if missing:
             listed = ", ".join("%" + n for n in missing)
             raise VerifyError(f"@{graph.name} needs {listed} of {_unit(action)}, which this rank does not hold")
-        if action.kind in ("P", "N", "U") and action.mb in rank.waiting and not self._take_sum(rank, action):
+        if action.kind in SUM_USERS and action.mb in rank.waiting and not self._take_sum(rank, action):
             return False
         batch = action.batch(self.per_batch)
         seen = _watching(self.watch, graph, action.mb)
-        if action.kind == "U":
+        if action.kind == UPDATE:
             results = run_graph(graph, ins, rank.store.at(made=action.version, batch=batch), self.precision, seen)
             self.run_found.told.setdefault(batch, {}).update(_by_name(graph, results))
             for name in self.stepped & rank.store.slots.keys():
@@ -451,19 +443,20 @@ class _Pipeline:
         if action.kind in VERSIONED:
             self.run_found.log.append((action.stage, action.mb, action.kind, action.version))
         kept = rank.values.setdefault(action.holder, {})
-        kept |= {name: x for name, x in ins.items() if x is not None and action.kind == "F"}
+        kept |= {name: x for name, x in ins.items() if x is not None and action.kind == FORWARD}
         kept |= _by_name(graph, results)
-        if action.kind == "F":
+        if action.kind == FORWARD:
             shown = {v.name: kept[v.name] for v in graph.outs if v.name in self.module.outputs}
             self.run_found.outputs.setdefault(action.mb, {}).update(shown)
         return True
 
-    def _bring(self, rank: _Rank, action: Action) -> None:
+    def _bring(self, rank: _Rank, action: Action) -> bool:
         """A rank's gradients of a batch go to the sum over the ranks of its stage."""
         store = rank.store.at(batch=action.mb)
         brought = self.sums.setdefault((action.stage, action.mb), {})
         brought[rank.index] = {name: store.take(name) for name in summed_vars(self.module, action.stage)}
         rank.waiting.add(action.mb)
+        return True
 
     def _take_sum(self, rank: _Rank, action: Action) -> bool:
         """Put the sum of a batch in the place of the rank's own gradients; False while other ranks still add to it."""
@@ -477,8 +470,13 @@ class _Pipeline:
                 store.accumulate(name, part)
         return True
 
-    def _channel(self, src: int, dst: int, kind: str) -> deque[tuple[int, dict[str, Array]]]:
-        return self.channels.setdefault((src, dst, kind[1]), deque())
+    def _drop(self, rank: _Rank, action: Action) -> bool:
+        if rank.values.pop(action.mb, None) is None:
+            raise VerifyError(f"microbatch {action.mb} holds nothing that could be dropped")
+        return True
+
+    def _channel(self, src: int, dst: int, phase: str) -> deque[tuple[int, dict[str, Array]]]:
+        return self.channels.setdefault((src, dst, phase), deque())
 
     def _values_of(self, src: int, dst: int, phase: str) -> list[str]:
         names = [v.name for e in self.module.edges if (e.src, e.dst, e.phase) == (src, dst, phase) for v in e.values]
@@ -486,18 +484,19 @@ class _Pipeline:
             raise VerifyError(f"the module has no edge from stage {src} to stage {dst} in phase {phase}")
         return names
 
-    def _send(self, rank: _Rank, action: Action) -> None:
+    def _send(self, rank: _Rank, action: Action) -> bool:
         assert action.peer is not None
-        names = self._values_of(action.stage, self.homes[action.peer], action.kind[1])
+        names = self._values_of(action.stage, self.homes[action.peer], action.phase)
         held = rank.values.get(action.holder, {})
         missing = [f"%{n}" for n in names if n not in held]
         if missing:
             raise VerifyError(f"{', '.join(missing)} of {_unit(action)} should be sent, but this rank does not hold it")
-        self._channel(rank.index, action.peer, action.kind).append((action.mb, {n: held[n] for n in names}))
+        self._channel(rank.index, action.peer, action.phase).append((action.mb, {n: held[n] for n in names}))
+        return True
 
     def _receive(self, rank: _Rank, action: Action) -> bool:
         assert action.peer is not None
-        queue = self._channel(action.peer, rank.index, action.kind)
+        queue = self._channel(action.peer, rank.index, action.phase)
         if not queue:
             return False
         mb, values = queue.popleft()
@@ -511,13 +510,23 @@ class _Pipeline:
     def _wanted(self, rank: _Rank, action: Action) -> str:
         if action.kind in RECEIVES:
             return f"a message from rank {action.peer}"
-        if action.mb in rank.waiting and action.kind in ("P", "N", "U"):
+        if action.mb in rank.waiting and action.kind in SUM_USERS:
             return f"the gradients of the other ranks of stage {action.stage}"
         graph = self._graph(action)
         return (
             ", ".join(f"%{v.name}" for v in graph.ins if self._find(rank, action.holder, v.name) is None)
             + f" of {_unit(action)}"
         )
+
+
+# The meaning of every kind: it does the action, and says False when that has to wait.
+MEANINGS: dict[str, Callable[[_Pipeline, _Rank, Action], bool]] = {
+    **dict.fromkeys(COMPUTE, _Pipeline._compute),
+    **dict.fromkeys(SENDS, _Pipeline._send),
+    **dict.fromkeys(RECEIVES, _Pipeline._receive),
+    SUM: _Pipeline._bring,
+    DROP: _Pipeline._drop,
+}
 
 
 def _unit(action: Action) -> str:

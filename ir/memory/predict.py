@@ -25,8 +25,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from penstock.ir.action_kinds import UPDATE
 from penstock.ir.graph import GRAD, PARAM, STATE, Module, Var, stage_vars, stepped_vars
-from penstock.ir.schedule import COMPUTE, Action, Schedule
+from penstock.ir.memo import Derived
+from penstock.ir.schedule import COMPUTE, READERS, SAVERS, Action, Schedule
 
 from .account import BEFORE, Account, Life, Version
 from .touches import Accesses
@@ -70,12 +72,15 @@ class Memory:
         return found | {"workspace": blocks - activations - boundary}
 
 
+_MEMORY = Derived[dict[int, Memory]](__name__, "memory")
+
+
 def measure_memory(module: Module) -> dict[int, Memory]:
     """One row per rank. A schedule without drops counts as one that drops after the last computation of a microbatch."""
     assert module.schedule is not None, "memory needs a schedule"
-    if (known := module.kept.get("memory")) is None:
-        known = module.kept["memory"] = _measured(module, module.schedule)
-    return dict(known)
+    schedule = module.schedule
+    rows = module.kept.once(_MEMORY, lambda: _measured(module, schedule))
+    return dict(rows)
 
 
 def _measured(module: Module, schedule: Schedule) -> dict[int, Memory]:
@@ -189,7 +194,7 @@ def purpose_of(var: Var) -> str:
 def saved_values(module: Module, stage: int) -> frozenset[str]:
     """The values that a computation saves for a later one: what is in a block with one of them counts as
     activations, what is in others as boundary."""
-    graphs = (module.stage_graph(stage, kind) for kind in ("F", "B"))
+    graphs = (module.stage_graph(stage, kind) for kind in SAVERS)
     return frozenset(v.name for graph in graphs if graph is not None for v in graph.saved)
 
 
@@ -203,17 +208,17 @@ def _versions(module: Module, rank: int, stage: int, newest: int, actions: Seque
     """Versions of the parameters that updates step: the one that a run begins with, and those that it makes. Batch t reads version t -
     delay; the last action of that batch that does so retires it."""
     assert module.schedule is not None
-    per_batch, readers = module.schedule.microbatches, ("F", "B", "W")
+    per_batch = module.schedule.microbatches
     # As written for batch 1.
     oldest = min(
-        (a.version for a in module.schedule.ranks[rank].batch if a.kind in readers and a.version is not None), default=1
+        (a.version for a in module.schedule.ranks[rank].batch if a.kind in READERS and a.version is not None), default=1
     )
     last = {
         a.version: i
         for i, a in enumerate(actions)
-        if a.kind in readers and a.version == a.batch(per_batch) + oldest - 1
+        if a.kind in READERS and a.version == a.batch(per_batch) + oldest - 1
     }
-    made = {a.version: i for i, a in enumerate(actions) if a.kind == "U"}
+    made = {a.version: i for i, a in enumerate(actions) if a.kind == UPDATE}
     for name in sorted(stepped_vars(module) & stage_vars(module, stage).keys()):
         for version, written in ((newest, BEFORE), *((v, i) for v, i in made.items() if v is not None)):
             yield Version(name, version, version % module.vars[name].versions, written, last.get(version))

@@ -4,9 +4,10 @@ the compiled graph, or to the transport."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from penstock.ir.action_kinds import DROP, SUM, UPDATE
 from penstock.ir.graph import GRAD, Graph, Module, signature, summed_vars
 from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action
 
@@ -43,23 +44,30 @@ class Accesses:
     def follow(self, actions: Iterable[Action]) -> Iterator[Access]:
         """One for each action, in order."""
         for action in actions:
-            yield Access(action.holder, self._values_of(action), frozenset(self._buffers_of(action)))
-            if action.kind == "U":
+            values, buffers = TOUCHED[action.kind]
+            yield Access(action.holder, values(self, action), frozenset(buffers(self, action)))
+            if action.kind == UPDATE:
                 self._newest = self._made_by(action)
 
-    def _values_of(self, action: Action) -> frozenset[str]:
-        if action.kind in self._graphs:
-            return self._values[action.kind]
-        if action.kind in (*SENDS, *RECEIVES):
-            assert action.peer is not None
-            ends = (action.stage, self._homes[action.peer])
-            return self._moved[(action.kind[1], *(ends if action.kind in SENDS else ends[::-1]))]
+    def _computed_values(self, action: Action) -> frozenset[str]:
+        return self._values.get(action.kind, frozenset())
+
+    def _moved_values(self, action: Action) -> frozenset[str]:
+        assert action.peer is not None
+        ends = (action.stage, self._homes[action.peer])
+        return self._moved[(action.phase, *(ends if action.kind in SENDS else ends[::-1]))]
+
+    def _no_values(self, action: Action) -> frozenset[str]:
         return frozenset()
 
-    def _buffers_of(self, action: Action) -> Iterator[tuple[str, int]]:
-        if action.kind == "AR":
-            for name in self._summed:
-                yield name, action.mb % self._module.vars[name].versions
+    def _no_buffers(self, action: Action) -> Iterable[tuple[str, int]]:
+        return ()
+
+    def _summed_buffers(self, action: Action) -> Iterator[tuple[str, int]]:
+        for name in self._summed:
+            yield name, action.mb % self._module.vars[name].versions
+
+    def _computed_buffers(self, action: Action) -> Iterator[tuple[str, int]]:
         for slot in self._slots.get(action.kind, ()):
             var = self._module.vars[slot.var]
             if var.role == GRAD:
@@ -71,3 +79,18 @@ class Accesses:
 
     def _made_by(self, action: Action) -> int:
         return self._newest + 1 if action.version is None else action.version
+
+
+class _Touched(NamedTuple):
+    """The values and the buffers that actions of a kind touch."""
+
+    values: Callable[[Accesses, Action], frozenset[str]]
+    buffers: Callable[[Accesses, Action], Iterable[tuple[str, int]]]
+
+
+TOUCHED: dict[str, _Touched] = {
+    **dict.fromkeys(COMPUTE, _Touched(Accesses._computed_values, Accesses._computed_buffers)),
+    **dict.fromkeys((*SENDS, *RECEIVES), _Touched(Accesses._moved_values, Accesses._no_buffers)),
+    SUM: _Touched(Accesses._no_values, Accesses._summed_buffers),
+    DROP: _Touched(Accesses._no_values, Accesses._no_buffers),
+}

@@ -9,12 +9,13 @@ send hands over stays until the peer has it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from penstock.ir.action_kinds import BACKWARD, DROP, FORWARD, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
 from penstock.ir.graph import Graph, Module, Value
 from penstock.ir.messages import parcels
-from penstock.ir.schedule import COMPUTE, PER_BATCH, PHASES, RECEIVES, Action, Schedule
+from penstock.ir.schedule import COMPUTE, PER_BATCH, PHASES, RECEIVES, SAVERS, SENDS, Action, Schedule
 
 from .account import BEFORE, Life
 from .workspace import planned_blocks
@@ -30,11 +31,11 @@ SENDS_TOGETHER, BYTES_TOGETHER = 8, 1 << 20
 def actions_of(schedule: Schedule, rank: int, batches: int, first: int = 0) -> list[Action]:
     """What a rank does in a run. Where a schedule has no drops yet, each microbatch is dropped after its last action."""
     actions = list(schedule.expand(rank, batches, first))
-    if any(action.kind == "D" for action in actions):
+    if any(action.kind == DROP for action in actions):
         return actions
     last = {action.mb: i for i, action in enumerate(actions) if action.kind not in PER_BATCH}
     ends = set(last.values())
-    return [b for i, a in enumerate(actions) for b in ((a, Action("D", a.stage, a.mb)) if i in ends else (a,))]
+    return [b for i, a in enumerate(actions) for b in ((a, Action(DROP, a.stage, a.mb)) if i in ends else (a,))]
 
 
 class BlockPool:
@@ -90,13 +91,13 @@ class Walk:
         self.workspaces = {kind: planned_blocks(graph) for kind, graph in self.graphs.items()}
         self.edges = {(e.phase, e.src, e.dst): e.values for e in module.edges}
         self.parcels = {key: parcels(values) for key, values in self.edges.items()}
-        self.saved = {v.name for kind in ("F", "B") if kind in self.graphs for v in self.graphs[kind].saved}
+        self.saved = {v.name for kind in SAVERS if kind in self.graphs for v in self.graphs[kind].saved}
         # What stays after each computation, beside what is to be sent: what the later ones take.
-        for_weights = {v.name for v in self.graphs["W"].ins} if "W" in self.graphs else set()
+        for_weights = {v.name for v in self.graphs[WEIGHTS].ins} if WEIGHTS in self.graphs else set()
         self.kept = {
-            "F": {v.name for v in self.graphs["F"].saved} if "F" in self.graphs else set(),
-            "B": for_weights,
-            "W": set[str](),
+            FORWARD: {v.name for v in self.graphs[FORWARD].saved} if FORWARD in self.graphs else set(),
+            BACKWARD: for_weights,
+            WEIGHTS: set[str](),
         }
         self.sent = {
             kind: {v.name for e in module.edges if (e.src, e.phase) == (stage, kind) for v in e.values}
@@ -135,7 +136,7 @@ class Walk:
                 if later.kind in RECEIVES:
                     self._expect(later)
             ahead = i + 1 + LOOK_AHEAD
-            self._do(action)
+            WALKS[action.kind](self, action)
             self.activations = max(self.activations, self.now[True])
             self.boundary = max(self.boundary, self.now[False] + self.coming)
             self.in_flight = max(self.in_flight, sum(mb >= 0 for mb in self.held))
@@ -143,37 +144,44 @@ class Walk:
             yield action
         self._flush()
 
-    def _do(self, action: Action) -> None:
+    # ---------------------------------------------------------------------------------------- one method per kind
+
+    def _compute(self, action: Action) -> None:
         kind, mb = action.kind, action.mb
-        if kind in RECEIVES:
-            self._receive(action)
-        elif kind in ("F", "B", "W"):
-            self._hold(mb, self._stored[kind, True])
-            self._hold(mb, self._stored[kind, False])
-            self._call(kind)
-            self._keep(mb, self._needed[kind])
-        elif kind in ("SF", "SB"):
-            phase = kind[1]
-            self._sends[phase, mb] += 1
-            if self._sends[phase, mb] == self.targets[phase]:
-                del self._sends[phase, mb]
-                self._keep(mb, self.kept[phase])
-            self._linger(action)
-        elif kind == "D":
-            self._keep(mb, set())
-        elif kind in ("P", "N"):
-            self._hold(action.holder, self._stored[kind, False])
-            self._call(kind)
-        elif kind == "U":
-            self._call("U")
-            self._keep(action.holder, set())
+        self._hold(mb, self._stored[kind, True])
+        self._hold(mb, self._stored[kind, False])
+        self._call(kind)
+        self._keep(mb, self._needed[kind])
+
+    def _hand_out(self, action: Action) -> None:
+        self._hold(action.holder, self._stored[action.kind, False])
+        self._call(action.kind)
+
+    def _update(self, action: Action) -> None:
+        self._call(action.kind)
+        self._keep(action.holder, set())
+
+    def _send(self, action: Action) -> None:
+        """A microbatch's values stay until they were sent to the last of several stages."""
+        phase, mb = action.phase, action.mb
+        self._sends[phase, mb] += 1
+        if self._sends[phase, mb] == self.targets[phase]:
+            del self._sends[phase, mb]
+            self._keep(mb, self.kept[phase])
+        self._linger(action)
+
+    def _drop(self, action: Action) -> None:
+        self._keep(action.mb, set())
+
+    def _pass(self, action: Action) -> None:
+        """The action works in buffers of variables, or with values that stay until the update."""
 
     # ---------------------------------------------------------------------------------------- messages
 
     def _edge(self, action: Action) -> tuple[str, int, int]:
         assert action.peer is not None
         peer = self.homes[action.peer]
-        return (action.kind[1], peer, action.stage) if action.kind in RECEIVES else (action.kind[1], action.stage, peer)
+        return (action.phase, peer, action.stage) if action.kind in RECEIVES else (action.phase, action.stage, peer)
 
     def _expect(self, action: Action) -> None:
         """A receive that lies ahead: it has memory from now on, or as soon as its channel has room."""
@@ -295,6 +303,17 @@ class Walk:
         rest = {id(block): (mb, block) for mb, held in self.held.items() for block in held.values()}
         left = [Life(_purpose(block), block.names, mb, block.nbytes, block.taken, None) for mb, block in rest.values()]
         return [*self.lives, *left]
+
+
+WALKS: dict[str, Callable[[Walk, Action], None]] = {
+    **dict.fromkeys((FORWARD, BACKWARD, WEIGHTS), Walk._compute),
+    **dict.fromkeys((PARTS, NORM_PARTS), Walk._hand_out),
+    UPDATE: Walk._update,
+    **{kind: Walk._pass if kind in PER_BATCH else Walk._send for kind in SENDS},
+    **dict.fromkeys(RECEIVES, Walk._receive),
+    SUM: Walk._pass,
+    DROP: Walk._drop,
+}
 
 
 def _purpose(block: _Block) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.ir.graph import Graph, Op
+from penstock.ir.memo import Derived
 
 FAR = 16
 # How names of kernels begin that are computed where they are read.
@@ -31,10 +32,14 @@ class _Block:
     bytes: int
 
 
+_BLOCKS = Derived[list[int]](__name__, "blocks")
+
+
 def planned_blocks(graph: Graph) -> list[int]:
     """Bytes of every block. Values go by their names, which are single in a graph. The verifier, the plan and
     reports all ask: a graph is planned once."""
-    return list(graph.keep("blocks", _planned))
+    blocks = graph.keep(_BLOCKS, _planned)
+    return list(blocks)
 
 
 def _planned(graph: Graph) -> list[int]:

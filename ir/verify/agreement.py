@@ -16,13 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from penstock.ir.action_kinds import NORM_PARTS, PARTS, UPDATE
 from penstock.ir.graph import ANNOTATIONS, GRAD, STATE, Graph, Module, Op, Value, stepped_vars, touched_vars
+from penstock.ir.schedule import ADDERS, VERSIONED
 
 from .problems import Problem, op_window
 
 
 def check_agreement(module: Module) -> Iterator[Problem]:
-    updates = {s.index: graph for s in module.stages if (graph := module.stage_graph(s.index, "U"))}
+    updates = {s.index: graph for s in module.stages if (graph := module.stage_graph(s.index, UPDATE))}
     yield from _check_names(module, updates)
     yield from _check_writes(module, updates)
     yield from _check_sums(module, updates)
@@ -48,7 +50,9 @@ def _definition(op: Op) -> tuple[object, ...]:
 def _check_names(module: Module, updates: Mapping[int, Graph]) -> Iterator[Problem]:
     """Compared are values behind copies, and what follows from the parts that N hands out alone."""
     made: dict[str, tuple[Graph, tuple[object, ...]]] = {}
-    handed_out = {v.name for s in module.stages if (graph := module.stage_graph(s.index, "N")) for v in graph.outs}
+    handed_out = {
+        v.name for s in module.stages if (graph := module.stage_graph(s.index, NORM_PARTS)) for v in graph.outs
+    }
     for graph in updates.values():
         alike = _behind(
             graph, (op.ins[0] for op in graph.ops if op.kind == "write" and module.vars[op.var].stage is None)
@@ -86,13 +90,13 @@ def _check_writes(module: Module, updates: Mapping[int, Graph]) -> Iterator[Prob
 
 def _read_by(module: Module, stage: int) -> set[str]:
     """The variables that a stage reads."""
-    return {name for kind in ("F", "B", "W", "U") for name in touched_vars(module.stage_graph(stage, kind), "read")}
+    return {name for kind in VERSIONED for name in touched_vars(module.stage_graph(stage, kind), "read")}
 
 
 def _check_sums(module: Module, updates: Mapping[int, Graph]) -> Iterator[Problem]:
     added: dict[str, list[int]] = {}
     for stage in (s.index for s in module.stages):
-        for kind in ("B", "W"):
+        for kind in ADDERS:
             graph = module.stage_graph(stage, kind)
             for name in sorted(touched_vars(graph, "accum")):
                 added.setdefault(name, []).append(stage)
@@ -118,13 +122,15 @@ def _check_sums(module: Module, updates: Mapping[int, Graph]) -> Iterator[Proble
 
 
 def _handed_out(module: Module, stage: int, var: str) -> list[Value]:
-    graph = module.stage_graph(stage, "P")
+    graph = module.stage_graph(stage, PARTS)
     taken = {v for op in graph.ops if op.kind == "take" and op.var == var for v in op.outs} if graph else set()
     return [v for v in graph.outs if v in taken] if graph else []
 
 
 def _check_decisions(module: Module, updates: Mapping[int, Graph]) -> Iterator[Problem]:
-    parts = {v.name: s.index for s in module.stages if (graph := module.stage_graph(s.index, "N")) for v in graph.outs}
+    parts = {
+        v.name: s.index for s in module.stages if (graph := module.stage_graph(s.index, NORM_PARTS)) for v in graph.outs
+    }
     for graph in updates.values() if parts else ():
         for i, op in enumerate(graph.ops):
             if op.kind != "write" or (module.vars[op.var].role == STATE and module.vars[op.var].stage is None):
@@ -138,9 +144,9 @@ def _check_decisions(module: Module, updates: Mapping[int, Graph]) -> Iterator[P
 
 def _check_parts(module: Module) -> Iterator[Problem]:
     for stage in (s.index for s in module.stages):
-        graph = module.stage_graph(stage, "P")
+        graph = module.stage_graph(stage, PARTS)
         gone = touched_vars(graph, "take")
-        for kind in ("N", "U"):
+        for kind in (NORM_PARTS, UPDATE):
             later = module.stage_graph(stage, kind)
             for name in sorted(gone & touched_vars(later, "read", "take")):
                 yield Problem(f"@s{stage}.{kind}", f"uses @{name}, which @s{stage}.P has taken and handed out")

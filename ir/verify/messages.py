@@ -7,11 +7,12 @@ sum up gradients in the same order; and nobody waits for ever, when sends are bu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from penstock.ir.action_kinds import DROP, SUM
 from penstock.ir.graph import Module, Value
 from penstock.ir.grid import message_rules
-from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, TAKERS, Action
+from penstock.ir.schedule import COMPUTE, PER_BATCH, RECEIVE_OF, RECEIVES, SEND_OF, SENDS, TAKERS, Action
 
 from .problems import Problem
 from .schedules import ConcreteRun, FirstOfEach, check_progress, over_runs, sources, taking
@@ -63,62 +64,84 @@ def _check_messages(module: Module, run: ConcreteRun) -> Iterator[Problem]:
             into.setdefault((edge.dst, kind), []).append((edge.src, edge.phase))
         out.setdefault((edge.src, edge.phase), []).append(edge.dst)
     for rank, actions in run.programs.items():
-        yield from _check_ends(run, rank, actions, into, out)
+        yield from _Ends(run, rank, into, out).check(actions)
     yield from _check_channels(run)
     yield from _check_sums(run)
     yield from check_progress(run, message_rules(run.schedule))
 
 
-def _check_ends(
-    run: ConcreteRun,
-    rank: int,
-    actions: list[Action],
-    into: Mapping[tuple[int, str], list[tuple[int, str]]],
-    out: Mapping[tuple[int, str], list[int]],
-) -> Iterator[Problem]:
+class _Ends:
     """On one rank: all that a computation takes has come before it, and all that it makes is sent after it, each exactly once. The peer of
-    a message is a rank, what it is of the stage: any rank of it will do, as the channels show that it has it."""
-    arriving = {(stage, phase, peer) for (stage, _), sources in into.items() for peer, phase in sources}
-    homes, members = run.schedule.homes(), run.schedule.members()
-    done: dict[tuple[str, int, int, int | None], int] = {}
-    problem = FirstOfEach(run, rank)
+    a message is a rank, what it is of the stage: any rank of it will do, as the channels show that it has it. `into` are the sources of
+    what computations take, with their phases; `out` the stages that take the results of phases."""
 
-    for step, a in enumerate(actions):
-        key = (a.kind, a.stage, a.mb, a.peer)
-        if a.kind in (*SENDS, *RECEIVES):
-            phase = a.kind[1]
-            if key in done:
-                yield from problem("twice", step, f"was already done at step {done[key]}")
-            other = homes.get(a.peer) if a.peer is not None else None
-            known = other in out.get((a.stage, phase), ()) if a.kind in SENDS else (a.stage, phase, other) in arriving
-            if not known:
-                there = f"the stage of rank {a.peer}" if other != a.peer else str(other)
-                yield from problem(
-                    "edge", step, f"there is no {phase} edge between stages {a.stage} and {there} in that direction"
-                )
-            if a.kind in SENDS and (phase, a.stage, a.mb, None) not in done:
-                yield from problem("early", step, f"sends what {a.stage}{phase}{a.mb} has not computed yet")
-        elif a.kind in COMPUTE:
-            for source, phase in into.get((a.stage, a.kind), ()):
-                peers = members[source]
-                if not any((f"R{phase}", a.stage, a.mb, peer) in done for peer in peers):
+    def __init__(
+        self,
+        run: ConcreteRun,
+        rank: int,
+        into: Mapping[tuple[int, str], list[tuple[int, str]]],
+        out: Mapping[tuple[int, str], list[int]],
+    ) -> None:
+        self._into, self._out = into, out
+        self._arriving = {(stage, phase, peer) for (stage, _), sources in into.items() for peer, phase in sources}
+        self._homes, self._members = run.schedule.homes(), run.schedule.members()
+        self._done: dict[tuple[str, int, int, int | None], int] = {}
+        self._problem = FirstOfEach(run, rank)
+
+    def check(self, actions: list[Action]) -> Iterator[Problem]:
+        for step, a in enumerate(actions):
+            if (check := ENDS[a.kind]) is not None:
+                yield from check(self, step, a)
+            self._done.setdefault((a.kind, a.stage, a.mb, a.peer), step)
+        for (kind, stage, mb, _), step in self._done.items():
+            # What is handed out once per batch is sent by one of the ranks of a stage; the receiver says whether it is missing.
+            each = kind not in PER_BATCH or len(self._members[stage]) == 1
+            for target in self._out.get((stage, kind), ()) if each else ():
+                peers, send = self._members[target], SEND_OF[kind]
+                if not any((send, stage, mb, peer) in self._done for peer in peers):
                     ends = "|".join(map(str, peers))
-                    yield from problem(
-                        "late",
-                        step,
-                        f"runs before its inputs from stage {source} have arrived ({a.stage}R{phase}{a.mb}<{ends})",
-                    )
-        done.setdefault(key, step)
-    for (kind, stage, mb, _), step in done.items():
-        # What is handed out once per batch is sent by one of the ranks of a stage; the receiver says whether it is missing.
-        each = kind in ("F", "B") or len(members[stage]) == 1
-        for target in out.get((stage, kind), ()) if each else ():
-            peers = members[target]
-            if not any((f"S{kind}", stage, mb, peer) in done for peer in peers):
+                    what = f"its results are never sent to stage {target} ({stage}{send}{mb}>{ends})"
+                    yield from self._problem("unsent", step, what)
+
+    def send(self, step: int, a: Action) -> Iterator[Problem]:
+        other = self._other(a)
+        yield from self._message(step, a, known=other in self._out.get((a.stage, a.phase), ()))
+        if (a.phase, a.stage, a.mb, None) not in self._done:
+            yield from self._problem("early", step, f"sends what {a.stage}{a.phase}{a.mb} has not computed yet")
+
+    def receive(self, step: int, a: Action) -> Iterator[Problem]:
+        yield from self._message(step, a, known=(a.stage, a.phase, self._other(a)) in self._arriving)
+
+    def compute(self, step: int, a: Action) -> Iterator[Problem]:
+        for source, phase in self._into.get((a.stage, a.kind), ()):
+            peers, receive = self._members[source], RECEIVE_OF[phase]
+            if not any((receive, a.stage, a.mb, peer) in self._done for peer in peers):
                 ends = "|".join(map(str, peers))
-                yield from problem(
-                    "unsent", step, f"its results are never sent to stage {target} ({stage}S{kind}{mb}>{ends})"
-                )
+                what = f"runs before its inputs from stage {source} have arrived ({a.stage}{receive}{a.mb}<{ends})"
+                yield from self._problem("late", step, what)
+
+    def _message(self, step: int, a: Action, *, known: bool) -> Iterator[Problem]:
+        key = (a.kind, a.stage, a.mb, a.peer)
+        if key in self._done:
+            yield from self._problem("twice", step, f"was already done at step {self._done[key]}")
+        if not known:
+            other = self._other(a)
+            there = f"the stage of rank {a.peer}" if other != a.peer else str(other)
+            what = f"there is no {a.phase} edge between stages {a.stage} and {there} in that direction"
+            yield from self._problem("edge", step, what)
+
+    def _other(self, a: Action) -> int | None:
+        return self._homes.get(a.peer) if a.peer is not None else None
+
+
+# The check of every kind; a sum is checked over all ranks of its stage, and drops in verify_schedule.py.
+ENDS: dict[str, Callable[[_Ends, int, Action], Iterator[Problem]] | None] = {
+    **dict.fromkeys(COMPUTE, _Ends.compute),
+    **dict.fromkeys(SENDS, _Ends.send),
+    **dict.fromkeys(RECEIVES, _Ends.receive),
+    SUM: None,
+    DROP: None,
+}
 
 
 def _check_channels(run: ConcreteRun) -> Iterator[Problem]:
@@ -128,9 +151,9 @@ def _check_channels(run: ConcreteRun) -> Iterator[Problem]:
     for rank, actions in run.programs.items():
         for step, a in enumerate(actions):
             if a.peer is not None and a.kind in SENDS:
-                sent.setdefault((rank, a.peer, a.kind[1]), []).append((a.kind[1], a.mb, rank, step))
+                sent.setdefault((rank, a.peer, a.phase), []).append((a.phase, a.mb, rank, step))
             elif a.peer is not None and a.kind in RECEIVES:
-                received.setdefault((a.peer, rank, a.kind[1]), []).append((a.kind[1], a.mb, rank, step))
+                received.setdefault((a.peer, rank, a.phase), []).append((a.phase, a.mb, rank, step))
     for channel in sorted({*sent, *received}):
         left, right = sent.get(channel, []), received.get(channel, [])
         there, here = {x[:2] for x in left}, {x[:2] for x in right}
@@ -153,7 +176,7 @@ def _check_sums(run: ConcreteRun) -> Iterator[Problem]:
     orders: dict[int, dict[int, list[tuple[int, int]]]] = {}
     for rank, actions in run.programs.items():
         for step, a in enumerate(actions):
-            if a.kind == "AR":
+            if a.kind == SUM:
                 orders.setdefault(a.stage, {}).setdefault(rank, []).append((a.mb, step))
     for stage, found in orders.items():
         members = run.schedule.members()[stage]

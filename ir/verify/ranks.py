@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from penstock.ir.action_kinds import FORWARD
 from penstock.ir.graph import Module, written_vars
 from penstock.ir.schedule import Schedule
 
@@ -53,7 +54,7 @@ def check_dealing(module: Module, schedule: Schedule) -> Iterator[Problem]:
     for stage, ranks in schedule.members().items():
         dealt: dict[int, list[int]] = {k: [] for k in range(schedule.microbatches)}
         for rank in ranks:
-            for k in {a.mb % schedule.microbatches for a in schedule.ranks[rank].batch if a.kind == "F"}:
+            for k in {a.mb % schedule.microbatches for a in schedule.ranks[rank].batch if a.kind == FORWARD}:
                 dealt[k].append(rank)
         place = f"schedule {schedule.name}, stage {stage}"
         for k, runners in dealt.items():
@@ -64,7 +65,7 @@ def check_dealing(module: Module, schedule: Schedule) -> Iterator[Problem]:
                 )
             elif not runners and len(ranks) > 1:
                 yield Problem(place, f"microbatch {k} of a batch is run by no rank")
-        forward = module.stage_graph(stage, "F")
+        forward = module.stage_graph(stage, FORWARD)
         moving = sorted(written_vars(forward)) if forward is not None and len(ranks) > 1 else []
         if moving:
             what = (

@@ -13,17 +13,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.ir.action_kinds import ACTION_KINDS, BACKWARD, DROP, FORWARD, SUM, UPDATE, adder
 from penstock.ir.graph import Module, Value, stepped_vars, summed_vars, touched_vars, touching_ops, written_vars
 from penstock.ir.grid import Event, Rules, play, value_rules
 from penstock.ir.memory.predict import Memory, measure_memory
-from penstock.ir.schedule import COMPUTE, PER_BATCH, PHASES, SENDS, TAKERS, VERSIONED, Action, Schedule
+from penstock.ir.schedule import (
+    BATCH_ORDER,
+    COMPUTE,
+    MESSAGES,
+    PER_BATCH,
+    PHASES,
+    READERS,
+    SENDS,
+    SUM_USERS,
+    TAKERS,
+    VERSIONED,
+    Action,
+    Schedule,
+)
 from penstock.support.words import counted, exact_bytes, shown_bytes
 
 from .problems import Problem, op_window, step_window
 from .ranks import check_dealing, check_homes
 
-# What is done once per batch, in this order.
-ORDER = ("AR", "P", "N", "U")
 RUNS = tuple((first, batches) for first in (0, 2) for batches in (1, 2, 3, 4))
 # Schedules with more actions than this per batch are checked on these runs only: beginning and end in one, and all phases apart.
 MANY_ACTIONS, FEW_RUNS = 5000, ((0, 1), (0, 3), (2, 2))
@@ -93,8 +105,8 @@ def sources(module: Module) -> dict[tuple[int, int, str], list[Value]]:
     for phase in PHASES:
         graphs = {s.index: g for s in module.stages if (g := module.stage_graph(s.index, phase))}
         for dst in (s.index for s in module.stages):
-            forward = module.stage_graph(dst, "F")
-            kept = {v.name for v in forward.saved} if forward and phase == "B" else set()
+            savers = (module.stage_graph(dst, kind) for kind in ACTION_KINDS[phase].saved_by)
+            kept = {v.name for saver in savers if saver for v in saver.saved}
             wanted = (
                 {v.name for kind in TAKERS[phase] if (g := module.stage_graph(dst, kind)) for v in g.ins} - fed - kept
             )
@@ -148,13 +160,13 @@ def _check_order(module: Module, run: ConcreteRun) -> Iterator[Problem]:
     moving = {
         s.index: min(names)
         for s in module.stages
-        if (graph := module.stage_graph(s.index, "F")) and (names := written_vars(graph))
+        if (graph := module.stage_graph(s.index, FORWARD)) and (names := written_vars(graph))
     }
     summing = {
         stage for stage, ranks in run.schedule.members().items() if len(ranks) > 1 and summed_vars(module, stage)
     }
     for rank, actions in run.programs.items():
-        yield from _check_rank(run, rank, actions, kinds, summing)
+        yield from _Order(run, rank, kinds, summing).check(actions)
         yield from _check_forward_order(run, rank, actions, moving)
 
 
@@ -165,7 +177,7 @@ def _check_forward_order(
     schedule. `moving` has one of each stage."""
     last: dict[int, int] = {}
     for step, a in enumerate(actions):
-        if a.kind == "F" and a.stage in moving:
+        if a.kind == FORWARD and a.stage in moving:
             if a.mb < last.get(a.stage, a.mb):
                 what = f"comes after microbatch {last[a.stage]}; @{moving[a.stage]}, which every forward changes, needs them in order"
                 yield run.problem(rank, step, what)
@@ -173,59 +185,83 @@ def _check_forward_order(
             last[a.stage] = a.mb
 
 
-def _check_rank(
-    run: ConcreteRun, rank: int, actions: list[Action], kinds: Mapping[int, set[str]], summing: set[int]
-) -> Iterator[Problem]:
+class _Order:
     """Each microbatch of this rank once forward, then once backward, then its weight gradients where they are apart; what is done
-    once per batch after exactly the gradients of its microbatches of the batch, in order. `summing` are the stages whose ranks
-    sum up their gradients: AR comes first."""
-    m, problem = run.schedule.microbatches, FirstOfEach(run, rank)
-    share = sorted({a.mb % m for a in run.schedule.ranks[rank].batch if a.kind == "F"})
-    whole = run.schedule.members()
-    done: dict[tuple[str, int, int], int] = {}
-    summed: dict[tuple[int, int], list[int]] = {}
+    once per batch after exactly the gradients of its microbatches of the batch, in order. `kinds` are the graphs of each stage,
+    `summing` the stages whose ranks sum up their gradients: AR comes first."""
 
-    for step, a in enumerate(actions):
-        if a.kind not in (*COMPUTE, "AR"):
-            continue
-        if a.kind == "AR" and a.stage not in summing:
-            yield from problem("graph", step, f"stage {a.stage} has no gradients that several ranks add to")
-            continue
-        if a.kind in COMPUTE and a.kind not in kinds[a.stage]:
-            yield from problem("graph", step, f"there is no graph @s{a.stage}.{a.kind}")
-            continue
-        earlier = done.setdefault((a.kind, a.stage, a.mb), step)
-        if earlier != step:
-            yield from problem("twice", step, f"was already done at step {earlier}")
-        if a.kind in PER_BATCH:
-            expected, found = [a.mb * m + k for k in share], summed.get((a.stage, a.mb), [])
-            if "B" in kinds[a.stage] and sorted(found) != expected:
-                what = f"uses the gradients of microbatches {_spans(found)}, expected {_spans(expected)}"
-                yield from problem("update", step, what)
-            for kind in ORDER[: ORDER.index(a.kind)]:
-                there = a.stage in summing if kind == "AR" else kind in kinds[a.stage]
-                if there and (kind, a.stage, a.mb) not in done:
-                    yield from problem("update", step, f"comes before {a.stage}{kind}{a.mb}, whose results it may use")
-        elif a.mb % m not in share:
-            yield from problem("share", step, f"runs forward on another rank of stage {a.stage}")
-        elif a.kind in ("B", "W"):
-            earlier_kind, way = ("F", "forward") if a.kind == "B" else ("B", "backward")
-            if (earlier_kind, a.stage, a.mb) not in done:
-                yield from problem("before", step, f"microbatch {a.mb} has not run {way} on stage {a.stage} yet")
-            if a.kind == "W" or "W" not in kinds[a.stage]:
-                summed.setdefault((a.stage, a.mb // m), []).append(a.mb)
-    stages = {a.stage for a in actions}
-    for stage in sorted(stages):
-        alone = len(whole[stage]) == 1
-        for kind in sorted(kinds[stage] | ({"AR"} if stage in summing else set())):
+    def __init__(self, run: ConcreteRun, rank: int, kinds: Mapping[int, set[str]], summing: set[int]) -> None:
+        self._run, self._rank, self._kinds, self._summing = run, rank, kinds, summing
+        self._m, self._problem = run.schedule.microbatches, FirstOfEach(run, rank)
+        self._share = sorted({a.mb % self._m for a in run.schedule.ranks[rank].batch if a.kind == FORWARD})
+        self._adders = {stage: adder(found) for stage, found in kinds.items()}
+        self._done: dict[tuple[str, int, int], int] = {}
+        self._added: dict[tuple[int, int], list[int]] = {}
+
+    def check(self, actions: list[Action]) -> Iterator[Problem]:
+        for step, a in enumerate(actions):
+            check = ORDERED[a.kind]
+            if check is None:
+                continue
+            if a.kind == SUM and a.stage not in self._summing:
+                what = f"stage {a.stage} has no gradients that several ranks add to"
+                yield from self._problem("graph", step, what)
+                continue
+            if a.kind in COMPUTE and a.kind not in self._kinds[a.stage]:
+                yield from self._problem("graph", step, f"there is no graph @s{a.stage}.{a.kind}")
+                continue
+            earlier = self._done.setdefault((a.kind, a.stage, a.mb), step)
+            if earlier != step:
+                yield from self._problem("twice", step, f"was already done at step {earlier}")
+            yield from check(self, step, a)
+        for stage in sorted({a.stage for a in actions}):
+            yield from self._lost(stage)
+
+    def once(self, step: int, a: Action) -> Iterator[Problem]:
+        """Once per batch."""
+        expected, found = [a.mb * self._m + k for k in self._share], self._added.get((a.stage, a.mb), [])
+        if BACKWARD in self._kinds[a.stage] and sorted(found) != expected:
+            what = f"uses the gradients of microbatches {_spans(found)}, expected {_spans(expected)}"
+            yield from self._problem("update", step, what)
+        for kind in BATCH_ORDER[: BATCH_ORDER.index(a.kind)]:
+            there = a.stage in self._summing if kind == SUM else kind in self._kinds[a.stage]
+            if there and (kind, a.stage, a.mb) not in self._done:
+                what = f"comes before {a.stage}{kind}{a.mb}, whose results it may use"
+                yield from self._problem("update", step, what)
+
+    def each(self, step: int, a: Action) -> Iterator[Problem]:
+        """Once per microbatch."""
+        if a.mb % self._m not in self._share:
+            yield from self._problem("share", step, f"runs forward on another rank of stage {a.stage}")
+            return
+        earlier = ACTION_KINDS[a.kind].after
+        if earlier and (earlier, a.stage, a.mb) not in self._done:
+            what = f"microbatch {a.mb} has not run {ACTION_KINDS[earlier].words} on stage {a.stage} yet"
+            yield from self._problem("before", step, what)
+        if a.kind == self._adders[a.stage]:
+            self._added.setdefault((a.stage, a.mb // self._m), []).append(a.mb)
+
+    def _lost(self, stage: int) -> Iterator[Problem]:
+        run, alone = self._run, len(self._run.schedule.members()[stage]) == 1
+        for kind in sorted(self._kinds[stage] | ({SUM} if stage in self._summing else set())):
             numbers = range(run.first, run.first + run.batches) if kind in PER_BATCH else run.microbatches
             lost = [
-                n for n in numbers if (kind, stage, n) not in done and (alone or kind in PER_BATCH or n % m in share)
+                n
+                for n in numbers
+                if (kind, stage, n) not in self._done and (alone or kind in PER_BATCH or n % self._m in self._share)
             ]
             if lost:
-                unit = "batch" if kind in PER_BATCH else "microbatch"
-                what = "sums up the gradients" if kind == "AR" else f"runs @s{stage}.{kind}"
-                yield run.missing(rank, f"never {what} for {unit} {_spans(lost)}")
+                unit = ACTION_KINDS[kind].per
+                what = "sums up the gradients" if kind == SUM else f"runs @s{stage}.{kind}"
+                yield run.missing(self._rank, f"never {what} for {unit} {_spans(lost)}")
+
+
+# The check of every kind; messages and drops have checks of their own.
+ORDERED: dict[str, Callable[[_Order, int, Action], Iterator[Problem]] | None] = {
+    **dict.fromkeys(READERS, _Order.each),
+    **dict.fromkeys((SUM, *SUM_USERS), _Order.once),
+    **dict.fromkeys((*MESSAGES, DROP), None),
+}
 
 
 def _spans(numbers: list[int]) -> str:
@@ -280,7 +316,7 @@ def check_versioned(module: Module) -> Iterator[Problem]:
     written = {
         s.index: [n for n in sorted(written_vars(g)) if n in stepped]
         for s in module.stages
-        if (g := module.stage_graph(s.index, "U"))
+        if (g := module.stage_graph(s.index, UPDATE))
     }
     sums = {s.index: _sums(module, s.index) for s in module.stages}
     yield from _check_pins(module, stepped)
@@ -292,7 +328,7 @@ def _check_pins(module: Module, trained: set[str]) -> Iterator[Problem]:
     for stage in module.stages:
         for kind in VERSIONED:
             graph = module.stage_graph(stage.index, kind)
-            expected = "latest" if kind == "U" else "mb"
+            expected = "latest" if kind == UPDATE else "mb"
             for i, op in touching_ops(graph):
                 version = op.attrs.get("version", "latest")
                 if op.kind == "read" and op.var in trained and version != expected:
@@ -313,21 +349,20 @@ class _Sums(NamedTuple):
 
 def _sums(module: Module, stage: int) -> _Sums:
     graphs = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
-    adder = "W" if "W" in graphs else "B"
     added = {name: module.vars[name].versions for name in summed_vars(module, stage)}
     taken = {kind: touched_vars(graph, "take") for kind, graph in graphs.items()}
     first: dict[tuple[int, frozenset[str]], str] = {}
     for name, buffers in added.items():
         first.setdefault((buffers, frozenset(kind for kind, names in taken.items() if name in names)), name)
     shown = {name: added[name] for name in first.values()}
-    return _Sums(adder, shown, {kind: names & shown.keys() for kind, names in taken.items()})
+    return _Sums(adder(graphs), shown, {kind: names & shown.keys() for kind, names in taken.items()})
 
 
 def _check_versions(
     module: Module, run: ConcreteRun, stepped: Mapping[int, list[str]], sums: Mapping[int, _Sums]
 ) -> Iterator[Problem]:
     """`stepped` are the variables with versions that the update of each stage writes."""
-    if not any(a.kind == "U" for actions in run.programs.values() for a in actions):
+    if not any(a.kind == UPDATE for actions in run.programs.values() for a in actions):
         return  # nothing ever changes
     microbatch: dict[int, tuple[int, int, int]] = {}
     for rank, actions in run.programs.items():
@@ -359,7 +394,7 @@ def _check_gradients(
                         f"adds to @{name} before the sum of batch {other} was taken from that buffer; {kept}",
                     )
                     return
-        elif a.kind in ORDER:
+        elif a.kind in BATCH_ORDER:
             # AR works in the buffer, and leaves the sum there.
             for name in sums[a.stage].taken.get(a.kind, ()):
                 waiting.pop((a.stage, name, a.mb % sums[a.stage].added[name]), None)
@@ -377,7 +412,7 @@ def _check_rank_versions(
     last_use: dict[tuple[int, int], int] = {}
     makers: dict[tuple[int, int | None], int] = {}
     for step, a in enumerate(actions):
-        if a.kind == "U":
+        if a.kind == UPDATE:
             makers[a.stage, a.version] = step
         elif a.version is not None:
             last_use[a.stage, a.version] = step
@@ -389,7 +424,7 @@ def _check_rank_versions(
         if a.version is None:
             yield from problem("none", step, "has no version, expected @<version>")
             continue
-        if a.kind != "U":
+        if a.kind != UPDATE:
             version, *first = microbatch.setdefault(a.mb, (a.version, rank, step))
             if version != a.version:
                 what = f"reads version {a.version}, but microbatch {a.mb} has version {version} in {run.place(*first)}"
@@ -397,7 +432,7 @@ def _check_rank_versions(
         if a.stage not in slots:
             continue
         count, name = slots[a.stage]
-        if a.kind == "U":
+        if a.kind == UPDATE:
             if a.version != latest[a.stage] + 1:
                 yield from problem("update", step, f"makes version {a.version}, expected {latest[a.stage] + 1}")
             latest[a.stage] = a.version
@@ -424,9 +459,9 @@ def _lead(schedule: Schedule, rank: int) -> tuple[int, int]:
     ahead, delay = -1, 0
     program = schedule.ranks[rank]
     for a in (*program.start, *program.batch):
-        if a.kind == "B":
+        if a.kind == BACKWARD:
             break
-        if a.kind == "F":
+        if a.kind == FORWARD:
             ahead += 1
             if a.version is not None:
                 delay = a.mb // schedule.microbatches - a.version
@@ -453,7 +488,7 @@ def _legal(schedule: Schedule, other: str = "") -> str:
     most, delay = max(ahead for ahead, _ in leads), max(delay for _, delay in leads)
     ways = [f"microbatches >= {-(-most // delay)}"] if delay and most > delay * schedule.microbatches else []
     ways += [other] if other else []
-    ways += ["schedule 1f1b"] if schedule.name != "1f1b" else []
+    ways += ["schedule 1f1b"] if delay or any(program.start for program in schedule.ranks.values()) else []
     return " or ".join(ways)
 
 
@@ -477,10 +512,10 @@ def _check_drops(module: Module, run: ConcreteRun) -> Iterator[Problem]:
                 continue
             key = (a.stage, a.mb)
             if key in dropped:
-                again = "drops it a second time" if a.kind == "D" else "needs it"
+                again = "drops it a second time" if a.kind == DROP else "needs it"
                 yield run.problem(rank, step, f"microbatch {a.mb} was dropped at step {dropped[key]}, and this {again}")
                 break
-            if a.kind == "D":
+            if a.kind == DROP:
                 if key not in held:
                     yield run.problem(rank, step, f"stage {a.stage} holds nothing of microbatch {a.mb}")
                     break

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from math import prod
 
+from penstock.ir.action_kinds import ACTION_KINDS, BACKWARD, FORWARD, NORM_PARTS, PARTS, UPDATE, WEIGHTS, adder
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import (
     BUFFER,
@@ -41,8 +42,9 @@ from penstock.ir.graph import (
     touching_ops,
     written_vars,
 )
+from penstock.ir.memo import Derived
 from penstock.ir.ops import infer_op
-from penstock.ir.schedule import COMPUTE, PHASES, TAKERS
+from penstock.ir.schedule import COMPUTE, PHASES, READERS
 from penstock.ir.types import TensorType
 from penstock.support.gc_pause import nothing_collected
 
@@ -52,7 +54,7 @@ from .problems import LIMIT, Problem, op_window, to_error
 from .schedules import check_freed, check_scheduled, check_versioned
 
 Checker = Callable[[Module], Iterable[Problem]]
-STAGE_GRAPH = re.compile(r"s(\d+)\.([FBWPNU])")
+STAGE_GRAPH = re.compile(rf"s(\d+)\.({'|'.join(COMPUTE)})")
 
 
 def verify(module: Module) -> None:
@@ -103,10 +105,14 @@ def check_typed(module: Module) -> Iterator[Problem]:
                 )
 
 
+# The types of the variables with which a graph was found right.
+_RIGHT = Derived[dict[str, TensorType]](__name__, "right")
+
+
 def _check_unless_known(graph: Graph, types: dict[str, TensorType]) -> Iterator[Problem]:
     """Graphs do not change, and most passes hand on most of them: one that was found right is right as long as its variables have the types
     that they had."""
-    before: dict[str, TensorType] | None = graph.kept.get("typed")
+    before = graph.kept.get(_RIGHT)
     if before is not None and all(types.get(name) == kind for name, kind in before.items()):
         return
     right = True
@@ -114,7 +120,7 @@ def _check_unless_known(graph: Graph, types: dict[str, TensorType]) -> Iterator[
         right = False
         yield problem
     if right:
-        graph.kept["typed"] = {op.var: types[op.var] for _, op in touching_ops(graph)}
+        graph.kept.put(_RIGHT, {op.var: types[op.var] for _, op in touching_ops(graph)})
 
 
 def _check_graph(graph: Graph, types: dict[str, TensorType]) -> Iterator[Problem]:
@@ -191,13 +197,13 @@ def _families(module: Module) -> Iterator[tuple[int | None, dict[str, Graph]]]:
 
 def check_differentiated(module: Module) -> Iterator[Problem]:
     families = list(_families(module))
-    if not any("B" in family for _, family in families):
+    if not any(BACKWARD in family for _, family in families):
         yield Problem(
             "graphs",
             f"no backward graph, expected B or s0.B, ...; there is {', '.join('@' + n for n in module.graphs) or 'none'}",
         )
         return
-    updating = any("U" in family for _, family in families)
+    updating = any(UPDATE in family for _, family in families)
     for stage, family in families:
         yield from _check_saved(stage, family)
         yield from _check_effects(module, family)
@@ -206,39 +212,47 @@ def check_differentiated(module: Module) -> Iterator[Problem]:
 
 
 def _check_saved(stage: int | None, family: dict[str, Graph]) -> Iterator[Problem]:
-    if "F" not in family:
+    if FORWARD not in family:
         return
-    saved = [v.name for v in family["F"].saved]
-    taken = [v.name for kind in "BW" if kind in family for v in family[kind].ins]
+    saved = [v.name for v in family[FORWARD].saved]
+    takers = (kind for kind in READERS if ACTION_KINDS[kind].saved_by)
+    taken = [v.name for kind in takers if kind in family for v in family[kind].ins]
     if stage is None and saved != taken:
         yield Problem("@B", f"takes {_listed(taken)}, expected what @F saves, in order: {_listed(saved)}")
     lost = [name for name in saved if name not in taken]
     if stage is not None and lost:
         yield Problem(f"@s{stage}.F", f"saves {_listed(lost)}, which @s{stage}.B never takes")
-    kept = {v.name for v in family["B"].saved} if "B" in family else set()
-    lost = sorted(kept - {v.name for v in family["W"].ins} if "W" in family else kept)
+    kept = {v.name for v in family[BACKWARD].saved} if BACKWARD in family else set()
+    lost = sorted(kept - {v.name for v in family[WEIGHTS].ins} if WEIGHTS in family else kept)
     if lost:
-        yield Problem(f"@{family['B'].name}", f"saves {_listed(lost)}, which no weight gradient graph takes")
+        yield Problem(f"@{family[BACKWARD].name}", f"saves {_listed(lost)}, which no weight gradient graph takes")
+
+
+# What the graph of a computation may do to variables, by kind of operation, and of which roles these are.
+_READABLE = (PARAM, STATE, BUFFER, TABLE)
+EFFECTS: dict[str, dict[str, tuple[str, ...]]] = {
+    FORWARD: {"read": _READABLE, "write": (BUFFER,)},
+    BACKWARD: {"read": _READABLE, "accum": (GRAD,)},
+    WEIGHTS: {"read": _READABLE, "accum": (GRAD,)},
+    PARTS: {"take": (GRAD,)},
+    NORM_PARTS: {"read": (GRAD,), "accum": (GRAD,)},
+    UPDATE: {"read": _READABLE, "take": (GRAD,), "write": (PARAM, STATE)},
+}
 
 
 def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem]:
-    allowed: dict[str, dict[str, tuple[str, ...]]] = {
-        "F": {"read": (PARAM, STATE, BUFFER, TABLE), "write": (BUFFER,)},
-        "B": {"read": (PARAM, STATE, BUFFER, TABLE)} | ({} if "W" in family else {"accum": (GRAD,)}),
-        "W": {"read": (PARAM, STATE, BUFFER, TABLE), "accum": (GRAD,)},
-        "P": {"take": (GRAD,)},
-        "N": {"read": (GRAD,), "accum": (GRAD,)},
-        "U": {"read": (PARAM, STATE, BUFFER, TABLE), "take": (GRAD,), "write": (PARAM, STATE)},
-    }
-    moving = touched_vars(family.get("F"), "write")
+    moving = touched_vars(family.get(FORWARD), "write")
     for kind, graph in family.items():
         done: dict[str, str] = {}
+        allowed = dict(EFFECTS[kind])
+        if any(ACTION_KINDS[other].part_of == kind for other in family):
+            del allowed["accum"]
         for i, op in touching_ops(graph):
-            roles, role = allowed[kind].get(op.kind), module.vars[op.var].role
+            roles, role = allowed.get(op.kind), module.vars[op.var].role
             if roles is None:
                 yield Problem(
                     _op_place(graph, i),
-                    f"{op.kind} is not allowed here, only {', '.join(allowed[kind])}",
+                    f"{op.kind} is not allowed here, only {', '.join(allowed)}",
                     op_window(graph, i),
                 )
             elif role not in roles:
@@ -249,7 +263,7 @@ def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem
                 yield Problem(
                     _op_place(graph, i), f"@{op.var} was already changed by {done[op.var]} above", op_window(graph, i)
                 )
-            elif kind != "F" and op.var in moving:
+            elif kind != FORWARD and op.var in moving:
                 what = f"{op.kind}s @{op.var}, which forward changes with every microbatch; expected forward alone to touch it"
                 yield Problem(_op_place(graph, i), what, op_window(graph, i))
             if op.kind in ("write", "take"):
@@ -259,17 +273,17 @@ def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem
 def _check_update(module: Module, family: dict[str, Graph]) -> Iterator[Problem]:
     """Gradients of a stage are accumulated by its backward and taken by its update, or handed out for it; a parameter with a gradient is
     written there."""
-    last = "W" if "W" in family else "B"
-    made = touched_vars(family.get(last), "accum") | touched_vars(family.get("N"), "accum")
-    taken = touched_vars(family.get("P"), "take") | touched_vars(family.get("U"), "take")
-    written = touched_vars(family.get("U"), "write")
+    last = adder(family)
+    made = touched_vars(family.get(last), "accum") | touched_vars(family.get(NORM_PARTS), "accum")
+    taken = touched_vars(family.get(PARTS), "take") | touched_vars(family.get(UPDATE), "take")
+    written = touched_vars(family.get(UPDATE), "write")
     backward = family[last].name if last in family else "the backward graph, which is missing,"
-    update = f"@{family['U'].name}" if "U" in family else "the update graph, which is missing,"
+    update = f"@{family[UPDATE].name}" if UPDATE in family else "the update graph, which is missing,"
     for name in sorted(made - taken):
         yield Problem(f"@{backward}", f"gradient @{name} is accumulated here and never taken by {update}")
     for name in sorted(taken - made):
         yield Problem(update, f"gradient @{name} is taken here and never accumulated by @{backward}")
-    used = {name for kind in "FBW" for name in touched_vars(family.get(kind), "read")}
+    used = {name for kind in READERS for name in touched_vars(family.get(kind), "read")}
     for name in sorted(written):
         if module.vars[name].role == PARAM and name not in used:
             yield Problem(update, f"writes @{name}, which neither forward nor backward of this stage reads")
@@ -338,7 +352,8 @@ def _check_meshes(module: Module, cluster: Cluster) -> Iterator[Problem]:
 def _check_annotations(graph: Graph, stages: int) -> Iterator[Problem]:
     """Stages written on operations: forward values move up, backward values down, and what has no stage can be cloned anywhere."""
     places: dict[str, int] = {}
-    down = graph.name == "B"
+    row = ACTION_KINDS.get(graph.name)
+    stays, down = row is not None and row.gradients == "uses", row is not None and row.way < 0
     for i, op in enumerate(graph.ops):
         sources = {v.name: places[v.name] for v in op.ins if v.name in places}
         stage = op.attrs.get("stage")
@@ -352,7 +367,6 @@ def _check_annotations(graph: Graph, stages: int) -> Iterator[Problem]:
             yield Problem(_op_place(graph, i), f"is on stage {stage}, expected 0 .. {stages - 1}", op_window(graph, i))
             continue
         for name, place in sources.items():
-            stays = graph.name in ("N", "U")
             if place != stage if stays else place < stage if down else place > stage:
                 way = (
                     "down in a backward graph"
@@ -374,7 +388,7 @@ def _check_split(module: Module) -> Iterator[Problem]:
         elif int(match[1]) >= len(module.stages):
             yield Problem(f"@{name}", f"there is no stage {match[1]}, only 0 .. {len(module.stages) - 1}")
     for stage in module.stages:
-        if module.stage_graph(stage.index, "F") is None:
+        if module.stage_graph(stage.index, FORWARD) is None:
             yield Problem(f"stage {stage.index}", f"has no forward graph @s{stage.index}.F")
     yield from _check_providers(module)
     yield from check_agreement(module)
@@ -387,7 +401,7 @@ def _check_providers(module: Module) -> Iterator[Problem]:
     batch is for its own stage, too."""
     fed = {v.name for v in module.inputs}
     makers: dict[str, dict[str, list[int]]] = {}
-    for phase in (*PHASES, "U"):
+    for phase in (*PHASES, UPDATE):
         found = makers.setdefault(phase, {})
         for stage in module.stages:
             graph = module.stage_graph(stage.index, phase)
@@ -398,13 +412,15 @@ def _check_providers(module: Module) -> Iterator[Problem]:
                 yield Problem(
                     f"%{name}", f"is returned by {' and '.join(f'@s{s}.{phase}' for s in stages)}, expected one maker"
                 )
-    for kind in ("F", "B", "W", "N", "U"):
-        sources = [phase for phase in PHASES if kind in TAKERS[phase]]
+    for kind in COMPUTE:
+        row = ACTION_KINDS[kind]
+        sources, earlier = row.takes, row.saved_by
+        if not (sources or earlier):
+            continue
         for index in (s.index for s in module.stages):
             graph = module.stage_graph(index, kind)
-            earlier = {"B": "F", "W": "FB"}.get(kind, "")
             kept = {v.name for k in earlier if (g := module.stage_graph(index, k)) for v in g.saved}
-            own = {index} if kind in ("F", "B") else set()
+            own = {index} if row.way else set()
             for value in graph.ins if graph else ():
                 given = {s for p in sources for s in makers[p].get(value.name, ())} - own
                 if value.name not in fed and value.name not in kept and not given:
@@ -414,7 +430,7 @@ def _check_providers(module: Module) -> Iterator[Problem]:
                     what = f"takes {value!r}, which nobody provides: {tried}"
                     yield Problem(f"@s{index}.{kind}", what)
     for name in module.outputs:
-        if name not in makers["F"] and name not in fed:
+        if name not in makers[FORWARD] and name not in fed:
             yield Problem(f"%{name}", "is an output of the module, but no stage returns it; was a layer dropped?")
 
 
@@ -424,7 +440,7 @@ def _check_places(module: Module) -> Iterator[Problem]:
     moving = {
         name: s.index
         for s in module.stages
-        if (graph := module.stage_graph(s.index, "F"))
+        if (graph := module.stage_graph(s.index, FORWARD))
         for name in written_vars(graph)
     }
     for stage in module.stages:
@@ -452,7 +468,7 @@ def _check_places(module: Module) -> Iterator[Problem]:
 
 def _check_owners(module: Module) -> Iterator[Problem]:
     """An operation is done by one stage, unless it depends on nothing that enters its graph: constants and state may be replicated."""
-    for kind in ("F", "B", "W"):
+    for kind in READERS:
         owners: dict[str, str] = {}
         for stage in module.stages:
             graph = module.stage_graph(stage.index, kind)

@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from penstock.ir.action_kinds import ACTION_KINDS
 from penstock.ir.graph import Edge, Graph, Module, Value
-from penstock.ir.schedule import PHASES, TAKERS, Action, Routes
+from penstock.ir.schedule import PER_BATCH, PHASES, RECEIVE_OF, SEND_OF, TAKERS, Action, Routes
 from penstock.ir.verify.schedules import taking
 from penstock.support.errors import UsageError, VerifyError
 
@@ -43,9 +44,9 @@ def find_edges(module: Module) -> tuple[Edge, ...]:
                 if _is_local(module, stage, phase, value):
                     continue
                 source = makers.get(value.name)
-                if source is None and phase not in ("F", "B"):
+                if source is None and phase in PER_BATCH:
                     continue  # another phase hands it out
-                if source == stage and phase not in ("F", "B"):
+                if source == stage and phase in PER_BATCH:
                     continue
                 if source is None or source == stage:
                     problems.append(
@@ -78,14 +79,14 @@ def _is_local(module: Module, stage: int, phase: str, value: Value) -> bool:
     """Whether the rank has the value without asking another one."""
     if any(v.name == value.name for v in module.inputs):
         return True
-    forward = module.stage_graph(stage, "F")
-    return phase == "B" and forward is not None and any(v.name == value.name for v in forward.saved)
+    savers = (module.stage_graph(stage, kind) for kind in ACTION_KINDS[phase].saved_by)
+    return any(v.name == value.name for saver in savers if saver is not None for v in saver.saved)
 
 
 def _elsewhere(stage: int, phase: str) -> str:
-    if phase == "B":
-        return f"not saved by @s{stage}.F and not returned by the backward graph of another stage"
-    return "and not returned by the forward graph of another stage"
+    returned = f"not returned by the {ACTION_KINDS[phase].words} graph of another stage"
+    saved = "".join(f"not saved by @s{stage}.{kind} " for kind in ACTION_KINDS[phase].saved_by)
+    return f"{saved}and {returned}"
 
 
 def communicate(module: Module, options: CommunicateOptions = CommunicateOptions()) -> Module:
@@ -112,10 +113,10 @@ def communicate(module: Module, options: CommunicateOptions = CommunicateOptions
     def surround(rank: int, action: Action) -> Iterator[Action]:
         at = (action.stage, action.kind)
         for phase, source in sorted(arriving.get(at, ())):
-            yield Action(f"R{phase}", action.stage, action.mb, peer=routes.source(rank, phase, source, action.mb))
+            yield Action(RECEIVE_OF[phase], action.stage, action.mb, peer=routes.source(rank, phase, source, action.mb))
         yield action
         for target in sorted(leaving.get(at, ())):
             for peer in routes.targets(rank, action.kind, target, action.mb):
-                yield Action(f"S{action.kind}", action.stage, action.mb, peer=peer)
+                yield Action(SEND_OF[action.kind], action.stage, action.mb, peer=peer)
 
     return module.but(edges=edges, schedule=module.schedule.rewrite_ranks(surround))

@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from penstock.ir.action_kinds import ACTION_KINDS
 from penstock.ir.graph import Graph, Module, Namer, Op, Value, substitute
+from penstock.ir.schedule import PER_BATCH, PHASES
 from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, shown_bytes
@@ -28,7 +30,11 @@ from .communicate import find_edges
 WIRES = ("f32", "bf16", "f16")
 _WIDE = "f32"
 # Per microbatch; and the graphs of a stage that know a value that came for the first of them.
-_KNOW = {"F": ("F", "B", "W"), "B": ("B", "W")}
+_KNOW = {
+    phase: (phase, *(kind for kind, row in ACTION_KINDS.items() if phase in row.saved_by))
+    for phase in PHASES
+    if phase not in PER_BATCH
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from typing import NamedTuple, Protocol, overload
 
 from penstock.ir.cluster.cluster import Device, Link
 from penstock.ir.graph import Graph, Module, Op
+from penstock.ir.memo import Derived
 from penstock.ir.ops import OPS, complete_attrs, cost_of, window_of
 from penstock.ir.schedule import COMPUTE, PER_BATCH
 from penstock.passes.kernels.divide import Kernel, bytes_moved, divide, kernels_of
@@ -275,7 +276,7 @@ class GraphCost:
     @classmethod
     def of(cls, graph: Graph) -> GraphCost:
         """That of a graph which is priced again and again, as those of stages are."""
-        return graph.keep("cost", cls)
+        return graph.keep(_COST, cls)
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -333,6 +334,9 @@ class GraphCost:
             for op, weight in zip(kernel.ops, weights, strict=True):
                 parts[position[id(op)]] = seconds * weight / total if total else seconds / len(weights)
         return parts
+
+
+_COST = Derived[GraphCost](__name__, "cost")
 
 
 def _weights(kernel: Kernel, device: Device) -> list[float]:

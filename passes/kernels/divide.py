@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from penstock.ir.attrs import Attr
 from penstock.ir.graph import ANNOTATIONS, Graph, Op, Value, slot_of
+from penstock.ir.memo import Derived
 from penstock.ir.memory.workspace import INLINE
 from penstock.ir.ops import VIEWS
 
@@ -81,9 +82,12 @@ def is_table(op: Op) -> bool:
     return op.kind == "const" and isinstance(op.attrs["value"], tuple)
 
 
+_KERNELS = Derived[tuple[Kernel, ...]](__name__, "kernels")
+
+
 def kernels_of(graph: Graph) -> tuple[Kernel, ...]:
     """All kernels of a graph, in the order of their first operation."""
-    return graph.keep("kernels", _kernels_of)
+    return graph.keep(_KERNELS, _kernels_of)
 
 
 def _kernels_of(graph: Graph) -> tuple[Kernel, ...]:

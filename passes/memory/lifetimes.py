@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.ir.action_kinds import DROP
 from penstock.ir.graph import Module
 from penstock.ir.memory.predict import Memory, measure_memory
 from penstock.ir.schedule import PER_BATCH, Action, Program, Schedule
@@ -30,7 +31,7 @@ def lifetimes(module: Module, options: LifetimesOptions = LifetimesOptions()) ->
     found = module.schedule
     if found is None:
         raise UsageError("the module has no schedule", where="lifetimes", hint="run the schedule pass first")
-    if any(a.kind == "D" for a in found.actions()):
+    if any(a.kind == DROP for a in found.actions()):
         raise UsageError(
             "the schedule already has drops", where="lifetimes", hint="the pass runs once, after communicate"
         )
@@ -63,7 +64,7 @@ def _with_drops(program: Program, m: int) -> Program:
 
 
 def _dropped_if(last: bool, action: Action) -> tuple[Action, ...]:
-    return (action, Action("D", action.stage, action.mb)) if last else (action,)
+    return (action, Action(DROP, action.stage, action.mb)) if last else (action,)
 
 
 def describe(memory: Memory) -> str:

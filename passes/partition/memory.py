@@ -25,11 +25,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from penstock.ir.action_kinds import BACKWARD
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import GRAD, PARAM, STATE, Module, Op, Value, Var
 from penstock.ir.grid import most_in_flight
 from penstock.ir.memory.predict import BATCHES_AHEAD
 from penstock.passes.communicate.wire import travelling
+from penstock.passes.schedules.kind import ScheduleKind
 from penstock.passes.schedules.schedule import SCHEDULES, build_schedule
 
 Array = npt.NDArray[np.float64]
@@ -47,28 +49,40 @@ class Room:
     waits: bool
 
 
-class StageNeeds:
-    """Bytes and seconds of stages. `crossing` are bytes over the cut before each operation, `results` those of each
-    operation, `forward` its seconds by stage, `again` what may be computed again: auto, none or all. `fed` are inputs of the
-    model, of which `waiting` microbatches wait."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bytes of a chain. `fixed`, `saved` and `fed` are those of items that some of its operations have, `fed` of inputs of the model, of
+    which `waiting` microbatches wait; `values` those of what travels where operations are on several stages; `results` those of each
+    operation."""
 
-    def __init__(
-        self,
-        rooms: Sequence[Room],
-        fixed: Items,
-        saved: Items,
-        fed: Items,
-        values: Sequence[tuple[frozenset[int], float]],
-        results: Sequence[float],
-        forward: Sequence[Array],
-        again: str,
-        waiting: int,
-    ) -> None:
+    fixed: Items
+    saved: Items
+    fed: Items
+    values: Sequence[tuple[frozenset[int], float]]
+    results: Sequence[float]
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What later passes will do with stages: their schedule, what they compute `again` (auto, none or all), and the element type in which
+    float32 values travel."""
+
+    schedule: str
+    again: str
+    wire: str
+
+
+class StageNeeds:
+    """Bytes and seconds of stages. `forward` are the seconds of operations by stage, `again` what may be computed again: auto, none or
+    all."""
+
+    def __init__(self, rooms: Sequence[Room], load: Load, forward: Sequence[Array], again: str) -> None:
         self.rooms, self.again = rooms, again
-        self.fixed, self.saved, self.fed = fixed, saved, fed
-        self.values, self.results = values, results
+        self.fixed, self.saved, self.fed = load.fixed, load.saved, load.fed
+        self.values, self.results = load.values, load.results
         self._ends = [np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in forward]
-        self._forward, self._waiting = forward, waiting
+        self._forward, self._waiting = forward, load.waiting
 
     def extra(self, stage: int, members: Set[int]) -> float:
         """Seconds that memory costs a stage of these operations."""
@@ -158,58 +172,72 @@ def needs_of(
     devices: Sequence[Sequence[Device]],
     shares: Sequence[Sequence[int]],
     forward: Sequence[Array],
-    schedule: str,
-    again: str,
-    wire: str,
+    outlook: Outlook,
 ) -> StageNeeds | None:
     """Needs of the stages that are cut from a chain; None where no device has a limit, or nobody says which schedule. `readers` are the
-    operations that read each parameter; values between stages have the element type `wire` if they are float32."""
-    if schedule not in SCHEDULES or all(device.memory is None for found in devices for device in found):
+    operations that read each parameter."""
+    if outlook.schedule not in SCHEDULES or all(device.memory is None for ranks in devices for device in ranks):
         return None
-    kind = SCHEDULES[schedule]
-    rooms = []
+    kind = SCHEDULES[outlook.schedule]
+    bytes_of = _fixed_bytes(module, kind, max(map(len, devices)))
+    users, fed, saved = _uses(module, chain)
+    load = Load(
+        [(tuple(where), bytes_of[name]) for name, where in readers.items()],
+        [(tuple(where), float(v.type.nbytes)) for v, where in saved.items()],
+        [(tuple(where), float(v.type.nbytes)) for v, where in fed.items()],
+        [(frozenset(where), float(travelling(v.type, outlook.wire))) for v, where in users.items()],
+        [float(sum(v.type.nbytes for v in op.outs)) for op in chain],
+        (BATCHES_AHEAD + 1) * sum(shares[0]),
+    )
+    again = outlook.again if kind.recomputes else "none"
+    return StageNeeds(list(_rooms(outlook.schedule, devices, shares)), load, forward, again)
+
+
+def _rooms(schedule: str, devices: Sequence[Sequence[Device]], shares: Sequence[Sequence[int]]) -> Iterator[Room]:
+    """The room of every stage."""
     built = build_schedule(schedule, len(devices), sum(shares[0]), shares)
-    for ranks, found in zip(built.members().values(), devices, strict=True):
-        limits = [device.memory for device in found if device.memory is not None]
+    for ranks, places in zip(built.members().values(), devices, strict=True):
+        limits = [device.memory for device in places if device.memory is not None]
         programs = [[*built.ranks[rank].start, *built.ranks[rank].batch, *built.ranks[rank].batch] for rank in ranks]
-        flight = max(map(most_in_flight, programs)) if kind.trains else 1
-        rooms.append(Room(flight, min(limits, default=None), all(device.kind == "cpu" for device in found)))
-    several = any(len(found) > 1 for found in devices)
+        flight = max(map(most_in_flight, programs)) if SCHEDULES[schedule].trains else 1
+        yield Room(flight, min(limits, default=None), all(device.kind == "cpu" for device in places))
+
+
+def _fixed_bytes(module: Module, kind: ScheduleKind, replicas: int) -> dict[str, float]:
+    """Bytes of every parameter with its versions, gradients and state; a stage has at most so many replicas."""
     owned: dict[str, list[Var]] = {name: [var] for name, var in module.vars.items() if var.role == PARAM}
     for var in module.vars.values():
         if var.role in (GRAD, STATE) and var.name.rpartition(".")[0] in owned:
             owned[var.name.rpartition(".")[0]].append(var)
+    sizes = {}
+    for name, vars in owned.items():
+        trained = any(var.role == GRAD for var in vars)
+        copies = {PARAM: kind.versions if trained else 1, GRAD: kind.gradient_copies(replicas), STATE: 1}
+        sizes[name] = float(sum(var.type.nbytes * copies[var.role] for var in vars))
+    return sizes
 
-    def fixed(name: str) -> float:
-        trained = any(var.role == GRAD for var in owned[name])
-        copies = {PARAM: kind.delay + 1 if trained else 1, GRAD: 2 if kind.delay and several else 1, STATE: 1}
-        return float(sum(var.type.nbytes * copies[var.role] for var in owned[name]))
 
+# The operations, by position in a chain, that something is with.
+_Places = dict[Value, set[int]]
+
+
+def _uses(module: Module, chain: Sequence[Op]) -> tuple[_Places, _Places, _Places]:
+    """Who makes and takes each value of a chain, who takes each input of the model, and whose backward takes each of both."""
     made = {v: i for i, op in enumerate(chain) for v in op.outs}
-    users: dict[Value, set[int]] = {}
-    fed: dict[Value, set[int]] = {}
+    users: _Places = {}
+    fed: _Places = {}
     for i, op in enumerate(chain):
         for value in op.ins:
             if value in made:
                 users.setdefault(value, {made[value]}).add(i)
             elif value in module.data_inputs:
                 fed.setdefault(value, set()).add(i)
-    saved: dict[Value, set[int]] = {}
+    saved: _Places = {}
     position = {v.name: i for v, i in made.items()}
-    backward = module.graphs.get("B")
+    backward = module.graphs.get(BACKWARD)
     for op in backward.ops if backward is not None else ():
         if "of" in op.attrs:
             for value in op.ins:
                 if value in made or value in module.data_inputs:
                     saved.setdefault(value, set()).add(position[str(op.attrs["of"])])
-    return StageNeeds(
-        rooms,
-        [(tuple(where), fixed(name)) for name, where in readers.items()],
-        [(tuple(where), float(v.type.nbytes)) for v, where in saved.items()],
-        [(tuple(where), float(v.type.nbytes)) for v, where in fed.items()],
-        [(frozenset(where), float(travelling(v.type, wire))) for v, where in users.items()],
-        [float(sum(v.type.nbytes for v in op.outs)) for op in chain],
-        forward,
-        "none" if kind.splits else again,
-        (BATCHES_AHEAD + 1) * sum(shares[0]),
-    )
+    return users, fed, saved

@@ -40,6 +40,7 @@ from itertools import pairwise, repeat
 import numpy as np
 import numpy.typing as npt
 
+from penstock.ir.action_kinds import BACKWARD
 from penstock.ir.cluster.cluster import Cluster, Device, Link
 from penstock.ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Mesh, Module, Namer, Op, Stage, Value, Var
 from penstock.ir.liveness import from_state_alone
@@ -62,7 +63,7 @@ from .chain import (
     tied_bytes,
 )
 from .ideals import OperationWork, better_stages
-from .memory import StageNeeds, needs_of
+from .memory import Outlook, StageNeeds, needs_of
 
 Array = npt.NDArray[np.float64]
 
@@ -107,9 +108,8 @@ def partition(module: Module, options: PartitionOptions) -> Module:
         )
     stages = _chosen(costs, count, options.only_at, None)
     reading = readers(chain, costs.params)
-    needs = needs_of(
-        module, chain, reading, devices, shares, costs.forward, options.schedule, options.recompute, options.wire
-    )
+    outlook = Outlook(options.schedule, options.recompute, options.wire)
+    needs = needs_of(module, chain, reading, devices, shares, costs.forward, outlook)
     # Where all stages fit as they are, nothing else is as fast.
     fitting = (
         _chosen(costs, count, options.only_at, needs) if needs is not None and any(_extra(needs, count, stages)) else []
@@ -186,6 +186,36 @@ def _stage_count(options: PartitionOptions, cluster: Cluster) -> int:
 # ------------------------------------------------------------------------------------------------ costs
 
 
+def _slowest_seconds(
+    module: Module,
+    index: Mapping[Value, int],
+    count: int,
+    devices: Sequence[Sequence[Device]],
+    shares: Sequence[Sequence[int]],
+) -> list[list[Array]]:
+    """For every stage the seconds of each of `count` operations in the forward graph and in the backward graph. Of several devices the
+    one counts that the whole model would take longest on, for its share. `index` has the operation that makes a value."""
+    forward, backward = forward_graph(module), module.graphs.get(BACKWARD)
+    microbatches, position = sum(shares[0]), {v.name: i for v, i in index.items()}
+    places = [(GraphCost(forward), [index.get(op.outs[0]) if op.outs else None for op in forward.ops])]
+    if backward is not None:
+        where = [position[str(op.attrs["of"])] if "of" in op.attrs else None for op in backward.ops]
+        places.append((GraphCost(backward), where))
+
+    def work(device: Device, share: int) -> list[Array]:
+        times = [np.zeros(count) for _ in places]
+        for seconds, (graph, where) in zip(times, places, strict=True):
+            for i, spent in zip(where, graph.op_seconds(device), strict=True):
+                if i is not None:
+                    seconds[i] += spent * (share / microbatches)
+        return times
+
+    return [
+        max(map(work, *pair), key=lambda times: float(sum(map(np.sum, times))))
+        for pair in zip(devices, shares, strict=True)
+    ]
+
+
 class _Costs:
     """Prefix sums of operation times per stage, and transfer times per cut and pair of neighbours."""
 
@@ -201,35 +231,11 @@ class _Costs:
         self.chain = chain
         microbatches = sum(shares[0])
         index = {v: i for i, op in enumerate(chain) for v in op.outs}
-        forward = forward_graph(module)
         self.params = params_behind(module)
-        position = {v.name: i for v, i in index.items()}
-        backward = module.graphs.get("B")
-        places = [(GraphCost(forward), [index.get(op.outs[0]) if op.outs else None for op in forward.ops])]
-        if backward is not None:
-            places.append(
-                (
-                    GraphCost(backward),
-                    [position[str(op.attrs["of"])] if "of" in op.attrs else None for op in backward.ops],
-                )
-            )
-
-        def work(device: Device, share: int) -> list[Array]:
-            """Of the forward graph, and of the backward graph."""
-            found = [np.zeros(len(chain)) for _ in places]
-            for seconds, (graph, where) in zip(found, places, strict=True):
-                for i, spent in zip(where, graph.op_seconds(device), strict=True):
-                    if i is not None:
-                        seconds[i] += spent * (share / microbatches)
-            return found
-
-        # Of several devices the one that the whole model would take longest on, for its share.
-        slowest = [
-            max(map(work, *pair), key=lambda found: float(sum(map(np.sum, found))))
-            for pair in zip(devices, shares, strict=True)
-        ]
-        self.forward = [found[0] for found in slowest]
-        self.before = [np.concatenate([[0.0], np.cumsum(sum(found))]) for found in slowest]
+        backward = module.graphs.get(BACKWARD)
+        slowest = _slowest_seconds(module, index, len(chain), devices, shares)
+        self.forward = [seconds[0] for seconds in slowest]
+        self.before = [np.concatenate([[0.0], np.cumsum(sum(seconds))]) for seconds in slowest]
         trips = 2 if backward is not None else 1
         crossing = crossing_bytes(chain, wire) * trips
         if backward is not None:

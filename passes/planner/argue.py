@@ -25,14 +25,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.ir.cluster.cluster import Cluster, Path
+from penstock.ir.schedule_names import TRAINING
 from penstock.passes.costs.prices import shown_seconds
+from penstock.passes.schedules.schedule import SCHEDULES
 from penstock.support.errors import DoesNotFit
 from penstock.support.words import counted, shown_bytes
 
 from .chain import Chain
 from .cost import stage_times
 from .fleet import Fleet, fleet_of
-from .plan import DELAYED, SCHEDULES, Bytes, PlanRequest
+from .plan import Bytes, PlanRequest
 from .planner import Outcome, Planner, Progress
 
 _NOTHING_FITS = "no plan fits into the memory of the devices"
@@ -216,8 +218,8 @@ def nearest(planner: Planner) -> DoesNotFit:
     """The error that says why nothing fits, and what to change so that something does."""
     chain, fleet, wanted = planner.chain, planner.fleet, planner.wanted
     sizes = tuple(b for b in chain.sizes if wanted.batch % b == 0)  # of others there are no times
-    every = replace(wanted, sizes=sizes, recompute="auto", schedules=SCHEDULES)
-    delayed = any(schedule in DELAYED for schedule in wanted.schedules)
+    every = replace(wanted, sizes=sizes, recompute="auto", schedules=TRAINING)
+    delayed = any(SCHEDULES[schedule].delay for schedule in wanted.schedules)
     tries = {
         "recompute activations": replace(wanted, recompute="auto" if wanted.recompute == "none" else wanted.recompute),
         "recompute less (--recompute auto)": replace(
@@ -294,7 +296,7 @@ def _at_least(count: float) -> str:
 
 def _fits(planner: Planner) -> Outcome | None:
     """Any plan of any schedule; those with fewer versions first: they take less."""
-    schedules = sorted(planner.wanted.schedules, key=lambda s: s in DELAYED)
+    schedules = sorted(planner.wanted.schedules, key=lambda s: SCHEDULES[s].delay)
     return next((found for schedule in schedules if (found := planner.fits(schedule)) is not None), None)
 
 
@@ -330,7 +332,7 @@ def _least_memory(planner: Planner) -> tuple[float, Outcome] | None:
         if high > 1e7:
             return None
     wanted = planner.wanted
-    for schedule in sorted(wanted.schedules, key=lambda s: s in DELAYED):
+    for schedule in sorted(wanted.schedules, key=lambda s: SCHEDULES[s].delay):
         for size in wanted.microbatch_sizes():
             # Most cases need more than another that was looked at, which one question tells.
             case = planner.but(replace(wanted, schedules=(schedule,), sizes=(size,)))

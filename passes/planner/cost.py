@@ -50,11 +50,13 @@ from itertools import pairwise
 
 from penstock.ir.cluster.cluster import Device, Path
 from penstock.ir.memory.walk import POSTED
+from penstock.passes.schedules.kind import ScheduleKind
+from penstock.passes.schedules.schedule import SCHEDULES
 from penstock.support.words import counted, exact_bytes
 
 from .chain import Ints, Table
 from .fleet import Fleet
-from .plan import DELAYED, Bytes, Judged, PipelinePlan, StagePlan
+from .plan import Bytes, Judged, PipelinePlan, StagePlan
 
 
 def forwards_ahead(replicas: int, behind: int, ahead: int) -> int:
@@ -63,40 +65,13 @@ def forwards_ahead(replicas: int, behind: int, ahead: int) -> int:
     return -(-(ahead + 1) * behind // replicas)
 
 
-def warm_up(schedule: str, ahead: int) -> int:
-    """Forwards of a replica before its first backward."""
-    return ahead * (2 if schedule == "eager-2bw" else 1)
-
-
-def in_flight(schedule: str, share: int, warm: int, earlier: int, replicas: int) -> int:
-    """Microbatches whose activations a replica holds at once; `earlier` devices run the stages in front of it."""
-    if schedule == "gpipe":
-        return share
-    if schedule == "zb-1f1b":
-        return min(share, warm + 1 - (-earlier // replicas))
-    return warm + 1 if schedule in DELAYED else min(share, warm + 1)
-
-
-def least_share(schedule: str, warm: int) -> int:
-    """The fewest microbatches of a batch that a replica may have: below that the schedule is illegal."""
-    return warm + 1 if schedule == "zb-1f1b" else max(1, warm if schedule in DELAYED else 1)
-
-
-def versions_of(schedule: str) -> int:
-    return 2 if schedule in DELAYED else 1
-
-
-def gradient_copies(schedule: str, replicas: int) -> int:
-    return 2 if schedule in DELAYED and replicas > 1 else 1
-
-
 def warm_ups(plan: PipelinePlan) -> list[int]:
     """The warm-up of every stage's replicas."""
     counts = [len(stage.devices) for stage in plan.stages]
     found = [0]
     for replicas, behind in zip(counts[-2::-1], counts[:0:-1], strict=True):
         found.insert(0, forwards_ahead(replicas, behind, found[0]))
-    return [warm_up(plan.schedule, ahead) for ahead in found]
+    return [SCHEDULES[plan.schedule].warm_up(ahead) for ahead in found]
 
 
 # ------------------------------------------------------------------------------------------------ transfers
@@ -197,7 +172,7 @@ def ring_of(fleet: Fleet, devices: Sequence[int]) -> Ring:
 # ------------------------------------------------------------------------------------------------ memory
 
 
-def fixed_bytes(table: Table, first: int, last: int, schedule: str, replicas: int, data: int, base: int) -> Bytes:
+def fixed_bytes(table: Table, first: int, last: int, kind: ScheduleKind, replicas: int, data: int, base: int) -> Bytes:
     """What a replica holds whatever is in flight."""
 
     def part(sums: Ints) -> int:
@@ -206,8 +181,8 @@ def fixed_bytes(table: Table, first: int, last: int, schedule: str, replicas: in
     received = table.out[first] + table.back[last]
     sent = table.out[last] + table.back[first]
     return Bytes(
-        weights=part(table.params) * versions_of(schedule),
-        gradients=part(table.grads) * gradient_copies(schedule, replicas),
+        weights=part(table.params) * kind.versions,
+        gradients=part(table.grads) * kind.gradient_copies(replicas),
         state=part(table.state),
         activations=0,
         workspace=int(table.workspace[first, last]),
@@ -229,11 +204,11 @@ def activation_bytes(table: Table, part: StagePlan, held: int) -> int:
 
 
 def memory_of(table: Table, device: Device, plan: PipelinePlan, stage: int, replica: int, base: int) -> Bytes:
-    part = plan.stages[stage]
+    part, kind = plan.stages[stage], SCHEDULES[plan.schedule]
     replicas, earlier = len(part.devices), sum(len(s.devices) for s in plan.stages[:stage])
-    held = in_flight(plan.schedule, part.shares[replica], warm_ups(plan)[stage], earlier, replicas)
+    held = kind.in_flight(part.shares[replica], warm_ups(plan)[stage], earlier, replicas)
     data = table.data(part.first, part.last, device, plan.size * plan.count)
-    fixed = fixed_bytes(table, part.first, part.last, plan.schedule, replicas, data, base)
+    fixed = fixed_bytes(table, part.first, part.last, kind, replicas, data, base)
     return replace(fixed, activations=activation_bytes(table, part, held))
 
 
@@ -284,12 +259,12 @@ def stage_times(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Pipeline
 
 def judge(table: Table, fleet: Fleet, plan: PipelinePlan, base: int = 0) -> Judged:
     """The model's word on a plan, legal or not."""
-    kinds = fleet.kinds()
+    kinds, delayed = fleet.kinds(), bool(SCHEDULES[plan.schedule].delay)
     times = [stage_times(table, fleet, kinds, plan, s) for s in range(len(plan.stages))]
-    limits = (_delayed if plan.schedule in DELAYED else _flushed)(plan, times)
+    limits = (_delayed if delayed else _flushed)(plan, times)
     pipe = max(limits.values())
     limits |= _shared(table, fleet, kinds, plan)
-    if plan.schedule not in DELAYED:
+    if not delayed:
         # All stages sum up at the end of the batch.
         alone = max(limits[f"stage {s}"] - x.ring for s, x in enumerate(times))
         limits |= {f"sums of gradients on {name}": alone + x for name, x in ring_loads(table, fleet, plan).items()}
@@ -307,7 +282,7 @@ def _delayed(plan: PipelinePlan, times: Sequence[StageTimes]) -> dict[str, float
         max(n * t for n, t in zip(part.shares, x.each, strict=True)) + max(x.update)
         for part, x in zip(plan.stages, times, strict=True)
     ]
-    kept = 2 if plan.schedule == "eager-2bw" else 1
+    kept = SCHEDULES[plan.schedule].eagerness
     for s, x in enumerate(times):
         limits[f"stage {s}"] = busy[s]
         if len(plan.stages[s].devices) > 1:
@@ -323,15 +298,16 @@ def _delayed(plan: PipelinePlan, times: Sequence[StageTimes]) -> dict[str, float
 
 
 def _flushed(plan: PipelinePlan, times: Sequence[StageTimes]) -> dict[str, float]:
-    m, limits, parted = plan.count, dict[str, float](), plan.schedule == "zb-1f1b"
+    m, limits, kind = plan.count, dict[str, float](), SCHEDULES[plan.schedule]
     fill = sum(
-        max(max(t - 2 * w, 0.0) if parted else t for t, w in zip(x.each, x.weight, strict=True)) + x.trip for x in times
+        max(max(t - 2 * w, 0.0) if kind.splits else t for t, w in zip(x.each, x.weight, strict=True)) + x.trip
+        for x in times
     )
     for s, (part, x) in enumerate(zip(plan.stages, times, strict=True)):
         steady = max((n - 1) * t for n, t in zip(part.shares, x.each, strict=True)) + x.ring + max(x.update)
-        if plan.schedule != "gpipe":
+        if kind.bounded:
             steady += (-(-m // len(part.devices)) - 1) * x.trip
-        limits[f"stage {s}"] = fill + steady + (2 * max(x.weight) if parted else 0.0)
+        limits[f"stage {s}"] = fill + steady + (2 * max(x.weight) if kind.splits else 0.0)
         if s + 1 < len(times):
             limits[f"link behind stage {s}"] = fill + (m - 1) * x.load
     return limits
@@ -360,7 +336,7 @@ def ring_loads(table: Table, fleet: Fleet, plan: PipelinePlan) -> dict[str, floa
 def _against(table: Table, fleet: Fleet, plan: PipelinePlan, memory: dict[int, Bytes]) -> list[str]:
     found = []
     for s, (part, warm) in enumerate(zip(plan.stages, warm_ups(plan), strict=True)):
-        least = least_share(plan.schedule, warm)
+        least = SCHEDULES[plan.schedule].least_share(warm)
         if min(part.shares) < least:
             found.append(
                 f"stage {s}: {plan.schedule} needs {counted(least, 'microbatch')} per replica, one has {min(part.shares)}"

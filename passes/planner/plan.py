@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.ir.schedule_names import TRAINING
 from penstock.support.errors import UsageError
-
-SCHEDULES = ("1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b")
-# Schedules whose weights are one update behind: they have two versions of them, and never drain.
-DELAYED = ("2bw", "eager-2bw")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +17,7 @@ class PlanRequest:
     when no plan can be better by more than the part `tolerance`."""
 
     batch: int
-    schedules: tuple[str, ...] = SCHEDULES
+    schedules: tuple[str, ...] = TRAINING
     recompute: str = "auto"
     sizes: tuple[int, ...] = ()
     base: int = 0
@@ -30,9 +27,9 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         problems = [
-            f"unknown schedule {s!r}, expected one of {', '.join(SCHEDULES)}"
+            f"unknown schedule {s!r}, expected one of {', '.join(TRAINING)}"
             for s in self.schedules
-            if s not in SCHEDULES
+            if s not in TRAINING
         ]
         if self.recompute not in ("auto", "none", "all", "parts"):
             problems.append(f"recompute is auto, none, all or parts, got {self.recompute!r}")

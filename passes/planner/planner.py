@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from penstock.passes.schedules.schedule import SCHEDULES
 from penstock.support.errors import UsageError
 
 from .chain import Chain, Table
@@ -131,8 +132,8 @@ class Planner:
         return min(float(forward[-1] + backward[-1]) for forward, backward, *_ in rows)
 
     def _in_parts(self, schedule: str) -> Planner | None:
-        """What plans where nothing fits that recomputes whole stages or none; the backward in two parts of zb-1f1b recomputes nothing."""
-        if self.wanted.recompute != "auto" or schedule == "zb-1f1b":
+        """What plans where nothing fits that recomputes whole stages or none; a backward in two parts recomputes nothing."""
+        if self.wanted.recompute != "auto" or not SCHEDULES[schedule].recomputes:
             return None
         if self._parts is None:
             self._parts = self.but(replace(self.wanted, recompute="parts"))
@@ -226,12 +227,13 @@ class Planner:
         most = len(speeds) if layout is None else max(map(len, layout.last))
         busy = count * whole / max(sum(speeds[i] for i in used), 1e-300)
         pace = busy * max(0, count - most) / count
-        fill = whole if schedule in ("1f1b", "gpipe") else 0.0
+        fill = whole if SCHEDULES[schedule].fills_whole else 0.0
         return Floor(max(busy, pace + fill), pace, fill)
 
     def _searches(self, schedule: str, b: int, layout: DeviceLayout, using: Devices) -> Iterator[LayoutSearch]:
-        """One, or for zb-1f1b one for every number of devices that a plan may use: what is in flight depends on it. None where nothing fits."""
-        if schedule != "zb-1f1b":
+        """One, or where weight gradients are split off one for every number of devices that a plan may use: what is in flight depends on it.
+        None where nothing fits."""
+        if not SCHEDULES[schedule].splits:
             ends = [node for node in range(1, len(layout.last)) if using(layout.placed[node])]
             if reaches(stages := self._stages(schedule, b, 0), layout, ends):
                 yield LayoutSearch(self.table(b), self.fleet, stages, layout, ends)

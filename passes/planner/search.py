@@ -22,11 +22,13 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from penstock.passes.schedules.schedule import SCHEDULES
+
 from .chain import Floats, Table
 from .cost import Hop, judge
 from .fleet import Fleet
 from .layouts import DeviceLayout, LayoutEdge
-from .plan import DELAYED, Judged, PipelinePlan, StagePlan
+from .plan import Judged, PipelinePlan, StagePlan
 from .stages import Option, Stages
 
 
@@ -73,8 +75,8 @@ class LayoutSearch:
     def __init__(self, table: Table, fleet: Fleet, stages: Stages, layout: DeviceLayout, ends: Sequence[int]) -> None:
         self.table, self.fleet, self.stages, self.layout = table, fleet, stages, layout
         self.schedule, self.count, self.wanted = stages.schedule, stages.count, stages.wanted
-        self.delayed = self.schedule in DELAYED
-        self.kept = 2.0 if self.schedule == "eager-2bw" else 1.0
+        self.row = SCHEDULES[self.schedule]
+        self.delayed, self.kept = bool(self.row.delay), float(self.row.eagerness)
         self.ends = ends
         self.value = 0.0
         self._trips: dict[object, tuple[Floats, Floats]] = {}
@@ -219,7 +221,7 @@ class LayoutSearch:
                     allowed &= option.ring <= limit * replicas
                 yield which, np.where(allowed, reached, np.inf)
             return
-        more = 0.0 * trips if self.schedule == "gpipe" else (-(-m // replicas) - 1) * trips
+        more = (-(-m // replicas) - 1) * trips if self.row.bounded else 0.0 * trips
         start = np.where((m - 1) * loads <= limit, behind + trips, np.inf)
         for which, option in enumerate(options):
             yield which, np.where(option.pace + more[None, :] <= limit, option.cost + start[None, :], np.inf)

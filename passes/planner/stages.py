@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from penstock.ir.memory.predict import BATCHES_AHEAD
 from penstock.ir.memory.walk import POSTED
+from penstock.passes.schedules.schedule import SCHEDULES
 
 from .chain import Floats, Ints, Table
-from .cost import Ring, gradient_copies, in_flight, least_share, versions_of, warm_up
+from .cost import Ring
 from .fleet import Fleet
-from .plan import DELAYED, PlanRequest
+from .plan import PlanRequest
 
 Bools = npt.NDArray[np.bool_]
 _PLENTY = 1 << 40
@@ -39,7 +40,7 @@ class Option:
 
 
 class Stages:
-    """Matrices of one table, schedule and number of microbatches; `all_devices` are how many the plan uses (zb-1f1b asks)."""
+    """Matrices of one table, schedule and number of microbatches; `all_devices` are how many the plan uses (where weight gradients are split off, what is in flight depends on that)."""
 
     def __init__(
         self,
@@ -53,6 +54,9 @@ class Stages:
     ) -> None:
         self.table, self.fleet, self.kinds, self.schedule = table, fleet, kinds, schedule
         self.count, self.wanted, self.all_devices = count, wanted, all_devices
+        self.row = SCHEDULES[schedule]
+        # Microbatches of a batch that are no part of the steady phase.
+        self._head = 0 if self.row.delay else 1
         n = table.count
         first, last = np.indices((n + 1, n + 1))
         # On one device, and on several.
@@ -69,8 +73,8 @@ class Stages:
     def options(self, devices: Sequence[int], later: int, ahead: int, ring: Ring) -> list[Option]:
         """What a stage on these devices, with `later` of them behind it and `ahead` forwards in hand, may be."""
         kinds = tuple(self.kinds[i] for i in devices)
-        warm = warm_up(self.schedule, ahead)
-        full = in_flight(self.schedule, self.count, warm, self.all_devices - later - len(devices), len(devices))
+        warm = self.row.warm_up(ahead)
+        full = self.row.in_flight(self.count, warm, self.all_devices - later - len(devices), len(devices))
         key = (kinds, warm, full, ring.fixed, ring.each)
         if key not in self._found:
             self._found[key] = list(self._options(kinds, warm, full, ring))
@@ -81,18 +85,18 @@ class Stages:
     ) -> tuple[int, ...]:
         """The shares of the replicas of one stage."""
         kinds = tuple(self.kinds[i] for i in devices)
-        warm, head = warm_up(self.schedule, ahead), 0 if self.schedule in DELAYED else 1
-        full = in_flight(self.schedule, self.count, warm, self.all_devices - later - len(devices), len(devices))
+        warm = self.row.warm_up(ahead)
+        full = self.row.in_flight(self.count, warm, self.all_devices - later - len(devices), len(devices))
         here = (slice(first, first + 1), slice(last, last + 1))
         each = np.stack([self._times(kind, recompute)[0][here].ravel() for kind in kinds])
         held = np.stack([room[here].ravel() for room in self.most_shares(kinds, full, recompute)])
-        return tuple(int(n) for n in _shares(each, held, least_share(self.schedule, warm), self.count, head)[:, 0])
+        return tuple(int(n) for n in _shares(each, held, self.row.least_share(warm), self.count, self._head)[:, 0])
 
     def fitting(self, devices: Sequence[int], later: int, ahead: int) -> Bools:
         """Where `options` would have anything, whatever it takes: a small part of the work of finding out what."""
         kinds = tuple(self.kinds[i] for i in devices)
-        warm = warm_up(self.schedule, ahead)
-        full = in_flight(self.schedule, self.count, warm, self.all_devices - later - len(devices), len(devices))
+        warm = self.row.warm_up(ahead)
+        full = self.row.in_flight(self.count, warm, self.all_devices - later - len(devices), len(devices))
         key = (kinds, warm, full)
         if key not in self._fitting:
             fits = [self._fits(kinds, warm, full, recompute) for recompute in self._recomputations()]
@@ -101,7 +105,7 @@ class Stages:
 
     def _options(self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring) -> list[Option]:
         found: list[Option] = []
-        if len(kinds) * least_share(self.schedule, warm) > self.count:
+        if len(kinds) * self.row.least_share(warm) > self.count:
             return found
         for recompute in self._recomputations():
             option, everywhere = (self._equal if len(set(kinds)) == 1 else self._unequal)(
@@ -118,7 +122,7 @@ class Stages:
 
     def _fits(self, kinds: tuple[int, ...], warm: int, full: int, recompute: bool) -> Bools:
         """The ranges of layers that memory allows replicas of these kinds."""
-        allowed, least = self.allowed[len(kinds) > 1], least_share(self.schedule, warm)
+        allowed, least = self.allowed[len(kinds) > 1], self.row.least_share(warm)
         if len(kinds) * least > self.count:
             return np.zeros_like(allowed)
         if len(set(kinds)) == 1:
@@ -134,7 +138,9 @@ class Stages:
     def _needed(self, replicas: int, full: int) -> int:
         """How many microbatches in flight each of some replicas that are alike has to have room for."""
         most = -(-self.count // replicas)
-        return most if self.schedule == "gpipe" else full if self.schedule in DELAYED else min(full, most)
+        if not self.row.bounded:
+            return most
+        return full if self.row.delay else min(full, most)
 
     def most_shares(self, kinds: Sequence[int], full: int, recompute: bool) -> list[Ints]:
         """For each replica the most microbatches of a batch that its memory lets it run; `full` are in flight when it runs many."""
@@ -142,8 +148,8 @@ class Stages:
         found = {}
         for kind in dict.fromkeys(kinds):
             room = self._most_in_flight(kind, recompute, replicas)
-            short = 0 if self.schedule in DELAYED else room
-            found[kind] = np.where(room >= full, self.count, short) if self.schedule != "gpipe" else room
+            short = 0 if self.row.delay else room
+            found[kind] = np.where(room >= full, self.count, short) if self.row.bounded else room
         return [found[kind] for kind in kinds]
 
     def _equal(
@@ -160,13 +166,13 @@ class Stages:
         key = (kinds, ring.fixed, ring.each, recompute)
         if key not in self._equals:
             times = self._times(kind, recompute)
-            slowest = (-(-self.count // replicas) - (0 if self.schedule in DELAYED else 1)) * times[0]
+            slowest = (-(-self.count // replicas) - self._head) * times[0]
             self._equals[key] = self._priced(np.where(allowed, slowest, np.inf), [times], replicas, ring, recompute)
         whole = self._equals[key]
         if everywhere:
             return whole, True
         pace = np.where(fits, whole.pace, np.inf)
-        return Option(recompute, pace, pace if self.schedule in DELAYED else whole.cost, whole.ring), False
+        return Option(recompute, pace, pace if self.row.delay else whole.cost, whole.ring), False
 
     def _unequal(
         self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring, recompute: bool
@@ -174,17 +180,16 @@ class Stages:
         allowed = self.allowed[1]
         rows = [self._times(kind, recompute) for kind in kinds]
         held = self.most_shares(kinds, full, recompute)
-        head = 0 if self.schedule in DELAYED else 1
         everywhere = all(bool((room[allowed] >= self.count).all()) for room in held)
         fits = self._fits(kinds, warm, full, recompute)
         if not fits.any():
             return None, everywhere
         each = np.stack([row[0][fits] for row in rows])
         shares = _shares(
-            each, np.stack([room[fits] for room in held]), least_share(self.schedule, warm), self.count, head
+            each, np.stack([room[fits] for room in held]), self.row.least_share(warm), self.count, self._head
         )
         slowest = np.full(allowed.shape, np.inf)
-        slowest[fits] = ((shares - head) * each).max(0)
+        slowest[fits] = ((shares - self._head) * each).max(0)
         return self._priced(slowest, rows, len(kinds), ring, recompute), everywhere
 
     def _priced(
@@ -194,14 +199,14 @@ class Stages:
         each, weight, update = ([row[k] for row in rows] for k in range(3))
         pace = slowest + _most(update)
         summing = ring.fixed + ring.each * self.grads if replicas > 1 else None
-        if self.schedule in DELAYED:
+        if self.row.delay:
             pace = replicas * pace
             return Option(
                 recompute, pace, pace, None if summing is None else np.asarray(replicas * summing, np.float64)
             )
         if summing is not None:
             pace = pace + summing
-        if self.schedule == "zb-1f1b":
+        if self.row.splits:
             pace = pace + 2 * _most(weight)
             each = [np.maximum(t - 2 * w, 0.0) for t, w in zip(each, weight, strict=True)]
         return Option(recompute, pace, _most(each), None)
@@ -222,7 +227,7 @@ class Stages:
 
     def _most_in_flight(self, kind: int, recompute: bool, replicas: int) -> Ints:
         """The most microbatches in flight that fit, for every range of layers; below 0 where not even the rest does."""
-        copies = gradient_copies(self.schedule, replicas)
+        copies = self.row.gradient_copies(replicas)
         if (kind, recompute, copies) not in self._room:
             table, memory = self.table, self.fleet.devices[kind].memory
             if memory is None:
@@ -230,7 +235,7 @@ class Stages:
             else:
                 saved = _ranges(table.saved)
                 fixed = (
-                    _ranges(table.params) * versions_of(self.schedule)
+                    _ranges(table.params) * self.row.versions
                     + _ranges(table.grads) * copies
                     + _ranges(table.state)
                     + table.workspace

@@ -15,11 +15,12 @@ from .kind import PipelinePlace, ScheduleKind
 
 
 def order(place: PipelinePlace, m: int) -> Program:
-    return delayed_2bw.order(replace(place, ahead=2 * place.ahead), m)
+    return delayed_2bw.order(replace(place, ahead=KIND.warm_up(place.ahead)), m)
 
 
 KIND = ScheduleKind(
     order,
     1,
     "2bw with twice the warm-up: hides the time of messages, needs 2d-2 microbatches per batch, at most 2d-1 in flight",
+    eagerness=2,
 )

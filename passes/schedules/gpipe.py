@@ -11,4 +11,6 @@ def order(place: PipelinePlace, m: int) -> Program:
     return Program((), (*forwards(place.stage, m, m), *backwards(place.stage, m, m), Action("U", place.stage, 1)))
 
 
-KIND = ScheduleKind(order, 0, "all forwards, then all backwards: drained every batch, one weight version, m in flight")
+KIND = ScheduleKind(
+    order, 0, "all forwards, then all backwards: drained every batch, one weight version, m in flight", bounded=False
+)

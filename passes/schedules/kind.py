@@ -21,14 +21,55 @@ class PipelinePlace:
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
     """A schedule: `order(place, microbatches)` gives the program of one rank for all microbatches of its stage; `delay` says how
-    many updates the weights of a microbatch are behind (W(t+1) = W(t) - lr * g(W(t - delay))). With `splits` weight gradients
-    run apart, as W, after split-backward."""
+    many updates the weights of a microbatch are behind (W(t+1) = W(t) - lr * g(W(t - delay))). A schedule with a delay never
+    drains, one without drains after every batch. With `splits` weight gradients run apart, as W, after split-backward. Forwards
+    run `eagerness` times as far ahead as the stages behind need. With `bounded` the warm-up limits what is in flight; without, a
+    rank holds all its microbatches of a batch, and no message is waited for. The methods are the formulas of the planner: `warm`
+    is a warm-up, `share` the microbatches of a batch that a replica runs, `earlier` the devices of the stages in front of it.
+    """
 
     order: Callable[[PipelinePlace, int], Program]
     delay: int
     doc: str
     trains: bool = True
     splits: bool = False
+    eagerness: int = 1
+    bounded: bool = True
+
+    @property
+    def versions(self) -> int:
+        """The versions of the weights that are alive at once."""
+        return self.delay + 1
+
+    @property
+    def recomputes(self) -> bool:
+        """Say whether forwards may be computed again: a backward in two parts has no place for it."""
+        return not self.splits
+
+    @property
+    def fills_whole(self) -> bool:
+        """Say whether a batch goes through the whole model, forward and backward, before the pipeline is full."""
+        return not self.delay and not self.splits
+
+    def gradient_copies(self, replicas: int) -> int:
+        """Count the buffers of a gradient: those of a batch wait for other replicas while the next one adds up."""
+        return self.versions if replicas > 1 else 1
+
+    def warm_up(self, ahead: int) -> int:
+        """Count the forwards of a replica before its first backward."""
+        return ahead * self.eagerness
+
+    def in_flight(self, share: int, warm: int, earlier: int, replicas: int) -> int:
+        """Count the microbatches whose activations a replica holds at once."""
+        if not self.bounded:
+            return share
+        if self.splits:
+            return min(share, warm + 1 - (-earlier // replicas))
+        return warm + 1 if self.delay else min(share, warm + 1)
+
+    def least_share(self, warm: int) -> int:
+        """Count the fewest microbatches of a batch that a replica may have: below that the schedule is illegal."""
+        return warm + 1 if self.splits else max(1, warm if self.delay else 1)
 
 
 def forwards(stage: int, first: int, count: int) -> Iterator[Action]:

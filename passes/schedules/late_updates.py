@@ -13,15 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from penstock.ir.action_kinds import FORWARD, NORM_PARTS, PARTS, SUM, UPDATE
 from penstock.ir.graph import Module, summed_vars
-from penstock.ir.schedule import Action, Program, Schedule
+from penstock.ir.schedule import ADDERS, BATCH_ORDER, Action, Program, Schedule
+
+# What ranks do before the update of a batch, so that it can be the same on all of them.
+_AGREEING = tuple(kind for kind in BATCH_ORDER if kind != UPDATE)
 
 
 def update_late(module: Module, found: Schedule, delay: int) -> Schedule:
     """The schedule with AR, P and N of the stages that have them, and with updates as late as these need."""
     summing = {s.index for s in module.stages if len(module.devices_of(s.index)) > 1 and summed_vars(module, s.index)}
     kinds = {
-        s.index: [k for k in ("AR", "P", "N") if (s.index in summing if k == "AR" else module.stage_graph(s.index, k))]
+        s.index: [k for k in _AGREEING if (s.index in summing if k == SUM else module.stage_graph(s.index, k))]
         for s in module.stages
     }
     waiting = {s.index for s in module.stages if s.index in summing or _waits(module, s.index)} if delay else set()
@@ -35,7 +39,7 @@ def sum_late(found: Schedule, delay: int) -> Schedule:
     """The same for a schedule without a module: every stage on several ranks sums up its gradients, and nothing else waits for others."""
     members = found.members()
     summing = {stage for stage, ranks in members.items() if len(ranks) > 1}
-    kinds = {stage: ["AR"] if stage in summing else [] for stage in members}
+    kinds = {stage: [SUM] if stage in summing else [] for stage in members}
     waiting = summing if delay else set()
     ranks = {
         rank: _agreeing(program, found.microbatches, delay, kinds, waiting) for rank, program in found.ranks.items()
@@ -45,27 +49,29 @@ def sum_late(found: Schedule, delay: int) -> Schedule:
 
 def _waits(module: Module, stage: int) -> bool:
     """Whether an update takes what another stage hands out."""
-    update = module.stage_graph(stage, "U")
-    own = {v.name for kind in ("P", "N") if (graph := module.stage_graph(stage, kind)) for v in graph.outs}
+    update = module.stage_graph(stage, UPDATE)
+    own = {v.name for kind in (PARTS, NORM_PARTS) if (graph := module.stage_graph(stage, kind)) for v in graph.outs}
     return update is not None and any(v.name not in own for v in update.ins)
 
 
 def _agreeing(program: Program, m: int, delay: int, kinds: Mapping[int, list[str]], waiting: set[int]) -> Program:
     """One rank's lists, which are written for batch 1: AR, P and N where U stood, and U of stages that wait where its version is needed."""
-    beginning = min((a.mb % m for a in program.batch if a.kind == "F"), default=0)
+    beginning = min((a.mb % m for a in program.batch if a.kind == FORWARD), default=0)
     batch: list[Action] = []
     updates: list[Action] = []
     for action in program.batch:
-        if action.kind == "U":
+        if action.kind == UPDATE:
             batch += [Action(kind, action.stage, action.mb) for kind in kinds[action.stage]]
-        (updates if action.kind == "U" and action.stage in waiting else batch).append(action)
+        (updates if action.kind == UPDATE and action.stage in waiting else batch).append(action)
     for update in updates:
         # Of the forwards in this list one is the first of its batch. What it reads was made by the update of the batch 1 + delay before.
         at, first = next(
-            (i, a) for i, a in enumerate(batch) if (a.kind, a.stage) == ("F", update.stage) and a.mb % m == beginning
+            (i, a)
+            for i, a in enumerate(batch)
+            if (a.kind, a.stage) == (FORWARD, update.stage) and a.mb % m == beginning
         )
         number = first.mb // m - 1 - delay
-        done = max(i for i, a in enumerate(batch) if a.kind in ("B", "W"))
+        done = max(i for i, a in enumerate(batch) if a.kind in ADDERS)
         # The beginning of this list is the end of the one before, where all numbers are larger by one. Where forwards run so far ahead that
         # the version cannot exist yet, the update stays where it was, and the checker says why that is wrong.
         in_time = number == 0 or (number == 1 and at > done)

@@ -5,7 +5,7 @@ batch 1, where the m microbatches of the batch are m .. 2m-1 (ir/schedule.py). I
 number of stages, s the stage, w = d-1-s, and tf and tb the times of a forward and a backward (of which tw is that of W, where it is apart).
 
 Backwards run in microbatch order in all of them, so that gradients are summed in the same order and results can be compared bit by bit.
-A new schedule is one file and one row of SCHEDULES. Whether order and delay fit together is not decided here but by the checker.
+A new schedule is one file, one row of SCHEDULES, and one name in ir/schedule_names.py. Whether order and delay fit together is not decided here but by the checker.
 
 A stage on several devices has a rank for each, and the microbatches of a batch are shared out among them (dealing.py): each of them runs
 the order of the schedule, and leaves out what is not its own.
@@ -16,8 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
+from penstock.ir.action_kinds import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.graph import Module
 from penstock.ir.schedule import MOST_MICROBATCHES, PER_BATCH, Action, Program, Schedule
+from penstock.ir.schedule_names import NAMES, TRAINING
 from penstock.support.errors import UsageError
 
 from . import delayed_2bw, eager_2bw, flush_1f1b, forward, gpipe, zero_bubble
@@ -33,6 +35,11 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "zb-1f1b": zero_bubble.KIND,
     "forward": forward.KIND,
 }
+assert tuple(SCHEDULES) == NAMES, (tuple(SCHEDULES), NAMES)
+assert all(kind.trains == (name in TRAINING) for name, kind in SCHEDULES.items())
+# Schedules that compute what plain training does, and those that are one update late, only for who asks for them.
+SYNCHRONOUS = tuple(name for name in TRAINING if not SCHEDULES[name].delay)
+DELAYED = tuple(name for name in TRAINING if SCHEDULES[name].delay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ def _own_part(program: Program, own: Set[int], microbatches: int) -> Program:
         return [a for a in actions if a.kind not in PER_BATCH and a.mb % microbatches in own]
 
     batch = kept(program.batch)
-    done = max((i for i, a in enumerate(batch, 1) if a.kind != "F"), default=0)
+    done = max((i for i, a in enumerate(batch, 1) if a.kind != FORWARD), default=0)
     updates = [a for a in program.batch if a.kind in PER_BATCH]
     return Program(tuple(kept(program.start)), (*batch[:done], *updates, *batch[done:]))
 
@@ -88,14 +95,14 @@ def schedule(module: Module, options: ScheduleOptions) -> Module:
     _check_size(len(ranks), options.microbatches)
     shares = shares_of(options.shares, ranks, options.microbatches)
     found = build_schedule(options.kind, len(ranks), options.microbatches, shares)
-    trainable = any(module.stage_graph(s.index, "B") for s in module.stages)
+    trainable = any(module.stage_graph(s.index, BACKWARD) for s in module.stages)
     if SCHEDULES[options.kind].trains and not trainable:
         raise UsageError(
             f"schedule {options.kind} trains, but no stage has a backward graph",
             where="schedule",
             hint="run autodiff and split first, or use kind=forward",
         )
-    parted = any(module.stage_graph(s.index, "W") for s in module.stages)
+    parted = any(module.stage_graph(s.index, WEIGHTS) for s in module.stages)
     if parted and not SCHEDULES[options.kind].splits:
         raise UsageError(
             f"schedule {options.kind} runs whole backwards, but the module has weight gradients apart",

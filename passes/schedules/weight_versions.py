@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from penstock.ir.action_kinds import UPDATE
 from penstock.ir.graph import Graph, Module, rewrite, stepped_vars
-from penstock.ir.schedule import PER_BATCH, Action
+from penstock.ir.schedule import ADDERS, PER_BATCH, READERS, Action
 from penstock.support.errors import UsageError
 
 from .schedule import SCHEDULES
@@ -37,7 +38,7 @@ def weight_versions(module: Module, options: WeightVersionsOptions = WeightVersi
     found = module.schedule
     if found is None:
         raise UsageError("the module has no schedule", where="weight-versions", hint="run the schedule pass first")
-    if not any(a.kind == "U" for a in found.actions()):
+    if not any(a.kind == UPDATE for a in found.actions()):
         return module
     if options.delay is None and found.name not in SCHEDULES:
         raise UsageError(
@@ -53,9 +54,9 @@ def weight_versions(module: Module, options: WeightVersionsOptions = WeightVersi
         raise UsageError(f"versions must be at least 1, got {versions}", where="weight-versions")
 
     def number(action: Action) -> tuple[Action, ...]:
-        if action.kind == "U":
+        if action.kind == UPDATE:
             return (action._replace(version=action.mb + 1),)
-        if action.kind in ("F", "B", "W"):
+        if action.kind in READERS:
             return (action._replace(version=action.mb // found.microbatches - delay),)
         return (action,)
 
@@ -86,7 +87,7 @@ def _gradient_buffers(module: Module) -> dict[str, int]:
                 continue
             if action.kind in PER_BATCH and action.mb == 0:
                 taken.setdefault(action.stage, set()).update(op.var for op in graph.ops if op.kind == "take")
-            elif action.kind in ("B", "W"):
+            elif action.kind in ADDERS:
                 found |= {op.var: 2 for op in graph.ops if op.kind == "accum" and op.var in taken.get(action.stage, ())}
     return found
 

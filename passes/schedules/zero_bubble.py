@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from penstock.ir.action_kinds import BACKWARD, UPDATE, WEIGHTS
 from penstock.ir.schedule import Action, Program
 
 from .flush_1f1b import order as whole_order
@@ -25,11 +26,11 @@ def order(place: PipelinePlace, m: int) -> Program:
 def _with_weights(stage: int, actions: tuple[Action, ...], behind: int, m: int) -> Iterator[Action]:
     """Put W `behind` backwards after its own, the last ones before the update."""
     for action in actions:
-        if action.kind == "U":
-            yield from (Action("W", stage, mb) for mb in range(2 * m - behind, 2 * m))
+        if action.kind == UPDATE:
+            yield from (Action(WEIGHTS, stage, mb) for mb in range(2 * m - behind, 2 * m))
         yield action
-        if action.kind == "B" and action.mb - behind >= m:
-            yield Action("W", stage, action.mb - behind)
+        if action.kind == BACKWARD and action.mb - behind >= m:
+            yield Action(WEIGHTS, stage, action.mb - behind)
 
 
 KIND = ScheduleKind(

@@ -32,7 +32,21 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from penstock.ir.schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, Action, Program, Routes, Schedule
+from penstock.ir.action_kinds import ACTION_KINDS, DROP, SUM
+from penstock.ir.schedule import (
+    COMPUTE,
+    MESSAGES,
+    PER_BATCH,
+    RECEIVE_OF,
+    RECEIVES,
+    SEND_OF,
+    SENDS,
+    SUM_USERS,
+    Action,
+    Program,
+    Routes,
+    Schedule,
+)
 from penstock.support.errors import UsageError, VerifyError
 
 from .cores import Burst, Core, Cores
@@ -52,17 +66,17 @@ def wire_chain(schedule: Schedule) -> Schedule:
 
     def surround(rank: int, action: Action) -> list[Action]:
         kind, stage, mb = action.kind, action.stage, action.mb
-        way = {"F": 1, "B": -1}.get(kind)
-        if way is None:
+        way = ACTION_KINDS[kind].way
+        if not way:
             return [action]
         source, target = stage - way, stage + way
         before = (
-            [Action(f"R{kind}", stage, mb, peer=routes.source(rank, kind, source, mb))]
+            [Action(RECEIVE_OF[kind], stage, mb, peer=routes.source(rank, kind, source, mb))]
             if (kind, source) in present
             else []
         )
         after = (
-            [Action(f"S{kind}", stage, mb, peer=peer) for peer in routes.targets(rank, kind, target, mb)]
+            [Action(SEND_OF[kind], stage, mb, peer=peer) for peer in routes.targets(rank, kind, target, mb)]
             if (kind, target) in present
             else []
         )
@@ -91,12 +105,12 @@ def simulate(
 # ------------------------------------------------------------------------------------------------ what the events work on
 
 _RECEIVE, _SEND, _REDUCE, _COMPUTE, _TAKE, _OTHER = range(6)
-_CODES = {
+CODES = {
     **dict.fromkeys(RECEIVES, _RECEIVE),
     **dict.fromkeys(SENDS, _SEND),
     **dict.fromkeys(COMPUTE, _COMPUTE),
-    "AR": _REDUCE,
-    "D": _OTHER,
+    SUM: _REDUCE,
+    DROP: _OTHER,
 }
 _WAKE, _READY, _END, _REDUCED, _COMPUTED = range(5)
 # The first number of the key of a ring, whose ranks follow; that of a pair is its source.
@@ -184,12 +198,12 @@ class _Simulation:
         routes: dict[tuple[int, ...], list[Route]] = {}
         for rank, program in self.schedule.ranks.items():
             for kind, peer in dict.fromkeys((a.kind, a.peer) for a in (*program.start, *program.batch)):
-                if kind in SENDS or kind in RECEIVES:
+                if kind in MESSAGES:
                     assert peer is not None
                     source, target = (rank, peer) if kind in SENDS else (peer, rank)
                     if (source, target) not in routes:
                         routes[source, target] = [self.machine.route(source, target)]
-                elif kind == "AR":
+                elif CODES[kind] == _REDUCE:
                     ring = self._ring(rank)
                     if (_RING, *ring) not in routes and len(ring) > 1:
                         routes[_RING, *ring] = [
@@ -216,13 +230,13 @@ class _Simulation:
 
     def _line(self, rank: int, program: Program, seconds: Seconds) -> RankTimeline:
         m, batches = self.schedule.microbatches, self.batches
-        reduces = any(a.kind == "AR" for a in (*program.start, *program.batch))
+        reduces = any(a.kind == SUM for a in (*program.start, *program.batch))
         steps: list[tuple[SimulatedStep, ...]] = []
         for actions in (program.start, program.batch):
             made = []
             for a in actions:
-                code = _CODES[a.kind]
-                if code == _COMPUTE and reduces and a.kind in ("P", "N", "U"):
+                code = CODES[a.kind]
+                if reduces and a.kind in SUM_USERS:
                     code = _TAKE
                 channel = self._channel(rank, a) if code in (_SEND, _RECEIVE) else None
                 lasts = seconds(rank, a)
@@ -244,9 +258,9 @@ class _Simulation:
     def _channel(self, rank: int, action: Action) -> _Channel:
         assert action.peer is not None
         source, target = (rank, action.peer) if action.kind in SENDS else (action.peer, rank)
-        key = (action.kind[1], source, target)
+        key = (action.phase, source, target)
         if key not in self.channels:
-            size = self.nbytes(action.kind[1], self.stage_of[source], self.stage_of[target])
+            size = self.nbytes(action.phase, self.stage_of[source], self.stage_of[target])
             self.channels[key] = _Channel(
                 source, target, size, self.pairs[source, target], *self._ends(source, target, size)
             )

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.ir.schedule import RECEIVES, SENDS, Schedule
+from penstock.ir.action_kinds import ACTION_KINDS
+from penstock.ir.schedule import MESSAGES, RECEIVES, SENDS, Schedule
 from penstock.runtime.state.store import CPU
 from penstock.support.errors import PeerLost, UsageError
 
@@ -43,11 +44,7 @@ _HINT = "PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk over sockets inste
 def ends_of(schedule: Schedule, rank: int) -> set[End]:
     """The channels of a rank: (kind of action, peer)."""
     program = schedule.ranks[rank]
-    return {
-        (a.kind, a.peer)
-        for a in (*program.start, *program.batch)
-        if a.kind in (*SENDS, *RECEIVES) and a.peer is not None
-    }
+    return {(a.kind, a.peer) for a in (*program.start, *program.batch) if a.kind in MESSAGES and a.peer is not None}
 
 
 def identity(device: torch.device = CPU, environment: Mapping[str, str] = os.environ) -> str:
@@ -84,7 +81,9 @@ def connect(group: RankGroup, ends: Iterable[End], own: str, key: str = "stages"
         near = [(kind, peer) for kind, peer in ends if own and peers[peer][0] == own]
         for kind, peer in near:
             if kind in SENDS:
-                found[kind, peer] = _call(f"\0penstock-{peers[peer][1]}", f"R{kind[1:]} {group.rank}", until)
+                found[kind, peer] = _call(
+                    f"\0penstock-{peers[peer][1]}", f"{ACTION_KINDS[kind].partner} {group.rank}", until
+                )
         expected = {end for end in near if end[0] in RECEIVES}
         while expected:
             end, one = _answer(listener, until)

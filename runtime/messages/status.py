@@ -26,7 +26,7 @@ _BEAT, _STEPS, _SAVE, _BUSY = range(_LINE // 8, _LINE // 8 + 4)
 _SAVE_QUIET_SECONDS, _SAVE_SECONDS = 4.0, 30.0
 # Seconds between two heartbeats.
 BEAT_SECONDS = 0.25
-_WORDS = {
+WORDS = {
     "F": "forward of microbatch",
     "B": "backward of microbatch",
     "W": "weight gradient of microbatch",
@@ -49,7 +49,7 @@ _WORDS = {
 def describe(action: Action) -> str:
     """An action in words, for messages."""
     peer = "" if action.peer is None else f" {'from' if action.kind in RECEIVES else 'to'} rank {action.peer}"
-    return f"{action} ({_WORDS[action.kind]} {action.mb}{peer})"
+    return f"{action} ({WORDS[action.kind]} {action.mb}{peer})"
 
 
 def describe_line(text: str) -> str:

@@ -51,10 +51,10 @@ def overlap_of(ranks: Sequence[Sequence[Event]], module: Module) -> Overlap:
             action = Action.parse(text.partition(" ")[0])
             if action.kind in SENDS:
                 assert action.peer is not None
-                sent[action.kind[1], rank, action.peer, action.mb] = start
+                sent[action.phase, rank, action.peer, action.mb] = start
             elif action.kind in RECEIVES:
                 assert action.peer is not None
-                taken.append(((action.kind[1], action.peer, rank, action.mb), start, end))
+                taken.append(((action.phase, action.peer, rank, action.mb), start, end))
     count, moving, waited = 0, 0.0, 0.0
     for key, start, end in taken:
         if key not in sent:

@@ -80,9 +80,9 @@ def _arrows(ranks: Sequence[Sequence[Event]], origin: float) -> Iterator[_Entry]
             # A time inside of the slice is what binds an arrow to it.
             middle = (start + end) / 2
             if action.kind in SENDS:
-                ends["s"][rank, action.peer, action.kind[1], action.mb] = middle
+                ends["s"][rank, action.peer, action.phase, action.mb] = middle
             elif action.kind in RECEIVES:
-                ends["f"][action.peer, rank, action.kind[1], action.mb] = middle
+                ends["f"][action.peer, rank, action.phase, action.mb] = middle
     for number, message in enumerate(sorted(ends["s"].keys() & ends["f"].keys())):
         source, destination, phase, _ = message
         shared = {"name": f"message {phase}", "cat": "message", "id": number, "tid": 0}

@@ -40,10 +40,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from penstock.ir.action_kinds import ACTION_KINDS
 from penstock.ir.graph import Edge
 from penstock.ir.memory.walk import POSTED, SENDS_TOGETHER
 from penstock.ir.messages import parcels
-from penstock.ir.schedule import PHASES, RECEIVES, SENDS, Action
+from penstock.ir.schedule import PHASES, SENDS, Action
 from penstock.runtime.group.group import Team, time_span
 from penstock.runtime.group.neighbours import End
 from penstock.runtime.messages.ledger import Ledger
@@ -175,10 +176,10 @@ class RankTransport:
         assert action.peer is not None
         peer = self._homes[action.peer]
         ends = (action.stage, peer) if action.kind in SENDS else (peer, action.stage)
-        edge = self._edges.get((*ends, action.kind[1]))
+        edge = self._edges.get((*ends, action.phase))
         if edge is None:
             raise VerifyError(
-                f"no edge from stage {ends[0]} to stage {ends[1]} in phase {action.kind[1]}", where=f"action {action}"
+                f"no edge from stage {ends[0]} to stage {ends[1]} in phase {action.phase}", where=f"action {action}"
             )
         return edge
 
@@ -324,9 +325,7 @@ class RankTransport:
 
     def _note(self, what: str, action: Action, message: torch.Tensor) -> None:
         assert self.ledger is not None
-        self.ledger.value(
-            what, f"{action.kind}{'<' if action.kind in RECEIVES else '>'}{action.peer}", action.holder, message
-        )
+        self.ledger.value(what, f"{action.kind}{ACTION_KINDS[action.kind].arrow}{action.peer}", action.holder, message)
 
     def _open(self, action: Action) -> _Channel:
         """The channel of a send or receive, from its first use on."""

@@ -17,8 +17,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from penstock.ir.action_kinds import BACKWARD, FORWARD
 from penstock.ir.graph import Module
-from penstock.ir.schedule import PER_BATCH, RECEIVES, Action, Program, Schedule
+from penstock.ir.schedule import PER_BATCH, READERS, RECEIVES, Action, Program, Schedule
 
 # Actions that are made at once, beyond those that are asked for: in one go they cost less.
 _CHUNK = 16
@@ -50,7 +51,7 @@ def retiring(program: Program) -> dict[int, int]:
     readers = [
         (action.version, i)
         for i, action in enumerate(program.batch)
-        if action.kind in ("F", "B", "W") and action.version is not None
+        if action.kind in READERS and action.version is not None
     ]
     if not readers:
         return {}
@@ -142,9 +143,9 @@ def fed_inputs(module: Module, stage: int) -> tuple[str, ...]:
     """The module inputs that a stage takes from the data, rather than from another stage."""
     received = {value.name for edge in module.edges if edge.dst == stage for value in edge.values}
     names = {value.name for value in module.data_inputs} - received
-    graphs = [module.stage_graph(stage, kind) for kind in ("F", "B", "W")]
+    graphs = [module.stage_graph(stage, kind) for kind in READERS]
     taken = {value.name for graph in graphs if graph is not None for value in graph.ins}
-    sent = {value.name for edge in module.edges if edge.src == stage and edge.phase == "F" for value in edge.values}
+    sent = {value.name for edge in module.edges if edge.src == stage and edge.phase == FORWARD for value in edge.values}
     return tuple(value.name for value in module.data_inputs if value.name in names & (taken | sent))
 
 
@@ -152,15 +153,15 @@ def share_of(module: Module, rank: int) -> list[int]:
     """The microbatches of a batch that a rank runs."""
     assert module.schedule is not None
     m = module.schedule.microbatches
-    return sorted({action.mb % m for action in module.schedule.ranks[rank].batch if action.kind == "F"})
+    return sorted({action.mb % m for action in module.schedule.ranks[rank].batch if action.kind == FORWARD})
 
 
 def loss_stage(module: Module) -> int | None:
     """The stage whose forward graph computes the module's first output; None for a module without a backward graph."""
-    if not any(module.stage_graph(stage.index, "B") for stage in module.stages):
+    if not any(module.stage_graph(stage.index, BACKWARD) for stage in module.stages):
         return None
     for stage in module.stages:
-        graph = module.stage_graph(stage.index, "F")
+        graph = module.stage_graph(stage.index, FORWARD)
         if graph is not None and module.outputs[0] in {v.name for v in graph.outs} - {v.name for v in graph.ins}:
             return stage.index
     return None

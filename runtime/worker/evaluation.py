@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from penstock.ir.action_kinds import DROP, FORWARD
 from penstock.ir.graph import MICROBATCH, Module
 from penstock.ir.ops import OPS
-from penstock.ir.schedule import Action
+from penstock.ir.schedule import RECEIVE_OF, RECEIVES, SEND_OF, Action
 from penstock.runtime.data.samples import SYNTHETIC, WRAP, FileSamples, check_data
 from penstock.runtime.messages.control import DataSpec
 from penstock.support.errors import UsageError
@@ -68,7 +69,9 @@ def evaluation_problems(module: Module, spec: DataSpec) -> list[str]:
     problems = [] if spec.source != SYNTHETIC else ["noise is nothing to evaluate on: give a file"]
     if spec.last != WRAP or spec.shuffle:
         problems.append("every sample of an evaluation counts once, in order")
-    graphs = [graph for graph in (module.stage_graph(stage.index, "F") for stage in module.stages) if graph is not None]
+    graphs = [
+        graph for graph in (module.stage_graph(stage.index, FORWARD) for stage in module.stages) if graph is not None
+    ]
     hint = "it can be exported and evaluated as an inference bundle that is compiled from the model at rest"
     if any(value.name == MICROBATCH for graph in graphs for value in graph.ins):
         problems.append(
@@ -122,29 +125,27 @@ def _evaluate(executor: Executor, samples: FileSamples | None, count: int, size:
     cut = portions(count, size)
     executor.feed = PortionFeed(samples, cut, size)
     sent = frozenset(
-        value.name for edge in module.edges if edge.src == executor.stage and edge.phase == "F" for value in edge.values
+        value.name
+        for edge in module.edges
+        if edge.src == executor.stage and edge.phase == FORWARD
+        for value in edge.values
     )
     losses: dict[int, float] = {}
     program = _program(module, executor.rank, executor.stage, len(cut))
     following = next(program, None)
     while following is not None:
         actions, following = following, next(program, None)
-        for receive in (action for action in (*actions, *(following or ())) if action.kind == "RF"):
+        for receive in (action for action in (*actions, *(following or ())) if action.kind in RECEIVES):
             transport.post(receive)
         for action in actions:
             executor.status.show(action)
-            match action.kind:
-                case "RF":
-                    executor.receive(action)
-                case "F":
-                    results = executor.compute("F", action)
-                    if executor.is_loss_stage:
-                        losses[action.mb] = float(results[module.outputs[0]])
-                    store.keep_only(action.mb, sent)
-                case "SF":
-                    executor.send(action)
-                case "D":
-                    store.keep_only(action.mb, frozenset())
+            if action.kind == FORWARD:
+                results = executor.compute(FORWARD, action)
+                if executor.is_loss_stage:
+                    losses[action.mb] = float(results[module.outputs[0]])
+                store.keep_only(action.mb, sent)
+            else:
+                executor.perform(action)
     executor.status.show(None)
     transport.flush()
     return losses
@@ -154,10 +155,16 @@ def _program(module: Module, rank: int, stage: int, count: int) -> Iterator[list
     """What a rank does for each of its portions: nobody waits for a later stage, so nobody waits for ever."""
     assert module.schedule is not None
     m, runners = module.schedule.microbatches, module.schedule.runners()
-    forward = [edge for edge in module.edges if edge.phase == "F"]
+    forward = [edge for edge in module.edges if edge.phase == FORWARD]
     for mb in range(count):
         if runners[stage, mb % m] != rank:
             continue
-        receives = [Action("RF", stage, mb, peer=runners[edge.src, mb % m]) for edge in forward if edge.dst == stage]
-        sends = [Action("SF", stage, mb, peer=runners[edge.dst, mb % m]) for edge in forward if edge.src == stage]
-        yield [*receives, Action("F", stage, mb), *sends, Action("D", stage, mb)]
+        receives = [
+            Action(RECEIVE_OF[FORWARD], stage, mb, peer=runners[edge.src, mb % m])
+            for edge in forward
+            if edge.dst == stage
+        ]
+        sends = [
+            Action(SEND_OF[FORWARD], stage, mb, peer=runners[edge.dst, mb % m]) for edge in forward if edge.src == stage
+        ]
+        yield [*receives, Action(FORWARD, stage, mb), *sends, Action(DROP, stage, mb)]

@@ -12,15 +12,28 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from types import MethodType
 
 import numpy as np
 import torch
 
 from penstock.backends.interface import StageProgram
+from penstock.ir.action_kinds import BACKWARD, DROP, FORWARD, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
 from penstock.ir.graph import MICROBATCH, NORM, Graph, Module, Value, signature
 from penstock.ir.memory.walk import LOOK_AHEAD
 from penstock.ir.ops import OPS
-from penstock.ir.schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action
+from penstock.ir.schedule import (
+    ADDERS,
+    COMPUTE,
+    PER_BATCH,
+    PHASES,
+    READERS,
+    RECEIVES,
+    SEND_OF,
+    SENDS,
+    SUM_USERS,
+    Action,
+)
 from penstock.runtime.messages.control import LogEntry, Output, Record, Step
 from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import Status
@@ -93,16 +106,7 @@ class Executor:
         self._stop_at_nan = stop_at_nan
         self._retention()
         self._handlers: dict[str, Callable[[Action], None]] = {
-            "F": self.forward,
-            "B": self.backward,
-            "W": self.backward,
-            "P": self.agree,
-            "N": self.agree,
-            "U": self.update,
-            "D": self.drop,
-            "AR": self.sum_up,
-            **dict.fromkeys(SENDS, self.send),
-            **dict.fromkeys(RECEIVES, self.receive),
+            kind: MethodType(handler, self) for kind, handler in HANDLERS.items()
         }
 
     def _retention(self) -> None:
@@ -111,19 +115,21 @@ class Executor:
         for edge in self.module.edges:
             if edge.src == self.stage:
                 sent[edge.phase] |= {value.name for value in edge.values}
-        for_backward = {value.name for kind in ("B", "W") if kind in self.graphs for value in self.graphs[kind].ins}
-        self._after_forward = frozenset(for_backward | sent["F"])
+        for_backward = {value.name for kind in ADDERS if kind in self.graphs for value in self.graphs[kind].ins}
+        self._after_forward = frozenset(for_backward | sent[FORWARD])
         # With W split off, B keeps what W takes.
-        for_weights = {value.name for value in self.graphs["W"].ins} if "W" in self.graphs else set()
-        self._after_backward = {"B": frozenset(sent["B"] | for_weights), "W": frozenset(sent["B"])}
-        self._sent_later = {"SF": frozenset(for_backward), "SB": frozenset(for_weights)}
+        for_weights = {value.name for value in self.graphs[WEIGHTS].ins} if WEIGHTS in self.graphs else set()
+        sent_back = sent[BACKWARD]
+        self._after_backward = {BACKWARD: frozenset(sent_back | for_weights), WEIGHTS: frozenset(sent_back)}
+        self._sent_later = {SEND_OF[FORWARD]: frozenset(for_backward), SEND_OF[BACKWARD]: frozenset(for_weights)}
         self._sends = {
-            kind: sum(edge.src == self.stage and edge.phase == kind[1] for edge in self.module.edges)
-            for kind in ("SF", "SB")
+            send: sum(edge.src == self.stage and edge.phase == phase for edge in self.module.edges)
+            for phase, send in SEND_OF.items()
+            if send not in PER_BATCH
         }
         # How many sends of a microbatch are still to come, where there are several.
         self._unsent: dict[tuple[str, int], int] = {}
-        forward = self.graphs.get("F")
+        forward = self.graphs.get(FORWARD)
         made = {v.name for v in forward.outs} if forward is not None else set()
         self.is_loss_stage = loss_stage(self.module) == self.stage
         self.outputs = (
@@ -134,12 +140,12 @@ class Executor:
         kinds = {action.kind for action in program}
         # The microbatches of a batch that this rank runs.
         self._share = share_of(self.module, self.rank)
-        self._updates, self._drops = "U" in kinds, "D" in kinds
+        self._updates, self._drops = UPDATE in kinds, DROP in kinds
         self._changes = any(
             OPS[op.kind].effect and op.kind != "read" for graph in self.graphs.values() for op in graph.ops
         )
         self._held = False
-        self._last_kind = next(kind for kind in ("W", "B", "F") if kind in kinds)
+        self._last_kind = next(kind for kind in reversed(READERS) if kind in kinds)
 
     # -------------------------------------------------------------------------------------------- the loop
 
@@ -168,7 +174,7 @@ class Executor:
             self._check()
             self.status.show(action)
             kind = action.kind
-            if kind in ("P", "N", "U"):
+            if kind in SUM_USERS:
                 # Waiting for other ranks is no part of the computation's time.
                 self.transport.finish_sum(action)
             started = self._started = time.monotonic()
@@ -191,7 +197,7 @@ class Executor:
     # -------------------------------------------------------------------------------------------- one method per kind
 
     def forward(self, action: Action) -> None:
-        results = self._call("F", action, [self._value(action.mb, value) for value in self.graphs["F"].ins])
+        results = self._call(FORWARD, action, [self._value(action.mb, value) for value in self.graphs[FORWARD].ins])
         self._note(action)
         if self.is_loss_stage:
             self._take_loss(action.mb, results[self.module.outputs[0]])
@@ -218,9 +224,8 @@ class Executor:
     def update(self, action: Action) -> None:
         version = self.store.version + 1 if action.version is None else action.version
         self.store.start_update(version)
-        told = self._call(
-            "U", action._replace(version=version), [self._value(action.holder, value) for value in self.graphs["U"].ins]
-        )
+        ins = [self._value(action.holder, value) for value in self.graphs[UPDATE].ins]
+        told = self._call(UPDATE, action._replace(version=version), ins)
         self.store.finish_update(version)
         self.store.keep_only(action.holder, frozenset())
         self._note(action._replace(version=version))
@@ -246,6 +251,10 @@ class Executor:
 
     # -------------------------------------------------------------------------------------------- parts of them
 
+    def perform(self, action: Action) -> None:
+        """Do one action: for evaluation.py."""
+        self._handlers[action.kind](action)
+
     def compute(self, kind: str, action: Action) -> dict[str, torch.Tensor]:
         """Call a graph on the values of a microbatch, and nothing else: for evaluation.py."""
         return self._call(kind, action, [self._value(action.mb, value) for value in self.graphs[kind].ins])
@@ -254,7 +263,7 @@ class Executor:
         name, slots, names = self._calls[kind]
         buffers = self.store.buffers(name, slots, action.version, action.batch(self.schedule.microbatches))
         results = dict(zip(names, self._run(kind, name, [*ins, *buffers]), strict=True))
-        if kind != "U":
+        if kind != UPDATE:
             self.store.put_all(action.holder, results)
         return results
 
@@ -312,3 +321,17 @@ class Executor:
             Step(batch, sum(losses) / len(losses), losses, learning_rate(self.tables, batch), time.monotonic(), norm),
             {},
         )
+
+
+# What every kind of action does on a rank.
+HANDLERS: dict[str, Callable[[Executor, Action], None]] = {
+    FORWARD: Executor.forward,
+    **dict.fromkeys(ADDERS, Executor.backward),
+    PARTS: Executor.agree,
+    NORM_PARTS: Executor.agree,
+    UPDATE: Executor.update,
+    **dict.fromkeys(SENDS, Executor.send),
+    **dict.fromkeys(RECEIVES, Executor.receive),
+    SUM: Executor.sum_up,
+    DROP: Executor.drop,
+}

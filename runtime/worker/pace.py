@@ -12,7 +12,10 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 
+from penstock.ir.action_kinds import ACTION_KINDS
 from penstock.ir.schedule import COMPUTE, Action
+
+_PARTS = tuple((kind, row.part_of) for kind, row in ACTION_KINDS.items() if row.part_of)
 
 
 def pace_problems(pace: Mapping[str, float], latency: float, timeout: float) -> Iterator[str]:
@@ -22,8 +25,10 @@ def pace_problems(pace: Mapping[str, float], latency: float, timeout: float) -> 
             yield f"pace is known of {', '.join(COMPUTE)}, not of {kind!r}"
         elif not (math.isfinite(seconds) and seconds >= 0):
             yield f"pace of {kind} must be a number of seconds from 0 on, got {seconds}"
-    if pace.get("W", 0.0) > pace.get("B", math.inf):
-        yield f"pace of B is that of the whole backward, W included: {pace['B']:g} is less than {pace['W']:g}"
+    for part, whole in _PARTS:
+        if pace.get(part, 0.0) > pace.get(whole, math.inf):
+            words = ACTION_KINDS[whole].words
+            yield f"pace of {whole} is that of the whole {words}, {part} included: {pace[whole]:g} is less than {pace[part]:g}"
     if not 0 <= latency < timeout:
         yield f"latency must be a number of seconds from 0 to less than the timeout, got {latency}"
 
@@ -34,8 +39,9 @@ class Pace:
     def __init__(self, pace: Mapping[str, float], kinds: Collection[str]) -> None:
         self._least = dict(pace)
         self.asked = bool(pace)
-        if "W" in kinds and "B" in pace:
-            self._least["B"] = pace["B"] - pace.get("W", 0.0)
+        for part, whole in _PARTS:
+            if part in kinds and whole in pace:
+                self._least[whole] = pace[whole] - pace.get(part, 0.0)
 
     def least(self, action: Action) -> float:
         return self._least.get(action.kind, 0.0)

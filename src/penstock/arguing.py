@@ -17,7 +17,8 @@ from penstock.calibration.measured import Measured, stage_times
 from penstock.grading import Corrected, best_prices, corrected, known_times
 from penstock.ir.graph import Module
 from penstock.passes.costs.prices import rank_seconds, shown_seconds
-from penstock.planning import SYNCHRONOUS, Search, first_reason
+from penstock.passes.schedules.schedule import SCHEDULES
+from penstock.planning import Search, first_reason
 from penstock.simulating import BATCHES, Forecast, binding, forecast, seconds_of
 from penstock.support.terminal import table
 from penstock.support.words import counted, shown_bytes
@@ -152,7 +153,7 @@ def argument(search: Search) -> Iterator[str]:
             continue
         what = f"the fastest plan of {schedule}" if schedule == plan.schedule else schedule
         yield f"planner: {what} would take {shown_seconds(result.outcomes[schedule].step)}, but it was refused: {first_reason(reason)}"
-    if plan.schedule not in SYNCHRONOUS:
+    if SCHEDULES[plan.schedule].delay:
         yield f"planner: under {plan.schedule} gradients are one update late, which is not what plain training computes; --schedule 1f1b is"
     yield from (f"planner: left out: {line}" for line in search.little)
     if chosen.plan.devices == result.best.plan.devices:

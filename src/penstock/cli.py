@@ -18,7 +18,8 @@ from typing import NoReturn
 
 from penstock import __version__
 from penstock.argument_types import positive_number, seed_number, whole_number
-from penstock.model_arguments import RATE_HELP, SCHEDULE_KINDS, add_dump_arguments, add_model_arguments
+from penstock.ir.schedule_names import TRAINING
+from penstock.model_arguments import RATE_HELP, add_dump_arguments, add_model_arguments
 from penstock.support.errors import DoesNotFit, PenstockError, UsageError
 from penstock.support.out_of_memory import is_out_of_memory
 from penstock.support.words import meant, visible, visible_lines
@@ -159,7 +160,7 @@ def command_line() -> argparse.ArgumentParser:
         help="folder for model, bundle, dumps and metrics (default: demo-out)",
     )
     demo.add_argument("--steps", type=positive_number, default=120, metavar="N", help="optimiser steps (default: 120)")
-    demo.add_argument("--schedule", choices=SCHEDULE_KINDS, default="2bw", help="default: 2bw")
+    demo.add_argument("--schedule", choices=TRAINING, default="2bw", help="default: 2bw")
     demo.add_argument("--backend", choices=("tvm", "numpy"), default="tvm", help="default: tvm")
 
     _add_plan(

@@ -212,8 +212,9 @@ def _best(
     arguments: Namespace, load: Load, cluster: Cluster, training: Training | None, free: bool, options: dict[str, Any]
 ) -> Plan:
     """What the planner chooses for batches of `--batch` samples."""
-    from penstock.passes.planner.plan import SCHEDULES
-    from penstock.planning import SYNCHRONOUS, other_sizes, plan_best, sizes_of
+    from penstock.ir.schedule_names import TRAINING
+    from penstock.passes.schedules.schedule import SYNCHRONOUS
+    from penstock.planning import other_sizes, plan_best, sizes_of
 
     if training is None:
         raise UsageError("--batch plans for training", hint="add --loss, or leave --batch out for an inference plan")
@@ -224,7 +225,7 @@ def _best(
             f"{', '.join(given)} with --batch: the planner chooses that",
             hint="leave out one or the other; --dim beside --batch gives the size of a microbatch",
         )
-    schedules = {None: SYNCHRONOUS, "auto": SCHEDULES}.get(arguments.schedule, (arguments.schedule,))
+    schedules = {None: SYNCHRONOUS, "auto": TRAINING}.get(arguments.schedule, (arguments.schedule,))
     asked: dict[str, Any] = {
         "batch": arguments.batch,
         "schedules": schedules,

@@ -7,9 +7,9 @@ import argparse
 import os
 
 from penstock.argument_types import device_list, positive_number
+from penstock.ir.schedule_names import TRAINING
 
 RATE_HELP = "how the learning rate changes, e.g. constant{warmup=100}, linear{steps=1000}, cosine{steps=1000,warmup=100,end=0.1} or step{every=300}"
-SCHEDULE_KINDS = ("1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False, metavar: str = "MODEL.onnx") -> None:
@@ -104,7 +104,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument(
         "--schedule",
-        choices=(*SCHEDULE_KINDS, "auto"),
+        choices=(*TRAINING, "auto"),
         help="default: 1f1b, which equals plain training; with --batch the fastest that does; auto, with --batch: the fastest of all",
     )
     training.add_argument(

@@ -21,11 +21,12 @@ from penstock.ir.cluster.cluster import Cluster
 from penstock.passes.planner.argue import PlanChange, Result, counterfactuals, plan_chain
 from penstock.passes.planner.chain import Chain
 from penstock.passes.planner.fleet import Fleet, fleet_of
-from penstock.passes.planner.plan import SCHEDULES, PlanRequest
 from penstock.passes.planner.plan import PipelinePlan as Chosen
+from penstock.passes.planner.plan import PlanRequest
 from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.planner.profile import Profile, profile_chain
 from penstock.passes.planner.sparing import without_little_help
+from penstock.passes.schedules.schedule import SYNCHRONOUS
 from penstock.refining import Refined, refine
 from penstock.support.errors import DoesNotFit, PenstockError, UsageError, VerifyError
 from penstock.support.words import itemised
@@ -33,8 +34,6 @@ from penstock.support.words import itemised
 if TYPE_CHECKING:
     from penstock.frontends.training import Training
 
-# Schedules that compute what plain training does; the others are one update late, and only for who asks for them.
-SYNCHRONOUS = tuple(kind for kind in SCHEDULES if kind not in ("2bw", "eager-2bw"))
 # Sizes of microbatches that are tried if none are given: each is one more import of the model.
 MOST_SIZES = 5
 

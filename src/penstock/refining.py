@@ -144,7 +144,7 @@ class _Judge:
         if not _reads_what_is_made(late, SCHEDULES[plan.schedule].delay):
             return float("inf")
         program = wire_chain(late)
-        parted = plan.schedule == "zb-1f1b"
+        parted = SCHEDULES[plan.schedule].splits
 
         def seconds(rank: int, action: Action) -> float:
             stage, device = plan.stages[action.stage], devices[rank]

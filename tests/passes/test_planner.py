@@ -14,18 +14,19 @@ from planner_drawn import draw_chain, draw_fleet
 
 from penstock.ir.cluster.cluster import Cluster, Device, Link, Path
 from penstock.ir.schedule import Action
+from penstock.ir.schedule_names import TRAINING
 from penstock.passes.planner.argue import plan_chain
 from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork, Table, Times, TimeTable
 from penstock.passes.planner.cost import judge
 from penstock.passes.planner.fleet import Fleet, equal_hosts, fleet_of
-from penstock.passes.planner.plan import DELAYED, SCHEDULES, PipelinePlan, PlanRequest, StagePlan
+from penstock.passes.planner.plan import PipelinePlan, PlanRequest, StagePlan
 from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.planner.search import LayoutSearch, reaches
 from penstock.passes.planner.stages import Stages
 from penstock.passes.schedules.dealing import equal_shares
 from penstock.passes.schedules.late_updates import sum_late
+from penstock.passes.schedules.schedule import DELAYED, build_schedule
 from penstock.passes.schedules.schedule import SCHEDULES as SCHEDULE_KINDS
-from penstock.passes.schedules.schedule import build_schedule
 from penstock.passes.simulator.machine import machine_of
 from penstock.passes.simulator.simulate import simulate, wire_chain
 from penstock.support.errors import UsageError
@@ -36,7 +37,7 @@ BASE = 1000
 def draw(seed: int, nics: bool = False) -> tuple[Chain, Fleet, PlanRequest]:
     rng = Random(seed)
     chain, fleet = draw_chain(rng, rng.randint(1, 6)), draw_fleet(rng, rng.choice([1, 2, 3, 3, 4, 4]), nics)
-    batch, schedule = rng.choice([2, 4, 6, 8]), rng.choice(SCHEDULES)
+    batch, schedule = rng.choice([2, 4, 6, 8]), rng.choice(TRAINING)
     recompute = rng.choice(["auto", "auto", "none", "all"])
     return (
         chain,
@@ -113,7 +114,7 @@ def reached_and_found(seed: int) -> list[tuple[bool, bool]]:
     found = []
     for recompute in ("none", "all", "auto", "parts"):
         planner = Planner(chain, fleet, replace(wanted, recompute=recompute))
-        for schedule in [s for s in SCHEDULES if (s, recompute) != ("zb-1f1b", "parts")]:
+        for schedule in [s for s in TRAINING if (s, recompute) != ("zb-1f1b", "parts")]:
             for b in wanted.microbatch_sizes():
                 stages = planner._stages(schedule, b, len(fleet))
                 for layout in planner.layouts():
@@ -154,7 +155,7 @@ def test_the_instances_are_of_every_kind() -> None:
             seen["unequal shares"] += any(max(x.shares) - min(x.shares) > 1 for x in stages)
             seen["recompute on some"] += len({x.recompute for x in stages}) > 1
             seen["left out"] += len(found.plan.devices) < len(fleet)
-    rare = {key: seen[key] for key in (*SCHEDULES, "none", "1 stages", "2 stages", "3 stages", "replicas", "left out")}
+    rare = {key: seen[key] for key in (*TRAINING, "none", "1 stages", "2 stages", "3 stages", "replicas", "left out")}
     assert min(rare.values()) >= 10, seen
     assert min(seen[key] for key in ("unequal counts", "unequal shares", "recompute on some")) >= 3, seen
 
@@ -267,7 +268,7 @@ def judged(
     return judge(Table(chain, 1), fleet_of(Cluster(devices, links)), plan).step
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("kind", TRAINING)
 @pytest.mark.parametrize("latency", [0.0, 0.1])
 def test_formulas_against_simulation(kind: str, latency: float) -> None:
     """Stages of unequal length. A backward takes about twice as long as its forward, as in models, half of it for weight gradients."""
@@ -309,7 +310,7 @@ def test_latency_of_a_forward_costs_what_the_runtime_measured(kind: str, expecte
     assert judged(kind, 6, [1.0] * 4, [2.0] * 4, [1.0] * 4, 1.0) / 18 == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("kind", TRAINING)
 def test_formulas_of_replicas_against_simulation(kind: str) -> None:
     """Unequal numbers of replicas, messages with latency, sums of gradients that take no time, on the runtime's simulator."""
     rng, ratios = Random(11), []

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from penstock.ir.graph import Graph, Module, Op
+from penstock.ir.memo import Derived
 from penstock.ir.text import print_frame, print_head, print_op, print_schedule, print_var
 from penstock.support.gc_pause import nothing_collected
 from penstock.support.words import counted
@@ -246,9 +247,12 @@ def _name(op: Op) -> object:
     return tuple(v.name for v in op.outs) if op.outs else (op.kind, op.attrs.get("var"))
 
 
+_OPERATIONS = Derived[Operations](__name__, "operations")
+
+
 def _operations(graph: Graph) -> Operations:
     """What one pass made is what the next one is given."""
-    return graph.keep("operations", _named_operations)
+    return graph.keep(_OPERATIONS, _named_operations)
 
 
 def _named_operations(graph: Graph) -> Operations:

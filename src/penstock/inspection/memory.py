@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.ir.action_kinds import DROP
 from penstock.ir.graph import Module
 from penstock.ir.memory.predict import Memory, measure_memory, memory_curve
 from penstock.passes.costs.prices import rank_seconds
@@ -72,7 +73,7 @@ def memory_curves(module: Module, batches: int = 3) -> tuple[Curve, ...]:
 def _times(module: Module, batches: int) -> dict[int, list[float]] | None:
     """When every action ends; None where that is not known, as drops are not yet in the schedule, say."""
     drops = module.schedule is not None and any(
-        action.kind == "D" for program in module.schedule.ranks.values() for action in program.batch
+        action.kind == DROP for program in module.schedule.ranks.values() for action in program.batch
     )
     if module.cluster is None or "wired" not in module.facts or not drops:
         return None

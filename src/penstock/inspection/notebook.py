@@ -16,6 +16,7 @@ from html import escape
 from penstock.backends.bundle.format import Bundle
 from penstock.inspection import html
 from penstock.inspection.traces.trace import Trace
+from penstock.inspection.views.gantt import COLOURS
 from penstock.ir.graph import Module
 from penstock.ir.schedule import COMPUTE
 from penstock.passes.costs.prices import shown_seconds
@@ -25,7 +26,6 @@ from penstock.support.words import counted, shown_bytes
 from .summary import summarize
 
 _DECIDING = ("placement", "partition", "schedule", "recompute")
-_COLOURS = {"F": "#7aa6d8", "B": "#e3a857", "W": "#c8d06a", "U": "#8f6bb1", "P": "#b98aa8", "N": "#a8a8a8"}
 _WIDTH, _LEFT, _ROW = 960, 190, 22
 # Narrower boxes are not drawn: a long run stays a picture that can be opened.
 _SEEN = 0.15
@@ -139,6 +139,6 @@ def _picture(trace: Trace) -> Iterator[str]:
             width = (span.end - span.start) * scale
             if span.kind in COMPUTE and width >= _SEEN:
                 told = f"{span.action}: {shown_seconds(span.start)} to {shown_seconds(span.end)}"
-                box = f'x="{_LEFT + span.start * scale:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" fill="{_COLOURS[span.kind]}"'
+                box = f'x="{_LEFT + span.start * scale:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" fill="{COLOURS[span.kind]}"'
                 yield f"<rect {box}><title>{escape(told)}</title></rect>"
     yield "</svg>"

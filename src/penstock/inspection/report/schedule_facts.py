@@ -17,12 +17,14 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
+from penstock.ir.action_kinds import FORWARD, SUM
 from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action
 from penstock.passes.simulator.result import Simulated
 
 from .material import RunTrace
 
-KINDS = (*COMPUTE, *SENDS, *RECEIVES, "AR")
+# The report shows these; it writes a kind as its number in this list.
+KINDS = (*COMPUTE, *SENDS, *RECEIVES, SUM)
 TICKS = 1e7
 _MOST = 24000
 _MOST_BATCHES = 24
@@ -64,7 +66,7 @@ def _timeline(
     forwards: dict[int, float] = {}
     for line in kept.values():
         for action, start, _ in line:
-            if action.kind == "F":
+            if action.kind == FORWARD:
                 batch = action.batch(per_batch)
                 forwards[batch] = min(start, forwards.get(batch, start))
     origin = min((start for line in kept.values() for _, start, _ in line), default=0.0)

@@ -18,7 +18,7 @@ from penstock.passes.simulator.result import Simulated
 
 Curve = Sequence[tuple[float, float]]
 
-_COLOURS = {"F": "#7aa6d8", "B": "#e3a857", "W": "#c8d06a", "U": "#8f6bb1", "P": "#b98aa8", "N": "#a8a8a8"}
+COLOURS = {"F": "#7aa6d8", "B": "#e3a857", "W": "#c8d06a", "U": "#8f6bb1", "P": "#b98aa8", "N": "#a8a8a8"}
 _WIDTH, _ROW, _CURVE, _LEFT = 1400, 22, 26, 90
 # Boxes narrower than this many pixels are not drawn: thousands of ranks make a picture that can still be opened.
 _SEEN = 0.15
@@ -63,7 +63,7 @@ def svg_gantt(found: Simulated, title: str, curves: Mapping[int, Curve] | None =
         parts.append(f'<text x="8" y="{top + 15}">rank {rank}</text>')
         parts.append(f'<rect x="{_LEFT}" y="{top}" width="{end * scale:.1f}" height="{_ROW}" fill="#f4f4f4"/>')
         for position, (step, start, finish) in enumerate(zip(line.steps, line.starts, line.finishes, strict=True)):
-            colour, width = _COLOURS.get(step.action.kind), (finish - start) * scale
+            colour, width = COLOURS.get(step.action.kind), (finish - start) * scale
             if colour is None or width < _SEEN:
                 continue
             action = line.action(position, found.schedule.microbatches)

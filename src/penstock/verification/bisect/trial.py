@@ -30,6 +30,7 @@ from math import prod
 
 import numpy as np
 
+from penstock.ir.action_kinds import WEIGHTS
 from penstock.ir.graph import GRAD, PARAM, Module, Var, graph_kind
 from penstock.ir.interpreter.interpreter import (
     DictStore,
@@ -42,10 +43,11 @@ from penstock.ir.interpreter.interpreter import (
     run_schedule,
 )
 from penstock.ir.interpreter.ops import F64, Array, array_dtype
+from penstock.ir.schedule_names import INFERENCE, TRAINING
 from penstock.ir.types import FLOATS, UNIT_ROUNDOFF
 from penstock.ir.verify.verifier import verify
 from penstock.passes.partition.chain import forward_graph
-from penstock.passes.schedules.schedule import ScheduleOptions, schedule
+from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
 from penstock.support.errors import PenstockError, VerifyError
 from penstock.support.words import counted
 from penstock.verification.checks import changed_by, delay_of, relative_error, synthetic_batch
@@ -351,8 +353,9 @@ def _results(run: InterpretedRun) -> dict[Result, Array]:
 def _plainest(module: Module) -> str:
     """A schedule without delay that stages can be run by which have none yet."""
     if not updates(module):
-        return "forward"
-    return "zb-1f1b" if any(module.stage_graph(stage.index, "W") for stage in module.stages) else "1f1b"
+        return INFERENCE
+    split = any(module.stage_graph(stage.index, WEIGHTS) for stage in module.stages)
+    return next(name for name in TRAINING if SCHEDULES[name].splits == split)
 
 
 def comparable(first: Module, module: Module) -> bool:

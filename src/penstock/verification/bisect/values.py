@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.ir.action_kinds import FORWARD
 from penstock.ir.graph import Op, graph_kind, graph_stage
 from penstock.ir.interpreter.ops import Array
-from penstock.ir.schedule import PER_BATCH
+from penstock.ir.schedule import PER_BATCH, READERS
 from penstock.ir.text import print_op
 from penstock.support.words import counted
 from penstock.verification.checks import relative_error
@@ -104,8 +105,8 @@ class Seen:
         """All values that are not what `right` says, in the order of execution."""
         for key, array in self.values.items():
             # What is computed again in a backward graph is what forward made.
-            twin = key if key in right else ("F", *key[1:])
-            if twin in right and (key[0] in "FBW" or twin == key):
+            twin = key if key in right else (FORWARD, *key[1:])
+            if twin in right and (key[0] in READERS or twin == key):
                 error = relative_error(array, right[twin])
                 # nan, too, is off.
                 if not error <= (allowed := judge(twin, error)).error:

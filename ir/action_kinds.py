@@ -1,0 +1,125 @@
+"""The table of action kinds: one row for each kind of action that a schedule may hold.
+
+Adding an action kind:
+
+1. Add a row to `ACTION_KINDS`. The tuples of `schedule.py`, the pattern that parses actions and the arrow of a peer follow from it.
+2. Run `tests/ir/test_action_kinds.py`. It lists the holes: every dictionary by kind that the new row needs an entry in.
+3. Fill them, in this order: the meaning (`interp.py`), who waits for whom (`simulate.py`), memory (`memory_walk.py`,
+   `accesses.py`), the checks (`verify.py`, `verify_schedule.py`, `verify_messages.py`), the time (`passes/simulator/simulate.py`), the
+   run (`runtime/worker/executor.py`), words and pictures (`runtime/messages/status.py`, `src/penstock/inspection/views/gantt.py`, `dumping/program.py`, the report).
+4. Let a pass write the action, and test a module that has it in the interpreter, the verifier, the simulator and the runtime.
+
+A consumer asks a field of the row where the answer is a fact of the kind, and keeps a dictionary by kind where the answer is
+code of its own. It compares no kind with a literal; the same test reads the syntax trees for that. A kind that computes has
+a graph of its name on the stages that run it: `s0.F` is what `0F3` calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+FORWARD, BACKWARD, WEIGHTS, PARTS, NORM_PARTS, UPDATE = "F", "B", "W", "P", "N", "U"
+SUM, DROP = "AR", "D"
+
+
+@dataclass(frozen=True, slots=True)
+class ActionKind:
+    """A row: all that is a fact of a kind of action. Kinds in it are names of rows.
+
+    `phase` is the computation that runs, or whose results are moved, and `words` says it in words. `takes` are the phases of
+    other stages whose results it takes, `saved_by` the computations of its own stage whose saved values it takes, and `after`
+    the computation of its microbatch that comes before it. Results go `way` stages further, to any stage where it is 0.
+    `versions`: a computation reads the weights in one version, or makes the next. `gradients`: it adds to those of its
+    batch, sums them over the ranks of its stage, or uses the sum. A computation that a schedule may split off is `part_of`
+    the other, whose adding and time it takes over. `partner` is the action at the other end of a message.
+    """
+
+    name: str
+    meaning: str
+    per: Literal["microbatch", "batch"]
+    does: Literal["computes", "sends", "receives", "sums", "drops"]
+    phase: str = ""
+    words: str = ""
+    takes: tuple[str, ...] = ()
+    saved_by: tuple[str, ...] = ()
+    after: str = ""
+    way: int = 0
+    versions: Literal["", "reads", "makes"] = ""
+    gradients: Literal["", "adds", "sums", "uses"] = ""
+    part_of: str = ""
+    partner: str = ""
+
+    @property
+    def computes(self) -> bool:
+        return self.does == "computes"
+
+    @property
+    def moves(self) -> bool:
+        """Say whether it sends or receives, and so has a peer."""
+        return self.does in ("sends", "receives")
+
+    @property
+    def arrow(self) -> str:
+        """The sign between the action and its peer."""
+        return ">" if self.does == "sends" else "<" if self.does == "receives" else ""
+
+
+def _message(phase: str, values: str, per: Literal["microbatch", "batch"], words: str) -> tuple[ActionKind, ActionKind]:
+    """The send and the receive of a phase."""
+    send, receive = f"S{phase}", f"R{phase}"
+    return (
+        ActionKind(send, f"sends {values}", per, "sends", phase, words, partner=receive),
+        ActionKind(receive, f"receives {values}", per, "receives", phase, words, partner=send),
+    )
+
+
+_ROWS = (
+    ActionKind(
+        FORWARD,
+        "computes the forward of a microbatch, and saves what the backward takes",
+        "microbatch", "computes", FORWARD, "forward", takes=(FORWARD,), way=1, versions="reads",
+    ),
+    ActionKind(
+        BACKWARD,
+        "computes the backward of a microbatch, with the gradients of the weights where they are not apart",
+        "microbatch", "computes", BACKWARD, "backward", takes=(BACKWARD,), saved_by=(FORWARD,), after=FORWARD, way=-1,
+        versions="reads", gradients="adds",
+    ),
+    ActionKind(
+        WEIGHTS,
+        "computes the gradients of the weights of a microbatch, split off its backward",
+        "microbatch", "computes", WEIGHTS, "weight gradient", saved_by=(FORWARD, BACKWARD), after=BACKWARD,
+        versions="reads", gradients="adds", part_of=BACKWARD,
+    ),
+    ActionKind(
+        PARTS,
+        "hands out this stage's part of gradients that several stages add to",
+        "batch", "computes", PARTS, "parts of gradients", gradients="uses",
+    ),
+    ActionKind(
+        NORM_PARTS,
+        "hands out this stage's part of what all stages agree on, the norm of the gradient",
+        "batch", "computes", NORM_PARTS, "norm of the gradients", takes=(PARTS,), gradients="uses",
+    ),
+    ActionKind(
+        UPDATE,
+        "makes the next version of the weights from the gradients of a batch",
+        "batch", "computes", UPDATE, "update", takes=(PARTS, NORM_PARTS), versions="makes", gradients="uses",
+    ),
+    *_message(FORWARD, "results of the forward of a microbatch", "microbatch", "forward"),
+    *_message(BACKWARD, "gradients of these results", "microbatch", "backward"),
+    *_message(PARTS, "parts of gradients that several stages add to", "batch", "parts of gradients"),
+    *_message(NORM_PARTS, "parts of what all stages agree on", "batch", "norm of the gradients"),
+    ActionKind(SUM, "sums the gradients of a batch over the ranks of the stage", "batch", "sums", gradients="sums"),
+    ActionKind(DROP, "drops all that a microbatch still holds", "microbatch", "drops"),
+)  # fmt: skip
+
+ACTION_KINDS: dict[str, ActionKind] = {row.name: row for row in _ROWS}
+
+
+def adder(kinds: Iterable[str]) -> str:
+    """Name the computation that adds to the gradients on a stage with graphs of these kinds: B, or W where it is split off."""
+    split = [row.name for row in _ROWS if row.part_of and row.name in kinds]
+    return split[0] if split else BACKWARD

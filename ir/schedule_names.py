@@ -1,0 +1,11 @@
+"""The names of schedules: the one list of them.
+
+What a schedule does is in its row of `passes/schedules`, which is asserted to have these names. The list stands here, and
+imports nothing, so that a command line is parsed before the table is loaded.
+"""
+
+from __future__ import annotations
+
+TRAINING = ("1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b")
+INFERENCE = "forward"
+NAMES = (*TRAINING, INFERENCE)
