@@ -260,9 +260,8 @@ def vague_names(sources: Sources) -> list[str]:
     lines = []
     for source in sources.values():
         for node in ast.walk(source.tree):
-            if isinstance(node, ast.ClassDef) and node.name.lstrip("_") in VAGUE_CLASSES:
-                if (source.name, node.name) not in CLEAR_CLASSES:
-                    lines.append(f"{source.name}:{node.lineno} class {node.name}")
+            if isinstance(node, ast.ClassDef) and (source.name, node.name) not in CLEAR_CLASSES:
+                lines += [f"{source.name}:{node.lineno} class {node.name}"] * (node.name.lstrip("_") in VAGUE_CLASSES)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE_NAMES:
                 lines.append(f"{source.name}:{node.lineno} {node.id} = ...")
     return lines
