@@ -11,29 +11,36 @@ Files are there whole or not at all, and replace files of the same name (outputs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 
 from penstock.inspection.subject import Subject
 
-# Ending -> module here, and the function that makes the files: it is given what is looked at, a path, and
-# how many batches of a schedule to write.
+from .dot import write_dot
+from .outputs import ENDINGS
+from .schedule import write_csv, write_trace_file
+
+# The caller hands over the subject, a path, and how many batches of a schedule to write.
 Writer = Callable[[Subject, Path, int], Sequence[Path]]
-WRITERS: Mapping[str, tuple[str, str]] = {
-    ".dot": ("dot", "write_dot"),
-    ".gv": ("dot", "write_dot"),
-    ".onnx": ("onnx_file", "write_onnx"),
-    ".json": ("schedule", "write_trace_file"),
-    ".csv": ("schedule", "write_csv"),
-}
+
+
+def _write_onnx(subject: Subject, path: Path, batches: int) -> Sequence[Path]:
+    from .onnx_file import write_onnx  # lazy: heavy
+
+    return write_onnx(subject, path, batches)
+
+
+WRITERS: Mapping[str, Writer] = dict(
+    zip(ENDINGS, (write_dot, write_dot, _write_onnx, write_trace_file, write_csv), strict=True)
+)
 
 
 def export_files(subject: Subject, paths: Sequence[str], batches: int) -> list[Path]:
-    """Write files; the answer is those that were written."""
+    """Write the files and return those that were written."""
     written: list[Path] = []
     for path in map(Path, paths):
-        module, function = WRITERS[path.suffix]
-        write: Writer = getattr(import_module(f"{__name__}.{module}"), function)
         path.parent.mkdir(parents=True, exist_ok=True)
-        written += write(subject, path, batches)
+        written += WRITERS[path.suffix](subject, path, batches)
     return written
+
+
+__all__ = ["WRITERS", "export_files"]

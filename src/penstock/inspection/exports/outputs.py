@@ -14,6 +14,9 @@ from penstock.support.atomic_files import replacing
 from penstock.support.errors import UsageError
 from penstock.support.paths import file_problem, is_inside
 
+# The endings that `--export` takes; exports.py has the writer of each.
+ENDINGS = (".dot", ".gv", ".onnx", ".json", ".csv")
+
 
 def check_outputs(exports: Sequence[str], html: str | None, reads: Mapping[str, str | None]) -> None:
     """UsageError where a file cannot be written, nobody knows as what, or where it would replace what is read or another
@@ -33,10 +36,8 @@ def check_outputs(exports: Sequence[str], html: str | None, reads: Mapping[str, 
 
 
 def _problems(flag: str, path: str, reads: Mapping[str, str]) -> Iterator[str]:
-    from .exports import WRITERS
-
-    if flag == "--export" and Path(path).suffix not in WRITERS:
-        yield f"expected a name that ends in {', '.join(WRITERS)}"
+    if flag == "--export" and Path(path).suffix not in ENDINGS:
+        yield f"expected a name that ends in {', '.join(ENDINGS)}"
     elif problem := file_problem(path):
         yield problem
     else:
