@@ -5,14 +5,14 @@ To support an operator, add its row to the family it belongs to.
 
 from __future__ import annotations
 
-from . import (
+from .node import Rule
+from .rules import (
     attention,
     draws,
     elementwise,
     images,
     indexing,
     layout,
-    losses,
     microsoft,
     neural,
     pooling,
@@ -23,7 +23,6 @@ from . import (
     sequences,
     signals,
 )
-from .node import Rule
 from .versions import DOMAINS
 
 RULES: dict[str, Rule] = {
@@ -33,7 +32,6 @@ RULES: dict[str, Rule] = {
     **neural.RULES,
     **attention.RULES,
     **draws.RULES,
-    **losses.RULES,
     **images.RULES,
     **sequences.RULES,
     **scattering.RULES,

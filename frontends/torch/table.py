@@ -6,7 +6,8 @@ decomposed, because the pieces would be slower, lose precision, or be another gr
 
 from __future__ import annotations
 
-from . import (
+from .node import Rule
+from .rules import (
     attention,
     bags,
     bits,
@@ -22,7 +23,6 @@ from . import (
     resizing,
     windows,
 )
-from .node import Rule
 
 _FAMILIES = (
     elementwise,

@@ -142,7 +142,7 @@ def test_normalisations_that_onnxruntime_puts_into_the_default_domain(tmp_path: 
 
 
 def test_a_wrong_mask_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.frontends.onnx import microsoft
+    from penstock.frontends.onnx.rules import microsoft
 
     signature, body = next(row for row in ROWS if "Attention<num_heads = 2>(x, w, b, m)" in row[1])
     path, feeds = _model(tmp_path / "mini.onnx", signature, body)

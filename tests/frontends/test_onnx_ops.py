@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.frontends.onnx import draws, import_onnx, quantised, sequences
+from penstock.frontends.onnx import import_onnx
 from penstock.frontends.onnx.node import OnnxNode
+from penstock.frontends.onnx.rules import draws, quantised, sequences
 from penstock.frontends.onnx.table import RULES
 from penstock.ir.ops import OPS
 

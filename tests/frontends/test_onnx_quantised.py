@@ -10,7 +10,8 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from penstock.frontends.onnx import import_onnx, quantised
+from penstock.frontends.onnx import import_onnx
+from penstock.frontends.onnx.rules import quantised
 from penstock.ir.interpreter.interpreter import DictStore, run_graph
 from penstock.support.errors import UnsupportedModel
 

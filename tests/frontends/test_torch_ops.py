@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.frontends.torch import calls, draws, import_torch
+from penstock.frontends.torch import calls, import_torch
 from penstock.frontends.torch.arrays import array_of
 from penstock.frontends.torch.node import Rule
+from penstock.frontends.torch.rules import draws
 from penstock.frontends.torch.table import RULES
 from penstock.support.errors import UnsupportedModel
 

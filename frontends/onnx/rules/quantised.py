@@ -15,13 +15,13 @@ from math import prod
 from penstock.frontends.formulas.elementwise import between, limits_of, widened
 from penstock.frontends.formulas.layout import axis_of, cut, expand, reshape
 from penstock.frontends.formulas.products import product
+from penstock.frontends.onnx.node import OnnxNode, Result, Rule
+from penstock.frontends.onnx.source import our_dtype
 from penstock.frontends.writer import Refused
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS, INTS
 
 from .neural import kernel_of, window_of
-from .node import OnnxNode, Result, Rule
-from .source import our_dtype
 
 # Integers up to here are exact in f32.
 _EXACT = 1 << 24

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from penstock.frontends.formulas.layout import reshape
 from penstock.frontends.formulas.products import product, scaled_sum
-
-from .node import Result, Rule, TorchNode
+from penstock.frontends.torch.node import Result, Rule, TorchNode
 
 
 def _linear(n: TorchNode) -> Result:

@@ -15,10 +15,9 @@ from penstock.frontends.formulas.elementwise import limits_of, root
 from penstock.frontends.formulas.layout import axis_of, reshape
 from penstock.frontends.formulas.resizing import pick
 from penstock.frontends.formulas.scans import flipped, product_over
+from penstock.frontends.onnx.node import OnnxNode, Result, Rule
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
-
-from .node import OnnxNode, Result, Rule
 
 
 def _axes(n: OnnxNode) -> tuple[int, ...] | None:

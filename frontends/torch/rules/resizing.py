@@ -6,8 +6,7 @@ import torch
 
 from penstock.frontends.formulas.resizing import pick, resample, taps_of
 from penstock.frontends.formulas.sampling import grid_sample
-
-from .node import Result, Rule, TorchNode
+from penstock.frontends.torch.node import Result, Rule, TorchNode
 
 
 def nearest(r: int) -> Rule:

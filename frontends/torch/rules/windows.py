@@ -18,9 +18,8 @@ from penstock.frontends.formulas.windows import (
     transposed_sizes,
     window,
 )
+from penstock.frontends.torch.node import Absent, Result, Rule, TorchNode
 from penstock.ir.graph import Value
-
-from .node import Absent, Result, Rule, TorchNode
 
 
 def _spread(numbers: Sequence[int], r: int, default: int = 1) -> tuple[int, ...]:

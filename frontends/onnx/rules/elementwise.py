@@ -32,12 +32,11 @@ from penstock.frontends.formulas.elementwise import (
     tan,
 )
 from penstock.frontends.formulas.layout import reshape
+from penstock.frontends.onnx.node import OnnxNode, Result, Rule
+from penstock.frontends.onnx.source import our_dtype
 from penstock.frontends.writer import Refused
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
-
-from .node import OnnxNode, Result, Rule
-from .source import our_dtype
 
 
 def same(kind: str) -> Rule:

@@ -13,10 +13,10 @@ import numpy as np
 
 from penstock.frontends.formulas.elementwise import positive, root
 from penstock.frontends.formulas.layout import reshape, transpose
+from penstock.frontends.torch.node import Result, Rule, TorchNode
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from .node import Result, Rule, TorchNode
 from .reductions import length
 
 

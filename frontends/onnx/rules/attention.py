@@ -25,9 +25,8 @@ from penstock.frontends.formulas.attention import (
 )
 from penstock.frontends.formulas.elementwise import widened
 from penstock.frontends.formulas.layout import reshape
+from penstock.frontends.onnx.node import OnnxNode, Result, Rule
 from penstock.ir.graph import Value
-
-from .node import OnnxNode, Result, Rule
 
 # Positions of LinearAttention, each of which is half a dozen operations.
 MOST_POSITIONS = 512

@@ -8,10 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.frontends.formulas.layout import axis_of, concat, cut, reshape, stack
+from penstock.frontends.onnx.node import OnnxNode, Result, Rule
+from penstock.frontends.onnx.tensors import Empty, KnownTensor, Tensor, TensorList
 from penstock.frontends.writer import Refused
-
-from .node import OnnxNode, Result, Rule
-from .tensors import Empty, KnownTensor, Tensor, TensorList
 
 
 def _list(n: OnnxNode) -> list[Tensor]:

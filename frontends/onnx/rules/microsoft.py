@@ -15,10 +15,10 @@ from penstock.frontends.formulas.attention import capped, hide, join_heads, repe
 from penstock.frontends.formulas.elementwise import between, hard_sigmoid, leaky
 from penstock.frontends.formulas.layout import cut, reshape, triangle
 from penstock.frontends.formulas.norms import rms_norm
+from penstock.frontends.onnx.node import OnnxNode, Result, Rule
 from penstock.ir.graph import Value
 
 from . import layout, neural
-from .node import OnnxNode, Result, Rule
 
 # ---------------------------------------------------------------------------------------- activations and normalisation
 

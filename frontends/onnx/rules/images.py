@@ -29,10 +29,10 @@ from penstock.frontends.formulas.sampling import (
     read_between,
     zeros_outside,
 )
+from penstock.frontends.onnx.node import OnnxNode, Result, Rule
 from penstock.ir.graph import Value
 
 from .neural import kernel_of
-from .node import OnnxNode, Result, Rule
 
 # ---------------------------------------------------------------------------------------- resizing
 

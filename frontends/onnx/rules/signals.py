@@ -7,8 +7,7 @@ import numpy as np
 from penstock.frontends.formulas.contractions import determinant, einsum
 from penstock.frontends.formulas.layout import axis_of, reshape
 from penstock.frontends.formulas.signals import fourier
-
-from .node import OnnxNode, Result, Rule
+from penstock.frontends.onnx.node import OnnxNode, Result, Rule
 
 
 def _dft(n: OnnxNode) -> Result:

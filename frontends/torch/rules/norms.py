@@ -10,10 +10,9 @@ import torch
 
 from penstock.frontends.formulas.layout import axis_of, reshape
 from penstock.frontends.formulas.norms import batch_norm, grouped_norm, moved, rms_norm, scaled
+from penstock.frontends.torch.node import Absent, Result, Rule, TorchNode
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
-
-from .node import Absent, Result, Rule, TorchNode
 
 
 def row(kind: str) -> Rule:

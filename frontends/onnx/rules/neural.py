@@ -1,4 +1,4 @@
-"""ONNX operators of neural networks: products, convolutions, softmax and normalisation."""
+"""ONNX operators of neural networks: products, convolutions, softmax, normalisation and losses over classes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from math import ceil, floor, prod
 
 from penstock.frontends.formulas.elementwise import power, root
 from penstock.frontends.formulas.layout import axis_of, expand, reshape
+from penstock.frontends.formulas.losses import negative_log_likelihood
 from penstock.frontends.formulas.norms import batch_norm, grouped_norm, moved, rms_norm, scaled
 from penstock.frontends.formulas.products import product, scaled_sum
 from penstock.frontends.formulas.windows import PaddedWindow, reach, transposed_sizes, window
+from penstock.frontends.onnx.node import OnnxNode, Result, Rule
 from penstock.ir.graph import Value
-
-from .node import OnnxNode, Result, Rule
 
 # ---------------------------------------------------------------------------------------- products
 
@@ -256,6 +256,18 @@ def _hardmax(n: OnnxNode) -> Result:
     return reshape(n, n.emit("cast", n.emit("equal", top, line), dtype=x.type.dtype), dims)
 
 
+def _loss(n: OnnxNode, logs: Value) -> Value:
+    ignored = n.int_attr("ignore_index") if n.given("ignore_index") else None
+    weight = n.value(2) if n.has(2) else None
+    return negative_log_likelihood(n, logs, n.value(1), weight, n.text_attr("reduction", "mean"), ignored)
+
+
+def _cross_entropy(n: OnnxNode) -> Result | Sequence[Result]:
+    logs = n.emit("log_softmax", n.value(0), axis=1)
+    loss = _loss(n, logs)
+    return (loss, logs) if n.wanted > 1 else loss
+
+
 RULES: dict[str, Rule] = {
     # products
     "MatMul": lambda n: product(n, n.value(0), n.value(1)),
@@ -276,4 +288,6 @@ RULES: dict[str, Rule] = {
     "LRN": _local_response,
     "LpNormalization": _lp_normalization,
     "MeanVarianceNormalization": _mean_variance,
+    "NegativeLogLikelihoodLoss": lambda n: _loss(n, n.value(0)),
+    "SoftmaxCrossEntropyLoss": _cross_entropy,
 }

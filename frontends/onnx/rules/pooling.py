@@ -10,10 +10,10 @@ import numpy as np
 from penstock.frontends.formulas.elementwise import power, root
 from penstock.frontends.formulas.layout import cut, reshape
 from penstock.frontends.formulas.windows import PaddedWindow, average, largest_places, plane_places
+from penstock.frontends.onnx.node import OnnxNode, Result, Rule
 from penstock.ir.graph import Value
 
 from .neural import window_of
-from .node import OnnxNode, Result, Rule
 
 
 def _max_pool(n: OnnxNode) -> Result | Sequence[Result]:

@@ -16,9 +16,8 @@ from penstock.frontends.formulas.recurrent import (
     unroll,
     without_hidden,
 )
+from penstock.frontends.torch.node import Result, Rule, TorchNode
 from penstock.ir.graph import Value
-
-from .node import Result, Rule, TorchNode
 
 # Makes the cell of a direction from its recurrent weight and recurrent bias. Also returns the part of that bias that is
 # added to the inputs in advance.

@@ -13,10 +13,9 @@ import torch
 
 from penstock.frontends.formulas.indexing import from_the_front, positions, scatter_extreme
 from penstock.frontends.formulas.layout import axis_of, cut, expand, reshape, transpose
+from penstock.frontends.torch.node import KnownElements, Result, Rule, TorchNode
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
-
-from .node import KnownElements, Result, Rule, TorchNode
 
 
 def _index_select(n: TorchNode) -> Result:

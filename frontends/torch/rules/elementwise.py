@@ -40,10 +40,9 @@ from penstock.frontends.formulas.elementwise import (
     truncate,
     with_sign,
 )
+from penstock.frontends.torch.node import KnownElements, Result, Rule, TorchNode
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
-
-from .node import KnownElements, Result, Rule, TorchNode
 
 # ---------------------------------------------------------------------------------------- one operand
 

@@ -16,9 +16,8 @@ from penstock.frontends.formulas.recurrent import (
     unroll,
     without_hidden,
 )
+from penstock.frontends.onnx.node import OnnxNode, Result, Rule
 from penstock.ir.graph import Value
-
-from .node import OnnxNode, Result, Rule
 
 # The most steps of one layer: a file of a few bytes can ask for any number.
 MOST_STEPS = 1024

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from penstock.frontends.formulas.draws import dropout, normal, uniform
-
-from .node import OnnxNode, Result, Rule
-from .source import our_dtype
+from penstock.frontends.onnx.node import OnnxNode, Result, Rule
+from penstock.frontends.onnx.source import our_dtype
 
 
 def _target(n: OnnxNode) -> tuple[tuple[int, ...], str]:

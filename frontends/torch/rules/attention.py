@@ -7,11 +7,10 @@ from math import prod, sqrt
 from penstock.frontends.formulas.attention import at_least_finite, hide, repeat_heads, sees_nothing
 from penstock.frontends.formulas.draws import dropout
 from penstock.frontends.formulas.layout import expand, reshape, triangle
+from penstock.frontends.torch.arrays import array_of
+from penstock.frontends.torch.node import Result, Rule, TorchNode
 from penstock.ir.graph import Value
 from penstock.ir.types import broadcast_shapes
-
-from .arrays import array_of
-from .node import Result, Rule, TorchNode
 
 
 def _four(n: TorchNode, x: Value, lead: tuple[int, ...]) -> Value:

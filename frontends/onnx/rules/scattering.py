@@ -8,9 +8,8 @@ from penstock.frontends.formulas.elementwise import limits_of
 from penstock.frontends.formulas.indexing import entries, from_the_front, positions
 from penstock.frontends.formulas.layout import axis_of, reshape, transpose
 from penstock.frontends.formulas.scans import flipped, product_over
+from penstock.frontends.onnx.node import OnnxNode, Result, Rule
 from penstock.ir.graph import Value
-
-from .node import OnnxNode, Result, Rule
 
 # The most comparisons of every place with every index.
 MOST_COMPARED = 1 << 26

@@ -7,9 +7,8 @@ from itertools import pairwise
 import torch
 
 from penstock.frontends.formulas.layout import reshape
+from penstock.frontends.torch.node import Absent, KnownElements, Result, Rule, TorchNode
 from penstock.ir.graph import Value
-
-from .node import Absent, KnownElements, Result, Rule, TorchNode
 
 
 def _embedding_bag(n: TorchNode) -> Result:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 
 from penstock.frontends.formulas import draws
+from penstock.frontends.torch.node import Result, Rule, TorchNode
 from penstock.ir.graph import Value
-
-from .node import Result, Rule, TorchNode
 
 
 def _dims(n: TorchNode) -> tuple[int, ...]:

@@ -7,11 +7,11 @@ from math import inf, prod
 from penstock.frontends.formulas.elementwise import power, root
 from penstock.frontends.formulas.layout import axis_of, reshape
 from penstock.frontends.formulas.scans import cumulative_product, flipped, product_over
+from penstock.frontends.torch.node import Result, Rule, TorchNode
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
 from .elementwise import truth
-from .node import Result, Rule, TorchNode
 
 
 def axes_of(n: TorchNode) -> tuple[int, ...]:

@@ -19,10 +19,9 @@ from penstock.frontends.formulas.layout import (
     tile,
     transpose,
 )
+from penstock.frontends.torch.node import Result, Rule, TorchNode
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS, broadcast_shapes
-
-from .node import Result, Rule, TorchNode
 
 # ---------------------------------------------------------------------------------------- the same elements
 

@@ -12,12 +12,11 @@ import numpy as np
 import onnx
 
 from penstock.frontends.formulas.layout import axis_of, cut, cut_negative, reshape, tile, transpose, triangle
+from penstock.frontends.onnx.node import MOST_MADE, OnnxNode, Result, Rule
+from penstock.frontends.onnx.source import our_dtype
 from penstock.frontends.writer import Refused
 from penstock.ir.graph import Value
 from penstock.ir.types import broadcast_shapes, dtype_of, numpy_dtype
-
-from .node import MOST_MADE, OnnxNode, Result, Rule
-from .source import our_dtype
 
 
 def reshaped(n: OnnxNode, shape: Sequence[int]) -> Result:

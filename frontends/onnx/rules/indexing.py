@@ -10,8 +10,7 @@ import numpy as np
 from penstock.frontends.formulas.indexing import entries, from_the_front, positions
 from penstock.frontends.formulas.layout import axis_of, cut, entry, reshape
 from penstock.frontends.formulas.scans import cumulative_product
-
-from .node import OnnxNode, Result, Rule
+from penstock.frontends.onnx.node import OnnxNode, Result, Rule
 
 
 def _gather(n: OnnxNode) -> Result:

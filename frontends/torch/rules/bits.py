@@ -7,9 +7,8 @@ becomes 0, or -1 where its sign moves in.
 from __future__ import annotations
 
 from penstock.frontends.formulas.elementwise import inverted
+from penstock.frontends.torch.node import Result, Rule, TorchNode
 from penstock.ir.types import numpy_dtype
-
-from .node import Result, Rule, TorchNode
 
 
 def bitwise(kind: str) -> Rule:
