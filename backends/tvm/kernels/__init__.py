@@ -1,8 +1,14 @@
-"""Kernel generators: each turns one group of operations into one TIR function with loops chosen by formula, not by tuning.
+"""Kernel generators: each turns a group of operations into one TIR function, with loops chosen by formula, not by
+tuning.
 
-emit, functions, elements, body     the tools: statements, elementary functions, meaning of one element, parameters and fusion
-turn                                transpositions, in place of the loops of elementwise
-elementwise, gemm, attention, conv, rows, reduce, scan, select, lookup, windows     one file per family of main operations
+  emit, functions, elements     the tools: statements, elementary functions, the rules for one element
+  body                          parameters of a kernel, and the fusion of a prologue and an epilogue
+  sweep, loops                  the interface to the loops of other devices
+  register_tile, transpose      tiles of accumulators, blocks transposed in registers
+  turn                          stored transpositions, in place of the loops of elementwise
+
+Each family of main operations has a file of its own: elementwise, gemm, attention, conv, rows, reduce, scan, select,
+lookup, windows.
 """
 
 from __future__ import annotations
@@ -62,7 +68,7 @@ MAIN: dict[str, Callable[[Body, Op], None]] = {
 WITH_SUMS = ("layer_norm_grad",)
 
 
-# What comes out of nothing: the element of a result that is not empty although an operand is.
+# The element of a result that is not empty although an operand is.
 _OF_NOTHING = {
     **dict.fromkeys(
         ("matmul", "conv", "conv_grad_input", "conv_grad_weight", "gather_grad", "sum", "layer_norm_grad_weight"), 0.0
@@ -71,17 +77,17 @@ _OF_NOTHING = {
 }
 
 
-# These have something to do although an operand is empty.
+# These do some work although an operand is empty.
 _ALSO_EMPTY = ("concat", "scatter")
 
 
 def _emit_of_nothing(body: Body, op: Op) -> None:
-    """The results of an operation with an empty operand: each element is the same."""
+    """Emit the results of an operation with an empty operand: each element is the same."""
     full = [v for v in op.outs if v.type.size]
     if full:
         element = literal(_OF_NOTHING[op.kind], full[0].type.dtype)
         dims = full[0].type.dims
-        # What stands behind may look at coordinates.
+        # The epilogue may look at coordinates.
         merged = body.merged_from(dims, [o for o in body.group.ops if o is not op])
 
         def point(index: Index) -> None:
@@ -96,7 +102,7 @@ IN_PARTS = ("attention_grad",)
 
 
 def generate(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
-    """The kernel of a group; NotOneKernel when it needs several."""
+    """Generate the kernel of a group; raise NotOneKernel when it needs several."""
     body = Body(group, machine)
     emit_group(body, MAIN)
     kernel = body.kernel()
@@ -106,7 +112,7 @@ def generate(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
 
 
 def _packing_function(group: Fusion, machine: TargetMachine) -> object:
-    """What fills the packed operand: the same generator, up to where it has filled it."""
+    """Emit the function that fills the packed operand, by the same generator, up to where it has filled it."""
     try:
         emit_group(Body(group, machine, only_packing=True), MAIN)
     except PackingEmitted as emitted:
@@ -115,7 +121,7 @@ def _packing_function(group: Fusion, machine: TargetMachine) -> object:
 
 
 def emit_group(body: Body, generators: Mapping[str, Callable[[Any, Op], None]]) -> None:
-    """The loops of a group, by the generator of its main operation."""
+    """Emit the loops of a group by the generator of its main operation."""
     main = [op for op in body.group.ops if op.kind in MAIN]
     if main and main[0].kind in IN_PARTS:
         # The parts of a concatenation are stored where they are computed.
@@ -140,7 +146,7 @@ def emit_group(body: Body, generators: Mapping[str, Callable[[Any, Op], None]]) 
 
 
 def generate_effect(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
-    """The kernel of a state operation on its own."""
+    """Generate the kernel of a state operation on its own."""
     body = Body(group, machine)
     elementwise.emit_effect(body, group.ops[0])
     return body.kernel()

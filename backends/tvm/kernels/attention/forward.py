@@ -1,4 +1,4 @@
-"""Attention in one kernel: softmax(scale * q k^T + mask) v, without ever holding all scores.
+"""Attention in one kernel, softmax(scale * q k^T + mask) v, which never holds all scores.
 
 In: an attention operation. Out: loops
 
@@ -10,8 +10,9 @@ In: an attention operation. Out: loops
           for row:                               e^(score - largest), and their sum
           for tile of queries:                   sums of shares times v; `Body.finish` after the last block of keys
 
-Up to `_KEYS` keys are one block: then nothing is rescaled. Beyond, sums of earlier blocks are scaled by e^(old largest - new largest).
-What limits: the two products; e^x takes a tenth of their time. A block of scores and a head's k and v should fit into a second cache.
+Up to `_KEYS` keys are one block: then nothing is rescaled. Beyond, sums of earlier blocks are scaled by e^(old largest
+- new largest). The two products take the time; e^x takes a tenth of it. A block of scores and a head's k and v
+should fit into a second cache.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _MOST_ROWS = 48
 
 
 def emit_attention(body: Body, op: Op) -> None:
-    over_heads(body, op, op.ins[:3], 8, lambda sizes, lead: _Head(body, op, sizes, lead).run())
+    over_heads(body, op, op.ins[:3], 8, lambda sizes, lead: _AttentionHead(body, op, sizes, lead).run())
 
 
-class _Head:
-    """One head of one batch entry."""
+class _AttentionHead:
+    """Emits one head of one batch entry."""
 
     def __init__(self, body: Body, op: Op, sizes: AttentionSizes, lead: Index) -> None:
         self.body, self.op, self.s, self.lead, self.emit = body, op, sizes, lead, body.emit
@@ -83,7 +84,7 @@ class _Head:
             self._block(first, count)
 
     def _block(self, first: Expr, count: int | Expr) -> None:
-        """Some tiles of queries, from row `first` on."""
+        """Emit some tiles of queries, from row `first` on."""
         s, emit = self.s, self.emit
         q = self.op.ins[0]
         factor = literal(scale_of(self.op) * LOG2E, self.dtype)
@@ -119,7 +120,7 @@ class _Head:
         with emit.loop(panels, SERIAL, "p") as p, emit.loop(count, SERIAL, "t") as t, self.body.point():
             row = first + t * rows
             key = first_key + p * s.width
-            tiles.panel(row, key, _Tile(self, t, t * (rows * self.stride) + p * s.width, row, key))
+            tiles.panel(row, key, _ScoreTile(self, t, t * (rows * self.stride) + p * s.width, row, key))
         with emit.loop(count, SERIAL, "t") as t, self.body.point():
             length = self._length(first + t * rows, first_key, last)
             with emit.loop(rows, SERIAL, "r") as r, self.body.point():
@@ -131,7 +132,7 @@ class _Head:
                     self._result(first, t, start, length, first_key, last)
 
     def _length(self, row: Expr, first_key: Expr, last: Expr | None) -> int | Expr:
-        """Keys of this block that a tile of rows looks at, in whole vectors."""
+        """Return the keys of this block that a tile of rows looks at, in whole vectors."""
         s = self.s
         seen = self.tiles.visible(row)
         if isinstance(seen, int) and last is None:
@@ -143,7 +144,7 @@ class _Head:
     # ------------------------------------------------------------------------------ the three steps
 
     def _shares(self, row: Expr, length: int | Expr, last: Expr | None) -> None:
-        """e^(score - largest) of one row, and their sum."""
+        """Compute e^(score - largest) of one row, and their sum."""
         s, emit, tiles = self.s, self.emit, self.tiles
         accumulator = emit.alloc(s.lanes, self.dtype, "fold")
         tiles.store(accumulator, zero(), tiles.load(self.tops, row * s.lanes))
@@ -167,7 +168,7 @@ class _Head:
         emit.store(self.total, total, row)
 
     def _result(self, first: Expr, t: Expr, start: int, length: int | Expr, first_key: Expr, last: Expr | None) -> None:
-        """A tile of results: shares times values, divided by the sum of shares."""
+        """Emit a tile of results: shares times values, divided by the sum of shares."""
         s, emit, tiles = self.s, self.emit, self.tiles
         width = min(self.value_width - start, s.width)
         vectors = width // s.lanes
@@ -211,7 +212,7 @@ class _Head:
                 continue
             with emit.when(row + r < s.queries), self.body.point():
                 top = emit.bind(tirx.BufferLoad(self.top, [at]), "top")
-                # Where the mask hides a whole row, exactly the lowest number.
+                # A row that the mask hides as a whole gets exactly the lowest number.
                 top = tirx.Select(
                     top < tiles.constant(bottom / 2), tiles.constant(bottom), top * tiles.constant(1 / LOG2E)
                 )
@@ -225,10 +226,11 @@ class _Head:
 
 
 @dataclass(frozen=True)
-class _Tile:
-    """A tile of queries and a panel of keys: which tile of the block, where its scores are in scratch, its first row and key."""
+class _ScoreTile:
+    """A tile of queries times a panel of keys: its number in the block, the place of its scores in scratch, its first
+    row and key."""
 
-    head: _Head
+    head: _AttentionHead
     t: Expr
     at: Expr
     row: Expr
@@ -241,7 +243,8 @@ class _Tile:
         self._scores(vectors, whole=False)
 
     def _scores(self, vectors: int, *, whole: bool) -> None:
-        """A tile of scores into scratch; if it is whole, the largest so far of each of its rows too, lane by lane."""
+        """Store a tile of scores in scratch; if it is whole, also the largest so far of each of its rows, lane by
+        lane."""
         head, t, at, key = self.head, self.t, self.at, self.key
         s, emit, tiles = head.s, head.emit, head.tiles
         panel = tirx.floordiv(key, s.width) * (s.depth * s.width)
@@ -267,7 +270,7 @@ class _Tile:
                     emit.store(head.tops, top, beside)
 
     def after(self, vectors: int | Expr) -> None:
-        """In a tile that is not whole: no score for keys that are not seen, and the largest so far."""
+        """Mask the keys that rows of a partial tile do not see, and take the largest score so far."""
         head, t, at, key = self.head, self.t, self.at, self.key
         s, emit, tiles = head.s, head.emit, head.tiles
         with emit.loop(s.rows, SERIAL, "r") as r, head.body.point():

@@ -1,4 +1,5 @@
-"""Gradients of attention in one kernel. The shares are computed again, block by block, from the largest score and the sum of every row.
+"""Gradients of attention in one kernel, which computes the shares again, block by block, from the largest score and the
+sum of every row.
 
 In: an attention_grad operation (dy, q, k, v, y, largest, sum). Out: with share = e^(score - largest) / sum
 and slope = share * (dy v^T - sum(dy * y)),
@@ -13,9 +14,9 @@ and slope = share * (dy v^T - sum(dy * y)),
         store dk and dv
       store dq
 
-Each gradient is stored where it is wanted: through reshapes and transpositions, and into its part of a concatenation (`Body.finish_part`).
-What limits: five products. A block is small enough for its shares, slopes and operands to stay in a second cache; sums that do not fit into
-registers go to memory once per block.
+Each gradient is stored in its final place: through reshapes and transpositions, and into its part of a concatenation
+(`Body.finish_part`). Five products take the time. A block is small enough for its shares, slopes and operands to stay
+in a second cache; sums that do not fit into registers go to memory once per block.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _LINE_BYTES = 64
 
 
 def emit_attention_grad(body: Body, op: Op) -> None:
-    over_heads(body, op, op.ins[1:4], 4, lambda sizes, lead: _Head(body, op, sizes, lead).run())
+    over_heads(body, op, op.ins[1:4], 4, lambda sizes, lead: _GradientHead(body, op, sizes, lead).run())
 
 
-class _Head:
-    """One head of one batch entry."""
+class _GradientHead:
+    """Emits one head of one batch entry."""
 
     def __init__(self, body: Body, op: Op, sizes: AttentionSizes, lead: Index) -> None:
         self.body, self.op, self.s, self.lead, self.emit = body, op, sizes, lead, body.emit
@@ -106,7 +107,8 @@ class _Head:
                         self.body.finish_part(self.op.outs[which], literal(0, self.dtype), (*lead, t + s.keys, d))
 
     def _statistics(self) -> None:
-        """Per row: the largest score in units of log 2, 1 / sum, and sum(dy * y). Rows that do not exist get no share."""
+        """Compute, per row, the largest score in units of log 2, 1 / sum, and sum(dy * y). Rows that do not exist get
+        no share."""
         s, emit, tiles, body = self.s, self.emit, self.tiles, self.body
         y, top_in, total_in = self.op.ins[4:7]
         self.top = emit.alloc(self.all_rows, self.dtype, "top")
@@ -138,7 +140,7 @@ class _Head:
     # ------------------------------------------------------------------------------ one block
 
     def _block(self, first: Expr, count: int | Expr, first_key: Expr, last: Expr) -> None:
-        """Some tiles of queries and a block of keys; `last` holds if no other queries look at these keys."""
+        """Emit some tiles of queries and a block of keys; `last` holds if no other queries look at these keys."""
         s, emit, tiles = self.s, self.emit, self.tiles
         rows = s.rows
         seen = tiles.visible(first + (count - 1) * rows)
@@ -149,20 +151,20 @@ class _Head:
         with emit.loop(panels, SERIAL, "p") as p, emit.loop(count, SERIAL, "t") as t, self.body.point():
             row = first + t * rows
             key = first_key + p * s.width
-            tiles.panel(row, key, _Tile(self, t * (rows * self.stride) + p * s.width, row, key))
+            tiles.panel(row, key, _GradientTile(self, t * (rows * self.stride) + p * s.width, row, key))
         with emit.loop(tirx.floordiv(here + (rows - 1), rows), SERIAL, "t") as t, self.body.point():
             # Rows before the tile's first key do not see it.
             skipped = emit.bind(tirx.max(first_key + t * rows - first, 0), "skip") if s.causal else 0
             length = count * rows - skipped
             with emit.when(last), self.body.point():
-                self._ask_for(1, first_key + t * rows, s.depth)
-                self._ask_for(2, first_key + t * rows, s.value_depth)
+                self._prefetch(1, first_key + t * rows, s.depth)
+                self._prefetch(2, first_key + t * rows, s.value_depth)
             self._keys_part(self.dv, self.value_depth, self.shares, self.dy, t, first, skipped, length)
             self._keys_part(self.dk, self.depth, self.slopes, self.q, t, first, skipped, length)
         with emit.loop(count, SERIAL, "t") as t, self.body.point():
             row = first + t * rows
             with emit.when(seen <= first_key + self.block_keys), self.body.point():
-                self._ask_for(0, row, s.depth)
+                self._prefetch(0, row, s.depth)
             looked = smaller(tiles.visible(row) - first_key, self.block_keys)
             if s.causal:
                 looked = tirx.max(looked, 0)
@@ -172,7 +174,7 @@ class _Head:
                     self._queries_part(t, row, first_key, start, length)
 
     def _queries_part(self, t: Expr, row: Expr, first_key: Expr, start: int, length: Expr) -> None:
-        """dq[query] += sum over keys of slope[query, key] * k[key], for a tile of queries and some columns."""
+        """Add dq[query] += sum over keys of slope[query, key] * k[key], for a tile of queries and some columns."""
         s, tiles = self.s, self.tiles
         self._add(
             self.dq,
@@ -196,7 +198,7 @@ class _Head:
         skipped: int | Expr,
         length: int | Expr,
     ) -> None:
-        """target[key] += sum over rows of left[row, key] * right[row], for a tile of keys."""
+        """Add target[key] += sum over rows of left[row, key] * right[row], for a tile of keys."""
         s, tiles = self.s, self.tiles
 
         def columns(start: int) -> None:
@@ -226,7 +228,7 @@ class _Head:
         line: Callable[[int, Expr], Expr],
         unrolled: int,
     ) -> None:
-        """A tile of `target` from a row and column on, plus sums of a * line."""
+        """Add sums of a * line to a tile of `target` from a row and column on."""
         s, tiles = self.s, self.tiles
         vectors = min(depth - start, s.width) // s.lanes
 
@@ -240,9 +242,9 @@ class _Head:
             for v in range(vectors):
                 tiles.store(target, place(r, v), tiles.load(acc, literal(v * s.lanes, "i32")))
 
-    def _ask_for(self, which: int, row: Expr, columns: int) -> None:
-        """A hint for the memory of a tile of results, which is written soon: rows of a head are short and far apart, so that the processor
-        does not see them coming."""
+    def _prefetch(self, which: int, row: Expr, columns: int) -> None:
+        """Prefetch the memory of a tile of results. Rows of a head are short and far apart, so the processor does not
+        predict them."""
         line = _LINE_BYTES // ITEM_BYTES[self.dtype]
         for r in range(self.s.rows):
             for c in range(0, columns, line):
@@ -265,16 +267,16 @@ class _Head:
 
 
 @dataclass(frozen=True)
-class _Tile:
-    """A tile of queries and a panel of keys: where its shares and slopes are in scratch, its first row and key."""
+class _GradientTile:
+    """A tile of queries times a panel of keys: the place of its shares and slopes in scratch, its first row and key."""
 
-    head: _Head
+    head: _GradientHead
     at: Expr
     row: Expr
     key: Expr
 
     def _products(self, vectors: int, *, slopes: bool) -> list[Buffer]:
-        """A tile of q k^T, or for slopes of dy v^T."""
+        """Compute a tile of q k^T, or of dy v^T for slopes."""
         head, row, key = self.head, self.row, self.key
         s, tiles = head.s, head.tiles
         operand, stride, turned, depth = (
@@ -291,7 +293,7 @@ class _Tile:
         )
 
     def _score(self, x: Expr, place: Expr) -> Expr:
-        """q k as a score in units of log 2; the scratch holds what the mask adds."""
+        """Return q k as a score in units of log 2; the scratch holds the mask's part."""
         x = x * literal(scale_of(self.head.op) * LOG2E, self.head.dtype)
         return x + tirx.BufferLoad(self.head.shares, [place]) if self.head.mask is not None else x
 
@@ -305,7 +307,7 @@ class _Tile:
         return slope * tirx.BufferLoad(self.head.live, [row]) if self.head.live is not None else slope
 
     def whole(self) -> None:
-        """A tile of shares and slopes, all of which are seen: computed while the products stand in registers."""
+        """Compute a tile of shares and slopes that every row sees, while the products stand in registers."""
         head, at, row = self.head, self.at, self.row
         s, tiles = head.s, head.tiles
         for slopes in (False, True):
@@ -322,7 +324,7 @@ class _Tile:
                             head.emit.store(head.shares, self._share(row + r, self._score(x, place)), place)
 
     def part(self, vectors: int) -> None:
-        """A tile of scores and of products dy v^T."""
+        """Store a tile of scores and of products dy v^T."""
         head, at = self.head, self.at
         s, tiles = head.s, head.tiles
         for slopes in (False, True):
@@ -336,7 +338,7 @@ class _Tile:
                         )
 
     def after(self, vectors: int | Expr) -> None:
-        """Shares and slopes of such a tile."""
+        """Turn the stored scores and products of a tile into shares and slopes."""
         head, at, row, key = self.head, self.at, self.row, self.key
         s, emit, tiles = head.s, head.emit, head.tiles
         with emit.loop(s.rows, SERIAL, "r") as r, head.body.point():

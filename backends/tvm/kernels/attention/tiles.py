@@ -1,11 +1,12 @@
-"""What the attention kernels are made of: tiles of sums in registers, operands packed once per head, and which tiles are needed.
+"""Building blocks of the attention kernels: register tiles of sums, packing of operands per head, and the choice of
+tiles.
 
 In: accessors into q, k, v and gradients, which read through any layout operation. Out: statements.
 
-A tile is `rows` rows by up to `vectors` vectors: sum over k of a(row, k) * line(k), where a line is a row of a packed operand. Scores are
-computed in panels of `width` keys, from keys that were turned so that a line runs along keys. Of a panel, a tile of rows needs everything
-(every row sees every key), some vectors, in which every key is tested, or nothing: what lies behind the diagonal of a causal attention is
-not computed, but for the rest of a vector.
+A tile is `rows` rows by up to `vectors` vectors: sum over k of a(row, k) * line(k), where a line is a row of a packed
+operand. Scores are computed in panels of `width` keys, from keys that were turned so that a line runs along keys. A
+tile of rows needs all of a panel (every row sees every key), some vectors of it, in which every key is tested, or
+nothing. Behind the diagonal of a causal attention nothing is computed but the end of a vector.
 
 Scores are kept in units of log 2, so that shares are powers of two; the factor is part of the scale.
 """
@@ -22,7 +23,7 @@ from tvm import tirx
 
 from penstock.backends.tvm.kernels.product.gemm import contiguous
 from penstock.backends.tvm.kernels.tools.body import Body, NotOneKernel, parallel_if
-from penstock.backends.tvm.kernels.tools.elements import Index, broadcast_index, number, unravel, zero
+from penstock.backends.tvm.kernels.tools.elements import Index, bound_index, broadcast_index, number, zero
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, compute_dtype, literal
 from penstock.backends.tvm.kernels.tools.transpose import transpose_block
 from penstock.ir.graph import Op, Value
@@ -35,13 +36,14 @@ _UNROLLED = 4
 
 
 def lowest(dtype: str) -> float:
-    """The lowest finite number: the score of what a mask hides."""
+    """Return the lowest finite number, the score of a key that a mask hides."""
     return -float.fromhex("0x1.fffffep127") if dtype == "f32" else -float.fromhex("0x1.fffffffffffffp1023")
 
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Of one attention, and of the tiles for it. `depth` is that of q and k, `value_depth` that of v; the padded ones fill vectors."""
+    """The sizes of one attention and of its tiles. `depth` is that of q and k, `value_depth` that of v; padded sizes
+    fill vectors."""
 
     batch: tuple[int, ...]
     queries: int
@@ -84,8 +86,8 @@ def sizes_of(body: Body, op: Op, q: Value, k: Value, v: Value) -> AttentionSizes
 def over_heads(
     body: Body, op: Op, operands: Sequence[Value], ease: int, head: Callable[[AttentionSizes, Index], None]
 ) -> None:
-    """`head` for every head of every batch entry, shared out among threads; `operands` are q, k and v. A multiplication and an addition
-    take 1 / `ease` of what loops count as work."""
+    """Call `head` for every head of every batch entry, shared out among threads; `operands` are q, k and v. A
+    multiplication and an addition take 1 / `ease` of what loops count as work."""
     if body.loops is not None:
         raise NotOneKernel(f"{op.kind} has loops for CPUs only")
     q, k, v = operands
@@ -94,8 +96,7 @@ def over_heads(
     sizes = sizes_of(body, op, q, k, v)
     work = math.prod(sizes.batch) * sizes.queries * sizes.keys * (sizes.depth + sizes.value_depth)
     with body.emit.loop(math.prod(sizes.batch), parallel_if(body.machine, work // ease), "b") as b, body.point():
-        lead = tuple(body.emit.bind(x, "b") if not isinstance(x, tirx.IntImm) else x for x in unravel(b, sizes.batch))
-        head(sizes, lead)
+        head(sizes, bound_index(body.emit, b, sizes.batch, "b"))
 
 
 def scale_of(op: Op) -> float:
@@ -107,8 +108,8 @@ def smaller(a: Expr, b: Expr | int) -> Expr:
 
 
 class Tile(Protocol):
-    """What can be done with a tile of rows and a panel of keys: all of it, where every row sees every key, or some vectors
-    of it, after which every key is tested."""
+    """A tile of rows times a panel of keys: `whole` where every row sees every key, else `part` for some vectors, then
+    `after`, which tests every key."""
 
     def whole(self) -> None: ...
     def part(self, vectors: int) -> None: ...
@@ -116,7 +117,7 @@ class Tile(Protocol):
 
 
 class Tiles:
-    """Emits the pieces. Lengths and starts are numbers or index expressions; buffers are flat."""
+    """Emits tiles, packing and masks. Lengths and starts are numbers or index expressions; buffers are flat."""
 
     def __init__(self, body: Body, sizes: AttentionSizes, dtype: str) -> None:
         self.body, self.emit, self.s, self.dtype = body, body.emit, sizes, dtype
@@ -138,18 +139,18 @@ class Tiles:
 
     @contextmanager
     def vector(self) -> Iterator[Expr]:
-        """A vector loop, in which expressions are written for one lane."""
+        """Open a vector loop, in which expressions are written for one lane."""
         with self.emit.loop(self.s.lanes, VECTOR, "l") as lane, self.body.point():
             yield lane
 
     def fill(self, buffer: Buffer, start: Expr, count: int | Expr, value: float) -> None:
-        """A number in so many elements, whole vectors."""
+        """Store a number in `count` elements, whole vectors."""
         lanes = self.s.lanes
         with self.emit.loop(count // lanes, SERIAL, "z") as z:
             self.store(buffer, start + z * lanes, self.spread(self.constant(value)))
 
     def total(self, accumulator: Buffer, combine: Callable[[Expr, Expr], Expr]) -> Expr:
-        """A vector folded to one number."""
+        """Fold a vector to one number."""
         half = self.s.lanes
         while half > 1:
             half //= 2
@@ -170,8 +171,8 @@ class Tiles:
         start: Callable[[int, int], Expr] | None = None,
         unrolled: int = _UNROLLED,
     ) -> list[Buffer]:
-        """accumulators[row][vector] = start(row, vector) + sum over k < count of a(row, k) * line(vector, k). A count that is an expression
-        must be a multiple of `unrolled`."""
+        """Sum in registers: accumulators[row][vector] = start(row, vector) + sum over k < count of a(row, k) *
+        line(vector, k). A count that is an expression must be a multiple of `unrolled`."""
         emit, lanes = self.emit, self.s.lanes
         accumulators = [emit.alloc(vectors * lanes, self.dtype, "acc") for _ in range(self.s.rows)]
         for r, acc in enumerate(accumulators):
@@ -180,7 +181,8 @@ class Tiles:
                 self.store(acc, literal(v * lanes, "i32"), first)
 
         def step(k: Expr) -> None:
-            # The order matters: a line in registers, then row by row one value, so that few registers are live besides the sums.
+            # The order matters: a line in registers, then row by row one value, so that few registers are live besides
+            # the sums.
             row = emit.alloc(vectors * lanes, self.dtype, "line")
             for v in range(vectors):
                 self.store(row, literal(v * lanes, "i32"), line(v, k))
@@ -190,12 +192,12 @@ class Tiles:
                     at = literal(v * lanes, "i32")
                     self.store(acc, at, self.load(acc, at) + x * self.load(row, at))
 
-        turns, rest = divmod(count, unrolled) if isinstance(count, int) else (tirx.floordiv(count, unrolled), 0)
+        turns, tail = divmod(count, unrolled) if isinstance(count, int) else (tirx.floordiv(count, unrolled), 0)
         with emit.loop(turns, SERIAL, "k") as k:
             for u in range(unrolled):
                 with self.body.point():
                     step(k * unrolled + u)
-        for u in range(rest):
+        for u in range(tail):
             with self.body.point():
                 step(turns * unrolled + literal(u, "i32"))
         return accumulators
@@ -203,7 +205,7 @@ class Tiles:
     # ------------------------------------------------------------------------------ packing
 
     def rows_of(self, value: Value, lead: Index, count: int, rows: int, depth: int, factor: float = 1.0) -> Buffer:
-        """[rows, padded depth], rows from `count` on and columns from `depth` on are zero."""
+        """Pack an operand by rows, [rows, padded depth]; rows from `count` on and columns from `depth` on are zero."""
         width = self.s.padded(depth)
         packed = self.emit.alloc(rows * width, self.dtype, "rows")
         with self.emit.loop(count, SERIAL, "r") as row:
@@ -217,8 +219,8 @@ class Tiles:
         return packed
 
     def turned(self, value: Value, lead: Index, depth: int) -> Buffer:
-        """[panels, depth, width]: the keys of a panel at the same place of their vectors are
-        neighbours; keys that do not exist are zero."""
+        """Pack an operand transposed, [panels, depth, width]: the keys of a panel are neighbours; keys that do not
+        exist are zero."""
         s, emit, lanes = self.s, self.emit, self.s.lanes
         packed = emit.alloc(s.panels * depth * s.width, self.dtype, "turned")
         groups, odd = divmod(s.keys, lanes)
@@ -231,8 +233,8 @@ class Tiles:
 
         if squares:
             with emit.loop(groups, SERIAL, "g") as group, emit.loop(squares, SERIAL, "d") as d, self.body.point():
-                found = [self.body.address(value, (*lead, group * lanes + r, d * lanes)) for r in range(lanes)]
-                places = [self.body.memory(f) for f in found if f is not None]
+                addresses = [self.body.address(value, (*lead, group * lanes + r, d * lanes)) for r in range(lanes)]
+                places = [self.body.memory(address) for address in addresses if address is not None]
                 columns = transpose_block(emit, self.dtype, lanes, lanes, places[0][0], [at for _, at in places])
                 for r, column in enumerate(columns):
                     self.store(packed, base(group) + (d * lanes + r) * s.width, column)
@@ -258,15 +260,15 @@ class Tiles:
     # ------------------------------------------------------------------------------ which tiles
 
     def visible(self, first_row: Expr) -> int | Expr:
-        """Keys that some row of the tile from `first_row` on sees."""
+        """Count the keys that some row of the tile from `first_row` on sees."""
         return smaller(first_row + self.s.rows, self.s.keys) if self.s.causal else self.s.keys
 
     def seen_by(self, row: Expr) -> int | Expr:
-        """Keys that a row sees."""
+        """Count the keys that a row sees."""
         return smaller(row + 1, self.s.keys) if self.s.causal else self.s.keys
 
     def panel(self, first_row: Expr, first_key: Expr, tile: Tile) -> None:
-        """What a tile of rows needs of a panel, chosen when it runs. `first_key` is the panel's."""
+        """Emit the part of a panel that a tile of rows needs, chosen at run time. `first_key` is the panel's."""
         s, emit = self.s, self.emit
         if not s.causal:
             odd = s.keys % s.width
@@ -295,7 +297,7 @@ class Tiles:
                 tile.after(needed)
 
     def only_visible(self, x: Expr, key: Expr, limit: Expr | int, otherwise: float) -> Expr:
-        """A number, or another one where the key is not visible."""
+        """Return a number, or `otherwise` where the key is not visible."""
         return tirx.Select(key < limit, x, self.constant(otherwise))
 
     # ------------------------------------------------------------------------------ masks
@@ -311,7 +313,8 @@ class Tiles:
         rows: int | Expr,
         keys: int | Expr,
     ) -> None:
-        """What the mask adds to scores, [rows, stride]: its numbers in units of log 2, or for what it hides the lowest one."""
+        """Store the numbers that the mask adds to scores, [rows, stride], in units of log 2; hidden keys get the lowest
+        number."""
         emit, body, lanes = self.emit, self.body, self.s.lanes
         bottom = self.constant(lowest(self.dtype))
 
@@ -340,7 +343,8 @@ class Tiles:
         columns: int,
         finish: Callable[[int, Expr, Expr], None],
     ) -> None:
-        """finish(row of the tile, element, column) for the elements of a tile that exist: the first `columns`, rows below `rows`."""
+        """Call finish(row of the tile, element, column) for the elements of a tile that exist: the first `columns`,
+        rows below `rows`."""
         emit, lanes = self.emit, self.s.lanes
         for r, acc in enumerate(accumulators):
             with emit.when(first_row + r < rows):

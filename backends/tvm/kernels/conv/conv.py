@@ -1,17 +1,21 @@
-"""Convolutions and their gradients: which formulation computes one.
+"""Convolutions and their gradients: the choice of a formulation by sizes and machine.
 
 In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, padding and groups. Out: the loops of one of
 
-  * a direct correlation (correlation.py; conv_tiles.py, or conv_lines.py for few output channels): convolutions, and gradients for the input, which are correlations of the output's gradient with the
-    flipped weight. With stride s they fall apart into s phases per dimension, each with the taps that meet its positions:
-        dx[h] = sum of dy[(h + low - r * dilation) / stride] * w[r] over the taps r for which this divides without remainder,
+  * a direct correlation (correlation.py; conv_tiles.py, or conv_lines.py for few output channels): convolutions, and
+    gradients for the input, which are correlations of the output's gradient with the flipped weight. With stride s they
+    fall apart into s phases per dimension, each with the taps that meet its positions:
+        dx[h] = sum of dy[(h + low - r * dilation) / stride] * w[r]
+    over the taps r for which this divides without remainder,
     and in a phase, h = first mod stride, these taps are every (stride / gcd(stride, dilation))-th;
   * the direct sums on tile registers (tile_conv.py), where the machine has them and there is enough to do;
-  * squares of 2x2 outputs with fewer multiplications (conv_winograd.py): else, of 3x3 taps side by side, where there is enough to do;
+  * squares of 2x2 outputs with fewer multiplications (conv_winograd.py): else, of 3x3 taps side by side, where there is
+    enough to do;
   * a product per image (conv_points.py): one tap, every position once, and not a small image;
-  * sums over positions: gradients for the weight (conv_weight_tiles.py with tile registers, conv_weight.py without), and conv_depth.py for small groups;
-  * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, convolutions with one tap that leave
-    positions out, and integers.
+  * sums over positions: gradients for the weight (conv_weight_tiles.py with tile registers, conv_weight.py without),
+    and conv_depth.py for small groups;
+  * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, convolutions with
+    one tap that leave positions out, and integers.
 """
 
 from __future__ import annotations
@@ -62,6 +66,11 @@ class Geometry:
     def sizes(self, value: Value) -> Pair:
         return (1, value.type.dims[2]) if self.flat else value.type.dims[2:4]  # type: ignore[return-value]
 
+    def padded(self, spatial: Pair) -> Pair:
+        """Return the sizes of the source with its border that windows at `spatial` positions read."""
+        sizes = zip(spatial, self.strides, self.kernel, self.dilations, strict=True)
+        return tuple((o - 1) * s + (k - 1) * d + 1 for o, s, k, d in sizes)  # type: ignore[return-value]
+
 
 def _geometry(w: Window) -> Geometry | None:
     if len(w.kernel) == 2:
@@ -71,13 +80,13 @@ def _geometry(w: Window) -> Geometry | None:
     return None
 
 
-def _is_direct(op: Op, geometry: Geometry | None) -> bool:
-    values = (*op.ins, *op.outs)
-    return geometry is not None and op.outs[0].type.dtype in FLOATS and all(prod(v.type.dims) for v in values)
+def _is_direct(op: Op) -> bool:
+    """Return whether the operation is on floats, and no tensor of it is empty."""
+    return op.outs[0].type.dtype in FLOATS and all(prod(v.type.dims) for v in (*op.ins, *op.outs))
 
 
 def _stored(body: Body, value: Value) -> Buffer | None:
-    """The buffer of a value that lies in memory, where nothing is to be computed in reading it."""
+    """Return the buffer of a value that is read from memory as it is; None for other values."""
     changed = {op.var for op in body.group.ops if op.kind in EFFECTS}
     return body.operand(value) if body.is_stored(value) and body.group.homes.get(value) not in changed else None
 
@@ -87,13 +96,16 @@ def _zeros(g: Geometry) -> Index:
 
 
 def _is_pointwise(g: Geometry, sizes: Pair, spatial: Pair) -> bool:
-    """One tap, every position once, and enough positions for lanes. Small images are better off with channels in lanes."""
+    """Return whether there is one tap, every position once, and enough positions for lanes. Small images are better off
+    with channels in lanes."""
     return g.kernel == g.strides == (1, 1) and sizes == spatial and not any(g.low) and prod(sizes) >= _LEAST_POSITIONS
 
 
 def _gathers(op: Op, images: int, positions: int, strides: Pair) -> bool:
-    """Whether one tap is better off with a product that gathers while it packs: of few positions of each image, so that all images share a pass over
-    the weights; and where strides leave most of the source out, unless weights are packed ahead, when packing the rest costs more than it saves."""
+    """Return whether one tap is faster as a product that gathers while it packs.
+
+    It is for few positions of each image, so that all images share a pass over the weights. It is where strides leave
+    most of the source out, unless weights are packed ahead, when packing all the rest costs more than it saves."""
     return (images > 1 and positions < _FEW_POSITIONS) or (strides != (1, 1) and not op.attrs.get(PACKED))
 
 
@@ -137,41 +149,29 @@ def emit_correlation(body: Body, c: Correlation) -> None:
         (emit_lines if c.filters * 2 <= lanes else emit_tiles)(body, c, lanes)
 
 
-def emit_conv(body: Body, op: Op) -> None:
+def _correlation_of(body: Body, op: Op, g: Geometry, groups: int) -> Correlation:
+    """Describe a convolution as a correlation."""
     x, w, y = op.ins[0], op.ins[1], op.outs[0]
-    attrs = complete_attrs(op)
-    window = window_of(attrs, w.type.dims[2:])
-    geometry = _geometry(window)
-    groups = int(attrs["groups"])  # type: ignore[arg-type]
-    if not _is_direct(op, geometry):
-        windows.emit_conv(body, op)
-        return
-    assert geometry is not None
-    g = geometry
     filters = y.type.dims[1] // groups
-    spatial, sizes = g.sizes(y), g.sizes(x)
-    padded = tuple(
-        (o - 1) * s + (k - 1) * d + 1 for o, s, k, d in zip(spatial, g.strides, g.kernel, g.dilations, strict=True)
-    )
+    spatial = g.sizes(y)
 
     def weight(group: Expr, o: Expr, c: Expr, r: Expr, s: Expr) -> Expr:
         return body.at(w, (group * filters + o, c, s) if g.flat else (group * filters + o, c, r, s))
 
-    phase = Phase((0, 0), spatial, (0, 0), g.kernel, lambda r, s: (r, s))
-    correlation = Correlation(
+    return Correlation(
         out=y,
         images=y.type.dims[0],
         groups=groups,
         filters=filters,
         channels=w.type.dims[1],
-        sizes=sizes,
+        sizes=g.sizes(x),
         low=g.low,
-        padded=padded,  # type: ignore[arg-type]
+        padded=g.padded(spatial),
         strides=g.strides,
         dilations=g.dilations,
         step=(1, 1),
         spatial=spatial,
-        phases=(phase,),
+        phases=(Phase((0, 0), spatial, (0, 0), g.kernel, lambda r, s: (r, s)),),
         source=lambda n, c, h, v: body.at(x, g.place(n, c, h, v)),
         weight=weight,
         place=g.place,
@@ -182,30 +182,36 @@ def emit_conv(body: Body, op: Op) -> None:
         op=op,
         counts_border=True,
     )
-    if tile_conv.suits(body, correlation):
-        tile_conv.emit_tile_conv(body, correlation)
-    elif _is_pointwise(g, sizes, spatial):
-        _emit_pointwise(
-            body,
-            op,
-            y,
-            x,
-            groups,
-            w.type.dims[1],
-            g,
-            lambda group, o, c: body.at(w, (group * filters + o, c, *_zeros(g))),
-        )
-    elif (
-        g.kernel == (1, 1) and groups == 1 and not any(g.low) and _gathers(op, y.type.dims[0], prod(spatial), g.strides)
-    ):
+
+
+def emit_conv(body: Body, op: Op) -> None:
+    """Emit a convolution by the formulation that suits its sizes."""
+    x, w, y = op.ins[0], op.ins[1], op.outs[0]
+    attrs = complete_attrs(op)
+    g = _geometry(window_of(attrs, w.type.dims[2:]))
+    groups = int(attrs["groups"])  # type: ignore[arg-type]
+    if g is None or not _is_direct(op):
+        windows.emit_conv(body, op)
+        return
+    c = _correlation_of(body, op, g, groups)
+    if tile_conv.suits(body, c):
+        tile_conv.emit_tile_conv(body, c)
+    elif _is_pointwise(g, c.sizes, c.spatial):
+
+        def weight(group: Expr, o: Expr, channel: Expr) -> Expr:
+            return body.at(w, (group * c.filters + o, channel, *_zeros(g)))
+
+        _emit_pointwise(body, op, y, x, groups, c.channels, g, weight)
+    elif g.kernel == (1, 1) and groups == 1 and not any(g.low) and _gathers(op, c.images, prod(c.spatial), g.strides):
         windows.emit_conv(body, op)
     else:
-        emit_correlation(body, correlation)
+        emit_correlation(body, c)
 
 
 @dataclass(frozen=True)
-class _Line:
-    """One dimension of one phase: its positions, its taps last to first, and where its first window starts in the source."""
+class _PhaseLine:
+    """One dimension of one phase: its positions, its taps last to first, and where its first window starts in the
+    source."""
 
     first: int
     count: int
@@ -213,27 +219,26 @@ class _Line:
     start: int
 
 
-def _lines(size: int, kernel: int, stride: int, low: int, dilation: int) -> list[_Line]:
-    found = []
+def _lines(size: int, kernel: int, stride: int, low: int, dilation: int) -> list[_PhaseLine]:
+    lines = []
     apart = stride // gcd(stride, dilation)
     for first in range(min(stride, size)):
         taps = [r for r in range(min(apart, kernel)) if (first + low - r * dilation) % stride == 0]
         taps = list(range(taps[0], kernel, apart)) if taps else []
         start = (first + low - taps[-1] * dilation) // stride if taps else 0
-        found.append(_Line(first, ceil_div(size - first, stride), tuple(reversed(taps)), start))
-    return found
+        lines.append(_PhaseLine(first, ceil_div(size - first, stride), tuple(reversed(taps)), start))
+    return lines
 
 
 def emit_conv_grad_input(body: Body, op: Op) -> None:
+    """Emit the gradient of a convolution for its input, which is a correlation of the output's gradient."""
     dy, w, dx = op.ins[0], op.ins[1], op.outs[0]
     attrs = complete_attrs(op)
-    geometry = _geometry(window_of(attrs, w.type.dims[2:]))
+    g = _geometry(window_of(attrs, w.type.dims[2:]))
     groups = int(attrs["groups"])  # type: ignore[arg-type]
-    if not _is_direct(op, geometry):
+    if g is None or not _is_direct(op):
         windows.emit_conv_grad_input(body, op)
         return
-    assert geometry is not None
-    g = geometry
     channels = dy.type.dims[1] // groups
     spatial, sizes = g.sizes(dx), g.sizes(dy)
 
@@ -243,99 +248,109 @@ def emit_conv_grad_input(body: Body, op: Op) -> None:
     def source(n: Expr, c: Expr, h: Expr, v: Expr) -> Expr:
         return body.at(dy, g.place(n, c, h, v))
 
-    buffers = _stored(body, dy), _stored(body, w)
-    correlation = _input_gradient(op, dx, g, groups, w.type.dims[1], channels, sizes, source, weight, *buffers)
+    plain, stored = _stored(body, dy), _stored(body, w)
+    gradient = _InputGradient(op, dx, g, groups, w.type.dims[1], channels, sizes, source, weight, plain, stored)
+    correlation = gradient.correlation()
     if tile_conv.suits(body, correlation):
         tile_conv.emit_tile_conv(body, correlation)
     elif _is_pointwise(g, sizes, spatial):
-        _emit_pointwise(
-            body, op, dx, dy, groups, channels, g, lambda group, o, c: body.at(w, (group * channels + c, o, *_zeros(g)))
-        )
+
+        def tap(group: Expr, o: Expr, c: Expr) -> Expr:
+            return body.at(w, (group * channels + c, o, *_zeros(g)))
+
+        _emit_pointwise(body, op, dx, dy, groups, channels, g, tap)
     else:
         emit_correlation(body, correlation)
 
 
-def _input_gradient(
-    op: Op,
-    dx: Value,
-    g: Geometry,
-    groups: int,
-    filters: int,
-    channels: int,
-    sizes: Pair,
-    source: Callable[[Expr, Expr, Expr, Expr], Expr],
-    weight: Callable[[Expr, Expr, Expr, Expr, Expr], Expr],
-    plain: Buffer | None,
-    stored: Buffer | None,
-) -> Correlation:
-    """The correlation of dy, of these sizes, that gives the gradient for the input; `filters` are its channels in a group, `channels` those of dy."""
-    spatial = g.sizes(dx)
-    step = tuple(s // gcd(s, d) for s, d in zip(g.strides, g.dilations, strict=True))
-    dilations = tuple(d // gcd(s, d) for s, d in zip(g.strides, g.dilations, strict=True))
-    rows, columns = (
-        _lines(n, k, s, low, d)
-        for n, k, s, low, d in zip(spatial, g.kernel, g.strides, g.low, g.dilations, strict=True)
-    )
-    low = tuple(max((-line.start for line in lines if line.taps), default=0) for lines in (rows, columns))
-    padded = tuple(
-        max(
-            (line.start + (line.count - 1) + (len(line.taps) - 1) * d + 1 + edge for line in lines if line.taps),
-            default=1,
+@dataclass(frozen=True)
+class _InputGradient:
+    """The gradient of a convolution for its input. `filters` are its channels in a group, `channels` and `sizes` those
+    of dy."""
+
+    op: Op
+    dx: Value
+    g: Geometry
+    groups: int
+    filters: int
+    channels: int
+    sizes: Pair
+    source: Callable[[Expr, Expr, Expr, Expr], Expr]
+    weight: Callable[[Expr, Expr, Expr, Expr, Expr], Expr]
+    plain: Buffer | None = None
+    stored: Buffer | None = None
+
+    def correlation(self) -> Correlation:
+        """Describe the correlation of dy that gives the gradient, with a phase for each remainder modulo the
+        strides."""
+        g, spatial = self.g, self.g.sizes(self.dx)
+        step = tuple(s // gcd(s, d) for s, d in zip(g.strides, g.dilations, strict=True))
+        dilations = tuple(d // gcd(s, d) for s, d in zip(g.strides, g.dilations, strict=True))
+        rows, columns = (
+            _lines(n, k, s, low, d)
+            for n, k, s, low, d in zip(spatial, g.kernel, g.strides, g.low, g.dilations, strict=True)
         )
-        for lines, d, edge in zip((rows, columns), dilations, low, strict=True)
-    )
+        low = (_border(rows), _border(columns))
+        padded = tuple(_reach(lines, d) + edge for lines, d, edge in zip((rows, columns), dilations, low, strict=True))
 
-    def phase(a: _Line, b: _Line) -> Phase:
-        def tap(r: Expr, s: Expr) -> tuple[Expr, Expr]:
-            return a.taps[0] - r * step[0], b.taps[0] - s * step[1]
+        def phase(a: _PhaseLine, b: _PhaseLine) -> Phase:
+            def tap(r: Expr, s: Expr) -> tuple[Expr, Expr]:
+                return a.taps[0] - r * step[0], b.taps[0] - s * step[1]
 
-        taps = (len(a.taps), len(b.taps)) if a.taps and b.taps else (0, 0)
-        shift = (a.start + low[0], b.start + low[1]) if all(taps) else (0, 0)
-        return Phase((a.first, b.first), (a.count, b.count), shift, taps, tap)
+            taps = (len(a.taps), len(b.taps)) if a.taps and b.taps else (0, 0)
+            shift = (a.start + low[0], b.start + low[1]) if all(taps) else (0, 0)
+            return Phase((a.first, b.first), (a.count, b.count), shift, taps, tap)
 
-    return Correlation(
-        out=dx,
-        images=dx.type.dims[0],
-        groups=groups,
-        filters=filters,
-        channels=channels,
-        sizes=sizes,
-        low=low,  # type: ignore[arg-type]
-        padded=padded,  # type: ignore[arg-type]
-        strides=(1, 1),
-        dilations=dilations,  # type: ignore[arg-type]
-        step=g.strides,
-        spatial=spatial,
-        phases=tuple(phase(a, b) for a in rows for b in columns),
-        source=source,
-        weight=weight,
-        place=g.place,
-        plain=plain,
-        stored=stored,
-        filters_first=False,
-        kernel=g.kernel,
-        op=op,
-        counts_border=False,
-    )
+        return Correlation(
+            out=self.dx,
+            images=self.dx.type.dims[0],
+            groups=self.groups,
+            filters=self.filters,
+            channels=self.channels,
+            sizes=self.sizes,
+            low=low,
+            padded=padded,  # type: ignore[arg-type]
+            strides=(1, 1),
+            dilations=dilations,  # type: ignore[arg-type]
+            step=g.strides,
+            spatial=spatial,
+            phases=tuple(phase(a, b) for a in rows for b in columns),
+            source=self.source,
+            weight=self.weight,
+            place=g.place,
+            plain=self.plain,
+            stored=self.stored,
+            filters_first=False,
+            kernel=g.kernel,
+            op=self.op,
+            counts_border=False,
+        )
+
+
+def _border(lines: list[_PhaseLine]) -> int:
+    """Count the elements in front of the source that the windows of some phases reach."""
+    return max((-line.start for line in lines if line.taps), default=0)
+
+
+def _reach(lines: list[_PhaseLine], dilation: int) -> int:
+    """Count the elements of the source from its first to the last that the windows of some phases read."""
+    ends = [line.start + (line.count - 1) + (len(line.taps) - 1) * dilation + 1 for line in lines if line.taps]
+    return max(ends, default=1)
 
 
 def emit_conv_grad_weight(body: Body, op: Op) -> None:
+    """Emit the gradient of a convolution for its weight by the formulation that suits its sizes."""
     x, dy, dw = op.ins[0], op.ins[1], op.outs[0]
     attrs = complete_attrs(op)
-    geometry = _geometry(window_of(attrs, dw.type.dims[2:]))
+    g = _geometry(window_of(attrs, dw.type.dims[2:]))
     groups = int(attrs["groups"])  # type: ignore[arg-type]
-    if _is_direct(op, geometry) and body.is_stored(x) and body.is_stored(dy):
-        assert geometry is not None
-        g = geometry
+    if g is not None and _is_direct(op) and body.is_stored(x) and body.is_stored(dy):
         spatial = g.sizes(dy)
         source, gradient = _stored(body, x), _stored(body, dy)
-        padded = tuple(
-            (o - 1) * s + (k - 1) * d + 1 for o, s, k, d in zip(spatial, g.strides, g.kernel, g.dilations, strict=True)
-        )
         if source is not None and gradient is not None:
             shape = (dy.type.dims[0], groups, dy.type.dims[1] // groups, dw.type.dims[1])
-            rest = (g.sizes(x), spatial, g.kernel, g.strides, g.dilations, g.low, padded)
-            wanted = WeightGradient(dw, *shape, *rest, source, gradient, g.place)  # type: ignore[arg-type]
+            window = (g.sizes(x), spatial, g.kernel, g.strides, g.dilations, g.low, g.padded(spatial))
+            wanted = WeightGradient(dw, *shape, *window, source, gradient, g.place)
             plan = plan_tiles(body, wanted)
             if plan is not None:
                 emit_weight_tiles(body, wanted, plan)
@@ -350,7 +365,8 @@ def emit_conv_grad_weight(body: Body, op: Op) -> None:
 
 
 def emit_avg_pool_grad(body: Body, op: Op) -> None:
-    """The gradient of a depthwise convolution for its input, with a weight of the same number everywhere."""
+    """Emit the gradient of an average pool: that of a depthwise convolution, whose weight is the same number
+    everywhere."""
     dy, dx = op.ins[0], op.outs[0]
     attrs = complete_attrs(op)
     window = window_of(attrs, ints(attrs["window"]))
@@ -358,10 +374,9 @@ def emit_avg_pool_grad(body: Body, op: Op) -> None:
     if windows.covers_all(op):
         windows.emit_global_pool_grad(body, op)
         return
-    if not _is_direct(op, geometry):
+    if geometry is None or not _is_direct(op):
         windows.emit_avg_pool_grad(body, op)
         return
-    assert geometry is not None
     counted, sizes, dtype = bool(attrs["include_pad"]), dx.type.dims[2:], dx.type.dtype
 
     def share(n: Expr, c: Expr, h: Expr, w: Expr) -> Expr:
@@ -370,9 +385,6 @@ def emit_avg_pool_grad(body: Body, op: Op) -> None:
         return value if counted else value / windows.count_taps(window, index[2:], sizes, dtype)
 
     factor = literal(1 / prod(window.kernel) if counted else 1, dtype)
-    emit_correlation(
-        body,
-        _input_gradient(
-            op, dx, geometry, dx.type.dims[1], 1, 1, geometry.sizes(dy), share, lambda *_: factor, None, None
-        ),
-    )
+    channels, sizes_of_dy = dx.type.dims[1], geometry.sizes(dy)
+    gradient = _InputGradient(op, dx, geometry, channels, 1, 1, sizes_of_dy, share, lambda *_: factor)
+    emit_correlation(body, gradient.correlation())

@@ -1,11 +1,14 @@
-"""Correlation with positions of a row in lanes, for few output channels (depthwise, images with three colours), which do not fill lanes.
+"""Correlation with the positions of a row in lanes, for few output channels (depthwise, images with three colours),
+which do not fill lanes.
 
-In: a Correlation. Out: for each image and group, strips of rows; the source copy keeps columns apart by their remainder modulo the stride, so
-that neighbouring windows read neighbouring elements. Sums of all phases of a strip lie interleaved, as in conv_tiles.py.
+In: a Correlation. Out: for each image and group, strips of rows. The copy of the source keeps columns apart by their
+remainder modulo the stride, so that neighbouring windows read neighbouring elements. Sums of all phases of a strip lie
+interleaved, as in conv_tiles.py.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 
 from tvm import tirx
@@ -19,11 +22,38 @@ _WIDEST_LINE = 8
 
 
 def emit_lines(body: Body, c: Correlation, lanes: int) -> None:
-    _Lines(body, c, lanes).run()
+    """Emit a correlation by vectors of neighbouring positions."""
+    _LineCorrelation(body, c, lanes).run()
 
 
-class _Lines:
-    """Few output channels: positions of a row in lanes."""
+@dataclass(frozen=True)
+class _LineStrip:
+    """A strip of `rows` output rows of one group of an image, from row `unit` * step on. Its sums have `pitch` elements
+    a row."""
+
+    image: Expr
+    group: Expr
+    unit: Expr
+    rows: int
+    sums: Buffer
+    pitch: int
+
+
+@dataclass(frozen=True)
+class _LineTile:
+    """A register tile: `height` rows by `vectors` vectors of positions of a phase, from (h, w) on. `start` is where its
+    packed weights begin."""
+
+    phase: Phase
+    start: int
+    h: Expr
+    w: Expr
+    height: int
+    vectors: int
+
+
+class _LineCorrelation:
+    """Emits a correlation with positions of a row in lanes."""
 
     def __init__(self, body: Body, c: Correlation, lanes: int) -> None:
         self.body, self.c, self.emit = body, c, body.emit
@@ -40,7 +70,7 @@ class _Lines:
         self.source.split_columns(lanes * self.vectors)
 
     def _starts(self) -> list[int]:
-        """Where the weights of each phase begin."""
+        """Return where the packed weights of each phase begin."""
         c, starts = self.c, [0]
         for phase in c.phases:
             starts.append(starts[-1] + c.groups * c.channels * prod(phase.taps) * c.filters)
@@ -87,8 +117,9 @@ class _Lines:
         self, image: Expr, group: Expr, packed: Buffer, starts: list[int], unit: Expr, row: Expr, rows: int
     ) -> None:
         c, emit, lanes = self.c, self.emit, self.lanes
-        wide = self.width * c.step[1] + lanes * self.vectors * c.step[1]
-        sums = emit.alloc(c.filters * rows * wide, c.dtype, "sums")
+        pitch = self.width * c.step[1] + lanes * self.vectors * c.step[1]
+        sums = emit.alloc(c.filters * rows * pitch, c.dtype, "sums")
+        strip = _LineStrip(image, group, unit, rows, sums, pitch)
         for phase, start in zip(c.phases, starts, strict=True):
             height = max(ceil_div(rows - phase.first[0], c.step[0]), 0)
             if height == 0 or phase.counts[1] == 0:
@@ -97,37 +128,21 @@ class _Lines:
             for v, vectors in cover(emit, columns, min(self.vectors, columns), "v"):
                 for h, th in cover(emit, height, self.height, "h"):
                     with self.body.point():
-                        self._tile(
-                            image, group, packed, start, phase, unit, h, v * lanes, th, vectors, sums, rows, wide
-                        )
+                        self._tile(packed, strip, _LineTile(phase, start, h, v * lanes, th, vectors))
         with emit.loop(c.filters, SERIAL, "o") as o, emit.loop(rows, SERIAL, "h") as h:
             channel = emit.bind(group * c.filters + o, "o")
-            line = emit.bind((o * rows + h) * wide, "line")
+            line = emit.bind((o * rows + h) * pitch, "line")
             for w, _ in pieces(emit, c.spatial[1], lanes):
                 with self.body.point():
                     self.body.finish({c.out: (tirx.BufferLoad(sums, [line + w]), c.place(image, channel, row + h, w))})
 
-    def _tile(
-        self,
-        image: Expr,
-        group: Expr,
-        packed: Buffer,
-        start: int,
-        phase: Phase,
-        unit: Expr,
-        h: Expr,
-        w: Expr,
-        th: int,
-        vectors: int,
-        sums: Buffer,
-        rows: int,
-        wide: int,
-    ) -> None:
-        c, emit, lanes = self.c, self.emit, self.lanes
-        cells = [(o, i) for o in range(c.filters) for i in range(th)]
-        accs = {cell: emit.alloc(vectors * lanes, c.dtype, "acc") for cell in cells}
+    def _tile(self, packed: Buffer, strip: _LineStrip, tile: _LineTile) -> None:
+        """Sum a tile in registers, and leave its sums among those of the strip."""
+        c, emit, lanes, phase = self.c, self.emit, self.lanes, tile.phase
+        cells = [(o, i) for o in range(c.filters) for i in range(tile.height)]
+        accs = {cell: emit.alloc(tile.vectors * lanes, c.dtype, "acc") for cell in cells}
         for acc in accs.values():
-            for v in range(vectors):
+            for v in range(tile.vectors):
                 with emit.loop(lanes, VECTOR, "l") as lane:
                     emit.store(acc, literal(0, c.dtype), lane + v * lanes)
         if prod(phase.taps):
@@ -137,30 +152,42 @@ class _Lines:
                 emit.loop(phase.taps[1], SERIAL, "s") as s,
                 self.body.point(),
             ):
-                whole = group * c.channels + channel
-                at = start + ((whole * phase.taps[0] + r) * phase.taps[1] + s) * c.filters
-                column = s * c.dilations[1] + phase.shift[1]
-                remainder = tirx.floormod(column, c.strides[1]) if c.strides[1] > 1 else 0
-                left = w + (tirx.floordiv(column, c.strides[1]) if c.strides[1] > 1 else column)
-                factors = [emit.bind(tirx.BufferLoad(packed, [at + o]), "a") for o in range(c.filters)]
-                for i in range(th):
-                    top = (unit + h + i) * c.strides[0] + phase.shift[0] + r * c.dilations[0]
-                    line = emit.bind(self.source.position(image, whole, top, left, remainder), "line")
-                    for v in range(vectors):
-                        with emit.loop(lanes, VECTOR, "l") as lane, self.body.point():
-                            x = emit.bind(self.source.load(line + (lane + v * lanes)), "x")
-                            k = lane + v * lanes
-                            for o in range(c.filters):
-                                acc = accs[o, i]
-                                emit.store(acc, tirx.BufferLoad(acc, [k]) + x * factors[o], k)
+                self._add_tap(packed, strip, tile, accs, (strip.group * c.channels + channel, r, s))
         for (o, i), acc in accs.items():
-            line = (o * rows + (h + i) * c.step[0] + phase.first[0]) * wide + w * c.step[1] + phase.first[1]
-            for v in range(vectors):
+            line = (o * strip.rows + (tile.h + i) * c.step[0] + phase.first[0]) * strip.pitch
+            line = line + tile.w * c.step[1] + phase.first[1]
+            for v in range(tile.vectors):
                 if c.step[1] == 1:
                     with emit.loop(lanes, VECTOR, "l") as lane:
-                        emit.store(sums, tirx.BufferLoad(acc, [lane + v * lanes]), line + (lane + v * lanes))
+                        emit.store(strip.sums, tirx.BufferLoad(acc, [lane + v * lanes]), line + (lane + v * lanes))
                 else:
                     for lane in range(lanes):
-                        emit.store(
-                            sums, tirx.BufferLoad(acc, [lane + v * lanes]), line + (lane + v * lanes) * c.step[1]
-                        )
+                        value = tirx.BufferLoad(acc, [lane + v * lanes])
+                        emit.store(strip.sums, value, line + (lane + v * lanes) * c.step[1])
+
+    def _add_tap(
+        self,
+        packed: Buffer,
+        strip: _LineStrip,
+        tile: _LineTile,
+        accs: dict[tuple[int, int], Buffer],
+        tap: tuple[Expr, Expr, Expr],
+    ) -> None:
+        """Add one tap of one channel to the accumulators of a tile."""
+        c, emit, lanes, phase = self.c, self.emit, self.lanes, tile.phase
+        channel, r, s = tap
+        at = tile.start + ((channel * phase.taps[0] + r) * phase.taps[1] + s) * c.filters
+        column = s * c.dilations[1] + phase.shift[1]
+        remainder = tirx.floormod(column, c.strides[1]) if c.strides[1] > 1 else 0
+        left = tile.w + (tirx.floordiv(column, c.strides[1]) if c.strides[1] > 1 else column)
+        factors = [emit.bind(tirx.BufferLoad(packed, [at + o]), "a") for o in range(c.filters)]
+        for i in range(tile.height):
+            top = (strip.unit + tile.h + i) * c.strides[0] + phase.shift[0] + r * c.dilations[0]
+            line = emit.bind(self.source.position(strip.image, channel, top, left, remainder), "line")
+            for v in range(tile.vectors):
+                with emit.loop(lanes, VECTOR, "l") as lane, self.body.point():
+                    x = emit.bind(self.source.load(line + (lane + v * lanes)), "x")
+                    k = lane + v * lanes
+                    for o in range(c.filters):
+                        acc = accs[o, i]
+                        emit.store(acc, tirx.BufferLoad(acc, [k]) + x * factors[o], k)

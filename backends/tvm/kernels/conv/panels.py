@@ -1,7 +1,7 @@
 """Panels of a correlation: output channels in lanes, so many vectors of them as the registers allow.
 
-In: a Correlation, and sums with channels beside each other, position after position. Out: `Panels.finish` turns them, so that `Body.finish` gets
-vectors of neighbouring positions. conv_tiles.py and conv_winograd.py make the sums.
+In: a Correlation, and sums with channels beside each other, position after position. Out: `Panels.finish` turns them,
+so that `Body.finish` gets vectors of neighbouring positions. conv_tiles.py and conv_winograd.py make the sums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Panels:
         self.panels = ceil_div(c.filters, self.width)
 
     def split(self, panel: Expr) -> tuple[Expr, Expr]:
-        """Group, and first output channel in it."""
+        """Return the group of a panel, and its first output channel in it."""
         if self.panels == 1:
             return panel, literal(0, "i32")
         if self.c.groups == 1:
@@ -63,10 +63,10 @@ class Panels:
                     )
                     self.body.finish({c.out: (tirx.BufferLoad(turned, [j * lanes + i]), index)})
 
-        whole, rest = divmod(positions, lanes)
+        whole, tail = divmod(positions, lanes)
         if whole:
             with emit.loop(whole, SERIAL, "p") as p, self.body.point():
                 block(p * lanes if whole > 1 else literal(0, "i32"), lanes)
-        if rest:
+        if tail:
             with self.body.point():
-                block(literal(whole * lanes, "i32"), rest)
+                block(literal(whole * lanes, "i32"), tail)

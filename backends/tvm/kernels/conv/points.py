@@ -1,15 +1,16 @@
-"""Convolutions of one tap and stride 1, and their gradients for the input: per image and group a product with neighbouring positions in lanes.
+"""Convolutions of one tap and stride 1, and their gradients for the input: per image and group a product with
+neighbouring positions in lanes.
 
 In: weight and source of out[n, g, o, p] = sum over c of weight[g, o, c] * source[n, g, c, p]. Out: loops
 
     pack weights          [tile][channel][outputs]
     for image and group, part of the positions:
-      pack the positions  [panel][channel][positions in lanes], so that they are read in long runs and lie together in cache
+      pack the positions  [panel][channel][positions in lanes], read in long runs, together in cache
       for tile of outputs, panel: accumulators [outputs, lanes]; then `Body.finish` on vectors of neighbouring positions
 
-Weights are packed once, tile by tile, because rows a power of two apart would share few sets of the first-level cache. Parts are as equal as whole panels
-allow, so that threads which take as many of them take as long. Limit: small images leave lanes empty; conv_tiles.py has positions of several rows
-there.
+Weights are packed once, tile by tile, because rows a power of two apart would share few sets of the first-level cache.
+Parts are as equal as whole panels allow, so that threads which take as many of them take as long. Limit: small images
+leave lanes empty; conv_tiles.py has positions of several rows there.
 """
 
 from __future__ import annotations
@@ -24,21 +25,26 @@ from penstock.backends.tvm.kernels.tools.body import Body, parallel_if
 from penstock.backends.tvm.kernels.tools.correlation import cover, most_rows
 from penstock.backends.tvm.kernels.tools.elements import Index, unravel
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, compute_dtype, literal
+from penstock.backends.tvm.kernels.tools.register_tile import RegisterTile
 from penstock.backends.tvm.kernels.tools.transpose import pieces
 from penstock.ir.graph import Op, Value
 from penstock.ir.types import ITEM_BYTES
 
 # Elements of a packed part of the positions: they stay in the second-level cache while its outputs are computed.
 _PART = 98304
-# Threads share so many parts or a multiple: several for each of a few threads, and where they have the same number, an equal one.
+# Threads share so many parts or a multiple: several for each of a few threads, and where they have the same number, an
+# equal one.
 _TASKS = 8
-# What may follow a convolution in unrolled code: one instruction for each, as many as norm, residual and relu with the sum saved.
+# The epilogue of a convolution in unrolled code: one instruction for each, as many as norm, residual and relu with the
+# sum saved.
 _CHEAP = ("add", "sub", "mul", "relu", "relu_grad", "reshape")
 _LIGHT = 7
 
 
 @dataclass(frozen=True)
 class PointProduct:
+    """A convolution of one tap as a product per image and group."""
+
     out: Value
     images: int
     groups: int
@@ -56,6 +62,8 @@ def emit_points(body: Body, p: PointProduct) -> None:
 
 
 class _Points:
+    """Emits a product per image and group."""
+
     def __init__(self, body: Body, p: PointProduct) -> None:
         self.body, self.p, self.emit = body, p, body.emit
         self.dtype = compute_dtype(p.out.type.dtype)
@@ -71,7 +79,7 @@ class _Points:
             ceil_div(_TASKS, p.images * p.groups),
         )
         self.parts = min(ceil_div(fewest, each) * each, self.panels)
-        # Little to do behind the sums: do it on the registers, in unrolled code.
+        # A short epilogue is done on the registers, in unrolled code.
         self.light = len(body.group.ops) <= 2 or (
             len(body.group.ops) <= _LIGHT and all(op.kind in _CHEAP for op in body.group.ops[1:])
         )
@@ -97,9 +105,9 @@ class _Points:
             self._part(image, group, part)
 
     def _part(self, image: Expr, group: Expr, part: Expr) -> None:
-        """All outputs at some positions: the part of this number."""
+        """Emit all outputs at some positions: part number `part`."""
         p, emit = self.p, self.emit
-        whole, rest = divmod(p.positions, self.width)
+        whole, tail = divmod(p.positions, self.width)
         first, last = (emit.bind(tirx.floordiv((part + i) * self.panels, self.parts), "panel") for i in (0, 1))
         size = p.channels * self.width
         packed = emit.alloc(ceil_div(self.panels, self.parts) * size, self.dtype, "bp")
@@ -111,23 +119,23 @@ class _Points:
                         at = lane + v * self.lanes
                         value = p.source(image, group * p.channels + c, (first + q) * self.width + at)
                         emit.store(packed, value, q * size + c * self.width + at)
-            if rest:
+            if tail:
                 with emit.when(last > whole):
                     at = emit.bind(count * size + c * self.width, "at")
-                    for i, _ in pieces(emit, rest, self.lanes):
+                    for i, _ in pieces(emit, tail, self.lanes):
                         with self.body.point():
                             emit.store(
                                 packed, p.source(image, group * p.channels + c, (whole * self.width) + i), at + i
                             )
-                    for i in range(rest, ceil_div(rest, self.lanes) * self.lanes):
+                    for i in range(tail, ceil_div(tail, self.lanes) * self.lanes):
                         emit.store(packed, literal(0, self.dtype), at + i)
 
         for o, rows in cover(emit, p.filters, self.rows, "o"):
             with emit.loop(count, SERIAL, "pp") as q, self.body.point():
                 self._tile(image, group, o, rows, packed, q * size, (first + q) * self.width, self.width)
-            if rest:
+            if tail:
                 with emit.when(last > whole), self.body.point():
-                    self._tile(image, group, o, rows, packed, count * size, literal(whole * self.width, "i32"), rest)
+                    self._tile(image, group, o, rows, packed, count * size, literal(whole * self.width, "i32"), tail)
 
     def _tile(
         self, image: Expr, group: Expr, o: Expr, rows: int, packed: Buffer, base: Expr, start: Expr, count: int
@@ -135,39 +143,26 @@ class _Points:
         p, emit, lanes = self.p, self.emit, self.lanes
         spans = range(0, ceil_div(count, lanes) * lanes, lanes)
         width = len(spans) * lanes
-        accs = [emit.alloc(width, self.dtype, "acc") for _ in range(rows)]
-        for acc in accs:
-            for v in spans:
-                with emit.loop(lanes, VECTOR, "l") as lane:
-                    emit.store(acc, literal(0, self.dtype), lane + v)
+        tile = RegisterTile(emit, self.dtype, rows, width, lanes)
         factors = emit.bind((group * p.filters + o) * p.channels, "factors")
         with emit.loop(p.channels, SERIAL, "c") as c, self.body.point():
-            line = emit.alloc(width, self.dtype, "b")
-            for v in spans:
-                with emit.loop(lanes, VECTOR, "l") as lane:
-                    emit.store(line, tirx.BufferLoad(packed, [base + c * self.width + (lane + v)]), lane + v)
-            for i, acc in enumerate(accs):
-                a = emit.bind(tirx.BufferLoad(self.weights, [factors + c * rows + i]), "a")
-                for v in spans:
-                    with emit.loop(lanes, VECTOR, "l") as lane:
-                        column = lane + v
-                        emit.store(acc, tirx.BufferLoad(acc, [column]) + a * tirx.BufferLoad(line, [column]), column)
+            line = tile.line(packed, base + c * self.width)
+            for i in range(rows):
+                tile.add(i, tirx.BufferLoad(self.weights, [factors + c * rows + i]), line)
         if self.light and count % lanes == 0:
-            for i, acc in enumerate(accs):
+            for i, acc in enumerate(tile.accumulators):
                 for v in spans:
                     with emit.loop(lanes, VECTOR, "l") as lane, self.body.point():
                         index = p.place(image, group * p.filters + o + i, start + (lane + v))
                         self.body.finish({p.out: (tirx.BufferLoad(acc, [lane + v]), index)})
             return
-        tile = emit.alloc(rows * width, self.dtype, "tile")
-        for i, acc in enumerate(accs):
-            for v in spans:
-                with emit.loop(lanes, VECTOR, "l") as lane:
-                    emit.store(tile, tirx.BufferLoad(acc, [lane + v]), i * width + (lane + v))
+        copy = emit.alloc(rows * width, self.dtype, "tile")
+        for i in range(rows):
+            tile.store(i, copy, literal(i * width, "i32"))
         with emit.loop(rows, SERIAL, "r") as r:
             channel = emit.bind(group * p.filters + o + r, "o")
             for i, _ in pieces(emit, count, lanes):
                 with self.body.point():
                     self.body.finish(
-                        {p.out: (tirx.BufferLoad(tile, [r * width + i]), p.place(image, channel, start + i))}
+                        {p.out: (tirx.BufferLoad(copy, [r * width + i]), p.place(image, channel, start + i))}
                     )

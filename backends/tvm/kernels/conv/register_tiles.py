@@ -1,4 +1,5 @@
-"""Correlation with output channels in lanes: tiles of positions by channels stay in registers while all taps of all channels are added.
+"""Correlation with output channels in lanes: tiles of positions by channels stay in registers while all taps of all
+channels are added.
 
 In: a Correlation. Out: loops
 
@@ -14,6 +15,7 @@ Order: images outside when all weights are smaller than what the panels would re
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 
 from tvm import tirx
@@ -29,25 +31,62 @@ from penstock.backends.tvm.kernels.tools.correlation import (
     strip_rows,
 )
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, literal, load
+from penstock.backends.tvm.kernels.tools.register_tile import RegisterTile
 from penstock.backends.tvm.kernels.tools.transpose import transpose_block
 
 from .panels import Panels
 
 
 def emit_tiles(body: Body, c: Correlation, lanes: int) -> None:
-    _Tiles(body, c, lanes).run()
+    """Emit a correlation by register tiles of positions by channels."""
+    _TiledCorrelation(body, c, lanes).run()
 
 
 def _tile_of(counts: Pair, most: int) -> Pair:
-    """Rows and columns of a tile of output positions: whole rows if several fit, else equal parts of one."""
+    """Choose the rows and columns of a tile of output positions: whole rows if several fit, else equal parts of one."""
     rows, columns = counts
     if columns > most:
         return 1, ceil_div(columns, ceil_div(columns, most))
     return max(min(most // max(columns, 1), rows), 1), columns
 
 
-class _Tiles(Panels):
-    """Sums in registers over all taps."""
+@dataclass(frozen=True)
+class _PanelWeights:
+    """The packed weights of a panel of output channels, which begin at `base`."""
+
+    panel: Expr
+    packed: Buffer
+    base: Expr
+
+
+@dataclass(frozen=True)
+class _PositionStrip:
+    """A strip of output rows of an image, from row `unit` * step on, with scratch memory for its sums."""
+
+    image: Expr
+    unit: Expr
+    sums: Buffer
+
+
+@dataclass(frozen=True)
+class _PositionTile:
+    """A register tile: `height` by `width` positions of a phase, from (h, w) on. `start` is the phase's first row in
+    the packed weights."""
+
+    phase: Phase
+    start: int
+    h: Expr
+    w: Expr
+    height: int
+    width: int
+
+    @property
+    def cells(self) -> list[Pair]:
+        return [(i, j) for i in range(self.height) for j in range(self.width)]
+
+
+class _TiledCorrelation(Panels):
+    """Emits a correlation whose sums stay in registers over all taps."""
 
     def __init__(self, body: Body, c: Correlation, lanes: int) -> None:
         super().__init__(body, c, lanes)
@@ -66,7 +105,7 @@ class _Tiles(Panels):
 
         def fill(packed: Buffer) -> None:
             with emit.loop(panels, kind, "jo") as jo, self.body.point():
-                self._pack(packed, jo * self.panel_size, jo)
+                self._pack(_PanelWeights(jo, packed, jo * self.panel_size))
 
         ready = self.body.packed_ahead(c.op, weights, c.dtype, fill)
         self._fill_offsets()
@@ -81,7 +120,7 @@ class _Tiles(Panels):
                     self.source.alloc(False)
                     self.source.copy(n, inner)
                 with emit.loop(panels, inner, "jo") as jo, self.body.point():
-                    self._strips(n, jo, packed, jo * self.panel_size)
+                    self._strips(n, _PanelWeights(jo, packed, jo * self.panel_size))
         else:
             if c.needs_border:
                 self.source.alloc(True)
@@ -91,9 +130,9 @@ class _Tiles(Panels):
                 packed, base = ready, jo * self.panel_size
                 if packed is None:
                     packed, base = emit.alloc(self.panel_size, c.dtype, "wp"), literal(0, "i32")
-                    self._pack(packed, base, jo)
+                    self._pack(_PanelWeights(jo, packed, base))
                 with emit.loop(c.images, SERIAL, "n") as n, self.body.point():
-                    self._strips(n, jo, packed, base)
+                    self._strips(n, _PanelWeights(jo, packed, base))
 
     def _fill_offsets(self) -> None:
         c, emit = self.c, self.emit
@@ -114,58 +153,71 @@ class _Tiles(Panels):
     # ------------------------------------------------------------------------------ weights
 
     def _targets(self) -> dict[int, tuple[int, int, int]]:
-        """For every tap of the kernel: the first row of its phase in the packed weights, the rows of a channel there, and its row among them."""
-        found: dict[int, tuple[int, int, int]] = {}
+        """Map every tap of the kernel to the first row of its phase in the packed weights, the rows of a channel there,
+        and its row among them."""
+        targets: dict[int, tuple[int, int, int]] = {}
         start = 0
         for phase in self.c.phases:
             for r in range(phase.taps[0]):
                 for s in range(phase.taps[1]):
                     a, b = phase.tap(r, s)
-                    found[int(a) * self.c.kernel[1] + int(b)] = (start, prod(phase.taps), r * phase.taps[1] + s)
+                    targets[int(a) * self.c.kernel[1] + int(b)] = (start, prod(phase.taps), r * phase.taps[1] + s)
             start += self.c.channels * prod(phase.taps)
-        return found
+        return targets
 
-    def _pack(self, packed: Buffer, base: Expr, panel: Expr) -> None:
-        c, emit, lanes = self.c, self.emit, self.lanes
-        group, first = self.split(panel)
-        taps = prod(c.kernel)
-        whole = c.filters % self.width == 0 and c.stored is not None and lanes > 1
+    def _pack(self, weights: _PanelWeights) -> None:
+        """Pack the weights of a panel, from vectors of the stored weight where its order allows that."""
+        c, taps = self.c, prod(self.c.kernel)
+        group, first = self.split(weights.panel)
+        whole = c.filters % self.width == 0 and c.stored is not None and self.lanes > 1
         if whole and c.filters_first:
-            # Rows of the weight, as long as the sum, become columns.
-            length = c.channels * taps
-            row = emit.bind((group * c.filters + first) * length, "row")
-            for v in range(self.vectors):
-                with emit.loop(length // lanes, SERIAL, "k") as k:
-                    starts = [row + (v * lanes + i) * length + k * lanes for i in range(lanes)]
-                    block = transpose_block(emit, c.dtype, lanes, lanes, c.stored, starts)
-                    for i, vector in enumerate(block):
-                        emit.add(
-                            tirx.BufferStore(
-                                packed, vector, [tirx.Ramp(base + (k * lanes + i) * self.width + v * lanes, 1, lanes)]
-                            )
-                        )
-            done = length // lanes * lanes
-            with emit.loop(length - done, SERIAL, "k") as k:
-                for v in range(self.vectors):
-                    with emit.loop(lanes, VECTOR, "ji") as ji:
-                        j = ji + v * lanes
-                        value = load(c.stored, row + j * length + (k + done))
-                        emit.store(packed, value, base + (k + done) * self.width + j)
+            self._pack_rows(weights, (group * c.filters + first) * (c.channels * taps))
             return
-        channels_done = 0
-        if whole and taps <= lanes and c.channels > 1:
-            # Per channel of the source, [channels out, taps] becomes [taps, channels out]. What is read behind the taps is the next
-            # channel's, so the last one is left to the loop below.
-            targets = self._targets()
-            channels_done = c.channels - 1
-            with emit.loop(channels_done, SERIAL, "c") as channel:
-                row = emit.bind(((group * c.channels + channel) * c.filters + first) * taps, "row")
-                for v in range(self.vectors):
-                    starts = [row + (v * lanes + i) * taps for i in range(lanes)]
-                    block = transpose_block(emit, c.dtype, lanes, taps, c.stored, starts)
-                    for t, (start, count, place) in targets.items():
-                        at = base + (start + channel * count + place) * self.width + v * lanes
-                        emit.add(tirx.BufferStore(packed, block[t], [tirx.Ramp(at, 1, lanes)]))
+        done = 0
+        if whole and taps <= self.lanes and c.channels > 1:
+            done = c.channels - 1
+            self._pack_channels(weights, group, first)
+        self._pack_elements(weights, group, first, done)
+
+    def _pack_rows(self, weights: _PanelWeights, first_row: Expr) -> None:
+        """Turn rows of the weight, as long as the sum, into columns."""
+        c, emit, lanes = self.c, self.emit, self.lanes
+        length = c.channels * prod(c.kernel)
+        row = emit.bind(first_row, "row")
+        for v in range(self.vectors):
+            with emit.loop(length // lanes, SERIAL, "k") as k:
+                starts = [row + (v * lanes + i) * length + k * lanes for i in range(lanes)]
+                block = transpose_block(emit, c.dtype, lanes, lanes, c.stored, starts)
+                for i, vector in enumerate(block):
+                    place = tirx.Ramp(weights.base + (k * lanes + i) * self.width + v * lanes, 1, lanes)
+                    emit.add(tirx.BufferStore(weights.packed, vector, [place]))
+        done = length // lanes * lanes
+        with emit.loop(length - done, SERIAL, "k") as k:
+            for v in range(self.vectors):
+                with emit.loop(lanes, VECTOR, "ji") as ji:
+                    j = ji + v * lanes
+                    value = load(c.stored, row + j * length + (k + done))
+                    emit.store(weights.packed, value, weights.base + (k + done) * self.width + j)
+
+    def _pack_channels(self, weights: _PanelWeights, group: Expr, first: Expr) -> None:
+        """Turn [channels out, taps] into [taps, channels out], for each channel of the source but the last.
+
+        The elements read behind the taps of a channel are the next channel's, so the last channel is left to
+        `_pack_elements`."""
+        c, emit, lanes, taps = self.c, self.emit, self.lanes, prod(self.c.kernel)
+        targets = self._targets()
+        with emit.loop(c.channels - 1, SERIAL, "c") as channel:
+            row = emit.bind(((group * c.channels + channel) * c.filters + first) * taps, "row")
+            for v in range(self.vectors):
+                starts = [row + (v * lanes + i) * taps for i in range(lanes)]
+                block = transpose_block(emit, c.dtype, lanes, taps, c.stored, starts)
+                for t, (start, count, place) in targets.items():
+                    at = weights.base + (start + channel * count + place) * self.width + v * lanes
+                    emit.add(tirx.BufferStore(weights.packed, block[t], [tirx.Ramp(at, 1, lanes)]))
+
+    def _pack_elements(self, weights: _PanelWeights, group: Expr, first: Expr, channels_done: int) -> None:
+        """Pack the channels behind the first `channels_done` element by element, in any order of the weight."""
+        c, emit, lanes = self.c, self.emit, self.lanes
         start = 0
         for phase in c.phases:
             count = prod(phase.taps)
@@ -177,7 +229,7 @@ class _Tiles(Panels):
                 emit.loop(phase.taps[1], SERIAL, "s") as s,
             ):
                 channel = channel + channels_done if channels_done else channel
-                at = emit.bind(base + (start + channel * count + r * phase.taps[1] + s) * self.width, "at")
+                at = emit.bind(weights.base + (start + channel * count + r * phase.taps[1] + s) * self.width, "at")
                 for v in range(self.vectors):
                     with emit.loop(lanes, VECTOR, "ji") as ji, self.body.point():
                         j = first + (ji + v * lanes)
@@ -187,84 +239,61 @@ class _Tiles(Panels):
                             value = tirx.Select(inside, value, literal(0, c.dtype))
                         else:
                             value = c.weight(group, j, channel, *phase.tap(r, s))
-                        emit.store(packed, value, at + (ji + v * lanes))
+                        emit.store(weights.packed, value, at + (ji + v * lanes))
             start += c.channels * count
 
     # ------------------------------------------------------------------------------ sums
 
-    def _strips(self, image: Expr, panel: Expr, packed: Buffer, base: Expr) -> None:
-        whole, rest = divmod(self.c.spatial[0], self.strip)
+    def _strips(self, image: Expr, weights: _PanelWeights) -> None:
+        whole, tail = divmod(self.c.spatial[0], self.strip)
         with self.emit.loop(whole, SERIAL, "st") as strip, self.body.point():
-            self._strip(image, panel, packed, base, strip * (self.strip // self.c.step[0]), self.strip)
-        if rest:
+            self._strip(image, weights, strip * (self.strip // self.c.step[0]), self.strip)
+        if tail:
             with self.body.point():
-                self._strip(image, panel, packed, base, literal(whole * (self.strip // self.c.step[0]), "i32"), rest)
+                self._strip(image, weights, literal(whole * (self.strip // self.c.step[0]), "i32"), tail)
 
-    def _strip(self, image: Expr, panel: Expr, packed: Buffer, base: Expr, unit: Expr, rows: int) -> None:
-        """`unit` counts steps: the strip begins with output row unit * step."""
+    def _strip(self, image: Expr, weights: _PanelWeights, unit: Expr, rows: int) -> None:
+        """Emit a strip. `unit` counts steps: the strip begins with output row unit * step."""
         c, emit = self.c, self.emit
-        sums = emit.alloc(rows * c.spatial[1] * self.width, c.dtype, "sums")
+        strip = _PositionStrip(image, unit, emit.alloc(rows * c.spatial[1] * self.width, c.dtype, "sums"))
         start = 0
         for phase in c.phases:
             height = max(ceil_div(rows - phase.first[0], c.step[0]), 0)
-            weights = base + start * self.width
             if height == 0 or phase.counts[1] == 0:
                 start += c.channels * prod(phase.taps)
                 continue
-            for h, th in cover(emit, height, _tile_of((height, phase.counts[1]), self.most)[0], "h"):
-                for w, tw in cover(emit, phase.counts[1], _tile_of((height, phase.counts[1]), self.most)[1], "w"):
+            tall, wide = _tile_of((height, phase.counts[1]), self.most)
+            for h, th in cover(emit, height, tall, "h"):
+                for w, tw in cover(emit, phase.counts[1], wide, "w"):
                     with self.body.point():
-                        self._tile(image, panel, packed, weights, phase, start, unit, h, w, th, tw, sums)
+                        self._tile(weights, strip, _PositionTile(phase, start, h, w, th, tw))
             start += c.channels * prod(phase.taps)
-        self.finish(image, panel, sums, unit * c.step[0], rows)
+        self.finish(image, weights.panel, strip.sums, unit * c.step[0], rows)
 
-    def _tile(
-        self,
-        image: Expr,
-        panel: Expr,
-        packed: Buffer,
-        weights: Expr,
-        phase: Phase,
-        start: int,
-        unit: Expr,
-        h: Expr,
-        w: Expr,
-        th: int,
-        tw: int,
-        sums: Buffer,
-    ) -> None:
-        c, emit, lanes = self.c, self.emit, self.lanes
-        cells = [(i, j) for i in range(th) for j in range(tw)]
-        accs = [emit.alloc(self.width, c.dtype, "acc") for _ in cells]
-        for acc in accs:
-            for v in range(self.vectors):
-                with emit.loop(lanes, VECTOR, "ji") as ji:
-                    emit.store(acc, literal(0, c.dtype), ji + v * lanes)
+    def _tile(self, weights: _PanelWeights, strip: _PositionStrip, tile: _PositionTile) -> None:
+        """Sum a tile in registers, and leave its sums among those of the strip."""
+        c, emit, lanes, phase = self.c, self.emit, self.lanes, tile.phase
+        sums = RegisterTile(emit, c.dtype, len(tile.cells), self.width, lanes, lane="ji")
         if prod(phase.taps):
-            group, _ = self.split(panel)
-            top = (unit + h) * c.strides[0] + phase.shift[0]
-            left = w * c.strides[1] + phase.shift[1]
-            corner = emit.bind(self.source.position(image, group * c.channels, top, left), "corner")
-            # One loop over channels and taps, with a table of where each reads: nested short loops would be unrolled, reads of neighbouring
-            # windows recognised as the same, kept, and registers overrun.
-            with emit.loop(c.channels * prod(phase.taps), SERIAL, "k") as k, self.body.point():
-                line = emit.alloc(self.width, c.dtype, "b")
-                for v in range(self.vectors):
-                    with emit.loop(lanes, VECTOR, "ji") as ji:
-                        emit.store(
-                            line, tirx.BufferLoad(packed, [weights + k * self.width + (ji + v * lanes)]), ji + v * lanes
-                        )
-                at = emit.bind(corner + tirx.BufferLoad(self.offsets, [k + start]), "at")
-                for (i, j), acc in zip(cells, accs, strict=True):
-                    x = emit.bind(self.source.load(at + (i * c.strides[0] * self.source.width + j * c.strides[1])), "a")
-                    for v in range(self.vectors):
-                        with emit.loop(lanes, VECTOR, "ji") as ji:
-                            column = ji + v * lanes
-                            emit.store(
-                                acc, tirx.BufferLoad(acc, [column]) + x * tirx.BufferLoad(line, [column]), column
-                            )
-        for (i, j), acc in zip(cells, accs, strict=True):
-            position = ((h + i) * c.step[0] + phase.first[0]) * c.spatial[1] + (w + j) * c.step[1] + phase.first[1]
-            for v in range(self.vectors):
-                with emit.loop(lanes, VECTOR, "ji") as ji:
-                    emit.store(sums, tirx.BufferLoad(acc, [ji + v * lanes]), position * self.width + (ji + v * lanes))
+            self._add_taps(weights, strip, tile, sums)
+        for number, (i, j) in enumerate(tile.cells):
+            row = (tile.h + i) * c.step[0] + phase.first[0]
+            position = row * c.spatial[1] + (tile.w + j) * c.step[1] + phase.first[1]
+            sums.store(number, strip.sums, position * self.width)
+
+    def _add_taps(self, weights: _PanelWeights, strip: _PositionStrip, tile: _PositionTile, sums: RegisterTile) -> None:
+        """Add all taps of all channels to the accumulators of a tile."""
+        c, emit, phase = self.c, self.emit, tile.phase
+        first = weights.base + tile.start * self.width
+        group, _ = self.split(weights.panel)
+        top = (strip.unit + tile.h) * c.strides[0] + phase.shift[0]
+        left = tile.w * c.strides[1] + phase.shift[1]
+        corner = emit.bind(self.source.position(strip.image, group * c.channels, top, left), "corner")
+        # One loop over channels and taps, with a table of where each reads: nested short loops would be unrolled, reads
+        # of neighbouring windows recognised as the same, kept, and registers overrun.
+        with emit.loop(c.channels * prod(phase.taps), SERIAL, "k") as k, self.body.point():
+            line = sums.line(weights.packed, first + k * self.width)
+            at = emit.bind(corner + tirx.BufferLoad(self.offsets, [k + tile.start]), "at")
+            for number, (i, j) in enumerate(tile.cells):
+                offset = i * c.strides[0] * self.source.width + j * c.strides[1]
+                sums.add(number, self.source.load(at + offset), line)

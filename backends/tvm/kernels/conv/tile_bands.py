@@ -4,18 +4,20 @@ In: a Correlation. Out: words of pairs, for some output rows of one image, or fo
 
     [piece][step of 32 channels][part][16 pairs of channels][rows of the band, `pitch` words each]
 
-so that the right tile of a tap, 16 pairs times 16 neighbouring positions, is one load with the words of a plane from row to row, wherever
-it begins. Positions are counted through, row after row and image after image: a tile reaches over the ends of rows, and what it has between
-them is dropped. Borders are zeros in memory, and neighbours share them: the zeros behind a row are those in front of the next one.
+so that the right tile of a tap, 16 pairs times 16 neighbouring positions, is one load with the words of a plane from
+row to row, wherever it begins. Positions are numbered row after row and image after image: a tile reaches over the ends
+of rows, and its sums between rows are dropped. Borders are zeros in memory, and neighbours share them: the zeros behind
+a row are those in front of the next one.
 
-With one tap nothing is read twice, and what is read together lies together: a band is made of its strips (what is summed at once), each
+With one tap nothing is read twice, and words that are read together lie together. A band then consists of its strips,
+the positions summed at once, each
 
     [32 positions][step of 32 channels][part][16 pairs of channels][32 positions]
 
-A piece holds the rows and columns that have the same remainder modulo the strides, so that neighbouring windows read neighbouring words.
-Number q of a step is paired with number q + 16.
+A piece holds the rows and columns that have the same remainder modulo the strides, so that neighbouring windows read
+neighbouring words. Number q of a step is paired with number q + 16.
 
-Limits: few channels leave most of a step empty; what tile_registers.py says of f32 in parts.
+Limits: few channels leave most of a step empty; those of tile_registers.py for f32 in parts.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from math import prod
 
 from tvm import tirx
 
-from penstock.backends.tvm.kernels.tiles.registers import PARTS, SIDE, STEP, Magnitudes, pair_words
+from penstock.backends.tvm.kernels.tiles.registers import PARTS, SIDE, STEP, Magnitudes, noted, pair_ranges, pair_words
 from penstock.backends.tvm.kernels.tools.body import Body
 from penstock.backends.tvm.kernels.tools.correlation import Correlation, Pair, cover
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, i32, literal
@@ -60,7 +62,7 @@ class Area:
 
 
 class Bands:
-    """Where the words of a correlation are."""
+    """The layout of a correlation's packed words."""
 
     def __init__(self, c: Correlation) -> None:
         self.c = c
@@ -68,10 +70,10 @@ class Bands:
         self.steps = ceil_div(c.channels, STEP)
         self.counts = max(p.counts[0] for p in c.phases), max(p.counts[1] for p in c.phases)
         # For every phase, for every tap: remainders, and rows and columns further on in the piece.
-        found = [[self._read(p.shift, r, s) for r in range(p.taps[0]) for s in range(p.taps[1])] for p in c.phases]
-        remainders = sorted({remainder for taps in found for remainder, _ in taps}) or [(0, 0)]
+        taps = [[self._read(p.shift, r, s) for r in range(p.taps[0]) for s in range(p.taps[1])] for p in c.phases]
+        remainders = sorted({remainder for phase in taps for remainder, _ in phase}) or [(0, 0)]
         self.pieces = [self._piece(remainder) for remainder in remainders]
-        away = [shift for taps in found for _, shift in taps] or [(0, 0)]
+        away = [shift for phase in taps for _, shift in phase] or [(0, 0)]
         self.reach = max(h for h, _ in away), max(w for _, w in away)
         self.before = min(p.first for p in self.pieces)
         end = max(p.first + p.count for p in self.pieces)
@@ -81,10 +83,10 @@ class Bands:
         self.image_rows = max(self.counts[0] + self.reach[0] - above, max(last for _, last in rows), self.counts[0])
         # Every position is read once, and none is in the border.
         self.gathered = (
-            max(map(len, found)) <= 1 and self.before == 0 and end == self.counts[1] and rows == [(0, self.counts[0])]
+            max(map(len, taps)) <= 1 and self.before == 0 and end == self.counts[1] and rows == [(0, self.counts[0])]
         )
         self.taps = [
-            [(remainders.index(remainder), h * self.pitch + w) for remainder, (h, w) in taps] for taps in found
+            [(remainders.index(remainder), h * self.pitch + w) for remainder, (h, w) in phase] for phase in taps
         ]
         self._cut()
         tall = (self.images - 1) * self.image_rows + self.rows + self.reach[0]
@@ -94,7 +96,7 @@ class Bands:
 
     @property
     def flat(self) -> bool:
-        """Whether packed rows follow each other as those of the source do."""
+        """Say whether packed rows follow each other as those of the source do."""
         c = self.c
         return (
             self.reach == (0, 0)
@@ -117,7 +119,7 @@ class Bands:
         return ceil_div(self.positions(1, self.strip), 2 * SIDE) * self.stride
 
     def strip_at(self, image: Expr, row: Expr) -> Expr:
-        """Where the first position of a strip is, of these image and row of the band."""
+        """Return the first position of a strip, given its image and row in the band."""
         if not self.gathered:
             return (image * self.image_rows + row) * self.pitch
         return (image * (self.rows // self.strip) + tirx.floordiv(row, self.strip)) * self._strip_words
@@ -130,7 +132,7 @@ class Bands:
         return len(self.pieces) * self.steps * self.step_words + self.plane + 2 * SIDE
 
     def positions(self, images: int, rows: int) -> int:
-        """From the first one of an area to behind the last one, counted through."""
+        """Count the positions of an area from the first to the last, those between rows and images included."""
         return ((images - 1) * self.image_rows + rows - 1) * self.pitch + self.counts[1]
 
     def _read(self, shift: Pair, r: int, s: int) -> tuple[Pair, Pair]:
@@ -153,15 +155,15 @@ class Bands:
         return BandPiece(remainder, first, max(last + 1 - first, 0))
 
     def _rows(self, remainder: int) -> Pair:
-        """The first row of a piece that has anything of the source, and the one behind the last."""
+        """Return the first row of a piece that holds any of the source, and the row after the last."""
         c = self.c
         first = max(ceil_div(c.low[0] - remainder, c.strides[0]), 0)
         last = min((c.sizes[0] - 1 + c.low[0] - remainder) // c.strides[0], self.counts[0] + self.reach[0] - 1)
         return first, max(last + 1, 0)
 
     def _cut(self) -> None:
-        """Rows and images of a strip, whose sums are computed at once, and of a band, which is
-        packed at once. Rows are those of a phase."""
+        """Choose the rows and images of a strip, whose sums are computed at once, and of a band, which is packed at
+        once. Rows are those of a phase."""
         c = self.c
         most = max(_STRIP // len(c.phases), 2 * SIDE)
         row_bytes = 4 * self.pitch * len(self.pieces) * self.steps * self.parts * SIDE
@@ -171,8 +173,8 @@ class Bands:
             positions = self.positions(1, rows)
             if rows > 1 and positions > most:
                 break
-            whole, rest = divmod(self.counts[0], rows)
-            tiles = whole * ceil_div(positions, SIDE) + (ceil_div(self.positions(1, rest), SIDE) if rest else 0)
+            whole, tail = divmod(self.counts[0], rows)
+            tiles = whole * ceil_div(positions, SIDE) + (ceil_div(self.positions(1, tail), SIDE) if tail else 0)
             score = (round(tiles * SIDE / prod(self.counts), 2), -rows)
             if score < best:
                 best, self.strip = score, rows
@@ -195,6 +197,24 @@ class Bands:
         self.rows = ceil_div(strips, ceil_div(strips, most_strips)) * self.strip
 
 
+@dataclass(frozen=True)
+class _ChannelPair:
+    """A pair of channels of a group while it is packed: of a step's last ones, one or both may be missing."""
+
+    target: Buffer
+    piece: BandPiece
+    group: Expr
+    channels: list[Expr]
+    large: Magnitudes | None
+
+    def channel(self, c: Correlation, k: Expr) -> Expr:
+        return self.group * c.channels + k
+
+    def noted(self, value: Expr) -> Expr:
+        """Return a value of the pair after taking note of its magnitude."""
+        return noted(value, self.large)
+
+
 class SourcePacking:
     """Emits the packing of bands."""
 
@@ -202,16 +222,16 @@ class SourcePacking:
         self.body, self.emit, self.bands, self.c = body, body.emit, bands, bands.c
 
     def pack(self, target: Buffer, area: Area, group: Expr, kind: object) -> Expr | None:
-        """A band. Gives how many steps have a number that is too large for tiles; None: that cannot be."""
+        """Pack a band. Return how many steps have a number that is too large for tiles; None where that cannot be."""
         emit, bands = self.emit, self.bands
         flags = emit.alloc(bands.steps, "i32", "flags") if bands.parts > 1 else None
-        whole, rest = divmod(bands.c.channels, STEP)
+        whole, tail = divmod(bands.c.channels, STEP)
         with emit.loop(whole, kind, "s") as s, self.body.point():
             if whole:
                 self._step(target, flags, area, group, s, STEP)
-        if rest:
+        if tail:
             with self.body.point():
-                self._step(target, flags, area, group, i32(whole), rest)
+                self._step(target, flags, area, group, i32(whole), tail)
         if flags is None:
             return None
         total = emit.alloc(1, "i32", "large")
@@ -223,119 +243,81 @@ class SourcePacking:
     def _step(self, target: Buffer, flags: Buffer | None, area: Area, group: Expr, s: Expr, count: int) -> None:
         emit, bands = self.emit, self.bands
         large = Magnitudes(emit) if flags is not None else None
-        both, one = max(count - SIDE, 0), min(count, SIDE)
         for number, piece in enumerate(bands.pieces):
             base = emit.bind((number * bands.steps + s) * bands.step_words, "at")
-            for first, last, exist in ((0, both, 2), (both, one, 1), (one, SIDE, 0)):
+            for first, last, exist in pair_ranges(count):
                 if last <= first:
                     continue
                 with emit.loop(last - first, SERIAL, "q") as q, self.body.point():
-                    pair = q + first
-                    channels = [s * STEP + pair + SIDE * other for other in range(exist)]
+                    place = q + first
+                    channels = [s * STEP + place + SIDE * other for other in range(exist)]
+                    pair = _ChannelPair(target, piece, group, channels, large)
                     if bands.gathered:
-                        self._gather(
-                            target,
-                            emit.bind(s * bands.step_words + pair * bands.plane, "at"),
-                            piece,
-                            area,
-                            group,
-                            channels,
-                            large,
-                        )
-                        continue
-                    self._plane(target, emit.bind(base + pair * bands.plane, "at"), piece, area, group, channels, large)
+                        self._gather(pair, area, emit.bind(s * bands.step_words + place * bands.plane, "at"))
+                    else:
+                        self._plane(pair, area, emit.bind(base + place * bands.plane, "at"))
         if flags is not None and large is not None:
             emit.store(flags, large.too_large(), s)
 
     # ------------------------------------------------------------------------------ one tap
 
-    def _gather(
-        self,
-        target: Buffer,
-        at: Expr,
-        piece: BandPiece,
-        area: Area,
-        group: Expr,
-        channels: list[Expr],
-        large: Magnitudes | None,
-    ) -> None:
-        """The words of one pair of channels, strip by strip."""
+    def _gather(self, pair: _ChannelPair, area: Area, at: Expr) -> None:
+        """Pack the words of one pair of channels, strip by strip."""
         emit, bands = self.emit, self.bands
         with emit.loop(area.images, SERIAL, "n") as n:
             for row, rows in cover(emit, area.rows, bands.strip, "st"):
                 with self.body.point():
                     start = emit.bind(at + bands.strip_at(n, row), "at")
-                    self._gather_strip(
-                        target, start, piece, area.image + n, area.row + row, rows, group, channels, large
-                    )
+                    self._gather_strip(pair, start, area.image + n, area.row + row, rows)
 
-    def _gather_strip(
-        self,
-        target: Buffer,
-        start: Expr,
-        piece: BandPiece,
-        image: Expr,
-        row: Expr,
-        rows: int,
-        group: Expr,
-        channels: list[Expr],
-        large: Magnitudes | None,
-    ) -> None:
-        emit, bands, c = self.emit, self.bands, self.c
+    def _gather_strip(self, pair: _ChannelPair, start: Expr, image: Expr, row: Expr, rows: int) -> None:
+        emit, bands, c, piece = self.emit, self.bands, self.c, pair.piece
         width = bands.counts[1]
         scratch, size = None, rows * width + 2 * SIDE
-        if channels and not bands.flat:
+        if pair.channels and not bands.flat:
             scratch = emit.alloc(2 * size, "f32", "rows")
-            for other, k in enumerate(channels):
+            for other, k in enumerate(pair.channels):
                 with emit.loop(rows, SERIAL, "h") as h, self.body.point():
                     above = emit.bind((row + h) * c.strides[0] + (piece.remainder[0] - c.low[0]), "h")
-                    self._spread(scratch, h * width + other * size, piece, image, group * c.channels + k, above)
+                    self._spread(scratch, h * width + other * size, piece, image, pair.channel(c, k), above)
 
         def words(i: Expr, place: Expr) -> None:
             with self.body.point():
-                pair = []
-                for other, k in enumerate(channels):
+                values = []
+                for other, k in enumerate(pair.channels):
                     if scratch is None:
                         h, w = row + tirx.floordiv(i, width), tirx.floormod(i, width)
-                        pair.append(self._noted(c.source(image, group * c.channels + k, h, w), large))
+                        values.append(pair.noted(c.source(image, pair.channel(c, k), h, w)))
                     else:
-                        pair.append(self._noted(tirx.BufferLoad(scratch, [i + other * size]), large))
-                self._store(target, start + place, pair)
+                        values.append(pair.noted(tirx.BufferLoad(scratch, [i + other * size])))
+                self._store(pair.target, start + place, values)
 
-        whole, rest = divmod(rows * width, 2 * SIDE)
+        whole, tail = divmod(rows * width, 2 * SIDE)
         with emit.loop(whole, SERIAL, "u") as u:
             for half in (0, SIDE) if whole else ():
                 with emit.loop(SIDE, VECTOR, "l") as lane:
                     words(u * (2 * SIDE) + half + lane, u * bands.stride + half + lane)
-        for i, _ in pieces(emit, rest, SIDE):
+        for i, _ in pieces(emit, tail, SIDE):
             words(i + whole * 2 * SIDE, i + whole * bands.stride)
 
     # ------------------------------------------------------------------------------ planes
 
-    def _plane(
-        self,
-        target: Buffer,
-        at: Expr,
-        piece: BandPiece,
-        area: Area,
-        group: Expr,
-        channels: list[Expr],
-        large: Magnitudes | None,
-    ) -> None:
-        """The words of one pair of channels, of which there may be less than two."""
+    def _plane(self, pair: _ChannelPair, area: Area, at: Expr) -> None:
+        """Pack the words of one pair of channels, in which one or both channels may be missing."""
         emit, bands = self.emit, self.bands
         tall = (area.images - 1) * bands.image_rows + area.rows + bands.reach[0]
-        if not channels:
+        if not pair.channels:
             for part in range(bands.parts):
-                self._zeros(target, at + part * SIDE * bands.plane, tall * bands.pitch + bands.before)
+                self._zeros(pair.target, at + part * SIDE * bands.plane, tall * bands.pitch + bands.before)
             return
         shared = area.rows + bands.reach[0] if area.images == 1 else bands.image_rows
         with emit.loop(area.images, SERIAL, "n") as n, emit.loop(shared, SERIAL, "h") as h, self.body.point():
             line = emit.bind(at + (n * bands.image_rows + h) * bands.pitch, "line")
-            self._row(target, line, piece, area.image + n, area.row + h, group, channels, large)
+            self._row(pair, line, area.image + n, area.row + h)
         behind = (tall - (area.images - 1) * bands.image_rows - shared) * bands.pitch + bands.before
+        first = tall * bands.pitch + bands.before - behind
         for part in range(bands.parts):
-            self._zeros(target, at + ((tall * bands.pitch + bands.before - behind) + part * SIDE * bands.plane), behind)
+            self._zeros(pair.target, at + (first + part * SIDE * bands.plane), behind)
 
     def _zeros(self, target: Buffer, at: Expr, count: int) -> None:
         for i, _ in pieces(self.emit, count, SIDE):
@@ -345,60 +327,32 @@ class SourcePacking:
         for part, word in enumerate(pair_words(self.emit, pair, self.bands.parts)):
             self.emit.store(target, word, at + part * SIDE * self.bands.plane if part else at)
 
-    def _noted(self, value: Expr, large: Magnitudes | None) -> Expr:
-        if large is not None:
-            large.note(value)
-        return value
-
-    def _row(
-        self,
-        target: Buffer,
-        line: Expr,
-        piece: BandPiece,
-        image: Expr,
-        row: Expr,
-        group: Expr,
-        channels: list[Expr],
-        large: Magnitudes | None,
-    ) -> None:
-        emit, bands, c = self.emit, self.bands, self.c
-
+    def _row(self, pair: _ChannelPair, line: Expr, image: Expr, row: Expr) -> None:
+        """Pack one row of a piece, with its border."""
+        emit, bands, c, piece = self.emit, self.bands, self.c, pair.piece
         h = emit.bind(row * c.strides[0] + (piece.remainder[0] - c.low[0]), "h")
-        if piece.count:
-            if c.strides[1] == 1:
+        if piece.count and c.strides[1] == 1:
+            offset = piece.remainder[1] - c.low[1]
+            with emit.when(self._inside(h)):
+                self._values(pair, line, lambda k, i: c.source(image, pair.channel(c, k), h, i + offset))
+            with emit.when(tirx.Not(self._inside(h))):
+                for part in range(bands.parts):
+                    self._zeros(pair.target, line + (part * SIDE * bands.plane + piece.first), piece.count)
+        elif piece.count:
+            padded = self._padded(piece)
+            scratch = emit.alloc(2 * padded, "f32", "row")
+            for other, k in enumerate(pair.channels):
                 with emit.when(self._inside(h)):
-                    self._values(
-                        target,
-                        line,
-                        piece,
-                        lambda k, i: c.source(image, group * c.channels + k, h, i + (piece.remainder[1] - c.low[1])),
-                        channels,
-                        large,
-                    )
+                    self._spread(scratch, other * padded, piece, image, pair.channel(c, k), h)
                 with emit.when(tirx.Not(self._inside(h))):
-                    for part in range(bands.parts):
-                        self._zeros(target, line + (part * SIDE * bands.plane + piece.first), piece.count)
-            else:
-                scratch = emit.alloc(2 * self._padded(piece), "f32", "row")
-                for other, k in enumerate(channels):
-                    with emit.when(self._inside(h)):
-                        self._spread(scratch, other * self._padded(piece), piece, image, group * c.channels + k, h)
-                    with emit.when(tirx.Not(self._inside(h))):
-                        for i, _ in pieces(emit, self._padded(piece), SIDE):
-                            emit.store(scratch, literal(0, "f32"), i + other * self._padded(piece))
-                with self.body.point():
-                    starts = {id(k): other * self._padded(piece) for other, k in enumerate(channels)}
-                    self._values(
-                        target,
-                        line,
-                        piece,
-                        lambda k, i: tirx.BufferLoad(scratch, [i - piece.first + starts[id(k)]]),
-                        channels,
-                        large,
-                    )
+                    for i, _ in pieces(emit, padded, SIDE):
+                        emit.store(scratch, literal(0, "f32"), i + other * padded)
+            with self.body.point():
+                starts = {id(k): other * padded for other, k in enumerate(pair.channels)}
+                self._values(pair, line, lambda k, i: tirx.BufferLoad(scratch, [i - piece.first + starts[id(k)]]))
         for first, last in ((0, piece.first), (piece.first + piece.count, bands.pitch)):
             for part in range(bands.parts):
-                self._zeros(target, line + (part * SIDE * bands.plane + first), last - first)
+                self._zeros(pair.target, line + (part * SIDE * bands.plane + first), last - first)
 
     def _inside(self, h: Expr) -> Expr:
         return tirx.all(h >= 0, h < self.c.sizes[0])
@@ -407,22 +361,14 @@ class SourcePacking:
     def _padded(piece: BandPiece) -> int:
         return ceil_div(piece.count, SIDE) * SIDE
 
-    def _values(
-        self,
-        target: Buffer,
-        line: Expr,
-        piece: BandPiece,
-        value: Callable[[Expr, Expr], Expr],
-        channels: list[Expr],
-        large: Magnitudes | None,
-    ) -> None:
-        for i, _ in pieces(self.emit, piece.count, SIDE):
+    def _values(self, pair: _ChannelPair, line: Expr, value: Callable[[Expr, Expr], Expr]) -> None:
+        for i, _ in pieces(self.emit, pair.piece.count, SIDE):
             with self.body.point():
-                column = i + piece.first if piece.first else i
-                self._store(target, line + column, [self._noted(value(k, column), large) for k in channels])
+                column = i + pair.piece.first if pair.piece.first else i
+                self._store(pair.target, line + column, [pair.noted(value(k, column)) for k in pair.channels])
 
     def _spread(self, scratch: Buffer, at: Expr | int, piece: BandPiece, image: Expr, channel: Expr, h: Expr) -> None:
-        """The columns of a piece, which lie apart in the source, one beside the other."""
+        """Copy the columns of a piece, which lie apart in the source, next to each other."""
         emit, c = self.emit, self.c
         begin, apart = piece.first * c.strides[1] + piece.remainder[1] - c.low[1], c.strides[1]
         done = 0
@@ -432,10 +378,10 @@ class SourcePacking:
             line = emit.bind(
                 ((image * (c.groups * c.channels) + channel) * c.sizes[0] + h) * c.sizes[1] + begin, "line"
             )
-            rest = emit.alloc(SIDE, "f32", "rest")
+            unused = emit.alloc(SIDE, "f32", "rest")
             with emit.loop(done // SIDE, SERIAL, "v") as v:
                 if done:
-                    separate_pairs(emit, SIDE, (c.plain, line + v * STEP), [(scratch, v * SIDE + at), (rest, i32(0))])
+                    separate_pairs(emit, SIDE, (c.plain, line + v * STEP), [(scratch, v * SIDE + at), (unused, i32(0))])
         for i, _ in pieces(emit, piece.count - done, SIDE):
             with self.body.point():
                 emit.store(scratch, c.source(image, channel, h, (i + done) * apart + begin), i + (done + at))

@@ -1,21 +1,24 @@
-"""Convolutions and gradients for their inputs on tile registers (Intel AMX): of bf16, and of f32 as sums of products of their parts.
+"""Convolutions and gradients for their inputs on tile registers (Intel AMX): of bf16, and of f32 as sums of products of
+their parts.
 
 In: a Correlation of bf16 or f32. Out: loops
 
-    pack the weights                                       (tile_filters.py; where they do not change, before the kernel runs)
-    for some images, or some rows of one:                  a band, which stays in the second cache
-      pack them                                            (tile_bands.py)
-      for 32 filters, some rows, 32 positions of these:    (or 16 filters and 64 positions, if there are no more)
-        4 tiles of sums += for each step of 32 channels, for each tap, for each pair of parts: 2 tiles of weights times 2 of the source
-        store the sums; with the last positions, close the gaps between rows, and `Body.finish` for each vector of neighbouring positions
+    pack the weights                              (tile_filters.py; ahead of the kernel where they do not change)
+    for some images, or some rows of one:         a band, which stays in the second cache
+      pack them                                   (tile_bands.py)
+      for 32 filters, some rows, 32 positions:    (or 16 filters and 64 positions, if there are no more)
+        4 tiles of sums += for each step of 32 channels, for each tap, for each pair of parts:
+                           2 tiles of weights times 2 of the source
+        store the sums; with the last positions, close the gaps between rows, and `Body.finish`
+        for each vector of neighbouring positions
 
-Positions of the result are the columns of tiles, so results come out in the order of memory. All phases of some rows leave their sums side
-by side, and are interleaved where the gaps are closed.
+Positions of the result are the columns of tiles, so results come out in the order of memory. All phases of some rows
+leave their sums side by side, and are interleaved where the gaps are closed.
 
-Where a block of f32 weights, or a band, has a number that is too large for parts, infinities and nans among them, these sums are
-computed one by one, slowly, as f32 has them.
+Where a block of f32 weights, or a band, has a number that is too large for parts, infinities and nans among them, these
+sums are computed one by one, slowly, as f32 has them.
 
-Limits: what tile_registers.py says of denormals.
+Limits: those of tile_registers.py for denormals.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ _PACKING_WEIGHTS = {True: 4.0, False: 14.0}
 
 
 def suits(body: Body, c: Correlation) -> bool:
-    """Whether the correlation is worth tiles, and the machine has them."""
+    """Return whether the machine has tiles, and they are faster for this correlation."""
     if not can_pack(body, c.out) or body.loops is not None or c.filters < SIDE or not prod(c.phases[0].taps):
         return False
     bands = Bands(c)
@@ -75,17 +78,19 @@ def emit_tile_conv(body: Body, c: Correlation) -> None:
 
 
 @dataclass(frozen=True)
-class _Band:
+class _PackedBand:
+    """A band of the source, packed for one group."""
+
     words: Buffer
     area: Area
     group: Expr
-    # How many steps of it are too large for tiles; None: they cannot be.
+    # The number of its steps that are too large for tiles; None where that cannot be.
     too_large: Expr | None
 
 
 @dataclass(frozen=True)
-class _Strip:
-    """What is summed at once: the rows `unit` .. of each phase, which give the output rows row .. row + rows, of some images."""
+class _RowStrip:
+    """Output rows row .. row + rows of some images, summed at once: rows `unit` .. of each phase."""
 
     image: Expr
     images: int
@@ -99,6 +104,8 @@ class _Strip:
 
 
 class _TileConv:
+    """Emits a correlation on tile registers."""
+
     def __init__(self, body: Body, c: Correlation) -> None:
         self.body, self.c, self.emit = body, c, body.emit
         self.bands = Bands(c)
@@ -130,7 +137,7 @@ class _TileConv:
             packed = emit.alloc(self.filters.size, "i32", "ap")
             self.filters.fill(packed, kind)
         self._fill_offsets()
-        # Threads share whatever is outermost.
+        # Threads share the outermost loop that has enough turns.
         images = ceil_div(c.images, bands.images)
         step_rows = bands.rows * c.step[0]
         lead, rows, blocks = SERIAL, SERIAL, kind
@@ -138,8 +145,8 @@ class _TileConv:
             lead, rows, blocks = kind, SERIAL, SERIAL
         elif ceil_div(c.spatial[0], step_rows) > 2:
             lead, rows, blocks = SERIAL, kind, SERIAL
-        whole, rest = divmod(c.images, bands.images)
-        for first, count, size in ((0, whole, bands.images), (whole * bands.images, min(rest, 1), rest)):
+        whole, tail = divmod(c.images, bands.images)
+        for first, count, size in ((0, whole, bands.images), (whole * bands.images, min(tail, 1), tail)):
             if not count:
                 continue
             with emit.loop(count * c.groups, lead, "n") as n, self.body.point():
@@ -150,20 +157,20 @@ class _TileConv:
     def _rows(
         self, packed: Buffer, image: Expr, images: int, group: Expr, step_rows: int, kind: object, blocks: object
     ) -> None:
-        """All bands of some images."""
+        """Emit all bands of some images."""
         c, emit = self.c, self.emit
-        whole, rest = divmod(c.spatial[0], step_rows)
+        whole, tail = divmod(c.spatial[0], step_rows)
         if whole:
             with emit.loop(whole, kind, "bd") as b, self.body.point():
                 self._band(
                     packed, image, images, group, b * self.bands.rows if whole > 1 else i32(0), step_rows, blocks
                 )
-        if rest:
+        if tail:
             with emit.loop(1), self.body.point():
-                self._band(packed, image, images, group, i32(whole * self.bands.rows), rest, blocks)
+                self._band(packed, image, images, group, i32(whole * self.bands.rows), tail, blocks)
 
     def _fill_offsets(self) -> None:
-        """For each phase, where each tap begins in the packed band."""
+        """Fill a table for each phase of where each tap begins in the packed band."""
         emit, bands = self.emit, self.bands
         for taps in bands.taps:
             table = None
@@ -176,14 +183,14 @@ class _TileConv:
     # ------------------------------------------------------------------------------ bands, blocks, strips
 
     def _band(self, packed: Buffer, image: Expr, images: int, group: Expr, unit: Expr, rows: int, kind: object) -> None:
-        """Output rows from row unit * step on."""
+        """Emit a band: output rows from row unit * step on."""
         c, emit, bands, filters = self.c, self.emit, self.bands, self.filters
         words = emit.alloc(bands.size, "i32", "bp")
         area = Area(image, images, unit, ceil_div(rows, c.step[0]))
-        band = _Band(words, area, group, self.source.pack(words, area, group, kind))
+        band = _PackedBand(words, area, group, self.source.pack(words, area, group, kind))
         for first, count, size in (
             (0, filters.blocks, filters.height),
-            (filters.blocks, min(filters.rest, 1), filters.rest),
+            (filters.blocks, min(filters.last_block, 1), filters.last_block),
         ):
             if not count:
                 continue
@@ -196,14 +203,16 @@ class _TileConv:
                 with self.registers.configured():
                     self._strips(packed, band, block, large, sums, rows)
 
-    def _strips(self, packed: Buffer, band: _Band, block: Filters, large: Expr | None, sums: Buffer, rows: int) -> None:
+    def _strips(
+        self, packed: Buffer, band: _PackedBand, block: Filters, large: Expr | None, sums: Buffer, rows: int
+    ) -> None:
         c, emit, bands = self.c, self.emit, self.bands
         for image, images in cover(emit, band.area.images, bands.strip_images, "i"):
             for row, count in cover(emit, rows, bands.strip * c.step[0], "st"):
                 with self.body.point():
                     down = tirx.floordiv(row, c.step[0])
                     units = ceil_div(count, c.step[0])
-                    strip = _Strip(
+                    strip = _RowStrip(
                         image=band.area.image + image,
                         images=images,
                         row=band.area.row * c.step[0] + row,
@@ -228,17 +237,27 @@ class _TileConv:
     def _sums_at(self, phase: int) -> int:
         return phase * self.filters.height * self.line
 
-    def _tiles(self, packed: Buffer, band: _Band, block: Filters, phase: int, strip: _Strip, sums: Buffer) -> None:
-        whole, rest = divmod(ceil_div(strip.positions, SIDE), self.across)
+    def _tiles(
+        self, packed: Buffer, band: _PackedBand, block: Filters, phase: int, strip: _RowStrip, sums: Buffer
+    ) -> None:
+        whole, tail = divmod(ceil_div(strip.positions, SIDE), self.across)
         with self.emit.loop(whole, SERIAL, "p") as p, self.body.point():
             if whole:
                 self._tile(packed, band, block, phase, strip, sums, p, self.across)
-        if rest:
+        if tail:
             with self.body.point():
-                self._tile(packed, band, block, phase, strip, sums, i32(whole), rest)
+                self._tile(packed, band, block, phase, strip, sums, i32(whole), tail)
 
     def _tile(
-        self, packed: Buffer, band: _Band, block: Filters, phase: int, strip: _Strip, sums: Buffer, p: Expr, across: int
+        self,
+        packed: Buffer,
+        band: _PackedBand,
+        block: Filters,
+        phase: int,
+        strip: _RowStrip,
+        sums: Buffer,
+        p: Expr,
+        across: int,
     ) -> None:
         emit, bands, registers, words = self.emit, self.bands, self.registers, self.filters.words
         down, parts = block.tiles, bands.parts
@@ -263,7 +282,7 @@ class _TileConv:
                 )
                 at_a = emit.bind(first_a + (s * count + t) * (down * words), "a")
                 at_b = emit.bind(first_b + s * bands.step_words + offset, "b")
-                self._ask_for(band, block, strip, p, across, s * count + t, bands.steps * count)
+                self._prefetch(band, block, strip, p, across, s * count + t, bands.steps * count)
                 held: dict[int, tuple[int, int]] = {}
                 for r, c, pa, pb in self._turns(down, across):
                     # One tile of filters has two registers, two have one each.
@@ -284,17 +303,18 @@ class _TileConv:
             )
 
     def _turns(self, down: int, across: int) -> list[tuple[int, int, int, int]]:
-        """Row and column of sums, and the parts that are multiplied, in an order in which neighbours share tiles."""
+        """List row and column of sums, and the parts that are multiplied, in an order in which neighbours share
+        tiles."""
         turns = []
         for left in range(0, across, 2):
             for pa, pb in self.order if left == 0 else reversed(self.order):
                 turns += [(r, c, pa, pb) for r in range(down) for c in range(left, min(left + 2, across))]
         return turns
 
-    def _ask_for(
-        self, band: _Band, block: Filters, strip: _Strip, p: Expr, across: int, turn: Expr, turns: int
+    def _prefetch(
+        self, band: _PackedBand, block: Filters, strip: _RowStrip, p: Expr, across: int, turn: Expr, turns: int
     ) -> None:
-        """A hint, while sums are being added up, for what will be read and written with them."""
+        """Prefetch, during the sums, the memory that their epilogue reads and writes."""
         c, emit, bands = self.c, self.emit, self.bands
         if bands.pitch != self.columns or c.step != (1, 1):
             return
@@ -309,8 +329,10 @@ class _TileConv:
                 for column in range(0, across * SIDE * ITEM_BYTES[dtype], LINE):
                     emit.prefetch(buffer, place + column // ITEM_BYTES[dtype])
 
-    def _one_by_one(self, band: _Band, block: Filters, number: int, phase: Phase, strip: _Strip, sums: Buffer) -> None:
-        """The same without tiles, one multiply-add after the other."""
+    def _one_by_one(
+        self, band: _PackedBand, block: Filters, number: int, phase: Phase, strip: _RowStrip, sums: Buffer
+    ) -> None:
+        """Compute the sums without tiles, one multiply-add after the other."""
         emit, c, bands = self.emit, self.c, self.bands
         with (
             emit.loop(block.count, SERIAL, "r") as r,
@@ -342,7 +364,7 @@ class _TileConv:
 
     # ------------------------------------------------------------------------------ results
 
-    def _finish(self, band: _Band, block: Filters, strip: _Strip, sums: Buffer) -> None:
+    def _finish(self, band: _PackedBand, block: Filters, strip: _RowStrip, sums: Buffer) -> None:
         c, emit, bands = self.c, self.emit, self.bands
         positions = strip.rows * self.columns
         dense = None
@@ -364,15 +386,15 @@ class _TileConv:
                     value = tirx.BufferLoad(sums, [line + p]) if dense is None else tirx.BufferLoad(dense, [p])
                     self.body.finish({c.out: (value, index)})
 
-    def _close_gaps(self, strip: _Strip, sums: Buffer, line: Expr, dense: Buffer) -> None:
-        """Rows of the result one behind the other. What a row's last vector has too much, the next row overwrites."""
+    def _close_gaps(self, strip: _RowStrip, sums: Buffer, line: Expr, dense: Buffer) -> None:
+        """Store rows of the result without gaps. The next row overwrites the excess of a row's last vector."""
         c, emit = self.c, self.emit
-        whole, rest = divmod(strip.rows, c.step[0])
+        whole, tail = divmod(strip.rows, c.step[0])
         if whole:
             with emit.loop(whole, SERIAL, "h") as h, self.body.point():
                 for a in range(c.step[0]):
                     self._row(sums, line, dense, h, a)
-        for a in range(rest):
+        for a in range(tail):
             self._row(sums, line, dense, i32(whole), a)
 
     def _row(self, sums: Buffer, line: Expr, dense: Buffer, h: Expr, a: int) -> None:

@@ -1,14 +1,15 @@
 """Sliding windows: convolution with its gradients as matrix products that gather while they pack, and pooling.
 
-In: any number of spatial dimensions, strides, dilations, padding, groups. A convolution is the product, per image and group,
+In: any number of spatial dimensions, strides, dilations, padding, groups. A convolution is the product, per image and
+group,
 
     out[o, p] = sum over (c, r) of  w[o, (c, r)] * x[c, p * stride - low + r * dilation]
 
-with the windows gathered into the packed panel of the right operand, so no image of all windows is ever in memory; its gradients are the
-same with the roles exchanged. Pooling runs along the last dimension in vectors.
+with the windows gathered into the packed panel of the right operand, so no image of all windows is ever in memory. Its
+gradients are the same with the roles exchanged. Pooling runs along the last dimension in vectors.
 
-conv.py sends here only what has no faster form. Limits: packing costs one guarded read per element and output channel block, so few output
-channels are slow; pooling reads windows with a stride lane by lane.
+conv.py sends here only operations that have no faster form. Limits: packing costs one guarded read per element and
+output channel block, so few output channels are slow; pooling reads windows with a stride lane by lane.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from penstock.backends.tvm.kernels.elementwise.elementwise import emit_nest
 from penstock.backends.tvm.kernels.product.product import emit_product
 from penstock.backends.tvm.kernels.rows.sums import LOWEST
 from penstock.backends.tvm.kernels.tools.body import Body, NotOneKernel, parallel_if
-from penstock.backends.tvm.kernels.tools.elements import Index, linear, unravel, zero
-from penstock.backends.tvm.kernels.tools.emit import HALVES, SERIAL, Expr, ceil_div, literal
+from penstock.backends.tvm.kernels.tools.elements import Index, bound_index, linear, unravel, zero
+from penstock.backends.tvm.kernels.tools.emit import HALVES, SERIAL, Buffer, Expr, ceil_div, literal
 from penstock.backends.tvm.kernels.tools.product_terms import Product
 from penstock.backends.tvm.kernels.tools.transpose import pieces, separate_pairs
 from penstock.ir.graph import Op, Value
@@ -34,7 +35,7 @@ from penstock.ir.types import FLOATS
 
 
 def inside_of(positions: Index, sizes: tuple[int, ...]) -> tuple[Index, list[Expr]]:
-    """Positions moved into the tensor, and the conditions under which they were there."""
+    """Move positions into the tensor, and return the conditions under which they lay inside."""
     conditions: list[Expr] = []
     moved: list[Expr] = []
     for p, n in zip(positions, sizes, strict=True):
@@ -44,21 +45,21 @@ def inside_of(positions: Index, sizes: tuple[int, ...]) -> tuple[Index, list[Exp
 
 
 def window_positions(w: Window, out: Index, tap: Index) -> Index:
-    """Where a window reads: tap by tap in each dimension."""
+    """Return the position that a tap of the window of `out` reads."""
     return tuple(o * s - low + r * d for o, r, s, low, d in zip(out, tap, w.strides, w.low, w.dilations, strict=True))
 
 
 def windows_of(w: Window, place: Index, tap: Index, sizes: tuple[int, ...]) -> tuple[Index, list[Expr]]:
-    """The window whose `tap` lies on `place`, and the conditions under which there is one."""
-    found: list[Expr] = []
+    """Return the window whose `tap` lies on `place`, and the conditions under which there is one."""
+    windows: list[Expr] = []
     conditions: list[Expr] = []
     for p, r, s, low, d in zip(place, tap, w.strides, w.low, w.dilations, strict=True):
         t = p + low - r * d
         if s > 1:
             conditions.append(tirx.EQ(tirx.floormod(t, s), 0))
             t = tirx.floordiv(t, s)
-        found.append(t)
-    inside, bounds = inside_of(tuple(found), sizes)
+        windows.append(t)
+    inside, bounds = inside_of(tuple(windows), sizes)
     return inside, conditions + bounds
 
 
@@ -71,7 +72,7 @@ def _needs_no_guard(w: Window) -> bool:
 
 
 class _Grouped(NamedTuple):
-    """What a convolution and both its gradients have in common; channels are those of one group."""
+    """The window and groups of a convolution or one of its gradients; channels are those of one group."""
 
     kernel: tuple[int, ...]
     window: Window
@@ -203,7 +204,7 @@ def emit_pool(body: Body, op: Op) -> None:
 
 
 def count_taps(window: Window, out: Index, sizes: tuple[int, ...], dtype: str) -> Expr:
-    """How many taps of a window lie inside."""
+    """Count the taps of a window that lie inside."""
     total: Expr = literal(1, dtype)
     for o, n, k, s, low, d in zip(out, sizes, window.kernel, window.strides, window.low, window.dilations, strict=True):
         along: Expr = literal(0, dtype)
@@ -243,7 +244,7 @@ def emit_avg_pool_grad(body: Body, op: Op) -> None:
 
 
 def covers_all(op: Op) -> bool:
-    """Whether pooling has one window, and all elements lie in it."""
+    """Return whether pooling has one window, and all elements lie in it."""
     dy, dx = op.ins[0].type.dims[2:], op.outs[0].type.dims[2:]
     window = window_of(complete_attrs(op), ints(op.attrs["window"]))
     reach = all(k - low >= n for k, low, n in zip(window.kernel, window.low, dx, strict=True))
@@ -251,7 +252,7 @@ def covers_all(op: Op) -> bool:
 
 
 def emit_global_pool_grad(body: Body, op: Op) -> None:
-    """Every element of a plane has the same share."""
+    """Emit the gradient of a pool over whole planes: every element of a plane has the same share."""
     dy, dx = op.ins[0], op.outs[0]
     attrs = complete_attrs(op)
     count = prod(ints(attrs["window"])) if attrs["include_pad"] else prod(dx.type.dims[2:])
@@ -267,92 +268,110 @@ def emit_global_pool_grad(body: Body, op: Op) -> None:
 
 
 def emit_max_pool_grad(body: Body, op: Op) -> None:
-    """Window by window: the first element equal to the window's maximum gets the gradient. Threads share planes.
-
-    The elements are found for a row of windows at once, in vectors, on a copy of the plane that has a border and keeps columns apart by
-    their remainder modulo the stride; only the additions are done one by one."""
-    x, y, dy = op.ins
-    dx = op.outs[0]
+    """Emit the gradient of a max pool: the first element equal to a window's maximum gets the window's gradient."""
     if len(body.group.ops) > 1:
         raise NotOneKernel("the gradient of a maximum is scattered, nothing can follow it in one loop")
-    attrs = complete_attrs(op)
-    kernel, dtype, sizes, outs = ints(attrs["window"]), x.type.dtype, x.type.dims[2:], y.type.dims[2:]
-    window = window_of(attrs, kernel)
-    emit, stored, lanes = body.emit, body.result(dx), body.lanes
-    planes, plane = x.type.dims[:2], prod(sizes)
-    # All dimensions but the last are gone through position by position, windows that reach over their edge are cut there.
-    split, low = window.strides[-1], window.low[-1]
-    reach = max((outs[-1] - 1) * split + (kernel[-1] - 1) * window.dilations[-1] + 1, sizes[-1] + low)
-    width = ceil_div(reach, split)
-    lines = prod(sizes[:-1])
-    with emit.loop(prod(planes), parallel_if(body.machine, x.type.size), "p") as p:
-        lead = tuple(i if isinstance(i, tirx.IntImm) else emit.bind(i, "p") for i in unravel(p, planes))
-        # Sums of 16-bit floats are taken in f32 and rounded once.
-        target, origin = (
-            (emit.alloc(plane, dtype, "sums"), literal(0, "i32")) if dtype in HALVES else (stored, p * plane)
-        )
-        copy = emit.alloc(lines * split * width, dtype, "xp")
-        found = emit.alloc(outs[-1], "i32", "found")
-        # What stands in the border is never looked at.
-        with emit.loop(lines, SERIAL, "h") as h:
-            at = tuple(emit.bind(i, "h") if not isinstance(i, tirx.IntImm) else i for i in unravel(h, sizes[:-1]))
-            # Zeros line by line: a plane at once becomes a call that writes past the caches.
-            for v, _ in pieces(emit, sizes[-1], lanes):
-                emit.store(target, literal(0, dtype), origin + h * sizes[-1] + v)
-            done = 0
-            if split == 2 and body.is_stored(x) and dtype not in HALVES:
-                done = sizes[-1] // (2 * lanes) * lanes
-                source = emit.bind(linear((*lead, *at, zero()), x.type.dims), "line")
-                with emit.loop(done // lanes, SERIAL, "v") as v:
-                    places = [(h * 2 + (begin + low) % 2) * width + (begin + low) // 2 + v * lanes for begin in (0, 1)]
-                    separate_pairs(
-                        emit, lanes, (body.operand(x), source + v * (2 * lanes)), [(copy, place) for place in places]
-                    )
-            for remainder in range(split):
-                begin = (remainder - low) % split
-                count = ceil_div(sizes[-1] - begin, split)
-                for v, _ in pieces(emit, max(count - done, 0), lanes):
-                    with body.point():
-                        value = body.at(x, (*lead, *at, (v + done) * split + begin))
-                        emit.store(copy, value, (h * split + remainder) * width + (begin + low) // split + v + done)
-        with emit.loop(prod(outs[:-1]), SERIAL, "o") as o, body.point():
-            out = tuple(emit.bind(i, "o") if not isinstance(i, tirx.IntImm) else i for i in unravel(o, outs[:-1]))
-            for v, _ in emit.spans(outs[-1], lanes):
-                emit.store(found, literal(-1, "i32"), v)
-            with ExitStack() as stack:
-                tap = tuple(stack.enter_context(emit.loop(k, SERIAL, "t")) for k in kernel[:-1])
-                positions = tuple(
-                    i * s - b + r * d
-                    for i, r, s, b, d in zip(
-                        out, tap, window.strides[:-1], window.low[:-1], window.dilations[:-1], strict=True
-                    )
-                )
-                inside, conditions = inside_of(positions, sizes[:-1])
-                if conditions:
-                    stack.enter_context(emit.when(tirx.all(*conditions)))
-                line = emit.bind(linear(inside, sizes[:-1]), "line")
-                for s in range(kernel[-1]):
-                    column = s * window.dilations[-1]
-                    for v, _ in pieces(emit, outs[-1], lanes):
-                        with body.point():
-                            place = v * split + (column - low)
-                            value = tirx.BufferLoad(
-                                copy, [(line * split + column % split) * width + column // split + v]
-                            )
-                            top = body.at(y, (*lead, *out, v))
-                            hit = (
-                                tirx.Or(tirx.EQ(value, top), tirx.isnan(value))
-                                if dtype in FLOATS
-                                else tirx.EQ(value, top)
-                            )
-                            before = tirx.BufferLoad(found, [v])
-                            wanted = tirx.all(hit, before < 0, place >= 0, place < sizes[-1])
-                            emit.store(found, tirx.Select(wanted, line * sizes[-1] + place, before), v)
-            with emit.loop(outs[-1], SERIAL, "v") as v, body.point():
-                gradient = body.at(dy, (*lead, *out, v))
-                with emit.when(tirx.BufferLoad(found, [v]) >= 0):
-                    position = origin + tirx.BufferLoad(found, [v])
-                    emit.store(target, tirx.BufferLoad(target, [position]) + gradient, position)
-        if target is not stored:
-            for i, _ in emit.spans(plane, lanes):
-                emit.store(stored, tirx.BufferLoad(target, [i]), p * plane + i)
+    _MaxPoolGradient(body, op).run()
+
+
+class _MaxPoolGradient:
+    """Emits the gradient of a max pool, window by window. Threads share planes.
+
+    The elements are found for a row of windows at once, in vectors, on a copy of the plane that has a border and keeps
+    columns apart by their remainder modulo the stride. Only the additions are done one by one."""
+
+    def __init__(self, body: Body, op: Op) -> None:
+        self.body, self.emit, self.lanes = body, body.emit, body.lanes
+        (self.x, self.y, self.dy), self.dx = op.ins, op.outs[0]
+        attrs = complete_attrs(op)
+        self.kernel, self.dtype = ints(attrs["window"]), self.x.type.dtype
+        self.sizes, self.outs = self.x.type.dims[2:], self.y.type.dims[2:]
+        self.window = window_of(attrs, self.kernel)
+        self.stored = body.result(self.dx)
+        # All dimensions but the last are gone through position by position, windows that reach over their edge are cut
+        # there.
+        self.split, self.low = self.window.strides[-1], self.window.low[-1]
+        last_window = (self.outs[-1] - 1) * self.split + (self.kernel[-1] - 1) * self.window.dilations[-1] + 1
+        self.width = ceil_div(max(last_window, self.sizes[-1] + self.low), self.split)
+        self.lines = prod(self.sizes[:-1])
+
+    def run(self) -> None:
+        emit, plane = self.emit, prod(self.sizes)
+        planes = self.x.type.dims[:2]
+        with emit.loop(prod(planes), parallel_if(self.body.machine, self.x.type.size), "p") as p:
+            lead = bound_index(emit, p, planes, "p")
+            # Sums of 16-bit floats are taken in f32 and rounded once.
+            in_halves = self.dtype in HALVES
+            target = emit.alloc(plane, self.dtype, "sums") if in_halves else self.stored
+            origin = literal(0, "i32") if in_halves else p * plane
+            copy = emit.alloc(self.lines * self.split * self.width, self.dtype, "xp")
+            places = emit.alloc(self.outs[-1], "i32", "found")
+            # The border of the copy is never looked at.
+            with emit.loop(self.lines, SERIAL, "h") as h:
+                at = bound_index(emit, h, self.sizes[:-1], "h")
+                # Zeros line by line: a plane at once becomes a call that writes past the caches.
+                for v, _ in pieces(emit, self.sizes[-1], self.lanes):
+                    emit.store(target, literal(0, self.dtype), origin + h * self.sizes[-1] + v)
+                self._copy_line(copy, (*lead, *at), h)
+            with emit.loop(prod(self.outs[:-1]), SERIAL, "o") as o, self.body.point():
+                out = bound_index(emit, o, self.outs[:-1], "o")
+                self._find(copy, places, lead, out)
+                with emit.loop(self.outs[-1], SERIAL, "v") as v, self.body.point():
+                    gradient = self.body.at(self.dy, (*lead, *out, v))
+                    with emit.when(tirx.BufferLoad(places, [v]) >= 0):
+                        position = origin + tirx.BufferLoad(places, [v])
+                        emit.store(target, tirx.BufferLoad(target, [position]) + gradient, position)
+            if in_halves:
+                for i, _ in emit.spans(plane, self.lanes):
+                    emit.store(self.stored, tirx.BufferLoad(target, [i]), p * plane + i)
+
+    def _copy_line(self, copy: Buffer, line: Index, h: Expr) -> None:
+        """Copy a line of a plane, with columns apart by their remainder modulo the stride."""
+        emit, lanes, split, low = self.emit, self.lanes, self.split, self.low
+        done = 0
+        if split == 2 and self.body.is_stored(self.x) and self.dtype not in HALVES:
+            done = self.sizes[-1] // (2 * lanes) * lanes
+            source = emit.bind(linear((*line, zero()), self.x.type.dims), "line")
+            with emit.loop(done // lanes, SERIAL, "v") as v:
+                places = [(h * 2 + (begin + low) % 2) * self.width + (begin + low) // 2 + v * lanes for begin in (0, 1)]
+                operand = (self.body.operand(self.x), source + v * (2 * lanes))
+                separate_pairs(emit, lanes, operand, [(copy, place) for place in places])
+        for remainder in range(split):
+            begin = (remainder - low) % split
+            count = ceil_div(self.sizes[-1] - begin, split)
+            for v, _ in pieces(emit, max(count - done, 0), lanes):
+                with self.body.point():
+                    value = self.body.at(self.x, (*line, (v + done) * split + begin))
+                    emit.store(copy, value, (h * split + remainder) * self.width + (begin + low) // split + v + done)
+
+    def _find(self, copy: Buffer, places: Buffer, lead: Index, out: Index) -> None:
+        """Find the places in the plane that get the gradients of a row of windows; -1 where there is none."""
+        emit, window = self.emit, self.window
+        for v, _ in emit.spans(self.outs[-1], self.lanes):
+            emit.store(places, literal(-1, "i32"), v)
+        with ExitStack() as stack:
+            tap = tuple(stack.enter_context(emit.loop(k, SERIAL, "t")) for k in self.kernel[:-1])
+            outer = zip(out, tap, window.strides[:-1], window.low[:-1], window.dilations[:-1], strict=True)
+            inside, conditions = inside_of(tuple(i * s - b + r * d for i, r, s, b, d in outer), self.sizes[:-1])
+            if conditions:
+                stack.enter_context(emit.when(tirx.all(*conditions)))
+            line = emit.bind(linear(inside, self.sizes[:-1]), "line")
+            for s in range(self.kernel[-1]):
+                column = s * window.dilations[-1]
+                for v, _ in pieces(emit, self.outs[-1], self.lanes):
+                    with self.body.point():
+                        self._match(copy, places, (*lead, *out, v), line, column)
+
+    def _match(self, copy: Buffer, places: Buffer, index: Index, line: Expr, column: int) -> None:
+        """Note the place of an element `column` behind the start of its window, if it is the first to equal the
+        maximum."""
+        split, v = self.split, index[-1]
+        place = v * split + (column - self.low)
+        value = tirx.BufferLoad(copy, [(line * split + column % split) * self.width + column // split + v])
+        top = self.body.at(self.y, index)
+        hit = tirx.EQ(value, top)
+        if self.dtype in FLOATS:
+            hit = tirx.Or(hit, tirx.isnan(value))
+        before = tirx.BufferLoad(places, [v])
+        wanted = tirx.all(hit, before < 0, place >= 0, place < self.sizes[-1])
+        self.emit.store(places, tirx.Select(wanted, line * self.sizes[-1] + place, before), v)

@@ -1,9 +1,9 @@
-"""Convolutions of 3x3 taps with 4/9 of the multiplications, by Winograd's minimal filtering F(2x2, 3x3) (S. Winograd 1980; A. Lavin and S. Gray,
-"Fast Algorithms for Convolutional Neural Networks", 2015).
+"""Convolutions of 3x3 taps with 4/9 of the multiplications, by Winograd's minimal filtering F(2x2, 3x3) (S. Winograd
+1980; A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks", 2015).
 
-In: a Correlation of 3x3 taps side by side, stride 1, one group. A square of 2x2 outputs needs 4x4 elements of the source. Both the square and the
-taps have 16 points each, sums and differences of their elements; the points of the output are the products of these, summed over channels. Out:
-loops
+In: a Correlation of 3x3 taps side by side, stride 1, one group. A square of 2x2 outputs needs 4x4 elements of the
+source. Both the square and the taps have 16 points each, sums and differences of their elements; the points of the
+output are the products of these, summed over channels. Out: loops
 
     points of the weights        [panel][point][channel][channels out in lanes]
     for image, band of rows:
@@ -12,15 +12,18 @@ loops
         products                 [point][square][channels out in lanes], 16 products of matrices
         sums of the points       [position][channels out in lanes], then `Panels.finish`
 
-Squares over the edge of the output are computed whole. Bands are few enough squares for their points to stay in cache; small images are taken
-together in one. Threads share bands if there are many; else they share channels, then panels, of a band.
+Squares over the edge of the output are computed whole. Bands are few enough squares for their points to stay in cache;
+small images are taken together in one. Threads share bands if there are many; else they share channels, then panels, of
+a band.
 
-Limits: a result is rounded relative to products of its elements with any taps, not only with those that they meet, and infinities become nan
-(docs/precision.md). Points of weights take 16/9 of their memory. A band has at least one row of squares, however long.
+Limits: a result is rounded relative to products of its elements with any taps, not only with those that they meet, and
+infinities become nan (docs/precision.md). Points of weights take 16/9 of their memory. A band has at least one row of
+squares, however long.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
@@ -28,12 +31,14 @@ from tvm import tirx
 from penstock.backends.tvm.kernels.tools.body import Body, parallel_if
 from penstock.backends.tvm.kernels.tools.correlation import Correlation, cover, most_rows
 from penstock.backends.tvm.kernels.tools.emit import PARALLEL, SERIAL, VECTOR, Buffer, Emitter, Expr, ceil_div, literal
+from penstock.backends.tvm.kernels.tools.register_tile import RegisterTile
 from penstock.backends.tvm.kernels.tools.transpose import pieces, separate_pairs
 
 from .panels import Panels
 
 _POINTS = 16
-# Squares of a band: the points of the weights are read once for each, so bands for single threads have a least number, too.
+# Squares of a band: the points of the weights are read once for each, so bands for single threads have a least number,
+# too.
 _BAND, _LEAST_BAND = 128, 48
 # With fewer squares, reading 16 points of each weight takes longer than multiplying by nine taps.
 _LEAST_SQUARES = 24
@@ -46,19 +51,19 @@ _TASKS = 8
 
 
 def _of_weights(emit: Emitter, g: list[Expr], dtype: str) -> list[Expr]:
-    """Points of three taps in a row: (1 0 0; 1/2 1/2 1/2; 1/2 -1/2 1/2; 0 0 1)."""
+    """Compute the points of three taps in a row: (1 0 0; 1/2 1/2 1/2; 1/2 -1/2 1/2; 0 0 1)."""
     half = literal(0.5, dtype)
     ends, middle = emit.bind((g[0] + g[2]) * half), emit.bind(g[1] * half)
     return [g[0], emit.bind(ends + middle), emit.bind(ends - middle), g[2]]
 
 
 def _of_source(emit: Emitter, d: list[Expr]) -> list[Expr]:
-    """Points of four elements in a row: (1 0 -1 0; 0 1 1 0; 0 -1 1 0; 0 1 0 -1)."""
+    """Compute the points of four elements in a row: (1 0 -1 0; 0 1 1 0; 0 -1 1 0; 0 1 0 -1)."""
     return [emit.bind(x) for x in (d[0] - d[2], d[1] + d[2], d[2] - d[1], d[1] - d[3])]
 
 
 def _outputs(emit: Emitter, m: list[Expr]) -> list[Expr]:
-    """Two outputs of the products of their points: (1 1 1 0; 0 1 -1 -1)."""
+    """Compute two outputs from the products of their points: (1 1 1 0; 0 1 -1 -1)."""
     return [emit.bind(x) for x in (m[0] + m[1] + m[2], m[1] - m[2] - m[3])]
 
 
@@ -67,15 +72,15 @@ def _squares_of(c: Correlation) -> int:
 
 
 def _together(body: Body, c: Correlation) -> int:
-    """Images of a band: several where an image has few squares, the same number in each band; of few filters the weights are few, and threads
-    would not find enough panels."""
+    """Return the number of images in a band: several where an image has few squares, the same number in each band; of
+    few filters the weights are few, and threads would not find enough panels."""
     if c.filters < _TASKS * body.machine.vectors * body.lanes:
         return 1
     return max(n for n in range(1, c.images + 1) if c.images % n == 0 and (n == 1 or n * _squares_of(c) <= _BAND))
 
 
 def suits(body: Body, c: Correlation) -> bool:
-    """Whether this is such a convolution, and large enough."""
+    """Return whether this is a convolution of 3x3 taps side by side, and large enough."""
     lanes, squares = body.lanes, _squares_of(c)
     return (
         c.groups == 1
@@ -90,18 +95,31 @@ def suits(body: Body, c: Correlation) -> bool:
 
 
 def emit_winograd(body: Body, c: Correlation, lanes: int) -> None:
+    """Emit a convolution of 3x3 taps by squares of 2x2 outputs."""
     _Squares(body, c, lanes).run()
 
 
+@dataclass(frozen=True)
+class _SquareBand:
+    """A band of the output from row `top` of an image on, with the points of its source; channels lie `apart`
+    elements."""
+
+    image: Expr
+    top: Expr
+    points: Buffer
+    apart: int
+
+
 class _Squares(Panels):
-    """Squares of 2x2 outputs."""
+    """Emits a convolution by squares of 2x2 outputs."""
 
     def __init__(self, body: Body, c: Correlation, lanes: int) -> None:
         super().__init__(body, c, lanes)
         (self.phase,) = c.phases
         self.columns = ceil_div(c.spatial[1], 2)
         self.offset = tuple(shift - low for shift, low in zip(self.phase.shift, c.low, strict=True))
-        # Vectors of a row of squares, and elements of a line of every second element of the source: one more than there are squares is read.
+        # Vectors of a row of squares, and elements of a line of every second element of the source: one more than there
+        # are squares is read.
         self.row_vectors = ceil_div(self.columns, lanes)
         self.line = (self.row_vectors + 1) * lanes
         self.panel_size = _POINTS * c.channels * self.width
@@ -114,11 +132,11 @@ class _Squares(Panels):
         # Rows of squares of a band.
         self.height = max(heights) if heights else ceil_div(height, ceil_div(height, most))
 
-    def _shares_evenly(self, whole: int, rest: int) -> bool:
-        """Whether threads that take so many bands of each image have as much to do."""
+    def _shares_evenly(self, whole: int, tail: int) -> bool:
+        """Return whether threads share so many whole bands of each image, and a smaller one of `tail` rows, evenly."""
         images = self.c.images // self.images
         bands = images * whole
-        return images % _TASKS == 0 or (rest == 0 and bands >= _TASKS and bands % 2 == 0)
+        return images % _TASKS == 0 or (tail == 0 and bands >= _TASKS and bands % 2 == 0)
 
     def run(self) -> None:
         c, emit = self.c, self.emit
@@ -133,7 +151,7 @@ class _Squares(Panels):
         if packed is None:
             packed = emit.alloc(size, c.dtype, "wp")
             fill(packed)
-        whole, rest = divmod(c.spatial[0], 2 * self.height)
+        whole, tail = divmod(c.spatial[0], 2 * self.height)
         outer, inner = (kind, SERIAL) if self.spread else (SERIAL, kind)
         images = c.images // self.images
         if whole:
@@ -148,16 +166,16 @@ class _Squares(Panels):
                     2 * self.height,
                     inner,
                 )
-        if rest:
+        if tail:
             with emit.loop(images, outer, "n") as n, self.body.point():
                 self._band(
-                    packed, emit.bind(n * self.images, "n"), literal(whole * 2 * self.height, "i32"), rest, inner
+                    packed, emit.bind(n * self.images, "n"), literal(whole * 2 * self.height, "i32"), tail, inner
                 )
 
     # ------------------------------------------------------------------------------ points
 
     def _weights(self, packed: Buffer, panel: Expr) -> None:
-        """Points of the weights of a panel."""
+        """Compute the points of the weights of a panel."""
         c, emit = self.c, self.emit
         group, first = self.split(panel)
 
@@ -181,7 +199,8 @@ class _Squares(Panels):
     def _sources(
         self, points: Buffer, place: Expr, step: int, image: Expr, channel: Expr, top: Expr, rows: int
     ) -> None:
-        """Points of the squares of a band, of one channel of an image: the first ones at `place`, the next a step behind each."""
+        """Compute the points of the squares of a band, of one channel of an image: the first ones at `place`, the next
+        a step behind each."""
         emit, lanes = self.emit, self.lanes
         dtype, line = self.c.dtype, self.line
         squares = ceil_div(rows, 2)
@@ -189,7 +208,7 @@ class _Squares(Panels):
         self._lines(lines, image, channel, top, 2 * squares + 2)
 
         with emit.loop(squares, SERIAL, "r") as r, emit.loop(self.row_vectors, SERIAL, "v") as v:
-            # What lies behind the last square of a row is overwritten by the next row, or stands between channels.
+            # Elements behind the last square of a row are overwritten by the next row, or stand between channels.
             at = emit.bind(place + r * self.columns + v * lanes, "at")
             with emit.loop(lanes, VECTOR, "l") as lane, self.body.point():
 
@@ -204,7 +223,7 @@ class _Squares(Panels):
                         emit.store(points, value, at + lane + (i * 4 + k) * step)
 
     def _lines(self, lines: Buffer, image: Expr, channel: Expr, top: Expr, count: int) -> None:
-        """Rows of the source with its border, elements at even places before those at odd ones."""
+        """Copy rows of the source with its border, elements at even places before those at odd ones."""
         c, emit, lanes, line = self.c, self.emit, self.lanes, self.line
         row = emit.alloc(2 * line, c.dtype, "row")
         with emit.loop(2 * line // lanes, SERIAL, "v") as v, emit.loop(lanes, VECTOR, "l") as lane:
@@ -237,10 +256,10 @@ class _Squares(Panels):
         # Room for the last vector of a row of squares; channels do not lie a power of two apart.
         apart = ceil_div(self.images * height * self.columns + self.lanes, self.lanes) * self.lanes
         apart += self.lanes if apart // self.lanes % 2 == 0 else 0
-        points = emit.alloc(_POINTS * c.channels * apart, c.dtype, "points")
+        band = _SquareBand(image, top, emit.alloc(_POINTS * c.channels * apart, c.dtype, "points"), apart)
         with emit.loop(c.channels, kind, "c") as channel, emit.loop(self.images, SERIAL, "n") as n, self.body.point():
             place = emit.bind(channel * apart + n * (height * self.columns), "place")
-            self._sources(points, place, c.channels * apart, image + n, channel, top, rows)
+            self._sources(band.points, place, c.channels * apart, image + n, channel, top, rows)
         strip = height
         if kind == PARALLEL and rows % 2 == 0 and self.images == 1:
             strip = max(
@@ -254,31 +273,22 @@ class _Squares(Panels):
                 else (tirx.floordiv(task, height // strip), tirx.floormod(task, height // strip))
             )
             panel, first = emit.bind(panel, "panel"), emit.bind(first * strip, "first")
-            self._strip(packed, panel, points, apart, image, first, top, strip, min(rows, 2 * strip))
+            self._strip(packed, panel, band, first, strip, min(rows, 2 * strip))
 
-    def _strip(
-        self,
-        packed: Buffer,
-        panel: Expr,
-        points: Buffer,
-        apart: int,
-        image: Expr,
-        first: Expr,
-        top: Expr,
-        height: int,
-        rows: int,
-    ) -> None:
-        """Outputs of a panel for some rows of squares of a band: those from `first` on."""
+    def _strip(self, packed: Buffer, panel: Expr, band: _SquareBand, first: Expr, height: int, rows: int) -> None:
+        """Emit the outputs of a panel for `height` rows of squares of a band, from row `first` on."""
         c, emit = self.c, self.emit
         squares = self.images * height * self.columns
         products = emit.alloc(_POINTS * squares * self.width, c.dtype, "products")
         most = most_rows(self.body, self.vectors)
         with emit.loop(_POINTS, SERIAL, "point") as point:
             weights = emit.bind(panel * self.panel_size + point * (c.channels * self.width), "weights")
-            source = emit.bind(point * (c.channels * apart) + first * self.columns, "source")
+            source = emit.bind(point * (c.channels * band.apart) + first * self.columns, "source")
             for t, count in cover(emit, squares, ceil_div(squares, ceil_div(squares, most)), "t"):
                 with self.body.point():
-                    self._tile(packed, weights, points, source + t, apart, products, point * squares + t, count)
+                    tile = self._tile(packed, weights, band, source + t, count)
+                    for i in range(count):
+                        tile.store(i, products, (point * squares + t + i) * self.width)
         with emit.loop(self.images, SERIAL, "n") as n, self.body.point():
             sums = emit.alloc(rows * c.spatial[1] * self.width, c.dtype, "sums")
             for first_row, tall, count in ((0, 2, rows // 2), (rows // 2, 1, rows % 2)):
@@ -290,49 +300,24 @@ class _Squares(Panels):
                             )
                             corner = emit.bind((r + first_row) * 2 * c.spatial[1] + (s + first_column) * 2, "corner")
                             self._square(products, squares, square, sums, corner, tall, wide)
-            self.finish(image + n, panel, sums, top + first * 2, rows)
+            self.finish(band.image + n, panel, sums, band.top + first * 2, rows)
 
-    def _tile(
-        self,
-        packed: Buffer,
-        weights: Expr,
-        points: Buffer,
-        source: Expr,
-        apart: int,
-        products: Buffer,
-        place: Expr,
-        count: int,
-    ) -> None:
-        """A product of so many squares by a panel of weights, at one point."""
-        c, emit, lanes = self.c, self.emit, self.lanes
-        accs = [emit.alloc(self.width, c.dtype, "acc") for _ in range(count)]
-        spans = range(0, self.width, lanes)
-        for acc in accs:
-            for v in spans:
-                with emit.loop(lanes, VECTOR, "l") as lane:
-                    emit.store(acc, literal(0, c.dtype), lane + v)
+    def _tile(self, packed: Buffer, weights: Expr, band: _SquareBand, source: Expr, count: int) -> RegisterTile:
+        """Multiply `count` squares by a panel of weights, at one point; a row of the tile is a square."""
+        c, emit = self.c, self.emit
+        tile = RegisterTile(emit, c.dtype, count, self.width, self.lanes)
         source = emit.bind(source, "source")
         with emit.loop(c.channels, SERIAL, "c") as channel, self.body.point():
-            line = emit.alloc(self.width, c.dtype, "b")
-            for v in spans:
-                with emit.loop(lanes, VECTOR, "l") as lane:
-                    emit.store(line, tirx.BufferLoad(packed, [weights + channel * self.width + (lane + v)]), lane + v)
-            at = emit.bind(source + channel * apart, "at")
-            for i, acc in enumerate(accs):
-                x = emit.bind(tirx.BufferLoad(points, [at + i]), "a")
-                for v in spans:
-                    with emit.loop(lanes, VECTOR, "l") as lane:
-                        column = lane + v
-                        emit.store(acc, tirx.BufferLoad(acc, [column]) + x * tirx.BufferLoad(line, [column]), column)
-        for i, acc in enumerate(accs):
-            for v in spans:
-                with emit.loop(lanes, VECTOR, "l") as lane:
-                    emit.store(products, tirx.BufferLoad(acc, [lane + v]), (place + i) * self.width + (lane + v))
+            line = tile.line(packed, weights + channel * self.width)
+            at = emit.bind(source + channel * band.apart, "at")
+            for i in range(count):
+                tile.add(i, tirx.BufferLoad(band.points, [at + i]), line)
+        return tile
 
     def _square(
         self, products: Buffer, squares: int, square: Expr, sums: Buffer, corner: Expr, tall: int, wide: int
     ) -> None:
-        """A square of outputs, or what of it lies inside; its first one is at `corner`."""
+        """Compute a square of outputs, or the part of it inside; its first output is at `corner`."""
         emit = self.emit
         for v in range(0, self.width, self.lanes):
             with emit.loop(self.lanes, VECTOR, "l") as lane, self.body.point():

@@ -1,8 +1,9 @@
 """Elementwise groups: any chain of elementwise, layout and lookup operations over one loop nest.
 
-In: a group whose operations all have an element rule. Out: loops over the largest result, vectorised along its last dimension, or along as
-many trailing dimensions as all operands run through in step (then the remainder is at most one vector per such run). Limit: a transposition
-of the last dimension that is fused with other operations reads lane by lane; alone it goes through squares (turn.py).
+In: a group whose operations all have an element rule. Out: loops over the largest result, vectorised along its last
+dimension, or along as many trailing dimensions as all operands run through in step (then the remainder is at most one
+vector per such run). Limit: a transposition of the last dimension that is fused with other operations reads lane by
+lane; alone it goes through squares (turn.py).
 """
 
 from __future__ import annotations
@@ -10,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from tvm import tirx
-
 from penstock.backends.tvm.kernels.tools.body import EFFECTS, Body, NotOneKernel, parallel_if
-from penstock.backends.tvm.kernels.tools.elements import Index, axis_of, has_element_rule, unravel, zero
+from penstock.backends.tvm.kernels.tools.elements import Index, axis_of, bound_index, has_element_rule, zero
 from penstock.backends.tvm.kernels.tools.emit import PARALLEL, Expr
 from penstock.ir.graph import Op, Value
 
@@ -24,18 +23,18 @@ _BLOCK = 64
 
 
 def root_of(body: Body) -> Op:
-    """The operation whose result the loops run over: the first of the largest."""
-    found: Op | None = None
+    """Return the operation whose result the loops run over: the first of the largest."""
+    root: Op | None = None
     for op in body.group.ops:
         if op.kind in EFFECTS:
             continue
         if not has_element_rule(op.kind):
             raise NotOneKernel(f"{op.kind} is not an elementwise operation")
-        if found is None or op.outs[0].type.size > found.outs[0].type.size:
-            found = op
-    if found is None:
+        if root is None or op.outs[0].type.size > root.outs[0].type.size:
+            root = op
+    if root is None:
         raise NotOneKernel("nothing to compute")
-    return found
+    return root
 
 
 def emit_elementwise(body: Body) -> None:
@@ -48,7 +47,7 @@ def emit_elementwise(body: Body) -> None:
 
 
 def emit_effect(body: Body, op: Op) -> None:
-    """A state operation on its own: add to a variable, overwrite it, or leave zeros in it."""
+    """Emit a state operation on its own: add to a variable, overwrite it, or leave zeros in it."""
     value = (op.ins or op.outs)[0]
     dims = value.type.dims
     plain = body.is_stored(value)
@@ -66,8 +65,8 @@ def _point(body: Body, root: Op, index: Index) -> None:
 
 
 def emit_nest(body: Body, shape: tuple[int, ...], merged: int, point: Callable[[Index], None]) -> None:
-    """Loops over `shape`; dimensions from `merged` on are one run, whose position is given as the coordinate of the last dimension of the
-    run that is not 1: coordinates of dimensions of size 1 are never looked at."""
+    """Emit loops over `shape`; dimensions from `merged` on are one run, whose position is given as the coordinate of
+    the last dimension of the run that is not 1: coordinates of dimensions of size 1 are never looked at."""
     if body.loops is not None:
         body.loops.nest(body, shape, merged, point)
         return
@@ -106,23 +105,19 @@ def _nest(
             point(index_of(lead, i + done if done else i))
         return
     with emit.loop(prod(outer), parallel_if(body.machine, total)) as o:
-        lead = _unravel(body, o, outer)
+        lead = bound_index(emit, o, outer)
         for i, _ in emit.spans(run, lanes):
             point(index_of(lead, i))
 
 
 def run_index(run: tuple[int, ...], position: Expr) -> Index:
-    """The index in a run of dimensions of its element at `position`."""
+    """Return the index in a run of dimensions of its element at `position`."""
     at = max((i for i, n in enumerate(run) if n != 1), default=len(run) - 1)
     return tuple(position if i == at else zero() for i in range(len(run)))
 
 
-def _unravel(body: Body, position: Expr, shape: tuple[int, ...]) -> Index:
-    return tuple(i if isinstance(i, tirx.IntImm) else body.emit.bind(i, "o") for i in unravel(position, shape))
-
-
 def emit_concat(body: Body) -> None:
-    """A concatenation: every operand is copied to its place, in its own loops."""
+    """Emit a concatenation: every operand is copied to its place, in its own loops."""
     op = next(o for o in body.group.ops if o.kind == "concat")
     axis = axis_of(op, op.outs[0])
     start = 0

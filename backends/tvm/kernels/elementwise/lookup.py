@@ -1,9 +1,9 @@
-"""Lookups turned round: rows go to the places that indices name.
+"""Scattered rows: the gradient of a lookup, and scatter, which write rows to the places that indices name.
 
-In: the gradient of a lookup, where rows of dy are added to the rows they came from (fused with an accumulation it adds straight to the
-variable, without a table of zeros in between), and scatter, where rows replace those of a copy, or are added to them. Out: a loop over
-indices in order, vectorised along the row. Threads share outer dimensions or ranges of columns, never rows, so the result does not depend
-on their number, and equal indices need no atomic additions.
+In: the gradient of a lookup, where rows of dy are added to the rows they came from (fused with an accumulation it adds
+straight to the variable, without a table of zeros in between), and scatter, where rows replace those of a copy, or are
+added to them. Out: a loop over indices in order, vectorised along the row. Threads share outer dimensions or ranges of
+columns, never rows, so the result does not depend on their number, and equal indices need no atomic additions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .elementwise import emit_nest
 
 
 def emit_scatter(body: Body, op: Op) -> None:
-    """A copy of x, then row by row what replaces its entries, or is added to them."""
+    """Emit a copy of x, then row by row the updates, which replace its entries or are added to them."""
     x, indices, updates = op.ins
     y, add = op.outs[0], bool(complete_attrs(op)["add"])
     axis = axis_of(op, y)
@@ -49,9 +49,9 @@ def emit_scatter(body: Body, op: Op) -> None:
             row = emit.bind(table_row(body.at(indices, at), shape[axis]), "row")
             for i, _ in emit.spans(prod(inner), body.lanes):
                 with body.point():
-                    rest = unravel(i, inner)
-                    position = linear((*lead, row, *rest), shape)
-                    value = body.at(updates, (*lead, *at, *rest))
+                    trailing = unravel(i, inner)
+                    position = linear((*lead, row, *trailing), shape)
+                    value = body.at(updates, (*lead, *at, *trailing))
                     emit.store(target, load(target, position) + value if add else value, position)
     if target is not stored:
         for i, _ in emit.spans(y.type.size, body.lanes):
@@ -83,9 +83,9 @@ def emit_gather_grad(body: Body, op: Op) -> None:
             row = emit.bind(table_row(body.at(indices, at), shape[axis]), "row")
             for i, _ in emit.spans(prod(inner), lanes):
                 with body.point():
-                    rest = unravel(i, inner)
-                    position = linear((*lead, row, *rest), shape)
-                    value = body.at(dy, (*lead, *at, *rest))
+                    trailing = unravel(i, inner)
+                    position = linear((*lead, row, *trailing), shape)
+                    value = body.at(dy, (*lead, *at, *trailing))
                     emit.store(target, tirx.BufferLoad(target, [position]) + value, position)
     if target is not stored:
         for i, _ in emit.spans(size, lanes, parallel_if(body.machine, size)):

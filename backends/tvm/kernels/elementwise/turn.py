@@ -1,13 +1,15 @@
-"""Transpositions that are stored: squares turned in registers.
+"""Stored transpositions, by squares that are transposed in registers.
 
 In: a group that is one transpose of a stored value, and moves its last dimension. Out: loops over squares, whose rows
-along the last dimension of the operand become rows along the last one of the result. What is left at an end is done
-by a square that overlaps the one before.
+along the last dimension of the operand become rows along the last one of the result. The remainder at an end is done by
+a square that overlaps the one before.
 
-Squares are gone through along the rows of the result, in strips of four beside each other, so that whole lines of both are used while they
-are near; what comes next is asked for, because the operand is read across its pages, where the processor does not look ahead.
+Squares are gone through along the rows of the result, in strips of four beside each other, so that whole lines of both
+are used while they are near. The next squares are prefetched, because the operand is read across its pages, where the
+processor does not look ahead.
 
-Limit: where a dimension has fewer than four elements, and for bools, `emit_turn` leaves the work to the loops of elementwise.py.
+Limit: where a dimension has fewer than four elements, and for bools, `emit_turn` leaves the work to the loops of
+elementwise.py.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ from penstock.ir.ops import ints
 from penstock.ir.types import numpy_dtype
 
 _LEAST, _MOST = 4, 16
-# Squares beside each other in a strip, and how many squares ahead are asked for.
+# Squares beside each other in a strip, and how many squares ahead are prefetched.
 _STRIP, _AHEAD = 4, 1
 _FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A transposition with dimensions that stay together taken as one. `down` is the dimension of the operand that comes last in the
-    result, `across` its own last one; the rest are outer dimensions, as (size, step in the operand, step in the result)."""
+    """A transposition with dimensions that stay together taken as one. `down` is the dimension of the operand that
+    comes last in the result, `across` its own last one; the rest are outer dimensions, as (size, step in the operand,
+    step in the result)."""
 
     outer: tuple[tuple[int, int, int], ...]
     down: tuple[int, int]
@@ -44,7 +47,7 @@ class Turn:
 
 
 def merged(dims: Sequence[int], perm: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same transposition without dimensions of size 1, and with those that stay neighbours taken as one."""
+    """Return the same transposition without dimensions of size 1, and with those that stay neighbours taken as one."""
     order = [p for p in perm if dims[p] != 1]
     runs: list[list[int]] = []
     for p in order:
@@ -61,7 +64,7 @@ def _steps(dims: Sequence[int]) -> list[int]:
 
 
 def turn_of(op: Op) -> Turn | None:
-    """How a transpose is done by squares; None if its last dimension stays, or nothing moves."""
+    """Describe a transpose by squares; None if its last dimension stays, or nothing moves."""
     dims, perm = merged(op.ins[0].type.dims, ints(op.attrs["perm"]))
     if len(dims) < 2 or perm[-1] == len(dims) - 1:
         return None
@@ -72,7 +75,7 @@ def turn_of(op: Op) -> Turn | None:
 
 
 def square(body: Body, op: Op, turn: Turn) -> int:
-    """Rows of a square: what a vector holds, at most 16, or less where a dimension is shorter."""
+    """Return the rows of a square: as many as a vector holds, at most 16, or fewer where a dimension is shorter."""
     dtype = op.ins[0].type.dtype
     if dtype == "bool":
         return 0
@@ -83,7 +86,7 @@ def square(body: Body, op: Op, turn: Turn) -> int:
 
 
 def emit_turn(body: Body, op: Op) -> bool:
-    """The kernel of a transpose by squares; False if it is not one."""
+    """Emit a transpose by squares; return False if it cannot be done so."""
     turn = turn_of(op)
     if turn is None or not body.is_stored(op.ins[0]) or not (lanes := square(body, op, turn)):
         return False

@@ -1,17 +1,21 @@
-"""Matrix products of a few rows, or of short sums: what counts is memory.
+"""Matrix products of a few rows, or of short sums, whose speed is that of memory.
 
 In: a Product of at most 16 rows, or of sums of at most four numbers. Out: loops of one of three kinds.
 
-Short sums, B contiguous along j:           for columns block: all of B in registers; for each row the sums, then `Body.finish`
+Short sums, B contiguous along j:           for columns block: all of B in registers; for each row the sums,
+                                                then `Body.finish`
 B contiguous along k, up to four rows:      for four columns at once, vectors run along k and are folded at the end.
 B contiguous along j, up to sixteen rows:   for columns block:
                                                 sums [m, columns] = 0, in the first cache or near it
-                                                for some rows of B at once, for vector of columns:   sums += A * these rows
+                                                for some rows of B at once, for vector of columns:
+                                                    sums += A * these rows
                                                 then `Body.finish` for each vector
-With few rows B streams from memory once, in the order in which it lies there. A panel of B as wide as a tile would be read in
-pieces of 256 bytes from another page each: 20 GB/s where whole rows give 29. The rows of B that are taken together are held in
-registers, so that sums are loaded and stored once for all of them: twelve rows of two vectors for 16 rows of A. Limits: the
-last columns, fewer than a vector, take shorter and shorter vectors; a B of no more columns than sums fit the cache is shared by two threads.
+
+With few rows, B streams from memory once, in the order in which it lies there. Panels of B as wide as a tile would be
+read in pieces of 256 bytes from another page each: 20 GB/s where whole rows give 29. A group of rows of B is held in
+registers, so that sums are loaded and stored once for all of them: twelve rows of two vectors for 16 rows of A. Limits:
+the last columns, fewer than a vector, take shorter and shorter vectors. Two threads share a B that has no more columns
+than the cache has room for sums.
 """
 
 from __future__ import annotations
@@ -31,10 +35,10 @@ _DOT_COLUMNS = 4
 
 
 def emit_dots(body: Body, p: Product) -> None:
-    """Few rows and both operands contiguous along k: packing would cost more than the product, so vectors run along k and are folded."""
+    """Emit a product of few rows with both operands contiguous along k, by vectors along k that are folded at the end.
+    Packing would cost more than the product."""
     emit, dtype = body.emit, compute_dtype(p.out.type.dtype)
     lanes = max(body.lanes * 4 // ITEM_BYTES[dtype], 1)
-    whole, rest = divmod(p.k, lanes)
 
     def block(lead: Index, j: Expr, columns: int) -> None:
         cells = [(i, c) for i in range(p.m) for c in range(columns)]
@@ -61,7 +65,7 @@ def emit_dots(body: Body, p: Product) -> None:
                     {p.out: (tirx.BufferLoad(acc, [literal(0, "i32")]), p.place(lead, literal(i, "i32"), j + c))}
                 )
 
-    assert whole or rest
+    assert p.k
     blocks, odd = divmod(p.n, _DOT_COLUMNS)
     kind = parallel_if(body.machine, prod(p.batch) * p.m * p.n * p.k // 8)
     with emit.loop(prod(p.batch), kind if prod(p.batch) > 1 else SERIAL, "b") as b:
@@ -78,13 +82,13 @@ SHORT_K = 4
 
 
 def emit_short(body: Body, p: Product) -> None:
-    """Sums of a few numbers: a block of B stays in registers while all rows of A pass by."""
+    """Emit a product of short sums: a block of B stays in registers while all rows of A pass by."""
     emit, dtype = body.emit, compute_dtype(p.out.type.dtype)
     lanes = max(body.lanes * 4 // ITEM_BYTES[dtype], 1)
     width = min(body.machine.product_vectors, p.n // lanes) * lanes
 
     def block(lead: Index, j: Expr, columns: int, size: int) -> None:
-        """`columns` columns, in vectors of `size`."""
+        """Emit `columns` columns, in vectors of `size`."""
         parts = range(0, columns, size)
         held = [[emit.alloc(size, dtype, "b") for _ in parts] for _ in range(p.k)]
         for k, row in enumerate(held):
@@ -102,18 +106,18 @@ def emit_short(body: Body, p: Product) -> None:
 
     kind = parallel_if(body.machine, prod(p.batch) * p.m * p.n)
     alone = prod(p.batch) == 1
-    blocks, rest = divmod(p.n, width)
+    blocks, left = divmod(p.n, width)
     with emit.loop(prod(p.batch), SERIAL if alone else kind, "b") as b:
         lead = unravel(b, p.batch)
         with emit.loop(blocks, kind if alone else SERIAL, "jo") as jo, body.point():
             block(lead, jo * width, width, lanes)
-        done, size = p.n - rest, lanes
-        while rest:
-            count = rest // size * size
+        done, size = p.n - left, lanes
+        while left:
+            count = left // size * size
             if count:
                 with body.point():
                     block(lead, literal(done, "i32"), count, size)
-            done, rest, size = done + count, rest - count, size // 2
+            done, left, size = done + count, left - count, size // 2
 
 
 STREAM_ROWS = 16
@@ -122,93 +126,118 @@ STREAM_COLUMNS = 128
 # Up to so many rows of A, the rows of B are what is loaded most, and one vector of each at a time is enough.
 _THIN = 4
 _TOGETHER_THIN = 8
-# Sums of a block of columns: a part of the second cache, so that long runs of B are read. A block is never all columns of a B that
-# leaves that cache, so that threads can share them.
+# Sums of a block of columns: a part of the second cache, so that long runs of B are read. A block is never all columns
+# of a B that leaves that cache, so that threads can share them.
 _SUM_BYTES = 256 << 10
 _LARGE_B = 1 << 20
 
 
 def has_few_rows(body: Body, p: Product) -> bool:
-    """Whether the product is for these loops: few rows, and little to do behind it."""
+    """Return whether the product has few rows and a short epilogue, as these loops need."""
     return p.m <= STREAM_ROWS and p.k > 0 and len(body.group.ops) <= _DOT_COLUMNS
 
 
 def emit_streams(body: Body, p: Product) -> None:
-    emit, dtype = body.emit, compute_dtype(p.out.type.dtype)
-    lanes = max(body.lanes * 4 // ITEM_BYTES[dtype], 1)
-    sums = body.machine.product_rows * body.machine.product_vectors
-    vectors = 1 if p.m <= _THIN else 2
-    together = min(_TOGETHER_THIN if p.m <= _THIN else sums // vectors, sums, p.k)
-    width = vectors * lanes
-    zero = literal(0, dtype)
-    most = max(_SUM_BYTES // (ITEM_BYTES[dtype] * p.m) // width * width, width)
-    whole_columns = p.n // width * width
-    columns = min(most, whole_columns if p.n * p.k < _LARGE_B else max(whole_columns // width // 2, 1) * width)
+    """Emit a product of few rows with B contiguous along j, which is read once, row by row."""
+    _StreamedProduct(body, p).run()
 
-    def rows_of_b(lead: Index, start: Expr, block: Buffer, j: Expr, k: Expr, count: int, size: int) -> None:
-        """Adds to sums what `count` rows of B give, for `size` columns from `start` + `j` on."""
-        held, step = [], min(lanes, size)
+
+class _StreamedProduct:
+    """Emits the loops of a product that streams B from memory."""
+
+    def __init__(self, body: Body, p: Product) -> None:
+        self.body, self.p, self.emit = body, p, body.emit
+        self.dtype = compute_dtype(p.out.type.dtype)
+        self.lanes = max(body.lanes * 4 // ITEM_BYTES[self.dtype], 1)
+        sums = body.machine.product_rows * body.machine.product_vectors
+        vectors = 1 if p.m <= _THIN else 2
+        # Rows of B in registers at once.
+        self.together = min(_TOGETHER_THIN if p.m <= _THIN else sums // vectors, sums, p.k)
+        self.width = vectors * self.lanes
+        most = max(_SUM_BYTES // (ITEM_BYTES[self.dtype] * p.m) // self.width * self.width, self.width)
+        self.whole_columns = p.n // self.width * self.width
+        shared = max(self.whole_columns // self.width // 2, 1) * self.width
+        # Columns of a block.
+        self.columns = min(most, self.whole_columns if p.n * p.k < _LARGE_B else shared)
+
+    def run(self) -> None:
+        p, emit = self.p, self.emit
+        kind = parallel_if(self.body.machine, prod(p.batch) * p.m * p.n * p.k // 8)
+        alone = prod(p.batch) == 1
+        with emit.loop(prod(p.batch), SERIAL if alone else kind, "b") as b:
+            lead = unravel(b, p.batch)
+            blocks, tail = divmod(self.whole_columns, self.columns)
+            with emit.loop(blocks, kind if alone else SERIAL, "jo") as jo, self.body.point():
+                self._block(lead, jo * self.columns, self.columns)
+            if tail:
+                with emit.loop(1), self.body.point():
+                    self._block(lead, literal(blocks * self.columns, "i32"), tail)
+            done, size = self.whole_columns, self.lanes
+            while done < p.n:
+                # The columns left over take shorter and shorter vectors, down to a single column.
+                count = (p.n - done) // size * size
+                if count:
+                    with self.body.point():
+                        self._block(lead, literal(done, "i32"), count)
+                done, size = done + count, size // 2
+
+    def _block(self, lead: Index, start: Expr, count: int) -> None:
+        """Emit all sums of `count` columns, which are whole vectors or a smaller power of two."""
+        emit, body, p = self.emit, self.body, self.p
+        sums = emit.alloc(p.m * self.columns, self.dtype, "sums")
+        size = min(self.width, count)
+        zero = literal(0, self.dtype)
+        with emit.loop(p.m, SERIAL, "i") as i:
+            for c, _ in emit.spans(count, self.lanes):
+                emit.store(sums, zero, i * self.columns + c)
+        turns, left = divmod(p.k, self.together)
+        with emit.loop(turns, SERIAL, "k") as k, emit.loop(count // size, SERIAL, "j") as j, body.point():
+            held = self._rows_of_b(lead, start, j * size, k * self.together, self.together, size)
+            self._add(lead, sums, j * size, k * self.together, held, size)
+        if left:
+            with emit.loop(count // size, SERIAL, "j") as j, body.point():
+                first = literal(turns * self.together, "i32")
+                held = self._rows_of_b(lead, start, j * size, first, left, size)
+                self._add(lead, sums, j * size, first, held, size)
+        with emit.loop(p.m, SERIAL, "i") as i:
+            for c, _ in emit.spans(count, self.lanes):
+                with body.point():
+                    value = tirx.BufferLoad(sums, [i * self.columns + c])
+                    body.finish({p.out: (value, p.place(lead, i, start + c))})
+
+    def _rows_of_b(self, lead: Index, start: Expr, j: Expr, k: Expr, count: int, size: int) -> list[Buffer]:
+        """Load `count` rows of B from `k` on, `size` columns from `start` + `j` on."""
+        emit, step = self.emit, min(self.lanes, size)
+        held = []
         for r in range(count):
-            row = emit.alloc(size, dtype, "b")
+            row = emit.alloc(size, self.dtype, "b")
             for v in range(0, size, step):
                 if size == 1:
-                    with body.point():
-                        emit.store(row, p.b(lead, k + r, start + j), literal(0, "i32"))
+                    with self.body.point():
+                        emit.store(row, self.p.b(lead, k + r, start + j), literal(0, "i32"))
                 else:
-                    with emit.loop(step, VECTOR, "l") as lane, body.point():
-                        emit.store(row, p.b(lead, k + r, start + (j + (lane + v if v else lane))), lane + v)
+                    with emit.loop(step, VECTOR, "l") as lane, self.body.point():
+                        column = start + (j + (lane + v if v else lane))
+                        emit.store(row, self.p.b(lead, k + r, column), lane + v)
             held.append(row)
-        with emit.loop(p.m, SERIAL, "i") as i, body.point():
-            pieces = [(v, step) for v in range(0, size, step)]
+        return held
 
-            def at(offset: Expr, n: int) -> Expr:
-                return tirx.Ramp(offset, 1, n) if n > 1 else offset
+    def _add(self, lead: Index, sums: Buffer, j: Expr, k: Expr, held: list[Buffer], size: int) -> None:
+        """Add to the sums of `size` columns from `j` on the products of A and the rows of B from `k` on."""
+        emit, step = self.emit, min(self.lanes, size)
 
-            acc = emit.alloc(size, dtype, "acc")
-            for v, n in pieces:
-                emit.store(acc, tirx.BufferLoad(block, [at(i * columns + j + v, n)]), at(literal(v, "i32"), n))
-            for r in range(count):
-                x = p.a(lead, i, k + r)
-                for v, n in pieces:
-                    place = at(literal(v, "i32"), n)
-                    factor = tirx.Broadcast(x, n) if n > 1 else x
-                    emit.store(acc, tirx.BufferLoad(acc, [place]) + factor * tirx.BufferLoad(held[r], [place]), place)
-            for v, n in pieces:
-                emit.store(block, tirx.BufferLoad(acc, [at(literal(v, "i32"), n)]), at(i * columns + j + v, n))
+        def at(offset: Expr) -> Expr:
+            return tirx.Ramp(offset, 1, step) if step > 1 else offset
 
-    def block_of(lead: Index, start: Expr, count: int) -> None:
-        """All sums of `count` columns, which are whole vectors, or a smaller power of two."""
-        block = emit.alloc(p.m * columns, dtype, "sums")
-        size = min(width, count)
-        with emit.loop(p.m, SERIAL, "i") as i:
-            for c, _ in emit.spans(count, lanes):
-                emit.store(block, zero, i * columns + c)
-        turns, rest = divmod(p.k, together)
-        with emit.loop(turns, SERIAL, "k") as k, emit.loop(count // size, SERIAL, "j") as j, body.point():
-            rows_of_b(lead, start, block, j * size, k * together, together, size)
-        if rest:
-            with emit.loop(count // size, SERIAL, "j") as j, body.point():
-                rows_of_b(lead, start, block, j * size, literal(turns * together, "i32"), rest, size)
-        with emit.loop(p.m, SERIAL, "i") as i:
-            for c, _ in emit.spans(count, lanes):
-                with body.point():
-                    body.finish({p.out: (tirx.BufferLoad(block, [i * columns + c]), p.place(lead, i, start + c))})
-
-    kind = parallel_if(body.machine, prod(p.batch) * p.m * p.n * p.k // 8)
-    alone = prod(p.batch) == 1
-    with emit.loop(prod(p.batch), SERIAL if alone else kind, "b") as b:
-        lead = unravel(b, p.batch)
-        blocks, tail = divmod(whole_columns, columns)
-        with emit.loop(blocks, kind if alone else SERIAL, "jo") as jo, body.point():
-            block_of(lead, jo * columns, columns)
-        if tail:
-            with emit.loop(1), body.point():
-                block_of(lead, literal(blocks * columns, "i32"), tail)
-        done, size = whole_columns, lanes
-        while done < p.n:
-            # What is left: shorter and shorter vectors, down to a single column.
-            count = (p.n - done) // size * size
-            if count:
-                with body.point():
-                    block_of(lead, literal(done, "i32"), count)
-            done, size = done + count, size // 2
+        with emit.loop(self.p.m, SERIAL, "i") as i, self.body.point():
+            acc = emit.alloc(size, self.dtype, "acc")
+            for v in range(0, size, step):
+                emit.store(acc, tirx.BufferLoad(sums, [at(i * self.columns + j + v)]), at(literal(v, "i32")))
+            for r, row in enumerate(held):
+                x = self.p.a(lead, i, k + r)
+                for v in range(0, size, step):
+                    place = at(literal(v, "i32"))
+                    factor = tirx.Broadcast(x, step) if step > 1 else x
+                    emit.store(acc, tirx.BufferLoad(acc, [place]) + factor * tirx.BufferLoad(row, [place]), place)
+            for v in range(0, size, step):
+                emit.store(sums, tirx.BufferLoad(acc, [at(literal(v, "i32"))]), at(i * self.columns + j + v))

@@ -1,7 +1,8 @@
-"""Matrix products of the graph: which memory the operands are, and whether the batch is one tall product. The loops are in product.py.
+"""Matrix products of the graph: which memory the operands are, and whether the batch is one tall product.
 
-In: a matmul operation. Out: a Product: accessors a(batch, i, k) and b(batch, k, j), which read through any layout operation, where results
-go, and along which coordinate each operand is contiguous.
+In: a matmul operation. Out: a Product, whose loops are in product.py: accessors a(batch, i, k) and b(batch, k, j),
+which read through any layout operation, the place of results, and the coordinate along which each operand is
+contiguous.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .product import emit_product
 
 
 def contiguous(body: Body, value: Value, index: Callable[[Expr], Index], extent: int) -> bool:
-    """Whether consecutive values of the coordinate read consecutive memory."""
+    """Return whether consecutive values of the coordinate read consecutive memory."""
     v = tirx.Var("v", "int32")
     here, there = body.address(value, index(v)), body.address(value, index(v + 1))
     if here is None or there is None:
@@ -50,7 +51,8 @@ def emit_matmul(body: Body, op: Op) -> None:
 
     lead = tuple(tirx.Var(f"l{i}", "int32") for i in range(len(batch)))
     fixed = tirx.Var("f", "int32")
-    # A common left operand of one row block per batch is one tall product when the right operand is the same for the whole batch.
+    # A common left operand of one row block per batch is one tall product when the right operand is the same for the
+    # whole batch.
     product = Product(
         out,
         tuple(batch),
@@ -82,7 +84,7 @@ def _tall(
     a_index: Callable[[Index, Expr, Expr], Index],
     b_index: Callable[[Index, Expr, Expr], Index],
 ) -> Product:
-    """Batch and rows taken as one row dimension: the right operand is the same for all of the batch."""
+    """Take batch and rows as one row dimension, where the right operand is the same for all of the batch."""
     shape = (*p.batch, p.m)
 
     def split(i: Expr) -> tuple[Index, Expr]:

@@ -1,14 +1,14 @@
-"""The last columns of a matrix product, where they are fewer than half a vector: several steps along k share one.
+"""The last columns of a matrix product, fewer than half a vector: several steps along k share a vector.
 
 In: a Product whose left operand lies along k, and the columns. Out:
 
-    pack B [k / t, columns, t]                          t steps of a column side by side; columns padded with zeros to a power of two
+    pack B [k / t, columns, t]      t steps of a column side by side; columns padded with zeros to a power of two
     for row tile:   sums [rows, columns, t] += t neighbours of a row of A, over and over, * a vector of B
-                    fold the t sums of each column;  the steps that are left, one by one;  then `Body.finish` for each element
+                    fold the t sums of each column;  the steps left over, one by one;  `Body.finish` for each element
 
-What limits: a vector of A costs one load, whatever t is, so that three columns take a quarter of the multiply-adds that a padded vector of
-columns takes. A row is not read past its end: the last steps are taken from single elements, and only after folding, because what pads them
-would be 0 times an element that may be infinite.
+Limits of the speed: a vector of A costs one load, whatever t is, so that three columns take a quarter of the
+multiply-adds that a padded vector of columns takes. A row is not read past its end. The last steps are taken from
+single elements, and only after folding, because what pads them would be 0 times an element that may be infinite.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from penstock.backends.tvm.kernels.tools.product_terms import Product
 
 
 def steps_together(body: Body, p: Product, columns: int, dtype: str, lanes: int) -> int:
-    """Steps along k that share a vector; 1 where these loops do not fit."""
+    """Return how many steps along k share a vector; 1 where these loops do not fit."""
     if not 0 < columns <= lanes // 2 or not p.a_along_k or p.a_address is None:
         return 1
     zero = literal(0, "i32")
-    found = p.a_address(tuple(zero for _ in p.batch), zero, zero)
-    if found is None or TVM_DTYPES[found[0].type.dtype] != TVM_DTYPES[dtype]:
+    address = p.a_address(tuple(zero for _ in p.batch), zero, zero)
+    if address is None or TVM_DTYPES[address[0].type.dtype] != TVM_DTYPES[dtype]:
         return 1
     steps = lanes >> (columns - 1).bit_length()
     return steps if p.k >= steps else 1
@@ -37,7 +37,7 @@ def steps_together(body: Body, p: Product, columns: int, dtype: str, lanes: int)
 
 @dataclass(frozen=True)
 class Narrow:
-    """The columns from `j` on, `columns` of them. The packed panel starts at `at` and takes `size` elements."""
+    """The last `columns` columns of a product, from `j` on. Their packed panel starts at `at`."""
 
     body: Body
     p: Product
@@ -52,13 +52,13 @@ class Narrow:
 
     def pack(self) -> None:
         emit, p, lanes, steps = self.body.emit, self.p, self.lanes, self.steps
-        groups, rest = divmod(p.k, steps)
+        groups, tail = divmod(p.k, steps)
         with emit.loop(groups, SERIAL, "k") as group:
             for lane in range(lanes):
                 c, s = divmod(lane, steps)
                 with self.body.point():
                     self._keep(group * steps + s, c, self.at + group * lanes + lane)
-        with emit.loop(rest, SERIAL, "k") as left:
+        with emit.loop(tail, SERIAL, "k") as left:
             for lane in range(lanes):
                 with self.body.point():
                     self._keep(left + groups * steps, lane // steps, self.at + (left + groups) * lanes + lane)
@@ -68,7 +68,7 @@ class Narrow:
         self.body.emit.store(self.packed, value, place)
 
     def rows(self, start: Expr, rows: int, most: int) -> None:
-        """All rows from `start` on, in tiles of at most `most`, as equal as can be."""
+        """Emit all rows from `start` on, in tiles of at most `most`, as equal as possible."""
         height = ceil_div(rows, ceil_div(rows, most))
         count, odd = divmod(rows, height)
         with self.body.emit.loop(count, SERIAL, "io") as io, self.body.point():
@@ -79,7 +79,7 @@ class Narrow:
 
     def _tile(self, start: Expr, height: int) -> None:
         body, emit, p, lanes, steps = self.body, self.body.emit, self.p, self.lanes, self.steps
-        groups, rest = divmod(p.k, steps)
+        groups, tail = divmod(p.k, steps)
         everywhere = tirx.Ramp(literal(0, "i32"), 1, lanes)
         sums = [emit.alloc(lanes, self.dtype, "acc") for _ in range(height)]
         for total in sums:
@@ -99,9 +99,9 @@ class Narrow:
             for r, total in enumerate(sums):
                 with body.point():
                     assert p.a_address is not None
-                    found = p.a_address(self.lead, start + r, group * steps)
-                    assert found is not None
-                    source, place = body.memory(found)
+                    address = p.a_address(self.lead, start + r, group * steps)
+                    assert address is not None
+                    source, place = body.memory(address)
                     few = tirx.BufferLoad(source, [tirx.Ramp(place, 1, steps)])
                     add(total, tirx.Shuffle([few] * (lanes // steps), order) * line)
         half = steps
@@ -110,25 +110,17 @@ class Narrow:
             other = [literal(lane ^ half, "i32") for lane in range(lanes)]
             for total in sums:
                 add(total, tirx.Shuffle([tirx.BufferLoad(total, [everywhere])], other))
-        for left in range(rest):
+        for left in range(tail):
             line = line_of(literal(groups + left, "i32"))
             for r, total in enumerate(sums):
                 with body.point():
-                    add(
-                        total,
-                        tirx.Broadcast(p.a(self.lead, start + r, literal(groups * steps + left, "i32")), lanes) * line,
-                    )
+                    x = p.a(self.lead, start + r, literal(groups * steps + left, "i32"))
+                    add(total, tirx.Broadcast(x, lanes) * line)
         tile = emit.alloc(height * lanes, self.dtype, "tile")
         for r, total in enumerate(sums):
             emit.store(tile, tirx.BufferLoad(total, [everywhere]), tirx.Ramp(literal(r * lanes, "i32"), 1, lanes))
         with emit.loop(height, SERIAL, "r") as row:
             for c in range(self.columns):
                 with body.point():
-                    body.finish(
-                        {
-                            p.out: (
-                                tirx.BufferLoad(tile, [row * lanes + c * steps]),
-                                p.place(self.lead, start + row, self.j + c),
-                            )
-                        }
-                    )
+                    value = tirx.BufferLoad(tile, [row * lanes + c * steps])
+                    body.finish({p.out: (value, p.place(self.lead, start + row, self.j + c))})

@@ -1,33 +1,36 @@
-"""Reductions: sum, mean, max, mean squared difference, and the weight gradients of a layer norm; several over the same axes in one sweep.
+"""Reductions: sum, mean, max, mean squared difference, and the weight gradients of a layer norm; several over the same
+axes in one sweep.
 
-In: any set of axes. Out: if the last dimension is kept, columns: blocks of rows are combined in registers and then added to one
-row of totals, which stays in the first cache, or, where the totals fit, all rows in registers; if it is reduced, rows: some
-vectors of partial results, folded at the end. Long sums over few results are cut into parts, which threads share; their number
-depends on sizes alone, so results do not depend on the number of threads. `Body.finish` runs on the finished elements, so a
-gradient is added straight to its variable.
+In: any set of axes. Out: if the last dimension is kept, columns: blocks of rows are combined in registers and then
+added to one row of totals, which stays in the first cache, or, where the totals fit, all rows in registers; if it is
+reduced, rows: some vectors of partial results, folded at the end. Long sums over few results are cut into parts, which
+threads share; their number depends on sizes alone, so results do not depend on the number of threads. `Body.finish`
+runs on the finished elements, so a gradient is added straight to its variable.
 
-Reductions of one group share the sweep, and elementwise operations that make their operands are computed, and stored if anybody wants
-them, on the way. Sums are taken in many interleaved parts, which also keeps rounding errors small.
+Reductions of one group share the sweep, and elementwise operations that make their operands are computed on the way,
+and stored if the group gives them out. Sums are taken in many interleaved parts, which also keeps rounding errors
+small.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import prod
 
 from tvm import tirx
 
 from penstock.backends.tvm.kernels.tools.body import EFFECTS, Body, NotOneKernel, parallel_if
-from penstock.backends.tvm.kernels.tools.elements import POINTWISE, Index, unravel, zero
+from penstock.backends.tvm.kernels.tools.elements import POINTWISE, Index, zero
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Expr, literal
+from penstock.backends.tvm.kernels.tools.sweep import SweepOf
 from penstock.backends.tvm.kernels.tools.transpose import pieces
 from penstock.ir.graph import Op, Value
 
-from .sums import Combine, combined, cover, fold, parts_of, reducer_of
+from .sums import combined, cover, fold, parts_of, reducer_of
 
-# Accumulators that fit into registers, rows that are combined before they are added to a row of totals, and the longest such row.
+# Accumulators that fit into registers, rows that are combined before they are added to a row of totals, and the longest
+# such row.
 _COLUMN_VECTORS = 8
 _BLOCK = 8
 _WIDEST = 4096
@@ -35,65 +38,8 @@ _WIDEST = 4096
 _STREAMS = 4
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """What is reduced: `element` gives the operands of all steps at an index of `shape`, `result` takes their totals at an index over the
-    kept dimensions. `steps` are (start value, combination)."""
-
-    body: Body
-    shape: tuple[int, ...]
-    axes: tuple[int, ...]
-    dtype: str
-    steps: Sequence[tuple[float, Combine]]
-    element: Callable[[Index], Sequence[Expr]]
-    result: Callable[[Index, Sequence[Expr]], None]
-    # The first dimension of those at the end that may be indexed by one running coordinate.
-    merged: int
-
-    @property
-    def kept(self) -> list[int]:
-        return [d for d in range(len(self.shape)) if d not in self.axes]
-
-    def size(self, dims: Iterable[int]) -> int:
-        return prod(self.shape[d] for d in dims)
-
-    def dims(self, dims: Iterable[int]) -> list[int]:
-        return [self.shape[d] for d in dims]
-
-    def run_of(self, mine: Sequence[int], others: Sequence[int]) -> list[int]:
-        """Those of `mine` that are last in memory and can be run through by one coordinate."""
-        last = max((d for d in others if self.shape[d] > 1), default=-1)
-        run = [d for d in mine if d > last]
-        whole = [d for d in run if d >= self.merged]
-        if self.size(whole) > 1:
-            return whole
-        wide = [d for d in run if self.shape[d] > 1]
-        return run[run.index(wide[-1]) :] if wide else run[-1:]
-
-    def along(self, run: Sequence[int], position: Expr) -> Index:
-        """Coordinates of a position in a run: the last one that is not 1 has it all."""
-        at = max((i for i, d in enumerate(run) if self.shape[d] != 1), default=len(run) - 1)
-        return tuple(position if i == at else zero() for i in range(len(run)))
-
-    def place(self, *groups: tuple[Sequence[int], Sequence[Expr]]) -> Index:
-        return index_over(self.shape, groups)
-
-    def kept_index(self, *groups: tuple[Sequence[int], Sequence[Expr]]) -> Index:
-        whole = self.place(*groups)
-        return tuple(whole[d] for d in self.kept)
-
-    def bound(self, position: Expr, dims: Sequence[int]) -> Index:
-        return tuple(
-            i if isinstance(i, tirx.IntImm) else self.body.emit.bind(i, "o") for i in unravel(position, self.dims(dims))
-        )
-
-
-def index_over(shape: tuple[int, ...], groups: Sequence[tuple[Sequence[int], Sequence[Expr]]]) -> Index:
-    index: list[Expr] = [zero()] * len(shape)
-    for dims, part in groups:
-        for d, i in zip(dims, part, strict=True):
-            index[d] = i
-    return tuple(index)
+# A sweep of one kernel's body.
+Sweep = SweepOf[Body]
 
 
 def run_sweep(sweep: Sweep) -> None:
@@ -138,7 +84,7 @@ def _columns(sweep: Sweep) -> None:
 
 
 def _in_registers(sweep: Sweep, lead: Sequence[int], at: Index, run: Sequence[int], base: Expr, width: int) -> None:
-    """Totals of some columns, in registers while the loops run through all rows."""
+    """Reduce some columns in registers, while the loops run through all rows."""
     body, emit, steps = sweep.body, sweep.body.emit, sweep.steps
     vectors = [(offset, size) for offset, size in cover(width, body.lanes)]
     accs = [[emit.alloc(size, sweep.dtype, "acc") for _, size in vectors] for _ in steps]
@@ -174,7 +120,7 @@ def _in_registers(sweep: Sweep, lead: Sequence[int], at: Index, run: Sequence[in
 def _row_of_totals(
     sweep: Sweep, lead: Sequence[int], at: Index, run: Sequence[int], start: int, width: int, shared: bool
 ) -> None:
-    """Totals of many columns, in memory, to which blocks of rows are added."""
+    """Reduce many columns into a row of totals in memory, to which blocks of rows are added."""
     body, emit, steps = sweep.body, sweep.body.emit, sweep.steps
     rows = sweep.size(sweep.axes)
     parts = parts_of(rows, prod(sweep.shape)) if shared else 1
@@ -214,16 +160,16 @@ def _row_of_totals(
                 add_rows(first + blocks * _BLOCK, left, part, False)
     for c, _ in pieces(emit, width, body.lanes):
         with body.point():
-            found = []
+            results = []
             for s, (_, combine) in enumerate(steps):
-                found.append(
+                results.append(
                     combined(
                         body,
                         combine,
                         [tirx.BufferLoad(totals, [(q * len(steps) + s) * width + c]) for q in range(parts)],
                     )
                 )
-            sweep.result(sweep.kept_index((lead, at), (run, sweep.along(run, c + start if start else c))), found)
+            sweep.result(sweep.kept_index((lead, at), (run, sweep.along(run, c + start if start else c))), results)
 
 
 # ---------------------------------------------------------------------------------------- rows
@@ -247,7 +193,7 @@ def _rows(sweep: Sweep) -> None:
 
 
 def _in_parts(sweep: Sweep, run: Sequence[int], outside: Sequence[int]) -> None:
-    """One result, from parts that threads share: of the outer dimensions, or of the run if there are none."""
+    """Reduce to one result, from parts that threads share: of the outer dimensions, or of the run if there are none."""
     body, emit, steps = sweep.body, sweep.body.emit, sweep.steps
     length, around, work = sweep.size(run), sweep.size(outside), prod(sweep.shape)
     cut = around if around > 1 else length
@@ -257,7 +203,7 @@ def _in_parts(sweep: Sweep, run: Sequence[int], outside: Sequence[int]) -> None:
         parts = 1
     kept = sweep.kept
     row = tuple(zero() for _ in kept)
-    found = emit.alloc(parts * len(steps), sweep.dtype, "parts")
+    partials = emit.alloc(parts * len(steps), sweep.dtype, "parts")
     with emit.loop(parts, parallel_if(body.machine, work) if parts > 1 else SERIAL, "part") as p, body.point():
         first = p * (cut // parts)
         if around > 1:
@@ -265,13 +211,15 @@ def _in_parts(sweep: Sweep, run: Sequence[int], outside: Sequence[int]) -> None:
         else:
             totals = _one_row(sweep, (kept, row), outside, None, 1, run, first, length // parts)
         for s, total in enumerate(totals):
-            emit.store(found, total, p * len(steps) + s)
+            emit.store(partials, total, p * len(steps) + s)
     with body.point():
         values = []
         for s, (_, combine) in enumerate(steps):
             values.append(
                 combined(
-                    body, combine, [tirx.BufferLoad(found, [literal(q * len(steps) + s, "i32")]) for q in range(parts)]
+                    body,
+                    combine,
+                    [tirx.BufferLoad(partials, [literal(q * len(steps) + s, "i32")]) for q in range(parts)],
                 )
             )
         sweep.result(row, values)
@@ -287,16 +235,17 @@ def _one_row(
     start: Expr,
     length: int,
 ) -> list[Expr]:
-    """The totals of one result: `around` positions of the outer reduced dimensions from `first` on, and a run behind each."""
+    """Return the totals of one result: `around` positions of the outer reduced dimensions from `first` on, and a run
+    behind each."""
     body, emit, steps, lanes = sweep.body, sweep.body.emit, sweep.steps, sweep.body.lanes
     whole = length // lanes
     streams = min(_STREAMS if len(steps) <= 2 else 2, whole)
-    rest = [(whole * lanes + at, size) for at, size in cover(length - whole * lanes, lanes)] if length % lanes else []
+    tails = [(whole * lanes + at, size) for at, size in cover(length - whole * lanes, lanes)] if length % lanes else []
     accs = [[emit.alloc(lanes, sweep.dtype, "acc") for _ in range(streams)] for _ in steps]
-    ends = [[emit.alloc(size, sweep.dtype, "end") for _, size in rest] for _ in steps]
+    ends = [[emit.alloc(size, sweep.dtype, "end") for _, size in tails] for _ in steps]
     for places, (begin, _) in zip([*accs, *ends], [*steps, *steps], strict=True):
         for i, place in enumerate(places):
-            size = lanes if places in accs else rest[i][1]
+            size = lanes if places in accs else tails[i][1]
             with emit.loop(size, VECTOR if size > 1 else SERIAL, "l") as lane:
                 emit.store(place, literal(begin, sweep.dtype), lane)
 
@@ -312,25 +261,26 @@ def _one_row(
         if turns:
             with emit.loop(turns, SERIAL, "c") as c:
                 for s in range(streams):
-                    take([acc[s] for acc in accs], lanes, lambda lane, s=s: (c * streams + s) * lanes + lane, outer)  # type: ignore[misc]
+                    at = (c * streams + s) * lanes
+                    take([acc[s] for acc in accs], lanes, lambda lane, at=at: at + lane, outer)  # type: ignore[misc]
         for s in range(whole - turns * streams):
             at = (turns * streams + s) * lanes
             take([acc[s] for acc in accs], lanes, lambda lane, at=at: lane + at, outer)  # type: ignore[misc]
-        for i, (at, size) in enumerate(rest):
+        for i, (at, size) in enumerate(tails):
             take([end[i] for end in ends], size, lambda lane, at=at: lane + at, outer)  # type: ignore[misc]
-    found = []
+    totals = []
     for acc, end, (begin, combine) in zip(accs, ends, steps, strict=True):
         values = [fold(emit, sweep.dtype, lanes, combine, acc)] if acc else []
-        values += [fold(emit, sweep.dtype, size, combine, [place]) for place, (_, size) in zip(end, rest, strict=True)]
-        found.append(combined(body, combine, values) if values else literal(begin, sweep.dtype))
-    return found
+        values += [fold(emit, sweep.dtype, size, combine, [place]) for place, (_, size) in zip(end, tails, strict=True)]
+        totals.append(combined(body, combine, values) if values else literal(begin, sweep.dtype))
+    return totals
 
 
 # ---------------------------------------------------------------------------------------- groups
 
 
 def emit_reductions(body: Body, ops: Sequence[Op]) -> None:
-    """Reductions over the same axes, with the elementwise operations in front of them and behind."""
+    """Emit reductions over the same axes, with the elementwise operations in front of them and behind."""
     reducers = [reducer_of(body, op) for op in ops]
     first = reducers[0]
     if any((r.shape, r.axes, r.dtype) != (first.shape, first.axes, first.dtype) for r in reducers):
@@ -342,23 +292,23 @@ def emit_reductions(body: Body, ops: Sequence[Op]) -> None:
     before = [op for op in body.group.ops if op not in mains and op not in behind]
     if any(op.kind not in POINTWISE or op.outs[0].type.dims != first.shape for op in before):
         raise NotOneKernel("what is in front of a reduction is not elementwise")
-    made = [v for op in before for v in op.outs]
-    if body.loops is not None and any(v in body.group.outs for v in made):
+    computed = [v for op in before for v in op.outs]
+    if body.loops is not None and any(v in body.group.outs for v in computed):
         raise NotOneKernel("devices store nothing on the way")
 
     def element(index: Index) -> list[Expr]:
-        found = [x for r in reducers for x in r.operands(index)]
-        values = [(v, body.at(v, index)) for v in made]
+        operands = [x for r in reducers for x in r.operands(index)]
+        values = [(v, body.at(v, index)) for v in computed]
         for v, expr in values:
             body.store_apart(v, expr, index)
-        return found
+        return operands
 
     def result(index: Index, totals: Sequence[Expr]) -> None:
-        rest = iter(totals)
-        known: dict[Value, tuple[Expr, Index]] = {}
+        remaining = iter(totals)
+        results: dict[Value, tuple[Expr, Index]] = {}
         for r in reducers:
-            known |= r.results(index, [next(rest) for _ in r.steps])
-        body.finish(known)
+            results |= r.results(index, [next(remaining) for _ in r.steps])
+        body.finish(results)
 
     steps = [step for r in reducers for step in r.steps]
     merged = max(body.merged_from(first.shape, before, ops), 0 if _same_places(behind) else len(first.shape) - 1)
@@ -366,7 +316,7 @@ def emit_reductions(body: Body, ops: Sequence[Op]) -> None:
 
 
 def _same_places(behind: Iterable[Op]) -> bool:
-    """Whether all operands of what follows a reduction are read at the very place of the result."""
+    """Return whether the epilogue of a reduction reads all operands at the place of the result."""
     for op in behind:
         if op.kind not in EFFECTS and op.kind not in POINTWISE:
             return False

@@ -1,8 +1,9 @@
 """Row operations: each needs a few sums or maxima over one axis before the first element of the result is known.
 
-In: softmax, log_softmax, layer_norm, cross_entropy and their gradients along any axis. Out: one loop over rows, in it one pass over the
-axis per reduction and one for the results; `Body.finish` runs in the last pass, so a residual addition behind a layer norm is free. If the
-axis is the last one, vectors run along it and are folded at the end of a pass; otherwise vectors run across rows and nothing is folded.
+In: softmax, log_softmax, layer_norm, cross_entropy and their gradients along any axis. Out: one loop over rows, in it
+one pass over the axis per reduction and one for the results; `Body.finish` runs in the last pass, so a residual
+addition behind a layer norm is free. If the axis is the last one, vectors run along it and are folded at the end of a
+pass; otherwise vectors run across rows and nothing is folded.
 
 layer_norm: mean = sum(x) / n, rstd = 1 / sqrt(sum((x - mean)^2) / n + eps), in two passes, so no cancellation.
 """
@@ -20,6 +21,7 @@ from penstock.backends.tvm.kernels.tools.body import Body, NotOneKernel, paralle
 from penstock.backends.tvm.kernels.tools.elements import (
     Index,
     axis_of,
+    bound_index,
     has_element_rule,
     number,
     table_row,
@@ -27,19 +29,22 @@ from penstock.backends.tvm.kernels.tools.elements import (
     zero,
 )
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, cast, literal
+from penstock.backends.tvm.kernels.tools.loops import RowLoops
+from penstock.backends.tvm.kernels.tools.sweep import Combine
 from penstock.backends.tvm.kernels.tools.transpose import pieces
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs
 from penstock.ir.types import FLOATS
 
-from .sums import LOWEST, ColumnTotals, Combine, add, cover, fold
+from .sums import LOWEST, ColumnTotals, add, cover, fold
 
 # Independent accumulators of a reduction: enough to keep both units busy through the latency of an addition.
 _STREAMS = 4
 
 
 class Rows:
-    """Loops over all rows of a tensor along some consecutive axes: outer dimensions, the axis (one run), inner dimensions."""
+    """Loops over all rows of a tensor along some consecutive axes: outer dimensions, the axis (one run), inner
+    dimensions."""
 
     def __init__(self, body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> None:
         self.body, self.emit, self.shape = body, body.emit, shape
@@ -77,10 +82,8 @@ class Rows:
             self.columns.finish(self.along)
 
     def _each(self, o: Expr, one_row: Callable[[], None]) -> None:
-        """One row, or all that lie side by side."""
-        self.row = tuple(
-            self.emit.bind(i, "r") if not isinstance(i, tirx.IntImm) else i for i in unravel(o, self.outer)
-        )
+        """Emit one row, or all that lie side by side."""
+        self.row = bound_index(self.emit, o, self.outer, "r")
         if not self.across:
             self.tail = tuple(zero() for _ in self.inner)
             with self.body.point():
@@ -93,17 +96,19 @@ class Rows:
                 one_row()
 
     def index(self, position: Expr) -> Index:
-        """The index of an element of this row."""
+        """Return the index of an element of this row."""
         return (*self.row, *self.along(position), *self.tail)
 
     def along(self, position: Expr) -> Index:
-        """The coordinates within the axis. Stored tensors are indexed by one running coordinate, which needs no division."""
+        """Return the coordinates within the axis. Stored tensors are indexed by one running coordinate, which needs no
+        division."""
         if len(self.axis) == 1 or not self._plain:
             return unravel(position, self.axis)
         return (*(zero(),) * (len(self.axis) - 1), position)
 
     def scratch(self, dtype: str) -> Callable[[Expr], tuple[Buffer, Expr]] | None:
-        """Memory for one row (of every lane): gives buffer and place for a position. None where computing twice is better."""
+        """Allocate memory for one row (of every lane), and return the buffer and place of a position. None where
+        computing twice is better."""
         width = self.body.lanes if self.across else 1
         buffer = self.emit.alloc(self.length * width, dtype, "row")
         return lambda c: (buffer, c * width + self._lane if self.across else c)
@@ -111,7 +116,8 @@ class Rows:
     def reduce(
         self, dtype: str, steps: Sequence[tuple[float, Combine]], element: Callable[[Expr], Sequence[Expr]]
     ) -> list[Expr]:
-        """Reductions in one pass: `element` gives the operands at a position; each step is (start value, combination)."""
+        """Reduce in one pass: `element` gives the operands at a position; each step is (start value,
+        combination)."""
         emit = self.emit
         width = 1 if self.across else self.lanes
         starts = [literal(start, dtype) for start, _ in steps]
@@ -157,17 +163,17 @@ class Rows:
             for place, total, (_, combine) in zip(places, totals, steps, strict=True):
                 total.append(fold(emit, dtype, size, combine, [place]))
             done += size
-        found = []
+        results = []
         for parts, start, (_, combine) in zip(totals, starts, steps, strict=True):
             value = start
             for part in parts:
                 value = emit.bind(combine(value, part)) if value is not start else part
-            found.append(value)
-        return found
+            results.append(value)
+        return results
 
     @contextmanager
     def _pass(self) -> Iterator[None]:
-        """The loops of one pass over the row."""
+        """Open one pass over the row."""
         with self.body.stream(self._again):
             yield
         self._again = True
@@ -176,7 +182,7 @@ class Rows:
         return self.reduce(dtype, [(start, combine)], lambda c: [element(c)])[0]
 
     def store(self, element: Callable[[Expr, Index], dict[Value, Expr]]) -> None:
-        """The last pass: results at every position of the row."""
+        """Emit the last pass, which stores results at every position of the row."""
         if self.across:
             with self.emit.loop(self.length, name="c") as c, self.body.point():
                 index = self.index(c)
@@ -190,8 +196,8 @@ class Rows:
                     self.columns.take(self._part, c, index)
 
 
-def rows_of(body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> Rows:
-    """The rows of a tensor, with the loops of the device that the kernel is for."""
+def rows_of(body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> RowLoops:
+    """Return the rows of a tensor, with the loops of the kernel's device."""
     if body.loops is not None:
         return body.loops.rows(body, shape, first, last, values)
     return Rows(body, shape, first, last, values)
@@ -329,7 +335,8 @@ def emit_cross_entropy(body: Body, op: Op) -> None:
         emit.store(parts, lse - body.at(logits, (*rows.row, label)), position)
 
     rows.each(one_row)
-    # A single sum over thousands of rows would round the loss by its sixth digit, and otherwise for every size of microbatches.
+    # A single sum over thousands of rows would round the loss by its sixth digit, and otherwise for every size of
+    # microbatches.
     sums = emit.alloc(1, "f64", "sum")
     emit.store(sums, literal(0, "f64"), zero())
     with emit.loop(count) as i:
@@ -340,7 +347,7 @@ def emit_cross_entropy(body: Body, op: Op) -> None:
 
 
 def emit_argmax(body: Body, op: Op) -> None:
-    """Two passes: the largest, then the first position where it (or nan) stands."""
+    """Emit argmax by two passes: the largest, then the first position of it (or of nan)."""
     x, y = op.ins[0], op.outs[0]
     axis, dtype = axis_of(op, x), x.type.dtype
     rows = rows_of(body, x.type.dims, axis, axis + 1, [x])

@@ -1,12 +1,13 @@
-"""Sums up to each element along an axis.
+"""Cumulative sums along an axis.
 
-In: cumsum along any axis, with or without the element itself, from either end. Where dimensions follow the axis, a strip of them is gone
-through step by step along the axis, with its sums in the nearest cache; along the last dimension a vector is summed up in registers:
+In: cumsum along any axis, with or without the element itself, from either end. Where dimensions follow the axis, a
+strip of them is summed step by step along the axis, with its sums in the nearest cache. Along the last dimension, a
+vector is summed in registers:
 
     after steps s = 1, 2, 4, ..:  x[i] += x[i - s]        then the total of all vectors before is added to all lanes
 
-so what one vector waits for the one before is a single addition. Integers, whose additions take a single cycle, go one by one.
-`Body.finish` runs on the sums. Threads share rows and strips.
+So one vector waits for a single addition of the vector before it. Integers, whose additions take a single cycle, go one
+by one. `Body.finish` runs on the sums. Threads share rows and strips.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tvm import tirx
 
 from penstock.backends.tvm.kernels.tools.body import Body, parallel_if
 from penstock.backends.tvm.kernels.tools.elements import Index, axis_of, unravel, zero
-from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Expr, literal
+from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, literal
 from penstock.ir.graph import Op
 from penstock.ir.ops import complete_attrs
 from penstock.ir.types import INTS
@@ -29,85 +30,98 @@ _STRIP = 1024
 
 
 def emit_cumsum(body: Body, op: Op) -> None:
-    x, y = op.ins[0], op.outs[0]
-    a, axis, dtype = complete_attrs(op), axis_of(op, x), x.type.dtype
-    exclusive, backward = bool(a["exclusive"]), bool(a["reverse"])
-    dims = x.type.dims
-    outer, inner, size = dims[:axis], dims[axis + 1 :], dims[axis]
-    emit, threads = body.emit, parallel_if(body.machine, x.type.size)
+    """Emit the sums up to each element along an axis."""
+    scan = _CumulativeSum(body, op)
+    if prod(scan.inner) > 1:
+        scan.across()
+    else:
+        scan.along()
 
-    def across() -> None:
-        """Strips of the dimensions behind the axis."""
-        width = min(prod(inner), _STRIP)
-        whole, rest = divmod(prod(inner), width)
-        with emit.loop(prod(outer) * whole, threads, "strip") as o:
-            strip(
-                emit.bind(o // whole, "row") if whole > 1 else o,
-                emit.bind(o % whole * width, "begin") if whole > 1 else zero(),
-                width,
-            )
-        if rest:
-            with emit.loop(prod(outer), threads, "row") as o:
-                strip(o, literal(whole * width, "i32"), rest)
 
-    def strip(row: Expr, begin: Expr, width: int) -> None:
-        lead = unravel(row, outer)
-        total = emit.alloc(width, dtype, "total")
+class _CumulativeSum:
+    """Emits the loops of one cumulative sum."""
+
+    def __init__(self, body: Body, op: Op) -> None:
+        self.body, self.emit, self.x, self.y = body, body.emit, op.ins[0], op.outs[0]
+        attrs, axis, dims = complete_attrs(op), axis_of(op, self.x), self.x.type.dims
+        self.dtype = self.x.type.dtype
+        self.exclusive, self.backward = bool(attrs["exclusive"]), bool(attrs["reverse"])
+        self.outer, self.inner, self.size = dims[:axis], dims[axis + 1 :], dims[axis]
+        self.threads = parallel_if(body.machine, self.x.type.size)
+
+    def across(self) -> None:
+        """Sum strips of the dimensions behind the axis, step by step along the axis."""
+        emit = self.emit
+        width = min(prod(self.inner), _STRIP)
+        whole, tail = divmod(prod(self.inner), width)
+        with emit.loop(prod(self.outer) * whole, self.threads, "strip") as o:
+            row = emit.bind(o // whole, "row") if whole > 1 else o
+            self._strip(row, emit.bind(o % whole * width, "begin") if whole > 1 else zero(), width)
+        if tail:
+            with emit.loop(prod(self.outer), self.threads, "row") as o:
+                self._strip(o, literal(whole * width, "i32"), tail)
+
+    def _strip(self, row: Expr, begin: Expr, width: int) -> None:
+        emit, body = self.emit, self.body
+        lead = unravel(row, self.outer)
+        total = emit.alloc(width, self.dtype, "total")
         for i, _ in emit.spans(width, body.lanes):
-            emit.store(total, literal(0, dtype), i)
-        with emit.loop(size, name="c") as c:
+            emit.store(total, literal(0, self.dtype), i)
+        with emit.loop(self.size, name="c") as c:
             for i, _ in emit.spans(width, body.lanes):
                 with body.point():
-                    index = (*lead, size - 1 - c if backward else c, *unravel(begin + i, inner))
+                    position = self.size - 1 - c if self.backward else c
+                    index = (*lead, position, *unravel(begin + i, self.inner))
                     before = emit.bind(tirx.BufferLoad(total, [i]))
-                    after = emit.bind(before + body.at(x, index))
+                    after = emit.bind(before + body.at(self.x, index))
                     emit.store(total, after, i)
-                    body.finish({y: (before if exclusive else after, index)})
+                    body.finish({self.y: (before if self.exclusive else after, index)})
 
-    def along(row: Expr) -> None:
-        lead = unravel(row, outer)
-        carry = emit.alloc(1, dtype, "carry")
-        emit.store(carry, literal(0, dtype), zero())
-        done, lanes = 0, 1 if dtype in INTS else body.lanes // 2 if dtype == "f64" else body.lanes
-        for width in (lanes, *(short for _, short in cover(size % lanes, lanes))):
-            count = size // lanes if width == lanes else 1
-            if count:
-                with emit.loop(count, name="c") as c:
-                    begin = c * width + done
-                    chunk(lead, carry, size - width - begin if backward else begin, width)
-            done += count * width
+    def along(self) -> None:
+        """Sum along the last dimension, vector by vector."""
+        emit = self.emit
+        with emit.loop(prod(self.outer), self.threads, "row") as row, self.body.point():
+            lead = unravel(row, self.outer)
+            carry = emit.alloc(1, self.dtype, "carry")
+            emit.store(carry, literal(0, self.dtype), zero())
+            full = self.body.lanes // 2 if self.dtype == "f64" else self.body.lanes
+            done, lanes = 0, 1 if self.dtype in INTS else full
+            for width in (lanes, *(short for _, short in cover(self.size % lanes, lanes))):
+                count = self.size // lanes if width == lanes else 1
+                if count:
+                    with emit.loop(count, name="c") as c:
+                        begin = c * width + done
+                        self._chunk(lead, carry, self.size - width - begin if self.backward else begin, width)
+                done += count * width
 
-    def chunk(lead: Index, carry: object, begin: Expr, width: int) -> None:
-        sums, kind = emit.alloc(width, dtype, "sums"), VECTOR if width > 1 else SERIAL
+    def _chunk(self, lead: Index, carry: Buffer, begin: Expr, width: int) -> None:
+        """Sum `width` elements from `begin` on, on top of the total `carry`."""
+        emit, body, behind = self.emit, self.body, (zero(),) * len(self.inner)
+        sums, kind = emit.alloc(width, self.dtype, "sums"), VECTOR if width > 1 else SERIAL
         with emit.loop(width, kind, "l") as lane, body.point():
-            emit.store(sums, body.at(x, (*lead, begin + lane, *(zero(),) * len(inner))), lane)
+            emit.store(sums, body.at(self.x, (*lead, begin + lane, *behind)), lane)
         step = 1
         while step < width:
-            sums = shifted(sums, width, step, summed=True)
+            sums = self._shifted(sums, width, step, summed=True)
             step *= 2
-        last = tirx.BufferLoad(sums, [tirx.IntImm("int32", 0 if backward else width - 1)])
-        lower = shifted(sums, width, 1, summed=False) if exclusive else sums
+        last = tirx.BufferLoad(sums, [tirx.IntImm("int32", 0 if self.backward else width - 1)])
+        lower = self._shifted(sums, width, 1, summed=False) if self.exclusive else sums
         with emit.loop(width, kind, "l") as lane, body.point():
-            index = (*lead, begin + lane, *(zero(),) * len(inner))
-            body.finish({y: (tirx.BufferLoad(lower, [lane]) + tirx.BufferLoad(carry, [zero()]), index)})
+            index = (*lead, begin + lane, *behind)
+            body.finish({self.y: (tirx.BufferLoad(lower, [lane]) + tirx.BufferLoad(carry, [zero()]), index)})
         emit.store(carry, tirx.BufferLoad(carry, [zero()]) + last, zero())
 
-    def shifted(source: object, width: int, step: int, summed: bool) -> object:
-        """Lanes moved on by `step`, zeros behind them; added to the lanes as they were, or alone."""
-        found = emit.alloc(width, dtype, "shifted")
+    def _shifted(self, source: Buffer, width: int, step: int, *, summed: bool) -> Buffer:
+        """Move lanes on by `step`, with zeros behind them; with `summed`, add them to the lanes as they were."""
+        emit = self.emit
+        shifted = emit.alloc(width, self.dtype, "shifted")
         if width == 1:
-            emit.store(found, literal(0, dtype), zero())
-            return found
+            emit.store(shifted, literal(0, self.dtype), zero())
+            return shifted
         all_lanes = tirx.Ramp(zero(), 1, width)
         here = tirx.BufferLoad(source, [all_lanes])
-        nothing = tirx.Broadcast(literal(0, dtype), width)
-        places = [i + step if backward else i - step for i in range(width)]
+        nothing = tirx.Broadcast(literal(0, self.dtype), width)
+        places = [i + step if self.backward else i - step for i in range(width)]
         moved = tirx.Shuffle([here, nothing], [tirx.IntImm("int32", p if 0 <= p < width else width) for p in places])
-        emit.add(tirx.BufferStore(found, here + moved if summed else moved, [all_lanes]))
-        return found
-
-    if prod(inner) > 1:
-        across()
-        return
-    with emit.loop(prod(outer), threads, "row") as o, body.point():
-        along(o)
+        emit.add(tirx.BufferStore(shifted, here + moved if summed else moved, [all_lanes]))
+        return shifted

@@ -1,32 +1,33 @@
-"""The largest or smallest elements of a row, in order.
+"""The largest or smallest elements of a row, in order (top-k).
 
-In: topk along any axis. Out: one loop over rows, shared by threads. Elements become integer keys whose order is the order asked for (nan
-above all, both zeros equal, turned round for the smallest). Ties go to the first element.
+In: topk along any axis. Out: one loop over rows, shared by threads. Elements become integer keys in the order of the
+result: nan above all, both zeros equal, reversed for the smallest. Ties go to the first element.
 
-Short rows: the rank of an element is how many come before it; each key is compared with all others,
-in vectors, and goes where its rank says.
+Short rows: the rank of an element is the number of elements before it. Each key is compared with all keys of the row,
+in vectors, and its rank is its place.
 
-Others, a tournament: a row is cut in blocks of about the square root of its size, and the largest key of each block is kept. Then k times:
-the largest of the blocks, the first block that has it, the first place of it there; the element is taken out, and its block looks for its
-next. All four are passes of vectors over a block, so k elements of n cost n + 4 k sqrt(n) steps.
+Longer rows, a tournament: a row is cut in blocks of about the square root of its size, and the largest key of each
+block is kept. Then k times: find the largest of the blocks, the first block that has it, and its first place there;
+take the element out, and find the next of its block. All four are passes of vectors over a block, so k elements of n
+cost n + 4 k sqrt(n) steps.
 
 Most of a row: keys are sorted by their digits of 8 bits, lowest first, each pass counting places
 beforehand and keeping the order of equal digits.
 
-The key of a float is its bits as an integer, the lower ones turned round where the sign is set; of f16 and bf16 those of the f32 they
-widen to. In a tournament, an element that is out has the lowest key, and is told from others with that key by a mark.
+The key of a float is its bits as an integer, with the lower bits inverted where the sign is set. f16 and bf16 have the
+key of the f32 they widen to. In a tournament, an element that is out has the lowest key, and a mark tells it from
+elements with that key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import isqrt, prod
-from typing import Any
 
 from tvm import tirx
 
 from penstock.backends.tvm.kernels.tools.body import Body, parallel_if
-from penstock.backends.tvm.kernels.tools.elements import Index, axis_of, unravel, zero
+from penstock.backends.tvm.kernels.tools.elements import Index, axis_of, bound_index, zero
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, cast, ceil_div, dtype_name, literal
 from penstock.ir.graph import Op
 from penstock.ir.ops import complete_attrs
@@ -35,7 +36,7 @@ from .sums import LOWEST, fold
 
 
 def order_key(body: Body, x: Expr, largest: bool) -> Expr:
-    """An integer whose order is that of the elements, the wanted ones on top."""
+    """Return an integer whose order is that of the elements, the wanted ones on top."""
     name = dtype_name(x)
     if name.startswith("float"):
         wide = name == "float64"
@@ -55,7 +56,7 @@ _SHORT = 128
 
 
 class _ShortRow:
-    """Keys of a row and how many others come before each."""
+    """Keys of a row, and the rank of each: the number of elements before it."""
 
     def __init__(self, body: Body, size: int, dtype: str) -> None:
         self.body, self.emit, self.lanes, self.size = body, body.emit, body.lanes, size
@@ -73,7 +74,7 @@ class _ShortRow:
             count = emit.alloc(lanes, "i32", "count")
             with emit.loop(lanes, VECTOR, "l") as lane:
                 emit.store(count, literal(0, "i32"), lane)
-            # Of equal keys those in front come before.
+            # Equal keys come in the order of their places.
             self._add(count, begin, 0, begin, lambda other, mine, at, lane: other >= mine)
             self._add(count, begin, begin, min(lanes, size - begin), self._before_within)
             self._add(count, begin, begin + lanes, size - begin - lanes, lambda other, mine, at, lane: other > mine)
@@ -153,8 +154,8 @@ def _emit_sorted(
                 emit.store(places[target], place, to)
 
 
-class _Row:
-    """Keys and marks of one row, and the largest key of each block."""
+class _TournamentRow:
+    """Keys and marks of one row in a tournament, and the largest key of each block."""
 
     def __init__(self, body: Body, size: int, dtype: str) -> None:
         self.body, self.emit, self.lanes, self.size = body, body.emit, body.lanes, size
@@ -180,8 +181,8 @@ class _Row:
             emit.store(self.alive, literal(0, "i32"), c + size)
         with emit.loop(self.tops_size // self.lanes, SERIAL, "b") as b, emit.loop(self.lanes, VECTOR, "l") as lane:
             emit.store(self.tops, literal(self.lowest, self.key_dtype), b * self.lanes + lane)
-            rest = literal(size, "i32") - (b * self.lanes + lane) * self.block
-            emit.store(self.left, tirx.max(tirx.min(rest, self.block), 0), b * self.lanes + lane)
+            left = literal(size, "i32") - (b * self.lanes + lane) * self.block
+            emit.store(self.left, tirx.max(tirx.min(left, self.block), 0), b * self.lanes + lane)
         with emit.loop(self.blocks, SERIAL, "b") as b:
             self.look(b)
 
@@ -190,7 +191,7 @@ class _Row:
         self.emit.store(self.tops, self._largest(self.keys, b * self.block, self.block), b)
 
     def take(self) -> Expr:
-        """The place of the largest element, which is out afterwards."""
+        """Take the largest element out, and return its place."""
         emit = self.emit
         top = self._largest(self.tops, zero(), self.tops_size)
         b = self._first(self.tops, self.left, top, zero(), self.tops_size)
@@ -217,14 +218,14 @@ class _Row:
     def _over(
         self, count: int, dtype: str, start: int, combine: Callable[[Expr, Expr], Expr], element: Callable[[Expr], Expr]
     ) -> Expr:
-        """A reduction over whole vectors."""
+        """Reduce over whole vectors."""
         emit, lanes = self.emit, self.lanes
-        found = emit.alloc(lanes, dtype, "best")
+        best = emit.alloc(lanes, dtype, "best")
         with emit.loop(lanes, VECTOR, "l") as lane:
-            emit.store(found, literal(start, dtype), lane)
+            emit.store(best, literal(start, dtype), lane)
         with emit.loop(count // lanes, SERIAL, "c") as c, emit.loop(lanes, VECTOR, "l") as lane:
-            emit.store(found, combine(tirx.BufferLoad(found, [lane]), element(c * lanes + lane)), lane)
-        return emit.bind(fold(emit, dtype, lanes, combine, [found]), "best")
+            emit.store(best, combine(tirx.BufferLoad(best, [lane]), element(c * lanes + lane)), lane)
+        return emit.bind(fold(emit, dtype, lanes, combine, [best]), "best")
 
 
 def emit_topk(body: Body, op: Op) -> None:
@@ -234,7 +235,7 @@ def emit_topk(body: Body, op: Op) -> None:
     assert isinstance(count, int)
     outer, inner, emit = dims[:axis], dims[axis + 1 :], body.emit
     with emit.loop(prod(outer) * prod(inner), parallel_if(body.machine, x.type.size), "row") as r, body.point():
-        lines: list[Any] = [i if isinstance(i, tirx.IntImm) else emit.bind(i, "r") for i in unravel(r, outer + inner)]
+        lines = bound_index(emit, r, outer + inner, "r")
 
         def at(position: Expr) -> Index:
             return (*lines[: len(outer)], position, *lines[len(outer) :])
@@ -257,7 +258,7 @@ def emit_topk(body: Body, op: Op) -> None:
 
             _emit_sorted(body, dims[axis], x.type.dtype, lambda c: order_key(body, body.at(x, at(c)), largest), wanted)
             return
-        row = _Row(body, dims[axis], x.type.dtype)
+        row = _TournamentRow(body, dims[axis], x.type.dtype)
         row.fill(lambda c: order_key(body, body.at(x, at(c)), largest))
         with emit.loop(count, SERIAL, "k") as k, body.point():
             place = row.take()

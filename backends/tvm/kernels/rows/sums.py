@@ -1,11 +1,11 @@
-"""What all reductions share: folding vectors, cutting long sums into parts, and what each operation adds up.
+"""Common parts of all reductions: folding vectors, cutting long sums into parts, and the terms of each operation.
 
-In: reduction operations of a group. Out: for each its start values and combinations, its operands at an index of the reduced
-tensor, and what its results are, given the totals. `ColumnTotals` keeps totals of columns while rows pass by: it lets column sums
-ride along with a kernel that works row by row.
+In: reduction operations of a group. Out: for each its start values and combinations, its operands at an index of the
+reduced tensor, and what its results are, given the totals. `ColumnTotals` keeps totals of columns while rows pass by:
+it lets column sums ride along with a kernel that works row by row.
 
-Parts: a sum that is long enough for several threads is cut into as many equal parts as sizes allow, whatever the number of threads, so the
-order of additions, and with it the result, does not depend on it.
+Parts: a sum that is long enough for several threads is cut into as many equal parts as sizes allow, whatever the number
+of threads, so the order of additions, and with it the result, does not depend on it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from tvm import tirx
 from penstock.backends.tvm.kernels.tools.body import Body, NotOneKernel
 from penstock.backends.tvm.kernels.tools.elements import Index, axis_of, zero
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Emitter, Expr, dtype_name, literal
+from penstock.backends.tvm.kernels.tools.sweep import Combine as Combine
 from penstock.backends.tvm.kernels.tools.transpose import pieces
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs, reduced_axes
 from penstock.ir.types import FLOATS, INTS, UNSIGNED
 
-Combine = Callable[[Expr, Expr], Expr]
-
 LOWEST = {dtype: 0 if dtype in UNSIGNED else -(2 ** (int(dtype[1:]) - 1)) for dtype in INTS}
-# Reductions that can share a sweep with others.
+# Reductions that can share a sweep.
 SUMS = ("sum", "mean", "max", "layer_norm_grad_weight")
 # The most parts of one reduction, the fewest rows and the least work of one part.
 _PARTS, _LEAST_ROWS, _LEAST_WORK = 8, 16, 1 << 18
@@ -39,24 +38,25 @@ def add(a: Expr, b: Expr) -> Expr:
 
 
 def parts_of(rows: int, work: int) -> int:
-    """Into how many equal parts `rows` are cut."""
+    """Return the number of equal parts that `rows` are cut into."""
     most = min(_PARTS, work // _LEAST_WORK, rows // _LEAST_ROWS)
     return next((p for p in range(most, 1, -1) if rows % p == 0), 1)
 
 
 def cover(extent: int, lanes: int) -> list[tuple[int, int]]:
-    """Vectors, then shorter ones, that cover an extent: (start, size). Sizes are powers of two."""
-    found, start, size = [], 0, lanes
+    """Cover an extent by vectors, then shorter ones, as (start, size). Sizes are powers of two."""
+    parts, start, size = [], 0, lanes
     while start < extent:
         while size > extent - start:
             size //= 2
-        found.append((start, size))
+        parts.append((start, size))
         start += size
-    return found
+    return parts
 
 
 def fold(emit: Emitter, dtype: str, width: int, combine: Combine, places: Sequence[Buffer]) -> Expr:
-    """The combination of all elements of some vectors. Each half has memory of its own: LLVM takes apart the loops in front otherwise."""
+    """Combine all elements of some vectors. Each half has memory of its own: LLVM takes apart the loops in
+    front otherwise."""
     current = list(places)
     while len(current) > 1:
         pairs = []
@@ -77,7 +77,7 @@ def fold(emit: Emitter, dtype: str, width: int, combine: Combine, places: Sequen
 
 
 def combined(body: Body, combine: Combine, values: Sequence[Expr]) -> Expr:
-    """All values, in pairs."""
+    """Combine all values, in pairs."""
     current = list(values)
     while len(current) > 1:
         pairs = [body.emit.bind(combine(a, b)) for a, b in zip(current[::2], current[1::2], strict=False)]
@@ -90,8 +90,8 @@ def combined(body: Body, combine: Combine, values: Sequence[Expr]) -> Expr:
 
 @dataclass(frozen=True)
 class Reducer:
-    """One reduction: over which axes of which shape, (start value, combination) of each total, their operands at an index of the shape,
-    and results, given an index over the kept dimensions and the totals."""
+    """One reduction of a shape over axes: (start value, combination) of each total, the operands at an index, and the
+    results, given an index over the kept dimensions and the totals."""
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
@@ -129,13 +129,14 @@ def _plain(body: Body, op: Op) -> Reducer:
 def _kept_index(op: Op, index: Index, axes: Sequence[int], rank: int) -> Index:
     if not complete_attrs(op)["keep"]:
         return index
-    rest = iter(index)
-    return tuple(zero() if d in axes else next(rest) for d in range(rank))
+    kept = iter(index)
+    return tuple(zero() if d in axes else next(kept) for d in range(rank))
 
 
 def _float_max(body: Body, op: Op) -> Reducer:
-    """The maximum without regard to nan, and beside it a sum that is nan if there was one: each is one instruction, together they cost less
-    than a maximum that looks for nan at every step."""
+    """Take the maximum without regard to nan, and beside it a sum that is nan if there was one.
+
+    Each is one instruction; together they cost less than a maximum that looks for nan at every step."""
     x = op.ins[0]
     axes, shape = tuple(reduced_axes(x.type, op.attrs["axes"])), x.type.dims
 
@@ -222,7 +223,7 @@ class ColumnTotals:
             self._every(clear)
 
     def take(self, part: Expr, column: Expr, index: Index) -> None:
-        """Add what stands at an index, which is in this column."""
+        """Add the operands at an index, which is in this column."""
         for reducer, places in zip(self.reducers, self.places, strict=True):
             for (_, combine), place, x in zip(reducer.steps, places, reducer.operands(index), strict=True):
                 at = part * self.width + column
@@ -230,7 +231,7 @@ class ColumnTotals:
 
     def finish(self, along: Callable[[Expr], Index]) -> None:
         def total(c: Expr) -> None:
-            known: dict[Value, tuple[Expr, Index]] = {}
+            results: dict[Value, tuple[Expr, Index]] = {}
             index = along(c)
             for reducer, places in zip(self.reducers, self.places, strict=True):
                 totals = []
@@ -242,8 +243,8 @@ class ColumnTotals:
                             [tirx.BufferLoad(place, [c + q * self.width]) for q in range(self.parts)],
                         )
                     )
-                known |= reducer.results(index, totals)
-            self.body.finish(known)
+                results |= reducer.results(index, totals)
+            self.body.finish(results)
 
         if self.reducers:
             self._every(total)

@@ -3,11 +3,13 @@
 In: accessors of a Product, and which part of it to pack. Out: words of pairs,
 
     A   for 32 rows [steps, row tiles, parts, 16 rows, 16 pairs]
-    B   strips of 32 columns, each [steps, column tiles, parts, 16 pairs, 16 columns]; behind all of them, for each strip, whether a number of it is too large
+    B   strips of 32 columns, each [steps, column tiles, parts, 16 pairs, 16 columns];
+        behind all of them a flag for each strip: a number of it is too large
 
-A step is 32 numbers along k. Which of them make a pair is free, if both operands have it so: neighbours for bf16, which has those in one
-word of memory where it is contiguous along k; for f32 number q and q + 16, so that the same instructions make pairs of two vectors in
-either direction. A wants rows, B wants pairs outside, and one that comes the other way is transposed in registers.
+A step is 32 numbers along k. Which of them make a pair is free, if both operands have it so: neighbours for bf16, which
+has those in one word of memory where it is contiguous along k; for f32 number q and q + 16, so that the same
+instructions make pairs of two vectors in either direction. A wants rows, B wants pairs outside, and one that comes the
+other way is transposed in registers.
 """
 
 from __future__ import annotations
@@ -25,7 +27,19 @@ from penstock.backends.tvm.kernels.tools.transpose import pieces, transpose_bloc
 from penstock.ir.graph import Value
 from penstock.ir.ops import OPS
 
-from .registers import LEFT_PLACES, PARTS, RIGHT_PLACES, SIDE, STEP, WORDS, Magnitudes, bits, pair_words
+from .registers import (
+    LEFT_PLACES,
+    PARTS,
+    RIGHT_PLACES,
+    SIDE,
+    STEP,
+    WORDS,
+    Magnitudes,
+    bits,
+    noted,
+    pair_ranges,
+    pair_words,
+)
 
 if TYPE_CHECKING:
     from penstock.backends.tvm.kernels.tools.product_terms import Product
@@ -35,7 +49,7 @@ STRIP = 2 * SIDE
 
 
 def can_pack(body: Body, out: Value) -> bool:
-    """Whether the machine has tiles for the operation that `out` is the result of, and its operands can be packed for them."""
+    """Return whether the machine has tiles for the operation whose result is `out`, and can pack its operands."""
     if not body.machine.has_tiles or out.type.dtype not in PARTS:
         return False
     return PARTS[out.type.dtype] > 1 or all(
@@ -44,8 +58,8 @@ def can_pack(body: Body, out: Value) -> bool:
 
 
 def _is_rounded(body: Body, value: Value) -> bool:
-    """Whether all that is read of a value of bf16 is bf16: what the kernel itself computes is not
-    rounded, and packing cuts the rest off."""
+    """Return whether reads of a bf16 value give bf16. Values that the kernel computes are not rounded, and packing
+    would cut them."""
     if body.is_stored(value):
         return True
     op = next((o for o in (*body.group.ops, *body.group.inline.values()) if value in o.outs), None)
@@ -79,6 +93,8 @@ class Strips:
 
 @dataclass(frozen=True)
 class PackedA:
+    """A packed block of rows of A."""
+
     words: Buffer
     # 1 if a number is too large for tiles, else 0; None where that cannot be.
     too_large: Expr | None
@@ -115,7 +131,7 @@ class TilePacking:
         return strips * self.strip_words(span) + (ceil_div(strips, SIDE) * SIDE if self.parts > 1 else 0)
 
     def rows_at(self, span: SumSpan, row: Expr) -> Expr:
-        """Where the packed rows from a multiple of 32 on begin."""
+        """Return where the packed rows from a multiple of 32 on begin."""
         return tirx.floordiv(row, SIDE) * (span.steps * self.words)
 
     def strip_at(self, span: SumSpan, b: PackedB, number: Expr) -> Expr:
@@ -125,7 +141,7 @@ class TilePacking:
         return b.at + b.count * self.strip_words(span) + (number - b.first)
 
     def too_large(self, span: SumSpan, a: PackedA, b: PackedB, number: Expr) -> Expr | None:
-        """Whether tiles cannot compute these rows times this strip; None: they can."""
+        """Return a flag that tiles cannot compute these rows times this strip; None where they always can."""
         if a.too_large is None:
             return None
         return self.emit.bind(a.too_large + tirx.BufferLoad(b.words, [self._flag_at(span, b, number)]), "large")
@@ -133,11 +149,11 @@ class TilePacking:
     # ------------------------------------------------------------------------------ pairs
 
     def _ks(self, pair: Expr, other: int) -> Expr:
-        """Where along a step a number of a pair is."""
+        """Return the place along a step of a number of a pair."""
         return pair + SIDE * other if self.parts > 1 else pair * 2 + other
 
     def _pairs(self, count: int, line: Callable[[Expr, int], None]) -> None:
-        """All pairs of a step of `count` numbers: line(number of the pair, how many of its two exist)."""
+        """Call for all pairs of a step of `count` numbers: line(number of the pair, how many of its two exist)."""
         both = max(count - SIDE, 0) if self.parts > 1 else count // 2
         with self.emit.loop(both, SERIAL, "q") as q, self.body.point():
             if both:
@@ -152,11 +168,6 @@ class TilePacking:
         for place, word in zip(self._places, words, strict=True):
             self.emit.store(target, word, at + place * WORDS if place else at)
 
-    def _noted(self, value: Expr, large: Magnitudes | None) -> Expr:
-        if large is not None:
-            large.note(value)
-        return value
-
     def _line(
         self,
         target: Buffer,
@@ -166,26 +177,26 @@ class TilePacking:
         value: Callable[[int, Expr], Expr],
         large: Magnitudes | None,
     ) -> None:
-        """One line of words for `lanes` rows or columns: the pair value(0, lane), value(1, lane), of which `exist` are there."""
+        """Pack one line of words for `lanes` rows or columns: the pair value(0, lane), value(1, lane), of which `exist`
+        are there."""
         for lane, _ in pieces(self.emit, lanes, SIDE):
             with self.body.point():
-                pair = [self._noted(value(other, lane), large) for other in range(exist)]
+                pair = [noted(value(other, lane), large) for other in range(exist)]
                 self._store_words(target, at + lane, pair_words(self.emit, pair, self.parts))
 
     def _row(
         self, target: Buffer, at: Expr, count: int, value: Callable[[Expr], Expr], large: Magnitudes | None
     ) -> None:
-        """16 words for one row or column that is contiguous along k: the pairs of `count` values."""
+        """Pack 16 words of one row or column that is contiguous along k: the pairs of `count` values."""
         emit = self.emit
         if self.parts == 1:
             self._row_of_neighbours(target, at, count, value)
             return
-        both, one = max(count - SIDE, 0), min(count, SIDE)
-        for first, last, exist in ((0, both, 2), (both, one, 1), (one, SIDE, 0)):
+        for first, last, exist in pair_ranges(count):
             for q, _ in pieces(emit, last - first, SIDE):
                 with self.body.point():
                     place = q + first if first else q
-                    pair = [self._noted(value(self._ks(place, other)), large) for other in range(exist)]
+                    pair = [noted(value(self._ks(place, other)), large) for other in range(exist)]
                     self._store_words(target, at + place, pair_words(emit, pair, self.parts))
 
     def _row_of_neighbours(self, target: Buffer, at: Expr, count: int, value: Callable[[Expr], Expr]) -> None:
@@ -203,7 +214,7 @@ class TilePacking:
         emit.add(tirx.BufferStore(target, words, [tirx.Ramp(at, 1, SIDE)]))
 
     def _store_turned(self, target: Buffer, at: Expr, scratch: Buffer) -> None:
-        """The tiles in `scratch`, one for each part, transposed."""
+        """Transpose the tiles in `scratch`, one for each part."""
         for part in range(self.parts):
             lines = transpose_block(
                 self.emit, "i32", SIDE, SIDE, scratch, [i32(part * WORDS + q * SIDE) for q in range(SIDE)]
@@ -214,17 +225,17 @@ class TilePacking:
     # ------------------------------------------------------------------------------ operands
 
     def _each_step(self, span: SumSpan, action: Callable[[Expr, int], None]) -> None:
-        """action(number of the step, numbers along k in it)."""
-        whole, rest = divmod(span.k_size, STEP)
+        """Call action(number of the step, numbers along k in it) for every step."""
+        whole, tail = divmod(span.k_size, STEP)
         with self.emit.loop(whole, SERIAL, "s") as s, self.body.point():
             if whole:
                 action(s, STEP)
-        if rest:
+        if tail:
             with self.body.point():
-                action(i32(whole), rest)
+                action(i32(whole), tail)
 
     def a(self, span: SumSpan, start: Expr, rows: int) -> PackedA:
-        """Rows start .. start + rows."""
+        """Pack rows start .. start + rows of A."""
         emit, p = self.emit, self.p
         packed = emit.alloc(ceil_div(rows, SIDE) * span.steps * self.words, "i32", "ap")
         turned = p.a_along_i and not p.a_along_k
@@ -234,7 +245,7 @@ class TilePacking:
         self._places = LEFT_PLACES[self.parts]
 
         def tile(first: Expr, number: Expr, tiles: int, height: int) -> None:
-            """One of `tiles` tiles beside each other, which begin with row `first`."""
+            """Pack one of `tiles` tiles beside each other, which begin with row `first`."""
             row = emit.bind(start + first + number * SIDE, "i")
 
             def at(s: Expr) -> Expr:
@@ -263,17 +274,17 @@ class TilePacking:
 
             self._each_step(span, by_pairs if turned else by_rows)
 
-        whole, rest = divmod(rows, STRIP)
+        whole, tail = divmod(rows, STRIP)
         with emit.loop(whole, SERIAL, "t") as t, emit.loop(2, SERIAL, "h") as h, self.body.point():
             if whole:
                 tile(t * STRIP, h, 2, SIDE)
-        for h in range(ceil_div(rest, SIDE)):
+        for h in range(ceil_div(tail, SIDE)):
             with self.body.point():
-                tile(i32(whole * STRIP), i32(h), ceil_div(rest, SIDE), min(rest - h * SIDE, SIDE))
+                tile(i32(whole * STRIP), i32(h), ceil_div(tail, SIDE), min(tail - h * SIDE, SIDE))
         return PackedA(packed, emit.bind(large.too_large(), "large") if large is not None else None)
 
     def b(self, span: SumSpan, b: PackedB, strips: Strips) -> None:
-        """Fills its strips."""
+        """Pack strips of B."""
         emit, p = self.emit, self.p
         self._places = RIGHT_PLACES[self.parts]
         across = ceil_div(strips.columns, SIDE)
@@ -300,13 +311,11 @@ class TilePacking:
             for c, width in enumerate(widths):
                 with emit.loop(width, SERIAL, "r") as r, self.body.point():
                     column = strips.first + n * STRIP + c * SIDE + r
-                    self._row(
-                        scratch,
-                        r * SIDE,
-                        count,
-                        lambda k, j=column: p.b(span.lead, span.k_from + s * STEP + k, j),
-                        large,
-                    )  # type: ignore[misc]
+
+                    def element(k: Expr, column: Expr = column) -> Expr:
+                        return p.b(span.lead, span.k_from + s * STEP + k, column)
+
+                    self._row(scratch, r * SIDE, count, element, large)
                 self._store_turned(
                     b.words, self.strip_at(span, b, strips.number + n) + (s * across + c) * self.words, scratch
                 )

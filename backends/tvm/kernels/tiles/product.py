@@ -1,6 +1,6 @@
 """Products on tile registers (Intel AMX): of bf16, and of f32 as sums of products of their parts (tile_registers.py).
 
-In: a Product of bf16 or f32, as for product.py, which does the same for everybody else. Out: loops
+In: a Product of bf16 or f32, as for product.py, which serves all other machines and sizes. Out: loops
 
     for block along k:
       for block of rows:          pack A
@@ -10,10 +10,11 @@ In: a Product of bf16 or f32, as for product.py, which does the same for everybo
 
 A B that fits that cache as a whole is packed before, and then A goes by in blocks that fit beside it.
 
-The order of packed operands is told in tile_packing.py. Where a block of f32 operands has a number that is too large for parts, infinities
-and nans among them, its sums are computed one by one, slowly, as f32 has them.
+The order of packed operands is defined in tile_packing.py. Where a block of f32 operands has a number that is too large
+for parts, infinities and nans among them, its sums are computed one by one, slowly, as f32 has them.
 
-Limits: few rows are left to product.py, for packing B costs as much as 20 rows save; what tile_registers.py says of denormals.
+Limits: few rows are left to product.py, for packing B costs as much as 20 rows save; those of tile_registers.py for
+denormals.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tvm import tirx
 
 from penstock.backends.tvm.group import PACKED
 from penstock.backends.tvm.kernels.tools.body import Body, parallel_if
-from penstock.backends.tvm.kernels.tools.elements import linear, unravel
+from penstock.backends.tvm.kernels.tools.elements import bound_index, linear
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, Buffer, Expr, ceil_div, i32, literal
 from penstock.backends.tvm.kernels.tools.transpose import pieces
 from penstock.ir.graph import Value, slot_of
@@ -56,7 +57,7 @@ _TILES_RATE, _VECTORS_RATE, _PACKING = 68.0, 24.0, 1.5
 
 
 def suits(body: Body, p: Product) -> bool:
-    """Whether the product is worth tiles, and the machine has them."""
+    """Return whether the machine has tiles, and they are faster for this product."""
     if not can_pack(body, p.out) or min(p.m, p.n, p.k) < SIDE:
         return False
     if PARTS[p.out.type.dtype] == 1:
@@ -66,19 +67,20 @@ def suits(body: Body, p: Product) -> bool:
 
 
 def same_places(body: Body, out: Value) -> list[tuple[Buffer, str]]:
-    """Memory that is read or written where the result of the main operation is: it lies in short rows far apart. With the element types."""
-    found: dict[Buffer, str] = {}
+    """Return the buffers that are read or written at the places of a result, with their element types: short rows far
+    apart."""
+    places: dict[Buffer, str] = {}
     for op in body.group.ops:
         slot = slot_of(op) if op.kind == "accum" else None
         for v in op.ins:
             if v.type.shape != out.type.shape:
                 continue
             if slot is not None:
-                found[body.slot(slot, v)] = v.type.dtype
+                places[body.slot(slot, v)] = v.type.dtype
             elif body.is_stored(v):
-                found[body.operand(v)] = v.type.dtype
-    found |= {body.result(v): v.type.dtype for v in body.group.outs if v.type.shape == out.type.shape}
-    return list(found.items())
+                places[body.operand(v)] = v.type.dtype
+    places |= {body.result(v): v.type.dtype for v in body.group.outs if v.type.shape == out.type.shape}
+    return list(places.items())
 
 
 def emit_tile_product(body: Body, p: Product) -> None:
@@ -97,6 +99,8 @@ class _Part(SumSpan):
 
 
 class _TileProduct:
+    """Emits a product on tile registers."""
+
     def __init__(self, body: Body, p: Product) -> None:
         self.body, self.p, self.emit = body, p, body.emit
         self.packing = TilePacking(body, p)
@@ -127,7 +131,7 @@ class _TileProduct:
             self._matrix(self._lead(), kind, ready)
             return
         with emit.loop(batches, kind, "b") as b:
-            lead = tuple(emit.bind(x, "b") if not isinstance(x, tirx.IntImm) else x for x in unravel(b, p.batch))
+            lead = bound_index(emit, b, p.batch, "b")
             with self.registers.configured():
                 self._matrix(lead, SERIAL, None)
 
@@ -141,7 +145,7 @@ class _TileProduct:
         return [SumSpan(self._lead(), i32(k), min(self.k_size, self.p.k - k)) for k in starts]
 
     def _fill(self, packed: Buffer) -> None:
-        """All of B, span after span."""
+        """Pack all of B, span after span."""
         at = 0
         kind = parallel_if(self.body.machine, self.p.n * self.p.k)
         for span in self._spans():
@@ -177,7 +181,7 @@ class _TileProduct:
 
     def _part(self, part: _Part, kind: object) -> None:
         p, emit = self.p, self.emit
-        whole, rest = divmod(p.m, self.row_block)
+        whole, tail = divmod(p.m, self.row_block)
         everything = part.b
         if everything is None and self.b_near:
             everything = PackedB(
@@ -186,13 +190,13 @@ class _TileProduct:
             self._each_group(part, kind, lambda g: self.packing.b(part, everything, g))
         with emit.loop(whole, SERIAL, "im") as im, self.body.point():
             self._rows(part, im * self.row_block if whole > 1 else i32(0), self.row_block, everything, kind)
-        if rest:
+        if tail:
             with self.body.point():
-                self._rows(part, i32(whole * self.row_block), rest, everything, kind)
+                self._rows(part, i32(whole * self.row_block), tail, everything, kind)
 
     def _each_group(self, span: SumSpan, kind: object, action: Callable[[Strips], None]) -> None:
-        """All columns, some strips of 32 at a time."""
-        whole, rest = divmod(self.p.n, STRIP)
+        """Call `action` for all columns, some strips of 32 at a time."""
+        whole, tail = divmod(self.p.n, STRIP)
         bytes_each = 4 * self.packing.strip_words(span)
         together = max(min(_STREAM_STRIPS, _STRIPS_BYTES // bytes_each, whole), 1)
         groups, left = divmod(whole, together)
@@ -202,14 +206,14 @@ class _TileProduct:
         if left:
             with self.emit.loop(1), self.body.point():
                 action(Strips(i32(groups * together * STRIP), i32(groups * together), left, STRIP))
-        if rest:
+        if tail:
             with self.emit.loop(1), self.body.point():
-                action(Strips(i32(whole * STRIP), i32(whole), 1, rest))
+                action(Strips(i32(whole * STRIP), i32(whole), 1, tail))
 
     def _rows(self, part: _Part, start: Expr, rows: int, everything: PackedB | None, kind: object) -> None:
         emit = self.emit
         a = self.packing.a(part, start, rows)
-        whole, rest = divmod(rows, STRIP)
+        whole, tail = divmod(rows, STRIP)
 
         def group(g: Strips) -> None:
             b = everything
@@ -222,22 +226,22 @@ class _TileProduct:
                     stack.enter_context(self.registers.configured())
                 with emit.loop(whole, SERIAL, "io") as io, self.body.point():
                     strips(g, b, tile, io * STRIP, STRIP)
-                if rest:
+                if tail:
                     with self.body.point():
-                        strips(g, b, tile, i32(whole * STRIP), rest)
+                        strips(g, b, tile, i32(whole * STRIP), tail)
 
         def strips(g: Strips, b: PackedB, tile: Buffer, row: Expr, height: int) -> None:
             with emit.loop(g.count, SERIAL, "n") as n, self.body.point():
                 number = g.number + n
-                strip = _Strip(
+                strip = _ColumnStrip(
                     b, number, g.first + n * STRIP, g.columns, self.packing.too_large(part, a, b, number), tile
                 )
                 self._block(part, a, row, start, height, strip)
 
         self._each_group(part, kind, group)
 
-    def _block(self, part: _Part, a: PackedA, row: Expr, start: Expr, rows: int, strip: _Strip) -> None:
-        """Rows row .. row + rows of the packed block of A, which begins at row `start`, times a strip of B."""
+    def _block(self, part: _Part, a: PackedA, row: Expr, start: Expr, rows: int, strip: _ColumnStrip) -> None:
+        """Multiply rows row .. row + rows of the packed block of A, which begins at row `start`, by a strip of B."""
         emit, p = self.emit, self.p
         if strip.too_large is None:
             self._sums(part, a, row, start, rows, strip)
@@ -255,10 +259,10 @@ class _TileProduct:
                     self.body.finish({p.out: (value, p.place(part.lead, start + row + r, strip.j + c))})
 
     def _kept(self, i: Expr, j: Expr) -> Expr:
-        """Where the tile of row i and column j is among the sums that are kept between spans."""
+        """Return the place of the tile of row i and column j among the sums kept between spans."""
         return (tirx.floordiv(i, SIDE) * self.column_tiles + tirx.floordiv(j, SIDE)) * WORDS
 
-    def _sums(self, part: _Part, a: PackedA, row: Expr, start: Expr, rows: int, strip: _Strip) -> None:
+    def _sums(self, part: _Part, a: PackedA, row: Expr, start: Expr, rows: int, strip: _ColumnStrip) -> None:
         emit, p, registers, words = self.emit, self.p, self.registers, self.packing.words
         down, across = ceil_div(rows, SIDE), ceil_div(strip.columns, SIDE)
         sums = [(r, c) for r in range(down) for c in range(across)]
@@ -278,7 +282,7 @@ class _TileProduct:
             if part.last:
                 each = ceil_div(rows, part.steps)
                 for u in range(each):
-                    self._ask_for(
+                    self._prefetch(
                         p.place(part.lead, start + row + tirx.min(s * each + u, rows - 1), strip.j), strip.columns
                     )
             before: tuple[int, int] | tuple[()] = ()
@@ -304,8 +308,8 @@ class _TileProduct:
             else:
                 registers.store(2 * r + c, part.partial, kept(r, c))
 
-    def _plain_sums(self, part: _Part, i: Expr, rows: int, strip: _Strip) -> None:
-        """The same without tiles, one multiply-add after the other."""
+    def _plain_sums(self, part: _Part, i: Expr, rows: int, strip: _ColumnStrip) -> None:
+        """Compute the sums without tiles, one multiply-add after the other."""
         emit, p = self.emit, self.p
         with emit.loop(rows, SERIAL, "r") as r:
             for c, _ in pieces(emit, strip.columns, SIDE):
@@ -332,16 +336,17 @@ class _TileProduct:
 
     # ------------------------------------------------------------------------------ hints
 
-    def _ask_for(self, place: Index, columns: int) -> None:
-        """A hint, while sums are being added up, for one row of what will be read and written with them."""
+    def _prefetch(self, place: Index, columns: int) -> None:
+        """Prefetch, during the sums, one row of the memory that their epilogue reads and writes."""
         for buffer, dtype in self.near:
             for c in range(0, columns * ITEM_BYTES[dtype], LINE):
                 self.emit.prefetch(buffer, linear(place, self.p.out.type.dims) + c // ITEM_BYTES[dtype])
 
 
 @dataclass(frozen=True)
-class _Strip:
-    """A strip of packed B, from column j on, the place for sums, and whether tiles cannot compute it (None: they can)."""
+class _ColumnStrip:
+    """A strip of packed B from column j on, the place for its sums, and a flag that tiles cannot compute it (None: they
+    can)."""
 
     b: PackedB
     number: Expr

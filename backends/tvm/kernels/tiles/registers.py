@@ -1,21 +1,23 @@
-"""Tile registers (Intel AMX) as kernels see them, and f32 numbers in parts that these multiply.
+"""Tile registers (Intel AMX), and f32 numbers split into parts that these multiply.
 
 A tile has 16 rows of 16 words; a word is a pair of bf16 or an f32. One instruction adds to a tile of sums (f32) the
 product of 16 rows of 32 bf16 and 32 rows of 16, the second given as 16 rows of pairs: it does 16 times as many
 multiply-adds in a cycle as the vector units do in f32.
 
-An f32 has 24 bits, a bf16 has 8, so an f32 is the sum of three bf16: the nearest one, the one nearest to what is left, and the rest, which
-fits. Products of two bf16 are exact in f32. Of the nine products of parts the six largest are added up; the three that are left out are
-below 2**-24 of the whole, which is how f32 rounds anyway. So a product of f32 takes six instructions, at a third of the time of the vector
-units, and is as exact. The number of parts of an element type is PARTS.
+An f32 has 24 bits, a bf16 has 8, so an f32 is the sum of three bf16: the nearest one, the one nearest to the remainder,
+and the last remainder, which fits. Products of two bf16 are exact in f32. Of the nine products of parts the six largest
+are added up; the three that are left out are below 2**-24 of the whole, which is how f32 rounds anyway. So a product of
+f32 takes six instructions, at a third of the time of the vector units, and is as exact. The number of parts of an
+element type is PARTS.
 
-Limits: infinities and nans have no parts, and numbers within 2**-9 of the largest f32 round up to infinity: packing keeps the largest
-magnitude it met (`Magnitudes`), and kernels compute without tiles where that is `TOO_LARGE`. Results within 2**-7 of the largest f32 may be
-infinite: the product of the first parts may be larger than the whole. The instruction takes denormals as zero, and so what parts of numbers
-below 2**-102 have behind their point; a product of parts below 2**-126 is zero.
+Limits: infinities and nans have no parts, and numbers within 2**-9 of the largest f32 round up to infinity: packing
+keeps the largest magnitude it met (`Magnitudes`), and kernels compute without tiles where that is `TOO_LARGE`. Results
+within 2**-7 of the largest f32 may be infinite: the product of the first parts may be larger than the whole. The
+instruction takes denormals as zero, and so what parts of numbers below 2**-102 have behind their point; a product of
+parts below 2**-126 is zero.
 
-Tile registers have a configuration per thread, which other libraries use too: `configured` puts it back. Processes have to ask the
-system for tile registers once (load.py).
+Tile registers have a configuration per thread, which other libraries use too: `configured` puts it back. Processes have
+to ask the system for tile registers once (load.py).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ WORDS = SIDE * SIDE
 STEP = 2 * SIDE
 LINE = 4 * SIDE
 PARTS = {"bf16": 1, "f32": 3}
-# Pairs of parts, of the left and the right operand, in an order in which neighbours share one: each change loads one part of one operand.
+# Pairs of parts, of the left and the right operand, in an order in which neighbours share one: each change loads one
+# part of one operand.
 ORDER = {1: ((0, 0),), 3: ((1, 1), (0, 1), (0, 2), (0, 0), (1, 0), (2, 0))}
 # Parts of the left operand, and of the right one, as they lie in memory: in the order in which they are wanted first.
 LEFT_PLACES, RIGHT_PLACES = {1: (0,), 3: (1, 0, 2)}, {1: (0,), 3: (2, 0, 1)}
@@ -71,7 +74,7 @@ class Registers:
         self._do("tilezero", self._tile(tile))
 
     def load(self, tile: int, buffer: Buffer, at: Expr, line: Expr | int = LINE) -> None:
-        """Sixteen rows of 64 bytes, `line` bytes from one to the next."""
+        """Load sixteen rows of 64 bytes, `line` bytes from one to the next."""
         self._do("tileloadd64", self._tile(tile), self._address(buffer, at), tirx.Cast("int64", line))
 
     def store(self, tile: int, buffer: Buffer, at: Expr, line: int = LINE) -> None:
@@ -82,20 +85,20 @@ class Registers:
 
     @contextmanager
     def configured(self) -> Iterator[None]:
-        """Inside, all eight tiles have 16 rows of 64 bytes."""
-        before, own = self.emit.alloc(SIDE, "i32", "before"), self.emit.alloc(SIDE, "i32", "config")
+        """Configure all eight tiles as 16 rows of 64 bytes inside this block."""
+        before, config = self.emit.alloc(SIDE, "i32", "before"), self.emit.alloc(SIDE, "i32", "config")
         # Palette, bytes per row of each tile in 16 bits, rows of each tile in 8.
         words = [1, 0, 0, 0, *[LINE << 16 | LINE] * 4, 0, 0, 0, 0, *[SIDE * 0x01010101] * 2, 0, 0]
         for i, word in enumerate(words):
-            self.emit.store(own, i32(word), i32(i))
+            self.emit.store(config, i32(word), i32(i))
         self._do("sttilecfg", self._address(before, i32(0)))
-        self._do("ldtilecfg", self._address(own, i32(0)))
+        self._do("ldtilecfg", self._address(config, i32(0)))
         yield
         self._do("ldtilecfg", self._address(before, i32(0)))
 
 
 class Magnitudes:
-    """The largest magnitude among numbers that are being packed, as bits, lane by lane."""
+    """The largest magnitude among the numbers packed so far, as bits, lane by lane."""
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
@@ -103,13 +106,13 @@ class Magnitudes:
         emit.add(tirx.BufferStore(self._largest, tirx.Broadcast(i32(0), SIDE), [tirx.Ramp(0, 1, SIDE)]))
 
     def note(self, value: Expr) -> None:
-        """In a vector loop, or for one number."""
+        """Take note of a value's magnitude, in a vector loop or for one number."""
         at = self.emit.lane()
         magnitude = tirx.reinterpret("int32", bits(value) & _u32(0x7FFFFFFF))
         self.emit.store(self._largest, tirx.max(tirx.BufferLoad(self._largest, [at]), magnitude), at)
 
     def too_large(self) -> Expr:
-        """1 if any has no parts, else 0."""
+        """Return 1 if any number has no parts, else 0."""
         half = SIDE
         while half > 1:
             half //= 2
@@ -119,9 +122,23 @@ class Magnitudes:
         return tirx.Select(tirx.BufferLoad(self._largest, [i32(0)]) >= TOO_LARGE, i32(1), i32(0))
 
 
+def noted(value: Expr, large: Magnitudes | None) -> Expr:
+    """Return a value after taking note of its magnitude, where numbers have parts."""
+    if large is not None:
+        large.note(value)
+    return value
+
+
+def pair_ranges(count: int) -> tuple[tuple[int, int, int], ...]:
+    """Split the pairs of a step, numbers q and q + 16 of `count`, by how many of their two numbers exist: (first, end,
+    how many)."""
+    both, one = max(count - SIDE, 0), min(count, SIDE)
+    return (0, both, 2), (both, one, 1), (one, SIDE, 0)
+
+
 def pair_words(emit: Emitter, pair: Sequence[Expr], parts: int) -> list[Expr]:
-    """The words of a pair of numbers, the first in the lower half, one for each part. A pair may lack its second number, or both.
-    Numbers of one part are bf16 already, so that the upper half of the f32 is all of it."""
+    """Return the words of a pair of numbers, the first in the lower half, one for each part. A pair may lack its second
+    number, or both. Numbers of one part are bf16 already, so that the upper half of the f32 is all of it."""
     if not pair:
         return [i32(0)] * parts
     words = []

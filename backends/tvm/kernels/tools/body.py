@@ -1,12 +1,14 @@
-"""The body of a kernel: which values it can read, what it stores, and the operations fused before and behind its main one.
+"""The body of a kernel: the values it can read, the results it stores, and the prologue and epilogue fused to its main
+operation.
 
-In: a Group, the operations that shall become one kernel. Out: a Kernel, a TIR function with the values and slots that are its parameters.
-Generators (gemm, rows, reduce, ...) emit the loops of the group's main operation and call `finish` where its result stands in registers;
-`finish` computes everything fused behind it at that point and stores it. Operations fused before it are computed where they are read.
+In: a Group, the operations that shall become one kernel. Out: a Kernel, a TIR function with the values and slots that
+are its parameters. Generators (gemm, rows, reduce, ...) emit the loops of the group's main operation and call `finish`
+where its result stands in registers. `finish` computes the epilogue at that point and stores it. Operations of the
+prologue are computed where they are read.
 
 Invariant: at one point, everything is loaded before anything is stored, so a buffer may be both operand and result if
-all its accesses are at the same element. NotOneKernel is raised when a group does not have this property or does not fit
-the main operation: the caller splits it.
+all its accesses are at the same element. NotOneKernel is raised when a group does not have this property or does not
+fit the main operation: the caller splits it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from tvm import tirx
 
@@ -37,17 +39,16 @@ from penstock.ir.types import ITEM_BYTES
 from .elements import INDEXED, POINTWISE, Index, axis_of, element, forward_index, has_element_rule, linear
 from .emit import TVM_DTYPES, Buffer, Emitter, Expr, literal, load
 from .functions import Functions
-
-if TYPE_CHECKING:
-    from penstock.backends.tvm.kernels.rows.reduce import Sweep
-    from penstock.backends.tvm.kernels.rows.rows import Rows
-
-    from .product_terms import Product
+from .loops import Loops
 
 BIJECTIONS = ("reshape", "transpose")
-# Loops along memory ask for what they will read and write so many elements ahead, in values that are not small: the processor's own
-# prediction stops at the end of a page.
+# Loops along memory prefetch so many elements ahead, in values that are not small: the processor's own prediction stops
+# at the end of a page.
 _AHEAD, _NOT_SMALL = 1024, 65536
+
+
+# A buffer, the stored value, and its position.
+_Store = tuple[Buffer, Expr, Expr]
 
 
 class PackingEmitted(Exception):
@@ -58,23 +59,11 @@ class PackingEmitted(Exception):
         self.function = function
 
 
-class Loops(Protocol):
-    """The loops of generators that serve several kinds of device; each finishes every element it computes."""
-
-    def nest(self, body: Body, shape: tuple[int, ...], merged: int, point: Callable[[Index], None]) -> None: ...
-
-    def reduce(self, sweep: Sweep) -> None: ...
-
-    def product(self, body: Body, product: Product) -> None: ...
-
-    def rows(self, body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> Rows: ...
-
-
 class Body:
     """One kernel while it is being emitted."""
 
     # None: the loops for CPUs that stand beside the generators.
-    loops: Loops | None = None
+    loops: Loops[Body] | None = None
 
     def __init__(self, group: Fusion, machine: TargetMachine, *, only_packing: bool = False) -> None:
         self.group, self.machine, self.emit = group, machine, Emitter()
@@ -91,12 +80,12 @@ class Body:
         self._loads: dict[str, list[Index]] = {}
         self._loaded: set[str] = set()
         self._elsewhere: set[Value] = set()
-        # What the current pass over memory asks for ahead: values read already in an earlier pass are near.
+        # The current pass over memory prefetches its values, but for those that an earlier pass has read.
         self._streams = False
         self._near: set[Value] = set()
         self._passed: set[Value] = set()
         self._taken = {op.outs[0]: op for op in group.ops if op.kind == "take"}
-        # What has no elements is a parameter, and no loop gets to it.
+        # A value without elements is a parameter that no loop reaches.
         for value in group.outs:
             if value.type.size == 0:
                 self.result(value)
@@ -105,7 +94,7 @@ class Body:
             slot = slot_of(op) if op.kind in EFFECTS else None
             if slot is not None and (op.ins or op.outs)[0].type.size == 0:
                 self.slot(slot, (op.ins or op.outs)[0])
-        # Column sums that ride along with the main operation, and operations that `finish` leaves alone for now.
+        # Column sums computed along with the main operation, and operations that `finish` leaves for later.
         self.sums: tuple[Op, ...] = ()
         self._waiting: set[int] = set()
 
@@ -125,7 +114,7 @@ class Body:
         return self._views[key]
 
     def operand(self, value: Value) -> Buffer:
-        """The flat buffer of a value that is computed elsewhere."""
+        """Return the flat buffer of a value that another kernel computes."""
         if value in self._taken:
             return self._view(Slot(self._taken[value].var, ""), value, self._slots)
         return self._view(value, value, self._ins)
@@ -134,18 +123,18 @@ class Body:
         return self._view(("out", value), value, self._outs)
 
     def slot(self, slot: Slot, value: Value) -> Buffer:
-        """The flat buffer of a slot that is updated in place; `value` has its type."""
+        """Return the flat buffer of a slot that is updated in place; `value` has its type."""
         return self._view(slot, value, self._slots)
 
     def is_stored(self, value: Value) -> bool:
-        """Whether the value has memory of its own, outside this kernel."""
+        """Return whether the value has memory of its own, outside this kernel."""
         return value not in self._producers and value not in self.group.inline
 
     # ------------------------------------------------------------------------------ reading
 
     @contextmanager
     def point(self) -> Iterator[None]:
-        """A block in which values are computed once per index. Names bound inside are forgotten at its end."""
+        """Open a block in which values are computed once per index. Names bound inside are forgotten at its end."""
         kept, self._frame = self._frame, dict(self._frame)
         try:
             yield
@@ -154,8 +143,8 @@ class Body:
 
     @contextmanager
     def stream(self, again: bool = False) -> Iterator[None]:
-        """A pass over memory in order: ask ahead for what is read and written in it. `again`: it follows a pass over the same part,
-        whose operands are near."""
+        """Open a pass over memory in order, with prefetches of its reads and writes. With `again`, it follows a pass
+        over the same part, whose operands are in cache."""
         if not again:
             self._near = set()
         self._streams, self._passed = True, set()
@@ -165,7 +154,7 @@ class Body:
             self._streams = False
             self._near |= self._passed
 
-    def _ask_ahead(self, value: Value, buffer: Buffer, position: Expr, written: bool) -> None:
+    def _prefetch_ahead(self, value: Value, buffer: Buffer, position: Expr, written: bool) -> None:
         if not self._streams or value.type.size < _NOT_SMALL:
             return
         self._passed.add(value)
@@ -173,11 +162,11 @@ class Body:
             self.emit.prefetch_ahead(buffer, position, _AHEAD, written)
 
     def know(self, value: Value, index: Index, expr: Expr) -> None:
-        """Say what a value is at an index, in this block."""
+        """Record the expression of a value at an index, for this block."""
         self._frame[value, tuple(map(id, index))] = (expr, index)
 
     def at(self, value: Value, index: Index) -> Expr:
-        """A value at an index: known already, loaded, or computed from its operands."""
+        """Return a value at an index: recorded before, loaded, or computed from its operands."""
         key = (value, tuple(map(id, index)))
         if key in self._frame:
             return self._frame[key][0]
@@ -187,7 +176,7 @@ class Body:
                 self._loads.setdefault(home, []).append(index)
                 self._loaded.add(home)
             position = linear(index, value.type.dims)
-            self._ask_ahead(value, self.operand(value), position, home is not None)
+            self._prefetch_ahead(value, self.operand(value), position, home is not None)
             expr = load(self.operand(value), position)
             expr = self.emit.bind(expr, "x")
             self._frame[key] = (expr, index)
@@ -202,22 +191,22 @@ class Body:
         return self._frame[key][0]
 
     def computed(self, op: Op) -> Op:
-        """The operation with the element types it is computed in."""
+        """Return the operation with the element types it is computed in."""
         return op
 
     # ------------------------------------------------------------------------------ what depends on what
 
     def behind(self, ops: Sequence[Op]) -> list[Op]:
-        """Operations of the group that need results of `ops`."""
+        """Return the operations of the group that need results of `ops`."""
         reached = {v for op in ops for v in op.outs}
-        found = []
+        behind = []
         for op in self.group.ops:
             if op not in ops and any(
                 v in reached or (v in self.group.inline and self._needs(v, reached)) for v in op.ins
             ):
                 reached |= set(op.outs)
-                found.append(op)
-        return found
+                behind.append(op)
+        return behind
 
     def _needs(self, value: Value, reached: set[Value]) -> bool:
         op = self.group.inline.get(value)
@@ -225,22 +214,22 @@ class Body:
 
     @contextmanager
     def without(self, ops: Sequence[Op]) -> Iterator[None]:
-        """`finish` leaves these operations, and the column sums, to be done later."""
+        """Make `finish` leave these operations, and the column sums, for later."""
         self._waiting = {*map(id, ops), *map(id, self.sums)}
         yield
         self._waiting = set()
 
     @contextmanager
     def only(self, ops: Sequence[Op]) -> Iterator[None]:
-        """`finish` does these operations and what the column sums give; the others are done."""
+        """Make `finish` do only these operations and the column sums; all other operations are done already."""
         left = {*map(id, ops), *map(id, self.sums)}
         self._waiting = {id(op) for op in self.group.ops if id(op) not in left}
         yield
         self._waiting = set()
 
     def merged_from(self, shape: tuple[int, ...], ops: Sequence[Op], readers: Sequence[Op] = ()) -> int:
-        """The first dimension of the trailing run that may be treated as one: every operand and result of `ops`, and every operand of
-        `readers`, has all of it, or none of it."""
+        """Return the first dimension of the trailing run that may be treated as one: every operand and result of `ops`,
+        and every operand of `readers`, has all of it, or none of it."""
         rank = len(shape)
         first = 0
         for op in ops:
@@ -272,14 +261,21 @@ class Body:
     # ------------------------------------------------------------------------------ storing
 
     def finish(self, known: Mapping[Value, tuple[Expr, Index]]) -> None:
-        """Compute what is fused behind `known` at this point, then store every result of the group that can be reached from here."""
+        """Compute the epilogue of `known` at this point, then store every result of the group that can be reached from
+        here."""
         where: dict[Value, Index] = {}
         for value, (expr, index) in known.items():
             self.know(value, index, self.emit.bind(expr))
             where[value] = index
         roots = {v.type.shape: i for v, (_, i) in known.items()}
-        stores: list[tuple[Buffer, Expr, Expr]] = []
         ops = [op for op in self.group.ops if id(op) not in self._waiting]
+        self._compute(ops, where, roots)
+        stores = self._effect_stores(ops, where, roots) + self._result_stores(where, roots)
+        for buffer, expr, position in stores:
+            self.emit.store(buffer, expr, position)
+
+    def _compute(self, ops: Sequence[Op], where: dict[Value, Index], roots: Mapping[Any, Index]) -> None:
+        """Compute every operation that can be done at this point, and note in `where` the index of its results."""
         for op in ops:
             if all(v in where for v in op.outs) and op.kind not in EFFECTS:
                 continue
@@ -297,6 +293,10 @@ class Body:
                 if here is not None:
                     self.at(op.outs[0], here)
                     where[op.outs[0]] = here
+
+    def _effect_stores(self, ops: Sequence[Op], where: dict[Value, Index], roots: Mapping[Any, Index]) -> list[_Store]:
+        """Return the stores that update variables at this point."""
+        stores: list[_Store] = []
         for op in ops:
             if op.kind in EFFECTS and (op.ins or op.outs)[0].type.size == 0:
                 continue
@@ -311,7 +311,7 @@ class Body:
                 buffer = self.slot(slot, value)
                 expr = self.at(value, place)
                 if op.var not in self._loaded:
-                    self._ask_ahead(value, buffer, position, True)
+                    self._prefetch_ahead(value, buffer, position, True)
                 if op.kind == "accum":
                     expr = self.emit.bind(load(buffer, position) + expr)
                 stores.append((buffer, expr, position))
@@ -322,16 +322,20 @@ class Body:
                     raise NotOneKernel(f"@{op.var} is not taken element by element")
                 self._check_alias(op.var, place)
                 stores.append((self.operand(value), literal(0, value.type.dtype), linear(place, value.type.dims)))
+        return stores
+
+    def _result_stores(self, where: dict[Value, Index], roots: Mapping[Any, Index]) -> list[_Store]:
+        """Return the stores of the group's results at this point."""
+        stores: list[_Store] = []
         for value in self.group.outs:
             if value in self._elsewhere or id(self._producers[value]) in self._waiting:
                 continue
             if value not in where:
                 where[value] = self._root_for(value, roots)
             position = linear(where[value], value.type.dims)
-            self._ask_ahead(value, self.result(value), position, True)
+            self._prefetch_ahead(value, self.result(value), position, True)
             stores.append((self.result(value), self.at(value, where[value]), position))
-        for buffer, expr, position in stores:
-            self.emit.store(buffer, expr, position)
+        return stores
 
     def _root_for(self, value: Value, roots: Mapping[Any, Index]) -> Index:
         place = roots.get(value.type.shape)
@@ -346,16 +350,18 @@ class Body:
         self._loads.pop(var, None)
 
     def store_apart(self, value: Value, expr: Expr, index: Index) -> None:
-        """Store a second result of the main operation, where it is known, if anybody wants it; `finish` leaves it alone."""
+        """Store a second result of the main operation where it is computed, if it is used; `finish` leaves it alone."""
         self._elsewhere.add(value)
         if value in self.group.outs:
             position = linear(index, value.type.dims)
-            self._ask_ahead(value, self.result(value), position, True)
+            self._prefetch_ahead(value, self.result(value), position, True)
             self.emit.store(self.result(value), expr, position)
 
     def part_place(self, value: Value, index: Index) -> tuple[Buffer, Expr] | None:
-        """Where an element of one of several results of the main operation that are known at different points is stored: through the layout
-        changes behind it and, where it is concatenated, in its part of the whole. None: nobody wants it."""
+        """Return where an element is stored of a main operation that computes its results at different points.
+
+        The place is behind the layout changes that follow and, where it is concatenated, in its part of the whole. None
+        if the value is not used."""
         while value not in self.group.outs:
             behind = [op for op in self.group.ops if value in op.ins]
             if not behind:
@@ -375,27 +381,28 @@ class Body:
         return self.result(value), linear(index, value.type.dims)
 
     def finish_part(self, value: Value, expr: Expr, index: Index) -> None:
-        """Store an element of such a result."""
+        """Store an element of a result that `part_place` has a place for."""
         place = self.part_place(value, index)
         if place is not None:
             self.emit.store(place[0], expr, place[1])
 
     def address(self, value: Value, index: Index) -> tuple[Value, Expr] | None:
-        """The stored value and the position in it that reading `value` at `index` comes down to; None if it is computed."""
+        """Return the stored value, and the position in it, that `value` at `index` is read from; None if it is
+        computed."""
         if self.is_stored(value):
             return value, linear(index, value.type.dims)
         op = self._producers.get(value) or self.group.inline[value]
         if op.kind not in VIEWS:
             return None
-        found: tuple[Value, Expr] | None = INDEXED[op.kind](
+        address: tuple[Value, Expr] | None = INDEXED[op.kind](
             self.functions, op, lambda k, i: self.address(op.ins[k], i), index
         )
-        return found
+        return address
 
-    def memory(self, found: tuple[Value, Expr]) -> tuple[Buffer, Expr]:
-        """The buffer behind what `address` gave, for reading vectors from it. An update of a variable read this way is refused in this
-        kernel, because what is read is not one element."""
-        value, position = found
+    def memory(self, address: tuple[Value, Expr]) -> tuple[Buffer, Expr]:
+        """Return the buffer and position of an address, for reading vectors. The kernel refuses to update a variable
+        read this way, because a vector is not one element."""
+        value, position = address
         home = self.group.homes.get(value)
         if home is not None:
             self._loads.setdefault(home, []).append((position,))
@@ -405,8 +412,8 @@ class Body:
     # ------------------------------------------------------------------------------ packing ahead
 
     def packed_ahead(self, op: Op, size: int, dtype: str, fill: Callable[[Buffer], None]) -> Buffer | None:
-        """Operand 1 of `op` in the kernel's own order, if it can be had ready-made: `size` elements, which `fill` would write, reading
-        nothing but that operand. None: the kernel has to do it. To be asked before any loop is opened, once in a kernel."""
+        """Return operand 1 of `op` packed ahead of the kernel, `size` elements that `fill` writes from that operand
+        alone. None if the kernel has to pack it. Generators call this once in a kernel, before they open a loop."""
         if not op.attrs.get(PACKED) or size == 0:
             return None
         source = op.ins[1]
@@ -452,7 +459,7 @@ class Body:
 
 
 def parallel_if(machine: TargetMachine, work: int) -> Any:
-    """The loop kind for an outermost loop over this much work."""
+    """Return the loop kind of an outermost loop over this much work."""
     return tirx.ForKind.PARALLEL if work >= machine.serial_below else tirx.ForKind.SERIAL
 
 

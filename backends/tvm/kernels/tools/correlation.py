@@ -1,11 +1,12 @@
-"""Correlations: what convolutions and the gradients for their inputs have in common, whichever way they are computed.
+"""Correlations, the common form of convolutions and of the gradients for their inputs.
 
-In: a Correlation, made by conv.py of an operation. Out: `Source`, which reads what is correlated with a border of zeros around it, and how
-positions are cut into strips and tiles. conv_tiles.py has output channels in lanes, conv_lines.py positions of a row.
+In: a Correlation, made by conv.py of an operation. Out: `Source`, which reads the source with a border of zeros around
+it, and the cut of positions into strips and tiles. conv_tiles.py has output channels in lanes, conv_lines.py positions
+of a row.
 
-A phase is a regular subset of output positions that use the same taps: the gradient for the input of a convolution with stride s has s of them
-per dimension, a convolution one.
-Limits: two spatial dimensions (one is two of which the first has size 1), floats.
+A phase is a regular subset of output positions that use the same taps: the gradient for the input of a convolution with
+stride s has s of them per dimension, a convolution one. Limits: two spatial dimensions (one is two of which the first
+has size 1), floats.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _STRIP = 128
 
 @dataclass(frozen=True)
 class Phase:
-    """Output positions first, first + step, ... (counts of them); `shift` is where the first window starts in the source with its border.
-    `tap(r, s)` is the index of the weight's element."""
+    """Output positions first, first + step, ... (counts of them); `shift` is where the first window starts in the
+    source with its border. `tap(r, s)` is the index of the weight's element."""
 
     first: Pair
     counts: Pair
@@ -41,7 +42,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Correlation:
-    """out[n, g, o, first + step * p] = sum over c, r, s of source[n, g, c, p * stride + (r, s) * dilation + shift - low] * weight[g, o, c, tap]."""
+    """A correlation: out[n, g, o, first + step * p] = sum over c, r, s of source[n, g, c, p * stride + (r, s) *
+    dilation + shift - low] * weight[g, o, c, tap]."""
 
     out: Value
     images: int
@@ -59,14 +61,16 @@ class Correlation:
     source: Callable[[Expr, Expr, Expr, Expr], Expr]
     weight: Callable[[Expr, Expr, Expr, Expr, Expr], Expr]
     place: Callable[[Expr, Expr, Expr, Expr], Index]
-    # The source in memory, if it is there as it is: its flat buffer.
+    # The flat buffer of the source, if it is read from memory as it is.
     plain: Buffer | None
-    # The weight in memory, if it is there as it is: its flat buffer, and whether output channels come first in it, then taps last in any case.
+    # The flat buffer of the weight, if it is read from memory as it is, and whether output channels come first in it.
+    # Taps come last in any case.
     stored: Buffer | None
     filters_first: bool
     kernel: Pair
     op: Op
-    # Whether taps outside the source are products with zero, which shows where weights are infinite; else they are absent.
+    # Whether taps outside the source are products with zero, which shows where weights are infinite; else they are
+    # absent.
     counts_border: bool
 
     @property
@@ -81,21 +85,22 @@ class Correlation:
 
 
 def most_rows(body: Body, vectors: int) -> int:
-    """Rows of a tile so that its sums, a row of vectors and one factor fit the registers."""
+    """Return the rows of a tile whose sums fit the registers, beside a row of vectors and one factor."""
     registers = 32 if body.machine.rows >= 12 else 16
     return min((registers - 1 - vectors) // vectors, 14)
 
 
 def strip_rows(spatial: Pair, step: int, lanes: int) -> int:
-    """Rows of a strip: a whole number of steps, with as few positions as possible behind the last whole vector."""
+    """Return the rows of a strip: a whole number of steps, with as few positions as possible behind the last whole
+    vector."""
     rows, columns = spatial
     best, best_score = step, (2.0, 0)
     for count in range(step, max(rows, step) + step, step):
         positions = min(count, rows) * columns
         if count > step and positions > 2 * _STRIP:
             break
-        whole, rest = divmod(rows, count)
-        cost = (whole * ceil_div(count * columns, lanes) + ceil_div(rest * columns, lanes)) * lanes / (rows * columns)
+        whole, tail = divmod(rows, count)
+        cost = (whole * ceil_div(count * columns, lanes) + ceil_div(tail * columns, lanes)) * lanes / (rows * columns)
         score = (round(cost, 2), -count)
         if score < best_score:
             best, best_score = count, score
@@ -103,7 +108,7 @@ def strip_rows(spatial: Pair, step: int, lanes: int) -> int:
 
 
 class BorderedSource:
-    """Reads of the source with its border: from a copy, or from where it is."""
+    """Reads the source with its border, from a copy or in place."""
 
     def __init__(self, body: Body, c: Correlation) -> None:
         self.body, self.c, self.emit = body, c, body.emit
@@ -159,7 +164,7 @@ class BorderedSource:
                             emit.store(self.buffer, c.source(image, channel, h, w * self.split + begin), at + w)
 
     def position(self, image: Expr, channel: Expr, h: Expr, w: Expr, remainder: Expr = 0) -> Expr:
-        """Where an element is that stands at (h, w), the border counted; `w` counts columns with that remainder."""
+        """Return the position of element (h, w), the border counted; `w` counts columns with that remainder."""
         if self.whole_batch or self.buffer is None:
             channel = image * (self.c.groups * self.c.channels) + channel
         return channel * self.plane + h * (self.width * self.split) + remainder * self.width + w
@@ -170,9 +175,9 @@ class BorderedSource:
 
 def cover(emit: Emitter, extent: int, size: int, name: str) -> Iterator[tuple[Expr, int]]:
     """Cover an extent in parts of one size and a smaller last one: yields the first element and the size."""
-    whole, rest = divmod(extent, size)
+    whole, tail = divmod(extent, size)
     if whole:
         with emit.loop(whole, SERIAL, name) as i:
             yield (i * size if whole > 1 else literal(0, "i32")), size
-    if rest:
-        yield literal(whole * size, "i32"), rest
+    if tail:
+        yield literal(whole * size, "i32"), tail

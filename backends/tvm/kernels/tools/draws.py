@@ -1,7 +1,8 @@
-"""Random numbers as expressions: Philox 2x32-10, as ir/ops/draws.py says.
+"""Random numbers as expressions, by Philox 2x32-10 as in ir/ops/draws.py.
 
-In: words as uint32, or the number of a microbatch and keys as int64. Out: words, keys, floats. A round takes one product of 64 bits, of
-which both halves are used; sixteen lanes of AVX-512 make sixteen numbers in about a hundred instructions.
+In: words as uint32, or the number of a microbatch and keys as int64. Out: words, keys, floats. A round takes one
+product of 64 bits, of which both halves are used; sixteen lanes of AVX-512 make sixteen numbers in about a hundred
+instructions.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _philox(f: Functions, first: Expr, second: Expr, key: Expr) -> tuple[Expr, E
 
 
 def _words(f: Functions, x: Expr) -> tuple[Expr, Expr]:
-    """The lower and the upper word of an int64."""
+    """Split an int64 into its lower and upper word."""
     bits = f.bind(tirx.Cast("uint64", x))
     return f.bind(tirx.Cast("uint32", bits)), f.bind(
         tirx.Cast("uint32", tirx.shift_right(bits, tirx.IntImm("uint64", 32)))
@@ -44,7 +45,7 @@ def _words(f: Functions, x: Expr) -> tuple[Expr, Expr]:
 
 
 def random_key(f: Functions, x: Expr, number: Attr, seed: Attr) -> Expr:
-    """The key of use `number`, from the number of a microbatch."""
+    """Return the key of use `number`, from the number of a microbatch."""
     assert isinstance(number, int), number
     assert isinstance(seed, int), seed
     low, high = _words(f, x)
@@ -54,7 +55,7 @@ def random_key(f: Functions, x: Expr, number: Attr, seed: Attr) -> Expr:
 
 
 def random(f: Functions, place: Expr, key: Expr) -> Expr:
-    """A number in [0, 1)."""
+    """Return a number in [0, 1)."""
     low, high = _words(f, key)
     word, _ = _philox(f, place, high, low)
     # Of 24 bits, so a signed word holds it: those become floats in one instruction.

@@ -1,14 +1,16 @@
-"""What one element of a result is: the meaning of elementwise, layout and lookup operations at one index.
+"""Rules for one element of a result: the meaning of elementwise, layout and lookup operations at one index.
 
-In: an operation, a function that reads operand k at an index, and the index of the wanted element (one expression per dimension).
-Out: one expression per result. POINTWISE operations read their operands at the same index (after broadcasting); INDEXED ones compute
-the index they read. Layout operations are therefore free wherever they are read through these rules instead of being stored.
+In: an operation, a function that reads operand k at an index, and the index of the wanted element (one expression per
+dimension). Out: one expression per result. POINTWISE operations read their operands at the same index (after
+broadcasting); INDEXED ones compute the index they read. Layout operations are therefore free wherever they are read
+through these rules instead of being stored.
 
-Rounding: 16-bit floats are f32 here (see emit.py). An operation's result is not rounded before it is stored, so fusing never rounds more
-often, nor less accurately, than the operations one by one; only `cast`, constants and `iota` are rounded where they stand, because
-somebody asked for just that number.
+Rounding: 16-bit floats are f32 here (see emit.py). An operation's result is not rounded before it is stored, so fusing
+never rounds more often, nor less accurately, than the operations one by one; only `cast`, constants and `iota` are
+rounded where they stand, because the graph asks for exactly that number.
 
-Limits: integer division by zero and lookups outside a table are the caller's error; lookups are clamped, so they never read foreign memory.
+Limits: integer division by zero and lookups outside a table are the caller's error; lookups are clamped, so they never
+read foreign memory.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from penstock.ir.training.rates import COSINE, STEP
 from penstock.ir.types import ITEM_BYTES
 
 from .draws import random, random_key
-from .emit import HALVES, TVM_DTYPES, Expr, cast, dtype_name, literal, rounded_literal
+from .emit import HALVES, TVM_DTYPES, Emitter, Expr, cast, dtype_name, literal, rounded_literal
 from .functions import Functions
 
 Index = tuple[Expr, ...]
@@ -39,18 +41,18 @@ _ZERO = tirx.IntImm("int32", 0)
 
 
 def zero() -> Expr:
-    """Index 0; always the same object, so that indices can be compared by identity."""
+    """Return index 0, always the same object, so that indices can be compared by identity."""
     return _ZERO
 
 
 def number(attr: Attr) -> float:
-    """A number attribute."""
+    """Return a number attribute."""
     assert isinstance(attr, int | float), attr
     return float(attr)
 
 
 def axis_of(op: Op, value: Value) -> int:
-    """The `axis` attribute of an operation, as a non-negative dimension of `value`."""
+    """Return the `axis` attribute of an operation, as a non-negative dimension of `value`."""
     axis = complete_attrs(op)["axis"]
     assert isinstance(axis, int), axis
     return axis % value.type.rank
@@ -65,7 +67,7 @@ def _number(x: Expr, value: float) -> Expr:
 
 
 def _same_float(x: Expr, y: Expr) -> bool:
-    """Whether TVM would take what is asked of a float and itself for settled, although it may be nan or infinite."""
+    """Return whether TVM would fold an operation on a float and itself, although the float may be nan or infinite."""
     return dtype_name(x).startswith("float") and bool(tvm_ffi.structural_equal(x, y))
 
 
@@ -115,7 +117,8 @@ def _div(f: Functions, a: Expr, b: Expr) -> Expr:
         return a / b
     if isinstance(b, tirx.IntImm) and int(b.value) > 0:
         return tirx.truncdiv(a, b)
-    # The processor stops at a division by zero, and of the smallest integer by -1: these are 0, and the smallest integer again.
+    # The processor stops at a division by zero, and of the smallest integer by -1: these are 0, and the smallest
+    # integer again.
     a, b = f.bind(a), f.bind(b)
     none = tirx.EQ(b, _number(b, 0))
     if dtype_name(a).startswith("uint"):
@@ -140,24 +143,24 @@ def _remainder(f: Functions, a: Expr, b: Expr) -> Expr:
             )
 
         none = tirx.EQ(b, _number(b, 0))
-        rest = tirx.truncmod(size(a), f.bind(tirx.Select(none, tirx.IntImm(unsigned, 1), size(b))))
+        remainder = tirx.truncmod(size(a), f.bind(tirx.Select(none, tirx.IntImm(unsigned, 1), size(b))))
         if name != unsigned:
-            rest = f.bind(tirx.Cast(name, rest))
-            rest = tirx.Select(a < _number(a, 0), _number(a, 0) - rest, rest)
-        return tirx.Select(none, a, rest)
+            remainder = f.bind(tirx.Cast(name, remainder))
+            remainder = tirx.Select(a < _number(a, 0), _number(a, 0) - remainder, remainder)
+        return tirx.Select(none, a, remainder)
     return f.bind(tirx.call_pure_extern(name, "fmodf" if name == "float32" else "fmod", a, b))
 
 
-def _shifted(x: Expr, by: Expr, found: Expr, beyond: Expr) -> Expr:
-    """The processor takes a shift modulo the width; one by less than nothing is taken for one by more than all."""
+def _shifted(x: Expr, by: Expr, shifted: Expr, beyond: Expr) -> Expr:
+    """Guard a shift, which the processor takes modulo the width; a negative shift counts as one beyond the width."""
     inside = by < _number(by, int(dtype_name(x).lstrip("uint")))
     if not dtype_name(x).startswith("uint"):
         inside = tirx.And(inside, by >= _number(by, 0))
-    return tirx.Select(inside, found, beyond)
+    return tirx.Select(inside, shifted, beyond)
 
 
 def _bits(x: Expr, dtype: str) -> Expr:
-    """The bits of a number of that type as an unsigned integer; 16-bit floats are f32 here."""
+    """Return the bits of a number of that type as an unsigned integer; 16-bit floats are f32 here."""
     if dtype == "f16":
         return tirx.reinterpret("uint16", tirx.Cast("float16", x))
     if dtype == "bf16":
@@ -190,9 +193,9 @@ def _momentum(f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, lr: Expr) -> tu
     return (w - lr * (g + beta * m) if a["nesterov"] else w - lr * m), m
 
 
-def _adamw(
-    f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, v: Expr, c1: Expr, c2: Expr, lr: Expr
-) -> tuple[Expr, ...]:
+def _adamw(f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, v: Expr, *factors: Expr) -> tuple[Expr, ...]:
+    # The bias corrections of both moments, and the learning rate.
+    c1, c2, lr = factors
     beta1, beta2, decay = number(a["beta1"]), number(a["beta2"]), number(a["weight_decay"])
     m = f.bind(_number(w, beta1) * m + _number(w, 1 - beta1) * g)
     v = f.bind(_number(w, beta2) * v + _number(w, 1 - beta2) * g * g)
@@ -264,14 +267,14 @@ def _differ(x: Expr, y: Expr) -> Expr:
 
 
 def broadcast_index(index: Index, shape: Sequence[int]) -> Index:
-    """Where an operand of `shape` is read for the element `index` of a result it broadcasts to."""
+    """Return the index of an operand of `shape` that belongs to element `index` of a result it broadcasts to."""
     if not shape:
         return ()
     return tuple(zero() if n == 1 else i for i, n in zip(index[-len(shape) :], shape, strict=True))
 
 
 def linear(index: Index, shape: Sequence[int]) -> Expr:
-    """Row-major position."""
+    """Return the row-major position of an index."""
     position: Expr = zero()
     for i, n in zip(index, shape, strict=True):
         position = position * n + i if n != 1 else position
@@ -279,22 +282,28 @@ def linear(index: Index, shape: Sequence[int]) -> Expr:
 
 
 def unravel(position: Expr, shape: Sequence[int]) -> Index:
-    """The index at a row-major position. There is none where nothing is."""
+    """Return the index at a row-major position; zeros for an empty shape."""
     if 0 in shape:
         return tuple(zero() for _ in shape)
     index: list[Expr] = []
-    rest = prod(shape)
+    stride = prod(shape)
     for axis, n in enumerate(shape):
-        rest //= n
-        part = position // rest if rest > 1 else position
+        stride //= n
+        part = position // stride if stride > 1 else position
         # The first coordinate that is not 1 cannot wrap round.
         index.append(zero() if n == 1 else part % n if any(m != 1 for m in shape[:axis]) else part)
     return tuple(index)
 
 
+def bound_index(emit: Emitter, position: Expr, shape: Sequence[int], name: str = "o") -> Index:
+    """Return the index at a row-major position, with every coordinate computed once."""
+    return tuple(i if isinstance(i, tirx.IntImm) else emit.bind(i, name) for i in unravel(position, shape))
+
+
 def reshape_index(index: Index, shape: Sequence[int], target: Sequence[int]) -> Index:
-    """The index in `target` of the element that has `index` in `shape`: dimensions that both have in common are passed through."""
-    found: list[Expr] = []
+    """Return the index in `target` of the element that has `index` in `shape`: dimensions that both have in common are
+    passed through."""
+    coordinates: list[Expr] = []
     i = j = 0
     while i < len(shape) or j < len(target):
         a, b, size_a, size_b = i, j, 1, 1
@@ -303,8 +312,8 @@ def reshape_index(index: Index, shape: Sequence[int], target: Sequence[int]) -> 
                 size_a, i = size_a * shape[i], i + 1
             else:
                 size_b, j = size_b * target[j], j + 1
-        found += unravel(linear(index[a:i], shape[a:i]), target[b:j])
-    return tuple(found)
+        coordinates += unravel(linear(index[a:i], shape[a:i]), target[b:j])
+    return tuple(coordinates)
 
 
 def _reshape(f: Functions, op: Op, read: Read, index: Index) -> Expr:
@@ -350,7 +359,9 @@ def _pad(f: Functions, op: Op, read: Read, index: Index) -> Expr:
         inside += [place >= 0, place < n]
         source.append(_clamped(place, n))
     value = read(0, tuple(source))
-    return tirx.Select(tirx.all(*inside), value, rounded_literal(a["value"], x.dtype)) if inside else value  # type: ignore[arg-type]
+    if not inside:
+        return value
+    return tirx.Select(tirx.all(*inside), value, rounded_literal(a["value"], x.dtype))  # type: ignore[arg-type]
 
 
 def _concat(f: Functions, op: Op, read: Read, index: Index) -> Expr:
@@ -375,24 +386,24 @@ def _iota(f: Functions, op: Op, read: Read, index: Index) -> Expr:
 
 
 def _const(f: Functions, op: Op, read: Read, index: Index) -> Expr:
-    found = rounded_literal(op.attrs["value"], str(op.attrs["dtype"]))  # type: ignore[arg-type]
+    constant = rounded_literal(op.attrs["value"], str(op.attrs["dtype"]))  # type: ignore[arg-type]
     return (
-        found
-        if not isinstance(found, tirx.FloatImm) or (found.value and math.isfinite(found.value))
-        else _unfolded(found)
+        constant
+        if not isinstance(constant, tirx.FloatImm) or (constant.value and math.isfinite(constant.value))
+        else _unfolded(constant)
     )
 
 
 def _unfolded(x: tirx.FloatImm) -> Expr:
-    """0, 1 or infinity of either sign, or nan, as a number that TVM does not see through: for it 0 * x and 0 / x are 0, whatever x is, and
-    x / 0 cannot be compiled. The root of each of them is itself, which those who compile TVM's code know."""
+    """Return 0, 1 or infinity of either sign, or nan, as an expression that TVM cannot fold: it takes 0 * x and 0 / x
+    for 0, whatever x is, and cannot compile x / 0. The root of each of them is itself, which LLVM knows."""
     negative = x.value < 0
     root = tirx.sqrt(_number(x, -x.value if negative else x.value))
     return root * _number(x, -1) if negative else root
 
 
 def table_row(at: Expr, rows: int) -> Expr:
-    """A lookup position: negative ones count from the end."""
+    """Return a lookup position within the table; negative ones count from the end."""
     at = tirx.Cast("int32", at) if dtype_name(at) != "int32" else at
     return _clamped(tirx.Select(at < 0, at + rows, at), rows)
 
@@ -405,7 +416,7 @@ def _gather(f: Functions, op: Op, read: Read, index: Index) -> Expr:
 
 
 def _ramp(f: Functions, op: Op, read: Read, index: Index) -> Expr:
-    """The columns of the row in force are chosen, then the curve is computed once."""
+    """Choose the columns of the row in force, then compute the curve once."""
     step = read(1, ())
     rows, columns = op.ins[0].type.dims
     places = [
@@ -464,7 +475,7 @@ INDEXED: dict[str, Callable[[Functions, Op, Read, Index], Expr]] = {
 
 
 def forward_index(op: Op, index: Index) -> Index:
-    """Where an element goes: the index in the result of a reshape or transpose of the element at `index` of its operand."""
+    """Return the index in the result of a reshape or transpose of the element at `index` of its operand."""
     if op.kind == "transpose":
         return tuple(index[p] for p in ints(op.attrs["perm"]))
     assert op.kind == "reshape", op.kind
@@ -479,7 +490,7 @@ INDEXED["bitcast"] = _same_bits
 
 
 def element(f: Functions, op: Op, read: Read, index: Index) -> tuple[Expr, ...]:
-    """All results of an operation at one index."""
+    """Return all results of an operation at one index."""
     if op.kind in INDEXED:
         return (INDEXED[op.kind](f, op, read, index),)
     attrs = complete_attrs(op)

@@ -1,11 +1,15 @@
-"""Building TIR statements: loops, vectors with remainders, local storage. In: Python calls in program order. Out: one TIR statement.
+"""A builder of TIR statements: loops, vectors with remainders, local storage.
 
-Kernels are emitted loop by loop instead of being scheduled from a default nest: what is written here is what the code generator sees, and
-no schedule primitive can refuse a ragged size or a second output. Every buffer is one-dimensional; addresses are computed by the callers.
+In: Python calls in program order. Out: one TIR statement.
 
-Element types of 16 bits are for storage: `load` widens to f32, `Emitter.store` rounds to the nearest, ties to even, and everything between
-is f32, sums and scratch memory included (`literal` and `alloc` take f32 for f16 and bf16). bf16 memory is read and written as 16-bit
-integers: a bf16 is the upper half of an f32, so the conversions are shifts on every machine, and inf, nan and denormals come out right.
+Kernels are emitted loop by loop instead of being scheduled from a default nest: the code generator sees the statements
+as they are written here, and no schedule primitive can refuse a ragged size or a second output. Every buffer is
+one-dimensional; addresses are computed by the callers.
+
+Element types of 16 bits are for storage: `load` widens to f32, `Emitter.store` rounds to the nearest, ties to even, and
+everything between is f32, sums and scratch memory included (`literal` and `alloc` take f32 for f16 and bf16). bf16
+memory is read and written as 16-bit integers: a bf16 is the upper half of an f32, so the conversions are shifts on
+every machine, and inf, nan and denormals come out right.
 
 Invariant: a variable bound or a buffer allocated inside a block is used only inside that block.
 """
@@ -34,7 +38,7 @@ _NATIVE_HALVES = tuple(TVM_DTYPES[dtype] for dtype in HALVES)
 
 
 def compute_dtype(dtype: str) -> str:
-    """The element type that kernels compute in."""
+    """Return the element type that kernels compute in."""
     return "f32" if dtype in HALVES else dtype
 
 
@@ -43,14 +47,15 @@ def _unsigned(value: int) -> Expr:
 
 
 def load(buffer: Buffer, index: Expr) -> Expr:
-    """An element of a buffer, which may be memory of 16-bit floats: then as f32."""
+    """Load an element of a buffer, from memory of 16-bit floats as f32."""
     value = tirx.BufferLoad(buffer, [index])
     dtype = str(buffer.dtype)
     return tirx.Cast("float32", value) if dtype in _NATIVE_HALVES else value
 
 
 def literal(value: bool | int | float, dtype: str) -> Expr:
-    """A constant of one of our element types. Python floats are rounded to f32 by TVM where needed; inf and nan are allowed."""
+    """Return a constant of one of our element types. Python floats are rounded to f32 by TVM where needed; inf and nan
+    are allowed."""
     name = TVM_DTYPES[compute_dtype(dtype)]
     if dtype in FLOATS:
         return tirx.FloatImm(name, float(value))
@@ -58,7 +63,7 @@ def literal(value: bool | int | float, dtype: str) -> Expr:
 
 
 def i32(value: int) -> Expr:
-    """A constant index or size."""
+    """Return a constant index or size."""
     return tirx.IntImm("int32", value)
 
 
@@ -67,12 +72,12 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def rounded_literal(value: bool | int | float, dtype: str) -> Expr:
-    """A constant as memory of that element type would hold it."""
+    """Return a constant as memory of that element type would hold it."""
     return literal(float(np.array(value, numpy_dtype(dtype))) if dtype in HALVES else value, dtype)
 
 
 def cast(value: Expr, dtype: str) -> Expr:
-    """Change of element type; the same expression when it has that type already. For 16-bit floats: f32 that is not rounded yet."""
+    """Change the element type, unless it is that type already. For 16-bit floats: f32 that is not rounded yet."""
     name = TVM_DTYPES[compute_dtype(dtype)]
     return value if dtype_name(value) == name else tirx.Cast(name, value)
 
@@ -90,7 +95,8 @@ class Emitter:
     def __init__(self) -> None:
         self._blocks: list[list[Any]] = [[]]
         self._count = 0
-        # Inside a vector loop: its variable, its width, and the names its body needs, which are allocated in front of it.
+        # Inside a vector loop: its variable, its width, and the names its body needs, which are allocated in front of
+        # it.
         self._lane: Expr | None = None
         self._width = 1
         self._depth = 0
@@ -120,7 +126,7 @@ class Emitter:
 
     @contextmanager
     def loop(self, extent: int | Expr, kind: Any = SERIAL, name: str = "i") -> Iterator[Expr]:
-        """A loop over 0 .. extent-1; gives its variable. Loops of one turn are not emitted."""
+        """Open a loop over 0 .. extent-1 and yield its variable. Loops of one turn are not emitted."""
         if isinstance(extent, int) and extent == 1:
             yield tirx.IntImm("int32", 0)
             return
@@ -142,13 +148,12 @@ class Emitter:
             self._hints = []
 
     def may_pause(self) -> bool:
-        """Whether `paused` works here: directly in a vector loop, or outside of them."""
+        """Return whether `paused` works here: directly in a vector loop, or outside of them."""
         return self._lane is None or len(self._blocks) == self._depth + 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Statements about all lanes at once, in a vector loop, which ends here and goes on behind:
-        names of both parts are the same arrays."""
+        """Interrupt a vector loop for statements about all lanes at once; names of both parts are the same arrays."""
         if self._lane is None:
             yield
             return
@@ -169,24 +174,26 @@ class Emitter:
         self.add(tirx.IfThenElse(condition, self._close(), None))
 
     def spans(self, extent: int, lanes: int, kind: Any = SERIAL, name: str = "v") -> Iterator[tuple[Expr, Expr]]:
-        """Cover 0 .. extent-1 in vectors: yields (index, lane), first inside vector loops of `lanes`, then inside the loop of the rest.
+        """Cover 0 .. extent-1 in vectors: yields (index, lane), first inside vector loops of `lanes`, then inside the
+        loop of the rest.
 
         Use it in a for statement: the body is run once per emitted loop, at most twice.
         """
-        whole, rest = divmod(extent, lanes)
+        whole, tail = divmod(extent, lanes)
         if whole:
             with self.loop(whole, kind, name) as outer, self.loop(lanes, VECTOR, name) as inner:
                 yield outer * lanes + inner, inner
-        if rest:
-            with self.loop(rest, SERIAL, name) as inner:
+        if tail:
+            with self.loop(tail, SERIAL, name) as inner:
                 yield whole * lanes + inner, tirx.IntImm("int32", 0)
 
     def bind(self, value: Expr, name: str = "t") -> Expr:
         """Name an expression, so that it is computed once.
 
-        The name is an element of a local array, which LLVM keeps in a register: TIR's own bindings are put back into the expressions by its
-        simplifier, which takes exponential time for polynomials. Index arithmetic outside vectors does use bindings, so that addresses stay
-        visible. Bools are kept as integers, in arrays: a chain of them put back into one another keeps the simplifier busy for minutes.
+        The name is an element of a local array, which LLVM keeps in a register: TIR's own bindings are put back into
+        the expressions by its simplifier, which takes exponential time for polynomials. Index arithmetic outside
+        vectors does use bindings, so that addresses stay visible. Bools are kept as integers, in arrays: a chain of
+        them put back into one another keeps the simplifier busy for minutes.
         """
         if isinstance(value, tirx.IntImm | tirx.FloatImm | tirx.Var):
             return value
@@ -208,18 +215,19 @@ class Emitter:
         return tirx.BufferLoad(buffer, [self.lane()])
 
     def name_lanes(self, dtype: str, name: str = "t") -> Buffer:
-        """The array behind a new name: an element for each lane, of one of TVM's types."""
+        """Allocate the array behind a new name: an element for each lane, of one of TVM's types."""
         buffer = tirx.decl_buffer((self._width,), dtype, name=self.fresh(name), scope=self._scope)
         (self._hoisted if self._lane is not None else self._blocks[-1]).append(tirx.AllocBuffer(buffer))
         self._names.add(buffer)
         return buffer
 
     def lane(self) -> Expr:
-        """The index into local storage for the element being worked on: the vector's variable, or 0 outside vectors."""
+        """Return the index into local storage for the element being worked on: the vector's variable, or 0 outside
+        vectors."""
         return self._lane if self._lane is not None else tirx.IntImm("int32", 0)
 
     def width(self) -> int:
-        """How many elements are worked on at once here."""
+        """Return the number of elements worked on at once here."""
         return self._width
 
     def store(self, buffer: Buffer, value: Expr, index: Expr) -> None:
@@ -232,27 +240,29 @@ class Emitter:
         self.add(tirx.BufferStore(buffer, value, [index]))
 
     def _upper_half(self, value: Expr) -> Expr:
-        """The bits of the bf16 nearest to an f32, ties to even. A nan keeps its sign and leading bits and becomes a quiet one: rounding its
-        bits could carry into the sign."""
+        """Return the bits of the bf16 nearest to an f32, ties to even. A nan keeps its sign and leading bits and
+        becomes a quiet one: rounding its bits could carry into the sign."""
         bits = self.bind(tirx.reinterpret("uint32", value))
         upper = self.bind(bits >> _unsigned(16))
         nearest = (bits + (upper & _unsigned(1)) + _unsigned(0x7FFF)) >> _unsigned(16)
-        # Asked of the bits, because TVM's isnan would be done lane by lane.
+        # Tested on the bits, because TVM's isnan would go lane by lane.
         is_nan = (bits & _unsigned(0x7FFFFFFF)) > _unsigned(0x7F800000)
         return tirx.Select(is_nan, upper | _unsigned(0x40), nearest)
 
     def rounded(self, value: Expr, dtype: str) -> Expr:
-        """What memory of that element type would hold of an f32, as f32."""
+        """Round an f32 to an element type, and return it as f32."""
         if dtype == "bf16":
             return self.bind(tirx.reinterpret("float32", self._upper_half(value) << _unsigned(16)))
         return self.bind(tirx.Cast("float32", self.bind(tirx.Cast("float16", value)))) if dtype == "f16" else value
 
     def prefetch(self, buffer: Buffer, index: Expr, written: bool = True) -> None:
-        """A hint that this cache line will soon be read, and written if not told otherwise. Addresses outside the buffer are allowed."""
+        """Hint that a cache line will soon be read, and written unless `written` is false. Addresses outside the
+        buffer are allowed."""
         self.add(_hint(buffer, index, written))
 
     def prefetch_ahead(self, buffer: Buffer, index: Expr, distance: int, written: bool) -> None:
-        """In a vector loop that runs along memory: a hint for what lies so many elements further on. Does nothing elsewhere."""
+        """Hint, in a vector loop that runs along memory, at the elements `distance` further on. Does nothing
+        elsewhere."""
         if self._lane is None:
             return
         here, next_one = (_evaluated(index, self._lane, i) for i in (0, 1))
@@ -260,13 +270,14 @@ class Emitter:
             self._hints.append(_hint(buffer, here[0] + distance, written))
 
     def alloc(self, size: int, dtype: str, name: str) -> Buffer:
-        """Scratch storage of this block: below 1024 bytes on the stack, from where LLVM moves it into registers if it can, else from the
-        thread's workspace. (In TVM's scope "local", of all things, everything would come from the workspace.)"""
+        """Allocate scratch storage of this block: below 1024 bytes on the stack, from where LLVM moves it into
+        registers if it can, else from the thread's workspace. (In TVM's scope "local", of all things, everything would
+        come from the workspace.)"""
         self.holds_bools |= dtype == "bool"
         return self.scratch(size, TVM_DTYPES[compute_dtype(dtype)], name)
 
     def scratch(self, size: int, name_of_type: str, name: str) -> Buffer:
-        """The same for elements of one of TVM's types."""
+        """Allocate scratch storage for elements of one of TVM's types."""
         buffer = tirx.decl_buffer((size,), name_of_type, name=self.fresh(name))
         (self._hoisted if self._lane is not None else self._blocks[-1]).append(tirx.AllocBuffer(buffer))
         return buffer
@@ -287,7 +298,7 @@ _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
 
 
 def _evaluated(index: Expr, lane: Expr, value: int) -> tuple[Expr, int] | None:
-    """An index with the lane at `value`, as an expression and, with all other variables 0, as a
+    """Return an index with the lane at `value`, as an expression and, with all other variables 0, as a
     number. None if it is not plain arithmetic."""
     if isinstance(index, tirx.IntImm):
         return index, int(index.value)

@@ -1,14 +1,19 @@
-"""Elementary functions as vector expressions. In: a TIR expression. Out: an expression that the vectoriser keeps in vector registers.
+"""Elementary functions as vector expressions.
 
-LLVM turns exp, tanh, erf and log of a vector into one library call per lane; the f32 versions here are polynomials instead, sine and cosine
-(trigonometry.py) and powers (powers.py) too. Errors, measured in the tests: exp, log, sqrt, rsqrt and pow 1.3 ulp, sigmoid, sin and cos 2
-ulp, tanh and erf 5e-7 relative. All of them keep nan, and go to the right limit (0, 1, inf) for infinite and very large operands; exp and
-pow give denormals. f64 uses the library, and so do sin and cos without fused multiply-adds. Vectors of AVX-512 have instructions of their
-own (lanes.py) for exponents, mantissas and roots, so results may differ in the last bit between them and the elements left over behind the
-last one. Coefficients: Eigen (rational tanh, erf), our own fits (exp, log).
-Normal results are computed by normal numbers: a processor takes ten to thirty times as long to make a denormal.
+In: a TIR expression. Out: an expression that the vectoriser keeps in
+vector registers.
 
-Comparisons are written so that a nan operand falls through to the result: `select(x > limit, limit, x)` keeps it, TIR's min and max do not.
+LLVM turns exp, tanh, erf and log of a vector into one library call per lane; the f32 versions here are polynomials
+instead, sine and cosine (trigonometry.py) and powers (powers.py) too. Errors, measured in the tests: exp, log, sqrt,
+rsqrt and pow 1.3 ulp, sigmoid, sin and cos 2 ulp, tanh and erf 5e-7 relative. All of them keep nan, and go to the right
+limit (0, 1, inf) for infinite and very large operands; exp and pow give denormals. f64 uses the library, and so do sin
+and cos without fused multiply-adds. Vectors of AVX-512 have instructions of their own (lanes.py) for exponents,
+mantissas and roots, so results may differ in the last bit between them and the elements left over behind the last one.
+Coefficients: Eigen (rational tanh, erf), our own fits (exp, log). Normal results are computed by normal numbers: a
+processor takes ten to thirty times as long to make a denormal.
+
+Comparisons are written so that a nan operand falls through to the result: `select(x > limit, limit, x)` keeps it, TIR's
+min and max do not.
 """
 
 from __future__ import annotations
@@ -107,9 +112,9 @@ def _is_f32(x: Expr) -> bool:
 
 
 class Functions:
-    """The functions over a way to name intermediate results: TIR expressions are trees, and a value used twice would be
-    computed twice. `rounded` gives an f32 as memory of a 16-bit float would hold it. `lanes` are those of the processor: 16
-    with AVX-512, 8 with AVX2 and fused multiply-adds."""
+    """Elementary functions that name intermediate results: TIR expressions are trees, and a value used twice would be
+    computed twice. `rounded` gives an f32 as memory of a 16-bit float would hold it. `lanes` are those of the
+    processor: 16 with AVX-512, 8 with AVX2 and fused multiply-adds."""
 
     def __init__(self, emit: Emitter, lanes: int = 1) -> None:
         self.emit, self.bind, self.rounded = emit, emit.bind, emit.rounded
@@ -117,7 +122,7 @@ class Functions:
         self._is_fused = lanes >= 8
 
     def _instructions(self, x: Expr) -> Wide | None:
-        """AVX-512's own, where x is one lane of 16 floats."""
+        """Return AVX-512's own instructions, where x is one lane of 16 floats."""
         return self._wide if self._wide is not None and _is_f32(x) and self._wide.usable() else None
 
     def _horner(self, x: Expr, coefficients: tuple[float, ...]) -> Expr:
@@ -127,7 +132,7 @@ class Functions:
         return self.bind(value)
 
     def _clamp(self, x: Expr, low: float, high: float) -> Expr:
-        """x within limits, nan kept."""
+        """Clamp x to limits; nan is kept."""
         x = self.bind(x)
         top = self.bind(tirx.Select(x > _like(x, high), _like(x, high), x))
         return self.bind(tirx.Select(top < _like(x, low), _like(x, low), top))
@@ -136,13 +141,13 @@ class Functions:
         if not _is_f32(x):
             return self.bind(tirx.exp(x))
         x = self.bind(x)
-        # What is too small for a denormal is 0 without being computed: finding out takes as long as making one.
+        # A result too small for a denormal is 0 without being computed: finding out takes as long as making one.
         none = x < _f32(-104)
         top = self.bind(tirx.Select(x > _f32(88.8), _f32(88.8), x))
         return self.bind(tirx.Select(none, _f32(0), self.exp_within(self.bind(tirx.Select(none, _f32(0), top)))))
 
     def exp_within(self, c: Expr) -> Expr:
-        """e^c for c within -104 .. 88.8, or nan. Below -87.33 the result is a denormal."""
+        """Return e^c for c within -104 .. 88.8, or nan. Below -87.33 the result is a denormal."""
         if not _is_f32(c):
             return self.exp(c)
         wide = self._instructions(c)
@@ -156,7 +161,8 @@ class Functions:
         return self.bind(y * tirx.reinterpret("float32", half << 23) * tirx.reinterpret("float32", (bits - half) << 23))
 
     def exp_down(self, x: Expr) -> Expr:
-        """e^x for x up to 88, in fewer steps: 0 where the result would be a denormal, so -inf gives 0; nan is kept. Wrong for larger x."""
+        """Return e^x for x up to 88, in fewer steps: 0 where the result would be a denormal, so -inf gives 0; nan is
+        kept. Wrong for larger x."""
         if not _is_f32(x):
             return self.exp(x)
         x = self.bind(x)
@@ -166,19 +172,19 @@ class Functions:
         return self.bind(y * tirx.reinterpret("float32", bits << 23))
 
     def _powers_of_two(self, x: Expr, rounder: float) -> tuple[Expr, Expr]:
-        """n as the low bits of the sum of x / log(2) and 1.5 * 2^23 plus a bias, and r: see _split."""
+        """Return n as the low bits of the sum of x / log(2) and 1.5 * 2^23 plus a bias, and r: see _split."""
         t, _, r = self._split(x, rounder)
         return self.bind(tirx.reinterpret("int32", t)), r
 
     def _split(self, x: Expr, rounder: float) -> tuple[Expr, Expr, Expr]:
-        """n + rounder, n and r with x = n * log(2) + r, |r| <= log(2) / 2."""
+        """Return n + rounder, n and r with x = n * log(2) + r, |r| <= log(2) / 2."""
         t = self.bind(x * _f32(math.log2(math.e)) + _f32(rounder))
         n = self.bind(t - _f32(rounder))
         r = self.bind(x - n * _f32(0.693359375))
         return t, n, self.bind(r - n * _f32(-2.12194440e-4))
 
     def exp2(self, x: Expr) -> Expr:
-        """2^x for x up to 127; 0 below -126 in f32. Quicker than exp, and exactly 1 at 0."""
+        """Return 2^x for x up to 127; 0 below -126 in f32. Quicker than exp, and exactly 1 at 0."""
         if not _is_f32(x):
             return self.bind(tirx.exp2(x))
         x = self.bind(x)
@@ -208,7 +214,7 @@ class Functions:
         return self.bind(tirx.Select(x >= _f32(0), y, _f32(math.nan)))
 
     def _log_of_parts(self, m: Expr, e: Expr, coefficients: tuple[float, ...]) -> Expr:
-        """log(m * 2^e). Next to 1, where the result is small, e is 0."""
+        """Return log(m * 2^e). Next to 1, where the result is small, e is 0."""
         r = self.bind(m - _f32(1))
         y = self.bind(self.bind(r * r) * self._horner(r, coefficients) + r)
         return self.bind(self.bind(e) * _f32(math.log(2)) + y)
@@ -243,13 +249,14 @@ class Functions:
         return cosine(self.emit, x) if _is_f32(x) and self._is_fused else self.bind(tirx.cos(x))
 
     def atan(self, x: Expr) -> Expr:
-        """Turned to |r| <= tan(pi / 8) by atan(x) = pi/2 - atan(1 / x) = pi/4 + atan((x - 1) / (x + 1)), then a polynomial (Cephes)."""
+        """Reduce to |r| <= tan(pi / 8) by atan(x) = pi/2 - atan(1 / x) = pi/4 + atan((x - 1) / (x + 1)), then a
+        polynomial (Cephes)."""
         x = self.bind(x)
         if not _is_f32(x):
             return self.bind(tirx.atan(x))
         size = self.bind(tirx.abs(x))
         far, middle = size > _f32(2.414213562373095), size > _f32(0.4142135623730950)
-        # One division; what is not chosen may be infinite, never a division by zero that is.
+        # One division; the operands not chosen may be infinite, and the chosen divisor is never zero.
         above = self.bind(tirx.Select(far, _f32(-1), tirx.Select(middle, size - _f32(1), size)))
         below = self.bind(tirx.Select(far, size, tirx.Select(middle, size + _f32(1), _f32(1))))
         r = self.bind(above / below)
@@ -276,7 +283,7 @@ class Functions:
         return self.bind(tirx.Select(tirx.abs(x) < _f32(0.0004), x, y))
 
     def _tanh_f64(self, x: Expr) -> Expr:
-        """1 - 2 / (e^2|x| + 1) with the sign of x; below 0.1 a series, which avoids the cancellation."""
+        """Return 1 - 2 / (e^2|x| + 1) with the sign of x; below 0.1 a series, which avoids the cancellation."""
         a = self.bind(tirx.abs(x))
         far = self.bind(_like(x, 1) - _like(x, 2) / (self.exp(a + a) + _like(x, 1)))
         z = self.bind(x * x)
@@ -301,7 +308,7 @@ class Functions:
         return _like(x, 0.5) * x * (_like(x, 1) + self.erf(x * _like(x, math.sqrt(0.5))))
 
     def gelu_slope(self, x: Expr, approximate: str) -> Expr:
-        """The derivative of gelu."""
+        """Return the derivative of gelu."""
         x = self.bind(x)
         if approximate == "tanh":
             s = self.sigmoid(self.bind(_like(x, 2 * _GELU) * (x + _like(x, 0.044715) * x * x * x)))
@@ -310,14 +317,14 @@ class Functions:
         return phi + x * self.exp_down(_like(x, -0.5) * x * x) * _like(x, 1 / math.sqrt(2 * math.pi))
 
     def larger(self, a: Expr, b: Expr) -> Expr:
-        """The larger operand, nan if either is."""
+        """Return the larger operand, nan if either is."""
         a, b = self.bind(a), self.bind(b)
         if dtype_name(a).startswith("float"):
             return self.bind(tirx.Select(tirx.Or(a > b, tirx.isnan(a)), a, b))
         return self.bind(tirx.Select(a > b, a, b))
 
     def peak(self, a: Expr, b: Expr) -> Expr:
-        """The larger operand; nan in the second one is left out."""
+        """Return the larger operand; nan in the second one is left out."""
         return self.bind(tirx.Select(b > a, b, a))
 
     def smaller(self, a: Expr, b: Expr) -> Expr:

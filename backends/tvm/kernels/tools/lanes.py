@@ -1,7 +1,8 @@
-"""What is done with all lanes of a vector at once: instructions of AVX-512 that TIR has no word for, and a way out for rare operands.
+"""Operations on all lanes of a vector at once: AVX-512 instructions that TIR lacks, and a slow path for rare operands.
 
-In: values named in a vector loop (Emitter.bind). Out: values of the same loop, which is cut in two around the statement.
-Limit: the instructions are there for vectors of 16 floats, so callers ask `Wide.usable` and have a formula for everything else.
+In: values named in a vector loop (Emitter.bind). Out: values of the same loop, which is cut in two around the
+statement. Limit: the instructions are there for vectors of 16 floats, so callers test `Wide.usable` and have a formula
+for everything else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _int32(value: int) -> Any:
 
 
 def _kept(emit: Emitter, value: Expr) -> Buffer:
-    """An array with an element for each lane."""
+    """Store a value in an array with an element for each lane."""
     buffer = emit.name_lanes(dtype_name(value), "u")
     emit.add(tirx.BufferStore(buffer, value, [emit.lane()]))
     return buffer
@@ -42,19 +43,19 @@ class Wide:
         return self.emit.width() == _LANES and self.emit.may_pause()
 
     def exponent(self, x: Expr) -> Expr:
-        """The largest whole number whose power of two is not above |x|, as a float: -inf for 0, inf for inf."""
+        """Return the largest whole number whose power of two is not above |x|, as a float: -inf for 0, inf for inf."""
         return self._call("mask.getexp", [x], lambda v: [v[0], v[0], _all(), _int32(_ROUNDING)])
 
     def mantissa(self, x: Expr) -> Expr:
-        """x divided by a power of two, within [3/4, 3/2): 1 for 0 and inf, nan for negative numbers."""
+        """Return x divided by a power of two, within [3/4, 3/2): 1 for 0 and inf, nan for negative numbers."""
         return self._call("mask.getmant", [x], lambda v: [v[0], _int32(_AROUND_ONE), v[0], _all(), _int32(_ROUNDING)])
 
     def scaled(self, x: Expr, exponent: Expr) -> Expr:
-        """x times two to the power of a whole float, rounded once, whatever its size."""
+        """Return x times two to the power of a whole float, rounded once, whatever its size."""
         return self._call("mask.scalef", [x, exponent], lambda v: [v[0], v[1], v[0], _all(), _int32(_ROUNDING)])
 
     def inverse_root(self, x: Expr) -> Expr:
-        """1 / sqrt(x), within 2^-14: inf for 0, 0 for inf."""
+        """Return 1 / sqrt(x), within 2^-14: inf for 0, 0 for inf."""
         return self._call("rsqrt14", [x], lambda v: [v[0], v[0], _all()])
 
     def _call(self, name: str, operands: list[Expr], arguments: Callable[[list[Expr]], list[Any]]) -> Expr:
@@ -74,8 +75,8 @@ def _all() -> Any:
 
 
 def mend(emit: Emitter, value: Expr, rare: Expr, exact: Callable[[Expr], Expr], x: Expr, kind: Any = SERIAL) -> Expr:
-    """`value`, and exact(x) where `rare` holds. A vector without such lanes takes one comparison; where there are some, exact(x) is taken
-    for them one by one, or, with `kind` VECTOR, for all lanes."""
+    """Return `value`, and exact(x) where `rare` holds. A vector without such lanes takes one comparison; where there
+    are some, exact(x) is taken for them one by one, or, with `kind` VECTOR, for all lanes."""
     width = emit.width()
     if width == 1 or not emit.may_pause():
         return emit.bind(tirx.if_then_else(rare, exact(x), value))

@@ -1,9 +1,10 @@
-"""x to the power y in f32 as a vector expression: 2^(y log2|x|), with the logarithm and its product in f64, so that nothing is lost before
-the result is rounded.
+"""x to the power y in f32 as a vector expression: 2^(y log2|x|), with the logarithm and its product in f64, so that
+nothing is lost before the result is rounded.
 
-|x| = 2^e (1 + r) with 1 + r within sqrt(1/2) .. sqrt(2), log2|x| = e + r Q(r), the product is a whole number and a rest, and 2^rest is an
-f32 polynomial. Special operands are those of IEEE 754: x^0 and 1^y are 1, also for nan; a negative x has results for whole y, and the sign
-of x for odd ones. Error, measured in the tests: 1.3 ulp over all results, denormals included.
+|x| = 2^e (1 + r) with 1 + r within sqrt(1/2) .. sqrt(2), log2|x| = e + r Q(r), the product is a whole number and a
+fraction, and 2^fraction is an f32 polynomial. Special operands are those of IEEE 754: x^0 and 1^y are 1, also for nan;
+a negative x has results for whole y, and the sign of x for odd ones. Error, measured in the tests: 1.3 ulp over all
+results, denormals included.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _int32(value: int) -> Expr:
 
 
 def power(bind: Callable[[Expr], Expr], powers_of_two: Callable[[Expr], Expr], x: Expr, y: Expr) -> Expr:
-    """x^y; `powers_of_two` is 2^z for |z| <= 1/2."""
+    """Return x^y; `powers_of_two` is 2^z for |z| <= 1/2."""
     x, y = bind(x), bind(y)
     size = bind(tirx.abs(x))
     # A product with an infinite y would be nan where the logarithm is 0.
@@ -60,12 +61,12 @@ def power(bind: Callable[[Expr], Expr], powers_of_two: Callable[[Expr], Expr], x
     product = _clamped(bind, bind(_log2(bind, size) * exponent), _f64(_LOW), _f64(_HIGH))
     shifted = bind(product + _f64(_ROUND))
     whole = bind(shifted - _f64(_ROUND))
-    rest = powers_of_two(bind(tirx.Cast("float32", product - whole)))
+    fraction = powers_of_two(bind(tirx.Cast("float32", product - whole)))
     # In two steps, so that results below 2^-126 are denormals and those past the largest float are inf.
     # From its bits: the conversion of nan to a whole number is undefined.
     n = bind(tirx.Cast("int32", tirx.reinterpret("int64", shifted)))
     half = bind(n >> _int32(1))
-    result = bind(rest * _power_of_two(half) * _power_of_two(n - half))
+    result = bind(fraction * _power_of_two(half) * _power_of_two(n - half))
     even, whole_y = bind(y * _f32(0.5)), tirx.EQ(tirx.floor(y), y)
     odd = tirx.And(whole_y, tirx.NE(tirx.floor(even), even))
     sign = bind(tirx.reinterpret("int32", x) & _int32(-0x80000000))
@@ -88,7 +89,7 @@ def _power_of_two(n: Expr) -> Expr:
 
 
 def _log2(bind: Callable[[Expr], Expr], size: Expr) -> Expr:
-    """log2 of a number not below 0 in f64, huge instead of infinite."""
+    """Return log2 of a number not below 0 in f64, huge instead of infinite."""
     tiny = size < _f32(1.1754944e-38)
     bits = bind(tirx.reinterpret("int32", bind(tirx.Select(tiny, size * _f32(8388608.0), size))))
     above = bind(bits - _int32(_LEAST))

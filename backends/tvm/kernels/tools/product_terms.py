@@ -1,4 +1,5 @@
-"""What a matrix product is to those who emit its loops: sizes, how operands are read, where results go."""
+"""The description of a matrix product that its loops are emitted from: sizes, accessors of the operands, and the place
+of results."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Address = Callable[[Index, Expr, Expr], tuple[Value, Expr] | None]
 
 @dataclass(frozen=True)
 class Product:
-    """One batched product: sizes, accessors, and where results go. `a_along_k`: A is contiguous along k; `b_along_j`: B along j."""
+    """One batched product. With `a_along_k`, A is contiguous along k; with `b_along_j`, B is contiguous along j."""
 
     out: Value
     batch: tuple[int, ...]
@@ -31,9 +32,9 @@ class Product:
     b_along_k: bool = False
     # Rows of A at the same k are neighbours in memory.
     a_along_i: bool = False
-    # Where an element of B lies in memory; when it is contiguous along k, squares of it are transposed in registers.
+    # The address of an element of B. Where B is contiguous along k, squares of it are transposed in registers.
     b_address: Address | None = None
     # The operation, if B may be packed before the kernel runs.
     op: Op | None = None
-    # Where an element of A lies in memory.
+    # The address of an element of A.
     a_address: Address | None = None

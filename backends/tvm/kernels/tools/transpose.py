@@ -1,7 +1,8 @@
-"""Blocks turned in registers, and short vectors for remainders.
+"""Transposition of blocks in registers, and short vectors for remainders.
 
-In: where the rows of a square block start in memory. Out: its columns, as vector expressions, by log2(lanes) rounds of exchanging halves
-between pairs of rows; `pieces` covers an extent with vectors, and what is left with shorter ones, down to single elements.
+In: where the rows of a square block start in memory. Out: its columns, as vector expressions, by log2(lanes) rounds of
+exchanging halves between pairs of rows; `pieces` covers an extent with vectors, and what is left with shorter ones,
+down to single elements.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from .emit import SERIAL, TVM_DTYPES, VECTOR, Buffer, Emitter, Expr, load
 def transpose_block(
     emit: Emitter, dtype: str, lanes: int, columns: int, source: Buffer, starts: Sequence[Expr]
 ) -> list[Expr]:
-    """The first `columns` columns of a block of rows of `lanes` elements of `source`, which start at `starts`, as many."""
+    """Return the first `columns` columns of a square block: `lanes` rows of `lanes` elements of `source`, which start
+    at `starts`."""
     if str(source.dtype) != TVM_DTYPES[dtype]:
         source, starts = _widened(emit, dtype, lanes, source, starts)
     return turn_rows(
@@ -30,7 +32,7 @@ def transpose_block(
 
 
 def turn_rows(emit: Emitter, name: str, lanes: int, columns: int, rows: Sequence[Expr]) -> list[Expr]:
-    """The same of rows given as vectors of elements of one of TVM's types, whatever they mean."""
+    """Return the first `columns` columns of a square block given as vectors of one of TVM's types."""
 
     # Two arrays per round: one would not be below 1024 bytes, and one per row makes the compiler slow.
     half = max(lanes // 2, 1)
@@ -67,7 +69,7 @@ def turn_rows(emit: Emitter, name: str, lanes: int, columns: int, rows: Sequence
 def _widened(
     emit: Emitter, dtype: str, lanes: int, source: Buffer, starts: Sequence[Expr]
 ) -> tuple[Buffer, list[Expr]]:
-    """Rows of 16-bit floats as rows of the element type that is computed in."""
+    """Copy rows of 16-bit floats to rows of the element type that is computed in."""
     copy = emit.alloc(len(starts) * lanes, dtype, "w")
     for row, start in enumerate(starts):
         with emit.loop(lanes, VECTOR, "l") as lane:
@@ -78,7 +80,8 @@ def _widened(
 def separate_pairs(
     emit: Emitter, lanes: int, source: tuple[Buffer, Expr], targets: Sequence[tuple[Buffer, Expr]]
 ) -> None:
-    """Of two vectors in a row, the elements at even places to the first target, those at odd places to the second."""
+    """Store the elements of two neighbouring vectors at even places to the first target, those at odd places to the
+    second."""
     buffer, start = source
     both = [tirx.BufferLoad(buffer, [tirx.Ramp(start + k * lanes, 1, lanes)]) for k in (0, 1)]
     for odd, (target, place) in enumerate(targets):

@@ -1,11 +1,12 @@
 """Sine and cosine of f32 as vector expressions, for processors with fused multiply-adds.
 
-x = n pi + r, with n whole for the sine and a whole number and a half for the cosine; then both are r + r^3 P(r^2) up to the sign, which is
-that of an even or odd n. pi is taken in three parts of 24 bits: the first difference is exact, because the product is not rounded, so r
-keeps its relative precision next to the zeros.
+x = n pi + r, with n whole for the sine and a whole number and a half for the cosine; then both are r + r^3 P(r^2) up to
+the sign, which is that of an even or odd n. pi is taken in three parts of 24 bits: the first difference is exact,
+because the product is not rounded, so r keeps its relative precision next to the zeros.
 
-Limit: |x| <= 2^17, where r is not yet further from 0 than the polynomial allows; larger operands go to the C library, one by one, and a
-vector without any takes one comparison for that. Error, measured in the tests: 2 ulp, also at the floats nearest to multiples of pi / 2.
+Limit: |x| <= 2^17, where r is not yet further from 0 than the polynomial allows; larger operands go to the C library,
+one by one. A vector without any costs one comparison. Error, measured in the tests: 2 ulp, also at the floats nearest
+to multiples of pi / 2.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ _ROUND = 12582912.0
 
 
 def sine(emit: Emitter, x: Expr) -> Expr:
-    """sin(x)."""
+    """Return sin(x)."""
     x = emit.bind(x)
     t = emit.bind(x * _f32(1 / math.pi) + _f32(_ROUND))
-    y = _of_rest(emit, x, emit.bind(t - _f32(_ROUND)))
+    y = _sine_from(emit, x, emit.bind(t - _f32(_ROUND)))
     y = emit.bind(_turned(y, tirx.reinterpret("int32", t) << 31))
     # The sum of a zero and its cube would lose the sign.
     return _mended(emit, emit.bind(tirx.Select(tirx.EQ(x, _f32(0)), x, y)), x, tirx.sin)
 
 
 def cosine(emit: Emitter, x: Expr) -> Expr:
-    """cos(x)."""
+    """Return cos(x)."""
     x = emit.bind(x)
     t = emit.bind(x * _f32(1 / math.pi) - _f32(0.5) + _f32(_ROUND))
-    y = _of_rest(emit, x, emit.bind(t - _f32(_ROUND) + _f32(0.5)))
+    y = _sine_from(emit, x, emit.bind(t - _f32(_ROUND) + _f32(0.5)))
     # cos((k + 1/2) pi + r) = -(-1)^k sin(r)
     y = emit.bind(_turned(y, (tirx.reinterpret("int32", t) + 1) << 31))
     return _mended(emit, y, x, tirx.cos)
@@ -53,8 +54,8 @@ def _f32(value: float) -> Expr:
     return literal(value, "f32")
 
 
-def _of_rest(emit: Emitter, x: Expr, n: Expr) -> Expr:
-    """sin(x - n pi)."""
+def _sine_from(emit: Emitter, x: Expr, n: Expr) -> Expr:
+    """Return sin(x - n pi)."""
     r = x
     for part in _PI:
         r = emit.bind(r - n * _f32(part))

@@ -1,10 +1,13 @@
-"""The gradient of a convolution for its weight where groups are small, above all depthwise: positions of a row stay in lanes.
+"""The gradient of a convolution for its weight where groups are small, above all depthwise: positions of a row stay in
+lanes.
 
 In: as for conv_weight. Out: loops
 
     for group:
-      for image: copy x with a border of zeros, columns apart by their remainder modulo the stride; copy dy with rows filled up to whole vectors
-        for pair of channels, some taps: accumulators [taps, lanes] += over all positions x * dy;  added to sums in memory
+      for image: copy x with a border of zeros, columns apart by their remainder modulo the stride
+                 copy dy with rows filled up to whole vectors
+        for pair of channels, some taps: accumulators [taps, lanes] += over all positions x * dy
+                                         added to sums in memory
       fold the lanes, and `Body.finish` element by element
 
 Limit: taps of one kernel row at a time where all of them do not fit the registers.
@@ -38,6 +41,8 @@ def emit_depthwise_gradient(body: Body, w: WeightGradient) -> None:
 
 
 class _Depthwise:
+    """Emits the gradient for pairs of channels."""
+
     def __init__(self, body: Body, w: WeightGradient) -> None:
         self.body, self.w, self.emit = body, w, body.emit
         self.dtype = compute_dtype(w.out.type.dtype)
@@ -47,7 +52,7 @@ class _Depthwise:
         self.lanes = lanes
         self.taps = prod(w.kernel)
         self.most = body.machine.rows * body.machine.vectors
-        # Of dy, and of x with its border.
+        # The sizes of dy, and of x with its border.
         self.dy_width = ceil_div(w.spatial[1], lanes) * lanes
         self.rows = max(w.padded[0], w.sizes[0] + w.low[0])
         reach = (self.dy_width - 1) * w.strides[1] + (w.kernel[1] - 1) * w.dilations[1] + 1
@@ -131,7 +136,7 @@ class _Depthwise:
     def _add(
         self, sums: Buffer, pair: Expr, x: Buffer, c: Expr, dy: Buffer, o: Expr, row: Expr, taps: list[tuple[int, int]]
     ) -> None:
-        """`taps` are counted from kernel row `row`."""
+        """Add an image to the sums of some taps, counted from kernel row `row`."""
         w, emit, lanes = self.w, self.emit, self.lanes
         accs = [emit.alloc(lanes, self.dtype, "acc") for _ in taps]
         for acc in accs:

@@ -4,13 +4,15 @@ In: x and the gradient dy of the output. Out: dw[o, c, r, s] = sum over n, p of 
 (r, s) * dilation]. One side stands in lanes: its channels are packed [position, channel], transposed in registers. The
 other side is read one element at a time:
 
-    channels of x in lanes:   a tile is [outputs, lanes] for one tap after the other; the packed x has its border, and taps move in it
-    channels of dy in lanes:  a tile is [channels of x, taps of one kernel row; lanes]; x is copied with a border if it needs one
+    channels of x in lanes:   a tile is [outputs, lanes] for one tap after the other;
+                              the packed x has its border, and taps move in it
+    channels of dy in lanes:  a tile is [channels of x, taps of one kernel row; lanes];
+                              x is copied with a border if it needs one
 
-Which one: the cheaper by multiply-adds, counting lanes that stay empty, and elements to transpose.
+The form chosen is the cheaper one by multiply-adds, lanes that stay empty included, and by elements to transpose.
 
-Order: a panel of lanes after the other. When the packed panel is small for all images, a tile stays in registers over all of them; else
-images are outside, tiles are added up in memory, and the result is finished after the last image.
+Order: a panel of lanes after the other. When the packed panel is small for all images, a tile stays in registers over
+all of them; else images are outside, tiles are added up in memory, and the result is finished after the last image.
 
 Limits: as for correlation.py; both sides in memory; not both sides with few channels (conv_depth.py), no
 kernel with more columns than a tile has rows.
@@ -37,19 +39,21 @@ from penstock.backends.tvm.kernels.tools.emit import (
     literal,
     load,
 )
+from penstock.backends.tvm.kernels.tools.register_tile import RegisterTile
 from penstock.backends.tvm.kernels.tools.transpose import pieces, transpose_block
 from penstock.ir.graph import Value
 from penstock.ir.types import ITEM_BYTES
 
 # Elements of a packed panel that may wait in the second-level cache for all images.
 _PANEL = 131072
-# What transposing one element costs, in multiply-adds of whole vectors.
+# The cost of transposing one element, in multiply-adds of whole vectors.
 _TURN = 1.0
 
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """`x` and `dy` are flat buffers in memory; `padded` is how far windows reach, the border counted."""
+    """The gradient of a convolution for its weight. `x` and `dy` are flat buffers; `padded` is the reach of windows,
+    the border counted."""
 
     out: Value
     images: int
@@ -86,9 +90,9 @@ def emit_weight_gradient(body: Body, w: WeightGradient) -> None:
         _FiltersInLanes(body, w, lanes).run()
 
 
-class _Sums:
-    """What both forms share. Sums are [channel of the other side, tap, lanes]; a unit is a range of
-    those channels that is finished together."""
+class _WeightSums:
+    """The loops that both forms share. Sums are [channel of the other side, tap, lanes]; a unit is a range of those
+    channels that is finished together."""
 
     unit: int
     other: int
@@ -102,7 +106,7 @@ class _Sums:
         self.most = most_rows(body, self.vectors)
         self.panels = ceil_div(wide, self.width)
         self.positions, self.taps = prod(w.spatial), prod(w.kernel)
-        # Of x with its border. Rows and columns that no window reads are there all the same.
+        # Sizes of x with its border, rows and columns that no window reads included.
         self.rows = max(w.padded[0], w.sizes[0] + w.low[0])
         self.columns = max(w.padded[1], w.sizes[1] + w.low[1])
         self.plane = self.rows * self.columns
@@ -110,7 +114,7 @@ class _Sums:
         self.places: Buffer | None = None
 
     def prepare(self, kind: object) -> None:
-        """Once, before all panels."""
+        """Prepare operands once, before all panels."""
 
     def pack(self, packed: Buffer, start: Expr, image: Expr, group: Expr, first: Expr) -> None:
         """Put the channels from `first` on of an image in lanes."""
@@ -161,21 +165,21 @@ class _Sums:
                     self.finish(sums, at * length, at, count, group, first)
 
     def place_of(self, k: Expr) -> Expr:
-        """Where in x with its border the first tap of the window at position k is."""
+        """Return the place in x with its border of the first tap of the window at position k."""
         return k if self.places is None else tirx.BufferLoad(self.places, [k])
 
     def turn(
         self, packed: Buffer, source: Buffer, base: Expr, valid: Expr, count: int, row: Callable[[Expr], Expr]
     ) -> None:
-        """Planes of `count` positions from `base` on become rows of `packed`, position i row number `row(i)`. Channels from `valid` on do
-        not exist; the last one stands in for them."""
+        """Turn planes of `count` positions from `base` on into rows of `packed`, position i into row number `row(i)`.
+        Channels from `valid` on do not exist; the last one stands in for them."""
         emit, lanes = self.emit, self.lanes
 
         def plane(v: int, i: Expr) -> Expr:
             channel = i + v * lanes
             return base + (channel if self.wide % self.width == 0 else tirx.min(channel, valid - 1)) * count
 
-        whole, rest = divmod(count, lanes)
+        whole, tail = divmod(count, lanes)
         with emit.loop(whole, SERIAL, "p") as p:
             for v in range(self.vectors):
                 starts = [plane(v, literal(i, "i32")) + p * lanes for i in range(lanes)]
@@ -184,8 +188,8 @@ class _Sums:
                 ):
                     at = row(p * lanes + i) * self.width + v * lanes
                     emit.add(tirx.BufferStore(packed, vector, [tirx.Ramp(at, 1, lanes)]))
-        with emit.loop(rest, SERIAL, "p") as p:
-            if rest:
+        with emit.loop(tail, SERIAL, "p") as p:
+            if tail:
                 at = emit.bind(row(p + whole * lanes) * self.width, "at")
                 for v in range(self.vectors):
                     with emit.loop(lanes, VECTOR, "l") as lane:
@@ -199,46 +203,35 @@ class _Sums:
         step: Callable[[Expr, Expr], tuple[Expr, list[Expr]]],
         operands: tuple[Buffer, Buffer],
     ) -> None:
-        """Set the rows of `sums` that start at `slots`, or add one image to them. For an image (counted from 0 if all are added) and a
-        position, `step` says which row of the packed side and which elements of the other are multiplied."""
+        """Set the rows of `sums` that start at `slots`, or add one image to them. For an image (counted from 0 if all
+        are added) and a position, `step` gives the row of the packed side and the elements of the other side to
+        multiply."""
         emit, lanes = self.emit, self.lanes
         packed, source = operands
-        accs = [emit.alloc(self.width, self.dtype, "acc") for _ in slots]
-        spans = range(0, self.width, lanes)
-        for acc in accs:
-            for v in spans:
-                with emit.loop(lanes, VECTOR, "l") as lane:
-                    emit.store(acc, literal(0, self.dtype), lane + v)
+        tile = RegisterTile(emit, self.dtype, len(slots), self.width, lanes)
         with (
             emit.loop(self.w.images if image is None else 1, SERIAL, "n") as n,
             emit.loop(self.positions, SERIAL, "k") as k,
         ):
             row, elements = step(n if image is None else image, k)
-            line = emit.alloc(self.width, self.dtype, "b")
-            for v in spans:
-                with emit.loop(lanes, VECTOR, "l") as lane:
-                    emit.store(line, tirx.BufferLoad(packed, [row + (lane + v)]), lane + v)
-            for acc, element in zip(accs, elements, strict=True):
-                a = emit.bind(load(source, element), "a")
-                for v in spans:
-                    with emit.loop(lanes, VECTOR, "l") as lane:
-                        column = lane + v
-                        emit.store(acc, tirx.BufferLoad(acc, [column]) + a * tirx.BufferLoad(line, [column]), column)
-        for acc, slot in zip(accs, slots, strict=True):
-            for v in spans:
+            line = tile.line(packed, row)
+            for i, element in enumerate(elements):
+                tile.add(i, load(source, element), line)
+        for i, (acc, slot) in enumerate(zip(tile.accumulators, slots, strict=True)):
+            if image is None:
+                tile.store(i, sums, slot)
+                continue
+            for v in range(0, self.width, lanes):
                 with emit.loop(lanes, VECTOR, "l") as lane:
                     total = tirx.BufferLoad(acc, [lane + v])
                     # Added up image by image, not in one long chain: fewer roundings of large sums.
-                    emit.store(
-                        sums,
-                        total if image is None else tirx.BufferLoad(sums, [slot + (lane + v)]) + total,
-                        slot + (lane + v),
-                    )
+                    emit.store(sums, tirx.BufferLoad(sums, [slot + (lane + v)]) + total, slot + (lane + v))
 
     def turn_back(
         self, sums: Buffer, start: Expr, count: int, valid: Expr, store: Callable[[Expr, Expr, Expr], None]
     ) -> None:
-        """Rows of lanes, from `start` on, become runs of `count` elements for each lane: store(lane, position in the run, value)."""
+        """Turn rows of lanes, from `start` on, into runs of `count` elements for each lane: store(lane, position in the
+        run, value)."""
         emit, lanes = self.emit, self.lanes
 
         def block(done: Expr, height: int) -> None:
@@ -267,8 +260,8 @@ class _Sums:
                 block(literal(count // lanes * lanes, "i32"), count % lanes)
 
 
-class _ChannelsInLanes(_Sums):
-    """Channels of x in lanes: units are outputs, and taps move in the packed image."""
+class _ChannelsInLanes(_WeightSums):
+    """The form with channels of x in lanes: units are outputs, and taps move in the packed image."""
 
     def __init__(self, body: Body, w: WeightGradient, lanes: int) -> None:
         super().__init__(body, w, lanes, w.channels)
@@ -349,8 +342,8 @@ class _ChannelsInLanes(_Sums):
                 straight(tail)
 
 
-class _FiltersInLanes(_Sums):
-    """Channels of dy in lanes: units are some channels of x with all their taps."""
+class _FiltersInLanes(_WeightSums):
+    """The form with channels of dy in lanes: units are some channels of x with all their taps."""
 
     def __init__(self, body: Body, w: WeightGradient, lanes: int) -> None:
         super().__init__(body, w, lanes, w.filters)

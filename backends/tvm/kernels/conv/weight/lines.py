@@ -1,17 +1,18 @@
 """Positions of a convolution as lines of numbers along a sum, for gradients of its weight on tile registers.
-from .emit import ceil_div
 
-In: the sizes of a gradient, two spatial dimensions. Out: a Layout, which says where in a line each position of dy and of x stands, so that
+In: the sizes of a gradient, two spatial dimensions. Out: a Layout, which gives each position of dy and of x a place in
+a line, so that
 
     dw[o, c, tap] = sum over lines l of  dy[o, l] * x[c, l + shift(tap)]
 
 and the lines are cut into blocks that stay in the second cache.
 
-A unit is a band of rows of one image; two units make a pair, whose numbers stand in the two halves of words: those of two images where
-their number is even. Rows of a unit follow each other at a distance `pitch`, in dy with zeros between them, in x with the border of zeros,
-of which one column serves the end of one row and the begin of the next: so all taps read x as it is packed once. With a stride, columns and
-rows of x are kept apart by their remainder modulo the stride (`residues`, those that some tap reads), and taps are shifts again.
-Units of which taps read nothing but their own positions follow each other without a gap; others begin with a whole step of dy.
+A unit is a band of rows of one image; two units make a pair, whose numbers stand in the two halves of words: those of
+two images where their number is even. Rows of a unit follow each other at a distance `pitch`, in dy with zeros between
+them, in x with the border of zeros, of which one column serves the end of one row and the begin of the next: so all
+taps read x as it is packed once. With a stride, columns and rows of x are kept apart by their remainder modulo the
+stride (`residues`, those that some tap reads), and taps are shifts again. Units whose taps read only their own
+positions follow each other without a gap; other units begin with a whole step of dy.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from penstock.backends.tvm.kernels.tiles.registers import SIDE, STEP
 from penstock.backends.tvm.kernels.tools.correlation import Pair
 from penstock.backends.tvm.kernels.tools.emit import ceil_div
 
-# Bytes of the second cache that packed operands and sums may take, and up to which all of dy is still found there in the next round.
+# Bytes of the second cache that packed operands and sums may take, and up to which all of dy is still found there in
+# the next round.
 _CACHE, _NEAR = 3 << 19, 1 << 20
-# Cycles: a product of two tiles, sums of one more block added, a number of x and of dy packed, a channel of a unit begun.
+# Cycles: a product of two tiles, sums of one more block added, a number of x and of dy packed, a channel of a unit
+# begun.
 _MULTIPLY, _SUMS, _X, _DY, _RUN = 21.0, 60.0, 1.8, 1.6, 60.0
 # Bytes from the third cache per cycle, of sums and of what is read in order, and multiply-adds of vectors.
 _BYTES, _STREAM, _VECTORS = 4.0, 12.0, 26.0
@@ -51,11 +54,11 @@ class Axis:
         return tap * self.dilation // self.stride
 
     def reach(self, residue: int) -> int:
-        """The largest shift of a tap with that residue."""
+        """Return the largest shift of a tap with that residue."""
         return max(self.shift(s) for s in range(self.kernel) if s * self.dilation % self.stride == residue)
 
     def inside(self, residue: int, count: int) -> tuple[int, int]:
-        """Of places 0 .. count that windows read, the first and the one behind the last that lie in x."""
+        """Return the first and the last + 1 of the places 0 .. count, which windows read, that lie in x."""
         first = max(ceil_div(self.low - residue, self.stride), 0)
         return first, min(count, (self.size - 1 + self.low - residue) // self.stride + 1)
 
@@ -65,13 +68,13 @@ class Axis:
         return max(self.reach(r) for r in self.residues)
 
     def pitch(self) -> int:
-        """From one row to the next, so that what a row reads behind its end is the border in front of the next one."""
-        found = self.out
+        """Return the distance from one row to the next: the border behind a row is the one in front of the next."""
+        pitch = self.out
         for residue in self.residues:
             count = self.out + self.reach(residue)
             first, last = self.inside(residue, count)
-            found = max(found, last, count - first)
-        return found
+            pitch = max(pitch, last, count - first)
+        return pitch
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class LineLayout:
 
     @property
     def twins(self) -> bool:
-        """Whether both units of a pair are the same rows of two images."""
+        """Say whether both units of a pair are the same rows of two images."""
         return self.images % 2 == 0
 
     @property
@@ -111,7 +114,7 @@ class LineLayout:
 
     @property
     def joined(self) -> bool:
-        """Whether units follow each other without a gap."""
+        """Say whether units follow each other without a gap."""
         return self.rows.extent == self.columns.extent == 0
 
     @property
@@ -120,18 +123,18 @@ class LineLayout:
 
     @property
     def steps(self) -> int:
-        """Of a segment."""
+        """Steps of a segment."""
         lines = self.height * self.pitch
         return ceil_div(lines * self.together if self.joined else lines, SIDE)
 
     @property
     def dy_pitch(self) -> int:
-        """From one unit to the next, in dy."""
+        """The distance from one unit to the next, in dy."""
         return self.height * self.pitch if self.joined else self.steps * SIDE
 
     @property
     def x_pitch(self) -> int:
-        """From one unit to the next, in x."""
+        """The distance from one unit to the next, in x."""
         if self.joined:
             return self.dy_pitch
         behind = max(self.columns.out + self.columns.extent - self.pitch, 0)
@@ -145,7 +148,7 @@ class LineLayout:
 
     @property
     def lines(self) -> int:
-        """Of x, with all remainders."""
+        """Lines of x, with all remainders."""
         return len(self.rows.residues) * len(self.columns.residues) * self.phase
 
     @property
@@ -155,7 +158,7 @@ class LineLayout:
 
     @property
     def spare(self) -> int:
-        """Lines behind all others for positions of x that nobody reads, unit after unit."""
+        """Lines at the end for positions of x that no tap reads, unit after unit."""
         read = all(
             len(
                 {t for r in axis.residues for t in range(r, axis.stride * (count + axis.reach(r)), axis.stride)}
@@ -171,7 +174,7 @@ class LineLayout:
 
     @property
     def by_rows(self) -> bool:
-        """Whether rows of x that no tap reads are left out in packing."""
+        """Say whether rows of x that no tap reads are left out in packing."""
         return len(self.rows.residues) < self.rows.stride and self.columns.size >= SIDE
 
     @property
@@ -180,7 +183,7 @@ class LineLayout:
         return sum(self.height + self.rows.reach(r) for r in self.rows.residues) if self.by_rows else self.source_rows
 
     def is_possible(self) -> bool:
-        """Packing takes 16 numbers at once."""
+        """Return whether packing, which takes 16 numbers at once, can fill the lines."""
         if self.pairs % self.together:
             return False
         if self.by_rows:
@@ -207,7 +210,8 @@ def vector_cycles(sizes: Pair, spatial: Pair, images: int, taps: int) -> float:
 
 
 def find_plan(rows: Axis, columns: Axis, images: int, filters: int, channels: int, parts: int) -> PackingPlan | None:
-    """The blocks that are cheapest by an estimate of products, packing, and what goes to the third cache and back."""
+    """Choose the blocks that are cheapest by an estimate of products, packing, and traffic to the third cache and
+    back."""
     best: PackingPlan | None = None
     strips = ceil_div(channels, STEP)
     for layout in _layouts(rows, columns, images):

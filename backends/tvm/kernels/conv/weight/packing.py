@@ -3,11 +3,11 @@
 In: x and dy in memory, and a Layout (conv_weight_lines.py). Out: words of a block of pairs of units,
 
     dy  for 32 filters [steps, 2 row tiles, parts, 16 filters, 16 lines]
-    x   for 16 channels [parts, lines, 16 channels], so that 16 lines from any one on are a tile, whichever tap is wanted
+    x   for 16 channels [parts, lines, 16 channels], so that 16 lines from any one on are a tile, for any tap
 
-dy stays as it lies: its rows are copied to lines with zeros between them. x is turned in registers, 16 positions of 16
-channels at a time; a table says to which line each position goes. The border is zero from the start, rows of it that lie
-inside for other units are made so again.
+dy keeps its order: its rows are copied to lines with zeros between them. x is turned in registers, 16 positions of 16
+channels at a time; a table says to which line each position goes. The border is zero from the start, rows of it that
+lie inside for other units are made so again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from penstock.backends.tvm.kernels.tiles.registers import (
     SIDE,
     WORDS,
     Magnitudes,
+    noted,
     pair_words,
 )
 from penstock.backends.tvm.kernels.tools.body import Body
@@ -40,6 +41,8 @@ _ROWS = 16
 
 
 class WeightPacking:
+    """Emits the packing of both operands."""
+
     def __init__(self, body: Body, w: WeightGradient, layout: LineLayout) -> None:
         self.body, self.w, self.layout, self.emit = body, w, layout, body.emit
         self.parts = PARTS[w.out.type.dtype]
@@ -50,7 +53,7 @@ class WeightPacking:
         self.plane = w.sizes[0] * w.sizes[1]
 
     def prepare(self) -> None:
-        """Tables: where the lines of a tap begin, and which line a position of x is."""
+        """Fill the tables of where the lines of a tap begin, and of the line of each position of x."""
         emit, layout, w = self.emit, self.layout, self.w
         rows, columns = layout.rows, layout.columns
         self.taps = emit.alloc(w.kernel[0] * w.kernel[1], "i32", "taps")
@@ -84,7 +87,7 @@ class WeightPacking:
     # ------------------------------------------------------------------------------ units
 
     def _unit(self, pair: Expr, member: int) -> tuple[Expr, Expr, Expr | None]:
-        """Its image, its first row of dy, and whether it exists (None: always)."""
+        """Return the image of a unit, its first row of dy, and whether it exists (None: always)."""
         layout, emit = self.layout, self.emit
         if layout.twins:
             image = emit.bind(tirx.floordiv(pair, layout.bands) * 2 + member, "n")
@@ -97,8 +100,8 @@ class WeightPacking:
     # ------------------------------------------------------------------------------ dy
 
     def dy(self, words: Buffer, start: Expr, group: Expr, first: Expr, height: int, block: Expr) -> Expr | None:
-        """Filters first .. first + height, to word `start`. Gives 1 if a number is too large for
-        tiles, else 0; None where that cannot be."""
+        """Pack filters first .. first + height, from word `start` on. Return 1 if a number is too large for tiles, else
+        0; None where that cannot be."""
         emit, layout, w = self.emit, self.layout, self.w
         steps = layout.segments * layout.steps
         large = Magnitudes(emit) if self.parts > 1 else None
@@ -168,48 +171,49 @@ class WeightPacking:
         large: Magnitudes | None,
         upper: bool = False,
     ) -> None:
-        """In a vector loop: the words of a pair, parts `apart` words from each other. `upper`: of its
-        second number, added to words of the first."""
+        """Store the words of a pair, in a vector loop, with parts `apart` words from each other. With `upper`, those of
+        its second number are added to words of the first."""
         pair = [self.emit.bind(value, "x") for value in pair]
         for value in pair:
-            if large is not None:
-                large.note(value)
-        found = pair_words(self.emit, [literal(0, "f32"), *pair] if upper else pair, self.parts)
-        for place, word in zip(places, found, strict=True):
+            noted(value, large)
+        packed = pair_words(self.emit, [literal(0, "f32"), *pair] if upper else pair, self.parts)
+        for place, word in zip(places, packed, strict=True):
             index = at + (lane + place * apart)
             self.emit.store(words, tirx.BufferLoad(words, [index]) | word if upper else word, index)
 
     # ------------------------------------------------------------------------------ x
 
     def x(self, words: Buffer, start: Expr, group: Expr, tile: Expr, block: Expr) -> Expr | None:
-        """Channels of tile number `tile`, to word `start`. Gives what `dy` gives."""
+        """Pack the channels of tile number `tile`, from word `start` on. Return what `dy` returns."""
         emit, layout = self.emit, self.layout
         large = Magnitudes(emit) if self.parts > 1 else None
         channels = self._channels(group, tile)
         with emit.loop(layout.together, SERIAL, "j") as j, self.body.point():
             at = emit.bind(start + j * (layout.x_pitch * SIDE), "at")
             units = [self._unit(emit.bind(block * layout.together + j, "pair"), member) for member in range(2)]
-            # Twins are packed at once, others one behind the other into the halves of words.
+            # Twins are packed at once, other units one after the other into the halves of words.
             for members in ((0, 1),) if layout.twins else ((0,), (1,)):
                 _, row, exists = units[members[0]]
                 images = [units[m][0] for m in members]
                 with self._where(exists), self.body.point():
                     first = emit.bind(row * layout.rows.stride - layout.rows.low, "first")
-                    self._band(words, at, first, _Source(channels, images, upper=members == (1,)), large)
+                    self._band(words, at, first, _PackedPlanes(channels, images, upper=members == (1,)), large)
         return emit.bind(large.too_large(), "large") if large is not None else None
 
     def _channels(self, group: Expr, tile: Expr) -> list[Expr]:
-        """Where the planes of the channels of a tile begin in the first image. The last channel stands in for those that do not exist."""
-        w, found = self.w, []
+        """Return where the planes of the channels of a tile begin in the first image. The last channel stands in for
+        missing ones."""
+        w, starts = self.w, []
         for i in range(SIDE):
             channel = tile * SIDE + i
             if w.channels % SIDE:
                 channel = tirx.min(channel, w.channels - 1)
-            found.append(self.emit.bind((group * w.channels + channel) * self.plane, "c"))
-        return found
+            starts.append(self.emit.bind((group * w.channels + channel) * self.plane, "c"))
+        return starts
 
-    def _band(self, words: Buffer, at: Expr, first: Expr, source: _Source, large: Magnitudes | None) -> None:
-        """The rows of a unit; `first` is the row of x that its table begins with, the border has numbers below 0."""
+    def _band(self, words: Buffer, at: Expr, first: Expr, source: _PackedPlanes, large: Magnitudes | None) -> None:
+        """Pack the rows of a unit; `first` is the row of x that its table begins with, the border has numbers below
+        0."""
         emit, layout = self.emit, self.layout
         size, width = layout.rows.size, layout.columns.size
         with emit.loop(layout.source_rows, SERIAL, "y") as y, self.body.point():
@@ -227,7 +231,7 @@ class WeightPacking:
             self._run(words, at, begin * width, emit.bind((begin - first) * width, "place"), count, source, large)
 
     def _clear(self, words: Buffer, at: Expr) -> None:
-        """One row of lines."""
+        """Zero one row of lines."""
         layout = self.layout
         for phase in range(len(layout.columns.residues)):
             for part in range(self.parts):
@@ -241,10 +245,11 @@ class WeightPacking:
         start: Expr,
         place: Expr,
         count: Expr | int,
-        source: _Source,
+        source: _PackedPlanes,
         large: Magnitudes | None,
     ) -> None:
-        """`count` neighbours from `start` on, 16 at once; the last 16 may have some twice. Their table begins with `place`."""
+        """Pack `count` neighbours from `start` on, 16 at once; the last 16 may overlap. Their table begins with
+        `place`."""
         emit = self.emit
         blocks = ceil_div(count, SIDE) if isinstance(count, int) else tirx.floordiv(count + (SIDE - 1), SIDE)
         with emit.loop(blocks, SERIAL, "p") as p, self.body.point():
@@ -265,8 +270,8 @@ class WeightPacking:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Planes to be packed: of one image or of two, into the lower, the upper, or both halves of words."""
+class _PackedPlanes:
+    """Planes of one or two images that are packed into the lower, the upper, or both halves of words."""
 
     channels: list[Expr]
     images: list[Expr]

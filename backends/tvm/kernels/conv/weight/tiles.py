@@ -1,21 +1,23 @@
-"""The gradient of a convolution for its weight on tile registers (Intel AMX), in bf16 and, as parts of it, in f32 (tile_registers.py).
+"""The gradient of a convolution for its weight on tile registers (Intel AMX), in bf16 and, as parts of it, in f32
+(tile_registers.py).
 
-In: as for conv_weight.py, which does the same for everybody else. Out: loops
+In: as for conv_weight.py, which serves all other machines and sizes. Out: loops
 
-    for block of pairs of units:      (a sum over positions and images, cut so that packed operands stay in the second cache)
+    for block of pairs of units:      (a sum over positions and images, cut so that packed operands stay
+                                       in the second cache)
       for some strips of 32 channels: pack x
         for 32 filters:               pack dy, before all strips if x takes several rounds
           for strip, tap:             4 tiles of sums += 2 tiles of dy times 2 of x, for each step and pair of parts
           after the last block        turn sums of all taps into runs of the weight, and `Body.finish`
 
-Each block has sums of its own, added in memory to those before. What a line, a unit and a block are, and
-how large, is told in conv_weight_lines.py.
+Each block has sums of its own, added in memory to those before. Lines, units and blocks, and their sizes, are defined
+in conv_weight_lines.py.
 
 Where 32 filters or channels have a number that is too large for parts, infinities and nans among them, their sums are
 computed one by one, slowly, as f32 has them.
 
-Limits: few channels or filters (with one tap as many as 64, for which packing costs too much), and images of fewer than 16 positions, are
-left to conv_weight.py; a single image of one row has half of each word empty.
+Limits: few channels or filters (with one tap as many as 64, for which packing costs too much), and images of fewer than
+16 positions, are left to conv_weight.py; a single image of one row has half of each word empty.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ _A_TILES, _B_TILES = 4, 6
 
 
 def plan_tiles(body: Body, w: WeightGradient) -> PackingPlan | None:
-    """How to do it on tiles; None: the machine has none, or vectors are faster."""
+    """Plan a gradient on tiles; None if the machine has none, or vectors are faster."""
     if not can_pack(body, w.out):
         return None
     axes = [
@@ -68,9 +70,9 @@ def emit_weight_tiles(body: Body, w: WeightGradient, plan: PackingPlan) -> None:
 
 
 @dataclass(frozen=True)
-class _Operands:
-    """Packed dy of 32 filters and x of 32 channels: words, and where in them they begin; `channels` is where they begin among all,
-    `large` whether tiles cannot compute them."""
+class _PackedOperands:
+    """Packed dy of 32 filters and x of 32 channels: words, and the positions in them; `filters` and `channels` are the
+    first ones. `large` is a flag that tiles cannot compute them."""
 
     dy: Buffer
     dy_at: Expr
@@ -88,6 +90,8 @@ class _Operands:
 
 
 class _WeightTiles:
+    """Emits the gradient on tile registers."""
+
     def __init__(self, body: Body, w: WeightGradient, plan: PackingPlan) -> None:
         self.body, self.w, self.emit, self.layout, self.strips = body, w, body.emit, plan.layout, plan.strips
         self.packing = WeightPacking(body, w, plan.layout)
@@ -150,28 +154,38 @@ class _WeightTiles:
                         flags += [tirx.BufferLoad(self.large_x, [place * 2 + i]) for i in range(2)]
                         large = emit.bind(flags[0] + flags[1] + flags[2], "large")
                     at_x = emit.bind(s * (2 * packing.x_words), "x")
-                    self._strip(
-                        _Operands(
-                            words, emit.bind(at, "a"), x, at_x, group, emit.bind(number * STRIP, "o"), emit.bind(place * STRIP, "c"),
-                            height, width, q, large, sums, line,
-                        )
-                    )  # fmt: skip
+                    operands = _PackedOperands(
+                        dy=words,
+                        dy_at=emit.bind(at, "a"),
+                        x=x,
+                        x_at=at_x,
+                        group=group,
+                        filters=emit.bind(number * STRIP, "o"),
+                        channels=emit.bind(place * STRIP, "c"),
+                        rows=height,
+                        columns=width,
+                        block=q,
+                        large=large,
+                        sums=sums,
+                        line=line,
+                    )
+                    self._strip(operands)
 
                 with self.registers.configured():
-                    whole, rest = divmod(w.channels, STRIP)
+                    whole, tail = divmod(w.channels, STRIP)
                     if whole:
                         here = tirx.min(whole - c * self.strips, self.strips) if self.rounds > 1 else whole
                         with emit.loop(here, SERIAL, "s") as s, self.body.point():
                             strip(s, STRIP)
-                    if rest:
+                    if tail:
                         with self._when(c, self.rounds - 1), self.body.point():
-                            strip(whole - c * self.strips, rest)
+                            strip(whole - c * self.strips, tail)
 
             self._each_row_strip(rows)
 
     @contextmanager
     def _when(self, value: Expr, last: int) -> Iterator[None]:
-        """In the last turn of a loop; always, if it is the only one."""
+        """Open a block for the last turn of a loop, or for the only one."""
         if last == 0:
             yield
             return
@@ -179,14 +193,14 @@ class _WeightTiles:
             yield
 
     def _each_row_strip(self, action: Callable[[Expr, int], None]) -> None:
-        """action(number of the strip, filters in it)."""
-        whole, rest = divmod(self.w.filters, STRIP)
+        """Call action(number of the strip, filters in it) for every strip."""
+        whole, tail = divmod(self.w.filters, STRIP)
         with self.emit.loop(whole, self.kind, "f") as number, self.body.point():
             if whole:
                 action(number, STRIP)
-        if rest:
+        if tail:
             with self.emit.loop(1), self.body.point():
-                action(i32(whole), rest)
+                action(i32(whole), tail)
 
     def _note(self, flags: Buffer, number: Expr, large: Expr | None) -> None:
         if large is not None:
@@ -197,8 +211,8 @@ class _WeightTiles:
 
     # ------------------------------------------------------------------------------ sums
 
-    def _strip(self, o: _Operands) -> None:
-        """All taps of 32 filters and 32 channels."""
+    def _strip(self, o: _PackedOperands) -> None:
+        """Sum and finish all taps of 32 filters and 32 channels."""
         emit = self.emit
         with emit.loop(self.taps, SERIAL, "t") as tap, self.body.point():
             self._tap(o, tap)
@@ -210,7 +224,7 @@ class _WeightTiles:
             with emit.loop(o.rows, SERIAL, "r") as r, self.body.point():
                 self._finish(o, r)
 
-    def _tap(self, o: _Operands, tap: Expr) -> None:
+    def _tap(self, o: _PackedOperands, tap: Expr) -> None:
         emit, registers, layout, packing, parts = self.emit, self.registers, self.layout, self.packing, self.parts
         down, across = ceil_div(o.rows, SIDE), ceil_div(o.columns, SIDE)
         sums = [(r, c) for r in range(down) for c in range(across)]
@@ -236,9 +250,9 @@ class _WeightTiles:
         for r, c in sums:
             registers.store(2 * r + c, o.sums, tap * (STRIP * STRIP) + (r * STRIP + c) * SIDE, 4 * STRIP)
 
-    def _add_up(self, o: _Operands) -> None:
-        """Sums of this block with those of blocks before. Each block has sums of its own, so that
-        long ones are not rounded at every step."""
+    def _add_up(self, o: _PackedOperands) -> None:
+        """Add the sums of this block to those of blocks before. Each block has its own sums, so that long ones are not
+        rounded at every step."""
         emit, size = self.emit, self.taps * STRIP * STRIP
         if self.partial is None:
             return
@@ -257,8 +271,8 @@ class _WeightTiles:
         with emit.when(tirx.EQ(o.block, self.last)):
             add(o.sums, i32(0), with_kept=True)
 
-    def _plain_sums(self, o: _Operands) -> None:
-        """The same without tiles, over all positions of all images, one multiply-add after the other."""
+    def _plain_sums(self, o: _PackedOperands) -> None:
+        """Compute the sums without tiles, over all positions of all images, one multiply-add after the other."""
         emit, w = self.emit, self.w
         (height, width), (rows, columns) = w.spatial, w.sizes
         with (
@@ -288,8 +302,8 @@ class _WeightTiles:
 
     # ------------------------------------------------------------------------------ results
 
-    def _finish(self, o: _Operands, r: Expr) -> None:
-        """One filter: its channels with their taps are neighbours in the weight."""
+    def _finish(self, o: _PackedOperands, r: Expr) -> None:
+        """Finish one filter, whose channels with their taps are neighbours in the weight."""
         w, taps, width = self.w, self.taps, self.w.kernel[1]
         source, start = o.sums, r * STRIP
         if taps > 1:
@@ -307,12 +321,12 @@ class _WeightTiles:
                 )
                 self.body.finish({w.out: (value, index)})
 
-    def _turn(self, o: _Operands, r: Expr) -> None:
-        """Sums of one filter, [taps, channels], into a line [channels, taps]."""
+    def _turn(self, o: _PackedOperands, r: Expr) -> None:
+        """Transpose the sums of one filter, [taps, channels], into a line [channels, taps]."""
         emit, taps = self.emit, self.taps
-        rest = taps % SIDE
+        tail = taps % SIDE
         # A vector with fewer taps than lanes reaches over what comes behind: it is written first.
-        begins = ([taps - rest] if rest else []) + list(range(0, taps - rest, SIDE))
+        begins = ([taps - tail] if tail else []) + list(range(0, taps - tail, SIDE))
         with emit.loop(ceil_div(o.columns, SIDE), SERIAL, "h") as h, self.body.point():
             for begin in begins:
                 starts = [(min(begin + t, taps - 1) * STRIP + r) * STRIP + h * SIDE for t in range(SIDE)]
