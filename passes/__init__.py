@@ -1,1 +1,1 @@
-"""Pure functions from module to module, the table that names them, and the pipelines they stand in."""
+"""Compiler passes: pure functions from module to module, the table of passes, and the pipelines that order them."""

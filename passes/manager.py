@@ -1,7 +1,9 @@
-"""Runs passes: reads pipeline text, checks facts, verifies after every pass, and tells a watcher what each did.
+"""The pass manager: parse pipeline text, check facts, run passes, verify after each one, and report each step to a
+watcher.
 
-A pipeline is written `simplify,partition{stages=4},weight-versions`, in a file perhaps over many lines and with comments; options are the
-fields of the pass's frozen dataclass, and `str(call)` prints only those that differ from their defaults.
+A pipeline is written `simplify,partition{stages=4},weight-versions`, in a file perhaps over many lines and with
+comments. Options are the fields of the pass's frozen dataclass, and `str(call)` prints only those that differ from
+their defaults.
 """
 
 from __future__ import annotations
@@ -42,19 +44,20 @@ class Call:
     options: Any
 
     def __str__(self) -> str:
-        given = [
+        changed = [
             f"{f.name}={_print_option(getattr(self.options, f.name))}"
             for f in fields(self.options)
             if f.default is MISSING or getattr(self.options, f.name) != f.default
         ]
-        return self.name + (f"{{{','.join(given)}}}" if given else "")
+        return self.name + (f"{{{','.join(changed)}}}" if changed else "")
 
 
 _BARE = re.compile(r"[\w.\-]+")
 
 
 def _print_option(value: Attr) -> str:
-    """Strings that cannot be misread stand without quotes: `kind=2bw`, although that is no word of the IR text."""
+    """Print the value of an option. Strings that cannot be misread stand without quotes, as in `kind=2bw`, although
+    that is no word of the IR text."""
     return value if isinstance(value, str) and _BARE.fullmatch(value) else print_literal(value)
 
 
@@ -66,11 +69,13 @@ _OPTION = re.compile(r'\s*([\w\-]+)=("(?:[^"\\]|\\.)*"|\[(?:[^\]"]|"(?:[^"\\]|\\
 
 
 def parse_pipeline(text: str, table: dict[str, Pass], where: str = "-p") -> list[Call]:
-    """The calls that print as `text`. A line end may stand for a comma, and `//` begins a comment. One UsageError lists every unknown pass
-    and option; `where` says where the text is from."""
+    """Parse the calls that print as `text`. A line end may stand for a comma, and `//` begins a comment.
+
+    One UsageError lists every unknown pass and option; `where` says where the text is from.
+    """
     calls: list[Call] = []
     problems: list[str] = []
-    # Blanks in place of comments: everything stays where it is, for messages.
+    # Blanks in place of comments keep all positions, for messages.
     plain = _COMMENT.sub(lambda m: m[0] if m[0][0] == '"' else " " * len(m[0]), text)
     lines = "\n" in text
     at = len(plain) - len(plain.lstrip())
@@ -78,40 +83,43 @@ def parse_pipeline(text: str, table: dict[str, Pass], where: str = "-p") -> list
         match = _CALL.match(plain, at)
         line = f"line {plain.count(chr(10), 0, at) + 1}: " if lines else ""
         if match is None:
-            found = plain[at : at + 60].partition("\n")[0].rstrip()
+            excerpt = plain[at : at + 60].partition("\n")[0].rstrip()
             raise UsageError(
-                f"{line}cannot read the pipeline at {found!r}, expected pass{{option=value,...}} separated by commas or line ends",
+                f"{line}cannot read the pipeline at {excerpt!r}, "
+                "expected pass{option=value,...} separated by commas or line ends",
                 where=where,
             )
         at = match.end()
-        own: list[str] = []
+        call_problems: list[str] = []
         if match[1] in table:
-            calls += _parse_call(table[match[1]], match[2] or "", own)
+            calls += _parse_call(table[match[1]], match[2] or "", call_problems)
         else:
-            own.append(f"unknown pass {match[1]!r}, {meant(match[1], table) or 'expected one of ' + ', '.join(table)}")
-        problems += [line + problem for problem in own]
+            call_problems.append(
+                f"unknown pass {match[1]!r}, {meant(match[1], table) or 'expected one of ' + ', '.join(table)}"
+            )
+        problems += [line + problem for problem in call_problems]
     problems += _disagreements(calls)
     if problems:
         raise UsageError("the pipeline has problems:" + itemised(problems), where=where)
     return calls
 
 
-# Options that mean one number of the whole pipeline: gradients are divided by it in one pass and added up that often in another.
+# Options that are one number of the whole pipeline: one pass divides gradients by it, another adds them up that often.
 _SHARED_OPTIONS = ("microbatches",)
 
 
 def _disagreements(calls: Sequence[Call]) -> Iterator[str]:
     for name in _SHARED_OPTIONS:
-        said = {call.name: getattr(call.options, name) for call in calls if hasattr(call.options, name)}
-        if len(set(said.values())) > 1:
+        values = {call.name: getattr(call.options, name) for call in calls if hasattr(call.options, name)}
+        if len(set(values.values())) > 1:
             yield f"{name} must be one number in all passes: " + ", ".join(
-                f"{n} has {value}" for n, value in said.items()
+                f"{n} has {value}" for n, value in values.items()
             )
 
 
 def _parse_call(row: Pass, text: str, problems: list[str]) -> Iterator[Call]:
     known = {f.name: f for f in fields(row.options)}
-    given: dict[str, Attr] = {}
+    values: dict[str, Attr] = {}
     at = 0
     before = len(problems)
     while at < len(text):
@@ -126,24 +134,25 @@ def _parse_call(row: Pass, text: str, problems: list[str]) -> Iterator[Call]:
             continue
         try:
             word = match[2].strip()
-            # Names may start with a digit, as schedules 1f1b and 2bw do: in the IR text they are quoted, here they need not be.
+            # Names may start with a digit, as schedules 1f1b and 2bw do: in the IR text they are quoted, here they need
+            # not be.
             plain = type(known[name].default) is str and re.fullmatch(r"\d+[A-Za-z_][\w\-]*", word)
-            given[name] = word if plain else parse_literal(word)
+            values[name] = word if plain else parse_literal(word)
         except ValueError as error:
             problems.append(f"{row.name}: option {name}: {error}")
-    missing = [n for n, f in known.items() if n not in given and f.default is MISSING]
+    missing = [n for n, f in known.items() if n not in values and f.default is MISSING]
     problems += [f"{row.name}: option {n} is missing" for n in missing]
-    for name, value in given.items():
+    for name, value in values.items():
         default = known[name].default
         if default is not MISSING and default is not None:
             if type(default) is float and type(value) is int:
-                given[name] = float(value)
+                values[name] = float(value)
             elif type(default) is not type(value):
                 problems.append(
                     f"{row.name}: option {name} must be {type(default).__name__}, got {print_literal(value)}"
                 )
     if len(problems) == before:
-        yield Call(row.name, row.options(**given))
+        yield Call(row.name, row.options(**values))
 
 
 def print_pipeline(calls: Iterable[Call]) -> str:
@@ -156,8 +165,8 @@ def count_ops(module: Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one pass did. `started` is a time of `time.perf_counter`; `ms` has the verifier in it; `rest` is
-    the pipeline that goes on from there."""
+    """The record of one pass that ran. `started` is a time of `time.perf_counter`; `ms` includes the verifier; `rest`
+    is the pipeline that goes on from there."""
 
     number: int
     call: str
@@ -170,15 +179,15 @@ class Event:
 
 
 class Watcher(Protocol):
-    """Who wants to know of every step of a pipeline, as it happens: penstock.inspection.dump writes it down."""
+    """An observer of every step of a pipeline. penstock.inspection.dump writes the steps to files."""
 
     def begin(self, module: Module, rest: str) -> None:
-        """A pipeline starts, which is to run these passes."""
+        """Announce a pipeline, which is to run these passes."""
 
     def passed(self, event: Event, name: str, before: Module, after: Module) -> None: ...
 
     def failed(self, module: Module, call: Call, error: Exception) -> None:
-        """A pass, or the verifier after it, refused; `module` is what went into it."""
+        """Report that a pass, or the verifier after it, refused; `module` is the input of the pass."""
 
 
 def run_passes(
@@ -190,8 +199,10 @@ def run_passes(
     progress: Callable[[int, int, str], None] | None = None,
     before: Callable[[Call, Module], Call] | None = None,
 ) -> Module:
-    """Run a pipeline. After every pass the facts held so far are checked again; an error names the pass. `before` sees each module
-    on its way into a pass, and gives the call that is to be made."""
+    """Run a pipeline. After every pass the facts held so far are checked again; an error names the pass.
+
+    `before` sees each module on its way into a pass, and returns the call to make.
+    """
     if dump is not None:
         dump.begin(module, print_pipeline(calls))
     verify(module)
@@ -211,7 +222,7 @@ def run_passes(
                 error.where = f"pass {call.name}" + (f": {error.where}" if error.where else "")
             raise
         if dump is not None:
-            rest, seconds = print_pipeline(calls[index + 1 :]), time.perf_counter() - started
+            remaining, seconds = print_pipeline(calls[index + 1 :]), time.perf_counter() - started
             event = Event(
                 index + 1,
                 str(call),
@@ -220,7 +231,7 @@ def run_passes(
                 count_ops(module),
                 count_ops(after),
                 after is not module,
-                rest,
+                remaining,
             )
             dump.passed(event, call.name, module, after)
         module = after

@@ -1,1 +1,1 @@
-"""Passes that say what travels between stages, and in which precision."""
+"""Passes that decide which values travel between stages, and in which precision."""

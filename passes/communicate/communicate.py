@@ -1,14 +1,17 @@
-"""communicate: move values between stages. In: a scheduled module of stage graphs. Out: the same with edges and SF, RF, SB, RB actions.
+"""Move values between stages: the pass `communicate` finds the edges, and inserts the sends and receives.
 
-A graph input comes from one of three places: it is an input of the module (fed to every rank that takes it), another graph of the
-same stage made it, or a graph of another stage returns it, by name: of the same kind in forward and backward, P or N for what is
-exchanged once per batch. The third is what travels: one Edge per (source, destination, phase) carries all such values in the order
-in which the source returns them, so a value that skips stages goes straight from its producer, once per destination. Anything else
-is an error that lists every such input.
+In: a scheduled module of stage graphs. Out: the same with edges and SF, RF, SB, RB actions.
 
-Each send stands right after the computation that makes its values, each receive right before the first one that takes them; several of them
-in the order of the peer's number. Both ends run the microbatches of one phase in the same order, so the order on a channel is the same on
-both. Where stages lie on several ranks, a microbatch goes to the rank that runs it (ir/schedule.py, Routes).
+A graph input has one of three sources. It is an input of the module, which every rank that takes it is fed; or another
+graph of the same stage makes it; or a graph of another stage returns it, by name: of the same kind in forward and
+backward, P or N for what is exchanged once per batch. Only values of the third source travel. One Edge per (source,
+destination, phase) carries all of them, in the order in which the source returns them. So a value that skips stages
+goes straight from its producer, once per destination. Any other input is an error; one error lists them all.
+
+Each send stands right after the computation that makes its values, and each receive right before the first computation
+that takes them. Several of them stand in the order of the peer's number. Both ends run the microbatches of one phase in
+the same order, so the order on a channel is the same on both. Where stages lie on several ranks, a microbatch goes to
+the rank that runs it (ir/schedule.py, Routes).
 """
 
 from __future__ import annotations
@@ -25,11 +28,12 @@ from penstock.support.errors import UsageError, VerifyError
 
 @dataclass(frozen=True, slots=True)
 class CommunicateOptions:
-    """None yet."""
+    """The pass has no options."""
 
 
 def find_edges(module: Module) -> tuple[Edge, ...]:
-    """What has to travel, sorted by phase, source and destination; VerifyError lists every input that nobody provides."""
+    """Return the edges between stages, sorted by phase, source and destination. One VerifyError lists every input
+    without a source."""
     problems: list[str] = []
     edges: list[Edge] = []
     for phase in PHASES:
@@ -70,13 +74,14 @@ def _makers(graphs: dict[int, Graph], problems: list[str]) -> dict[str, int]:
         for value in graph.outs:
             if makers.setdefault(value.name, stage) != stage:
                 problems.append(
-                    f"%{value.name} is returned by both @{graphs[makers[value.name]].name} and @{graph.name}, expected one maker"
+                    f"%{value.name} is returned by both @{graphs[makers[value.name]].name} and @{graph.name}, "
+                    "expected one maker"
                 )
     return makers
 
 
 def _is_local(module: Module, stage: int, phase: str, value: Value) -> bool:
-    """Whether the rank has the value without asking another one."""
+    """Return whether the rank has the value without receiving it."""
     if any(v.name == value.name for v in module.inputs):
         return True
     savers = (module.stage_graph(stage, kind) for kind in ACTION_KINDS[phase].saved_by)
@@ -90,7 +95,7 @@ def _elsewhere(stage: int, phase: str) -> str:
 
 
 def communicate(module: Module, options: CommunicateOptions = CommunicateOptions()) -> Module:
-    """Find what travels between stages, and put sends and receives around the computations."""
+    """Find the values that travel between stages, and put sends and receives around the computations."""
     if module.schedule is None:
         raise UsageError("the module has no schedule", where="communicate", hint="run the schedule pass first")
     if module.edges:

@@ -1,16 +1,17 @@
-"""wire: activations and gradients travel in 16 bits. In: a module of stage graphs. Out: the same
-with casts on both sides of every boundary.
+"""Send activations and gradients between stages in 16 bits: the pass `wire`.
 
-A float32 value %x that a stage returns for another one is returned as %x.bf16 (or %x.f16), rounded where it is made; each stage that
-takes it widens it again, and what it computes with and saves is %x.wide. So the text says what travels and where it is rounded,
-messages have half the bytes in every count that is made of them, and the casts are fused into the kernels around them. The stage that
-makes a value goes on with what it made.
+In: a module of stage graphs. Out: the same with casts on both sides of every boundary.
 
-What is exchanged once per batch (parts of gradients, norms) stays float32, as do integers and what is in 16 bits already. An output of the
-module that also travels is returned in both forms.
+A float32 value %x that a stage returns for another one is returned as %x.bf16 (or %x.f16), rounded where it is made.
+Each stage that takes it widens it again, and computes with and saves %x.wide. So the text says what travels and where
+it is rounded. Messages have half the bytes in every count that is made of them. The casts are fused into the kernels
+around them. The stage that makes a value goes on with the value that was not rounded.
 
-Known limits: each boundary rounds once, so that results depend on where a model is cut; f16 has a narrow range: gradients below 6e-8 vanish
-and values above 65504 overflow, where bf16 loses digits only.
+Values exchanged once per batch (parts of gradients, norms) stay float32, as do integers and values that are in 16 bits
+already. An output of the module that also travels is returned in both forms.
+
+Known limits: each boundary rounds once, so that results depend on where a model is cut; f16 has a narrow range:
+gradients below 6e-8 vanish and values above 65504 overflow, where bf16 loses digits only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .communicate import find_edges
 
 WIRES = ("f32", "bf16", "f16")
 _WIDE = "f32"
-# Per microbatch; and the graphs of a stage that know a value that came for the first of them.
+# The phases of a microbatch, each with the graphs of a stage that can use a value received in it.
 _KNOW = {
     phase: (phase, *(kind for kind, row in ACTION_KINDS.items() if phase in row.saved_by))
     for phase in PHASES
@@ -45,7 +46,7 @@ class WireOptions:
 
 
 def check_wire(name: str) -> None:
-    """UsageError for a type in which nothing can travel."""
+    """Raise UsageError unless values can travel in this element type."""
     if name not in WIRES:
         raise UsageError(f"values cannot travel as {name!r}, expected one of {', '.join(WIRES)}")
 
@@ -87,8 +88,12 @@ def wire(module: Module, options: WireOptions) -> Module:
 
 
 def round_trips(whole: Module, parts: Module) -> Module:
-    """The model before it was cut, with what its `parts` do to the values that travel done at once where these are made. Not the same
-    numbers, as the stage that makes a value does not round it, but about as far from those without roundings."""
+    """Return the uncut model with the roundings of its stage graphs: each value that travels in `parts` is rounded and
+    widened where it is made.
+
+    The numbers are not the same, because the stage that makes a value does not round it. They are about as far from
+    those without roundings.
+    """
     lows = {
         v.name.removesuffix(f".{v.type.dtype}"): v.type.dtype
         for e in parts.edges
@@ -112,14 +117,15 @@ def round_trips(whole: Module, parts: Module) -> Module:
 
 
 def travelling(type: TensorType, dtype: str) -> int:
-    """The bytes of an activation or gradient of this type in a message."""
+    """Return the bytes of an activation or gradient of this type in a message."""
     return type._replace(dtype=dtype).nbytes if type.dtype == _WIDE else type.nbytes
 
 
 def _widened(
     graph: Graph, comes: Collection[str], low: Mapping[str, Value], wide: Mapping[str, Value], *, first: bool
 ) -> Graph:
-    """A graph that knows what came as its wide form; the `first` one to know it gets it low, and makes it wide."""
+    """Use the wide form of received values in a graph. The `first` graph of the stage takes the low form, and widens
+    it."""
     names = [value.name for value in graph.ins if value.name in comes]
     if not names:
         return graph
@@ -136,14 +142,14 @@ def _widened(
 
 
 def _rounded(graph: Graph, goes: Collection[str], low: Mapping[str, Value], outputs: Collection[str]) -> Graph:
-    """A graph that returns what goes to other stages rounded, each right after it is made."""
+    """Return values for other stages in rounded form, each rounded right after it is made."""
     ops: list[Op] = []
-    for op in (None, *graph.ops):  # what came with the graph's inputs first
-        made = graph.ins if op is None else op.outs
+    for op in (None, *graph.ops):  # the graph's inputs first
+        defined = graph.ins if op is None else op.outs
         ops += [] if op is None else [op]
         ops += [
             Op("cast", (v,), (low[v.name],), {"dtype": low[v.name].type.dtype}, op.loc if op else "")
-            for v in made
+            for v in defined
             if v.name in goes
         ]
     outs: list[Value] = []

@@ -1,1 +1,1 @@
-"""Prices: seconds of operations, kernels and messages on a device."""
+"""Cost model: the seconds of operations, kernels and messages on a device."""

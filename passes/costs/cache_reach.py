@@ -1,14 +1,15 @@
-"""Which bytes of a graph's kernels are in a cache: those that were touched not long ago.
+"""Count the bytes of a graph's kernels that are in a cache, by their reuse distance.
 
-In: the kernels of a graph in their order, and the size of the cache. Out: for each kernel the bytes that it finds there, or leaves
-there for the next that wants them. The graph is gone through again and again, as for one microbatch after the other, with
-`between` bytes touched by others in between:
+In: the kernels of a graph in their order, and the size of the cache. Out: for each kernel the bytes that it finds
+there, or leaves there for the next kernel that wants them. The graph runs again and again, as for one microbatch after
+the other; other kernels touch `between` bytes before it runs again:
 
-    distance of a touch   bytes that were touched since the place was touched before (for what is written: until it is touched next)
+    distance of a touch   bytes that were touched since the place was touched before (for a write: until it is touched
+                          next)
     in the cache          if the distance is at most the size of the cache
 
-Limits: a cache that keeps what was touched last, and nothing else in it; what is touched twice counts twice in a distance; memory of a
-value that was freed counts as fresh memory of the next one.
+Limits: the cache keeps what was touched last, and nothing else; what is touched twice counts twice in a distance;
+memory of a value that was freed counts as fresh memory of the next one.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from penstock.passes.kernels.divide import Kernel, Place
 
 
 def bytes_near(kernels: Sequence[Kernel], cache: int, between: float = 0.0) -> list[float]:
-    """One entry per kernel: bytes that move at the rate of the cache."""
+    """Return, for each kernel, the bytes that move at the rate of the cache."""
     near = [0.0] * len(kernels)
     if not cache:
         return near
     clock = 0.0
     last: dict[Place, float] = {}
-    # What the second turn wrote, until somebody touches it: kernel and bytes.
+    # The writes of the second turn that were not touched since: kernel and bytes.
     waiting: dict[Place, tuple[int, float]] = {}
     for turn in range(3):
         for number, kernel in enumerate(kernels):

@@ -1,4 +1,4 @@
-"""What things cost: the one place that planning, recomputation, simulation and reports ask.
+"""Cost model: the one place that planning, recomputation, simulation and reports get seconds and bytes from.
 
     cost(kernel or operation, device)  ->  seconds, bytes to and from memory
     cost(transfer, link)               ->  seconds, bytes over the link
@@ -6,24 +6,29 @@
     op_seconds(graph, device)              the same, shared out over the operations, also before kernels are chosen
     rank_seconds(module)                   F, B, W, U, ... of every rank, on its device
 
-Where the seconds of a kernel come from is a `Prices`, asked for one kernel at a time; who does not know
-answers None, and the next one is asked:
+The seconds of a kernel come from a `Prices`, which prices one kernel at a time. A source that does not know the kernel
+returns None, and the next source is tried:
 
-    Roofline   factor * max(operations / (rate * efficiency), bytes / (bandwidth * efficiency)) + overhead; always knows. In a graph, bytes that are in
-               a cache (reach.py) move at its rate. The factor is 1 until runs show another (src/penstock/grading.py)
-    a table    times of kernels that were measured on this machine, by what the kernel does and by device (src/penstock/calibration/measured.py)
-    a learned model would be one more Prices: it sees the kernel as a graph (`Kernel.body`), `work_of(kernel)` and the device
+    Roofline   factor * max(operations / (rate * efficiency), bytes / (bandwidth * efficiency)) + overhead; knows every
+               kernel. In a graph, bytes in a cache (cache_reach.py) move at its rate. The factor is 1 until runs show
+               another (src/penstock/grading.py)
+    a table    times of kernels that were measured on this machine, by what the kernel does and by device
+               (src/penstock/calibration/measured.py)
+    a learned model would be one more Prices: it sees the kernel as a graph (`Kernel.body`), `work_of(kernel)` and the
+    device
 
-Work is divided by family: products, convolutions, squares (those of 3x3 taps for which the back end for CPUs has fewer multiplications), attention, elements (element by element, reductions, rows, windows,
-lookups), updates (optimisers), layout. A device says which share of its rate and of its bandwidth a family reaches
-(`Device.efficiency`, measured by `penstock doctor`); what it does not say is EFFICIENCY below. Keys are `family` and
-`family.f16` for operations, and `family.bytes` for memory.
+Work is divided by family: products, convolutions, squares (those of 3x3 taps for which the back end for CPUs has fewer
+multiplications), attention, elements (element by element, reductions, rows, windows, lookups), updates (optimisers),
+layout. A device says which share of its rate and of its bandwidth a family reaches (`Device.efficiency`, measured by
+`penstock doctor`). For families that it does not list, EFFICIENCY below holds. Keys are `family` and `family.f16` for
+operations, and `family.bytes` for memory.
 
-Before stage graphs exist, kernels are those that `fuse` would choose in the whole graph: an operation that would be done
-while its operand stands in registers costs its arithmetic and no memory, and a layout change nothing. A cut may part what
-was one kernel, which costs a little more.
+Before stage graphs exist, kernels are those that `fuse` would choose in the whole graph: an operation that would be
+done while its operand stands in registers costs its arithmetic and no memory, and a layout change nothing. A cut may
+part what was one kernel, which costs a little more.
 
-Limits: the roofline knows one cache, and no shapes (a product of few rows is slower); a kernel by itself finds nothing in a cache.
+Limits: the roofline knows one cache, and no shapes (a product of few rows is slower); a kernel by itself finds nothing
+in a cache.
 """
 
 from __future__ import annotations
@@ -57,7 +62,7 @@ _OF_KIND = {
     "attention_grad": ATTENTION,
 }
 _OF_FAMILY = {"optimizer": UPDATES, "layout": LAYOUT, "state": LAYOUT, "source": LAYOUT}
-# What a device reaches that does not say: shares of `flops` (rate of a large float32 product) and of `bandwidth`.
+# The defaults of `Device.efficiency`: shares of `flops` (rate of a large float32 product) and of `bandwidth`.
 EFFICIENCY = {
     PRODUCTS: 0.9,
     CONVOLUTIONS: 0.8,
@@ -76,20 +81,25 @@ EFFICIENCY = {
 }
 
 
-# A convolution that is computed by squares of 2x2 outputs (backends.md) has so many channels and filters, and a batch of it so many squares;
-# it needs this share of the multiplications of direct sums.
+# The fewest channels, filters and squares of a batch for which a convolution is computed by squares of 2x2 outputs
+# (backends.md). It then needs this share of the multiplications of direct sums.
 _LEAST_CHANNELS, _LEAST_SQUARES = 32, 24
 _MULTIPLIED = 4 / 9
 
 
 class Priced(NamedTuple):
+    """A price: seconds, and the bytes moved."""
+
     seconds: float
     bytes: float
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What goes over a link in one direction: bytes in so many messages, while `sharers` links (this one among them) use the same NIC."""
+    """The traffic over a link in one direction.
+
+    `bytes` travel in so many messages, while `sharers` links (this one among them) use the same NIC.
+    """
 
     bytes: float
     messages: int = 1
@@ -98,7 +108,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """What a kernel has to do: operations by (family, element type), bytes to and from memory, and the family that has most to do."""
+    """The work of a kernel: operations by (family, element type), bytes to and from memory, and the family with the
+    most operations."""
 
     flops: tuple[tuple[str, str, float], ...]
     bytes: float
@@ -106,25 +117,25 @@ class KernelWork:
 
 
 class Prices(Protocol):
-    """One source of seconds for kernels."""
+    """A source of seconds for kernels."""
 
     def seconds(self, kernel: Kernel, device: Device) -> float | None:
-        """Of one run of the kernel, its launch included; None if this source does not know."""
+        """Return the seconds of one run of the kernel, its launch included, or None if this source does not know."""
 
 
 # ------------------------------------------------------------------------------------------------ work
 
 
 def family_of(op: Op) -> str:
-    """The family of work an operation belongs to."""
+    """Return the family of work that an operation belongs to."""
     if is_by_squares(op):
         return SQUARES
     return _OF_KIND.get(op.kind) or _OF_FAMILY.get(OPS[op.kind].family, ELEMENTS)
 
 
 def is_by_squares(op: Op) -> bool:
-    """Whether the back end for CPUs can do with fewer multiplications than direct sums take: of 3x3 taps side by side, and
-    enough of them. It looks more closely (kernels/conv_winograd.py)."""
+    """Return whether the back end for CPUs needs fewer multiplications than direct sums: for 3x3 taps side by side, and
+    enough of them. The back end looks more closely (backends/tvm/kernels/conv/winograd.py)."""
     if op.kind not in ("conv", "conv_grad_input"):
         return False
     attrs, weight, out = complete_attrs(op), op.ins[1].type.dims, op.outs[0].type.dims
@@ -139,7 +150,7 @@ def is_by_squares(op: Op) -> bool:
 
 
 def work_of(kernel: Kernel) -> KernelWork:
-    """The work of a kernel, whatever it runs on."""
+    """Return the work of a kernel, on whatever device."""
     return _work(kernel.body.ops, kernel.moved)
 
 
@@ -152,15 +163,15 @@ def _work(ops: Sequence[Op], moved: float) -> KernelWork:
         if count:
             dtype = (op.ins or op.outs)[0].type.dtype
             flops[family, dtype] = flops.get((family, dtype), 0.0) + count
-    # Of nothing computed: anything is more than layout.
+    # Where nothing is computed, any family goes before layout.
     main = max(families, key=lambda f: (families[f], f != LAYOUT), default=LAYOUT)
     return KernelWork(tuple((family, dtype, count) for (family, dtype), count in sorted(flops.items())), moved, main)
 
 
 def efficiency_of(device: Device, family: str, what: str = "") -> float:
-    """The share of a device's rate that a family reaches: `what` is an element type, or `bytes` for memory."""
-    given = dict(device.efficiency)
-    for table in (given, EFFICIENCY):
+    """Return the share of a device's rate that a family reaches: `what` is an element type, or `bytes` for memory."""
+    measured = dict(device.efficiency)
+    for table in (measured, EFFICIENCY):
         for key in (f"{family}.{what}", family):
             if key in table and not (what == "bytes" and key == family):
                 return table[key]
@@ -168,14 +179,16 @@ def efficiency_of(device: Device, family: str, what: str = "") -> float:
 
 
 def bound(ops: Sequence[Op], moved: float, device: Device) -> float:
-    """No kernel of these operations takes less: everything that has to be computed at the full rate, every byte at the full bandwidth."""
+    """Return a lower bound on the seconds of these operations as one kernel: all arithmetic at the full rate, every
+    byte at the full bandwidth."""
     flops = sum(cost_of(op).flops * (_MULTIPLIED if is_by_squares(op) else 1) for op in ops)
     return max(flops / device.flops, moved / device.bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Analytic prices; knows every kernel. On a device the work takes `factor` times what its rates say; overheads are what they are."""
+    """Analytic prices by the roofline model; knows every kernel. `factor` multiplies the work on a device, but not its
+    overheads."""
 
     factor: Callable[[Device], float] = lambda device: 1.0
 
@@ -183,14 +196,15 @@ class Roofline:
         return self.of_work(work_of(kernel), device)
 
     def of_work(self, work: KernelWork, device: Device, near: float = 0.0) -> float:
-        """`near` of the bytes are in a cache."""
+        """Return the seconds of a kernel's work, where `near` of its bytes are in a cache."""
         compute = sum(
             count / (device.flops * efficiency_of(device, family, dtype)) for family, dtype, count in work.flops
         )
         share = efficiency_of(device, work.family, "bytes")
         memory = (work.bytes - near) / (device.bandwidth * share)
         if near:
-            # What gets more out of memory than the yardstick does, by more streams at once, gets no more out of a cache.
+            # A family that gets more out of memory than the yardstick, by more streams at once, gets no more out of a
+            # cache.
             memory += near / (device.cache_bandwidth * min(share, 1.0))
         return self.factor(device) * max(compute, memory) + device.overhead
 
@@ -200,8 +214,10 @@ ROOFLINE = Roofline()
 
 @dataclass
 class InTurn:
-    """Ask one source after the other; whoever asks takes `last` when none knows. `known` counts the kernels that the others
-    knew, `unknown` those that they did not."""
+    """A chain of sources: the first that knows the kernel prices it. Where none knows, the caller takes `last`.
+
+    `known` counts the kernels that a source knew, `unknown` those that none did.
+    """
 
     sources: Sequence[Prices]
     last: Roofline = ROOFLINE
@@ -211,16 +227,16 @@ class InTurn:
 
     def seconds(self, kernel: Kernel, device: Device) -> float | None:
         for source in self.sources:
-            found = source.seconds(kernel, device)
-            if found is not None:
+            seconds = source.seconds(kernel, device)
+            if seconds is not None:
                 self.known += 1
-                return found
+                return seconds
         self.unknown += 1
         self.by_device[device.name] += 1
         return None
 
     def told(self) -> str:
-        """How many of the kernels that were asked for had to be estimated."""
+        """Return a sentence on how many kernels had to be estimated, empty if none."""
         total = self.known + self.unknown
         return (
             f"{self.unknown} of {total} kernels are not in the table of measured times, and are estimated"
@@ -237,7 +253,8 @@ def cost(what: Op | Kernel, where: Device, prices: Prices = ...) -> Priced: ...
 @overload
 def cost(what: Transfer, where: Link, prices: Prices = ...) -> Priced: ...
 def cost(what: Op | Kernel | Transfer, where: Device | Link, prices: Prices = ROOFLINE) -> Priced:
-    """Seconds and bytes of a kernel, or of an operation as a kernel of its own, on a device; of a transfer over a link."""
+    """Return seconds and bytes of a kernel on a device, of an operation as a kernel by itself, or of a transfer over a
+    link."""
     if isinstance(what, Transfer):
         assert isinstance(where, Link), f"transfers go over links, got {where}"
         if not what.bytes and not what.messages:
@@ -249,17 +266,17 @@ def cost(what: Op | Kernel | Transfer, where: Device | Link, prices: Prices = RO
 
 
 def alone(op: Op) -> Kernel:
-    """An operation as a kernel of its own: all operands from memory, all results to memory."""
+    """Make an operation a kernel by itself: all operands from memory, all results to memory."""
     return Kernel(op.kind, (op,), Graph(op.kind, tuple(dict.fromkeys(op.ins)), op.outs, (op,)))
 
 
 def _ask(prices: Prices, kernel: Kernel, device: Device) -> float:
-    found = prices.seconds(kernel, device)
-    return _estimates(prices).seconds(kernel, device) if found is None else found
+    seconds = prices.seconds(kernel, device)
+    return _estimates(prices).seconds(kernel, device) if seconds is None else seconds
 
 
 def _estimates(prices: Prices) -> Roofline:
-    """What is asked where a source does not know."""
+    """Return the roofline that prices kernels which a source does not know."""
     return prices if isinstance(prices, Roofline) else prices.last if isinstance(prices, InTurn) else ROOFLINE
 
 
@@ -268,14 +285,16 @@ def _estimates(prices: Prices) -> Roofline:
 
 @dataclass(frozen=True)
 class GraphCost:
-    """A graph divided into kernels once, to be priced on any number of devices. Kernels are those of its
-    annotations, else what `fuse` would choose."""
+    """A graph divided into kernels once, to be priced on any number of devices.
+
+    Kernels are those of its annotations, else those that `fuse` would choose.
+    """
 
     graph: Graph
 
     @classmethod
     def of(cls, graph: Graph) -> GraphCost:
-        """That of a graph which is priced again and again, as those of stages are."""
+        """Return the cost of a graph, kept with the graph for those that are priced again and again."""
         return graph.keep(_COST, cls)
 
     @cached_property
@@ -288,7 +307,7 @@ class GraphCost:
 
     @cached_property
     def _alike(self) -> tuple[list[Kernel], list[int]]:
-        """One kernel of each that differ in names only, and for every kernel which of them it is like."""
+        """One kernel of each group that differs in names only, and for every kernel the number of its group."""
         number: dict[str, int] = {}
         first: list[Kernel] = []
         which = []
@@ -300,15 +319,15 @@ class GraphCost:
         return first, which
 
     def kernel_seconds(self, device: Device, prices: Prices = ROOFLINE, between: float = 0.0) -> list[float]:
-        """One entry per kernel; `between` bytes are touched by others before the graph runs again."""
+        """Return the seconds of each kernel. Others touch `between` bytes before the graph runs again."""
         first, which = self._alike
         known = [None if isinstance(prices, Roofline) else prices.seconds(kernel, device) for kernel in first]
         near = bytes_near(self.kernels, device.cache if device.cache_bandwidth else 0, between)
-        found = []
+        result = []
         for i, close in zip(which, near, strict=True):
-            told = known[i]
-            found.append(_estimates(prices).of_work(self._work[i], device, close) if told is None else told)
-        return found
+            price = known[i]
+            result.append(_estimates(prices).of_work(self._work[i], device, close) if price is None else price)
+        return result
 
     @cached_property
     def _work(self) -> list[KernelWork]:
@@ -316,16 +335,19 @@ class GraphCost:
 
     @cached_property
     def moved(self) -> float:
-        """Bytes that all kernels touch."""
+        """The bytes that all kernels touch."""
         return sum(kernel.moved for kernel in self.kernels)
 
     def seconds(self, device: Device, prices: Prices = ROOFLINE, between: float = 0.0) -> float:
-        """One call of the graph."""
+        """Return the seconds of one call of the graph."""
         return device.call_overhead + sum(self.kernel_seconds(device, prices, between))
 
     def op_seconds(self, device: Device, prices: Prices = ROOFLINE) -> list[float]:
-        """For each operation of the graph its part of the kernel it is in: shares are as its work by itself, and what is computed where it
-        is read costs nothing. They sum up to the kernels' seconds; the call is nobody's."""
+        """Return, for each operation of the graph, its part of the seconds of its kernel.
+
+        Shares are as its work by itself, and what is computed where it is read costs nothing. They sum up to the
+        kernels' seconds; the overhead of the call is not in them.
+        """
         position = {id(op): i for i, op in enumerate(self._chosen.ops)}
         parts = [0.0] * len(position)
         for kernel, seconds in zip(self.kernels, self.kernel_seconds(device, prices), strict=True):
@@ -340,55 +362,59 @@ _COST = Derived[GraphCost](__name__, "cost")
 
 
 def _weights(kernel: Kernel, device: Device) -> list[float]:
-    """What each operation adds to its kernel: its arithmetic, and memory for operands that the kernel does not make."""
-    made = {v for op in kernel.ops for v in op.outs}
+    """Return what each operation adds to its kernel: its arithmetic, and memory for operands that the kernel does not
+    make."""
+    defined = {v for op in kernel.ops for v in op.outs}
     kept = set(kernel.body.outs)
     free = replace(device, overhead=0.0)
-    found = []
+    weights = []
     for op in kernel.ops:
-        moved = sum(v.type.nbytes for v in op.ins if v not in made) + sum(v.type.nbytes for v in op.outs if v in kept)
+        moved = sum(v.type.nbytes for v in op.ins if v not in defined) + sum(
+            v.type.nbytes for v in op.outs if v in kept
+        )
         if op.kind in ("accum", "write", "take"):
             moved += (op.ins or op.outs)[0].type.nbytes
-        found.append(ROOFLINE.of_work(_work((op,), moved), free))
-    return found
+        weights.append(ROOFLINE.of_work(_work((op,), moved), free))
+    return weights
 
 
 def shown_seconds(seconds: float) -> str:
-    """Seconds for people."""
+    """Format seconds for people."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
 
 
 def graph_seconds(graph: Graph, device: Device, prices: Prices = ROOFLINE) -> float:
-    """Seconds of one call of a graph on a device."""
+    """Return the seconds of one call of a graph on a device."""
     return GraphCost(graph).seconds(device, prices)
 
 
 def op_seconds(graph: Graph, device: Device, prices: Prices = ROOFLINE) -> list[float]:
-    """Seconds of each operation of a graph as a part of its kernel, in order."""
+    """Return the seconds of each operation of a graph as a part of its kernel, in order."""
     return GraphCost.of(graph).op_seconds(device, prices)
 
 
 def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, str], float]:
-    """Seconds of one call of each graph of every rank on its device, by rank and kind (F, B, W, P, N, U)."""
+    """Return the seconds of one call of each graph of every rank on its device, by rank and kind (F, B, W, P, N, U)."""
     if module.cluster is None:
         raise UsageError(
             "the module names no devices",
             where=f"@{module.name}",
             hint="cost needs a bundle, or a dump after `partition`",
         )
-    found: dict[tuple[int, str], float] = {}
+    seconds: dict[tuple[int, str], float] = {}
     microbatches = module.schedule.microbatches if module.schedule is not None else 1
     for rank, (stage, name) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True)):
         graphs = {
             kind: GraphCost.of(graph) for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None
         }
-        # Microbatch after microbatch, each graph finds in the cache what the others have left there; once per batch there is little.
+        # Microbatch after microbatch, each graph finds in the cache what the other graphs left there. A graph that runs
+        # once per batch finds little.
         moved = {kind: priced.moved for kind, priced in graphs.items()}
         microbatch = sum(count for kind, count in moved.items() if kind not in PER_BATCH)
         for kind, priced in graphs.items():
             others = microbatch * microbatches if kind in PER_BATCH else microbatch - moved[kind]
-            found[rank, kind] = priced.seconds(module.cluster.device(name), prices, others)
-    return found
+            seconds[rank, kind] = priced.seconds(module.cluster.device(name), prices, others)
+    return seconds
 
 
 __all__ = [

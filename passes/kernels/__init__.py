@@ -1,1 +1,1 @@
-"""The kernels of a graph: which operations run as one, and who computes them."""
+"""The kernels of a graph: the operations that run as one, and the code that computes them."""

@@ -1,13 +1,14 @@
-"""The kernels of a graph: which operations run as one, each as a graph of its own, and what they have to compute and to move.
+"""The division of a graph into kernels, each as a graph by itself, with the arithmetic and the memory traffic of each.
 
-In: a graph with `kernel` annotations (`fuse`). Out: every operation exactly once, in a kernel, computed where it is read, or a read of a
-variable; each kernel with a body that any back end can compile and run: what it reads from other kernels are inputs, what others read of it
-are results, and variables stay variables.
+In: a graph with `kernel` annotations (`fuse`). Out: every operation exactly once: in a kernel, computed where it is
+read, or a read of a variable. Each kernel has a body that any back end can compile and run. Values of other kernels
+that it reads are inputs, values that other kernels read are results, and variables stay variables.
 
-    operations of a graph = operations in kernels + operations computed where they are read (or constant tables) + reads of variables
+    operations of a graph = operations in kernels + operations computed where they are read (or constant tables)
+                            + reads of variables
     bytes of a kernel     = what it reads from memory, seen through layout changes, + what it stores; nothing in between
 
-Limit: shows the choice in the IR; a back end may split a kernel that it cannot make in one.
+Limit: this is the choice in the IR; a back end may split a kernel that it cannot make in one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from penstock.ir.ops import VIEWS
 
 @dataclass(frozen=True)
 class Division:
-    """The operations of one graph by what becomes of them."""
+    """The operations of one graph: those of each kernel, those computed where they are read, and the reads of
+    variables."""
 
     kernels: Mapping[str, tuple[Op, ...]]
     inline: tuple[Op, ...]
@@ -36,7 +38,8 @@ class Division:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Operations that run as one, and the same as a graph: `body` also holds what is computed where they read it."""
+    """A group of operations that run as one, and the same as a graph. `body` also holds what is computed where they
+    read it."""
 
     name: str
     ops: tuple[Op, ...]
@@ -44,27 +47,29 @@ class Kernel:
 
     @cached_property
     def touches(self) -> list[Touch]:
-        """What it reads and writes."""
+        """The reads and writes of the kernel."""
         return touches(self.body, self.ops)
 
     @cached_property
     def moved(self) -> float:
-        """Bytes to and from memory."""
+        """The bytes to and from memory."""
         return sum(touch.bytes for touch in self.touches)
 
     @cached_property
     def shape(self) -> object:
-        """What the kernel does: equal for kernels that differ only in names of values, variables and places in the source."""
+        """The structure of the kernel: equal for kernels that differ only in names of values, variables and places in
+        the source."""
         return shape_of(self.body)
 
     @cached_property
     def key(self) -> str:
-        """A hash of what the kernel does: the same for kernels that differ in names only."""
+        """A hash of the kernel's structure: the same for kernels that differ in names only."""
         return hashlib.sha256(repr(self.shape).encode()).hexdigest()
 
 
 def divide(graph: Graph) -> Division:
-    """Every operation exactly once. Operations without annotation are kernels of their own, named by their position."""
+    """Divide a graph, every operation exactly once. Operations without annotation are kernels by themselves, named by
+    their position."""
     kernels: dict[str, list[Op]] = {}
     inline, reads = [], []
     for i, op in enumerate(graph.ops):
@@ -86,7 +91,7 @@ _KERNELS = Derived[tuple[Kernel, ...]](__name__, "kernels")
 
 
 def kernels_of(graph: Graph) -> tuple[Kernel, ...]:
-    """All kernels of a graph, in the order of their first operation."""
+    """Return all kernels of a graph, in the order of their first operation."""
     return graph.keep(_KERNELS, _kernels_of)
 
 
@@ -104,7 +109,8 @@ class KernelCutter:
         self.position = {id(op): i for i, op in enumerate(graph.ops)}
         self.copied = {v: op for op in (*division.inline, *division.reads) for v in op.outs}
         unit = {id(op): name for name, ops in division.kernels.items() for op in ops}
-        # Which kernels read a value, be it through operations that are computed where they are read; "" is the outside.
+        # The kernels that read a value, be it through operations that are computed where they are read; "" is the
+        # outside.
         self.readers: dict[Value, set[str]] = {v: {""} for v in graph.results}
         for op in reversed(graph.ops):
             if id(op) in unit:
@@ -116,27 +122,28 @@ class KernelCutter:
 
     def body(self, name: str) -> Graph:
         ops = self.division.kernels[name]
-        made = {v for op in ops for v in op.outs}
-        found = {id(op): op for op in ops}
+        defined = {v for op in ops for v in op.outs}
+        included = {id(op): op for op in ops}
         ins: dict[Value, None] = {}
         stack = [v for op in reversed(ops) for v in reversed(op.ins)]
         while stack:
             v = stack.pop()
-            if v in made:
+            if v in defined:
                 continue
             maker = self.copied.get(v)
             if maker is None:
                 ins[v] = None
-            elif id(maker) not in found:
-                found[id(maker)] = maker
+            elif id(maker) not in included:
+                included[id(maker)] = maker
                 stack += reversed(maker.ins)
         outs = tuple(v for op in ops if op.kind != "take" for v in op.outs if self.readers.get(v, set()) - {name})
-        ordered = tuple(sorted(found.values(), key=lambda op: self.position[id(op)]))
+        ordered = tuple(sorted(included.values(), key=lambda op: self.position[id(op)]))
         return Graph(f"{self.graph.name}/{name}", tuple(ins), outs, ordered)
 
 
 def shape_of(body: Graph) -> object:
-    """Equal for graphs that differ only in names of values, variables and places in the source."""
+    """Return a structure that is equal for graphs that differ only in names of values, variables and places in the
+    source."""
     number: dict[Value, int] = {v: i for i, v in enumerate(body.ins)}
     variables: dict[Attr, int] = {}
     parts: list[object] = [tuple(str(v.type) for v in body.ins)]
@@ -151,15 +158,15 @@ def shape_of(body: Graph) -> object:
     return tuple(parts), tuple(number[v] for v in body.outs)
 
 
-# ------------------------------------------------------------------------------------------------ what a kernel should cost
+# ------------------------------------------------------------------------------------------------ memory traffic
 
 
-# What has memory: a value, or a variable by name.
+# A place in memory: a value, or a variable by name.
 Place = Value | str
 
 
 class Touch(NamedTuple):
-    """Bytes that a kernel reads from a place, or writes to it."""
+    """The bytes that a kernel reads from a place, or writes to it."""
 
     place: Place
     bytes: float
@@ -167,48 +174,49 @@ class Touch(NamedTuple):
 
 
 def bytes_moved(body: Graph, ops: Iterable[Op]) -> float:
-    """Bytes that a kernel has to read and to write."""
+    """Return the bytes that a kernel has to read and to write."""
     return sum(touch.bytes for touch in touches(body, tuple(ops)))
 
 
 def touches(body: Graph, ops: tuple[Op, ...]) -> list[Touch]:
-    """What a kernel reads and writes, reads first. Of a table, a lookup reads the rows that it wants, and its gradient changes those."""
+    """Return the reads and writes of a kernel, reads first. A lookup reads only the rows of its table that it wants,
+    and its gradient changes those."""
     makers = body.producers()
-    own = {v for op in ops if op.kind != "take" for v in op.outs}
+    defined = {v for op in ops if op.kind != "take" for v in op.outs}
     wanted: dict[Value, dict[Value, float]] = {}
-    found: list[Touch] = []
+    result: list[Touch] = []
     for op in ops:
         for i, v in enumerate(op.ins):
-            if v in own:
+            if v in defined:
                 continue
             for source, count in _read(v, makers).items():
                 if op.kind == "gather" and i == 0:
                     count = min(count, op.outs[0].type.nbytes)
-                # Read twice in the same form it is read once; in several forms, at most whole.
+                # Two reads in the same form count once; reads in several forms count at most the whole value.
                 wanted.setdefault(source, {})[v] = count
     for source, forms in wanted.items():
         maker = makers.get(source)
         place: Place = maker.var if maker is not None and maker.kind in ("read", "take") else source
-        found.append(Touch(place, min(float(source.type.nbytes), sum(forms.values())), False))
+        result.append(Touch(place, min(float(source.type.nbytes), sum(forms.values())), False))
     for op in ops:
         if op.kind == "accum":
             maker = makers.get(op.ins[0])
             scattered = maker is not None and maker in ops and maker.kind == "gather_grad"
             count = float(maker.ins[0].type.nbytes if scattered and maker is not None else op.ins[0].type.nbytes)
-            found += [Touch(op.var, count, False), Touch(op.var, count, True)]
+            result += [Touch(op.var, count, False), Touch(op.var, count, True)]
         elif op.kind in ("write", "take"):
-            found.append(Touch(op.var, float((op.ins or op.outs)[0].type.nbytes), True))
-    return [*found, *(Touch(v, float(v.type.nbytes), True) for v in body.outs)]
+            result.append(Touch(op.var, float((op.ins or op.outs)[0].type.nbytes), True))
+    return [*result, *(Touch(v, float(v.type.nbytes), True) for v in body.outs)]
 
 
 def _read(value: Value, makers: Mapping[Value, Op]) -> dict[Value, float]:
-    """What reading a value once takes from memory: bytes by the value that has memory."""
+    """Return the bytes that one read of a value takes from memory, by the value that has memory."""
     op = makers.get(value)
     if op is None or op.kind in ("read", "take") or is_table(op):
         return {value: float(value.type.nbytes)}
-    found: dict[Value, float] = {}
+    counts: dict[Value, float] = {}
     for v in op.ins:
         for source, count in _read(v, makers).items():
             limit = float(value.type.nbytes) if op.kind in VIEWS else count
-            found[source] = found.get(source, 0.0) + min(count, limit)
-    return found
+            counts[source] = counts.get(source, 0.0) + min(count, limit)
+    return counts

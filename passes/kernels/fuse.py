@@ -1,25 +1,30 @@
-"""Choosing kernels: which operations of a stage graph run as one. Writes `kernel` annotations, changes nothing else.
+"""Kernel fusion: choose the operations of a stage graph that run as one kernel. Writes `kernel` annotations, changes
+nothing else.
 
-In: stage graphs. Out: the same graphs where every operation except `read` says its kernel: operations with the same name become one kernel,
-and a name that starts with `inline` means that the value has no memory at all: whoever reads it computes it (constants, and layout
-changes, which are index arithmetic). A group is
+In: stage graphs. Out: the same graphs where every operation except `read` names its kernel. Operations with the same
+name become one kernel. A name that starts with `inline` means that the value has no memory at all: each reader computes
+it (constants, and layout changes, which are index arithmetic). A group is
 
-  * one operation with loops of its own (matrix product, convolution, row operation, reduction), or the first of an elementwise chain,
+  * one operation that has loops (matrix product, convolution, row operation, reduction), or the first of an elementwise
+    chain,
   * keys of random numbers, all that a graph needs,
   * elementwise operations behind it that read its result at the same element, with any number of results,
-  * sums over the same axes of values that the group reads or makes elementwise, so that one sweep over memory gives all of them, and sums
-    of columns beside the gradient of a layer norm,
-  * reshapes and transpositions of a result that nothing else reads: it is stored in the new layout; results that are known at different
-    points (the gradients of attention) also as the parts of their concatenation,
-  * `accum` and `write` of its results, which are then done where the value is computed, and `take` of a gradient that only it reads.
+  * sums over the same axes of values that the group reads or makes elementwise, so that one sweep over memory gives all
+    of them, and sums of columns beside the gradient of a layer norm,
+  * reshapes and transpositions of a result that nothing else reads: it is stored in the new layout; results that are
+    known at different points (the gradients of attention) also as the parts of their concatenation,
+  * `accum` and `write` of its results, which are then done where the value is computed, and `take` of a gradient that
+    only it reads.
 
-`packed` on a product or convolution says that its weights never change in this module, so that the kernel may take them in an order of its
-own, made once when they are loaded. Only without training: there they change with every batch, and each order needs memory of its own.
+`packed` on a product or convolution says that its weights never change in this module. The kernel may then read them in
+a packed order, made once when they are loaded. Only without training: there they change with every batch, and each
+order needs memory.
 
-Invariant: kernels can be ordered. An operation joins a group only if no other operand comes from a kernel that needs the group, and the
-same for the order of effects on one variable: who reads it comes before who writes it.
+Invariant: kernels can be ordered. An operation joins a group only if no other operand comes from a kernel that needs
+the group. The same holds for the order of effects on one variable: readers come before the operation that writes it.
 
-Deterministic: decided in the order of operations, without costs. Limit: a value is never computed twice, except layouts.
+Deterministic: decided in the order of operations, without costs. Limit: a value is never computed twice, except
+layouts.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ _EFFECTS = ("accum", "write", "take")
 _HALVES = ("f16", "bf16")
 # Operations that read each operand once, into packed panels.
 _PACKING = ("matmul", "conv", "conv_grad_input")
-# Operations whose results can be worked on while they stand in registers, by name of the first that can.
+# Operations with results that elementwise operations can go on with while they stand in registers.
 _OPEN = {
     *("matmul", "conv", "conv_grad_input", "conv_grad_weight"),
     *(
@@ -50,18 +55,21 @@ _OPEN = {
     *("sum", "mean", "max", "mse", "cumsum"),
     *("gather", "cross_entropy_grad", "attention"),
 }
-# Of these only the first result can, the others are finished earlier.
+# The operations of which only the first result stands in registers: the other results are finished earlier.
 _FIRST_ONLY = ("layer_norm", "attention")
-# Results that are known at different points of the kernel: each can be stored in another layout, and as a part of a concatenation.
+# Results that are known at different points of the kernel: each can be stored in another layout, and as a part of a
+# concatenation.
 _APART = ("attention_grad",)
-# A gradient of a lookup is scattered: it can be added to its variable, nothing else.
+# The gradient of a lookup is scattered: it can be added to its variable, nothing else.
 _SCATTERED = ("gather_grad",)
-# Reductions that share a sweep over memory, and the row operations that sums over the rows in front can ride along with.
+# Reductions that share a sweep over memory, and the row operations that sums over the rows in front can ride along
+# with.
 _SUMS = ("sum", "mean", "max", "layer_norm_grad_weight")
 _WITH_SUMS = ("layer_norm_grad",)
-# Kernels of these read their second operand in an order of their own.
+# Operations with a second operand that their kernels read in a packed order.
 _PACKABLE = ("matmul", "conv")
-# Numbers made of the same few numbers: all of a graph in one kernel, or each that reads one would be compiled by itself.
+# Keys are made of the same few numbers. All keys of a graph are in one kernel: otherwise each kernel that reads one
+# would be compiled by itself.
 _KEYS = ("random_key",)
 # Past this size a kernel gains nothing and takes longer to compile.
 _LARGEST = 24
@@ -69,20 +77,24 @@ _LARGEST = 24
 
 @dataclass(frozen=True, slots=True)
 class FuseOptions:
-    """`chains` joins operations into kernels, `layouts` does without memory for layout changes; both off: one kernel per operation."""
+    """Options of `fuse`. `chains` joins operations into kernels, `layouts` does without memory for layout changes. Both
+    off: one kernel per operation."""
 
     chains: bool = True
     layouts: bool = True
 
 
-# What a reduction runs over: the shape, its axes among the dimensions, the element type.
+# The iteration space of a reduction: the shape, its axes among the dimensions, the element type.
 Sweep = tuple[tuple[int, ...], tuple[int, ...], str]
 
 
 @dataclass
 class _Group:
-    """A kernel while it grows. `reached` are results that stand in registers, each at the element the loops are at; `apart` are those that
-    can only be stored somewhere else. `swept` is the shape that its sums run over, with their axes."""
+    """A kernel while it grows.
+
+    `reached` are results that stand in registers, each at the element the loops are at. `apart` are those that can only
+    be stored in another place. `swept` is the shape that its sums run over, with their axes.
+    """
 
     number: int
     ops: list[Op] = field(default_factory=list)
@@ -115,12 +127,13 @@ def fuse(module: Module, options: FuseOptions) -> Module:
 
 
 def choose_kernels(graph: Graph, options: FuseOptions = FuseOptions()) -> Graph:
-    """One graph with its kernels chosen, no weights packed ahead; also of a model that is not cut into stages."""
+    """Choose the kernels of one graph, with no weights packed ahead. The graph may also be that of a model that is not
+    cut into stages."""
     return _Fuser(graph, options, frozenset()).run()
 
 
 def _never_changed(module: Module) -> frozenset[str]:
-    """The variables of a module that computes and does not train."""
+    """Return the variables of a module that computes and does not train."""
     changed = {op.var for graph in module.graphs.values() for op in graph.ops if op.kind in _EFFECTS}
     return frozenset() if changed else frozenset(module.vars)
 
@@ -133,6 +146,8 @@ def _on_cpu(module: Module, graph: str) -> bool:
 
 
 class _Fuser:
+    """Chooses the kernels of one graph, in one walk over its operations."""
+
     def __init__(self, graph: Graph, options: FuseOptions, fixed: frozenset[str]) -> None:
         self.graph, self.options, self.fixed = graph, options, fixed
         self.results = set(graph.results)
@@ -176,7 +191,7 @@ class _Fuser:
                 inline += 1
 
     def _is_packed(self, op: Op) -> bool:
-        """Whether the second operand is a variable that never changes, whatever its layout."""
+        """Return whether the second operand is a variable that never changes, whatever its layout."""
         if op.kind not in _PACKABLE:
             return False
         maker = self.makers.get(op.ins[1])
@@ -200,7 +215,7 @@ class _Fuser:
         if op.kind in _EFFECTS:
             self.var_changer[op.var] = group.number
         if "library" in op.attrs:
-            # Nothing can be done while its results stand in registers.
+            # A library stores its results: nothing can go on with them in registers.
             return
         if op.kind in _SUMS:
             group.swept = _swept(op)
@@ -214,7 +229,8 @@ class _Fuser:
             group.reached |= set(op.outs)
 
     def _place_takes(self) -> None:
-        """A taken gradient is zeroed by its reader when there is one only, elementwise; else by a kernel of its own behind all readers."""
+        """Assign each `take` to a kernel: that of its only reader, if it is elementwise, else a new one behind all
+        readers."""
         for op in self.graph.ops:
             if op.kind != "take":
                 continue
@@ -248,13 +264,16 @@ class _Fuser:
             return False
         users = self.readers.get(op.outs[0], [])
         if op.kind == "transpose" and not _keeps_last(op):
-            # Read against the grain: fine for packing loops, otherwise only if it is read once anyway.
+            # Strided reads are fine for packing loops, otherwise only for a value that is read once anyway.
             return all(u.kind == "matmul" for u in users) or len(users) == 1
         return True
 
     def _is_inline_cast(self, op: Op) -> bool:
-        """The widening of a 16-bit float costs its readers nothing where it would be in memory anyway, and memory in 16 bits is half as
-        much; nor does the rounding of a variable that only products read, as they pack it."""
+        """Return whether a cast needs no memory for its result.
+
+        Widening a 16-bit float costs its readers nothing where it would be in memory anyway, and memory in 16 bits is
+        half as much. Rounding a variable that only products read costs nothing either, as they pack it.
+        """
         source = op.ins[0]
         widens, rounds = source.type.dtype in _HALVES, op.outs[0].type.dtype in _HALVES
         maker = self.makers.get(source)
@@ -274,18 +293,18 @@ class _Fuser:
         )
 
     def _in_registers(self, maker: Op) -> set[Value]:
-        """Results of an operation that stand in registers where its kernel could go on."""
+        """Return the results of an operation that stand in registers where its kernel could go on."""
         group = self.of.get(id(maker))
         return group.reached if group is not None and len(group.ops) < _LARGEST else set()
 
     def _packs(self, op: Op) -> bool:
-        """Whether an operation reads its operands in packing loops, be it through layout changes."""
+        """Return whether an operation reads its operands in packing loops, be it through layout changes."""
         if op.kind in VIEWS and self._is_inline(op):
             return all(self._packs(u) for u in self.readers.get(op.outs[0], []))
         return op.kind in _PACKING
 
     def _stores_in_layout(self, op: Op) -> _Group | None:
-        """The group that can store its result in the layout that `op` makes."""
+        """Return the group that can store its result in the layout that `op` makes."""
         if op.kind not in ("reshape", "transpose") or not self.options.chains or op.ins[0] in self.results:
             return None
         maker = self.makers.get(op.ins[0])
@@ -299,7 +318,7 @@ class _Fuser:
         return group if len(group.ops) < _LARGEST else None
 
     def _stores_in_parts(self, op: Op) -> _Group | None:
-        """The group that makes all parts of a concatenation, and can store each of them in its place."""
+        """Return the group that makes all parts of a concatenation, and can store each of them in its place."""
         homes = [self.of.get(id(self.makers[v])) if v in self.makers else None for v in op.ins]
         group = homes[0]
         if group is None or any(home is not group for home in homes) or len(set(op.ins)) < len(op.ins):
@@ -308,7 +327,7 @@ class _Fuser:
         return group if alone and len(group.ops) < _LARGEST else None
 
     def _home(self, op: Op) -> _Group | None:
-        """The group that `op` joins; None: a new one."""
+        """Return the group that `op` joins, or None if it begins a new one."""
         if not self.options.chains:
             return None
         stored = self._stores_in_parts(op) if op.kind == "concat" else self._stores_in_layout(op)
@@ -340,7 +359,7 @@ class _Fuser:
         return None
 
     def _sweep_of(self, op: Op) -> _Group | None:
-        """The group that passes over what `op` adds up anyway."""
+        """Return a group with loops that pass over the operands of the sum `op` anyway."""
         sweep = _swept(op)
         candidates = {}
         for v in op.ins:
@@ -357,7 +376,7 @@ class _Fuser:
         return None
 
     def _waits(self, op: Op, group: _Group) -> bool:
-        """Whether an operand of `op` needs the group, but not at the element the group is at."""
+        """Return whether an operand of `op` needs the group, but not at the element the group is at."""
         through = {n for v in op.ins if v in self.inlined for n in self._sources((v,))[0]}
         if group.number in through:
             return True
@@ -383,7 +402,7 @@ class _Fuser:
     # ------------------------------------------------------------------------------ dependencies
 
     def _sources(self, values: Iterable[Value]) -> tuple[set[int], set[str]]:
-        """Kernels and variables that values come from, looking through what is computed where it is read."""
+        """Return the kernels and variables that values come from, looking through what is computed where it is read."""
         kernels: set[int] = set()
         variables: set[str] = set()
         stack, seen = list(values), set()
@@ -402,7 +421,7 @@ class _Fuser:
         return kernels, variables
 
     def _order_before(self, op: Op, group: _Group) -> set[int]:
-        """Kernels that must have run because of what `op` does to its variable, or reads from one."""
+        """Return the kernels that must run first because of the effect of `op` on its variable."""
         before: set[int] = set()
         if op.kind in _EFFECTS:
             before |= self.var_readers.get(op.var, set())
@@ -411,7 +430,7 @@ class _Fuser:
         return before - {group.number}
 
     def _add_needs(self, group: _Group, kernels: set[int]) -> None:
-        """Record direct needs, and hand them on to every kernel that needs this one."""
+        """Record direct dependencies, and hand them on to every kernel that needs this one."""
         added = 0
         for n in kernels:
             added |= 1 << n | self.groups[n].needs
@@ -440,12 +459,13 @@ def _swept(op: Op) -> Sweep:
 
 
 def _passes_by(value: Value, group: _Group) -> bool:
-    """Whether a value of the group is one that its sums run over: it is there for a moment, and can be stored as it is, nothing else."""
+    """Return whether a value of the group is one that its sums run over: it is there for a moment, and can only be
+    stored as it is."""
     return group.swept is not None and value.type.dims == group.swept[0] and group.ops[0].kind not in _WITH_SUMS
 
 
 def _can_sweep(group: _Group, op: Op, sweep: Sweep) -> bool:
-    """Whether the loops of a group pass over all operands of a sum."""
+    """Return whether the loops of a group pass over all operands of a sum."""
     shape, axes, dtype = sweep
     if not any(shape[a] > 1 for a in axes) or op.outs[0].type.dims == shape:
         return False
@@ -461,7 +481,7 @@ def _can_sweep(group: _Group, op: Op, sweep: Sweep) -> bool:
         )
     if group.swept is not None:
         return group.swept == sweep
-    # Otherwise the group makes what is added up, and nothing else.
+    # Otherwise the group makes the operands of the sum, and nothing else.
     elementwise = all(
         o.kind != "batch_norm" and OPS[o.kind].family == "elementwise" and o.outs[0].type.dims == shape
         for o in group.ops

@@ -1,10 +1,11 @@
-"""Choosing who computes contractions on GPUs: the vendor's libraries through torch, or kernels of ours. Writes `library` annotations.
+"""Choose the code that computes contractions on GPUs: the vendor's libraries through torch, or generated kernels.
+Writes `library` annotations.
 
 In: stage graphs and the cluster. Out: on stages whose device is of kind cuda, matrix products, convolutions with their
-gradients, and attention on floats get `library=torch`; with `use=none` nothing is annotated, and every operation gets
-a kernel. Stages on CPUs are left alone.
+gradients, and attention on floats get `library=torch`. With `use=none` nothing is annotated, and every operation gets a
+kernel. Stages on CPUs stay as they are.
 
-An operation with this annotation is a kernel of its own, so nothing is fused behind it.
+An operation with this annotation is a kernel by itself, so nothing is fused behind it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ KINDS = ("matmul", "conv", "conv_grad_input", "conv_grad_weight", "attention", "
 
 @dataclass(frozen=True, slots=True)
 class LibrariesOptions:
-    """`use` is torch, which calls the vendor's libraries, or none."""
+    """Options of `libraries`: `use` is torch, which calls the vendor's libraries, or none."""
 
     use: str = "torch"
 
 
 def libraries(module: Module, options: LibrariesOptions) -> Module:
-    """Write down which operations of stages on GPUs a library computes."""
+    """Annotate the operations of stages on GPUs that a library computes."""
     if options.use not in LIBRARIES:
         raise UsageError(f"unknown library {options.use!r}", hint=f"one of {', '.join(LIBRARIES)}")
     places = {stage.index: module.devices_of(stage.index)[0] for stage in module.stages}

@@ -1,1 +1,1 @@
-"""Passes that decide what is held, what is computed again, and when values are dropped."""
+"""Passes that decide which values are held, which are computed again, and when values are dropped."""

@@ -1,10 +1,12 @@
-"""lifetimes: drop what is no longer needed, and say what memory that leaves in use. In: a
-scheduled, wired module. Out: D actions and notes.
+"""Drop values after their last use, and predict the peak memory of every rank: the pass `lifetimes`.
 
-`D` stands right after the last action of a microbatch on a stage: its backward and the sends of that, or for a stage without backward its
-forward and the sends of that. After F and its sends a microbatch holds exactly what the forward graph saves (ir/memory/predict.py); D drops
-that. So the peak is known before anything runs: fixed (weights times versions, gradients, optimiser state, buffers) plus the worst
-moment of activations in flight, boundary values and the workspace of one graph.
+In: a scheduled, wired module. Out: D actions and notes.
+
+`D` stands right after the last action of a microbatch on a stage: its backward and the sends of that, or for a stage
+without backward its forward and the sends of that. After F and its sends a microbatch holds exactly what the forward
+graph saves (ir/memory/predict.py); D drops that. So the peak is known before anything runs: fixed (weights times
+versions, gradients, optimiser state, buffers) plus the worst moment of activations in flight, boundary values and the
+workspace of one graph.
 """
 
 from __future__ import annotations
@@ -23,33 +25,37 @@ COLUMNS = ("weights", "gradients", "state", "buffers", "activations", "boundary"
 
 @dataclass(frozen=True, slots=True)
 class LifetimesOptions:
-    """None yet."""
+    """The pass has no options."""
 
 
 def lifetimes(module: Module, options: LifetimesOptions = LifetimesOptions()) -> Module:
     """Drop what a microbatch holds right after its last use, and predict the peak memory of every rank."""
-    found = module.schedule
-    if found is None:
+    schedule = module.schedule
+    if schedule is None:
         raise UsageError("the module has no schedule", where="lifetimes", hint="run the schedule pass first")
-    if any(a.kind == DROP for a in found.actions()):
+    if any(a.kind == DROP for a in schedule.actions()):
         raise UsageError(
             "the schedule already has drops", where="lifetimes", hint="the pass runs once, after communicate"
         )
-    ranks = {rank: _with_drops(program, found.microbatches) for rank, program in found.ranks.items()}
-    result = module.but(schedule=Schedule(found.name, found.microbatches, ranks))
+    ranks = {rank: _with_drops(program, schedule.microbatches) for rank, program in schedule.ranks.items()}
+    result = module.but(schedule=Schedule(schedule.name, schedule.microbatches, ranks))
     return result.noted(
         "lifetimes", *(f"rank {rank}: {describe(memory)}" for rank, memory in measure_memory(result).items())
     )
 
 
 def memory_table(module: Module) -> dict[int, dict[str, int]]:
-    """Predicted bytes of every rank by COLUMNS; `peak` is the largest sum at one moment, so at most the sum of the others."""
+    """Return the predicted bytes of every rank by COLUMNS. `peak` is the largest sum at one moment, so at most the sum
+    of the other columns."""
     return {rank: {name: getattr(memory, name) for name in COLUMNS} for rank, memory in measure_memory(module).items()}
 
 
 def _with_drops(program: Program, m: int) -> Program:
-    """Put D after the last mention of each microbatch. The batch list repeats every m microbatches: microbatch k meets an action written
-    for k' in repetition (k - k') / m, if that is not negative. So among actions for k', k' + m, ... the smallest number is met last."""
+    """Insert D after the last action of each microbatch.
+
+    The batch list repeats every m microbatches: microbatch k meets an action written for k' in repetition (k - k') / m,
+    if that is not negative. So among actions for k', k' + m, ... the smallest number is met last.
+    """
     last: dict[tuple[int, int], tuple[int, int]] = {}
     for position, action in enumerate(program.batch):
         if action.kind not in PER_BATCH:
@@ -68,7 +74,7 @@ def _dropped_if(last: bool, action: Action) -> tuple[Action, ...]:
 
 
 def describe(memory: Memory) -> str:
-    """One line for people."""
+    """Describe the predicted memory in one line for people."""
     parts = ((name, getattr(memory, name)) for name in COLUMNS[:-1])
     listed = ", ".join(f"{name} {shown_bytes(n)}" for name, n in parts if n)
     return (

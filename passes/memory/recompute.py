@@ -1,21 +1,25 @@
-"""recompute: save less between forward and backward where memory is short, and compute it again. In: staged, wired graphs. Out: the same
-with fewer values saved by F, and copies of forward operations in B, each right before its first use there, marked `recompute`.
+"""Save less between forward and backward where memory is short, and compute it again: the pass `recompute`.
 
-A copy keeps its names, so that the rest of B stays as it is, and its reads say `version=mb`, so that it sees the weights that F saw. What B
-makes again anyway (layout changes, what depends on variables alone) is placed anew with the copies. Never done again are random draws and
-operations with effects; what these make is saved where a copy needs it, and so is what comes from a variable that F changes.
+In: staged, wired graphs. Out: the same with fewer values saved by F, and copies of forward operations in B, each right
+before its first use there, marked `recompute`.
 
-Modes: `none`; `all`: a stage keeps its inputs, draws, and nothing else; `auto`: a stage whose predicted peak fits its budget is left alone,
-otherwise the cheapest set found whose predicted peak fits is computed again. Peaks are those of ir/memory/predict.py on fused graphs, seconds those
-of passes/costs/prices.py on the stage's device. Sets that are tried:
+A copy keeps its names, so that the rest of B stays as it is. Its reads say `version=mb`, so that it sees the weights
+that F saw. What B makes again anyway (layout changes, what depends on variables alone) is placed anew with the copies.
+Random draws and operations with effects are never done again. Their results are saved where a copy needs them, and so
+is what comes from a variable that F changes.
 
-  * the chain planner (recompute_chain.py) on the stage as a chain: where a single value crosses from earlier to later operations, that
-    value is an element, and all that is saved between two of them is one;
+Modes: `none`; `all`: a stage keeps its inputs, draws, and nothing else; `auto`: a stage with a predicted peak within
+its budget stays as it is, otherwise the cheapest set found with a predicted peak that fits is computed again. Peaks are
+those of ir/memory/predict.py on fused graphs, seconds those of passes/costs/prices.py on the stage's device. Sets that
+are tried:
+
+  * the chain planner (recompute_chain.py) on the stage as a chain: where a single value crosses from earlier to later
+    operations, that value is an element, and all that is saved between two of them is one;
   * single operations, those that cost least for their bytes first, alone and on top of chain choices;
   * of the cheapest of these that fits, what can be kept after all.
 
-Limits: the chain model is exact on chains, the choice on graphs is not; a stage whose backward is in two parts (W) is left as it is,
-and a note says so where `all` was asked for or the stage does not fit.
+Limits: the chain model is exact on chains, the choice on graphs is not; a stage whose backward is in two parts (W) is
+left as it is. A note says so where the caller asks for `all` or the stage does not fit.
 """
 
 from __future__ import annotations
@@ -40,14 +44,15 @@ from .recompute_chain import Element, cheapest
 
 MODES = ("auto", "none", "all")
 DRAWS = ("random", "random_key")
-# How many budgets the chain planner is asked for, and how many operations are tried to be kept after all.
+# The number of budgets that the chain planner solves for, and of operations that it tries to keep after all.
 _CHAIN_BUDGETS = 8
 _SECOND_THOUGHTS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeOptions:
-    """`mode` is auto, none or all. `budget` is in bytes for each stage; 0 means the memory of its device."""
+    """Options of `recompute`. `mode` is auto, none or all. `budget` is in bytes for each stage; 0 means the memory of
+    its device."""
 
     mode: str = "auto"
     budget: int = 0
@@ -79,11 +84,12 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
             )
             if options.mode == "all" or peak > budget:
                 notes.append(
-                    f"stage {stage.index} saves all it needs{why}: its weight gradients are apart, and operations would be done twice again"
+                    f"stage {stage.index} saves all it needs{why}: its weight gradients are apart, "
+                    "and operations would be done twice again"
                 )
             continue
-        found = _Stage(module, fused, stage.index, forward, backward, device)
-        chosen = found.everything() if options.mode == "all" else found.choose(budget)
+        planner = _Stage(module, fused, stage.index, forward, backward, device)
+        chosen = planner.everything() if options.mode == "all" else planner.choose(budget)
         if options.mode == "auto" and chosen.peak > budget:
             excess[stage.index] = chosen.peak / budget
             problems.append(
@@ -93,7 +99,7 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
             )
         if chosen.dropped:
             graphs[forward.name], graphs[backward.name] = chosen.forward, chosen.backward
-            notes.append(found.describe(chosen, place, budget if options.mode == "auto" else 0))
+            notes.append(planner.describe(chosen, place, budget if options.mode == "auto" else 0))
     if problems:
         hint = "more stages, fewer microbatches in flight or smaller microbatches (--dim) need less"
         raise DoesNotFit("no plan fits into memory:" + itemised(problems), hint=hint, excess=excess)
@@ -103,12 +109,12 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
 
 
 def _listed(memory: Memory) -> str:
-    """What fills the memory of a stage at the worst moment."""
+    """Format the bytes of a stage at its peak by purpose."""
     return ", ".join(f"{purpose} {shown_bytes(count)}" for purpose, count in memory.at_peak().items() if count)
 
 
 def _device(module: Module, stage: int) -> Device:
-    """The device of a stage; of several the one with the least memory, as all of them run the same graphs."""
+    """Return the device of a stage. Of several it is the one with the least memory, as all run the same graphs."""
     names = module.devices_of(stage)
     if module.cluster is None:
         return Device(names[0])
@@ -116,15 +122,15 @@ def _device(module: Module, stage: int) -> Device:
 
 
 def _alone(module: Module, index: int) -> Module:
-    """The module with the programs of one stage's ranks and no others."""
+    """Return the module with only the programs of one stage's ranks."""
     schedule = module.schedule
     assert schedule is not None
-    own = {
+    programs = {
         rank: program
         for rank, program in schedule.ranks.items()
         if any(a.stage == index for a in (*program.start, *program.batch))
     }
-    return module.but(schedule=Schedule(schedule.name, schedule.microbatches, own))
+    return module.but(schedule=Schedule(schedule.name, schedule.microbatches, programs))
 
 
 # ------------------------------------------------------------------------------------------------ graphs
@@ -132,7 +138,8 @@ def _alone(module: Module, index: int) -> Module:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Both graphs of a stage when the results of some operations are not saved, and the copies that stand in B because of it."""
+    """Both graphs of a stage when the results of some operations are not saved, and the copies that stand in B because
+    of it."""
 
     forward: Graph
     backward: Graph
@@ -140,7 +147,8 @@ class Repeated:
 
 
 def may_repeat(forward: Graph) -> Callable[[Op], bool]:
-    """Whether an operation of the forward graph gives the same again in the backward pass, and does nothing else."""
+    """Return a predicate: an operation of the forward graph gives the same result again in the backward pass, without
+    other effects."""
     changed = {op.var for op in forward.ops if OPS[op.kind].effect and op.kind != "read"}
 
     def safe(op: Op) -> bool:
@@ -152,7 +160,7 @@ def may_repeat(forward: Graph) -> Callable[[Op], bool]:
 
 
 def repeat(forward: Graph, backward: Graph, dropped: Iterable[Op]) -> Repeated:
-    """Do without the saved results of some operations of F: compute them again in B, with all they need that is not saved."""
+    """Drop the saved results of some operations of F. B computes them again, with all they need that is not saved."""
     makers, safe = forward.producers(), may_repeat(forward)
     saved, again = set(forward.saved), {v: op for op in backward.ops for v in op.outs if v in makers}
     copies: dict[int, Op] = {}
@@ -167,17 +175,15 @@ def repeat(forward: Graph, backward: Graph, dropped: Iterable[Op]) -> Repeated:
             maker = makers.get(value)
             if maker is None or value in saved or not safe(maker):
                 continue
-            own = again.get(value)
-            if own is None or (own.kind, own.ins) != (maker.kind, maker.ins):
+            present = again.get(value)
+            if present is None or (present.kind, present.ins) != (maker.kind, maker.ins):
                 waiting.append(maker)
     sources = again | {v: op.with_attrs(recompute=True, of=op.outs[0].name) for op in copies.values() for v in op.outs}
     ops = _placed(backward.ops, sources, makers)
-    made = {v for op in ops for v in op.outs}
-    taken = {v for op in ops for v in op.ins} - made
+    defined = {v for op in ops for v in op.outs}
+    used = {v for op in ops for v in op.ins} - defined
     order = (*forward.ins, *(v for op in forward.ops for v in op.outs))
-    kept = tuple(v for v in order if v in taken and v not in backward.ins) + tuple(
-        v for v in forward.saved if v in taken
-    )
+    kept = tuple(v for v in order if v in used and v not in backward.ins) + tuple(v for v in forward.saved if v in used)
     kept = tuple(sorted(dict.fromkeys(kept), key={v: i for i, v in enumerate(order)}.__getitem__))
     received = tuple(v for v in backward.ins if v not in saved)
     after = Graph(backward.name, received + kept, backward.outs, ops, backward.saved)
@@ -185,8 +191,11 @@ def repeat(forward: Graph, backward: Graph, dropped: Iterable[Op]) -> Repeated:
 
 
 def _placed(ops: Sequence[Op], sources: Mapping[Value, Op], forward: Mapping[Value, Op]) -> tuple[Op, ...]:
-    """The operations that are no forward operations, in their order, each with what it needs of `sources` in front of it. What is placed
-    earlier than it was may need a constant that stood in between."""
+    """Return the operations of B that are no forward operations, in their order, each behind the operations of
+    `sources` that it needs.
+
+    An operation that is placed earlier than it was may need a constant that stood in between.
+    """
     sources = {v: op for op in ops for v in op.outs} | dict(sources)
     placed: list[Op] = []
     there: set[Value] = set()
@@ -228,7 +237,7 @@ class RecomputedStage:
 
 
 class _Stage:
-    """One stage, and what it costs to save less. `fused` is the whole module with kernels, for measuring."""
+    """The search for what one stage saves. `fused` is the whole module with kernels, for measuring."""
 
     def __init__(
         self, module: Module, fused: Module, index: int, forward: Graph, backward: Graph, device: Device
@@ -240,7 +249,7 @@ class _Stage:
         self.units = [
             op for op in forward.ops if safe(op) and not saved.isdisjoint(op.outs) and not self.free.issuperset(op.outs)
         ]
-        # Of each operation in its kernel, by its first result: copies have the same.
+        # The seconds of each operation in its kernel, by its first result: copies take the same.
         self.price = {
             op.outs[0]: spent for op, spent in zip(forward.ops, op_seconds(forward, device), strict=True) if op.outs
         }
@@ -251,13 +260,17 @@ class _Stage:
         chosen = tuple(dropped)
         key = frozenset(map(id, chosen))
         if key not in self.tried:
-            made = repeat(self.forward, self.backward, chosen) if chosen else Repeated(self.forward, self.backward, ())
-            cost = sum(self.price[op.outs[0]] for op in made.copies)
-            self.tried[key] = RecomputedStage(chosen, made.forward, made.backward, made.copies, self.memory(made), cost)
+            repeated = (
+                repeat(self.forward, self.backward, chosen) if chosen else Repeated(self.forward, self.backward, ())
+            )
+            cost = sum(self.price[op.outs[0]] for op in repeated.copies)
+            self.tried[key] = RecomputedStage(
+                chosen, repeated.forward, repeated.backward, repeated.copies, self.memory(repeated), cost
+            )
         return self.tried[key]
 
-    def memory(self, made: Repeated) -> Memory:
-        graphs = {made.forward.name: made.forward, made.backward.name: made.backward}
+    def memory(self, repeated: Repeated) -> Memory:
+        graphs = {repeated.forward.name: repeated.forward, repeated.backward.name: repeated.backward}
         alone = fuse(self.module.but(graphs=graphs), FuseOptions())
         rows = measure_memory(self.module.but(graphs={**self.module.graphs, **alone.graphs})).values()
         return max(rows, key=lambda row: row.peak)
@@ -266,14 +279,14 @@ class _Stage:
         return self.plan(self.units)
 
     def choose(self, budget: int) -> RecomputedStage:
-        """The cheapest plan found that fits, or else the one with the lowest peak."""
+        """Return the cheapest plan found that fits, or else the one with the lowest peak."""
         if self.before.peak <= budget:
             return self.before
         cheap = self._by_price()
         for base in [(), *self._chain_choices()]:
             have = set(map(id, base))
-            rest = [op for op in cheap if id(op) not in have]
-            self._shortest(base, rest, budget)
+            remaining = [op for op in cheap if id(op) not in have]
+            self._shortest(base, remaining, budget)
         self.plan(self.units)
         return self._second_thoughts(budget)
 
@@ -284,42 +297,47 @@ class _Stage:
         return min(self.tried.values(), key=lambda plan: (plan.peak, plan.seconds))
 
     def _by_price(self) -> list[Op]:
-        """Operations by seconds per byte that is not saved any more, if dropped alone; those that save nothing alone are left out."""
+        """Sort the operations by seconds per byte saved if dropped alone. Operations that save nothing are left out."""
         size = sum(v.type.nbytes for v in self.forward.saved)
         prices: dict[int, float] = {}
         for op in self.units:
-            made = repeat(self.forward, self.backward, (op,))
-            gain = size - sum(v.type.nbytes for v in made.forward.saved)
+            repeated = repeat(self.forward, self.backward, (op,))
+            gain = size - sum(v.type.nbytes for v in repeated.forward.saved)
             if gain > 0:
-                prices[id(op)] = sum(self.price[copy.outs[0]] for copy in made.copies) / gain
+                prices[id(op)] = sum(self.price[copy.outs[0]] for copy in repeated.copies) / gain
         return sorted((op for op in self.units if id(op) in prices), key=lambda op: prices[id(op)])
 
-    def _shortest(self, base: Sequence[Op], rest: Sequence[Op], budget: int) -> None:
-        """Try `base` with the shortest start of `rest` that fits, by bisection: more operations mean less memory, mostly."""
-        low, high = 0, len(rest)
+    def _shortest(self, base: Sequence[Op], remaining: Sequence[Op], budget: int) -> None:
+        """Try `base` with the shortest start of `remaining` that fits, by bisection: more operations mean less memory,
+        mostly."""
+        low, high = 0, len(remaining)
         while low < high:
             middle = (low + high) // 2
-            if self.plan((*base, *rest[:middle])).peak <= budget:
+            if self.plan((*base, *remaining[:middle])).peak <= budget:
                 high = middle
             else:
                 low = middle + 1
-        self.plan((*base, *rest[:low]))
+        self.plan((*base, *remaining[:low]))
 
     def _chain_choices(self) -> list[tuple[Op, ...]]:
-        """What the chain planner drops, for budgets between the least and all."""
+        """Return what the chain planner drops, for budgets between the least and all."""
         chain, groups = self._chain()
         in_flight = max(1, self.memory(Repeated(self.forward, self.backward, ())).in_flight)
         most = in_flight * sum(e.bytes for e in chain)
-        found: dict[tuple[int, ...], tuple[Op, ...]] = {}
+        choices: dict[tuple[int, ...], tuple[Op, ...]] = {}
         for step in range(_CHAIN_BUDGETS):
             choice = cheapest(chain, in_flight, most * step // _CHAIN_BUDGETS)
             if choice is not None:
-                found[choice.kept] = tuple(op for i, group in enumerate(groups) if i not in choice.kept for op in group)
-        return list(found.values())
+                choices[choice.kept] = tuple(
+                    op for i, group in enumerate(groups) if i not in choice.kept for op in group
+                )
+        return list(choices.values())
 
     def _chain(self) -> tuple[list[Element], list[list[Op]]]:
-        """Saved operations in order, those between two crossings together; seconds are those of all
-        operations up to the last of an element."""
+        """Group saved operations in order into the elements of a chain: those between two crossings are one.
+
+        The seconds of an element are those of all operations up to its last one.
+        """
         unit, crossings = set(map(id, self.units)), self._crossings()
         elements: list[Element] = []
         groups: list[list[Op]] = []
@@ -346,17 +364,18 @@ class _Stage:
         return elements, groups
 
     def _crossings(self) -> set[int]:
-        """Saved operations whose results are all that later operations take of earlier ones, variables and inputs aside."""
+        """Return the saved operations whose results are all that later operations take of earlier ones, variables and
+        inputs aside."""
         last = {v: i for i, op in enumerate(self.forward.ops) for v in op.ins}
         safe = may_repeat(self.forward)
-        unit, alive, found = set(map(id, self.units)), set[Value](), set[int]()
+        unit, alive, crossings = set(map(id, self.units)), set[Value](), set[int]()
         for i, op in enumerate(self.forward.ops):
             alive = {v for v in alive if last[v] > i}
             if self.free.isdisjoint(op.outs) and safe(op):
                 alive |= {v for v in op.outs if last.get(v, -1) > i}
             if id(op) in unit and alive and alive.issubset(op.outs):
-                found.add(id(op))
-        return found
+                crossings.add(id(op))
+        return crossings
 
     def _second_thoughts(self, budget: int) -> RecomputedStage:
         """Keep what can be kept after all, the most expensive first."""
@@ -376,8 +395,9 @@ class _Stage:
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=lambda kv: (-kv[1], kv[0])))
         why = f", budget {shown_bytes(budget)}" if budget else ""
         return (
-            f"stage {self.index} on {place} computes again in the backward pass: {listed}. It saves {shown_bytes(saved[1])} per microbatch "
-            f"instead of {shown_bytes(saved[0])}, predicted peak {shown_bytes(plan.peak)} instead of {shown_bytes(self.before.peak)}{why}, "
+            f"stage {self.index} on {place} computes again in the backward pass: {listed}. "
+            f"It saves {shown_bytes(saved[1])} per microbatch instead of {shown_bytes(saved[0])}, "
+            f"predicted peak {shown_bytes(plan.peak)} instead of {shown_bytes(self.before.peak)}{why}, "
             f"{plan.seconds * 1e3:.3f} ms more per microbatch"
         )
 

@@ -1,15 +1,19 @@
-"""Which elements of a chain to keep between forward and backward, and which to compute again. In: a
-chain and a budget. Out: the cheapest choice.
+"""Optimal recomputation on a chain: choose the elements to keep between forward and backward, and those to compute
+again.
 
-The model: element i is computed from element i - 1, the first from something that is there anyway. For each microbatch in flight the kept
-elements take their bytes. The backward pass walks from the end: when it reaches a run of adjacent elements that were not kept, all of them
-are computed again from the kept one in front, and are there at once. So
+In: a chain and a budget. Out: the cheapest choice.
 
-    memory = in flight * (bytes of kept elements) + max over runs of (bytes of the run)        seconds = seconds of all elements not kept
+The model: element i is computed from element i - 1, the first from something that is there anyway. For each microbatch
+in flight the kept elements take their bytes. The backward pass walks from the end. When it reaches a run of adjacent
+elements that were not kept, it computes all of them again from the kept one in front. They are there at once. So
 
-`cheapest` is exact: it walks over the kept elements in order and holds, for each of them as the last one kept so far, every combination of
-(kept bytes, largest run, seconds) that no other beats in all three. Limit: past WIDTH combinations at one element some are let go,
-evenly by kept bytes; what is found then still fits, and may cost more than the best.
+    memory  = in flight * (bytes of kept elements) + max over runs of (bytes of the run)
+    seconds = seconds of all elements not kept
+
+`cheapest` is exact. It is a dynamic programme over the kept elements in order. For each of them as the last one kept so
+far, it holds the Pareto front: every combination of (kept bytes, largest run, seconds) that no other beats in all
+three. Limit: past WIDTH combinations at one element some are dropped, evenly by kept bytes. The result then still fits,
+and may cost more than the best.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ WIDTH = 4096
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """`bytes` while it is kept or computed again, `seconds` to compute it."""
+    """One element of the chain: `bytes` while it is kept or computed again, `seconds` to compute it."""
 
     bytes: int
     seconds: float
@@ -31,7 +35,8 @@ class Element:
 
 @dataclass(frozen=True, slots=True)
 class KeptElements:
-    """Positions of the elements that are kept, the bytes that takes at the worst moment, and the seconds of computing the others."""
+    """The positions of the kept elements, the bytes at the worst moment, and the seconds of computing the other
+    elements again."""
 
     kept: tuple[int, ...]
     bytes: int
@@ -50,7 +55,8 @@ class _Path:
 
 
 def cheapest(chain: Sequence[Element], in_flight: int, budget: int) -> KeptElements | None:
-    """The choice with the fewest seconds among those that fit, of those the one with the fewest bytes; None where none fits."""
+    """Return the choice with the fewest seconds among those that fit, of those the one with the fewest bytes; None
+    where none fits."""
     sums, times = [0], [0.0]
     for element in chain:
         sums.append(sums[-1] + element.bytes)
@@ -60,14 +66,14 @@ def cheapest(chain: Sequence[Element], in_flight: int, budget: int) -> KeptEleme
     paths: list[list[_Path]] = [[_Path(0, 0, 0.0, -1, None)]]
     for i in range(1, n + 2):
         size = chain[i - 1].bytes if i <= n else 0
-        found = []
+        candidates = []
         for j in range(i):
             run, seconds = sums[i - 1] - sums[j], times[i - 1] - times[j]
             for path in paths[j]:
                 kept, most = path.kept + size, max(path.run, run)
                 if in_flight * kept + most <= budget:
-                    found.append(_Path(kept, most, path.seconds + seconds, i - 1, path))
-        paths.append(_thinned(_undominated(found)))
+                    candidates.append(_Path(kept, most, path.seconds + seconds, i - 1, path))
+        paths.append(_thinned(_undominated(candidates)))
     if not paths[-1]:
         return None
     best = min(paths[-1], key=lambda p: (p.seconds, in_flight * p.kept + p.run))
@@ -80,9 +86,9 @@ def cheapest(chain: Sequence[Element], in_flight: int, budget: int) -> KeptEleme
 
 
 def _undominated(paths: Iterable[_Path]) -> list[_Path]:
-    """Those that no other path beats or equals in all three numbers, by kept bytes."""
+    """Return the Pareto front, by kept bytes: the paths that no other path beats or equals in all three numbers."""
     result: list[_Path] = []
-    # Of the paths so far, which keep no more: largest runs, rising, with the fewest seconds for each, falling.
+    # The paths so far keep no more. These are their largest runs, rising, with the fewest seconds for each, falling.
     runs: list[int] = []
     seconds: list[float] = []
     for path in sorted(paths, key=lambda p: (p.kept, p.run, p.seconds)):

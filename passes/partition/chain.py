@@ -1,6 +1,8 @@
-"""The chain of operations that stages are cut from, as `partition` and the planner see it. In: a module, or the chain of its forward graph.
-Out: which operations are in the chain and how they are named, where no stage may start, which parameters operations read, and what goes
-over the cuts: arrays of bytes whose entry i is of the cut before operation i.
+"""The chain of operations that stages are cut from, as `partition` and the planner see it.
+
+In: a module, or the chain of its forward graph. Out: which operations are in the chain and how they are named, where no
+stage may start, which parameters operations read, and the traffic over the cuts: arrays of bytes whose entry i is of
+the cut before operation i.
 """
 
 from __future__ import annotations
@@ -19,24 +21,27 @@ Array = npt.NDArray[np.float64]
 
 
 def forward_graph(module: Module) -> Graph:
-    """The whole model's forward graph: F once differentiated, main before that and for inference."""
+    """Return the whole model's forward graph: F once differentiated, main before that and for inference."""
     return module.graphs["F"] if "F" in module.graphs else module.graphs["main"]
 
 
 def chain_of(module: Module) -> list[Op]:
-    """The operations that stages are cut from: all of the forward graph that depend on an input, or on a variable that it changes."""
+    """Return the operations that stages are cut from: all of the forward graph that depend on an input, or on a
+    variable that it changes."""
     forward = forward_graph(module)
     anywhere = from_state_alone(forward)
     return [op for op in forward.ops if op.kind == "write" or not anywhere.issuperset(op.outs)]
 
 
 def positions_of(chain: Sequence[Op]) -> dict[str, int]:
-    """Operations by the names a user may give: a loc stands for the first operation that has it, a value for the one that makes it."""
+    """Return the positions of operations by the names a user may give: a loc stands for the first operation that has
+    it, a value for the one that makes it."""
     return {name: i for i, op in reversed(list(enumerate(chain))) for name in (op.loc, *(v.name for v in op.outs))}
 
 
 def names_to_split_at(chain: Sequence[Op]) -> list[str]:
-    """Of every operation a name that stands for it alone: its loc if it is the first that has it, else what it makes or touches."""
+    """Return for every operation a name that stands for it alone: its loc if it is the first that has it, else what it
+    makes or touches."""
     position = positions_of(chain)
     return [
         op.loc if position.get(op.loc) == i else op.outs[0].name if op.outs else op.var for i, op in enumerate(chain)
@@ -44,58 +49,61 @@ def names_to_split_at(chain: Sequence[Op]) -> list[str]:
 
 
 def moving_spans(chain: Sequence[Op]) -> dict[str, tuple[int, int]]:
-    """The first and the last operation that touch each variable that the forward graph changes: no stage may start between the two."""
+    """Return the first and the last operation that touch each variable that the forward graph changes. No stage may
+    start between the two."""
     return {name: (users[0], users[-1]) for name, users in moving_users(chain).items()}
 
 
 def moving_users(chain: Sequence[Op]) -> dict[str, list[int]]:
-    """The operations that touch each variable that the forward graph changes."""
-    found: dict[str, list[int]] = {op.var: [] for op in chain if op.kind == "write"}
+    """Return the operations that touch each variable that the forward graph changes."""
+    users: dict[str, list[int]] = {op.var: [] for op in chain if op.kind == "write"}
     for i, op in enumerate(chain):
-        if OPS[op.kind].effect and op.var in found:
-            found[op.var].append(i)
-    return found
+        if OPS[op.kind].effect and op.var in users:
+            users[op.var].append(i)
+    return users
 
 
 def params_behind(module: Module) -> dict[Value, frozenset[str]]:
-    """For values of the forward graph that any stage can compute: the parameters behind them, such as a weight behind its transpose."""
+    """Return, for values of the forward graph that any stage can compute, the parameters behind them, such as a weight
+    behind its transpose."""
     forward = forward_graph(module)
     anywhere = from_state_alone(forward)
-    found: dict[Value, frozenset[str]] = {}
+    params: dict[Value, frozenset[str]] = {}
     for op in forward.ops:
         if op.outs and anywhere.issuperset(op.outs):
-            used = [found[v] for v in op.ins]
+            used = [params[v] for v in op.ins]
             if op.kind == "read" and module.vars[op.var].role == PARAM:
                 used.append(frozenset((op.var,)))
-            found |= dict.fromkeys(op.outs, frozenset[str]().union(*used))
-    return found
+            params |= dict.fromkeys(op.outs, frozenset[str]().union(*used))
+    return params
 
 
 def readers(chain: Sequence[Op], params: Mapping[Value, frozenset[str]]) -> dict[str, list[int]]:
-    """The operations that read each parameter, or what is computed from it."""
-    found: dict[str, list[int]] = {}
+    """Return the operations that read each parameter, or what is computed from it."""
+    positions: dict[str, list[int]] = {}
     for i, op in enumerate(chain):
         for value in op.ins:
             for name in params.get(value, ()):
-                found.setdefault(name, []).append(i)
-    return found
+                positions.setdefault(name, []).append(i)
+    return positions
 
 
 def crossing_bytes(chain: Sequence[Op], wire: str, dtypes: Collection[str] | None = None) -> Array:
-    """Bytes of the messages of values made before a cut and used behind it, of those element types if only they count."""
-    made = {v: i for i, op in enumerate(chain) for v in op.outs}
-    last_use = {value: i for i, op in enumerate(chain) for value in op.ins if value in made}
+    """Return the message bytes of values made before a cut and used behind it. With `dtypes`, only these element types
+    count."""
+    maker = {v: i for i, op in enumerate(chain) for v in op.outs}
+    last_use = {value: i for i, op in enumerate(chain) for value in op.ins if value in maker}
     delta = np.zeros(len(chain) + 1)
     for value, last in last_use.items():
         if dtypes is None or value.type.dtype in dtypes:
             size = travelling(value.type, wire)
-            delta[made[value] + 1] += size
+            delta[maker[value] + 1] += size
             delta[last + 1] -= size
     return np.cumsum(delta)
 
 
 def tied_bytes(module: Module, chain: Sequence[Op], params: Mapping[Value, frozenset[str]]) -> Array:
-    """Bytes of parameters that are read both before a cut and behind it."""
+    """Return the bytes of parameters that are read both before a cut and behind it."""
     delta = np.zeros(len(chain) + 1)
     for name, positions in readers(chain, params).items():
         delta[positions[0] + 1] += module.vars[name].type.nbytes

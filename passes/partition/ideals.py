@@ -1,7 +1,8 @@
-"""Stages that need not follow the order of the graph: better sets of operations than its best ranges, where there are any.
+"""Partition into stages that need not follow the order of the graph: search for better sets of operations than the best
+ranges.
 
-In: the operations of a chain in the order of the graph, what they and what travels take (the same costs as for ranges), and the value of
-the best ranges. Out: a stage for every operation, or None where nothing is better.
+In: the operations of a chain in the order of the graph, what they and what travels take (the same costs as for ranges),
+and the value of the best ranges. Out: a stage for every operation, or None where nothing is better.
 
 Stages depend forward only: the operations of the first s stages are an ideal of the graph. With T_s the seconds of
 operations on stage s, and X_s(I) those for what travels over a cut behind ideal I (values made in it and used outside,
@@ -9,11 +10,11 @@ gradients of parameters that both sides read),
 
     load(s, I' - I) = T_s(I') - T_s(I) + X_s(I)
 
-which for the ideals that are ranges is the cost of ranges. The dynamic programme over ideals is that of placement/sweep.py. Operations that
-touch a variable that the graph changes are on one stage. More than LIMIT ideals: neighbours in the order of the graph go together, lightest
-first, but never over a cut of the best ranges.
+which for the ideals that are ranges is the cost of ranges. The dynamic programme over ideals is that of
+placement/sweep.py. Operations that touch a variable that the graph changes are on one stage. Where there are more than
+LIMIT ideals, neighbours in the order of the graph are merged, lightest first, but never over a cut of the best ranges.
 
-Known limit: no memory term; partition.py refuses what is found where it does not fit as well as ranges do.
+Known limit: no memory term; partition.py refuses a result that does not fit as well as ranges do.
 """
 
 from __future__ import annotations
@@ -33,14 +34,18 @@ from penstock.passes.placement.units import Units
 
 LIMIT = 4_000
 _SHRINK = 0.75
-# Better by rounding only is not better.
+# A result must be better by more than rounding.
 _BETTER = 1 - 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class OperationWork:
-    """`seconds[stage][i]` of operation i; `edges` from maker to user; `together` on one stage; `values` are (operations, bytes): what
-    travels where a cut parts them. `transfer(stage, bytes)` is what the stage takes to get that many from the one before."""
+    """The work of operations and the traffic between them.
+
+    `seconds[stage][i]` are those of operation i; `edges` lead from maker to user; `together` are on one stage; `values`
+    are (operations, bytes): the traffic of a cut that parts the operations. `transfer(stage, bytes)` is the time that
+    the stage takes to receive so many bytes from the one before.
+    """
 
     seconds: Sequence[Reals]
     edges: Iterable[tuple[int, int]]
@@ -50,14 +55,15 @@ class OperationWork:
 
 
 def better_stages(work: OperationWork, cuts: Sequence[int], value: float) -> list[int] | None:
-    """The stage of every operation, where the slowest stage is faster than `value`, that of the ranges between `cuts`."""
+    """Return the stage of every operation if the slowest stage is faster than `value`, that of the ranges between
+    `cuts`; else None."""
     units = _units_of(work)
     order = sorted(range(len(units)), key=lambda u: units.nodes[u][0])
     before, _ = units.neighbours()
     coarse = units
     ideals = enumerate_ideals(*coarse.neighbours(), LIMIT)
     if ideals is None:
-        # Circles may have put units before what they follow: then there is no such line, and the ranges stand.
+        # Cycles may have put units before their predecessors: then there is no such linear order, and the ranges stand.
         place = {u: i for i, u in enumerate(order)}
         if any(place[a] > place[b] for b, earlier in enumerate(before) for a in earlier):
             return None
@@ -70,11 +76,11 @@ def better_stages(work: OperationWork, cuts: Sequence[int], value: float) -> lis
             count = max(len(cuts), int(count * _SHRINK))
             coarse = units.merged(clusters(weights, order, starts, count))
             ideals = enumerate_ideals(*coarse.neighbours(), LIMIT)
-    found = sweep(_Stages(coarse, ideals, work), Fillings.in_order(len(work.seconds)), value * _BETTER)
-    if found is None:
+    best = sweep(_Stages(coarse, ideals, work), Fillings.in_order(len(work.seconds)), value * _BETTER)
+    if best is None:
         return None
     stage_of = [-1] * len(work.seconds[0])
-    for stage, part in enumerate(found[1]):
+    for stage, part in enumerate(best[1]):
         for unit in bits(part.units):
             for i in coarse.nodes[unit]:
                 stage_of[i] = stage
@@ -82,7 +88,7 @@ def better_stages(work: OperationWork, cuts: Sequence[int], value: float) -> lis
 
 
 def _units_of(work: OperationWork) -> Units:
-    """Operations, those that must be together as one."""
+    """Make units of the operations: those that must be together are one."""
     count = len(work.seconds[0])
     graph = nx.DiGraph()
     graph.add_nodes_from(range(count))
@@ -104,7 +110,7 @@ def _units_of(work: OperationWork) -> Units:
 
 
 class _Stages(Tables):
-    """Loads of stages: what they compute, and what travels to them."""
+    """Loads of stages: computation, and the transfers to the stage."""
 
     def __init__(self, units: Units, ideals: Ideals, work: OperationWork) -> None:
         super().__init__(units, ideals)

@@ -1,10 +1,11 @@
 """Lower `stage=` annotations: graphs F, B, N and U become one graph per stage, s0.F, s0.B, s0.U, s1.F, ...
 
-A value that another stage uses leaves its stage as a result and enters the other as an input under the same name; `communicate` wires
-them later. Operations without a stage are copied into every stage that uses their results. A backward operation on stage s that needs
-a forward value finds it in stage s: made there, or received there by the forward pass, and saved for the microbatch, or made again there.
+A value that another stage uses leaves its stage as a result and enters the other as an input under the same name;
+`communicate` wires them later. Operations without a stage are copied into every stage that uses their results. A
+backward operation on stage s that needs a forward value finds it in stage s: made there, or received there by the
+forward pass, and saved for the microbatch, or made again there.
 
-What stages exchange once per batch (graphs P and N) is the business of passes/training/shared_gradients.py.
+passes/training/shared_gradients.py lowers the exchanges once per batch (graphs P and N).
 
 Invariant: taken together, the stage graphs hold every annotated operation exactly once, and name every value as before.
 """
@@ -23,7 +24,7 @@ from .chain import forward_graph
 
 @dataclass(frozen=True, slots=True)
 class SplitOptions:
-    """Nothing to choose: the annotations say it all."""
+    """The pass has no options: the annotations decide."""
 
 
 def split(module: Module, options: SplitOptions) -> Module:
@@ -47,8 +48,8 @@ def split(module: Module, options: SplitOptions) -> Module:
     ends: dict[int, list[Graph]] = {}
     if update is not None:
         read = {s: touched_vars(forward_parts[s], "read") | touched_vars(backward_parts[s], "read") for s in stages}
-        told = {s: update.outs if forward.outs[0] in _own_outs(forward, s, owner) else () for s in stages}
-        updates = {s: _update_part(update, s, read[s], told[s]) for s in stages}
+        reported = {s: update.outs if forward.outs[0] in _own_outs(forward, s, owner) else () for s in stages}
+        updates = {s: _update_part(update, s, read[s], reported[s]) for s in stages}
         norms = (
             {s: part for s in stages if (part := _norm_part(module.graphs["N"], s)).ops} if "N" in module.graphs else {}
         )
@@ -60,13 +61,13 @@ def split(module: Module, options: SplitOptions) -> Module:
             *ends.get(stage, ()),
         ]
         graphs |= {part.name: part for part in parts}
-    # Sums over stages are values from here on.
+    # Sums over stages are values in stage graphs.
     sums = {op.var for op in module.graphs["N"].ops if op.kind == "accum"} if "N" in module.graphs else set()
     return module.but(graphs=graphs, vars={name: var for name, var in module.vars.items() if name not in sums})
 
 
 def _owners(graph: Graph, stages: list[int]) -> dict[Value, int]:
-    """Which stage makes a value; values of operations that run everywhere, and inputs, are not in it."""
+    """Return the stage that makes each value. Values of operations that run everywhere, and inputs, are not in it."""
     owner: dict[Value, int] = {}
     for op in graph.ops:
         stage = op.attrs.get("stage")
@@ -81,7 +82,8 @@ def _owners(graph: Graph, stages: list[int]) -> dict[Value, int]:
 
 
 def _needed_ops(graph: Graph, stage: int, results: Iterable[Value]) -> tuple[list[Op], set[Value]]:
-    """Operations of one stage plus the copies of unannotated ones they need, in order, and every value these use."""
+    """Return the operations of one stage plus the copies of unannotated ones they need, in order, and every value these
+    use."""
     used: set[Value] = set(results)
     kept: list[Op] = []
     for op in reversed(graph.ops):
@@ -94,13 +96,13 @@ def _needed_ops(graph: Graph, stage: int, results: Iterable[Value]) -> tuple[lis
 
 
 def _wanted(forward: Graph, stage: int, owner: Mapping[Value, int], saved: Iterable[Value]) -> set[Value]:
-    """Values of other stages, and inputs, that the forward graph of a stage must be given."""
+    """Return the values of other stages, and inputs, that the forward graph of a stage takes."""
     ops, used = _needed_ops(forward, stage, (*saved, *_own_outs(forward, stage, owner)))
     return used - made_values(ops)
 
 
 def _own_outs(forward: Graph, stage: int, owner: Mapping[Value, int]) -> list[Value]:
-    """Outputs of the model that this stage hands out; those that no stage owns come from the last."""
+    """Return the outputs of the model that this stage returns; those that no stage owns come from the last."""
     last = max(owner.values(), default=0)
     return [v for v in forward.outs if owner.get(v, last) == stage]
 
@@ -125,8 +127,11 @@ def _forward_part(
 def _backward_part(
     backward: Graph, stage: int, owner: Mapping[Value, int], forward: Graph, forward_owner: Mapping[Value, int]
 ) -> tuple[Graph, tuple[Value, ...]]:
-    """The backward graph of a stage, and the forward values it needs saved. A forward value that B computes again is computed again
-    only where the forward pass made it, and not from what a later stage makes of it; otherwise it is saved."""
+    """Return the backward graph of a stage, and the forward values it needs saved.
+
+    A forward value that B computes again is computed again only where the forward pass made it, and not from results of
+    a later stage. Otherwise it is saved.
+    """
 
     def is_done_here(op: Op) -> bool:
         again = any(v in forward_owner for v in op.outs)
@@ -139,9 +144,9 @@ def _backward_part(
     exported = _used_elsewhere(backward, stage)
     outs = tuple(v for op in ops for v in op.outs if owner.get(v) == stage and v in exported)
     kept, used = _needed_ops(Graph(backward.name, backward.ins, outs, ops), stage, outs)
-    given = used - made_values(kept)
-    saved = tuple(v for v in (*forward.ins, *(v for op in forward.ops for v in op.outs)) if v in given)
-    received = tuple(v for op in backward.ops for v in op.outs if v in given and v not in saved)
+    needed = used - made_values(kept)
+    saved = tuple(v for v in (*forward.ins, *(v for op in forward.ops for v in op.outs)) if v in needed)
+    received = tuple(v for op in backward.ops for v in op.outs if v in needed and v not in saved)
     return Graph(f"s{stage}.B", received + saved, outs, tuple(kept)), saved
 
 
@@ -150,7 +155,7 @@ def _used_elsewhere(graph: Graph, stage: int) -> set[Value]:
 
 
 def _norm_part(norm: Graph, stage: int) -> Graph:
-    """What one stage does in N."""
+    """Return the part of N that one stage runs."""
     ops, _ = _needed_ops(
         Graph(norm.name, (), (), tuple(op for op in norm.ops if op.outs or op.attrs.get("stage") == stage)), stage, ()
     )
@@ -158,21 +163,24 @@ def _norm_part(norm: Graph, stage: int) -> Graph:
 
 
 def _update_part(update: Graph, stage: int, read: set[str], outs: tuple[Value, ...]) -> Graph:
-    """The updates of one stage, and what it is to tell about them. State without a stage is updated on every stage that uses it: parameters
-    and what else forward or backward `read` there, and what their updates use, such as the step counter."""
-    own = [op for op in update.ops if op.attrs.get("stage") == stage]
-    own += [op for op in update.ops if op.kind == "write" and "stage" not in op.attrs and op.var in read]
-    used = _closure(update, (*outs, *(v for op in own for v in op.ins)))
+    """Return the updates of one stage, with `outs` as results.
+
+    State without a stage is updated on every stage that uses it: parameters and other state that forward or backward
+    `read` there, and the state that their updates use, such as the step counter.
+    """
+    ops = [op for op in update.ops if op.attrs.get("stage") == stage]
+    ops += [op for op in update.ops if op.kind == "write" and "stage" not in op.attrs and op.var in read]
+    used = _closure(update, (*outs, *(v for op in ops for v in op.ins)))
     touched = {op.var for op in update.ops if op.kind == "read" and op.outs[0] in used}
     shared_writes = [op for op in update.ops if op.kind == "write" and "stage" not in op.attrs and op.var in touched]
     used |= _closure(update, (v for op in shared_writes for v in op.ins))
-    whole = {id(op) for op in (*own, *shared_writes)}
+    whole = {id(op) for op in (*ops, *shared_writes)}
     kept = [op for op in update.ops if id(op) in whole or ("stage" not in op.attrs and any(v in used for v in op.outs))]
     return Graph(f"s{stage}.U", (), outs, tuple(op.with_attrs(stage=None) for op in kept))
 
 
 def _closure(graph: Graph, values: Iterable[Value]) -> set[Value]:
-    """The values, and all that unannotated operations need to make them."""
+    """Return the values, and all that unannotated operations need to make them."""
     used = set(values)
     for op in reversed(graph.ops):
         if "stage" not in op.attrs and any(v in used for v in op.outs):

@@ -1,15 +1,20 @@
-"""split-backward: part every stage's backward graph in two. In: a module of stage graphs F, B, U. Out: B with what the gradients sent to
-other stages need, and W with the rest: weight gradients and their `accum`.
+"""Part every stage's backward graph in two: the pass `split-backward`.
 
-    sN.B    the operations that its results depend on; saves what W takes of it: what it makes, and what it received for W
+In: a module of stage graphs F, B, U. Out: B with what the gradients sent to other stages need, and W with the rest:
+weight gradients and their `accum`.
+
+    sN.B    the operations that its results depend on; saves what W takes of it: what it makes, and what it received for
+            W
     sN.W    all others, once per microbatch after B; returns nothing
 
-so that the operand and the gradient of each weight's product stand in W, and a schedule may run W where the pipeline would wait. B then W
-do what the backward graph did: every operation once, in the old order. Done again in W, not saved, is only what autodiff does again in B
-as well: what depends on constants and variables alone, and layout changes, which cost nothing where they are read.
+So the operand and the gradient of each weight's product stand in W, and a schedule may run W where the pipeline would
+wait. B then W do what the backward graph did: every operation once, in the old order. W does again, instead of saving,
+only what autodiff does again in B as well: what depends on constants and variables alone, and layout changes, which
+cost nothing where they are read.
 
-A backward graph that sends nothing (that of the first stage) has nothing that is wanted early, and one that accumulates nothing has nothing
-that could wait: both stay whole. So does that of a module without stages. What W needs lives longer than under a whole backward.
+A backward graph that sends nothing (that of the first stage) has nothing that is wanted early, and one that accumulates
+nothing has nothing that could wait: both stay whole. So does that of a module without stages. What W needs lives longer
+than under a whole backward.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from penstock.passes.training.autodiff import is_repeated
 
 @dataclass(frozen=True, slots=True)
 class SplitBackwardOptions:
-    """Nothing to choose."""
+    """The pass has no options."""
 
 
 def split_backward(module: Module, options: SplitBackwardOptions = SplitBackwardOptions()) -> Module:
@@ -46,23 +51,27 @@ def split_backward(module: Module, options: SplitBackwardOptions = SplitBackward
 
 
 def _part(backward: Graph, received: Collection[Value]) -> tuple[Graph, Graph]:
-    """`received` are the inputs that come from other stages: they arrive for B, and W has them from it."""
+    """Part one backward graph in two. `received` are the inputs that come from other stages: they arrive for B, which
+    saves them for W."""
     early, used = _needed(backward.ops, backward.outs, ())
-    made = made_values(early)
-    late, given = _needed(backward.ops, (), made - _done_again(backward))
-    given -= made_values(late)
+    early_values = made_values(early)
+    late, late_uses = _needed(backward.ops, (), early_values - _done_again(backward))
+    late_uses -= made_values(late)
     order = [*backward.ins, *(v for op in backward.ops for v in op.outs)]
     ins = tuple(v for v in backward.ins if v in used or v in received)
-    saved = tuple(v for v in order if v in given and (v in made or v in received))
-    weights = Graph(backward.name[:-1] + "W", tuple(v for v in order if v in given), (), late)
+    saved = tuple(v for v in order if v in late_uses and (v in early_values or v in received))
+    weights = Graph(backward.name[:-1] + "W", tuple(v for v in order if v in late_uses), (), late)
     return Graph(backward.name, ins, backward.outs, early, saved), weights
 
 
 def _needed(
     ops: Sequence[Op], results: Collection[Value], there: Collection[Value]
 ) -> tuple[tuple[Op, ...], set[Value]]:
-    """The operations that `results` depend on, or without any, those that `accum` does, as far as their results are not `there`; and
-    every value that they use."""
+    """Return the operations that `results` depend on, and every value that they use.
+
+    Without results they are the operations that `accum` depends on. Operations whose results are all `there` are left
+    out.
+    """
     used, kept = set(results), []
     for op in reversed(ops):
         effect = op.kind == "accum" and not results
@@ -73,7 +82,7 @@ def _needed(
 
 
 def _done_again(graph: Graph) -> set[Value]:
-    """What is cheaper to make a second time than to keep."""
+    """Return the values that are cheaper to make a second time than to keep."""
     fixed: set[Value] = set()
     again: set[Value] = set()
     for op in graph.ops:

@@ -1,17 +1,17 @@
-"""Place the nodes of a graph on devices, optimally. Nothing in here knows of the IR, of torch or of TVM.
+"""Optimal placement of the nodes of a graph on devices. Nothing in here knows of the IR, of torch or of TVM.
 
-problem     nodes, edges, kinds of devices; what a placement costs
+problem     nodes, edges, kinds of devices; the cost of a placement
 workload    the public JSON format of such problems
-units       what must share a device, or may without loss, made one
-ideals      all sets that are closed downwards: what the devices before a cut may hold
+units       merges nodes that must share a device, or may without loss
+ideals      all sets that are closed downwards: the candidates for what the devices before a cut hold
 sweep       the dynamic programme over ideals
 contiguous  the best contiguous split, by that programme
 coarsen     fewer ideals, where there are too many
-bounds      what no split can be better than
+bounds      lower bounds on the value of any split
 programme   linear and integer programmes for the solver
 free        the best split of any kind, by integer programming
-calls       when nodes run where one sample goes through alone
-latency     the placement for which that takes least
-latency_programme   the same by integer programming, for what is too large to search
+calls       the times at which nodes run when one sample goes through alone
+latency     the placement with the least latency
+latency_programme   the same by integer programming, for problems that are too large to search
 sources     weights, shapes and masks, which a sample need not wait for
 """

@@ -1,11 +1,13 @@
-"""What no placement can be better than: the bound beside a value that is not proven to be the optimum.
+"""Lower bounds on the value of any placement: reported beside a value that is not proven to be the optimum.
 
-Work may be split at will here, even within a node, and nothing is transferred: with y[u, k] the
-part of unit u that is on devices of kind k,
+Here work may be split at will, even within a node, and nothing is transferred. With y[u, k] the part of unit u that is
+on devices of kind k,
 
-    least b:  sum over k of y[u, k] = 1,   sum over u of times[u][k] y[u, k] <= count[k] b,   sum over u of memory[u] y[u, k] <= count[k] memory[k]
+    least b:  sum over k of y[u, k] = 1
+              sum over u of times[u][k] y[u, k] <= count[k] b
+              sum over u of memory[u] y[u, k] <= count[k] memory[k]
 
-a linear programme. And some device has the unit that takes longest even where it is fastest.
+a linear programme. The second bound: some device has the unit that takes longest even where it is fastest.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from .units import Units
 
 
 def lower_bound(units: Units) -> float:
-    """The larger of the two bounds."""
+    """Return the larger of the two bounds."""
     heaviest = max((min(times) for times in units.times), default=0.0)
     if len(units.kinds) == 1:
         return max(heaviest, sum(times[0] for times in units.times) / units.kinds[0].count)
@@ -45,12 +47,13 @@ def _spread(units: Units) -> float:
         programme.row([*((y, units.times[u][k]) for u, y in mine), (level, -float(kind.count))], most=0.0)
         if kind.memory * kind.count < held:
             programme.row(((y, units.memory[u] / held) for u, y in mine), most=kind.count * kind.memory / held)
-    # The solver is content with a millionth.
+    # The solver meets rows to a millionth.
     return max(0.0, programme.minimise().bound) * (1 - 1e-6)
 
 
 def check_room(problem: PlacementProblem, units: Units) -> None:
-    """Say so where no placement can exist for plain reasons: nodes that fit on no device, or more bytes than all devices hold."""
+    """Raise DoesNotFit where no placement can exist for plain reasons: nodes that fit on no device, or more bytes than
+    all devices hold."""
     problems = []
     for times, memory, nodes in zip(units.times, units.memory, units.nodes, strict=True):
         lost = [problem.nodes[n] for n in nodes]

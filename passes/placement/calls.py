@@ -1,13 +1,16 @@
-"""When nodes run where one sample goes through a placement alone: the model behind latency.py.
+"""The latency model: the times at which nodes run where one sample goes through a placement alone. latency.py minimises
+it.
 
 An accelerator (a device that pays transfers) takes one set of nodes and runs it as one call:
 
     start(call)  = the last end of nodes elsewhere whose outputs the set uses
-    end(call)    = start + sum of times + transfers of what comes in and of what goes out, each once per node;  all nodes of the set end then
+    end(call)    = start + sum of times + transfers of what comes in and of what goes out, each once per node;
+                   all nodes of the set end then
 
-The host (devices that pay none) runs each node by itself, as soon as what it uses has ended, and as many at once as there are to run: how
-many CPUs there are does not matter, only whether there are any. The latency is the last end. No call may wait for itself through others:
-sets are contiguous, and accelerators can be put in an order. Colours share an accelerator or are all on the host; memory limits hold.
+The host (devices that pay none) runs each node by itself, as soon as what it uses has ended. It runs as many at once as
+there are to run. The number of CPUs does not matter, only whether there are any. The latency is the last end. No call
+may wait for itself through others: sets are contiguous, and accelerators can be put in an order. Colours share an
+accelerator or are all on the host; memory limits hold.
 """
 
 from __future__ import annotations
@@ -26,8 +29,11 @@ from .units import Units, units_of
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where colours may be: accelerators, each by itself, and per kind of host device one place for all of them.
-    Nodes stand in an order of the graph."""
+    """The places where colours may be: accelerators, each by itself, and per kind of host device one place for all of
+    them.
+
+    Nodes stand in an order of the graph.
+    """
 
     problem: PlacementProblem
     units: Units
@@ -73,13 +79,13 @@ class Places:
         return not self.problem.kinds[self.kind_of[place]].pays_transfers
 
     def time(self, unit: int, place: int) -> float:
-        """Seconds of all nodes of a unit, infinity where it cannot be."""
+        """Return the seconds of all nodes of a unit, infinity where it cannot be."""
         kind = self.problem.kinds[self.kind_of[place]]
         here = sum(self.problem.nodes[n].times[self.kind_of[place]] for n in self.units.nodes[unit])
         return here if self.is_host(place) or holds(kind, self.units.memory[unit]) else inf
 
     def has_room(self, place_of: Sequence[int]) -> bool:
-        """Whether everything can run where it is. What is nowhere yet (-1) takes nothing."""
+        """Return whether every unit can run where it is. A unit without a place (-1) takes nothing."""
         held = [0.0] * len(self)
         for unit, place in enumerate(place_of):
             if place >= 0:
@@ -89,7 +95,7 @@ class Places:
         return all(self.is_host(p) or holds(self.problem.kinds[self.kind_of[p]], m) for p, m in enumerate(held))
 
     def twins(self, place: int) -> int:
-        """The first place that is like this one."""
+        """Return the first place that is equal to this one."""
         return (
             place
             if self.is_host(place)
@@ -102,7 +108,7 @@ class Places:
 
 
 def ends(problem: PlacementProblem, device_of: Sequence[int]) -> list[tuple[float, float]] | None:
-    """When each node starts and ends; None where calls wait in a circle."""
+    """Return the start and the end of each node; None where calls wait in a cycle."""
     kinds = problem.devices
     call_of = [device if problem.kinds[kinds[device]].pays_transfers else -1 - n for n, device in enumerate(device_of)]
     duration: dict[int, float] = {}
@@ -130,8 +136,8 @@ def ends(problem: PlacementProblem, device_of: Sequence[int]) -> list[tuple[floa
 
 
 def latency(places: Places, place_of: Sequence[int]) -> float:
-    """The last end, infinity where the placement is not allowed."""
+    """Return the last end, infinity where the placement is not allowed."""
     if not places.has_room(place_of):
         return inf
-    found = ends(places.problem, [places.device_of[place_of[unit]] for unit in places.unit_of])
-    return inf if found is None else max(end for _, end in found)
+    times = ends(places.problem, [places.device_of[place_of[unit]] for unit in places.unit_of])
+    return inf if times is None else max(end for _, end in times)

@@ -1,7 +1,7 @@
-"""Fewer units, where there are too many ideals: neighbours in a linear order that respects the order of the units are made one.
+"""Coarsen a problem with too many ideals: merge neighbours in a linear order that respects the order of the units.
 
-That never makes a circle. Light pairs go first, so that clusters are of like weight; `cuts` stay apart, so that the split that has them
-is still possible: what is found on the clusters is never worse than it.
+That never makes a cycle. Light pairs are merged first, so that clusters are of like weight. `cuts` stay apart, so that
+the split that has them is still possible: the best split of the clusters is never worse than it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Pick = Callable[[int], float]
 
 
 def linear(before: Sequence[set[int]], after: Sequence[set[int]], rank: Pick) -> list[int]:
-    """Units such that each stands behind those before it; of those that may come next the one of the smallest rank."""
+    """Return a topological order of the units: of those that may come next, the one of the smallest rank goes first."""
     waiting = [len(units) for units in before]
     free = [(rank(u), u) for u, count in enumerate(waiting) if not count]
     heapify(free)
@@ -31,7 +31,7 @@ def linear(before: Sequence[set[int]], after: Sequence[set[int]], rank: Pick) ->
 
 
 def deep(before: Sequence[set[int]], after: Sequence[set[int]]) -> list[int]:
-    """A linear order that finishes a branch before it begins another."""
+    """Return a linear order that finishes a branch before it begins another."""
     waiting = [len(units) for units in before]
     free = [u for u, count in reversed(list(enumerate(waiting))) if not count]
     line: list[int] = []
@@ -46,16 +46,16 @@ def deep(before: Sequence[set[int]], after: Sequence[set[int]]) -> list[int]:
 
 
 def lines(units: Units) -> list[list[int]]:
-    """Several linear orders: as the nodes stand, by branches, and by branches from the end, where
-    sources stand right before what uses them."""
+    """Return several linear orders: as the nodes stand, by branches, and by branches from the end, where sources stand
+    right before their users."""
     before, after = units.neighbours()
-    found = [linear(before, after, lambda u: units.nodes[u][0]), deep(before, after), deep(after, before)[::-1]]
-    return [line for i, line in enumerate(found) if line not in found[:i]]
+    orders = [linear(before, after, lambda u: units.nodes[u][0]), deep(before, after), deep(after, before)[::-1]]
+    return [line for i, line in enumerate(orders) if line not in orders[:i]]
 
 
 def clusters(weights: Sequence[float], line: Sequence[int], cuts: Collection[int], count: int) -> list[int]:
-    """The group of every unit: at most `count` stretches of the line, or one between each two cuts,
-    where that is more. A cut is a position."""
+    """Return the group of every unit: at most `count` stretches of the line, or one between each two cuts, where that
+    is more. A cut is a position."""
     last = list(range(len(line)))
     weight = [weights[u] for u in line]
     follower = [i + 1 for i in range(len(line))]

@@ -1,17 +1,19 @@
-"""The best contiguous split of a problem: exact as long as its ideals can be counted, with a bound beside it otherwise.
+"""The best contiguous split of a problem: exact as long as its ideals can be counted, with a lower bound beside it
+otherwise.
 
-    1. what must share a device is made one, and what may without loss (units.py)
-    2. three linear orders are cut as well as they can be: the best of the three is the value to beat
-    3. a tie that costs as much as that value is not cut by anything better, so its units are made one
+    1. nodes that must share a device are merged, and those that may without loss (units.py)
+    2. three linear orders are cut as well as they can be: the best of the three is the upper bound
+    3. a tie that costs as much as that bound is not cut by anything better, so its units are merged
     4. all ideals, at most `limit` of them, and the dynamic programme over them (sweep.py)
 
-Where there are more ideals than the limit, small units with one neighbour go with it, whatever memory says; if that does not do, the units
-are clustered along the best of the linear orders (coarsen.py), fewer and fewer, until their ideals can be counted. The value is then the
-best over clusters, never worse than the best linear order. `bound` says what is lost at most: the optimum without memory limits and without
-the times of such small units, where its ideals can be counted, and the relaxation of bounds.py.
+Where there are more ideals than the limit, small units with one neighbour are merged with it, whatever memory says. If
+that does not do, the units are clustered along the best of the linear orders (coarsen.py), fewer and fewer, until their
+ideals can be counted. The value is then the best over clusters, never worse than the best linear order. `bound` says
+what is lost at most: the optimum without memory limits and without the times of such small units, where its ideals can
+be counted, and the relaxation of bounds.py.
 
-Time: in proportion to pairs of ideals within reach of each other, some 30 ns each. Memory: ideals x (units + 18 x states) bytes, where the
-states are the numbers of devices that can be in use.
+Time: in proportion to pairs of ideals within reach of each other, some 30 ns each. Memory: ideals x (units + 18 x
+states) bytes, where the states are the numbers of devices that can be in use.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ from .sweep import Fillings, KindUnits, Tables, sweep
 from .units import Units, absorb, relaxed, units_of
 
 LIMIT = 50_000
-# How far the number of units goes down when there are too many ideals.
+# The factor by which the number of units shrinks when there are too many ideals.
 _SHRINK = 0.75
-# Units at the rim that take less than this part of the largest load go with their neighbour when there are too many ideals.
+# Units with one neighbour that take less than this part of the largest load are merged with it when there are too many
+# ideals.
 _SMALL = 2e-3
 # Linear orders of more units take too much memory: a byte for each pair.
 _LONGEST = 4_000
@@ -42,7 +45,7 @@ _LONGEST = 4_000
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Sets of units, one after the other; `line` is the linear order it is one of, if it was made from one."""
+    """Sets of units, one after the other. `line` is the linear order that it was cut from, if it was cut from one."""
 
     value: float
     parts: tuple[KindUnits, ...]
@@ -51,7 +54,7 @@ class _Split:
 
 
 def split_contiguously(problem: PlacementProblem, limit: int = LIMIT, progress: Progress | None = None) -> Placement:
-    """The contiguous split with the smallest largest load."""
+    """Return the contiguous split with the smallest largest load."""
     whole = units_of(problem)
     check_room(problem, whole)
     units = absorb(whole)
@@ -68,27 +71,27 @@ def split_contiguously(problem: PlacementProblem, limit: int = LIMIT, progress: 
         notes.append(f"more than {limit} ideals: the best split of {len(tight)} clusters of nodes, not of all nodes")
     exact = not notes
     notes.insert(0, f"{len(ideals)} ideals of {len(tight)} units, made of {len(problem.nodes)} nodes")
-    found = _swept(tight, ideals, fillings, known, progress)
-    if found is None:
+    split = _swept(tight, ideals, fillings, known, progress)
+    if split is None:
         reason = "no contiguous split fits the memory of the devices" + (
             "" if exact else f", of {len(tight)} clusters of nodes"
         )
         raise DoesNotFit(reason, hint="add devices or memory" + ("" if exact else ", or raise the limit of ideals"))
-    device_of, value = _placed(problem, found)
-    assert abs(value - found.value) <= 1e-9 * max(1.0, value), f"the split takes {value}, the search said {found.value}"
+    device_of, value = _placed(problem, split)
+    assert abs(value - split.value) <= 1e-9 * max(1.0, value), f"the split takes {value}, the search said {split.value}"
     if exact:
         return Placement(problem, device_of, value, value, tuple(notes))
     better, bound = _relaxed(whole, fillings, value, limit, progress)
     if better is not None:
-        tried, reached = _placed(problem, better)
-        if fits(problem, loads(problem, tried)) and reached < value:
-            device_of, value = tried, reached
+        candidate, candidate_value = _placed(problem, better)
+        if fits(problem, loads(problem, candidate)) and candidate_value < value:
+            device_of, value = candidate, candidate_value
     return Placement(problem, device_of, value, min(value, max(bound, lower_bound(whole))), tuple(notes))
 
 
-def _placed(problem: PlacementProblem, found: _Split) -> tuple[tuple[int, ...], float]:
-    """Devices of the nodes, and the largest load, from the definition."""
-    device_of = found.units.spread(_devices(found.units, found.parts), len(problem.nodes))
+def _placed(problem: PlacementProblem, split: _Split) -> tuple[tuple[int, ...], float]:
+    """Return the devices of the nodes, and the largest load, from the definition."""
+    device_of = split.units.spread(_devices(split.units, split.parts), len(problem.nodes))
     return device_of, max(row.total for row in loads(problem, device_of))
 
 
@@ -99,22 +102,23 @@ def _weights(units: Units) -> list[float]:
 def _swept(
     units: Units, ideals: Ideals, fillings: Fillings, known: _Split | None, progress: Progress | None = None
 ) -> _Split | None:
-    """What is better than what is known, or that."""
+    """Return a split that is better than the known one, or else the known one."""
     better = sweep(Tables(units, ideals), fillings, known.value if known is not None else inf, progress)
     return known if better is None else _Split(better[0], tuple(better[1]), units)
 
 
 def _best_line(units: Units, fillings: Fillings, known: _Split | None) -> _Split | None:
-    """The best split into stretches of one of several linear orders, if it is better than what is known."""
+    """Return the best split into stretches of one of several linear orders, if it is better than the known one."""
     for line in lines(units):
-        found = _swept(units, prefixes(line), fillings, known)
-        if found is not None and found is not known:
-            known = replace(found, line=tuple(line))
+        split = _swept(units, prefixes(line), fillings, known)
+        if split is not None and split is not known:
+            known = replace(split, line=tuple(line))
     return known
 
 
 def _fused(units: Units, upper: float) -> Units:
-    """Units that nothing better than `upper` parts: some device with a part of them would pay as much for their tie alone."""
+    """Merge units that nothing better than `upper` parts: some device with a part of them would pay as much for their
+    tie alone."""
     if sum(kind.count for kind in units.kinds if not kind.pays_transfers) > 1:
         return units
     graph = nx.DiGraph()
@@ -132,7 +136,7 @@ def _fused(units: Units, upper: float) -> Units:
 def _clustered(
     units: Units, fillings: Fillings, known: _Split | None, limit: int, progress: Progress | None
 ) -> tuple[Units, Ideals, _Split | None]:
-    """Units made of units, as many as there may be for the limit, their ideals, and what is known by then."""
+    """Merge units until their ideals are within the limit. Return both, and the best split known by then."""
     small = (known.value if known is not None else sum(_weights(units))) * _SMALL
     loose = absorb(units, small)
     if loose is not units:
@@ -152,14 +156,15 @@ def _clustered(
         ideals = enumerate_ideals(*coarse.neighbours(), limit, progress)
         if ideals is not None:
             return coarse, ideals, known
-    # Very many devices side by side: nothing but the known split is left.
+    # With very many devices side by side, only the known split is left.
     return loose, prefixes(line), known
 
 
 def _relaxed(
     whole: Units, fillings: Fillings, value: float, limit: int, progress: Progress | None
 ) -> tuple[_Split | None, float]:
-    """The optimum without memory limits and without the times of small units at the rim: a bound. Its split may even fit."""
+    """Return the optimum without memory limits and without the times of small units with one neighbour: a bound. Its
+    split may even fit."""
     units = absorb(relaxed(whole, value * _SMALL))
     if len(units) > _LONGEST:
         return None, 0.0
@@ -169,12 +174,12 @@ def _relaxed(
     ideals = enumerate_ideals(*tight.neighbours(), limit, progress)
     if ideals is None:
         return None, 0.0
-    found = _swept(tight, ideals, fillings, known, progress)
-    return found, found.value if found is not None else 0.0
+    split = _swept(tight, ideals, fillings, known, progress)
+    return split, split.value if split is not None else 0.0
 
 
 def _devices(units: Units, parts: Sequence[KindUnits]) -> list[int]:
-    """The device of every unit: those of a kind are taken in order."""
+    """Return the device of every unit: those of a kind are used in order."""
     first = [sum(kind.count for kind in units.kinds[:k]) for k in range(len(units.kinds))]
     device_of = [-1] * len(units)
     for part in parts:

@@ -1,15 +1,17 @@
 """The best split of any kind, contiguous or not, by integer programming.
 
-With x[u, d] = 1 where unit u is on device d, and for every tie h and device d that pays transfers `any[h, d]` at least every x[u, d] of its
-units, and `all[h, d]` at most each of them,
+Let x[u, d] = 1 where unit u is on device d. For every tie h and device d that pays transfers let `any[h, d]` be at
+least every x[u, d] of its units, and `all[h, d]` at most each of them:
 
-    least L:  sum over u of times[u][d] x[u, d] + sum over h of cost(h) (any[h, d] - all[h, d]) <= L     for every device d
+    least L:  sum over u of times[u][d] x[u, d] + sum over h of cost(h) (any[h, d] - all[h, d]) <= L
+              for every device d, and
               sum over d of x[u, d] = 1,     sum over u of memory[u] x[u, d] <= memory of d
 
-Equal devices could change places: a unit may be on one only if a unit before it, in the order of their times, is on the one before.
+Equal devices could change places: a unit may be on one only if a unit before it, in the order of their times, is on the
+one before.
 
-The search starts from the best contiguous split, so what it finds is never worse. It ends when the optimum is proven to a millionth, or
-after a number of nodes of its tree; `bound` is what it has proven until then.
+The search starts from the best contiguous split, so its result is never worse. It ends when the optimum is proven to a
+millionth, or after a number of nodes of its tree; `bound` is what it has proven until then.
 """
 
 from __future__ import annotations
@@ -25,43 +27,46 @@ from .programme import Programme
 from .units import Units, absorb, units_of
 
 NODES = 2_000
-# What rows may be violated by.
+# The feasibility tolerance of rows.
 _TOLERANCE = 1e-6
 
 
 def split_freely(
     problem: PlacementProblem, nodes: int = NODES, limit: int = LIMIT, progress: Progress | None = None
 ) -> Placement:
-    """The split with the smallest largest load."""
+    """Return the split with the smallest largest load."""
     whole = units_of(problem, contiguous=False)
     check_room(problem, whole)
     units = absorb(whole)
     known, reason = _contiguous(problem, limit, progress)
-    # In units of the value to beat, so that tolerances mean the same in all problems.
+    # Times are in units of the upper bound, so that tolerances mean the same in all problems.
     scale = known.value if known is not None else sum(max(t for t in times if t < inf) for times in units.times)
     if scale == 0 and known is not None:
         return known
     model = _Model(units, problem.devices, scale or 1.0)
     start = model.start([known.device_of[head] for head in units.heads]) if known is not None else []
     answer = model.programme.minimise(start, nodes, progress)
-    found = known
+    placement = known
     if answer.values:
         device_of = units.spread(model.devices(answer.values), len(problem.nodes))
         rows = loads(problem, device_of)
         value = max(row.total for row in rows)
         if fits(problem, rows) and (known is None or value < known.value):
-            found = Placement(problem, device_of, value, 0.0)
-    if found is None:
+            placement = Placement(problem, device_of, value, 0.0)
+    if placement is None:
         searched = "proven" if answer.bound == inf else f"none found in {answer.nodes} nodes of the search tree"
         raise DoesNotFit(
             f"no split fits the memory of the devices ({searched}); {reason}", hint="add devices or memory"
         )
     bound = max(lower_bound(units), min(answer.bound, 1e9) * scale * (1 - _TOLERANCE))
-    size = f"integer programme of {len(units)} units on {len(problem.devices)} devices, {answer.nodes} nodes of the search tree"
+    size = (
+        f"integer programme of {len(units)} units on {len(problem.devices)} devices, "
+        f"{answer.nodes} nodes of the search tree"
+    )
     notes = (size, *(f"contiguous: {text}" for text in (known.notes if known is not None else ())))
     if known is not None:
         notes = (*notes, f"the best contiguous split found takes {known.value:.9g}")
-    return Placement(problem, found.device_of, found.value, min(found.value, bound), notes)
+    return Placement(problem, placement.device_of, placement.value, min(placement.value, bound), notes)
 
 
 def _contiguous(problem: PlacementProblem, limit: int, progress: Progress | None) -> tuple[Placement | None, str]:
@@ -72,7 +77,7 @@ def _contiguous(problem: PlacementProblem, limit: int, progress: Progress | None
 
 
 class _Model:
-    """The programme, and which variable is what."""
+    """The integer programme, with the meaning of its variables."""
 
     def __init__(self, units: Units, kind_of: tuple[int, ...], scale: float) -> None:
         numbers = sorted(set(kind_of))
@@ -120,14 +125,14 @@ class _Model:
                 self.programme.row([(self._at[u][d], 1.0), *earlier], most=0.0)
 
     def start(self, device_of: list[int]) -> list[float]:
-        """A known split as values of all variables, with equal devices numbered as the programme wants them."""
+        """Return a known split as values of all variables, with equal devices numbered as the programme wants them."""
         number: dict[int, int] = {}
-        taken = dict.fromkeys(self._first, 0)
+        used = dict.fromkeys(self._first, 0)
         for u in self._order:
             if (device := device_of[u]) not in number:
                 first = self._first[device]
-                number[device] = first + taken[first]
-                taken[first] += 1
+                number[device] = first + used[first]
+                used[first] += 1
         values = [0.0] * len(self.programme.lower)
         place = [number[device] for device in device_of]
         for at, d in zip(self._at, place, strict=True):

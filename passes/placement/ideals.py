@@ -1,12 +1,13 @@
-"""Ideals of an order: sets of units that hold, with a unit, all that come before it. A device that takes a
-contiguous set takes the difference of two.
+"""Ideals of an order: sets of units that hold, with a unit, all its predecessors. A device with a contiguous set of
+units has the difference of two.
 
 `enumerate_ideals` finds all of them, level by level: an ideal of i+1 units is one of i units and a unit all of whose
-predecessors it holds. It gives up beyond a limit, as their number is exponential in the width of the order. `prefixes` are those
-of one linear order: as many as units, plus one.
+predecessors it holds. It gives up beyond a limit, as their number is exponential in the width of the order. `prefixes`
+are those of one linear order: as many as units, plus one.
 
-A set is a Python integer, bit u for unit u. The dynamic programme wants the transposed table too: for every unit a byte per ideal, so that
-"which of these ten thousand ideals hold unit u" is one row. That is what takes the memory: units x ideals bytes.
+A set is a Python integer, bit u for unit u. The dynamic programme wants the transposed table too: for every unit a byte
+per ideal, so that "which of these ten thousand ideals hold unit u" is one row. That is what takes the memory: units x
+ideals bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Ideals:
-    """`sets[i]`, and `tops[i]`: its units without a successor in it, or enough of them that another ideal here holds it if it holds these.
-    Smaller sets come first: `sets[0]` is empty, the last is everything."""
+    """A list of ideals, smaller sets first: `sets[0]` is empty, the last is everything.
+
+    `tops[i]` are the units of `sets[i]` without a successor in it, or enough of them that another ideal here holds it
+    if it holds these.
+    """
 
     units: int
     sets: tuple[int, ...]
@@ -35,7 +39,7 @@ class Ideals:
         return len(self.sets)
 
     def rows(self) -> Bytes:
-        """Entry [u, i] is 1 where ideal i holds unit u."""
+        """Return the membership table: entry [u, i] is 1 where ideal i holds unit u."""
         width = (self.units + 7) // 8
         packed = np.frombuffer(b"".join(s.to_bytes(width, "little") for s in self.sets), np.uint8).reshape(
             len(self), width
@@ -49,7 +53,7 @@ class Ideals:
 
 
 def bits(set: int) -> Iterator[int]:
-    """The units of a set, in order."""
+    """Yield the units of a set, in order."""
     while set:
         low = set & -set
         yield low.bit_length() - 1
@@ -57,18 +61,18 @@ def bits(set: int) -> Iterator[int]:
 
 
 def masks(neighbours: Sequence[set[int]]) -> list[int]:
-    """Sets of units as integers."""
+    """Return sets of units as integers."""
     return [sum(1 << u for u in units) for units in neighbours]
 
 
 def enumerate_ideals(
     before: Sequence[set[int]], after: Sequence[set[int]], limit: int, progress: Progress | None = None
 ) -> Ideals | None:
-    """All ideals, or None where there are more than `limit`."""
+    """Return all ideals, or None where there are more than `limit`."""
     units = len(before)
     below = masks(before)
     sets, tops = [0], [0]
-    # Per ideal of the level: what can be added to it.
+    # Per ideal of the level: its tops, and the units that can be added to it.
     level: dict[int, tuple[int, list[int]]] = {0: (0, [u for u in range(units) if not below[u]])}
     for _ in range(units):
         grown: dict[int, tuple[int, list[int]]] = {}
@@ -89,7 +93,8 @@ def enumerate_ideals(
 
 
 def prefixes(line: Sequence[int]) -> Ideals:
-    """The ideals that a linear order passes through: each holds those before it, so one that has the last unit has all."""
+    """Return the ideals that a linear order passes through: each holds those before it, so one that has the last unit
+    has all."""
     sets = [0]
     for u in line:
         sets.append(sets[-1] | 1 << u)

@@ -1,8 +1,10 @@
-"""The time of one sample alone, from its inputs to its last output, and the placement for which it is smallest. For inference only.
+"""The placement with the least latency: the time of one sample alone, from its inputs to its last output. For inference
+only.
 
-What the latency of a placement is, calls.py says. Small problems are searched in full: colours in the order of the graph, every place, as
-long as a path through what is placed and the rest at its fastest is below the best that is known. Where that takes more than `tries`
-steps an integer programme goes on (latency_programme.py), if it is not too large. All of it starts from the best of a few placements,
+calls.py defines the latency of a placement. Small problems are searched in full, by branch and bound: colours in the
+order of the graph, every place, as long as the lower bound of a partial placement is below the best known value. That
+bound is a path through what is placed and the rest at its fastest. Where that takes more than `tries` steps an integer
+programme goes on (latency_programme.py), if it is not too large. All of it starts from the best of a few placements,
 improved by moving one colour at a time.
 """
 
@@ -29,11 +31,11 @@ NODES = 2_000
 def place_for_latency(
     problem: PlacementProblem, tries: int = TRIES, nodes: int = NODES, progress: Progress | None = None
 ) -> Placement:
-    """The placement with the smallest latency."""
+    """Return the placement with the smallest latency."""
     check_room(problem, units_of(problem, contiguous=False))
     small, home = without_sources(problem)
-    found = _place(Places.of(small), tries, nodes, progress)
-    return replace(found, problem=problem, device_of=tuple(found.device_of[n] for n in home))
+    placement = _place(Places.of(small), tries, nodes, progress)
+    return replace(placement, problem=problem, device_of=tuple(placement.device_of[n] for n in home))
 
 
 def _place(places: Places, tries: int, nodes: int, progress: Progress | None) -> Placement:
@@ -45,11 +47,13 @@ def _place(places: Places, tries: int, nodes: int, progress: Progress | None) ->
         if search.value == inf:
             raise DoesNotFit("no placement fits the memory of the devices", hint="add devices or memory")
         return places.placement(search.best, search.value, search.value, (f"{size}: searched in full",))
-    found, bound, count = minimise(places, search.best if search.value < inf else None, search.value, nodes, progress)
-    value = latency(places, found) if found is not None else inf
+    place_of, bound, count = minimise(
+        places, search.best if search.value < inf else None, search.value, nodes, progress
+    )
+    value = latency(places, place_of) if place_of is not None else inf
     if value >= search.value:
-        found, value = search.best, search.value
-    if found is None or value == inf:
+        place_of, value = search.best, search.value
+    if place_of is None or value == inf:
         raise DoesNotFit(
             f"no placement found that fits the memory of the devices, in {count} nodes of the search tree",
             hint="add memory",
@@ -60,11 +64,11 @@ def _place(places: Places, tries: int, nodes: int, progress: Progress | None) ->
         if count >= 0
         else "too large for an integer programme, moved one by one"
     )
-    return places.placement(found, value, bound, (f"{size}: {how}",))
+    return places.placement(place_of, value, bound, (f"{size}: {how}",))
 
 
 def _begin(places: Places) -> tuple[list[int], float]:
-    """A few simple placements, each improved by moving one colour at a time; the best of them."""
+    """Improve a few simple placements by moving one colour at a time, and return the best of them."""
     count = len(places.units)
     starts = [[place] * count for place in range(len(places)) if places.twins(place) == place]
     try:
@@ -80,9 +84,9 @@ def _begin(places: Places) -> tuple[list[int], float]:
         pass
     best, value = starts[0], inf
     for start in starts:
-        found, reached = _improved(places, start)
-        if reached < value:
-            best, value = found, reached
+        place_of, result = _improved(places, start)
+        if result < value:
+            best, value = place_of, result
     return best, value
 
 
@@ -95,15 +99,16 @@ def _improved(places: Places, start: list[int]) -> tuple[list[int], float]:
             home = place_of[unit]
             for place in range(len(places)):
                 place_of[unit] = place
-                tried = latency(places, place_of) if place != home else value
-                if tried < value:
-                    value, home, moved = tried, place, True
+                moved_value = latency(places, place_of) if place != home else value
+                if moved_value < value:
+                    value, home, moved = moved_value, place, True
             place_of[unit] = home
     return place_of, value
 
 
 class _Search:
-    """Every place for every colour, until `tries` steps are taken; then `tries` is negative."""
+    """A depth-first search over every place for every colour, until `tries` steps are made; then `tries` is
+    negative."""
 
     def __init__(self, places: Places, best: list[int], value: float, tries: int, progress: Progress | None) -> None:
         self.places, self.best, self.value, self.tries, self._progress, self._all = (
@@ -116,7 +121,7 @@ class _Search:
         )
         position = {n: i for i, n in enumerate(places.order)}
         self._units = sorted(range(len(places.units)), key=lambda u: min(position[n] for n in places.units.nodes[u]))
-        # Per node and place; the last column is for what is nowhere yet: its fastest.
+        # Per node and place; the last column is for nodes without a place: the time where they are fastest.
         self._times = [[n.times[k] for k in places.kind_of] for n in places.problem.nodes]
         self._times = [[*times, min(t for t in times)] for times in self._times]
 
@@ -143,7 +148,7 @@ class _Search:
         place_of[unit] = -1
 
     def _choices(self, place_of: Sequence[int]) -> Iterator[int]:
-        """Of equal places that are empty only the first."""
+        """Yield the places to try. Of equal places that are empty only the first is tried."""
         used = set(place_of)
         fresh: set[int] = set()
         for place in range(len(self.places)):
@@ -154,7 +159,8 @@ class _Search:
                 fresh.add(twin)
 
     def floor(self, place_of: Sequence[int]) -> float:
-        """What no placement of the rest can be below: the longest path, and what each accelerator has to do already."""
+        """Return a lower bound on all placements of the rest: the longest path, and the work that each accelerator has
+        already."""
         end = [0.0] * len(self._times)
         busy = [0.0] * (len(self.places) + 1)
         for n in self.places.order:

@@ -4,11 +4,13 @@ With x[u, p] = 1 where colour u is at place p, and for nodes n and accelerators 
 elsewhere, out[n, p] where n is used elsewhere,
 
     end[n] >= end[m] + time of n on the host, where it is there            for edges m -> n
-    start[p] >= end[n] - M (1 - in[n, p]),   finish[p] = start[p] + times of its nodes + transfers in and out,   end[n] >= finish[p] - M (1 - x[n, p])
+    start[p] >= end[n] - M (1 - in[n, p])
+    finish[p] = start[p] + times of its nodes + transfers in and out
+    end[n] >= finish[p] - M (1 - x[n, p])
     least L >= end[n]
 
-M is the latency that is known. Times alone would let calls that take none wait for each other in a circle: ranks forbid it, that go up by
-one along every edge but those within a call, whose nodes have one rank.
+M is the known latency. Times alone would let calls that take no time wait for each other in a cycle. Ranks forbid it:
+they go up by one along every edge but those within a call, whose nodes have one rank.
 
 Known limit: conditions with M relax to next to nothing, so bounds of large problems are those of the longest path.
 """
@@ -23,33 +25,34 @@ from .problem import Progress
 from .programme import Programme
 
 _TOLERANCE = 1e-6
-# Rows. Of more the relaxation alone takes minutes, and says next to nothing.
+# The most rows. With more of them the relaxation alone takes minutes, and its bound is next to nothing.
 _LARGEST = 2_500
 
 
 def minimise(
     places: Places, known: Sequence[int] | None, value: float, nodes: int, progress: Progress | None
 ) -> tuple[list[int] | None, float, int]:
-    """A place for every colour, a bound on the latency of all placements, and the nodes of the search tree;
-    None, 0 and -1 where it is too large."""
+    """Return a place for every colour, a bound on the latency of all placements, and the nodes of the search tree;
+    None, 0 and -1 where the programme is too large."""
     horizon = value if value < inf else _sum_of_all(places)
     model = _Model(places, horizon or 1.0)
     if len(model.programme) > _LARGEST and known is not None:
         return None, 0.0, -1
     start = model.start(known, value) if known is not None else []
     answer = model.programme.minimise(start, nodes, progress)
-    found = [max(range(len(at)), key=lambda p: answer.values[at[p]]) for at in model.at] if answer.values else None
-    return found, min(answer.bound, 1e9) * (horizon or 1.0) * (1 - _TOLERANCE), answer.nodes
+    place_of = [max(range(len(at)), key=lambda p: answer.values[at[p]]) for at in model.at] if answer.values else None
+    return place_of, min(answer.bound, 1e9) * (horizon or 1.0) * (1 - _TOLERANCE), answer.nodes
 
 
 def _sum_of_all(places: Places) -> float:
-    """No placement takes longer than everything after everything, at its slowest, with all transfers on both sides."""
+    """Return an upper bound on any latency: every node after every other at its slowest, with all transfers on both
+    sides."""
     slowest = [max((t for t in node.times if t < inf), default=0.0) for node in places.problem.nodes]
     return sum(slowest) + sum(2.0 * len(places) * node.transfer for node in places.problem.nodes)
 
 
 class _Model:
-    """Times are in parts of the horizon."""
+    """The integer programme. Times are fractions of the horizon."""
 
     def __init__(self, places: Places, horizon: float) -> None:
         self.places, self.programme, self._horizon = places, Programme(), horizon
@@ -120,7 +123,7 @@ class _Model:
             row([*finish, (self._level, -1.0)], most=0.0)
             for n in range(len(problem.nodes)):
                 late = [(variable, -weight) for variable, weight in finish]
-                # A call that is late may be later than the horizon only where it is empty, and then it is not late at all.
+                # A late call may end after the horizon only where it is empty, and an empty call is not late.
                 row([(self._end[n], 1.0), (self._x(n, p), -1.0), *late], least=-1.0)
                 row([(self._rank[n], 1.0), (self._rank_of_call[p], -1.0), (self._x(n, p), self._most)], most=self._most)
                 row([(self._rank_of_call[p], 1.0), (self._rank[n], -1.0), (self._x(n, p), self._most)], most=self._most)
@@ -128,22 +131,22 @@ class _Model:
                 row(((at[p], m / kind.memory) for at, m in zip(self.at, places.units.memory, strict=True)), most=1.0)
 
     def _break_symmetry(self) -> None:
-        """A unit may be in a place only if a unit before it is in the equal place before."""
+        """Allow a unit in a place only if a unit before it is in the equal place before."""
         for p in self._calls:
             if self.places.twins(p) != p:
                 for unit, at in enumerate(self.at):
                     self.programme.row([(at[p], 1.0), *((self.at[u][p - 1], -1.0) for u in range(unit))], most=0.0)
 
     def start(self, place_of: Sequence[int], value: float) -> list[float]:
-        """A known placement as values of all variables."""
+        """Return a known placement as values of all variables."""
         places, problem = self.places, self.places.problem
-        taken: dict[int, int] = {}
+        used: dict[int, int] = {}
         number: dict[int, int] = {}
         for p in place_of:
             if p not in number:
                 first = places.twins(p)
-                number[p] = first + taken.setdefault(first, 0)
-                taken[first] += 1
+                number[p] = first + used.setdefault(first, 0)
+                used[first] += 1
         place = [number[place_of[unit]] for unit in places.unit_of]
         times = ends(problem, [places.device_of[p] for p in place])
         assert times is not None, "the placement that is known waits in a circle"
@@ -165,7 +168,7 @@ class _Model:
         return values
 
     def _rank_all(self, values: list[float], place: Sequence[int]) -> None:
-        """Ranks one after the other: calls go up together until nothing does."""
+        """Set the ranks by iteration to a fixed point: the nodes of a call go up together."""
         rank = [0] * len(place)
         calls = set(self._calls)
         moved = True

@@ -1,19 +1,22 @@
-"""A placement problem, and what a placement of it costs.
+"""The placement problem: nodes, edges and devices, and the cost of a placement.
 
-A node takes `times[kind]` on a device of that kind (infinity: it cannot run there) and `memory` wherever it is. Its output costs `transfer`
-when it crosses the border of a device of a kind that pays transfers, in or out, once per node and device however many edges cross. Nodes of
-one colour share a device. With S the nodes on device d of kind t,
+A node takes `times[kind]` on a device of that kind (infinity: it cannot run there) and `memory` on any device. Its
+output costs `transfer` when it crosses the border of a device of a kind that pays transfers, in or out. That is once
+per node and device, however many edges cross. Nodes of one colour share a device. With S the nodes on device d of kind
+t,
 
     load(d) = sum over S of times[t]
-              + sum of transfer over nodes in S with a successor elsewhere, and nodes elsewhere with a successor in S    if t pays transfers
+              + sum of transfer over nodes in S with a successor elsewhere,
+                and nodes elsewhere with a successor in S                      if t pays transfers
     sum over S of memory <= memory of t
 
 and the throughput objective is the largest load: the time per sample of a pipeline that is full.
 
-A split is contiguous when the devices can be put in an order such that edges between forward nodes lead from a device to itself or to later
-ones. Backward nodes are where the forward nodes of their colour are: a device takes a contiguous set of forward nodes with the backward
-nodes that belong to them. Where a colour has backward nodes only, or a backward node no colour, the edges from or to it among backward
-nodes are read the other way round, as those of a forward node that would belong to it.
+A split is contiguous when the devices can be put in an order such that edges between forward nodes lead from a device
+to itself or to later ones. Backward nodes are where the forward nodes of their colour are: a device has a contiguous
+set of forward nodes with the backward nodes that belong to them. Where a colour has backward nodes only, or a backward
+node no colour, the edges from or to it among backward nodes are read the other way round, as those of a forward node
+that would belong to it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """`count` equal devices; `memory` is that of each of them, infinity where nobody asks."""
+    """A kind of `count` equal devices. `memory` is that of each device, infinity for no limit."""
 
     name: str
     count: int
@@ -37,6 +40,9 @@ class DeviceKind:
 
 @dataclass(frozen=True, slots=True)
 class PlacedNode:
+    """A node of the problem: its time per kind of device, its memory, the cost to transfer its output, and its
+    colour."""
+
     name: str
     times: tuple[float, ...]
     memory: float = 0.0
@@ -47,7 +53,7 @@ class PlacedNode:
 
 @dataclass(frozen=True, slots=True)
 class PlacementProblem:
-    """`edges` are pairs of positions in `nodes`, from the one that makes a value to one that uses it."""
+    """The problem. `edges` are pairs of positions in `nodes`, from the maker of a value to a user."""
 
     kinds: tuple[DeviceKind, ...]
     nodes: tuple[PlacedNode, ...]
@@ -64,8 +70,10 @@ class PlacementProblem:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`device_of` has a device for every node. `bound`: no placement of this sort is better, so the
-    value is the optimum where they are equal."""
+    """A placement with its value. `device_of` has a device for every node.
+
+    No placement of this sort is better than `bound`, so the value is the optimum where they are equal.
+    """
 
     problem: PlacementProblem
     device_of: tuple[int, ...]
@@ -75,13 +83,13 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """What the value can be above the optimum, as a part of the value."""
+        """The most that the value can be above the optimum, as a part of the value."""
         return max(0.0, (self.value - self.bound) / self.value) if self.value > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one device has: seconds, of which for transfers, and bytes."""
+    """The load of one device: seconds, the part of them for transfers, and bytes."""
 
     total: float
     transfer: float
@@ -90,7 +98,7 @@ class Load:
 
 
 def loads(problem: PlacementProblem, device_of: Sequence[int]) -> list[Load]:
-    """The load of every device, from the definition."""
+    """Return the load of every device, from the definition."""
     kinds = problem.devices
     time, moved, memory, count = ([0.0] * len(kinds) for _ in range(4))
     for node, device in zip(problem.nodes, device_of, strict=True):
@@ -108,14 +116,15 @@ def loads(problem: PlacementProblem, device_of: Sequence[int]) -> list[Load]:
     return [Load(seconds + transfer, transfer, held, int(nodes)) for seconds, transfer, held, nodes in rows]
 
 
-def fits(problem: PlacementProblem, found: Sequence[Load]) -> bool:
-    """Whether every node can run where it is, and all devices hold what they have."""
+def fits(problem: PlacementProblem, rows: Sequence[Load]) -> bool:
+    """Return whether every node can run where it is, and no device has more than its memory."""
     kinds = problem.devices
     return all(
-        load.total < inf and holds(problem.kinds[kind], load.memory) for load, kind in zip(found, kinds, strict=True)
+        load.total < inf and holds(problem.kinds[kind], load.memory) for load, kind in zip(rows, kinds, strict=True)
     )
 
 
 def holds(kind: DeviceKind, memory: float) -> bool:
-    """Sums of bytes that are no whole numbers are rounded, so limits are met to twelve digits."""
+    """Return whether so many bytes fit. Sums that are no whole numbers are rounded, so limits are met to twelve
+    digits."""
     return memory <= kind.memory * (1 + 1e-12)

@@ -1,8 +1,8 @@
-"""Linear and integer programmes for HiGHS: variables, rows, least of one variable. Same programme, same answer: one thread, a fixed seed,
-and a limit on nodes of the search tree instead of one on seconds.
+"""Linear and integer programmes for the solver HiGHS: variables, rows, and one variable to minimise.
 
-HiGHS meets rows and whole numbers to about a millionth: what it finds is worked out again by who
-asked for it. `bound` is what it has proven.
+The same programme has the same answer: one thread, a fixed seed, and a limit on nodes of the search tree instead of one
+on seconds. HiGHS meets rows and whole numbers to about a millionth, so the caller computes the value of a solution
+again. `bound` is the bound that HiGHS has proven.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`values` is empty where the search ended without a solution; `bound` is infinity where there is none."""
+    """The answer of the solver. `values` is empty where the search ended without a solution; `bound` is infinity where
+    there is none."""
 
     values: tuple[float, ...]
     bound: float
@@ -30,7 +31,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Programme:
-    """Variables are numbered from 0 on; the first is what is minimised."""
+    """A programme. Variables are numbered from 0 on; the first is minimised."""
 
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -42,7 +43,7 @@ class Programme:
     _least: list[float] = field(default_factory=list)
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Return the number of rows."""
         return len(self._most)
 
     def variable(self, lower: float = 0.0, upper: float = inf, whole: bool = False) -> int:
@@ -52,7 +53,7 @@ class Programme:
         return len(self.lower) - 1
 
     def row(self, terms: Iterable[tuple[int, float]], least: float = -inf, most: float = inf) -> None:
-        """least <= sum of weight * variable <= most; a variable may come several times."""
+        """Add the row least <= sum of weight * variable <= most; a variable may come several times."""
         weights: dict[int, float] = {}
         for variable, weight in terms:
             weights[variable] = weights.get(variable, 0.0) + weight
@@ -63,7 +64,7 @@ class Programme:
         self._most.append(most)
 
     def minimise(self, start: Sequence[float] = (), nodes: int = 0, progress: Progress | None = None) -> Answer:
-        """The least value of the first variable. `start` is a solution that is known, `nodes` how large the tree may get."""
+        """Minimise the first variable. `start` is a known solution, `nodes` limits the size of the search tree."""
         import highspy
 
         lp = highspy.HighsLp()
@@ -78,7 +79,7 @@ class Programme:
         if any(self.whole):
             kinds = highspy.HighsVarType
             lp.integrality_ = [kinds.kInteger if whole else kinds.kContinuous for whole in self.whole]
-        # Threads belong to the process, and another caller may have asked for more.
+        # Threads belong to the process, and another caller may have set more of them.
         highspy.Highs.resetGlobalScheduler(True)
         solver = highspy.Highs()
         settings = {
@@ -113,16 +114,16 @@ class Programme:
             return Answer((), inf, max(0, info.mip_node_count))
         if any(self.whole):
             bound = float(info.mip_dual_bound)
-            found = info.primal_solution_status == 2
+            solved = info.primal_solution_status == 2
             count = max(0, int(info.mip_node_count))
         else:
-            found = status == states.kOptimal
-            bound = float(info.objective_function_value) if found else -inf
+            solved = status == states.kOptimal
+            bound = float(info.objective_function_value) if solved else -inf
             count = 0
-        values = tuple(float(x) for x in solver.getSolution().col_value) if found else ()
+        values = tuple(float(x) for x in solver.getSolution().col_value) if solved else ()
         return Answer(values, bound, count)
 
 
 def _counted(event: Any, nodes: int) -> int:
-    """Nodes so far, never all of them: who asked knows better when it is done."""
+    """Return the nodes so far, but never all of them: only the caller knows when it is done."""
     return min(int(event.data_out.mip_node_count), max(nodes, 1) - 1)

@@ -1,9 +1,9 @@
-"""Leave out what a sample need not wait for: weights, shapes and masks, which take no time, use nothing, and are used in one place.
+"""Leave out sources: weights, shapes and masks, which take no time, use nothing, and are used in one place.
 
-Wherever the nodes that use them are, they are no worse off beside them: nothing is waited for, and nothing transferred. So a node that
-uses nothing and takes no time on any device goes into a user when all users are of its colour, and a colour of such nodes into another
-one when that has all their users; again and again, as a node that used only such nodes uses nothing any more. Where memory could be
-exceeded by it, only colours that take none go.
+A source beside its users is no worse off than elsewhere: nothing is waited for, and nothing transferred. So a node that
+uses nothing and takes no time on any device is merged into a user when all users are of its colour. A colour of such
+nodes is merged into another one when that has all their users. This repeats, as a node that used only merged nodes is
+itself a source then. Where memory could be exceeded by it, only colours that take none are merged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from .problem import PlacementProblem, holds
 
 
 def without_sources(problem: PlacementProblem) -> tuple[PlacementProblem, list[int]]:
-    """The smaller problem, and for every node of the large one the node of the small one that it goes with."""
+    """Return the smaller problem, and for every node of the large one the node of the small one that it is merged
+    into."""
     roomy = all(holds(kind, sum(node.memory for node in problem.nodes)) for kind in problem.kinds if kind.count)
     colours: dict[object, int] = {}
     colour_of = [
@@ -34,16 +35,16 @@ def without_sources(problem: PlacementProblem) -> tuple[PlacementProblem, list[i
     def idle(n: int) -> bool:
         return n not in into and not any(problem.nodes[n].times) and bool(users[n]) and makers[n] <= into.keys()
 
-    found = True
-    while found:
-        found = False
+    changed = True
+    while changed:
+        changed = False
         for colour, nodes in enumerate(members):
             gone = [n for n in nodes if idle(n) and {colour_of[u] for u in users[n]} == {colour}]
             whole = all(idle(n) and (roomy or not problem.nodes[n].memory) for n in nodes)
             if whole and len({colour_of[u] for n in nodes for u in users[n]}) == 1:
                 gone = nodes
             into |= {n: min(users[n]) for n in gone}
-            found |= bool(gone)
+            changed |= bool(gone)
     home = list(range(len(problem.nodes)))
     for n in into:
         while home[n] in into:

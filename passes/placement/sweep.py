@@ -1,20 +1,23 @@
-"""The dynamic programme over ideals: the best way to fill devices one after the other, each with the difference of two ideals.
+"""The dynamic programme over ideals: the best way to fill devices one after the other, each with the difference of two
+ideals.
 
 With best(I, used) the smallest largest load over all ways to put exactly the units of ideal I on the devices `used`,
 
     best(I', used + d) = min over ideals I of I' of max(best(I, used), load(d, I' - I))
 
-and devices of a kind are equal, so `used` counts them. Ideals are visited in an order in which smaller sets come first, and each hands its
-values on to all larger ones at once, so the memory is one value per ideal and `used`, not one per pair of ideals. With T the sum of times,
-C(I) the cost of the ties that I splits, and for a tie h that I splits R = h - I,
+and devices of a kind are equal, so `used` counts them. Ideals are visited in an order in which smaller sets come first,
+and each passes its values on to all larger ones at once. So the memory is one value per ideal and `used`, not one per
+pair of ideals. With T the sum of times, C(I) the cost of the ties that I splits, and for a tie h that I splits R = h -
+I,
 
-    load(I' - I) = T(I') - T(I) + C(I') - C(I) + sum over ties h that I splits of cost(h) ([R meets I'] + [R within I'])
+    load(I' - I) = T(I') - T(I) + C(I') - C(I)
+                   + sum over ties h that I splits of cost(h) ([R meets I'] + [R within I'])
 
-on devices that pay transfers: all of it sums over rows of the table of ideals, whichever I' are looked at.
+on devices that pay transfers. All of it sums over rows of the table of ideals, for any set of I'.
 
-Nothing is looked at that cannot lead below `upper`, the value of a solution that is known: ideals are sorted by the time their units
-take at the least, so those within reach of I are one stretch. It ends where a device would be too slow, and begins where too much
-would be left for the devices that remain.
+The sweep prunes by `upper`, the value of a known solution. Ideals are sorted by the least time of their units, so those
+within reach of I are one stretch. It ends where a device would be too slow, and begins where too much would be left for
+the devices that remain.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ _SLACK = 1 + 1e-12
 
 @dataclass(frozen=True, slots=True)
 class KindUnits:
-    """A device of this kind takes the units of a set."""
+    """A device of this kind with the units of a set."""
 
     kind: int
     units: int
@@ -48,9 +51,12 @@ class KindUnits:
 
 @dataclass(frozen=True, slots=True)
 class Fillings:
-    """How devices may be filled one after the other. A state says which are used; `moves[state]` are the kinds that may come next,
-    with the state after; `left[state]` devices remain. State 0 is the first, `last` the last; where it is None devices may stay
-    empty, and any state may be the last."""
+    """An automaton of the orders in which devices may be filled.
+
+    A state says which devices are used. `moves[state]` are the kinds that may come next, with the state after;
+    `left[state]` devices remain. State 0 is the first, `last` the last. Where `last` is None devices may stay empty,
+    and any state may be the last.
+    """
 
     moves: tuple[tuple[tuple[int, int], ...], ...]
     left: tuple[int, ...]
@@ -58,7 +64,7 @@ class Fillings:
 
     @staticmethod
     def of_kinds(counts: Sequence[int]) -> Fillings:
-        """Any device may come next; those of a kind are equal."""
+        """Allow any device to come next; those of a kind are equal."""
         used = list(product(*(range(count + 1) for count in counts)))
         number = {state: i for i, state in enumerate(used)}
         moves = []
@@ -69,12 +75,13 @@ class Fillings:
 
     @staticmethod
     def in_order(count: int) -> Fillings:
-        """A device of each kind, in the order of the kinds, none of them empty."""
+        """Allow one device of each kind, in the order of the kinds, none of them empty."""
         return Fillings((*(((k, k + 1),) for k in range(count)), ()), tuple(range(count, -1, -1)), count)
 
 
 class Tables:
-    """What the sweep asks about ideals, which are sorted by `floor`: the time their units take at the least."""
+    """The ideals as the sweep reads them, sorted by `floor`: the least time of their units. Computes the loads between
+    them."""
 
     def __init__(self, units: Units, ideals: Ideals) -> None:
         self.kinds, self._ties = units.kinds, units.ties
@@ -101,7 +108,8 @@ class Tables:
         return len(self.sets)
 
     def _splits(self) -> tuple[Reals, Places, npt.NDArray[np.int32]]:
-        """The cost of the ties that each ideal splits, and which they are: those of ideal i from `starts[i]` on."""
+        """Return the cost of the ties that each ideal splits, and their numbers: those of ideal i from
+        `starts[i]` on."""
         cost_of = np.zeros(len(self))
         where: list[npt.NDArray[np.int32]] = []
         which: list[npt.NDArray[np.int32]] = []
@@ -117,14 +125,15 @@ class Tables:
         return cost_of, starts, np.concatenate([*which, np.zeros(0, np.int32)])[sorting]
 
     def larger(self, i: int, first: int, last: int) -> Places:
-        """Ideals from `first` to `last` - 1 that hold ideal i and more."""
+        """Return the ideals from `first` to `last` - 1 that are proper supersets of ideal i."""
         first = max(first, i + 1)
         tops = [self.rows[u, first:last] for u in bits(self.tops[i])]
         held = np.bitwise_and.reduce(tops) if tops else np.ones(max(0, last - first), np.uint8)
         return np.flatnonzero(held) + first
 
     def loads(self, i: int, kind: int, among: Places, upper: float) -> tuple[Places, Reals]:
-        """The load of a device of this kind that takes what an ideal has over ideal i, for those `among` which are below `upper`."""
+        """Return the load of a device of this kind with the units that an ideal has over ideal i, for those `among`
+        which are below `upper`."""
         base, device = self._base[kind], self.kinds[kind]
         cost = base[among] - base[i]
         fine = cost < upper
@@ -145,16 +154,17 @@ class Tables:
         return among[fine], cost[fine]
 
     def _remainders(self, i: int) -> tuple[Mapping[int, float], Mapping[int, float]]:
-        """What ideal i lacks of the ties it splits: single units, whose cost counts twice, and sets of several."""
+        """Return the units that ideal i lacks of the ties it splits: single units, whose cost counts twice, and sets of
+        several."""
         inside = ~self.sets[i]
         twice: dict[int, float] = {}
         several: dict[int, float] = {}
         for number in self._split_ties[self._split_at[i] : self._split_at[i + 1]]:
-            rest, cost = self._members[number] & inside, self._ties[number][1]
-            if rest & (rest - 1):
-                several[rest] = several.get(rest, 0.0) + cost
+            missing, cost = self._members[number] & inside, self._ties[number][1]
+            if missing & (missing - 1):
+                several[missing] = several.get(missing, 0.0) + cost
             else:
-                unit = rest.bit_length() - 1
+                unit = missing.bit_length() - 1
                 twice[unit] = twice.get(unit, 0.0) + 2.0 * cost
         return twice, several
 
@@ -170,14 +180,14 @@ def _sums(rows: Bytes, amounts: Reals) -> Reals:
 def sweep(
     tables: Tables, fillings: Fillings, upper: float = inf, progress: Progress | None = None
 ) -> tuple[float, list[KindUnits]] | None:
-    """The best value below `upper` and its parts, first to last; None where nothing is below."""
+    """Return the best value below `upper` and its parts, first to last; None where nothing is below."""
     count, states = len(tables), len(fillings.moves)
     best = np.full((states, count), inf)
     best[0, 0] = 0.0
     came_from = np.zeros((states, count), np.int32)
     by_kind, by_state = np.zeros((states, count), np.int16), np.zeros((states, count), np.int32)
     floor = tables.floor
-    reached: list[int] = []
+    final_states: list[int] = []
     earlier: list[list[int]] = [[] for _ in range(states)]
     for state, choices in enumerate(fillings.moves):
         for _, after in choices:
@@ -187,7 +197,7 @@ def sweep(
         if progress is not None and i % 256 == 0:
             progress(i, count, "ideals")
         live = np.flatnonzero((best[:, i] < upper) & (begin <= i))
-        # Where devices may stay empty and fewer of them do as well, this state adds nothing.
+        # Where devices may stay empty, a state adds nothing if one with fewer devices has a value as good.
         sources = [
             int(s) for s in live if fillings.last is not None or all(best[e, i] > best[s, i] for e in earlier[s])
         ]
@@ -199,22 +209,22 @@ def sweep(
         if not len(among):
             continue
         for kind in sorted({kind for kind, _, _ in moves}):
-            found, cost = tables.loads(i, kind, among, upper)
+            reachable, cost = tables.loads(i, kind, among, upper)
             for _, state, after in (move for move in moves if move[0] == kind):
-                start = int(np.searchsorted(found, begin[after]))
-                places = found[start:]
+                start = int(np.searchsorted(reachable, begin[after]))
+                places = reachable[start:]
                 value = np.maximum(cost[start:], best[state, i])
                 better = value < best[after].take(places)
                 places, value = places[better], value[better]
                 best[after, places] = value
                 came_from[after, places], by_kind[after, places], by_state[after, places] = i, kind, state
                 if len(places) and places[-1] == count - 1 and value[-1] < upper and fillings.last in (None, after):
-                    upper, reached = float(value[-1]), [after]
+                    upper, final_states = float(value[-1]), [after]
                     begin = _begins(floor, fillings.left, upper)
-    if not reached:
+    if not final_states:
         return None
     parts: list[KindUnits] = []
-    state, place = reached[0], count - 1
+    state, place = final_states[0], count - 1
     while place:
         before = int(came_from[state, place])
         parts.append(KindUnits(int(by_kind[state, place]), tables.sets[place] & ~tables.sets[before]))
@@ -223,7 +233,7 @@ def sweep(
 
 
 def _begins(floor: Reals, left: Sequence[int], upper: float) -> Places:
-    """Per state, the first ideal that leaves no more than the devices that remain can do."""
+    """Return, per state, the first ideal that leaves no more than the devices that remain can do."""
     reach = np.array([n * upper if n else 0.0 for n in left])
     begins: Places = np.searchsorted(floor, floor[-1] / _SLACK - reach * _SLACK, side="left")
     return begins

@@ -1,15 +1,17 @@
-"""What must share a device, and what may share one without loss, made one: a problem over units instead of nodes.
+"""Merge nodes that must share a device, or may share one without loss: a problem over units instead of nodes.
 
-In: a problem. Out: units with times per kind and bytes, an acyclic order among them, and ties: sets of units with a cost that every device
-pays that has some of a tie's units but not all (a node's output, its maker and its users).
+In: a problem. Out: units with times per kind and bytes, an acyclic order among them, and ties. A tie is a set of units
+with a cost (a node's output, its maker and its users). Every device that has some of its units but not all pays the
+cost.
 
-Nodes of a colour are one unit, backward nodes with the forward nodes of theirs. The order is that of the edges among forward nodes. A unit
-without forward nodes (orphaned backward nodes) takes its place in the order from the edges among backward nodes, read the other way round.
-Units in a circle of the order can only be on one device: they are one unit.
+Nodes of a colour are one unit, backward nodes with the forward nodes of theirs. The order is that of the edges among
+forward nodes. A unit without forward nodes (orphaned backward nodes) takes its place in the order from the edges among
+backward nodes, read the other way round. Units in a cycle of the order can only be on one device: they are one unit.
 
-`absorb` goes on merging as long as that cannot change the optimum. Unit s goes into unit m when wherever m is, s is no worse off beside it:
-no other unit comes right before or after s, every tie of s holds m as well, the time s adds to a device of m's is not more than the ties of
-just s and m would cost there, and memory cannot be exceeded by it.
+`absorb` goes on merging as long as that cannot change the optimum. Unit s is merged into unit m if on the device of m
+it is always no worse off than elsewhere: no other unit comes right before or after s, every tie of s holds m as well,
+the time s adds to a device of m's is not more than the ties of just s and m would cost there, and memory cannot be
+exceeded by it.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from .problem import DeviceKind, PlacementProblem, holds
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """`order` are pairs of units, one before the other; `nodes` what each unit is made of, `heads` the node
-    of each that others were absorbed by."""
+    """The merged problem. `order` are pairs of units, one before the other.
+
+    `nodes` are the nodes of each unit, `heads` the node of each unit that absorbed the others.
+    """
 
     kinds: tuple[DeviceKind, ...]
     times: tuple[tuple[float, ...], ...]
@@ -40,7 +44,7 @@ class Units:
         return len(self.times)
 
     def neighbours(self) -> tuple[list[set[int]], list[set[int]]]:
-        """The units right before each unit, and right after it."""
+        """Return the units right before each unit, and right after it."""
         before: list[set[int]] = [set() for _ in self.times]
         after: list[set[int]] = [set() for _ in self.times]
         for a, b in self.order:
@@ -49,7 +53,8 @@ class Units:
         return before, after
 
     def merged(self, group_of: Sequence[int], lead: Collection[int] = ()) -> Units:
-        """One unit for each group, numbered from 0 on; the head of a group is that of its first unit, or of one that is to `lead`."""
+        """Merge each group into one unit, numbered from 0 on. The head of a group is that of its first unit, or of one
+        that is to `lead`."""
         count = max(group_of) + 1
         members: list[list[int]] = [[] for _ in range(count)]
         for unit, group in enumerate(group_of):
@@ -70,16 +75,16 @@ class Units:
         )
 
     def spread(self, device_of: Sequence[int], count: int) -> tuple[int, ...]:
-        """Devices of the `count` nodes, from those of the units."""
-        found = [-1] * count
+        """Return the devices of the `count` nodes, from those of the units."""
+        device_of_node = [-1] * count
         for nodes, device in zip(self.nodes, device_of, strict=True):
             for node in nodes:
-                found[node] = device
-        return tuple(found)
+                device_of_node[node] = device
+        return tuple(device_of_node)
 
 
 def units_of(problem: PlacementProblem, contiguous: bool = True) -> Units:
-    """Colours and circles made one; only colours, without an order, where splits need not be contiguous."""
+    """Merge colours and cycles into units; only colours, without an order, where splits need not be contiguous."""
     colours: dict[object, int] = {}
     colour_of = [
         colours.setdefault(i if n.colour is None else (n.colour,), len(colours)) for i, n in enumerate(problem.nodes)
@@ -121,8 +126,12 @@ def units_of(problem: PlacementProblem, contiguous: bool = True) -> Units:
 
 
 def absorb(units: Units, slack: float | None = None) -> Units:
-    """Merge units into a neighbour as long as the optimum cannot change; the same object where nothing can be. With a `slack` it may
-    change: a unit may add this much time, and memory only has to be enough for what is merged."""
+    """Merge units into a neighbour as long as the optimum cannot change; return the same object where nothing can be
+    merged.
+
+    With a `slack` the optimum may change: a unit may add this much time, and memory only has to be enough for what is
+    merged.
+    """
     roomy = all(holds(kind, sum(units.memory)) for kind in units.kinds)
     before, after = units.neighbours()
     group = list(range(len(units)))
@@ -137,7 +146,7 @@ def absorb(units: Units, slack: float | None = None) -> Units:
         if group[s] != s:
             continue
         near = before[s] | after[s]
-        # Without neighbours in the order it may stand anywhere.
+        # A unit without neighbours in the order may stand anywhere.
         hosts = near or (frozenset.intersection(*ties[s]) - {s} if ties[s] else frozenset())
         if not hosts or len(near) > 1 or not (roomy or memory[s] == 0 or slack is not None):
             continue
@@ -162,7 +171,7 @@ def absorb(units: Units, slack: float | None = None) -> Units:
                 del ties[u][tie]
                 if len(smaller) > 1:
                     ties[u][smaller] = ties[u].get(smaller, 0.0) + cost
-        # What was kept from going into m, or m itself, may be free now.
+        # The merge may have freed m and its neighbours to be merged as well.
         waiting += [m, *before[m], *after[m]]
     roots = {u for u, host in enumerate(group) if u == host}
     return units if len(roots) == len(units) else units.merged(_numbered(group), roots)
@@ -171,7 +180,8 @@ def absorb(units: Units, slack: float | None = None) -> Units:
 def _worth(
     kinds: Sequence[DeviceKind], small: Sequence[float], large: Sequence[float], saved: float, slack: float
 ) -> bool:
-    """Whether moving the small unit to where the large one is makes no device slower, by more than `slack`."""
+    """Return whether moving the small unit to the device of the large one makes no device slower, by more than
+    `slack`."""
     return all(
         s <= slack + (saved if kind.pays_transfers else 0.0)
         for kind, s, t in zip(kinds, small, large, strict=True)
@@ -180,7 +190,7 @@ def _worth(
 
 
 def _numbered(parent: list[int]) -> list[int]:
-    """Groups numbered from 0 on, from links that lead to each group's root."""
+    """Number the groups from 0 on, from links that lead to each group's root."""
     roots: list[int] = []
     for unit in range(len(parent)):
         root = unit
@@ -192,8 +202,11 @@ def _numbered(parent: list[int]) -> list[int]:
 
 
 def relaxed(units: Units, slack: float) -> Units:
-    """Units with unlimited memory, in which those with one neighbour or none take no time when they take no more than `slack`: no optimum
-    of theirs is above that of the units."""
+    """Relax the problem: unlimited memory, and no time for units with at most one neighbour that take no more than
+    `slack`.
+
+    No optimum of the result is above that of the units.
+    """
     before, after = units.neighbours()
     leaf = [
         len(before[u] | after[u]) <= 1 and all(t <= slack for t in units.times[u] if t < inf) for u in range(len(units))

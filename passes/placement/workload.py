@@ -1,11 +1,13 @@
-"""The public device-placement format: a JSON object with a graph and how many accelerators and CPUs there are.
+"""Reader for the public device-placement format: a JSON object with a graph and the numbers of accelerators and CPUs.
 
     maxSizePerFPGA   bytes that an accelerator holds           maxFPGAs, maxCPUs   how many there are
-    nodes            id, supportedOnFpga, cpuLatency, fpgaLatency, isBackwardNode, and perhaps size (bytes on an accelerator), colorClass, name
-    edges            sourceId, destId, cost: time to move the source's output between an accelerator and the host, the same for all edges of a source
+    nodes            id, supportedOnFpga, cpuLatency, fpgaLatency, isBackwardNode, and perhaps size (bytes on an
+                     accelerator), colorClass, name
+    edges            sourceId, destId, cost: time to move the source's output between an accelerator and the host,
+                     the same for all edges of a source
 
-Accelerators pay transfers, CPUs do not and hold whatever they get. Flags are booleans, 0 or 1. Anything else in an object is for people,
-and ignored. All problems of a file are reported at once.
+Accelerators pay transfers, CPUs do not and have no memory limit. Flags are booleans, 0 or 1. Anything else in an object
+is for people, and ignored. All problems of a file are reported at once.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ T = TypeVar("T")
 D = TypeVar("D")
 _SHOWN = 20
 _SAME_COST = 1e-6
-# Far above what anybody means, and far below where sums overflow.
+# Far above any meaningful amount, and far below where sums overflow.
 _MOST = 1e100
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`ids[i]` is what the file calls node i of the problem."""
+    """A problem read from a file. `ids[i]` is the id of node i in the file."""
 
     ids: tuple[int, ...]
     problem: PlacementProblem
 
 
 def load_workload(path: str | Path) -> Workload:
-    """Read a file."""
+    """Read a workload from a file."""
     path = Path(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -52,18 +54,18 @@ def load_workload(path: str | Path) -> Workload:
 
 
 def read_workload(data: object, where: str = "") -> Workload:
-    """Check what the file holds, and make the problem of it."""
+    """Check the content of a file, and make the problem of it."""
     reader = _Reader()
-    found = reader.read(data)
+    workload = reader.read(data)
     if reader.problems:
         shown = itemised(reader.problems[:_SHOWN])
         more = f"\n  - and {len(reader.problems) - _SHOWN} more" if len(reader.problems) > _SHOWN else ""
         raise UsageError(f"the workload has problems:{shown}{more}", where=where)
-    return found
+    return workload
 
 
 class _Reader:
-    """Collects problems on the way; what it makes of a file that has some is not looked at."""
+    """Reads a workload and collects its problems. The result is only valid if there are none."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -138,8 +140,8 @@ class _Reader:
     def _rows(self, data: Mapping[str, object], key: str) -> Iterable[Mapping[str, object]]:
         rows = data.get(key)
         if not isinstance(rows, list):
-            found = "is missing" if key not in data else f"must be a list, got {_kind(rows)}"
-            self.problems.append(f"{key} {found}")
+            problem = "is missing" if key not in data else f"must be a list, got {_kind(rows)}"
+            self.problems.append(f"{key} {problem}")
             return
         for i, row in enumerate(rows):
             if isinstance(row, dict):

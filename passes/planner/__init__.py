@@ -1,2 +1,2 @@
-"""Plans chains of layers on unequal devices: depth, replicas and their shares, microbatches, recomputation and
-schedule together. See docs/planner.md."""
+"""Planner: choose depth, replicas and their shares, microbatches, recomputation and schedule together, for a chain of
+layers on unequal devices. See docs/planner.md."""

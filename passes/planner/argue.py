@@ -1,20 +1,21 @@
-"""Why this plan: its parts, what binds, devices left out, what would be if one thing were otherwise; and, where
+"""Plan a chain, and explain the plan: its parts, its bottleneck, the devices left out, and counterfactuals; or, where
 nothing fits, the nearest change that does.
 
-`plan_chain` gives a `Result` or raises DoesNotFit. `counterfactuals` plans again with one thing
-changed at a time, by the schedule of the plan:
+`plan_chain` returns a `Result` or raises DoesNotFit. `counterfactuals` plans again with one thing changed at a time, by
+the schedule of the plan:
 
     each schedule                      the best plan of it
     recomputation none, all            the best plan with it, where the plan is not such a one
-    without DEVICE                     one for each device that the plan uses, of devices that can be exchanged for one another just one
+    without DEVICE                     one for each device that the plan uses, of interchangeable devices just one
     links of X bytes/s twice as fast   one for each speed of links, latency unchanged
-    memory without limit               what memory costs
+    memory without limit               the price of the memory limits
     times of TIMER                     the chain with another chain's times, such as those in bfloat16
 
-More memory and more devices are named with a twentieth of memory to spare (SPARE), as what the passes count exactly may be a little more
-than what the formulas say. Known limit: where it is yet more, the passes refuse what was named here.
+More memory and more devices are named with a twentieth of memory to spare (SPARE): the exact count of the passes may be
+a little more than the formulas. Known limit: where it is yet more, the passes refuse what was named here.
 
-A device is left out where a plan with it is slower or there is none, which is tried: the reason says which, and by how much.
+A device is left out where a plan with it is slower or there is none. The planner tries such plans: the reason says
+which holds, and by how much.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from .plan import Bytes, PlanRequest
 from .planner import Outcome, Planner, Progress
 
 _NOTHING_FITS = "no plan fits into the memory of the devices"
-# How many times the memory of the formulas is named to who has too little.
+# The factor on the memory of the formulas when a hint names how much is enough.
 SPARE = 1.05
-# How near to the least memory that is enough the one comes that is named.
+# The precision of the search for the least memory that is enough.
 _ENOUGH = 1.001
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """One device of a plan: `busy` seconds of a batch it computes, `share` of the step that is."""
+    """One device of a plan. It computes for `busy` seconds of a batch, which is the part `share` of the step."""
 
     stage: int
     device: str
@@ -61,7 +62,7 @@ class DeviceRow:
 
 @dataclass(frozen=True, slots=True)
 class PlanChange:
-    """What a plan would take if one thing were otherwise; None where nothing fits then."""
+    """A counterfactual: the plan with one thing changed, or None where nothing fits then."""
 
     name: str
     outcome: Outcome | None
@@ -75,7 +76,7 @@ class PlanChange:
 
 @dataclass(frozen=True)
 class Result:
-    """`outcomes` are the best plans of all schedules that fit, the fastest first."""
+    """The result of planning. `outcomes` are the best plans of all schedules that fit, the fastest first."""
 
     chain: Chain
     fleet: Fleet
@@ -90,13 +91,13 @@ class Result:
 
     def rows(self) -> list[DeviceRow]:
         plan, judged = self.best.plan, self.best.judged
-        table, found = self.planner.table(plan.size), []
+        table, rows = self.planner.table(plan.size), []
         for s, part in enumerate(plan.stages):
             times = stage_times(table, self.fleet, self.planner.kinds, plan, s)
             layers = (self.chain.layers[part.first].name, self.chain.layers[part.last - 1].name)
             for j, index in enumerate(part.devices):
                 busy, device = part.shares[j] * times.each[j] + times.update[j], self.fleet.devices[index]
-                found.append(
+                rows.append(
                     DeviceRow(
                         s,
                         device.name,
@@ -109,7 +110,7 @@ class Result:
                         device.memory,
                     )
                 )
-        return found
+        return rows
 
 
 def plan_chain(
@@ -120,22 +121,25 @@ def plan_chain(
     explained: bool = True,
     progress: Progress | None = None,
 ) -> Result:
-    """The best plan of every schedule; DoesNotFit where there is none, with the nearest change that fits, unless
-    the error need not be `explained`, which takes longer than finding out that nothing fits."""
+    """Return the best plan of every schedule. Where none fits, raise DoesNotFit with the nearest change that fits.
+
+    Explaining takes longer than planning, so an error that is not `explained` names no change.
+    """
     fleet = cluster if isinstance(cluster, Fleet) else fleet_of(cluster)
     planner = Planner(chain, fleet, wanted, progress)
-    found = {schedule: outcome for schedule in wanted.schedules if (outcome := planner.best(schedule)) is not None}
-    if not found:
+    outcome_of = {schedule: outcome for schedule in wanted.schedules if (outcome := planner.best(schedule)) is not None}
+    if not outcome_of:
         raise nearest(planner) if explained else DoesNotFit(_NOTHING_FITS, where="planner")
-    outcomes = dict(sorted(found.items(), key=lambda item: item[1].step))
+    outcomes = dict(sorted(outcome_of.items(), key=lambda item: item[1].step))
     return Result(chain, fleet, wanted, outcomes, dict(_left_out(planner, next(iter(outcomes.values())))), planner)
 
 
 def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
-    """Devices that the plan does not use, with what would be if it did."""
+    """Yield the devices that the plan does not use, each with the result of a plan that does."""
     fleet, used = planner.fleet, frozenset(best.plan.devices)
     idle = [i for i in range(len(fleet)) if i not in used]
-    # The same microbatches: a device that helps only with others shows among the plans of other sizes, which have been searched.
+    # The same microbatches: a device that helps only with other sizes shows among the plans of those, which the caller
+    # has searched.
     again = Planner(planner.chain, fleet, replace(planner.wanted, sizes=(best.plan.size,)))
     groups = planner.alike()
     said: dict[int, str] = {}
@@ -144,40 +148,44 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
         first = min(group)
         if first not in said:
             more = len(used & group) + 1
-            found = again.best(best.plan.schedule, lambda devices, group=group, more=more: len(devices & group) >= more)  # type: ignore[misc]
-            if found is None:
+            outcome = again.best(
+                best.plan.schedule,
+                lambda devices, group=group, more=more: len(devices & group) >= more,  # type: ignore[misc]
+            )
+            if outcome is None:
                 said[first] = "no plan that uses it fits"
-            elif found.step > best.step and (longer := shown_seconds(found.step)) != shown_seconds(best.step):
+            elif outcome.step > best.step and (longer := shown_seconds(outcome.step)) != shown_seconds(best.step):
                 said[first] = f"a batch would take {longer} with it instead of {shown_seconds(best.step)}"
             else:
                 said[first] = f"a batch would take as long with it, {shown_seconds(best.step)}"
         yield fleet.devices[i].name, said[first]
 
 
-# ------------------------------------------------------------------------------------------------ what would be
+# ------------------------------------------------------------------------------------------------ counterfactuals
 
 
 def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -> list[PlanChange]:
-    """What the model says with one thing changed at a time. `others` are chains with the same layers and other costs, by name."""
+    """Plan again with one thing changed at a time. `others` are chains with the same layers and other costs, by
+    name."""
     chain, fleet, best = result.chain, result.fleet, result.best
     wanted, schedule = result.wanted, best.plan.schedule
-    found = [_change(f"schedule {name}", outcome) for name, outcome in result.outcomes.items() if name != schedule]
-    found += [PlanChange(f"schedule {name}", None, None) for name in wanted.schedules if name not in result.outcomes]
+    changes = [_change(f"schedule {name}", outcome) for name, outcome in result.outcomes.items() if name != schedule]
+    changes += [PlanChange(f"schedule {name}", None, None) for name in wanted.schedules if name not in result.outcomes]
     for mode in ("none", "all"):
         if wanted.recompute != mode and any(stage.recompute != (mode == "all") for stage in best.plan.stages):
-            found.append(
+            changes.append(
                 _change(f"recomputation: {mode}", Planner(chain, fleet, replace(wanted, recompute=mode)).best(schedule))
             )
     for name, part in _without(result):
-        found.append(_change(f"without {name}", Planner(chain, part, wanted).best(schedule) if len(part) else None))
+        changes.append(_change(f"without {name}", Planner(chain, part, wanted).best(schedule) if len(part) else None))
     for name, part in _faster(fleet):
-        found.append(_change(name, Planner(chain, part, wanted).best(schedule)))
+        changes.append(_change(name, Planner(chain, part, wanted).best(schedule)))
     if any(device.memory is not None for device in fleet.devices):
         free = fleet.but([replace(device, spaces=()) for device in fleet.devices])
-        found.append(_change("memory without limit", Planner(chain, free, wanted).best(schedule)))
+        changes.append(_change("memory without limit", Planner(chain, free, wanted).best(schedule)))
     for name, other in (others or {}).items():
-        found.append(_change(name, Planner(other, fleet, wanted).best(schedule)))
-    return found
+        changes.append(_change(name, Planner(other, fleet, wanted).best(schedule)))
+    return changes
 
 
 def _change(name: str, outcome: Outcome | None) -> PlanChange:
@@ -198,15 +206,17 @@ def _or_another(others: int) -> str:
 
 
 def _faster(fleet: Fleet) -> Iterator[tuple[str, Fleet]]:
-    """Every speed of links twice as fast, with the network cards on their way."""
+    """Yield fleets in which the links of one speed, and the network cards on their way, are twice as fast."""
     speeds = sorted({fleet.path(a, b).bandwidth for a in range(len(fleet)) for b in range(len(fleet)) if a != b})
     for speed in speeds[:4]:
 
         def path(a: int, b: int, speed: float = speed) -> Path:
-            given = fleet.path(a, b)
-            if given.bandwidth != speed:
-                return given
-            return given._replace(bandwidth=2 * speed, shares=tuple((name, 2 * rate) for name, rate in given.shares))
+            original = fleet.path(a, b)
+            if original.bandwidth != speed:
+                return original
+            return original._replace(
+                bandwidth=2 * speed, shares=tuple((name, 2 * rate) for name, rate in original.shares)
+            )
 
         yield f"links of {speed:.4g} bytes/s twice as fast", Fleet(fleet.devices, path)
 
@@ -215,9 +225,9 @@ def _faster(fleet: Fleet) -> Iterator[tuple[str, Fleet]]:
 
 
 def nearest(planner: Planner) -> DoesNotFit:
-    """The error that says why nothing fits, and what to change so that something does."""
+    """Return the error that says why nothing fits, and which changes would make a plan fit."""
     chain, fleet, wanted = planner.chain, planner.fleet, planner.wanted
-    sizes = tuple(b for b in chain.sizes if wanted.batch % b == 0)  # of others there are no times
+    sizes = tuple(b for b in chain.sizes if wanted.batch % b == 0)  # there are no times of other sizes
     every = replace(wanted, sizes=sizes, recompute="auto", schedules=TRAINING)
     delayed = any(SCHEDULES[schedule].delay for schedule in wanted.schedules)
     tries = {
@@ -231,11 +241,11 @@ def nearest(planner: Planner) -> DoesNotFit:
         ),
         "do all of this: --recompute auto, smaller microbatches, 1f1b": replace(every, schedules=("1f1b",)),
     }
-    given = replace(wanted, sizes=wanted.microbatch_sizes())
+    current = replace(wanted, sizes=wanted.microbatch_sizes())
     questions = [*tries, "more devices", "more memory"]
 
     def about(question: str) -> Planner:
-        """The planner, which says what it is asked."""
+        """Return the planner with progress messages that name the question."""
         number, tell = questions.index(question), planner.progress
         if tell is None:
             return planner
@@ -245,8 +255,8 @@ def nearest(planner: Planner) -> DoesNotFit:
 
     hints = [
         what
-        for what, asked in tries.items()
-        if replace(asked, sizes=asked.microbatch_sizes()) != given and _fits(about(what).but(asked))
+        for what, request in tries.items()
+        if replace(request, sizes=request.microbatch_sizes()) != current and _fits(about(what).but(request))
     ]
     if (more := _more_devices(about("more devices"))) is not None:
         hints.append(f"add {counted(more, 'device')} like {fleet.devices[0].name}, by estimates")
@@ -254,8 +264,8 @@ def nearest(planner: Planner) -> DoesNotFit:
     enough = _least_memory(about("more memory"))
     if enough is None:
         what = (
-            f"no plan fits: {wanted.batch} samples per batch do not make enough microbatches for {', '.join(wanted.schedules)} on these "
-            "devices"
+            f"no plan fits: {wanted.batch} samples per batch do not make enough microbatches for "
+            f"{', '.join(wanted.schedules)} on these devices"
         )
     else:
         factor, outcome = enough
@@ -265,8 +275,8 @@ def nearest(planner: Planner) -> DoesNotFit:
         )
         device, held = fleet.devices[tight], outcome.judged.memory[tight]
         what += (
-            f": with {_times(factor)} times of it something would, and then {device.name}, which has {shown_bytes(device.memory or 0)}, "
-            f"holds {shown_bytes(held.total)}:{_listed(held)}"
+            f": with {_times(factor)} times of it something would, and then {device.name}, "
+            f"which has {shown_bytes(device.memory or 0)}, holds {shown_bytes(held.total)}:{_listed(held)}"
         )
         others = f" and the others {_times(factor * SPARE)} times their memory, {device.name}" if len(fleet) > 1 else ""
         hints.append(f"give {device.name}{others} {_at_least(held.total * SPARE)}")
@@ -274,19 +284,19 @@ def nearest(planner: Planner) -> DoesNotFit:
 
 
 def _listed(held: Bytes) -> str:
-    """What fills the memory of a device, a line for each purpose; together they are all of it."""
+    """Format the memory of a device, a line for each purpose; together they are all of it."""
     parts = {name: shown_bytes(count) for name, count in held.named().items() if count}
     width, digits = max(map(len, parts), default=0), max(map(len, parts.values()), default=0)
     return "".join(f"\n{name.ljust(width)}  {count.rjust(digits)}" for name, count in parts.items())
 
 
 def _times(factor: float) -> str:
-    """A factor for people, rounded up."""
+    """Format a factor for people, rounded up."""
     return f"{math.ceil(round(factor * 1000, 6)) / 1000:.3f}" if factor < 100 else f"{math.ceil(factor)}"
 
 
 def _at_least(count: float) -> str:
-    """Bytes for people, rounded up."""
+    """Format bytes for people, rounded up."""
     tenth = 1.0
     while count >= 1024 * tenth:
         tenth *= 1024
@@ -295,25 +305,26 @@ def _at_least(count: float) -> str:
 
 
 def _fits(planner: Planner) -> Outcome | None:
-    """Any plan of any schedule; those with fewer versions first: they take less."""
+    """Return any plan of any schedule. Schedules with fewer versions go first: they take less."""
     schedules = sorted(planner.wanted.schedules, key=lambda s: SCHEDULES[s].delay)
-    return next((found for schedule in schedules if (found := planner.fits(schedule)) is not None), None)
+    return next((outcome for schedule in schedules if (outcome := planner.fits(schedule)) is not None), None)
 
 
 def _more_devices(planner: Planner) -> int | None:
-    """The fewest devices like the first with which something fits, and leaves memory to spare; None where thrice as many as there are do not help."""
+    """Return the fewest devices like the first with which something fits, and leaves memory to spare; None where thrice
+    as many as there are do not help."""
     tight = planner.fleet.with_memory(1 / SPARE)
 
     def fits(more: int) -> bool:
         return _fits(Planner(planner.chain, _grown(tight, more), planner.wanted, planner.progress)) is not None
 
     enough = next((n for n in (1, 2, 4, 8, 16, 32) if n <= 3 * len(tight) and fits(n)), None)
-    # Whoever has more may leave some out.
+    # More devices never hurt, as a plan may leave some out: bisection is right.
     return None if enough is None else bisect_left(range(enough), True, lo=enough // 2 + 1, key=fits)
 
 
 def _grown(fleet: Fleet, more: int) -> Fleet:
-    """The fleet with copies of its first device, which are connected as that one is."""
+    """Return the fleet with copies of its first device, which are connected as that one is."""
     count = len(fleet)
     copies = [replace(fleet.devices[0], name=f"{fleet.devices[0].name} copy {i + 1}") for i in range(more)]
 
@@ -325,26 +336,27 @@ def _grown(fleet: Fleet, more: int) -> Fleet:
 
 
 def _least_memory(planner: Planner) -> tuple[float, Outcome] | None:
-    """The smallest factor, to one part in a thousand, by which all memories have to grow, and a plan that fits then."""
+    """Return the smallest factor, to one part in a thousand, by which all memories have to grow, and a plan that fits
+    then."""
     low, high = 1.0, 2.0
-    while (found := _fits(planner.but(memory=high))) is None:
+    while (outcome := _fits(planner.but(memory=high))) is None:
         low, high = high, 4 * high
         if high > 1e7:
             return None
     wanted = planner.wanted
     for schedule in sorted(wanted.schedules, key=lambda s: SCHEDULES[s].delay):
         for size in wanted.microbatch_sizes():
-            # Most cases need more than another that was looked at, which one question tells.
+            # Most cases need more memory than an earlier one, which a single search shows.
             case = planner.but(replace(wanted, schedules=(schedule,), sizes=(size,)))
             below, above = low, high / _ENOUGH
             if above <= below or (better := _fits(case.but(memory=above))) is None:
                 continue
-            high, found = above, better
+            high, outcome = above, better
             while high / below > _ENOUGH:
                 middle = (below * high) ** 0.5
                 if (better := _fits(case.but(memory=middle))) is None:
                     below = middle
                 else:
-                    high, found = middle, better
+                    high, outcome = middle, better
     # Rounded up, so that what is printed is enough.
-    return math.ceil(high * 1000) / 1000, found
+    return math.ceil(high * 1000) / 1000, outcome

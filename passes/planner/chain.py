@@ -1,16 +1,19 @@
-"""What is planned: a chain of layers, in order, with what each costs as a function of the device and of b, the samples of a microbatch.
+"""The planner's model of a network: a chain of layers, in order, with costs as functions of the device and of b, the
+samples of a microbatch.
 
-Seconds come from a `Timer`, asked once per kind of device and b:
+Seconds come from a `Timer`, called once per kind of device and b:
 
     Roofline       max(flops / rate, bytes / bandwidth) of work that grows with b
-    TimeTable      given (or measured) seconds by device kind and b; what is not in it is an error, not a guess
+    TimeTable      known (or measured) seconds by device kind and b; what is not in it is an error, not a guess
     any function   (chain, device, b) -> Times
 
-Bytes are `Amount`s, fixed + each * b. A layer's `saved` is what its forward leaves for its backward, `out` what crosses the boundary behind
-it (all that is made before and used later, skip edges included), `back` the gradients of that, which come back. Parameters, gradients and
-optimiser state do not depend on b. `cut` says whether a stage may start at the layer.
+Bytes are `Amount`s, fixed + each * b. A layer's `saved` is what its forward leaves for its backward. `out` is what
+crosses the boundary behind it (all that is made before and used later, skip edges included), `back` the gradients of
+that, which come back. Parameters, gradients and optimiser state do not depend on b. `cut` says whether a stage may
+start at the layer.
 
-Limits: a chain, in this order; what several layers read (tied parameters) belongs to one of them, or no cut is allowed between them.
+Limits: a chain, in this order; what several layers read (tied parameters) belongs to one of them, or no cut is allowed
+between them.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class PhaseWork:
-    """What the roofline asks of a phase of a layer: operations, and bytes to and from memory."""
+    """The work of one phase of a layer for the roofline: operations, and bytes to and from memory."""
 
     flops: Amount = Amount()
     moved: Amount = Amount()
@@ -51,9 +54,12 @@ class PhaseWork:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`weight` is the part of `backward` that makes weight gradients; `again` what recomputation repeats (by default the whole forward).
-    `fed` are bytes of one sample of the data that the layer takes itself. A layer that is `alone` changes variables with every
-    microbatch, and so is on one device only."""
+    """A layer of the chain, with its bytes and its work.
+
+    `weight` is the part of `backward` that makes weight gradients; `again` what recomputation repeats (by default the
+    whole forward). `fed` are bytes of one sample of the data that the layer takes itself. A layer that is `alone`
+    changes variables with every microbatch, and so is on one device only.
+    """
 
     name: str
     params: int = 0
@@ -74,7 +80,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of every layer on one device, for one microbatch; `update` once per batch. `backward` includes `weight`."""
+    """Seconds of every layer on one device, for one microbatch; `update` once per batch. `backward` includes
+    `weight`."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -87,7 +94,7 @@ Timer = Callable[["Chain", Device, int], Times]
 
 
 def roofline(chain: Chain, device: Device, b: int) -> Times:
-    """Every phase of every layer by itself; an update reads and writes parameters, gradients and state."""
+    """Price every phase of every layer by itself. An update reads and writes parameters, gradients and state."""
 
     def seconds(work: PhaseWork) -> float:
         return max(work.flops.at(b) / device.flops, work.moved.at(b) / device.bandwidth)
@@ -104,25 +111,28 @@ def roofline(chain: Chain, device: Device, b: int) -> Times:
 
 @dataclass(frozen=True)
 class TimeTable:
-    """Times by (kind of device, b), where the kind is what `name_of` makes of a device: by default its target."""
+    """A timer that looks times up by (kind of device, b). `name_of` names the kind of a device: by default its
+    target."""
 
     rows: Mapping[tuple[str, int], Times]
     name_of: Callable[[Device], str] = lambda device: device.target
 
     def __call__(self, chain: Chain, device: Device, b: int) -> Times:
-        found = self.rows.get((self.name_of(device), b))
-        if found is None:
+        times = self.rows.get((self.name_of(device), b))
+        if times is None:
             raise UsageError(
                 f"no times of layers on {self.name_of(device)!r} for microbatches of {b}",
                 hint="measure them, or plan by roofline",
             )
-        return found
+        return times
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Seconds that a stage takes whatever its layers are: for the graphs of a microbatch, for an update, and for an
-    end of a message and each of its bytes."""
+    """Overheads of a stage that do not depend on its layers.
+
+    Seconds for the graphs of a microbatch, for an update, and for an end of a message and each of its bytes.
+    """
 
     microbatch: float = 0.0
     update: float = 0.0
@@ -132,8 +142,12 @@ class Calls:
 
 @dataclass(frozen=True)
 class Chain:
-    """`entry` are the bytes of a microbatch of the model's inputs, which the first stage keeps where it computes again; `calls` what a
-    stage takes beside its layers, on a device; `sizes` are the microbatches that there are times of (empty: of all)."""
+    """A chain of layers with the source of its times.
+
+    `entry` are the bytes of a microbatch of the model's inputs, which the first stage keeps where it computes again.
+    `calls` are the overheads of a stage on a device. `sizes` are the microbatches that there are times of (empty: of
+    all).
+    """
 
     layers: tuple[Layer, ...]
     timer: Timer = field(default=roofline)
@@ -146,22 +160,26 @@ class Chain:
             raise UsageError("there are no layers to plan for")
 
 
-# Of long chains ranges are computed again under so many limits, each 0.7 times the one before.
+# The number of limits under which ranges of long chains are computed again, each 0.7 times the one before.
 _LIMITS = 16
 _FAR = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatedRanges:
-    """Ranges of layers whose forward is computed again part by part: `kept` bytes of every microbatch between the parts, `most` bytes of
-    one part, which is there while its backward runs. Entry (i, j) is for layers i .. j-1."""
+    """Ranges of layers whose forward is computed again part by part. Entry (i, j) is for layers i .. j-1.
+
+    `kept` bytes of every microbatch stay between the parts. `most` bytes are those of one part, which is there while
+    its backward runs.
+    """
 
     kept: Ints
     most: Ints
 
 
 class Table:
-    """A chain at one b: prefix sums of bytes, and per kind of device of seconds. Row i of a prefix sum is what layers 0 .. i-1 take."""
+    """A chain at one b: prefix sums of bytes, and per kind of device of seconds. Row i of a prefix sum is for layers 0
+    .. i-1."""
 
     def __init__(self, chain: Chain, b: int) -> None:
         self.chain, self.b, self.count = chain, b, len(chain.layers)
@@ -172,7 +190,7 @@ class Table:
         self.saved = self._sums([x.saved.at(b) for x in layers])
         self.fed = self._sums([x.fed for x in layers])
         self.alone = self._sums([int(x.alone) for x in layers])
-        # What crosses position i, forwards and backwards; nothing before the first layer and behind the last.
+        # The bytes that cross position i, forwards and backwards: none before the first layer and behind the last.
         self.out = np.array([0, *(x.out.at(b) for x in layers[:-1]), 0], np.int64)
         self.back = np.array([0, *(x.back.at(b) for x in layers[:-1]), 0], np.int64)
         self.entry = self.out.copy()
@@ -189,8 +207,8 @@ class Table:
         return np.concatenate([[0], np.cumsum(np.array(values, np.int64))])
 
     def parts(self) -> list[RepeatedRanges]:
-        """Ways to compute ranges of layers again in parts, for several limits of what a part may take; the
-        first one takes the range as a whole."""
+        """Return ways to compute ranges of layers again in parts, for several limits on the bytes of a part. The first
+        way takes the range as a whole."""
         if not self._parts:
             sizes = {
                 int(self.saved[last] - self.saved[first])
@@ -204,7 +222,8 @@ class Table:
         return self._parts
 
     def _part(self, limit: int) -> RepeatedRanges:
-        """With the least kept bytes among those whose parts take no more than the limit, as far as single layers let them."""
+        """Return the way with the least kept bytes among those whose parts take no more than the limit, as far as
+        single layers let them."""
         n = self.count
         ends = np.arange(n + 1)
         kept, most = np.zeros((n + 1, n + 1), np.int64), np.zeros((n + 1, n + 1), np.int64)
@@ -222,20 +241,21 @@ class Table:
         return RepeatedRanges(kept, most)
 
     def boundaries(self, calls: Calls) -> Floats:
-        """Entry i: what the messages of a microbatch that cross position i take of each of the two devices there."""
+        """Return in entry i the seconds that messages of a microbatch across position i take of each of the two devices
+        there."""
         moved = self.out + self.back
         ends = (self.out > 0).astype(np.int64) + (self.back > 0)
         return np.asarray(ends * calls.message + moved * calls.byte, np.float64)
 
     def data(self, first: int, last: int, device: Device, batch: int) -> int:
-        """Batches that wait in the memory of a host, until a stage takes them."""
+        """Return the bytes of the batches that wait in the memory of a host, until a stage takes them."""
         return 0 if device.kind == "cuda" else (BATCHES_AHEAD + 1) * batch * int(self.fed[last] - self.fed[first])
 
     def times(self, device: Device) -> tuple[Floats, ...]:
-        """Prefix sums of forward, backward, weight gradient, recomputation and update seconds."""
+        """Return prefix sums of forward, backward, weight gradient, recomputation and update seconds."""
         if device not in self._times:
-            given = self.chain.timer(self.chain, device, self.b)
-            columns = (given.forward, given.backward, given.weight, given.again, given.update)
+            times = self.chain.timer(self.chain, device, self.b)
+            columns = (times.forward, times.backward, times.weight, times.again, times.update)
             if any(len(column) != self.count for column in columns):
                 raise UsageError(
                     f"times for {self.count} layers are needed, on {device.name} there are {[len(c) for c in columns]}"

@@ -1,44 +1,52 @@
-"""The cost model: seconds per batch and bytes per device of a plan. Every planner here minimises what this file says.
+"""The cost model: seconds per batch and bytes per device of a plan. Every planner here minimises these formulas.
 
-Notation: m microbatches per batch, of b samples. Stage s lies on r_s replicas; replica j runs n_j of the m. t_j = forward + backward (+
-forward again) + calls of graphs + ends of messages (their bytes, too, on a CPU), the seconds of a microbatch there, U_j those of an update.
-E_s devices run earlier stages. c_s is the round trip of a message over the boundary behind stage s: latency + bytes / bandwidth, forward
-and back, on the slowest path between the two stages. Stages with equally many, equal replicas send from the j-th to the j-th, others from
-each to each; those that go through one NIC at once share it. A_s is the all-reduce of the stage's gradients, a ring over its replicas in
-the plan's order: 2(r-1) steps of latency + part / bandwidth of the slowest link, where a NIC is shared by the steps that use it.
+Notation: m microbatches per batch, of b samples. Stage s lies on r_s replicas; replica j runs n_j of the m. t_j =
+forward + backward (+ forward again) + calls of graphs + ends of messages (their bytes, too, on a CPU), the seconds of a
+microbatch there, U_j those of an update. E_s devices run earlier stages. c_s is the round trip of a message over the
+boundary behind stage s: latency + bytes / bandwidth, forward and back, on the slowest path between the two stages.
+Stages with equally many, equal replicas send from the j-th to the j-th, other stages from each to each; those that go
+through one NIC at once share it. A_s is the all-reduce of the stage's gradients, a ring over its replicas in the plan's
+order: 2(r-1) steps of latency + part / bandwidth of the slowest link, where a NIC is shared by the steps that use it.
 
-    warm-up      w_s = ceil((w' + 1) r' / r_s) forwards before the first backward of a replica, w' and r' being those of the stage behind; 0 on the last
-                 stage, so d-1-s without replicas; eager-2bw: twice that
-    in flight    1f1b min(n_j, w_s + 1)    2bw, eager-2bw w_s + 1    gpipe n_j    zb-1f1b min(n_j, w_s + 1 + ceil(E_s / r_s))
+    warm-up      w_s = ceil((w' + 1) r' / r_s) forwards before the first backward of a replica, w' and r' being those of
+                 the stage behind; 0 on the last stage, so d-1-s without replicas; eager-2bw: twice that
+    in flight    1f1b min(n_j, w_s + 1)    2bw, eager-2bw w_s + 1    gpipe n_j
+                 zb-1f1b min(n_j, w_s + 1 + ceil(E_s / r_s))
     legal        every n_j >= 1; 2bw, eager-2bw: n_j >= w_s; zb-1f1b: n_j >= w_s + 1 (m >= d without replicas)
 
 2bw, eager-2bw, which never drain; x_s = max_j n_j t_j + max_j U_j:
 
-    step = max over  x_s,  A_s,  m l_s,  and for all stages p <= q   (sum_{p..q} r_s x_s + m sum_{p..q-1} c_s) / (r_p + k sum_{p+1..q} r_s)
+    step = max over  x_s,  A_s,  m l_s,
+           and for all stages p <= q   (sum_{p..q} r_s x_s + m sum_{p..q-1} c_s) / (r_p + k sum_{p+1..q} r_s)
 
-where k is 1 for 2bw, 2 for eager-2bw, and l_s the seconds of a microbatch on the busiest link or NIC of the boundary. The last term is the
-mean round trip that a schedule with so many forwards in hand waits for: without latency it is never more than the slowest stage.
+where k is 1 for 2bw, 2 for eager-2bw, and l_s the seconds of a microbatch on the busiest link or NIC of the boundary.
+The last term is the mean round trip that a schedule with so many forwards in hand waits for: without latency it is
+never more than the slowest stage.
 
 1f1b, gpipe, zb-1f1b, which fill and drain; a_s = A_s + max_j U_j:
 
-    step = sum_s (max_j t_j + c_s) + max over s of  max_j (n_j - 1) t_j + (ceil(m / r_s) - 1) c_s + a_s  and  (m - 1) l_s
+    step = sum_s (max_j t_j + c_s)
+           + max over s of  max_j (n_j - 1) t_j + (ceil(m / r_s) - 1) c_s + a_s  and  (m - 1) l_s
 
-gpipe's messages overlap: no c_s inside the maximum. zb-1f1b: max_j max(t_j - 2 g_j, 0) in the sum, and 2 max_j g_j more in the maximum,
-with g_j the seconds of weight gradients. The simulator gives what these formulas give for 2bw and eager-2bw, and for 1f1b where stages are
-equal and messages take no time; otherwise they are a little high for 1f1b, and within some percent for gpipe and zb-1f1b (docs/planner.md).
+gpipe's messages overlap: no c_s inside the maximum. zb-1f1b: max_j max(t_j - 2 g_j, 0) in the sum, and 2 max_j g_j more
+in the maximum, with g_j the seconds of weight gradients. The simulator agrees with these formulas for 2bw and
+eager-2bw, and for 1f1b where stages are equal and messages take no time; otherwise they are a little high for 1f1b, and
+within some percent for gpipe and zb-1f1b (docs/planner.md).
 
-Bytes of a replica: parameters * versions (2 when delayed) + gradients (twice when delayed and replicated: those of a batch wait for the
-others while the next one adds up) + optimiser state + activations + workspace + transport buffers + batches that wait (on CPUs) + base.
-Activations are saved * in flight; with recomputation what comes in * in flight + saved of one; with recomputation in parts (what comes in +
-what crosses the cuts between parts) * in flight + saved of the largest part, with the cuts that take least. Seconds are those of computing
-all of it again. Buffers are POSTED receives and one send of every boundary; of small messages the runtime holds up to 1 MiB a channel more.
+Bytes of a replica: parameters * versions (2 when delayed) + gradients (twice when delayed and replicated: those of a
+batch wait for the others while the next one adds up) + optimiser state + activations + workspace + transport buffers +
+batches that wait (on CPUs) + base. Activations are saved * in flight; with recomputation what comes in * in flight +
+saved of one; with recomputation in parts (what comes in + what crosses the cuts between parts) * in flight + saved of
+the largest part, with the cuts that take least. Seconds are those of computing all of it again. Buffers are POSTED
+receives and one send of every boundary; of small messages the runtime holds up to 1 MiB a channel more.
 
-`step` also holds what the boundaries and rings of different stages add up to on one NIC, and, for schedules that drain, the rings of all
-stages there, one after another, behind the pipeline; `pipe` leaves that out, because it is what a search over stages can see.
+`step` also holds the sums of the boundaries and rings of different stages on one NIC. For schedules that drain, it
+holds the rings of all stages there, one after another, behind the pipeline. `pipe` leaves that out, because a search
+over stages cannot see it.
 
-Known limits: microbatches are spread evenly for the load of links; a sum overlaps with computation under 2bw at no cost, also where its
-bytes hold up messages on a NIC; with unequal shares a stage in front of a slow replica has more forwards in hand than is counted here
-(the passes count what a plan really holds).
+Known limits: microbatches are spread evenly for the load of links; a sum overlaps with computation under 2bw at no
+cost, also where its bytes hold up messages on a NIC; with unequal shares a stage in front of a slow replica has more
+forwards in hand than is counted here (the passes count what a plan really holds).
 """
 
 from __future__ import annotations
@@ -60,18 +68,18 @@ from .plan import Bytes, Judged, PipelinePlan, StagePlan
 
 
 def forwards_ahead(replicas: int, behind: int, ahead: int) -> int:
-    """Forwards that a replica has in hand, when the stage behind it has `behind` replicas and each of those
-    `ahead` (passes/schedules/dealing.py)."""
+    """Return the forwards that a replica has in hand, when the stage behind it has `behind` replicas with `ahead`
+    forwards each (passes/schedules/dealing.py)."""
     return -(-(ahead + 1) * behind // replicas)
 
 
 def warm_ups(plan: PipelinePlan) -> list[int]:
-    """The warm-up of every stage's replicas."""
+    """Return the warm-up of every stage's replicas."""
     counts = [len(stage.devices) for stage in plan.stages]
-    found = [0]
+    forwards = [0]
     for replicas, behind in zip(counts[-2::-1], counts[:0:-1], strict=True):
-        found.insert(0, forwards_ahead(replicas, behind, found[0]))
-    return [SCHEDULES[plan.schedule].warm_up(ahead) for ahead in found]
+        forwards.insert(0, forwards_ahead(replicas, behind, forwards[0]))
+    return [SCHEDULES[plan.schedule].warm_up(ahead) for ahead in forwards]
 
 
 # ------------------------------------------------------------------------------------------------ transfers
@@ -79,9 +87,12 @@ def warm_ups(plan: PipelinePlan) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A boundary between the devices of two stages. A message of x bytes forward and y back takes latency + x/bandwidth for each path in
-    `ways`, as (latency, forward bandwidth, back latency, back bandwidth). `busy` is what a microbatch moves over a link or NIC, (forward
-    part, back part, bytes per second), without repetitions, `nics` the same by name of the NIC."""
+    """A boundary between the devices of two stages.
+
+    A message of x bytes forward and y back takes latency + x/bandwidth for each path in `ways`, as (latency, forward
+    bandwidth, back latency, back bandwidth). `busy` is the traffic of a microbatch over a link or NIC, (forward part,
+    back part, bytes per second), without repetitions; `nics` the same by name of the NIC.
+    """
 
     ways: tuple[tuple[float, float, float, float], ...]
     busy: tuple[tuple[float, float, float], ...]
@@ -92,12 +103,12 @@ class Hop:
         return forward + (max(latency + back / speed for _, _, latency, speed in self.ways) if back else 0.0)
 
     def load(self, out: float, back: float) -> float:
-        """Seconds of one microbatch on the busiest link or NIC."""
+        """Return the seconds of one microbatch on the busiest link or NIC."""
         return max((out * forward + back * backward) / speed for forward, backward, speed in self.busy)
 
 
 def hop_of(fleet: Fleet, kinds: Sequence[int], source: Sequence[int], target: Sequence[int]) -> Hop:
-    """From the replicas of one stage to those of the next."""
+    """Return the boundary from the replicas of one stage to those of the next."""
     aligned = len(source) == len(target) and len({kinds[i] for i in source}) == len({kinds[i] for i in target}) == 1
     pairs = list(zip(source, target, strict=True)) if aligned else [(a, b) for a in source for b in target]
     part = 1.0 / len(pairs)
@@ -121,12 +132,12 @@ def hop_of(fleet: Fleet, kinds: Sequence[int], source: Sequence[int], target: Se
 
 
 def _senders(fleet: Fleet, pairs: Sequence[tuple[int, int]]) -> dict[str, set[int]]:
-    """Who sends through each NIC."""
-    found: dict[str, set[int]] = {}
+    """Return the devices that send through each NIC."""
+    senders: dict[str, set[int]] = {}
     for a, b in pairs:
         for name, _ in fleet.path(a, b).shares:
-            found.setdefault(name, set()).add(a)
-    return found
+            senders.setdefault(name, set()).add(a)
+    return senders
 
 
 def _speed(path: Path, senders: dict[str, set[int]]) -> float:
@@ -135,7 +146,7 @@ def _speed(path: Path, senders: dict[str, set[int]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """An all-reduce of x bytes takes fixed + x * each seconds. `nics` are seconds per byte of each NIC."""
+    """A ring all-reduce: x bytes take fixed + x * each seconds. `nics` are seconds per byte of each NIC."""
 
     fixed: float = 0.0
     each: float = 0.0
@@ -173,7 +184,7 @@ def ring_of(fleet: Fleet, devices: Sequence[int]) -> Ring:
 
 
 def fixed_bytes(table: Table, first: int, last: int, kind: ScheduleKind, replicas: int, data: int, base: int) -> Bytes:
-    """What a replica holds whatever is in flight."""
+    """Return the bytes of a replica that do not depend on the microbatches in flight."""
 
     def part(sums: Ints) -> int:
         return int(sums[last]) - int(sums[first])
@@ -193,7 +204,8 @@ def fixed_bytes(table: Table, first: int, last: int, kind: ScheduleKind, replica
 
 
 def activation_bytes(table: Table, part: StagePlan, held: int) -> int:
-    """What a replica holds of so many microbatches in flight, and of the one that it computes again."""
+    """Return the activation bytes of a replica for so many microbatches in flight, and for the one that it computes
+    again."""
     saved, entry = int(table.saved[part.last] - table.saved[part.first]), int(table.entry[part.first])
     if not part.recompute:
         return held * saved
@@ -217,8 +229,10 @@ def memory_of(table: Table, device: Device, plan: PipelinePlan, stage: int, repl
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Per replica: seconds of a microbatch, of its weight gradients, of an update. `ring` is the all-reduce,
-    `trip` and `load` the boundary behind."""
+    """The seconds of a stage, per replica: of a microbatch, of its weight gradients, of an update.
+
+    `ring` is the all-reduce, `trip` and `load` are those of the boundary behind.
+    """
 
     each: tuple[float, ...]
     weight: tuple[float, ...]
@@ -241,11 +255,11 @@ def stage_times(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Pipeline
         out, back = float(table.out[part.last]), float(table.back[part.last])
         trip, load = hop.round_trip(out, back), hop.load(out, back)
     calls = [table.chain.calls(fleet.devices[i]) for i in part.devices]
-    own = [x.microbatch + float(table.boundaries(x)[[part.first, part.last]].sum()) for x in calls]
+    overheads = [x.microbatch + float(table.boundaries(x)[[part.first, part.last]].sum()) for x in calls]
     return StageTimes(
         tuple(
             x + forward + backward + (again if part.recompute else 0.0)
-            for x, (forward, backward, _, again, _) in zip(own, rows, strict=True)
+            for x, (forward, backward, _, again, _) in zip(overheads, rows, strict=True)
         ),
         tuple(weight for _, _, weight, _, _ in rows),
         tuple(x.update + update for x, (*_, update) in zip(calls, rows, strict=True)),
@@ -258,14 +272,14 @@ def stage_times(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Pipeline
 
 
 def judge(table: Table, fleet: Fleet, plan: PipelinePlan, base: int = 0) -> Judged:
-    """The model's word on a plan, legal or not."""
+    """Evaluate the cost model on a plan, legal or not."""
     kinds, delayed = fleet.kinds(), bool(SCHEDULES[plan.schedule].delay)
     times = [stage_times(table, fleet, kinds, plan, s) for s in range(len(plan.stages))]
     limits = (_delayed if delayed else _flushed)(plan, times)
     pipe = max(limits.values())
     limits |= _shared(table, fleet, kinds, plan)
     if not delayed:
-        # All stages sum up at the end of the batch.
+        # All stages sum their gradients at the end of the batch.
         alone = max(limits[f"stage {s}"] - x.ring for s, x in enumerate(times))
         limits |= {f"sums of gradients on {name}": alone + x for name, x in ring_loads(table, fleet, plan).items()}
     memory = {
@@ -314,7 +328,7 @@ def _flushed(plan: PipelinePlan, times: Sequence[StageTimes]) -> dict[str, float
 
 
 def _shared(table: Table, fleet: Fleet, kinds: Sequence[int], plan: PipelinePlan) -> dict[str, float]:
-    """Seconds per batch of each NIC, over all stages."""
+    """Return the seconds per batch of each NIC, over all stages."""
     used = ring_loads(table, fleet, plan)
     for s, part in enumerate(plan.stages[:-1]):
         out, back = float(table.out[part.last]), float(table.back[part.last])
@@ -324,7 +338,7 @@ def _shared(table: Table, fleet: Fleet, kinds: Sequence[int], plan: PipelinePlan
 
 
 def ring_loads(table: Table, fleet: Fleet, plan: PipelinePlan) -> dict[str, float]:
-    """Seconds per batch that sums of gradients alone take on each NIC, over all stages."""
+    """Return the seconds per batch that sums of gradients alone take on each NIC, over all stages."""
     used: dict[str, float] = {}
     for part in plan.stages:
         moved = float(table.grads[part.last] - table.grads[part.first])
@@ -334,17 +348,20 @@ def ring_loads(table: Table, fleet: Fleet, plan: PipelinePlan) -> dict[str, floa
 
 
 def _against(table: Table, fleet: Fleet, plan: PipelinePlan, memory: dict[int, Bytes]) -> list[str]:
-    found = []
+    problems = []
     for s, (part, warm) in enumerate(zip(plan.stages, warm_ups(plan), strict=True)):
         least = SCHEDULES[plan.schedule].least_share(warm)
         if min(part.shares) < least:
-            found.append(
-                f"stage {s}: {plan.schedule} needs {counted(least, 'microbatch')} per replica, one has {min(part.shares)}"
+            problems.append(
+                f"stage {s}: {plan.schedule} needs {counted(least, 'microbatch')} per replica, "
+                f"one has {min(part.shares)}"
             )
         if len(part.devices) > 1 and table.alone[part.last] > table.alone[part.first]:
-            found.append(f"stage {s}: changes variables with every microbatch, and has {len(part.devices)} devices")
+            problems.append(f"stage {s}: changes variables with every microbatch, and has {len(part.devices)} devices")
     for device, held in memory.items():
         limit = fleet.devices[device].memory
         if limit is not None and held.total > limit:
-            found.append(f"{fleet.devices[device].name} needs {exact_bytes(held.total)}, it has {exact_bytes(limit)}")
-    return found
+            problems.append(
+                f"{fleet.devices[device].name} needs {exact_bytes(held.total)}, it has {exact_bytes(limit)}"
+            )
+    return problems

@@ -1,7 +1,8 @@
-"""The devices and the ways between them as the planner sees them: by index. In: a Cluster. Out: a `Fleet`.
+"""The devices and the paths between them by index, as the planner uses them. In: a Cluster. Out: a `Fleet`.
 
-`classes` groups devices that may be exchanged for one another: alike themselves, and connected alike to every other device. `kinds` groups
-those that are alike themselves. What transfers share, links in each direction and network cards, is what `Cluster.path` says.
+`classes` groups devices that are interchangeable: alike themselves, and connected alike to every other device. `kinds`
+groups those that are alike themselves. `Cluster.path` says what transfers share: links in each direction and network
+cards.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from penstock.ir.cluster.cluster import HOST_TO_DEVICE, OTHER_HOST, SAME_HOST, C
 
 @dataclass(frozen=True)
 class Fleet:
-    """`path(a, b)` leads from device to device, by index."""
+    """The devices of a cluster. `path(a, b)` is the path from device to device, by index."""
 
     devices: tuple[Device, ...]
     path: Callable[[int, int], Path]
@@ -24,38 +25,38 @@ class Fleet:
         return len(self.devices)
 
     def but(self, devices: Sequence[Device]) -> Fleet:
-        """The same connections between devices that are changed, one for one."""
+        """Return the same connections between devices that are changed, one for one."""
         assert len(devices) == len(self.devices)
         return Fleet(tuple(devices), self.path)
 
     def with_memory(self, factor: float) -> Fleet:
-        """The same with so many times the memory."""
+        """Return the same fleet with the memory times the factor."""
         return self.but(
             [replace(d, spaces=tuple((name, int(size * factor)) for name, size in d.spaces)) for d in self.devices]
         )
 
     def only(self, indices: Sequence[int]) -> Fleet:
-        """A part of the devices, in this order."""
+        """Return the fleet of some of the devices, in this order."""
         chosen, path = tuple(indices), self.path
         return Fleet(tuple(self.devices[i] for i in chosen), lambda a, b: path(chosen[a], chosen[b]))
 
     def kinds(self) -> list[int]:
-        """For every device the first one that is alike."""
+        """Return for every device the first one that is alike."""
         first: dict[Device, int] = {}
         return [first.setdefault(replace(device, name="", host=""), i) for i, device in enumerate(self.devices)]
 
     def classes(self) -> list[list[int]]:
-        """Devices that can be exchanged, in order of their first."""
-        kinds, found = self.kinds(), list[list[int]]()
+        """Return the groups of interchangeable devices, in order of their first."""
+        kinds, groups = self.kinds(), list[list[int]]()
         for i in range(len(self.devices)):
             home = next(
-                (group for group in found if kinds[group[0]] == kinds[i] and self._exchangeable(group, i)), None
+                (group for group in groups if kinds[group[0]] == kinds[i] and self._exchangeable(group, i)), None
             )
             if home is None:
-                found.append([i])
+                groups.append([i])
             else:
                 home.append(i)
-        return found
+        return groups
 
     def _exchangeable(self, group: list[int], new: int) -> bool:
         old = group[0]
@@ -71,7 +72,7 @@ class Fleet:
 
 
 def fleet_of(cluster: Cluster) -> Fleet:
-    """The devices of a cluster, with its links or the usual ones between hosts of their kind."""
+    """Return the devices of a cluster, with its links or the usual ones between hosts of their kind."""
     names = [device.name for device in cluster.devices]
 
     @cache
@@ -84,7 +85,10 @@ def fleet_of(cluster: Cluster) -> Fleet:
 def equal_hosts(
     hosts: int, each: int, device: Device, inside: tuple[float, float], across: tuple[float, float]
 ) -> Cluster:
-    """`hosts` hosts of `each` devices: (bandwidth, latency) between devices of one host, and of the one network card that each host has."""
+    """Make a cluster of `hosts` hosts of `each` devices.
+
+    `inside` is (bandwidth, latency) between devices of one host, `across` that of the one network card of each host.
+    """
     devices = tuple(replace(device, name=f"h{h}:{i}", host=f"h{h}") for h in range(hosts) for i in range(each))
     classes = tuple(
         LinkClass(kind, *rates) for kind, rates in ((SAME_HOST, inside), (HOST_TO_DEVICE, inside), (OTHER_HOST, across))

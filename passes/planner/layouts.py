@@ -1,14 +1,15 @@
-"""Which devices may follow which: the graphs that the search walks. In: a fleet. Out: `Layout`s.
+"""Layouts: the graphs of device choices that the search walks. In: a fleet. Out: `DeviceLayout`s.
 
-A node is (devices used so far, devices of the stage placed last, forwards that those have in hand); stages are placed from the last one to
-the first. An edge places one more stage: its devices, how many devices run later stages, its forwards in hand, and the boundary between it
-and the stage behind it. A path from node 0 is the devices of a plan.
+A node is (devices used so far, devices of the stage placed last, forwards that those have in hand). Stages are placed
+from the last one to the first. An edge places one more stage: its devices, how many devices run later stages, its
+forwards in hand, and the boundary between it and the stage behind it. A path from node 0 is the devices of a plan.
 
-`exhaustive` has an edge for every choice of devices, up to exchange of devices that are alike and connected alike (fleet.classes), so a
-search over it misses nothing. Its edges grow with product over classes of (n+1)(n+2)(n+3)/6. `ordered` are for larger fleets: devices in a
-row, stages take the next ones. Rows are made of hosts one after another, or of the first devices of p hosts, their second devices, and so
-on, so that the replicas of a stage lie on different hosts; slower devices at either end or left out; all stages with equally many replicas,
-or (`mixed`) with any number from a few.
+`exhaustive` has an edge for every choice of devices, up to exchange of devices that are alike and connected alike
+(fleet.classes). So a search over it misses nothing. Its edges grow with product over classes of (n+1)(n+2)(n+3)/6.
+`in_a_row` is for larger fleets: devices in a row, stages take the next ones. `rows` makes the rows of hosts one after
+another, or of the first devices of p hosts, their second devices, and so on. In the latter the replicas of a stage lie
+on different hosts. Slower devices are at either end or left out. All stages have equally many replicas, or any number
+from a few.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from .fleet import Fleet
 
 @dataclass(frozen=True, slots=True)
 class LayoutEdge:
+    """The placement of one more stage, on `devices`, in front of `later` devices that run later stages."""
+
     source: int
     target: int
     devices: tuple[int, ...]
@@ -34,8 +37,11 @@ class LayoutEdge:
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """`last[n]` are the devices of the stage placed last at node n, `placed[n]` all that are used; edges come in the order of how many
-    their source uses. A `complete` one leaves no choice out."""
+    """A graph of device choices. A `complete` one leaves no choice out.
+
+    `last[n]` are the devices of the stage placed last at node n, `placed[n]` all that are used. Edges come in the order
+    of how many devices their source uses.
+    """
 
     name: str
     complete: bool
@@ -45,6 +51,8 @@ class DeviceLayout:
 
 
 class _Builder:
+    """Makes edges, and shares the boundaries and rings between them."""
+
     def __init__(self, fleet: Fleet, kinds: Sequence[int]) -> None:
         self.fleet, self.kinds = fleet, kinds
         self.hops: dict[tuple[tuple[int, ...], tuple[int, ...]], Hop] = {}
@@ -64,7 +72,7 @@ class _Builder:
 
 
 def exhaustive_size(classes: Sequence[Sequence[int]]) -> int:
-    """How many edges the exhaustive layout would have, without a limit on replicas."""
+    """Return the number of edges of the exhaustive layout, without a limit on replicas."""
     edges = 1
     for group in classes:
         n = len(group)
@@ -90,7 +98,7 @@ def exhaustive(fleet: Fleet, most_replicas: int = 0) -> DeviceLayout:
                 if not 1 <= sum(more) <= most:
                     continue
                 now = tuple(a + b for a, b in zip(used, more, strict=True))
-                # Devices of a class are taken in order; which of them does not matter. Replicas stand class by class.
+                # Devices of a class are used in order, as they are interchangeable. Replicas stand class by class.
                 devices = tuple(i for group, a, b in zip(classes, used, now, strict=True) for i in group[a:b])
                 ahead = forwards_ahead(len(devices), sum(before), ready) if level else 0
                 key, source = (now, more, ahead), index[used, before, ready]
@@ -106,7 +114,8 @@ def exhaustive(fleet: Fleet, most_replicas: int = 0) -> DeviceLayout:
 def in_a_row(
     fleet: Fleet, kinds: Sequence[int], row: Sequence[int], sizes: Sequence[int], name: str, most_stages: int
 ) -> DeviceLayout:
-    """Stages take the next devices of the row, the last stage first, a number from `sizes` each."""
+    """Return the layout in which stages take the next devices of the row, the last stage first, a number from `sizes`
+    each."""
     build = _Builder(fleet, kinds)
     index = {(0, 0, 0): 0}
     last: list[tuple[int, ...]] = [()]
@@ -130,7 +139,8 @@ def in_a_row(
 
 
 def rows(fleet: Fleet, speed: Sequence[float]) -> Iterator[tuple[str, list[int]]]:
-    """Orders in which stages may take devices, by name, without repetitions. `speed` is how fast each device is."""
+    """Yield orders in which stages may take devices, by name, without repetitions. `speed` is the relative speed of
+    each device."""
     hosts: dict[str, list[int]] = {}
     for i, device in enumerate(fleet.devices):
         hosts.setdefault(device.host, []).append(i)
@@ -161,5 +171,5 @@ def rows(fleet: Fleet, speed: Sequence[float]) -> Iterator[tuple[str, list[int]]
 
 
 def _dealt(groups: Sequence[Sequence[int]]) -> list[int]:
-    """The first of each, the second of each, and so on."""
+    """Return the first of each group, the second of each, and so on."""
     return [group[n] for n in range(max(map(len, groups), default=0)) for group in groups if n < len(group)]

@@ -1,4 +1,5 @@
-"""What a plan is: stages with layers, devices, shares and recomputation; a schedule; microbatches. And what may be asked for."""
+"""The request to the planner, and the plan that answers it: stages with layers, devices, shares and recomputation; a
+schedule; microbatches."""
 
 from __future__ import annotations
 
@@ -11,10 +12,13 @@ from penstock.support.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """`batch` samples per update, in microbatches of `sizes` (empty: every divisor, at most `most_microbatches` of them). `recompute` is
-    none, all, parts (a stage computes as much again as its memory asks for), or auto: whole stages or none of them, and parts where nothing
-    fits so. `base` bytes are taken on every device by the runtime. A stage has at most `replicas`; 0 does not limit them. A search ends
-    when no plan can be better by more than the part `tolerance`."""
+    """The request to the planner: `batch` samples per update, and the plans that are allowed.
+
+    `sizes` are those of microbatches (empty: every divisor, at most `most_microbatches` of them). `recompute` is none,
+    all, parts (a stage computes as much again as its memory asks for), or auto: whole stages or none of them, and parts
+    where nothing fits so. The runtime takes `base` bytes on every device. A stage has at most `replicas`; 0 does not
+    limit them. A search ends when no plan can be better by more than the part `tolerance`.
+    """
 
     batch: int
     schedules: tuple[str, ...] = TRAINING
@@ -42,17 +46,21 @@ class PlanRequest:
             raise UsageError("; ".join(problems), where="planner")
 
     def microbatch_sizes(self) -> tuple[int, ...]:
-        """Those that are to be tried, the largest first."""
-        given = self.sizes or tuple(
+        """Return the sizes to try, the largest first."""
+        sizes = self.sizes or tuple(
             b for b in range(1, self.batch + 1) if self.batch % b == 0 and self.batch // b <= self.most_microbatches
         )
-        return tuple(sorted(given, reverse=True))
+        return tuple(sorted(sizes, reverse=True))
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Layers first .. last-1. Replica j is `devices[j]` (an index into the fleet) and runs `shares[j]` of the microbatches of a batch. With
-    `recompute` the forward is computed again, all of it at once, or `in_parts` of which as few as there may be are held at a time."""
+    """A stage of a plan: layers first .. last-1.
+
+    Replica j is `devices[j]` (an index into the fleet) and runs `shares[j]` of the microbatches of a batch. With
+    `recompute` the forward is computed again, all of it at once, or `in_parts` of which as few as there may be are held
+    at a time.
+    """
 
     first: int
     last: int
@@ -64,7 +72,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """`size` samples per microbatch, `count` microbatches per batch."""
+    """A plan: `size` samples per microbatch, `count` microbatches per batch."""
 
     schedule: str
     size: int
@@ -94,7 +102,8 @@ class Bytes:
         return sum(self.named().values())
 
     def named(self) -> dict[str, int]:
-        """Each purpose by the name of its column in the table of a plan; `base`, which the runtime takes, has none there."""
+        """Return each purpose by the name of its column in the table of a plan. `base`, which the runtime takes, has
+        none there."""
         held = {
             "weights": self.weights,
             "gradients": self.gradients,
@@ -106,8 +115,12 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What the cost model says of a plan. `step` is seconds per batch, `pipe` the same without what different stages add to one NIC.
-    `limits` are the seconds that each part alone asks for, by name; `memory` is by device. `against` says what forbids the plan."""
+    """The cost model's evaluation of a plan. `step` is seconds per batch, `pipe` the same without the sums of different
+    stages on one NIC.
+
+    `limits` are the seconds of each part alone, by name; `memory` is by device. `against` are the reasons that forbid
+    the plan.
+    """
 
     step: float
     pipe: float

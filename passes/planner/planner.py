@@ -1,14 +1,15 @@
-"""A chain of layers and a fleet in, the best plan out, with how far it can be from the best there is.
+"""The planner: from a chain of layers and a fleet to the best plan, with a bound on its distance from the optimum.
 
-For every schedule that may be used, every microbatch size and every layout of devices a search (search.py) finds the best plan.
-Small fleets are searched over every choice of devices for every stage: then `bound` is that of the search, and a plan that reaches
-it is the best of the stated model (cost.py). Larger ones are restricted to rows of devices (layouts.py), with equally many
-replicas of every stage; the bound is then
+For every schedule that may be used, every microbatch size and every layout of devices a search (search.py) finds the
+best plan. Small fleets are searched over every choice of devices for every stage. Then `bound` is that of the search,
+and a plan that reaches it is the best of the stated model (cost.py). Larger ones are restricted to rows of devices
+(layouts.py), with equally many replicas of every stage; the bound is then
 
-    m * seconds of a microbatch on the fastest device / sum over devices of how many times as fast as that one they can be on any layer
+    m * seconds of a microbatch on the fastest device
+      / sum over devices of how many times as fast as that one they can be on any layer
 
-which no schedule and no cut can beat. NICs that several stages use are part of a plan's seconds and not of the search's bound, so a plan
-may be above its bound in spite of an exhaustive search; `proven` is said only of one that is not.
+which no schedule and no cut can beat. NICs that several stages use are part of a plan's seconds and not of the search's
+bound. So a plan may be above its bound in spite of an exhaustive search. `proven` only holds for a plan that is not.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from .plan import Judged, PipelinePlan, PlanRequest
 from .search import Floor, LayoutSearch, reaches
 from .stages import Stages
 
-# Elements that one run of the dynamic programme may look at, for every choice of devices.
+# The most elements of one run of the dynamic programme, for which every choice of devices is searched.
 _EXHAUSTIVE = 3e7
-# Numbers of replicas that are tried for a row of devices.
+# The most numbers of replicas that are tried for a row of devices.
 _SIZES = 16
-# A first, coarse search finds a plan that ends most of the fine ones at once.
+# The tolerance of a first, coarse search: its plan ends most of the fine searches at once.
 _COARSE = 0.03
 
 
 Devices = Callable[[frozenset[int]], bool]
-# Called with how many cases of how many are done, and what is looked at now.
+# Called with the number of cases done, the number of all cases, and a description of the current one.
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The best plan found of one schedule; no plan of it takes less than `bound` seconds per batch. `layout` is where it was found."""
+    """The best plan found of one schedule, in `layout`. No plan of it takes less than `bound` seconds per batch."""
 
     plan: PipelinePlan
     judged: Judged
@@ -55,7 +56,7 @@ class Outcome:
         return self.judged.step
 
     def gap(self) -> float:
-        """By which part of its time it may be slower than the best."""
+        """Return by which part of its time the plan may be slower than the best."""
         return max(0.0, 1 - self.bound / self.step)
 
     def proven(self, tolerance: float) -> bool:
@@ -63,7 +64,7 @@ class Outcome:
 
 
 class Planner:
-    """Keeps tables and layouts between searches over the same chain and fleet."""
+    """Runs searches over one chain and fleet, and keeps tables and layouts between them."""
 
     def __init__(self, chain: Chain, fleet: Fleet, wanted: PlanRequest, progress: Progress | None = None) -> None:
         if not len(fleet):
@@ -79,8 +80,8 @@ class Planner:
         self.everything = bool(classes) and exhaustive_size(classes) * size <= _EXHAUSTIVE
 
     def but(self, wanted: PlanRequest | None = None, memory: float = 1.0, progress: Progress | None = None) -> Planner:
-        """The planner for something else asked of these devices, or of such with so many times their memory. What that leaves as it is is
-        shared."""
+        """Return a planner for another request, or for devices with so many times their memory. Tables and layouts that
+        still hold are shared."""
         fleet = self.fleet if memory == 1 else self.fleet.with_memory(memory)
         other = Planner(self.chain, fleet, wanted or self.wanted, progress or self.progress)
         other._tables = self._tables
@@ -89,7 +90,8 @@ class Planner:
         return other
 
     def alike(self) -> list[list[int]]:
-        """Devices in groups of which one stands for all: those that can be exchanged, in large fleets all of one kind."""
+        """Return groups of devices of which one stands for all: interchangeable devices, in large fleets all of one
+        kind."""
         if self.everything:
             return self.fleet.classes()
         return [[i for i, k in enumerate(self.kinds) if k == kind] for kind in dict.fromkeys(self.kinds)]
@@ -114,25 +116,27 @@ class Planner:
                 yield in_a_row(fleet, self.kinds, row, (size,), f"{name}, stages of {size}", layers)
 
     def speeds(self, table: Table) -> list[float]:
-        """How many times as fast as the fastest device each one can be on any layer; 1 for that device, up to 1 for slower ones."""
+        """Return how many times as fast as the fastest device each one can be on any layer; 1 for that device, up to 1
+        for slower ones."""
         times = {kind: table.times(self.fleet.devices[kind]) for kind in dict.fromkeys(self.kinds)}
         rows = {kind: forward + backward for kind, (forward, backward, *_) in times.items()}
         reference = np.diff(min(rows.values(), key=lambda sums: float(sums[-1])))
-        found = {}
+        speed_of = {}
         for kind, sums in rows.items():
-            own = np.diff(sums)
-            share = np.where(own > 0, reference / np.maximum(own, 1e-300), np.where(reference > 0, np.inf, 0.0))
-            found[kind] = float(share.max())
-        return [found[kind] for kind in self.kinds]
+            seconds = np.diff(sums)
+            share = np.where(seconds > 0, reference / np.maximum(seconds, 1e-300), np.where(reference > 0, np.inf, 0.0))
+            speed_of[kind] = float(share.max())
+        return [speed_of[kind] for kind in self.kinds]
 
     def _whole(self, b: int) -> float:
-        """Seconds of a microbatch on the fastest device."""
+        """Return the seconds of a microbatch on the fastest device."""
         table = self.table(b)
         rows = [table.times(self.fleet.devices[kind]) for kind in dict.fromkeys(self.kinds)]
         return min(float(forward[-1] + backward[-1]) for forward, backward, *_ in rows)
 
     def _in_parts(self, schedule: str) -> Planner | None:
-        """What plans where nothing fits that recomputes whole stages or none; a backward in two parts recomputes nothing."""
+        """Return the planner for recomputation in parts, for requests that nothing fits otherwise. A backward in two
+        parts recomputes nothing."""
         if self.wanted.recompute != "auto" or not SCHEDULES[schedule].recomputes:
             return None
         if self._parts is None:
@@ -140,23 +144,26 @@ class Planner:
         return self._parts
 
     def best(self, schedule: str, using: Devices = lambda devices: True) -> Outcome | None:
-        """The best plan of one schedule that is on a set of devices as it may be, or None where none fits."""
-        found = self._pass(schedule, using, None, max(self.wanted.tolerance, _COARSE))
-        if found is not None and self.wanted.tolerance < _COARSE:
-            found = self._pass(schedule, using, found, self.wanted.tolerance)
-        if found is None and (parts := self._in_parts(schedule)) is not None:
+        """Return the best plan of one schedule on a set of devices that `using` allows, or None where none fits."""
+        outcome = self._pass(schedule, using, None, max(self.wanted.tolerance, _COARSE))
+        if outcome is not None and self.wanted.tolerance < _COARSE:
+            outcome = self._pass(schedule, using, outcome, self.wanted.tolerance)
+        if outcome is None and (parts := self._in_parts(schedule)) is not None:
             return parts.best(schedule, using)
-        return found
+        return outcome
 
     def candidates(self, schedule: str, within: float) -> list[Outcome]:
-        """The best plans of all microbatch sizes and layouts that take no more than `within` times the best, the fastest first: for a
-        judge that sees more than the cost model."""
+        """Return the best plans of all microbatch sizes and layouts that take no more than `within` times the best, the
+        fastest first.
+
+        They are for a judge that sees more than the cost model, such as the simulator.
+        """
         best = self.best(schedule)
         if best is None:
             return []
         if any(stage.in_parts for stage in best.plan.stages) and (parts := self._in_parts(schedule)) is not None:
             return parts.candidates(schedule, within)
-        found = {best.plan: best}
+        outcomes = {best.plan: best}
         for b in self.wanted.microbatch_sizes():
             for layout in self.layouts():
                 floor = self.floor(schedule, b, layout)
@@ -164,31 +171,31 @@ class Planner:
                     for search in self._searches(schedule, b, layout, lambda devices: True):
                         other = search.best(best.step * within, floor, _COARSE)
                         if other.plan is not None and other.judged is not None and other.step <= best.step * within:
-                            found.setdefault(other.plan, Outcome(other.plan, other.judged, best.bound, layout))
-        return sorted(found.values(), key=lambda outcome: outcome.step)
+                            outcomes.setdefault(other.plan, Outcome(other.plan, other.judged, best.bound, layout))
+        return sorted(outcomes.values(), key=lambda outcome: outcome.step)
 
     def in_order(self, schedule: str, b: int, order: Sequence[int]) -> PipelinePlan | None:
-        """The best plan whose stages take these devices in this order, one each."""
+        """Return the best plan whose stages take these devices in this order, one each."""
         # Layouts are made from the last stage on.
         layout = in_a_row(self.fleet, self.kinds, order[::-1], (1,), "in order", len(self.chain.layers))
         floor, best, step = self.floor(schedule, b, layout), None, np.inf
         for search in self._searches(schedule, b, layout, frozenset(order).__eq__):
-            found = search.best(step, floor, self.wanted.tolerance)
-            if found.plan is not None and found.step < step:
-                best, step = found.plan, found.step
+            result = search.best(step, floor, self.wanted.tolerance)
+            if result.plan is not None and result.step < step:
+                best, step = result.plan, result.step
         if best is None and (parts := self._in_parts(schedule)) is not None:
             return parts.in_order(schedule, b, order)
         return best
 
     def fits(self, schedule: str) -> Outcome | None:
-        """Any plan of the schedule that fits into memory."""
+        """Return any plan of the schedule that fits into memory."""
         for b in reversed(self.wanted.microbatch_sizes()):
             self._tell(schedule, b)
             for layout in self.layouts():
                 for search in self._searches(schedule, b, layout, lambda devices: True):
-                    found = search.any()
-                    if found is not None:
-                        return Outcome(*found, 0.0, layout)
+                    fitting = search.any()
+                    if fitting is not None:
+                        return Outcome(*fitting, 0.0, layout)
         parts = self._in_parts(schedule)
         return None if parts is None else parts.fits(schedule)
 
@@ -206,11 +213,11 @@ class Planner:
                     if floor.step >= step:
                         bound = min(bound, floor.step)
                         break
-                    found = search.best(step, floor, tolerance)
+                    result = search.best(step, floor, tolerance)
                     if self.everything:
-                        bound = min(bound, found.bound)
-                    if found.plan is not None and found.judged is not None and found.step < step:
-                        best = Outcome(found.plan, found.judged, 0.0, layout)
+                        bound = min(bound, result.bound)
+                    if result.plan is not None and result.judged is not None and result.step < step:
+                        best = Outcome(result.plan, result.judged, 0.0, layout)
         return replace(best, bound=min(bound, best.step)) if best is not None else None
 
     def _tell(self, schedule: str, b: int) -> None:
@@ -220,8 +227,11 @@ class Planner:
             self.progress(done, len(cases), f"{schedule}, microbatches of {b}")
 
     def floor(self, schedule: str, b: int, layout: DeviceLayout | None = None) -> Floor:
-        """What no plan, or none of a layout, can be below. Its devices share the work; replicas with (n_j - 1) t_j <= T run m <= r + T *
-        sum 1/t_j microbatches; and before a pipeline is full it has gone through the whole model once."""
+        """Return lower bounds for all plans, or for those of a layout.
+
+        Its devices share the work; replicas with (n_j - 1) t_j <= T run m <= r + T * sum 1/t_j microbatches; and before
+        a pipeline is full it has gone through the whole model once.
+        """
         count, whole, speeds = self.wanted.batch // b, self._whole(b), self.speeds(self.table(b))
         used = range(len(speeds)) if layout is None else {device for devices in layout.last for device in devices}
         most = len(speeds) if layout is None else max(map(len, layout.last))
@@ -231,8 +241,11 @@ class Planner:
         return Floor(max(busy, pace + fill), pace, fill)
 
     def _searches(self, schedule: str, b: int, layout: DeviceLayout, using: Devices) -> Iterator[LayoutSearch]:
-        """One, or where weight gradients are split off one for every number of devices that a plan may use: what is in flight depends on it.
-        None where nothing fits."""
+        """Yield the searches to run: one, or where weight gradients are split off one for every number of devices that
+        a plan may use, as what is in flight depends on it.
+
+        None is yielded where nothing fits.
+        """
         if not SCHEDULES[schedule].splits:
             ends = [node for node in range(1, len(layout.last)) if using(layout.placed[node])]
             if reaches(stages := self._stages(schedule, b, 0), layout, ends):
@@ -247,7 +260,7 @@ class Planner:
     def _stages(self, schedule: str, b: int, total: int) -> Stages:
         key = (schedule, b, total)
         if key not in self._costs:
-            # Those of one schedule and b serve all layouts; keeping more would only take memory.
+            # The stages of one schedule and b serve all layouts; keeping more would only take memory.
             kept = {k: v for k, v in self._costs.items() if k[:2] == key[:2]}
             self._costs = kept | {
                 key: Stages(self.table(b), self.fleet, self.kinds, schedule, self.wanted.batch // b, self.wanted, total)
@@ -256,7 +269,7 @@ class Planner:
 
 
 def _thinned(sizes: list[int]) -> list[int]:
-    """At most _SIZES of them, each about as many times as large as the one before."""
+    """Return at most _SIZES of the sizes, each about as many times as large as the one before."""
     if len(sizes) <= _SIZES:
         return sizes
     ratio = (sizes[-1] / sizes[0]) ** (1 / (_SIZES - 1))

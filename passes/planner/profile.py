@@ -1,20 +1,24 @@
-"""The chain that a model is to the planner. In: the module as `partition` would see it, at each size of a microbatch that is to be tried,
-and where times come from. Out: a Chain whose layers are runs of operations, and what each of them costs at each of these sizes.
+"""Profile a model: make the planner's chain of layers from its graphs.
 
-    layers      the operations of the forward graph, in their order, cut into at most `most` runs of about the same time; of the places where a run
-                may end the one is taken that fewest bytes cross. So no plan over layers is slower than the best over operations by more than a run
-                per stage; `largest` is what part of the whole the longest run is
-    seconds     of passes/costs/prices.py, for the kernels that `fuse` would choose; operations of the backward graph count for the layer of the operation they
-                belong to. Those that only gradients of weights need are its `weight` part
-    calls       a graph of a stage is called once per microbatch, forward and backward, and once for an update; a message takes time of the device at
-                both ends, and its bytes do on a CPU
-    bytes       a value that the backward needs counts where it is made, or where it is needed if that is one other layer; a parameter counts for every
-                layer that reads it, with its gradient and its optimiser state
+In: the module as `partition` would see it, at each size of a microbatch to be tried, and the source of times. Out: a
+Chain whose layers are runs of operations, with the costs of each at each of these sizes.
+
+    layers      the operations of the forward graph, in their order, cut into at most `most` runs of about the same
+                time; of the places where a run may end the one is chosen that fewest bytes cross. So no plan over
+                layers is slower than the best over operations by more than a run per stage; `largest` is the part of
+                the whole that the longest run is
+    seconds     of passes/costs/prices.py, for the kernels that `fuse` would choose; operations of the backward graph
+                count for the layer of the operation they belong to. Those that only gradients of weights need are its
+                `weight` part
+    calls       a graph of a stage is called once per microbatch, forward and backward, and once for an update; a
+                message takes time of the device at both ends, and its bytes do on a CPU
+    bytes       a value that the backward needs counts where it is made, or where it is needed if that is one other
+                layer; a parameter counts for every layer that reads it, with its gradient and its optimiser state
 
 Some models have other operations with some sizes of a microbatch, most often with one sample, where exporters and
 `simplify` see ones: such sizes are left out.
 
-Limits: what is exchanged of a tied parameter is memory here, not time. Bytes are estimates for choosing;
+Limits: the exchange of a tied parameter is memory here, not time. Bytes are estimates for choosing;
 ir/memory/predict.py counts what a chosen plan needs.
 """
 
@@ -48,8 +52,12 @@ MOST_LAYERS = 96
 
 @dataclass(frozen=True)
 class Profile:
-    """`starts` are the names of the operations that layers begin with, as `partition` takes them for `split_at`; `largest` is the part of
-    all work that the longest layer has. With microbatches of the sizes that were `left_out` the model has other operations."""
+    """A profiled model.
+
+    `starts` are the names of the operations that layers begin with, as `partition` takes them for `split_at`; `largest`
+    is the part of all work that the longest layer has. With microbatches of the sizes that were `left_out` the model
+    has other operations.
+    """
 
     chain: Chain
     starts: tuple[str, ...]
@@ -66,14 +74,16 @@ def profile_chain(
     wire: str = "f32",
     shared: bool = False,
 ) -> Profile:
-    """`modules` by samples per microbatch; layers are of about the same time on `device`; float32 values travel as
-    `wire`, and all through memory where it is `shared`. Of sizes that make different operations those are profiled that
-    most sizes make, of as many the larger ones."""
-    given = {b: _Sized(module, prices, wire) for b, module in sorted(modules.items())}
+    """Profile `modules`, by samples per microbatch. Layers are of about the same time on `device`.
+
+    Float32 values travel as `wire`, and all through memory where it is `shared`. Where sizes make different operations,
+    the group with most sizes is profiled; of equally large groups the one with the larger sizes.
+    """
+    sized = {b: _Sized(module, prices, wire) for b, module in sorted(modules.items())}
     alike: dict[tuple[str, ...], list[int]] = {}
-    for b, part in given.items():
+    for b, part in sized.items():
         alike.setdefault(tuple(part.names), []).append(b)
-    parts = {b: given[b] for b in max(alike.values(), key=lambda sizes: (len(sizes), sizes[-1]))}
+    parts = {b: sized[b] for b in max(alike.values(), key=lambda sizes: (len(sizes), sizes[-1]))}
     last = parts[max(parts)]
     cuts = last.cuts(device, most)
     rows = {b: part.layers(cuts) for b, part in parts.items()}
@@ -103,12 +113,12 @@ def profile_chain(
         return Calls(graphs * on.call_overhead, on.call_overhead, ends[0], 0.0 if on.kind == "cuda" else ends[1])
 
     chain = Chain(tuple(layers), timer, _amount(low, entry[low], high, entry[high]), calls, tuple(parts))
-    left_out = tuple(b for b in given if b not in parts)
+    left_out = tuple(b for b in sized if b not in parts)
     return Profile(chain, tuple(last.names[i] for i in cuts), len(work), max(sums) / max(sum(sums), 1e-300), left_out)
 
 
 def _between(low: int, a: Layer, high: int, z: Layer) -> Layer:
-    """Bytes as a function of b, from those at two sizes."""
+    """Make bytes a function of b, from those at two sizes."""
 
     def of(what: str) -> Amount:
         return _amount(low, getattr(a, what).fixed, high, getattr(z, what).fixed)
@@ -117,7 +127,7 @@ def _between(low: int, a: Layer, high: int, z: Layer) -> Layer:
 
 
 def _amount(low: int, a: int, high: int, z: int) -> Amount:
-    """What grows with b, at least at both sizes what was found there."""
+    """Return the amount that grows linearly with b and is at both sizes at least what was measured there."""
     if low == high:
         return Amount(a, 0)
     each = -(-(z - a) // (high - low)) if z > a else 0
@@ -135,9 +145,12 @@ class _Sized:
         forward = forward_graph(module)
         self.backward = module.graphs.get("B")
         self.names = names_to_split_at(self.chain)
-        self.made = {v: i for i, op in enumerate(self.chain) for v in op.outs}
-        by_name = {v.name: i for v, i in self.made.items()}
-        self.forward_cost = GraphCost(forward), [self.made.get(op.outs[0]) if op.outs else None for op in forward.ops]
+        self.maker_at = {v: i for i, op in enumerate(self.chain) for v in op.outs}
+        by_name = {v.name: i for v, i in self.maker_at.items()}
+        self.forward_cost = (
+            GraphCost(forward),
+            [self.maker_at.get(op.outs[0]) if op.outs else None for op in forward.ops],
+        )
         self.backward_at = _places(self.backward, by_name) if self.backward is not None else []
         self.backward_cost = GraphCost(self.backward) if self.backward is not None else None
         behind = params_behind(module)
@@ -147,40 +160,41 @@ class _Sized:
     # -------------------------------------------------------------------------------------------- seconds
 
     def _forward(self, device: Device) -> Floats:
-        found = np.zeros(len(self.chain))
+        totals = np.zeros(len(self.chain))
         graph, where = self.forward_cost
         for at, seconds in zip(where, graph.op_seconds(device, self.prices), strict=True):
             if at is not None:
-                found[at] += seconds
-        return found
+                totals[at] += seconds
+        return totals
 
     def _backward(self, device: Device, only: Sequence[bool] | None = None) -> Floats:
-        found = np.zeros(len(self.chain))
+        totals = np.zeros(len(self.chain))
         if self.backward_cost is not None:
             for i, (at, seconds) in enumerate(
                 zip(self.backward_at, self.backward_cost.op_seconds(device, self.prices), strict=True)
             ):
                 if at is not None and (only is None or only[i]):
-                    found[at] += seconds
-        return found
+                    totals[at] += seconds
+        return totals
 
     def _update(self, device: Device) -> Floats:
-        """Updates of parameters, by the first operation that reads them; what belongs to none is done on every stage, and is little."""
-        found = np.zeros(len(self.chain))
+        """Return the seconds of updates, counted for the first operation that reads the parameter. Updates without one
+        run on every stage, and are little."""
+        totals = np.zeros(len(self.chain))
         update = self.module.graphs.get("U")
         if update is None:
-            return found
+            return totals
         reader = {name: i for i, names in reversed(list(enumerate(self.params))) for name in names}
         at: dict[Value, int] = {}
         for op, seconds in zip(update.ops, GraphCost(update).op_seconds(device, self.prices), strict=True):
-            own = op.var if "var" in op.attrs else ""
+            variable = op.var if "var" in op.attrs else ""
             places = [at[v] for v in op.ins if v in at] + [
-                reader[name] for name in (own, own.rpartition(".")[0]) if name in reader
+                reader[name] for name in (variable, variable.rpartition(".")[0]) if name in reader
             ]
             if places:
-                found[places[0]] += seconds
+                totals[places[0]] += seconds
                 at.update(dict.fromkeys(op.outs, places[0]))
-        return found
+        return totals
 
     def work(self, device: Device) -> Floats:
         return self._forward(device) + self._backward(device)
@@ -194,7 +208,7 @@ class _Sized:
         return Times(forward, backward, tuple(map(min, weight, backward)), forward, by_layer(self._update(device)))
 
     def _for_weights(self, cuts: Sequence[int]) -> list[bool]:
-        """Operations of the backward graph whose results no earlier layer's backward needs."""
+        """Say for each operation of the backward graph whether no earlier layer's backward needs its results."""
         if self.backward is None:
             return []
         layer_of = [None if at is None else int(np.searchsorted(cuts, at, "right")) for at in self.backward_at]
@@ -205,12 +219,13 @@ class _Sized:
                 j = makers.get(v)
                 if j is not None and (needed[i] or layer_of[i] != layer_of[j]) and self.backward.ops[i].kind != "accum":
                     needed[j] = True
-        return [not found for found in needed]
+        return [not is_needed for is_needed in needed]
 
     # -------------------------------------------------------------------------------------------- layers and bytes
 
     def cuts(self, device: Device, most: int) -> list[int]:
-        """Where layers begin: the cheapest place in every stretch of equal time, and never where a stage may not start."""
+        """Return the operations that layers begin with: the cheapest place in every stretch of equal time, and never
+        where a stage may not start."""
         work, crossing, count = self.work(device), crossing_bytes(self.chain, self.wire), len(self.chain)
         inside = {i for first, last in moving_spans(self.chain).values() for i in range(first + 1, last + 1)}
         allowed = [i for i in range(1, count) if i not in inside]
@@ -229,7 +244,7 @@ class _Sized:
             back = crossing_bytes(self.chain, self.wire, FLOATS)
         saved, fed = self._saved(cuts), self._fed(cuts)
         moving = [i for users in moving_users(self.chain).values() for i in users]
-        found = []
+        layers = []
         for number, (first, last) in enumerate(zip(cuts, ends, strict=True)):
             names = {name for i in range(first, last) for name in self.params[i]}
             owned = [
@@ -237,7 +252,7 @@ class _Sized:
             ]
             by_role = {role: sum(v.type.nbytes for v in owned if v.role == role) for role in (PARAM, GRAD, STATE)}
             temporary = max((sum(v.type.nbytes for v in op.outs) for op in self.chain[first:last]), default=0)
-            found.append(
+            layers.append(
                 Layer(
                     self.names[first],
                     by_role[PARAM],
@@ -251,22 +266,22 @@ class _Sized:
                     alone=any(first <= i < last for i in moving),
                 )
             )
-        return found
+        return layers
 
     def _fed(self, cuts: Sequence[int]) -> list[int]:
-        """Bytes of one sample of the data that each layer is the first to take."""
-        found, samples = [0] * len(cuts), gcd(*(v.type.dims[0] for v in self.module.inputs if v.type.rank)) or 1
+        """Return the bytes of one sample of the data that each layer is the first to take."""
+        fed_bytes, samples = [0] * len(cuts), gcd(*(v.type.dims[0] for v in self.module.inputs if v.type.rank)) or 1
         for value in self.module.data_inputs:
             at = next((i for i, op in enumerate(self.chain) if value in op.ins), None)
             if at is not None:
-                found[int(np.searchsorted(cuts, at, "right")) - 1] += -(-value.type.nbytes // samples)
-        return found
+                fed_bytes[int(np.searchsorted(cuts, at, "right")) - 1] += -(-value.type.nbytes // samples)
+        return fed_bytes
 
     def _saved(self, cuts: Sequence[int]) -> list[int]:
-        """Bytes that the backward of each layer needs of the forward pass."""
-        found = [0] * len(cuts)
+        """Return the bytes that the backward of each layer needs of the forward pass."""
+        saved_bytes = [0] * len(cuts)
         if self.backward is None:
-            return found
+            return saved_bytes
         users: dict[Value, set[int]] = {}
         for at, op in zip(self.backward_at, self.backward.ops, strict=True):
             if at is not None:
@@ -274,28 +289,28 @@ class _Sized:
                     users.setdefault(v, set()).add(int(np.searchsorted(cuts, at, "right")) - 1)
         fed = set(self.module.inputs)
         for value, layers in users.items():
-            if value in self.made:
-                home = int(np.searchsorted(cuts, self.made[value], "right")) - 1
+            if value in self.maker_at:
+                home = int(np.searchsorted(cuts, self.maker_at[value], "right")) - 1
             elif value in fed:
                 home = min(layers)
             else:
                 continue
-            found[next(iter(layers)) if len(layers) == 1 else home] += value.type.nbytes
-        return found
+            saved_bytes[next(iter(layers)) if len(layers) == 1 else home] += value.type.nbytes
+        return saved_bytes
 
 
 def _places(backward: Graph, position: Mapping[str, int]) -> list[int | None]:
-    """Where each operation of the backward graph belongs: with its forward operation, sums of
-    gradients with the first of their operands."""
-    made: dict[Value, int] = {}
-    found: list[int | None] = []
+    """Assign each operation of the backward graph to its forward operation, sums of gradients to that of the first of
+    their operands."""
+    made_at: dict[Value, int] = {}
+    places: list[int | None] = []
     for op in backward.ops:
         at = (
             position.get(str(op.attrs["of"]))
             if "of" in op.attrs
-            else min((made[v] for v in op.ins if v in made), default=None)
+            else min((made_at[v] for v in op.ins if v in made_at), default=None)
         )
-        found.append(at)
+        places.append(at)
         if at is not None:
-            made.update(dict.fromkeys(op.outs, at))
-    return found
+            made_at.update(dict.fromkeys(op.outs, at))
+    return places

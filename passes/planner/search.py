@@ -1,17 +1,20 @@
-"""The search: the best plan of one schedule, microbatch size and layout. In: matrices of stages
-(stages.py), a layout. Out: plans and a lower bound.
+"""The search: find the best plan of one schedule, microbatch size and layout. In: matrices of stages (stages.py), a
+layout. Out: plans and a lower bound.
 
-A dynamic programme places stages from the last one to the first. State: a node of the layout (devices used, devices of the stage placed
-last) and the first layer of that stage. Under a limit T on what must not be exceeded it minimises one number per state; every quantity of
-the cost model is either such a limit or grows with that number, so nothing else has to be remembered:
+A dynamic programme places stages from the last one to the first. State: a node of the layout (devices used, devices of
+the stage placed last) and the first layer of that stage. Under a limit T on what must not be exceeded it minimises one
+number per state. Every quantity of the cost model is either such a limit or grows with that number, so the state holds
+nothing else:
 
-    2bw, eager-2bw   limits: r x <= T, A <= T, m l <= T. The number is the worst round trip that ends here, e = r x + max(0, m c + e' - k T r'), which must stay
-                     below r T: e' and r' are those of the stage behind. A plan exists iff some state at layer 0 is left: bisection finds the least T.
-    the others       limits: the maximum of the formula of cost.py <= T. The number is its sum, so sum + T bounds all plans whose maximum is at most
-                     T; intervals of T are split until none can hold a better plan (branch and bound).
+    2bw, eager-2bw   limits: r x <= T, A <= T, m l <= T. The number is the worst round trip that ends here,
+                     e = r x + max(0, m c + e' - k T r'), which must stay below r T: e' and r' are those of the stage
+                     behind. A plan exists iff some state at layer 0 is left: bisection finds the least T.
+    the others       limits: the maximum of the formula of cost.py <= T. The number is its sum, so sum + T bounds all
+                     plans whose maximum is at most T; intervals of T are split until none can hold a better plan
+                     (branch and bound).
 
-Both end when no plan is better by more than `tolerance`. What stages add up to on one NIC is not seen here (`Judged.pipe`): the bound
-leaves it out, plans are compared with it.
+Both end when no plan is better by more than `tolerance`. The search does not see the sums of stages on one NIC
+(`Judged.pipe`): the bound leaves them out, plans are compared with them.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from .stages import Option, Stages
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan, what the model says of it, and the bound: no plan of this search takes less than `bound`."""
+    """A plan with its evaluation. No plan of this search takes less than `bound`."""
 
     plan: PipelinePlan | None
     judged: Judged | None
@@ -47,7 +50,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Seconds that no plan can be below: per batch, and, of schedules that drain, in the maximum and in the sum."""
+    """Lower bounds on the seconds of all plans: per batch, and, for schedules that drain, in the maximum and in the
+    sum."""
 
     step: float
     pace: float
@@ -55,14 +59,14 @@ class Floor:
 
 
 def reaches(stages: Stages, layout: DeviceLayout, ends: Sequence[int]) -> bool:
-    """Whether any plan of a layout fits into memory: what a Search would find out, at a small part of the cost of making one."""
-    found = np.zeros((len(layout.last), stages.table.count + 1), np.bool_)
-    found[0, -1] = True
+    """Return whether any plan of a layout fits into memory, at a small part of the cost of a `LayoutSearch`."""
+    reachable = np.zeros((len(layout.last), stages.table.count + 1), np.bool_)
+    reachable[0, -1] = True
     for edge in layout.edges:
-        behind = found[edge.source]
+        behind = reachable[edge.source]
         if behind.any():
-            found[edge.target] |= (stages.fitting(edge.devices, edge.later, edge.ahead) & behind).any(1)
-    return any(found[end, 0] for end in ends)
+            reachable[edge.target] |= (stages.fitting(edge.devices, edge.later, edge.ahead) & behind).any(1)
+    return any(reachable[end, 0] for end in ends)
 
 
 # A limit that no plan reaches, in seconds; finite, so that sums and differences are.
@@ -70,7 +74,7 @@ _FREE = 1e30
 
 
 class LayoutSearch:
-    """One schedule, m and layout. `ends` are the nodes at which a plan may end."""
+    """The search over one schedule, m and layout. `ends` are the nodes at which a plan may end."""
 
     def __init__(self, table: Table, fleet: Fleet, stages: Stages, layout: DeviceLayout, ends: Sequence[int]) -> None:
         self.table, self.fleet, self.stages, self.layout = table, fleet, stages, layout
@@ -88,7 +92,7 @@ class LayoutSearch:
                 self.work.append((edge, options, *(self._boundary(edge.hop) if edge.hop is not None else (zero, zero))))
 
     def _boundary(self, hop: Hop) -> tuple[Floats, Floats]:
-        """Round trips and loads of a microbatch at every position."""
+        """Return round trips and loads of a microbatch at every position."""
         key = hop.ways, hop.busy
         if key not in self._trips:
             out, back = self.table.out.astype(np.float64), self.table.back.astype(np.float64)
@@ -98,57 +102,59 @@ class LayoutSearch:
             self._trips[key] = there + here, load
         return self._trips[key]
 
-    # -------------------------------------------------------------------------------------------- bisection, and branch and bound
+    # ---------------------------------------------------------------------------------- bisection, branch and bound
 
     def best(self, below: float, floor: Floor, tolerance: float) -> Found:
-        """The plan that takes least, to a part of `tolerance`, if any takes less than `below`."""
+        """Return the plan that takes least, to a part of `tolerance`, if any takes less than `below`."""
         return self._bisect(below, floor.step, tolerance) if self.delayed else self._branch(below, floor, tolerance)
 
     def any(self) -> tuple[PipelinePlan, Judged] | None:
-        """A plan that fits into memory, if there is one."""
+        """Return a plan that fits into memory, if there is one."""
         plan = self.under(_FREE)
         return None if plan is None else (plan, self._judged(plan))
 
     def _bisect(self, below: float, low: float, tolerance: float) -> Found:
-        found = Found(None, None, below)
+        best = Found(None, None, below)
         high = below
         first = True
         while first or high - low > tolerance * high:
-            # The first question is whether there is anything better at all.
-            ask = min(high * (1 - tolerance), _FREE) if first else (low + high) / 2
+            # The first step tests whether any better plan exists.
+            limit = min(high * (1 - tolerance), _FREE) if first else (low + high) / 2
             first = False
-            plan = self.under(ask)
+            plan = self.under(limit)
             if plan is None:
-                if ask == _FREE:
+                if limit == _FREE:
                     return Found(None, None, np.inf)
-                low = ask
+                low = limit
                 continue
             judged = self._judged(plan)
-            assert judged.pipe <= ask * (1 + 1e-9), (judged.pipe, ask, plan)
-            high = min(judged.pipe, ask)
-            if judged.step < found.step:
-                found = Found(plan, judged, 0.0)
-        return Found(found.plan, found.judged, min(low, below))
+            assert judged.pipe <= limit * (1 + 1e-9), (judged.pipe, limit, plan)
+            high = min(judged.pipe, limit)
+            if judged.step < best.step:
+                best = Found(plan, judged, 0.0)
+        return Found(best.plan, best.judged, min(low, below))
 
     def _branch(self, below: float, floor: Floor, tolerance: float) -> Found:
-        found, bar = Found(None, None, below), below
-        # Intervals (bound, sum, lower end, upper end), the most promising first: plans whose maximum is in there add up to at least `sum`.
+        best, bar = Found(None, None, below), below
+        # Intervals (bound, sum, lower end, upper end), the most promising first: plans with a maximum in the interval
+        # add up to at least `sum`.
         heap: list[tuple[float, float, float, float]] = []
 
         def enter(total: float, low: float, high: float) -> None:
             heappush(heap, (max(floor.step, total + low), total, low, high))
 
         def explore(low: float, high: float) -> None:
-            nonlocal found, bar
+            nonlocal best, bar
             for last in (False, True):
                 plan = self.under(high)
                 if plan is None:
                     return
                 judged, total = self._judged(plan), self.value
                 bar = min(bar, judged.pipe)
-                if judged.step < found.step:
-                    found = Found(plan, judged, 0.0)
-                # Plans with a maximum above that of this plan are no better than it, nor those whose maximum and this sum are too much.
+                if judged.step < best.step:
+                    best = Found(plan, judged, 0.0)
+                # Plans with a maximum above that of this plan are no better than it, nor those for which maximum and
+                # this sum are too much.
                 reach = min(judged.pipe - total, high)
                 high = min(reach, bar * (1 - tolerance) - total)
                 if high <= low:
@@ -161,12 +167,12 @@ class LayoutSearch:
         while heap:
             bound, total, low, high = heappop(heap)
             if bound >= bar * (1 - tolerance):
-                return Found(found.plan, found.judged, min(bound, below))
+                return Found(best.plan, best.judged, min(bound, below))
             middle = (low + high) / 2
             if low < middle < high:
                 enter(total, middle, high)
                 explore(low, middle)
-        return Found(found.plan, found.judged, min(bar * (1 - tolerance), below))
+        return Found(best.plan, best.judged, min(bar * (1 - tolerance), below))
 
     def _judged(self, plan: PipelinePlan) -> Judged:
         judged = judge(self.table, self.fleet, plan, self.wanted.base)
@@ -176,35 +182,35 @@ class LayoutSearch:
     # -------------------------------------------------------------------------------------------- the dynamic programme
 
     def under(self, limit: float) -> PipelinePlan | None:
-        """The plan with the least sum (or round trip) whose parts stay below the limit."""
+        """Return the plan with the least sum (or round trip) whose parts stay below the limit."""
         positions = self.table.count + 1
         values = np.full((len(self.layout.last), positions), np.inf)
         values[0, -1] = 0.0
-        came = np.zeros((len(self.layout.last), positions, 3), np.int64)
+        came_from = np.zeros((len(self.layout.last), positions, 3), np.int64)
         rows = np.arange(positions)
         for number, (edge, options, trips, loads) in enumerate(self.work):
             behind = values[edge.source]
             if not np.isfinite(behind).any():
                 continue
-            for which, reached in self._placed(edge, options, trips, loads, behind, limit):
-                at = reached.argmin(1)
-                best = reached[rows, at]
+            for which, sums in self._placed(edge, options, trips, loads, behind, limit):
+                at = sums.argmin(1)
+                best = sums[rows, at]
                 better = best < values[edge.target]
                 if better.any():
                     values[edge.target] = np.where(better, best, values[edge.target])
-                    came[edge.target, better] = np.stack(
+                    came_from[edge.target, better] = np.stack(
                         [np.full(positions, number), np.full(positions, which), at], 1
                     )[better]
         if not self.ends:
             return None
         end = min(self.ends, key=lambda n: values[n, 0])
         self.value = float(values[end, 0])
-        return self._traced(end, came) if np.isfinite(self.value) else None
+        return self._traced(end, came_from) if np.isfinite(self.value) else None
 
     def _placed(
         self, edge: LayoutEdge, options: list[Option], trips: Floats, loads: Floats, behind: Floats, limit: float
     ) -> Iterator[tuple[int, Floats]]:
-        """For every option of the edge the new values, by first layer and by first layer of the stage behind."""
+        """Yield for every option of the edge the new values, by first layer and by first layer of the stage behind."""
         replicas, m = len(edge.devices), self.count
         if self.delayed:
             follow = len(self.layout.last[edge.source])
@@ -215,22 +221,22 @@ class LayoutSearch:
             )
             waits = np.where(m * loads <= limit, waits, np.inf)
             for which, option in enumerate(options):
-                reached = option.cost + waits[None, :]
-                allowed = reached <= limit * replicas
+                sums = option.cost + waits[None, :]
+                allowed = sums <= limit * replicas
                 if option.ring is not None:
                     allowed &= option.ring <= limit * replicas
-                yield which, np.where(allowed, reached, np.inf)
+                yield which, np.where(allowed, sums, np.inf)
             return
         more = (-(-m // replicas) - 1) * trips if self.row.bounded else 0.0 * trips
         start = np.where((m - 1) * loads <= limit, behind + trips, np.inf)
         for which, option in enumerate(options):
             yield which, np.where(option.pace + more[None, :] <= limit, option.cost + start[None, :], np.inf)
 
-    def _traced(self, end: int, came: np.ndarray) -> PipelinePlan:
+    def _traced(self, end: int, came_from: np.ndarray) -> PipelinePlan:
         stages: list[StagePlan] = []
         node, first = end, 0
         while node:
-            number, which, last = (int(x) for x in came[node, first])
+            number, which, last = (int(x) for x in came_from[node, first])
             edge, options, _, _ = self.work[number]
             stages.append(self._stage(edge, options[which], first, last))
             node, first = edge.source, last

@@ -1,9 +1,11 @@
-"""Costs of one stage for all ranges of layers at once, as matrices over (first layer, last layer + 1). In: a table of layers at one
-microbatch size, a schedule, m. Out: `Option`s for the devices of a stage: without recomputation, and with it where memory asks for it.
-Entries that are not allowed are infinite.
+"""Costs of one stage for all ranges of layers at once, as matrices over (first layer, last layer + 1).
 
-The microbatches of a batch are dealt out to replicas so that the slowest one is as fast as can be: the m smallest of n * t_j over all n and
-j, each replica having at least `least` and at most what its memory holds. No other shares have a smaller maximum.
+In: a table of layers at one microbatch size, a schedule, m. Out: `Option`s for the devices of a stage: without
+recomputation, and with it where memory asks for it. Entries that are not allowed are infinite.
+
+The microbatches of a batch are dealt out to replicas so that the slowest one is as fast as can be: the m smallest of n
+* t_j over all n and j, each replica having at least `least` and at most what its memory holds. No other shares have a
+smaller maximum.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _Number = TypeVar("_Number", np.float64, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """`pace` is what must stay below the limit that the search sets, `ring` too; `cost` is what it adds up."""
+    """One way to run a stage. `pace` and `ring` must stay below the limit that the search sets; the search sums up
+    `cost`."""
 
     recompute: bool
     pace: Floats
@@ -40,7 +43,8 @@ class Option:
 
 
 class Stages:
-    """Matrices of one table, schedule and number of microbatches; `all_devices` are how many the plan uses (where weight gradients are split off, what is in flight depends on that)."""
+    """Matrices of one table, schedule and number of microbatches. `all_devices` are those of the whole plan (where
+    weight gradients are split off, what is in flight depends on it)."""
 
     def __init__(
         self,
@@ -71,7 +75,8 @@ class Stages:
         self._fitting: dict[tuple[object, ...], Bools] = {}
 
     def options(self, devices: Sequence[int], later: int, ahead: int, ring: Ring) -> list[Option]:
-        """What a stage on these devices, with `later` of them behind it and `ahead` forwards in hand, may be."""
+        """Return the ways to run a stage on these devices, with `later` devices in later stages and `ahead` forwards in
+        hand."""
         kinds = tuple(self.kinds[i] for i in devices)
         warm = self.row.warm_up(ahead)
         full = self.row.in_flight(self.count, warm, self.all_devices - later - len(devices), len(devices))
@@ -83,7 +88,7 @@ class Stages:
     def shares(
         self, devices: Sequence[int], later: int, ahead: int, recompute: bool, first: int, last: int
     ) -> tuple[int, ...]:
-        """The shares of the replicas of one stage."""
+        """Return the shares of the replicas of one stage."""
         kinds = tuple(self.kinds[i] for i in devices)
         warm = self.row.warm_up(ahead)
         full = self.row.in_flight(self.count, warm, self.all_devices - later - len(devices), len(devices))
@@ -93,7 +98,8 @@ class Stages:
         return tuple(int(n) for n in _shares(each, held, self.row.least_share(warm), self.count, self._head)[:, 0])
 
     def fitting(self, devices: Sequence[int], later: int, ahead: int) -> Bools:
-        """Where `options` would have anything, whatever it takes: a small part of the work of finding out what."""
+        """Return the ranges for which `options` has any entry, without their costs: that is a small part of the
+        work."""
         kinds = tuple(self.kinds[i] for i in devices)
         warm = self.row.warm_up(ahead)
         full = self.row.in_flight(self.count, warm, self.all_devices - later - len(devices), len(devices))
@@ -104,24 +110,24 @@ class Stages:
         return self._fitting[key]
 
     def _options(self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring) -> list[Option]:
-        found: list[Option] = []
+        options: list[Option] = []
         if len(kinds) * self.row.least_share(warm) > self.count:
-            return found
+            return options
         for recompute in self._recomputations():
             option, everywhere = (self._equal if len(set(kinds)) == 1 else self._unequal)(
                 kinds, warm, full, ring, recompute
             )
             if option is not None:
-                found.append(option)
+                options.append(option)
             if everywhere:
                 break
-        return found
+        return options
 
     def _recomputations(self) -> tuple[bool, ...]:
         return {"none": (False,), "all": (True,)}.get(self.wanted.recompute, (False, True))
 
     def _fits(self, kinds: tuple[int, ...], warm: int, full: int, recompute: bool) -> Bools:
-        """The ranges of layers that memory allows replicas of these kinds."""
+        """Return the ranges of layers that memory allows replicas of these kinds."""
         allowed, least = self.allowed[len(kinds) > 1], self.row.least_share(warm)
         if len(kinds) * least > self.count:
             return np.zeros_like(allowed)
@@ -131,31 +137,32 @@ class Stages:
             )
             return alike
         held = np.stack(self.most_shares(kinds, full, recompute))
-        # What memory holds may be far more than there is.
-        found: Bools = allowed & (held >= least).all(0) & (np.minimum(held, self.count).sum(0) >= self.count)
-        return found
+        # Memory may hold far more microbatches than there are.
+        fitting: Bools = allowed & (held >= least).all(0) & (np.minimum(held, self.count).sum(0) >= self.count)
+        return fitting
 
     def _needed(self, replicas: int, full: int) -> int:
-        """How many microbatches in flight each of some replicas that are alike has to have room for."""
+        """Return the microbatches in flight that each of some equal replicas must have room for."""
         most = -(-self.count // replicas)
         if not self.row.bounded:
             return most
         return full if self.row.delay else min(full, most)
 
     def most_shares(self, kinds: Sequence[int], full: int, recompute: bool) -> list[Ints]:
-        """For each replica the most microbatches of a batch that its memory lets it run; `full` are in flight when it runs many."""
+        """Return for each replica the most microbatches of a batch that its memory lets it run; `full` are in flight
+        when it runs many."""
         replicas = len(kinds)
-        found = {}
+        most = {}
         for kind in dict.fromkeys(kinds):
             room = self._most_in_flight(kind, recompute, replicas)
             short = 0 if self.row.delay else room
-            found[kind] = np.where(room >= full, self.count, short) if self.row.bounded else room
-        return [found[kind] for kind in kinds]
+            most[kind] = np.where(room >= full, self.count, short) if self.row.bounded else room
+        return [most[kind] for kind in kinds]
 
     def _equal(
         self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring, recompute: bool
     ) -> tuple[Option | None, bool]:
-        """The option of replicas that are alike, and whether memory allows it everywhere."""
+        """Return the option of equal replicas, and whether memory allows it everywhere."""
         replicas, kind = len(kinds), kinds[0]
         allowed = self.allowed[replicas > 1]
         fits = self._fits(kinds, warm, full, recompute)
@@ -195,7 +202,8 @@ class Stages:
     def _priced(
         self, slowest: Floats, rows: Sequence[tuple[Floats, Floats, Floats]], replicas: int, ring: Ring, recompute: bool
     ) -> Option:
-        """What the slowest replica's seconds make of a stage; `rows` are the times of its kinds of devices."""
+        """Return the option of a stage from the seconds of its slowest replica; `rows` are the times of its kinds of
+        devices."""
         each, weight, update = ([row[k] for row in rows] for k in range(3))
         pace = slowest + _most(update)
         summing = ring.fixed + ring.each * self.grads if replicas > 1 else None
@@ -212,7 +220,7 @@ class Stages:
         return Option(recompute, pace, _most(each), None)
 
     def _times(self, kind: int, recompute: bool) -> tuple[Floats, Floats, Floats]:
-        """Seconds of a microbatch, its weight gradients and an update."""
+        """Return the seconds of a microbatch, its weight gradients and an update."""
         if (kind, recompute) not in self._seconds:
             forward, backward, weight, again, update = self.table.times(self.fleet.devices[kind])
             calls = self.table.chain.calls(self.fleet.devices[kind])
@@ -226,7 +234,8 @@ class Stages:
         return self._seconds[kind, recompute]
 
     def _most_in_flight(self, kind: int, recompute: bool, replicas: int) -> Ints:
-        """The most microbatches in flight that fit, for every range of layers; below 0 where not even the rest does."""
+        """Return the most microbatches in flight that fit, for every range of layers; below 0 where not even the fixed
+        bytes fit."""
         copies = self.row.gradient_copies(replicas)
         if (kind, recompute, copies) not in self._room:
             table, memory = self.table, self.fleet.devices[kind].memory
@@ -261,29 +270,32 @@ class Stages:
 
 
 def _room(left: Ints, each: Ints) -> Ints:
-    """How many times `each` bytes fit into those that are left; -1 where less than none are."""
+    """Return how many times `each` bytes fit into those that are left; -1 where fewer than none are."""
     return np.where(left < 0, -1, np.where(each > 0, left // np.maximum(each, 1), _PLENTY))
 
 
 def _ranges(sums: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
-    """Entry (i, j) of a prefix sum: what layers i .. j-1 take."""
+    """Return for entry (i, j) the sum over layers i .. j-1, from prefix sums."""
     return sums[None, :] - sums[:, None]
 
 
 def _most(matrices: Sequence[Floats]) -> Floats:
-    found = matrices[0]
+    largest = matrices[0]
     for matrix in matrices[1:]:
-        found = found if matrix is found else np.maximum(found, matrix)
-    return found
+        largest = largest if matrix is largest else np.maximum(largest, matrix)
+    return largest
 
 
 def _shares(each: Floats, held: Ints, least: int, count: int, head: int) -> Ints:
-    """Shares of `count`, by replica and case, each of at least `least` and at most what is held, which minimise max_j (n_j - head) t_j;
-    `each` are the times of a microbatch. Every case must have some."""
+    """Deal out `count` microbatches, by replica and case, so that max_j (n_j - head) t_j is least.
+
+    Each share is at least `least` and at most what is held; `each` are the times of a microbatch. Every case must have
+    a solution.
+    """
     times = np.maximum(each, 1e-30)
     room = np.minimum(held, count)
-    # All n with (n - head) t_j <= T are among the smallest, for the T at which replicas would end
-    # together if microbatches could be divided.
+    # All n with (n - head) t_j <= T are among the smallest, for the T at which replicas would end together if
+    # microbatches could be divided.
     together = (count - head * len(each)) / (1.0 / times).sum(0)
     start = np.clip(head + np.floor(together / times * (1 - 1e-12)), least, np.maximum(room, least)).astype(np.int64)
     shares = np.where(start.sum(0) > count, least, start)

@@ -1,1 +1,1 @@
-"""Passes that make a graph better without changing its meaning."""
+"""Rewriting passes: they make a graph better without changing its meaning."""

@@ -1,16 +1,18 @@
-"""Replace composite operations by primitives, where gradients or kernels are defined for the primitives only, or are better for them.
+"""Replace composite operations by primitives, where gradients or kernels are defined for the primitives only, or are
+better for them.
 
-In: any module. Out: the same meaning; an operation that is not kept becomes several that carry its loc and annotations, the last of them
-its results' names. A rule must be exact up to rounding.
+In: any module. Out: the same meaning; an operation that is not kept becomes several that carry its loc and annotations,
+the last of them its results' names. A rule must be exact up to rounding.
 
-    attention   softmax(scale * q k^T + mask) v; of a mask that hides, hidden scores become the lowest finite number of the element type;
-                later positions, if causal, become -inf. Nothing but the result may be used: the row statistics are the kernel's own
+    attention   softmax(scale * q k^T + mask) v; of a mask that hides, hidden scores become the lowest finite number of
+                the element type; later positions, if causal, become -inf. Nothing but the result may be used: the row
+                statistics belong to the kernel
     batch_norm  (x - mean) * factor + bias, with one factor for a channel: scale / sqrt(var + eps)
 
-`keep` names composites that stay whole; attention does by default, because it and its gradient are one kernel each. It is
-decomposed all the same where that does not pay: with up to `_FEW` queries in a call (decoding, say), for which packing the keys
-costs more than looking at them once. Where GPUs have to do without libraries, pipelines keep nothing: products of ours read keys
-once for many queries, attention of ours does not.
+`keep` names composites that stay whole; attention does by default, because it and its gradient are one kernel each. It
+is decomposed all the same where that does not pay: with up to `_FEW` queries in a call (decoding, say), for which
+packing the keys costs more than looking at them once. For GPUs without libraries, pipelines keep nothing: the generated
+products read keys once for many queries, the generated attention does not.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class DecomposeOptions:
 
 
 class Expansion:
-    """Collects the operations that stand for one composite."""
+    """Collects the operations that replace one composite."""
 
     def __init__(self, op: Op, namer: Namer) -> None:
         self.op, self.namer = op, namer
@@ -48,7 +50,7 @@ class Expansion:
         return self.ops[-1].outs[0]
 
     def done(self) -> list[Op]:
-        """The operations, the last one renamed to give the composite's first result."""
+        """Return the operations, the last one renamed to give the composite's first result."""
         last = self.ops[-1]
         assert last.outs[0].type == self.op.outs[0].type, f"{self.op.kind} was expanded to another type"
         return [*self.ops[:-1], Op(last.kind, last.ins, self.op.outs[:1], last.attrs, last.loc)]
@@ -58,7 +60,7 @@ Rule = Callable[[Expansion, Op], object]
 
 
 def _lowest(dtype: str) -> float:
-    """The lowest finite number of a floating-point type."""
+    """Return the lowest finite number of a floating-point type."""
     if dtype == "bf16":
         return -(2.0 - 2.0**-7) * 2.0**127
     return float(np.finfo(numpy_dtype(dtype)).min)
@@ -88,8 +90,11 @@ def _attention(b: Expansion, op: Op) -> Value:
 
 
 def _batch_norm(b: Expansion, op: Op) -> Value:
-    """Per element a difference, a product and a sum, all of which run behind a convolution; roots and quotients are per channel. The mean
-    is taken off first, so that the gradient of the scale is a sum of differences from it."""
+    """Emit per element a difference, a product and a sum, all of which run behind a convolution; roots and quotients
+    are per channel.
+
+    The mean is subtracted first, so that the gradient of the scale is a sum of differences from it.
+    """
     x, scale, bias, mean, variance = op.ins
     shape = (x.type.dims[1], *(1,) * (x.type.rank - 2))
 
@@ -104,7 +109,7 @@ def _batch_norm(b: Expansion, op: Op) -> Value:
 
 
 def _pays(op: Op) -> bool:
-    """Whether a composite that is to be kept has a kernel that is worth it."""
+    """Return whether a composite that is to be kept has a kernel that is worth it."""
     return op.kind != "attention" or op.ins[0].type.dims[2] > _FEW
 
 

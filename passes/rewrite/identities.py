@@ -1,8 +1,9 @@
 """Algebraic identities, a dictionary over the op table: `IDENTITIES[kind]` are rules `rule(scene, op)` tried in order.
 
-A rule gives None (does not apply), a Value that equals the op's only result, or the operations that stand in its place, the last of them
-with the op's own results. Rules are exact: they give the same numbers, except that a sum with 0 forgets the sign of zero, a power by a
-small exponent is rounded as multiplications are, and -inf has a power 0.5 but no root.
+A rule returns None (does not apply), a Value that equals the op's only result, or the operations that stand in its
+place, the last of them with the op's results. Rules are exact: they give the same numbers, with three exceptions. A sum
+with 0 forgets the sign of zero, a power by a small exponent is rounded as multiplications are, and -inf has a power 0.5
+but no root.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from penstock.ir.types import FLOATS, INTS, ITEM_BYTES, UNSIGNED
 
 
 class Scene(Protocol):
-    """What a rule may look at: who makes a value, how many uses it has, and names that are free."""
+    """The graph as rules see it: the operation that makes a value, the number of its uses, and free names."""
 
     def maker(self, value: Value) -> Op | None: ...
     def uses(self, value: Value) -> int: ...
@@ -30,13 +31,13 @@ Rule = Callable[[Scene, Op], Found]
 
 
 def becomes(op: Op, kind: str, *ins: Value, **attrs: Attr) -> Op:
-    """An op of another kind with the results, loc and annotations of `op`."""
+    """Make an op of another kind with the results, loc and annotations of `op`."""
     kept = {k: v for k, v in op.attrs.items() if k in ANNOTATIONS}
     return Op(kind, ins, op.outs, {**attrs, **kept}, op.loc)
 
 
 def helper(scene: Scene, op: Op, kind: str, *ins: Value, **attrs: Attr) -> Op:
-    """A new op in front of `op`, with its loc and, unless it is a constant, its annotations."""
+    """Make a new op in front of `op`, with its loc and, unless it is a constant, its annotations."""
     kept = {k: v for k, v in op.attrs.items() if k in ANNOTATIONS and kind != "const"}
     return make(kind, ins, [scene.fresh(f"{op.outs[0].name}.{kind}")], op.loc, **attrs, **kept)
 
@@ -46,7 +47,8 @@ def uniform(scene: Scene, value: Value) -> float | None:
 
 
 def uniform_number(maker: Callable[[Value], Op | None], value: Value) -> float | None:
-    """The number that every element of a constant has; None for anything else. `maker` gives the operation that makes a value."""
+    """Return the number that every element of a constant has; None for anything else. `maker` returns the operation
+    that makes a value."""
     op = maker(value)
     while op is not None and op.kind in ("broadcast", "reshape"):
         op = maker(op.ins[0])
@@ -64,7 +66,7 @@ def _made_by(scene: Scene, value: Value, kind: str) -> Op | None:
 
 
 def _neutral(number: float, sides: tuple[int, ...]) -> Rule:
-    """x op number = x, on the given sides."""
+    """Make the rule x op number = x, with the number on one of the given sides."""
 
     def rule(scene: Scene, op: Op) -> Found:
         for side in sides:
@@ -131,7 +133,7 @@ def _power(scene: Scene, op: Op) -> Found:
 
 
 def _inverse_root(scene: Scene, op: Op) -> Found:
-    """1 / sqrt(x)."""
+    """Replace 1 / sqrt(x) by rsqrt."""
     root = _made_by(scene, op.ins[1], "sqrt")
     if root is None or uniform(scene, op.ins[0]) != 1 or root.ins[0].type != op.outs[0].type:
         return None
@@ -143,7 +145,7 @@ def _same_operands(scene: Scene, op: Op) -> Found:
 
 
 def _decided(scene: Scene, op: Op) -> Found:
-    """where with a constant condition, or the same value on both sides."""
+    """Resolve a `where` with a constant condition, or the same value on both sides."""
     chosen = uniform(scene, op.ins[0])
     if chosen is None:
         return op.ins[1] if op.ins[1] == op.ins[2] and op.ins[1].type == op.outs[0].type else None
@@ -167,8 +169,8 @@ def _cast(scene: Scene, op: Op) -> Found:
 
 
 def _spread_operand(scene: Scene, value: Value) -> Value | Op | None:
-    """A smaller value that broadcasts to the same: the operand of a broadcast, of a reshape that
-    adds leading ones, or a scalar constant."""
+    """Return a smaller value that broadcasts to the same: the operand of a broadcast, of a reshape that adds leading
+    ones, or a scalar constant."""
     op = scene.maker(value)
     if op is None or not value.type.shape:
         return None
@@ -184,7 +186,7 @@ def _spread_operand(scene: Scene, value: Value) -> Value | Op | None:
 
 
 def _implicit_broadcast(scene: Scene, op: Op) -> Found:
-    """Elementwise operations broadcast by themselves."""
+    """Drop explicit broadcasts of operands: elementwise operations broadcast by themselves."""
     before: list[Op] = []
     ins = list(op.ins)
     for i in range(len(ins)):
@@ -206,13 +208,13 @@ def _implicit_broadcast(scene: Scene, op: Op) -> Found:
 
 
 def _unchanged(scene: Scene, op: Op) -> Found:
-    """A layout operation whose result has the operand's type and moves nothing: in a slice of the same size there
+    """Drop a layout operation whose result has the operand's type and moves nothing: in a slice of the same size there
     is no room for another start or step."""
     return op.ins[0] if op.ins[0].type == op.outs[0].type else None
 
 
 def _of_same_kind(scene: Scene, op: Op) -> Found:
-    """reshape of reshape, broadcast of broadcast: the last one decides."""
+    """Merge a reshape of a reshape, or a broadcast of a broadcast: the last one decides."""
     inner = _made_by(scene, op.ins[0], op.kind)
     return None if inner is None else [op.with_ins(inner.ins)]
 
@@ -244,7 +246,7 @@ def _concat(scene: Scene, op: Op) -> Found:
 
 
 def _lone_dimensions(scene: Scene, op: Op) -> Found:
-    """A sum, mean or maximum over dimensions of size 1 only."""
+    """Drop a sum, mean or maximum over dimensions of size 1 only."""
     axes = reduced_axes(op.ins[0].type, op.attrs["axes"])
     if any(op.ins[0].type.dims[i] != 1 for i in axes):
         return None
@@ -254,7 +256,7 @@ def _lone_dimensions(scene: Scene, op: Op) -> Found:
 
 
 def _padding(op: Op | None) -> tuple[int, int, int] | None:
-    """(axis, low, high) of a pad with zeros along one dimension."""
+    """Return (axis, low, high) of a pad with zeros along one dimension."""
     if op is None or op.kind != "pad":
         return None
     a = complete_attrs(op)
@@ -266,7 +268,7 @@ def _padding(op: Op | None) -> tuple[int, int, int] | None:
 
 
 def _sum_of_pads(scene: Scene, op: Op) -> Found:
-    """Two neighbouring parts of one tensor, as gradients of slices are: put them side by side instead of adding zeros."""
+    """Concatenate two neighbouring parts of one tensor instead of adding padded ones, as gradients of slices are."""
     left, right = (scene.maker(v) for v in op.ins)
     if left is None or right is None or op.ins[0] == op.ins[1] or any(scene.uses(v) != 1 for v in op.ins):
         return None
@@ -293,7 +295,8 @@ def _sum_of_pads(scene: Scene, op: Op) -> Found:
 
 
 def _matmul_of_transpose(scene: Scene, op: Op) -> Found:
-    """Fold a swap of the last two dimensions into ta or tb; of a longer permutation leave the part that keeps rows contiguous."""
+    """Fold a swap of the last two dimensions into ta or tb; of a longer permutation leave the part that keeps rows
+    contiguous."""
     for side, flag in ((0, "ta"), (1, "tb")):
         inner = _made_by(scene, op.ins[side], "transpose")
         if inner is None:
@@ -301,10 +304,10 @@ def _matmul_of_transpose(scene: Scene, op: Op) -> Found:
         perm = ints(inner.attrs["perm"])
         if perm[-2] != len(perm) - 1:
             continue
-        rest = (*perm[:-2], perm[-1], perm[-2])
+        outer_perm = (*perm[:-2], perm[-1], perm[-2])
         before, operand = [], inner.ins[0]
-        if rest != tuple(range(len(rest))):
-            before = [helper(scene, op, "transpose", operand, perm=rest)]
+        if outer_perm != tuple(range(len(outer_perm))):
+            before = [helper(scene, op, "transpose", operand, perm=outer_perm)]
             operand = before[0].outs[0]
         ins = (operand, op.ins[1]) if side == 0 else (op.ins[0], operand)
         turned = not complete_attrs(op)[flag]

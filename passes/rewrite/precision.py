@@ -1,23 +1,28 @@
 """Mixed precision: activations and the operands of products in 16 bits, weights, statistics and losses in float32.
 
-In: `main`, in f32, before gradients are taken. Out: the same model with casts, so that the IR says where every number is rounded, and the
-gradients that autodiff takes have the element type of what they are gradients of. With `low` the 16-bit type:
+In: `main`, in f32, before gradients are taken. Out: the same model with casts. So the IR says where every number is
+rounded, and the gradients that autodiff takes have the element type of their values. With `low` the 16-bit type:
 
     matmul, conv, attention        operands and result low; kernels add up in f32
-    activations (what depends on an input)    low where they are stored and where they cross stages
-    elementwise, layout, softmax, pooling     on low operands in low: kernels compute them in f32 inside, and round results once
-    layer_norm, batch_norm, sum, mean, losses, elementwise operations with a parameter or with a constant that low does not hold exactly
-                                   f32: operands widened, the result rounded to low if it is an activation, statistics and losses are not
-    parameters                     stay f32 (master weights): rounded where a product reads them, so gradients are accumulated, and
-                                   the optimiser computes, in f32
+    activations (values that depend on an input)
+                                   low where they are stored and where they cross stages
+    elementwise, layout, softmax, pooling
+                                   on low operands in low: kernels compute them in f32 inside, and round results once
+    layer_norm, batch_norm, sum, mean, losses, elementwise operations with a parameter or with a constant that low does
+    not hold exactly
+                                   f32: operands widened, the result rounded to low if it is an activation, statistics
+                                   and losses are not
+    parameters                     stay f32 (master weights): rounded where a product reads them, so gradients are
+                                   accumulated, and the optimiser computes, in f32
     inputs, outputs                keep their types
 
-Invariant: the first output, names, shapes and variables stay what they were; other element types than f32 are left alone. A value that is
-rounded keeps its name, the f32 it is rounded from is %x.f32; of an output it is the f32 that keeps the name.
+Invariant: the first output, names, shapes and variables stay as they are; other element types than f32 are left alone.
+A value that is rounded keeps its name, and the f32 that it is rounded from is %x.f32; of an output it is the f32 that
+keeps the name.
 
-Known limits: sums of gradients from several uses of an activation are rounded to low each. f16 has a narrow range: gradients
-below 6e-8 would vanish, so training needs `autodiff{loss_scale=...}` and `guard`. A masking constant beyond low's range
-makes what is computed from it stay f32.
+Known limits: sums of gradients from several uses of an activation are rounded to low each. f16 has a narrow range:
+gradients below 6e-8 would vanish, so training needs `autodiff{loss_scale=...}` and `guard`. Values computed from a
+masking constant beyond low's range stay f32.
 """
 
 from __future__ import annotations
@@ -37,24 +42,26 @@ from .identities import uniform_number
 PRECISIONS = ("f32", "bf16", "f16")
 _WIDE = "f32"
 _PRODUCTS = ("matmul", "conv", "attention")
-# Computed on low operands as they are: what moves elements, chooses among them, or is computed in f32 by its kernel and rounded once.
+# Operations computed on low operands as they are: they move elements, choose among them, or their kernel computes in
+# f32 and rounds once.
 _FOLLOWS = (
     *("relu", "gelu", "detach", "max", "argmax", "max_pool", "avg_pool", "softmax", "log_softmax"),
     *("reshape", "transpose", "broadcast", "slice", "pad", "concat", "gather"),
 )
-# Results that stay f32: few numbers that much depends on.
+# Operations with results that stay f32: few numbers that much depends on.
 _STATISTICS = ("sum", "mean", "cross_entropy", "mse")
 
 
 @dataclass(frozen=True, slots=True)
 class PrecisionOptions:
-    """`compute` is the element type of activations and of the operands of products: bf16 or f16; f32 changes nothing."""
+    """`compute` is the element type of activations and of the operands of products: bf16 or f16; f32 changes
+    nothing."""
 
     compute: str = "bf16"
 
 
 def check_precision(name: str) -> None:
-    """UsageError for a precision that does not exist."""
+    """Raise UsageError for a precision that does not exist."""
     if name not in PRECISIONS:
         raise UsageError(f"unknown precision {name!r}, expected one of {', '.join(PRECISIONS)}")
 
@@ -78,19 +85,21 @@ def precision(module: Module, options: PrecisionOptions) -> Module:
 
 
 def _written_only(graph: Graph) -> set[Value]:
-    """Values of which nothing but variables is made: what running statistics become, which adds up over many steps."""
-    others = {*graph.outs, *graph.saved}
-    found: set[Value] = set()
+    """Return values that only variables are computed from: the new values of running statistics, which add up over many
+    steps."""
+    used = {*graph.outs, *graph.saved}
+    written: set[Value] = set()
     for op in reversed(graph.ops):
-        if op.outs and others.isdisjoint(op.outs):
-            found.update(op.outs)
+        if op.outs and used.isdisjoint(op.outs):
+            written.update(op.outs)
         elif op.outs:
-            others.update(op.ins)
-    return found
+            used.update(op.ins)
+    return written
 
 
 class _Lowering:
-    """One walk over the graph. Of each f32 value there is a wide form, a low one, or both; `rounded` are those whose own form is low."""
+    """One walk over the graph. Each f32 value gets a wide form, a low one, or both; `rounded` are those whose name
+    stands for the low form."""
 
     def __init__(self, graph: Graph, low: str) -> None:
         self.graph, self.low = graph, low
@@ -129,7 +138,7 @@ class _Lowering:
             self._emit_wide(op)
 
     def _follows(self, op: Op, floats: list[Value]) -> bool:
-        """Whether nothing is lost by computing the operation on low operands."""
+        """Return whether nothing is lost by computing the operation on low operands."""
         moving = [v for v in floats if v in self.active]
         if not moving or not (op.kind in _FOLLOWS or OPS[op.kind].family == "elementwise") or op.kind == "batch_norm":
             return False
@@ -150,7 +159,7 @@ class _Lowering:
             return float(np.array(number, numpy_dtype(self.low)))
 
     def _stays_wide(self, op: Op) -> bool:
-        """Whether the first result of an operation computed in f32 should not be rounded."""
+        """Return whether the first result of an operation computed in f32 should not be rounded."""
         beyond = [
             n for n in map(self._number, op.ins) if n is not None and math.isfinite(n) and math.isinf(self._round(n))
         ]

@@ -1,13 +1,14 @@
-"""Find composite operations that an exporter took apart, a dictionary like that of passes/rewrite/identities.py: `PATTERNS[kind]` are rules tried
-on the last operation of a pattern.
+"""Find composite operations that an exporter took apart, a dictionary like that of passes/rewrite/identities.py:
+`PATTERNS[kind]` are rules tried on the last operation of a pattern.
 
     gelu         0.5 x (1 + erf(x / sqrt 2)), and 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), factors in any order
     layer_norm   (x - mean) / sqrt(mean((x - mean)^2) + eps) * scale + bias over the last dimensions
     softmax      e^(x - max) or e^x over its sum along one axis;  log_softmax: logarithm of that
     attention    softmax(scale * q k^T, masked) v: recognize_attention.py
 
-Composites have their own kernels and gradients, and need less memory between forward and backward. The mathematics is the same; constants
-may be rounded to float32 (1e-6 relative), and e^x no longer overflows. A pattern that differs in anything else is left alone.
+Composites have kernels and gradients of their own, and need less memory between forward and backward. The mathematics
+is the same; constants may be rounded to float32 (1e-6 relative), and e^x does not overflow. A pattern that differs in
+anything else is left alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _near(number: float | None, expected: float) -> bool:
 
 
 def _factors(scene: Scene, value: Value) -> tuple[float, list[Value]]:
-    """A product as its constant and its other factors, through mul, neg and division by constants."""
+    """Return a product as its constant and its other factors, through mul, neg and division by constants."""
     number = uniform(scene, value)
     if number is not None:
         return float(number), []
@@ -42,18 +43,18 @@ def _factors(scene: Scene, value: Value) -> tuple[float, list[Value]]:
 
 
 def _product(scene: Scene, op: Op) -> tuple[float, list[Value]]:
-    constant, rest = _factors(scene, op.ins[0])
+    constant, factors = _factors(scene, op.ins[0])
     if op.kind == "neg":
-        return -constant, rest
+        return -constant, factors
     if op.kind == "div":
         divisor = uniform(scene, op.ins[1])
-        return (constant / divisor, rest) if divisor else (1.0, [op.outs[0]])
-    other, more = _factors(scene, op.ins[1])
-    return constant * other, rest + more
+        return (constant / divisor, factors) if divisor else (1.0, [op.outs[0]])
+    other, other_factors = _factors(scene, op.ins[1])
+    return constant * other, factors + other_factors
 
 
 def _plus(scene: Scene, value: Value, number: float) -> Value | None:
-    """x where the value is x + number."""
+    """Return x where the value is x + number."""
     op = _made_by(scene, value, "add")
     if op is None:
         return None
@@ -84,7 +85,7 @@ def _gelu(scene: Scene, op: Op) -> Found:
 
 
 def _is_tanh_argument(scene: Scene, value: Value, x: Value) -> bool:
-    """sqrt(2/pi) (x + 0.044715 x^3), or with x taken out."""
+    """Return whether the value is sqrt(2/pi) (x + 0.044715 x^3), also with x factored out."""
     scale, factors = _factors(scene, value)
     if not _near(scale, math.sqrt(2 / math.pi)):
         return False
@@ -109,10 +110,10 @@ def _layer_norm(scene: Scene, op: Op) -> Found:
     for product, bias in (op.ins, op.ins[::-1]):
         scaled = _made_by(scene, product, "mul")
         for normal, scale in (scaled.ins, scaled.ins[::-1]) if scaled is not None else ():
-            found = _normalized(scene, normal)
-            if found is None:
+            normalized = _normalized(scene, normal)
+            if normalized is None:
                 continue
-            x, axis, eps = found
+            x, axis, eps = normalized
             weight = x.type.with_shape(x.type.shape[axis:])
             if x.type == op.outs[0].type and scale.type == weight == bias.type:
                 statistic = x.type.with_shape(x.type.shape[:axis])
@@ -124,7 +125,7 @@ def _layer_norm(scene: Scene, op: Op) -> Found:
 
 
 def _normalized(scene: Scene, value: Value) -> tuple[Value, int, float] | None:
-    """(x, first normalised dimension, eps) where the value is (x - mean) / sqrt(variance + eps)."""
+    """Return (x, first normalised dimension, eps) where the value is (x - mean) / sqrt(variance + eps)."""
     op = _made_by(scene, value, "div", "mul")
     if op is None:
         return None
@@ -146,7 +147,7 @@ def _normalized(scene: Scene, value: Value) -> tuple[Value, int, float] | None:
 
 
 def _mean_axes(scene: Scene, value: Value, of: Value) -> tuple[int, ...] | None:
-    """The axes of a mean over `of` that keeps its dimensions."""
+    """Return the axes of a mean over `of` that keeps its dimensions."""
     op = _made_by(scene, value, "mean")
     if op is None or op.ins[0] != of or not complete_attrs(op)["keep"]:
         return None

@@ -1,20 +1,26 @@
-"""Find attention in what exporters write: a rule like those of passes/rewrite/recognize.py, tried on the product with the values.
+"""Find attention in the operations that exporters write: a rule like those of passes/rewrite/recognize.py, tried on the
+product with the values.
 
     softmax(scale * q k^T, masked) v        on [batch, heads, positions, size] or [any, positions, size]
 
 The scale may stand on the scores, on q, on k, or on several of them. Masks, in any order with the scale:
 
-    where(visible, scores, fill), or where(hidden, fill, scores)    fill at most -1e4, so that nothing of a hidden score is left
-    scores + where(visible, 0, fill)                                the same, if fill is so low that it leaves nothing of the score
+    where(visible, scores, fill), or where(hidden, fill, scores)    fill at most -1e4, so that nothing of a hidden score
+                                                                    is left
+    scores + where(visible, 0, fill)                                the same, if fill is so low that it leaves nothing
+                                                                    of the score
     scores + mask                                                   added as it is
 
-A mask that is known when compiling, made of constants and iota, and that shows each position itself and what comes before it, makes the
-attention causal; one that shows everything is dropped. Any other is handed to attention as its mask.
+A mask that is known when compiling, made of constants and iota, and that shows each position itself and what comes
+before it, makes the attention causal; one that shows everything is dropped. Any other mask becomes an operand of
+attention.
 
-Shares may be guarded: where(share is nan, 0, share), that is 0 for a row of which -inf hides everything; then so is the result.
+Shares may be guarded: where(share is nan, 0, share), that is 0 for a row of which -inf hides everything; then so is the
+result.
 
-Left alone: scores or shares that anybody else reads; an outer scale over an added mask; two masks that are not causal; softmax along
-another axis; operands that broadcast. Where a mask hides a whole row by -inf, the result was nan and becomes a mean of the values.
+Left alone: scores or shares with other readers; an outer scale over an added mask; two masks that are not causal;
+softmax along another axis; operands that broadcast. Where a mask hides a whole row by -inf, the result was nan and
+becomes a mean of the values.
 """
 
 from __future__ import annotations
@@ -32,9 +38,10 @@ from penstock.ir.types import FLOATS
 
 from .identities import Found, Scene, becomes, helper, uniform
 
-# What is added to, or stands in for, a score that shall not count: e^(x - largest) is 0 for it unless all scores are as low.
+# The largest fill that hides a score, added to it or in its place: e^(x - largest) is 0 for it unless all scores are as
+# low.
 _HIDES = -1e4
-# What absorbs a score when it is added to it.
+# The largest number that absorbs a score when it is added to it.
 _ABSORBS = -1e30
 # Elements of a mask that are worth computing to see what it is.
 _LARGEST_MASK = 1 << 24
@@ -42,7 +49,7 @@ _LARGEST_MASK = 1 << 24
 
 @dataclass(frozen=True)
 class _Hiding:
-    """One where over scores: `visible` holds (or, if `turned`, does not hold) for what stays."""
+    """One `where` over scores. Positions stay where `visible` holds (or, if `turned`, does not hold)."""
 
     visible: Value
     turned: bool
@@ -51,7 +58,7 @@ class _Hiding:
 
 @dataclass(frozen=True)
 class _Scores:
-    """q k^T under factors and masks."""
+    """The scores q k^T under factors and masks."""
 
     q: Value
     k: Value
@@ -63,7 +70,7 @@ class _Scores:
 
 @dataclass
 class _Emitted:
-    """Operations in front of the attention."""
+    """The operations in front of the attention."""
 
     scene: Scene
     op: Op
@@ -75,7 +82,7 @@ class _Emitted:
 
 
 def attention(scene: Scene, op: Op) -> Found:
-    """The rule for matmul."""
+    """Recognise attention at a matmul: the rule for that kind."""
     shares, values = op.ins
     attrs = complete_attrs(op)
     guarded = _guarded(scene, shares)
@@ -86,42 +93,46 @@ def attention(scene: Scene, op: Op) -> Found:
     rank = shares.type.rank
     if shares.type.dtype not in FLOATS or rank not in (3, 4) or complete_attrs(softmax)["axis"] not in (-1, rank - 1):
         return None
-    found = _scores(scene, softmax.ins[0], 1.0)
-    if found is None:
+    scores = _scores(scene, softmax.ins[0], 1.0)
+    if scores is None:
         return None
-    q, k = found.q.type, found.k.type
-    depth, keys = (k.shape[-2], k.shape[-1]) if found.turned else (k.shape[-1], k.shape[-2])
+    q, k = scores.q.type, scores.k.type
+    depth, keys = (k.shape[-2], k.shape[-1]) if scores.turned else (k.shape[-1], k.shape[-2])
     if not q.shape[:-2] == k.shape[:-2] == values.type.shape[:-2] == shares.type.shape[:-2] or q.rank != rank:
         return None
     if depth != q.shape[-1] or keys != values.type.shape[-2] or not shares.type.is_static:
         return None
-    made = _Emitted(scene, op)
-    masked = _masks(made, found, shares)
-    if masked is None or (guarded and (found.added or any(one.fill != -np.inf for one in found.hiding))):
+    emitted = _Emitted(scene, op)
+    masked = _masks(emitted, scores, shares)
+    if masked is None or (guarded and (scores.added or any(one.fill != -np.inf for one in scores.hiding))):
         return None
     causal, masks = masked
-    key = made.emit("transpose", found.k, perm=(*range(rank - 2), rank - 1, rank - 2)) if found.turned else found.k
-    operands = [_with_heads(made, v) for v in (found.q, key, values)]
-    masks = [_with_heads(made, m) if rank == 3 and m.type.rank == 3 else m for m in masks]
+    key = (
+        emitted.emit("transpose", scores.k, perm=(*range(rank - 2), rank - 1, rank - 2)) if scores.turned else scores.k
+    )
+    operands = [_with_heads(emitted, v) for v in (scores.q, key, values)]
+    masks = [_with_heads(emitted, m) if rank == 3 and m.type.rank == 3 else m for m in masks]
     q = operands[0].type
     names = [scene.fresh(f"{op.outs[0].name}.{name}") for name in ("whole", "largest", "sum")]
-    inner = infer_op(Op("attention", (*operands, *masks), (), {"causal": causal, "scale": found.scale}), {})
+    inner = infer_op(Op("attention", (*operands, *masks), (), {"causal": causal, "scale": scores.scale}), {})
     y, largest, total = (Value(name, t) for name, t in zip(names, inner, strict=True))
-    new = becomes(op, "attention", *operands, *masks, causal=causal, scale=found.scale)
-    made.ops.append(Op(new.kind, new.ins, (y, largest, total), new.attrs, new.loc))
+    new = becomes(op, "attention", *operands, *masks, causal=causal, scale=scores.scale)
+    emitted.ops.append(Op(new.kind, new.ins, (y, largest, total), new.attrs, new.loc))
     if guarded and masks:
-        column = made.emit("reshape", largest, shape=(*largest.type.dims, 1))
-        limit = made.emit("const", value=float(np.finfo(np.float32).min) / 2, dtype=largest.type.dtype)
-        y = made.emit("where", made.emit("less", column, limit), made.emit("const", value=0.0, dtype=q.dtype), y)
+        column = emitted.emit("reshape", largest, shape=(*largest.type.dims, 1))
+        limit = emitted.emit("const", value=float(np.finfo(np.float32).min) / 2, dtype=largest.type.dtype)
+        y = emitted.emit(
+            "where", emitted.emit("less", column, limit), emitted.emit("const", value=0.0, dtype=q.dtype), y
+        )
     if rank == 3:
-        y = made.emit("reshape", y, shape=op.outs[0].type.dims)
-    # The last of them gives the result.
+        y = emitted.emit("reshape", y, shape=op.outs[0].type.dims)
+    # The last operation gives the result.
     table = {y: op.outs[0]}
-    return [Op(o.kind, substitute(o.ins, table), substitute(o.outs, table), o.attrs, o.loc) for o in made.ops]
+    return [Op(o.kind, substitute(o.ins, table), substitute(o.outs, table), o.attrs, o.loc) for o in emitted.ops]
 
 
 def _guarded(scene: Scene, shares: Value) -> Value | None:
-    """x of where(x is nan, 0, x), nan being what does not equal itself."""
+    """Return x of where(x is nan, 0, x); nan is the number that does not equal itself."""
     op = scene.maker(shares)
     if op is None or op.kind != "where":
         return None
@@ -133,17 +144,17 @@ def _guarded(scene: Scene, shares: Value) -> Value | None:
     return x
 
 
-def _with_heads(made: _Emitted, value: Value) -> Value:
+def _with_heads(emitted: _Emitted, value: Value) -> Value:
     if value.type.rank == 4:
         return value
-    return made.emit("reshape", value, shape=(value.type.dims[0], 1, *value.type.dims[1:]))
+    return emitted.emit("reshape", value, shape=(value.type.dims[0], 1, *value.type.dims[1:]))
 
 
 # ---------------------------------------------------------------------------------------- scores
 
 
 def _scores(scene: Scene, x: Value, outer: float) -> _Scores | None:
-    """What scores are made of; `outer` is the factor by which they are multiplied later."""
+    """Match the operations that make scores; `outer` is the factor by which they are multiplied later."""
     op = scene.maker(x)
     if op is None or scene.uses(x) != 1:
         return None
@@ -177,7 +188,7 @@ def _scores(scene: Scene, x: Value, outer: float) -> _Scores | None:
 
 
 def _absorbing(scene: Scene, mask: Value) -> _Hiding | None:
-    """A mask to be added that is 0 or absorbs."""
+    """Match a mask to be added that is 0 or absorbs."""
     op = scene.maker(mask)
     if op is None or op.kind != "where":
         return None
@@ -189,7 +200,7 @@ def _absorbing(scene: Scene, mask: Value) -> _Hiding | None:
 
 
 def _unscaled(scene: Scene, value: Value) -> tuple[Value, float]:
-    """x and the number by which it is multiplied."""
+    """Return x and the number by which it is multiplied."""
     op = scene.maker(value)
     if op is not None and op.kind in ("mul", "div"):
         for x, other in (op.ins, op.ins[::-1]) if op.kind == "mul" else (op.ins,):
@@ -202,19 +213,19 @@ def _unscaled(scene: Scene, value: Value) -> tuple[Value, float]:
 # ---------------------------------------------------------------------------------------- masks
 
 
-def _masks(made: _Emitted, found: _Scores, shares: Value) -> tuple[bool, list[Value]] | None:
-    """Whether the attention is causal, and the mask that is left; None where there is more than that."""
-    scene, rows, columns = made.scene, shares.type.dims[-2], shares.type.dims[-1]
+def _masks(emitted: _Emitted, scores: _Scores, shares: Value) -> tuple[bool, list[Value]] | None:
+    """Return whether the attention is causal, and the mask that is left; None where there is more than that."""
+    scene, rows, columns = emitted.scene, shares.type.dims[-2], shares.type.dims[-1]
     triangle = np.tri(rows, columns, dtype=bool)
     hiding, added, causal = [], [], []
-    for one in found.hiding:
+    for one in scores.hiding:
         pattern = _pattern(scene, one.visible, rows, columns)
         visible = pattern if pattern is None or not one.turned else ~pattern
         if visible is not None and np.array_equal(visible, triangle):
             causal.append(one.fill)
         elif visible is None or not visible.all():
             hiding.append(one)
-    for mask in found.added:
+    for mask in scores.added:
         numbers = _pattern(scene, mask, rows, columns)
         if numbers is not None and (numbers[triangle] == 0).all() and (numbers[~triangle] <= _HIDES).all():
             causal.append(float(numbers[~triangle].max(initial=-np.inf)))
@@ -223,26 +234,26 @@ def _masks(made: _Emitted, found: _Scores, shares: Value) -> tuple[bool, list[Va
     if len(hiding) + len(added) > 1:
         return None
     if not causal or not hiding + added:
-        masks = [_bool_mask(made, one) for one in hiding] + added
+        masks = [_bool_mask(emitted, one) for one in hiding] + added
         return bool(causal), masks
     if max(causal) == -np.inf:
-        return True, [_bool_mask(made, one) for one in hiding] + added
-    # In a row where the mask hides all that comes before, later positions count as much as those: one mask for both.
-    row = made.emit("iota", dtype="i32", shape=(rows, 1), axis=0)
-    column = made.emit("iota", dtype="i32", shape=(1, columns), axis=1)
-    earlier = made.emit("less_equal", column, row)
+        return True, [_bool_mask(emitted, one) for one in hiding] + added
+    # In a row where the mask hides all earlier positions, later positions count as much as those: one mask for both.
+    row = emitted.emit("iota", dtype="i32", shape=(rows, 1), axis=0)
+    column = emitted.emit("iota", dtype="i32", shape=(1, columns), axis=1)
+    earlier = emitted.emit("less_equal", column, row)
     if hiding:
-        return False, [made.emit("and", _bool_mask(made, hiding[0]), earlier)]
-    fill = made.emit("const", value=max(causal), dtype=added[0].type.dtype)
-    return False, [made.emit("where", earlier, added[0], fill)]
+        return False, [emitted.emit("and", _bool_mask(emitted, hiding[0]), earlier)]
+    fill = emitted.emit("const", value=max(causal), dtype=added[0].type.dtype)
+    return False, [emitted.emit("where", earlier, added[0], fill)]
 
 
-def _bool_mask(made: _Emitted, one: _Hiding) -> Value:
-    return made.emit("not", one.visible) if one.turned else one.visible
+def _bool_mask(emitted: _Emitted, one: _Hiding) -> Value:
+    return emitted.emit("not", one.visible) if one.turned else one.visible
 
 
 def _pattern(scene: Scene, mask: Value, rows: int, columns: int) -> np.ndarray[Any, Any] | None:
-    """A mask that is known when compiling and the same for all heads, [rows, columns]."""
+    """Return a mask that is known when compiling and the same for all heads, [rows, columns]."""
     array = _known(scene, mask, {})
     if array is None or array.ndim > 4:
         return None
@@ -251,7 +262,7 @@ def _pattern(scene: Scene, mask: Value, rows: int, columns: int) -> np.ndarray[A
 
 
 def _known(scene: Scene, value: Value, memory: dict[Value, np.ndarray[Any, Any] | None]) -> np.ndarray[Any, Any] | None:
-    """A value that depends on constants and iota only."""
+    """Return a value that depends on constants and iota only."""
     if value not in memory:
         op = scene.maker(value)
         memory[value] = None

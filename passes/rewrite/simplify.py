@@ -1,17 +1,19 @@
-"""Make graphs smaller without changing what they compute: constant folding, identities, common subexpressions, dead code.
+"""Make graphs smaller without changing what they compute: constant folding, identities, common subexpressions, dead
+code.
 
-In: any module. Out: the same meaning, and the same object when there is nothing to do. One walk over a graph in order folds operations
-whose operands are known, applies the rules of passes/rewrite/identities.py and passes/rewrite/recognize.py, and merges operations that are equal (same
-kind, operands, attributes and annotations); then what nobody uses is dropped. Walks repeat until nothing changes.
+In: any module. Out: the same meaning, and the same object when there is nothing to do. One walk over a graph in order
+folds operations with known operands, applies the rules of passes/rewrite/identities.py and passes/rewrite/recognize.py,
+and merges equal operations (same kind, operands, attributes and annotations). Then it drops unused operations. Walks
+repeat until nothing changes.
 
-Kept: names of graph inputs, results and saved values (other graphs and the user know them by name), writes, accumulations and takes, in
-their order. A read is merged with an earlier read of the variable unless it was written or taken in between. What a forward graph saves
-and its backward graph no longer needs is not saved any more.
+Kept: names of graph inputs, results and saved values (other graphs and the user know them by name), writes,
+accumulations and takes, in their order. A read is merged with an earlier read of the variable unless it was written or
+taken in between. A value that a forward graph saves and its backward graph does not use is not saved.
 
-A folded constant has at most `fold_limit` elements, or one value in all of them; a larger one stays an expression. Constants are folded
-twice, in their declared element types and in float64, and the float64 number is written down where both agree up to rounding: the same
-program then means the same when all of it is computed in float64. Where they do not agree (a floor, a comparison, an overflow) the
-declared type decides.
+A folded constant has at most `fold_limit` elements, or one value in all of them; a larger one stays an expression.
+Constants are folded twice, in their declared element types and in float64, and the float64 number is written down where
+both agree up to rounding: the same program then means the same when all of it is computed in float64. Where they do not
+agree (a floor, a comparison, an overflow) the declared type decides.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def simplify(module: Module, options: SimplifyOptions) -> Module:
 
 
 def _simplify_graph(graph: Graph, options: SimplifyOptions, namer: Namer) -> tuple[Graph, dict[str, str]]:
-    """The simplified graph, and which remaining name stands for each result that is gone."""
+    """Return the simplified graph, and the remaining name that stands for each result that is gone."""
     gone: dict[str, str] = {}
     for _ in range(_ROUNDS):
         walk = _Walk(graph, options, namer)
@@ -71,12 +73,12 @@ def _simplify_graph(graph: Graph, options: SimplifyOptions, namer: Namer) -> tup
 
 
 class _Walk:
-    """One pass over a graph; what identities see of it."""
+    """One pass over a graph, and the `Scene` that identities see."""
 
     def __init__(self, graph: Graph, options: SimplifyOptions, namer: Namer) -> None:
         self.graph, self.options, self.namer = graph, options, namer
         self.kept = {*graph.ins, *graph.outs, *graph.saved}
-        self.table: dict[Value, Value] = {}  # results that are gone -> what stands for them
+        self.table: dict[Value, Value] = {}  # results that are gone -> the values that stand for them
         self.renamed: dict[Value, Value] = {}  # results that take over the name of a kept one
         self.makers: dict[Value, Op] = {}
         self.known: dict[Value, tuple[Array, Array]] = {}  # constants, as computed in the declared type and in float64
@@ -85,7 +87,7 @@ class _Walk:
         self.counts = Counter(v for op in graph.ops for v in op.ins) + Counter((*graph.outs, *graph.saved))
         self.ops: list[Op] = []
 
-    # what rules may ask
+    # the interface of rules
 
     def maker(self, value: Value) -> Op | None:
         return self.makers.get(value)
@@ -116,23 +118,23 @@ class _Walk:
         return substitute(substitute(values, self.table), self.renamed)
 
     def replaced(self) -> dict[Value, Value]:
-        found = {old: self.renamed.get(new, new) for old, new in self.table.items()}
-        return {old: new for old, new in {**found, **self.renamed}.items() if old != new}
+        aliases = {old: self.renamed.get(new, new) for old, new in self.table.items()}
+        return {old: new for old, new in {**aliases, **self.renamed}.items() if old != new}
 
     def _add(self, op: Op) -> None:
         folded = self._fold(op)
         if folded is not None:
             op = folded
-        found: Found = None
+        replacement: Found = None
         for rule in (*IDENTITIES.get(op.kind, ()), *PATTERNS.get(op.kind, ())):
-            found = rule(self, op)
-            if isinstance(found, Value) and not self._alias(op.outs, (found,)):
-                found = None
-            if found is not None:
+            replacement = rule(self, op)
+            if isinstance(replacement, Value) and not self._alias(op.outs, (replacement,)):
+                replacement = None
+            if replacement is not None:
                 break
-        if isinstance(found, Value):
+        if isinstance(replacement, Value):
             return
-        for new in (op,) if found is None else found:
+        for new in (op,) if replacement is None else replacement:
             self._merge_or_append(new)
 
     def _merge_or_append(self, op: Op) -> None:
@@ -146,7 +148,7 @@ class _Walk:
         self.ops.append(op)
 
     def _key(self, op: Op) -> tuple[object, ...] | None:
-        """Equal keys mean equal results; None for an operation that must not be merged."""
+        """Return a key; equal keys mean equal results. None for an operation that must not be merged."""
         epoch = 0
         if OPS[op.kind].effect:
             if op.kind != "read":
@@ -171,7 +173,7 @@ class _Walk:
         return True
 
     def _fold(self, op: Op) -> Op | None:
-        """The constant that an operation on constants gives, when it is small enough to write down."""
+        """Return the constant that an operation on constants gives, when it is small enough to write down."""
         if (
             OPS[op.kind].effect
             or len(op.outs) != 1
@@ -206,7 +208,7 @@ def _agree(typed: Array, exact: Array, dtype: str) -> bool:
 
 
 def _literal(array: Array, limit: int) -> Attr | None:
-    """An array as the value of a constant: one number for all elements, or a list."""
+    """Return an array as the value of a constant: one number for all elements, or a list."""
     if array.dtype.kind == "f" and np.isnan(array).any():
         return None
     flat = array.reshape(-1)
@@ -244,7 +246,8 @@ def _drop_unused_saves(graphs: dict[str, Graph]) -> None:
 
 
 def _with_origins(graph: Graph, graphs: Mapping[str, Graph], gone: Mapping[str, str]) -> Graph:
-    """`of` names forward operations: follow those that were merged or renamed, and forget those that are gone."""
+    """Update `of`, which names forward operations: follow those that were merged or renamed, and forget those that are
+    gone."""
     if not any("of" in op.attrs for op in graph.ops):
         return graph
     forwards = [other for name, other in graphs.items() if graph_kind(name) == "F"]
@@ -253,8 +256,8 @@ def _with_origins(graph: Graph, graphs: Mapping[str, Graph], gone: Mapping[str, 
     for op in graph.ops:
         if "of" in op.attrs:
             name = str(op.attrs["of"])
-            found = first.get(name) or first.get(gone.get(name, ""))
-            if found != name:
-                op = op.with_attrs(of=found)
+            origin = first.get(name) or first.get(gone.get(name, ""))
+            if origin != name:
+                op = op.with_attrs(of=origin)
         ops.append(op)
     return graph if tuple(ops) == graph.ops else Graph(graph.name, graph.ins, graph.outs, tuple(ops), graph.saved)

@@ -1,1 +1,1 @@
-"""Passes that make training out of a forward graph: gradients, guard and update."""
+"""Passes that make a training step of a forward graph: gradients, guard and update."""

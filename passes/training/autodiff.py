@@ -3,28 +3,33 @@
 In: `main`, whose output `module.outputs[0]` is the scalar loss of one microbatch. Out:
 
     F    the same operations; saves what B needs
-    B    takes exactly what F saves, in that order; adds to @w.grad the gradient of loss / microbatches, once per parameter; no results
+    B    takes exactly what F saves, in that order; adds to @w.grad the gradient of loss / microbatches, once per
+         parameter; no results
 
-with `loss_scale` the gradient is that of the loss times @loss.scale, divided by it before it is added,
-so that after the `microbatches` of a batch @w.grad holds the gradient of the mean loss. Parameters are the variables with role param;
-nothing is computed for anything else. The gradient of %x is called %x.grad (or it is the very value that was passed on, as by `add`),
-partial sums %x.grad.N, helpers %y.vjp.N. Gradients of a value with several uses are added in reverse order of use.
+With `loss_scale` the gradient is that of the loss times @loss.scale, divided by it before it is added. So after the
+`microbatches` of a batch @w.grad holds the gradient of the mean loss. Parameters are the variables with role param;
+nothing is computed for other variables. The gradient of %x is called %x.grad (or it is the very value that was passed
+on, as by `add`), partial sums %x.grad.N, helpers %y.vjp.N. Gradients of a value with several uses are added in reverse
+order of use.
 
-Every operation of B carries the loc of its forward operation, and `of=` names that operation's first result. Without `of` are: constants
-and whatever depends on constants and variables only (any stage can compute that), sums of gradients, and `accum`.
+Every operation of B carries the loc of its forward operation, and `of=` names that operation's first result. Without
+`of` are: constants and values that depend on constants and variables only (any stage can compute them), sums of
+gradients, and `accum`.
 
-What B needs from F is saved, except: what depends on constants and variables only is computed again in B (a read in B gives the version
-that F read), and layout changes, which cost nothing where they are read:
-  * of a reshape, a broadcast, the widening of a 16-bit float, a transposition that keeps rows whole, or a slice of what is split up
-    entirely, the operand is saved and the operation is repeated;
-  * a result that is only turned (result of attention, say) is saved as it is turned in the end, which is how
-    a kernel stores it, and turned back in B.
+F saves what B needs, except values that depend on constants and variables only, and layout changes, which cost nothing
+where they are read. The former are computed again in B (a read in B gives the version that F read). For the latter:
 
-Buffers that main writes (running statistics) stay in F: they move once per microbatch, no gradient passes through what they become, and
-what depends on them is saved, because they have moved on when B runs.
+  * of a reshape, a broadcast, the widening of a 16-bit float, a transposition that keeps rows whole, or a slice of what
+    is split up entirely, the operand is saved and the operation is repeated;
+  * a result that is only transposed (result of attention, say) is saved in its last layout, which is how a kernel
+    stores it, and transposed back in B.
 
-Known limits: first derivatives only; one loss; a parameter is read, never written, by main. Integers and booleans carry no gradient.
-A float path from a parameter to the loss through floor, sign or argmax is an error, as is an operation without a rule.
+Buffers that main writes (running statistics) stay in F. They move once per microbatch, and no gradient passes through
+their new values. Values that depend on them are saved, because the buffers have moved on when B runs.
+
+Known limits: first derivatives only; one loss; a parameter is read, never written, by main. Integers and booleans carry
+no gradient. A float path from a parameter to the loss through floor, sign or argmax is an error, as is an operation
+without a rule.
 """
 
 from __future__ import annotations
@@ -43,20 +48,24 @@ from penstock.support.words import itemised
 
 from .vjp import FLAT, STATISTICS, STOPS, VJP, sum_to
 
-# What gradients are multiplied by while they are taken; state, which the update may change.
+# The variable of the loss scale, the factor on all gradients; state, which the update may change.
 LOSS_SCALE = "loss.scale"
 
 
 def is_repeated(op: Op) -> bool:
-    """Whether it is cheaper to do an operation again than to keep its result: it makes nothing but a copy, or one of twice the size."""
+    """Return whether it is cheaper to do an operation again than to keep its result: it only makes a copy, or one of
+    twice the size."""
     widens = op.kind == "cast" and op.ins[0].type.dtype in ("f16", "bf16") and op.outs[0].type.dtype == "f32"
     return widens or op.kind in ("reshape", "broadcast") or _keeps_rows(op)
 
 
 @dataclass(frozen=True, slots=True)
 class AutodiffOptions:
-    """`microbatches` per batch: the loss of each counts 1 / microbatches. `loss_scale` is what gradients are multiplied by at first, and
-    divided by where they are accumulated; 0 for none."""
+    """Options of `autodiff`.
+
+    `microbatches` are those per batch: the loss of each counts 1 / microbatches. `loss_scale` is the first factor on
+    gradients, which are divided by it where they are accumulated; 0 for none.
+    """
 
     microbatches: int = 1
     loss_scale: float = 0.0
@@ -86,10 +95,10 @@ def autodiff(module: Module, options: AutodiffOptions) -> Module:
         if options.loss_scale
         else {}
     )
-    taken = [f"@{name}" for name in (*(f"{name}.grad" for name in reached), *scale) if name in module.vars]
-    if taken:
+    clashes = [f"@{name}" for name in (*(f"{name}.grad" for name in reached), *scale) if name in module.vars]
+    if clashes:
         raise UsageError(
-            f"gradients need the names {', '.join(taken)}, which the model uses already",
+            f"gradients need the names {', '.join(clashes)}, which the model uses already",
             hint="rename them in the model",
         )
     grads = {
@@ -105,27 +114,28 @@ def autodiff(module: Module, options: AutodiffOptions) -> Module:
 
 
 def _loss_of(module: Module, main: Graph) -> Value:
-    found = next((v for v in main.outs if module.outputs and v.name == module.outputs[0]), None)
-    if found is None or found.type.shape != () or found.type.dtype not in FLOATS:
-        what = "no output" if found is None else repr(found)
+    loss = next((v for v in main.outs if module.outputs and v.name == module.outputs[0]), None)
+    if loss is None or loss.type.shape != () or loss.type.dtype not in FLOATS:
+        what = "no output" if loss is None else repr(loss)
         raise UsageError(
             f"the first output must be a floating-point scalar, the loss; it is {what}",
             hint="attach a loss to the model",
         )
-    return found
+    return loss
 
 
 def _carriers(main: Graph, loss: Value, params: Iterable[Value]) -> set[Value]:
-    """The values whose gradient is needed: on a float path from a parameter to the loss. One error lists all operations that break one."""
-    useful, passed = {loss}, {loss}  # what the loss depends on, and of that what a gradient gets to
+    """Return the values that need a gradient: those on a float path from a parameter to the loss. One error lists all
+    operations that break one."""
+    useful, passed = {loss}, {loss}  # the values that the loss depends on, and those of them that a gradient gets to
     for op in reversed(main.ops):
         if useful.intersection(op.outs):
             useful.update(op.ins)
         if op.kind in VJP and passed.intersection(op.outs):
             passed.update(v for v in op.ins if v.type.dtype in FLOATS)
-    found, flat, unknown, rows = {v for v in params if v.type.dtype in FLOATS}, [], [], []
+    carriers, flat, unknown, rows = {v for v in params if v.type.dtype in FLOATS}, [], [], []
     for op in main.ops:
-        if not (found.intersection(op.ins) and useful.intersection(op.outs)):
+        if not (carriers.intersection(op.ins) and useful.intersection(op.outs)):
             continue
         place = f"{op.kind} %{op.outs[0].name}" + (f" ({op.loc})" if op.loc else "")
         truncates = op.kind == "cast" and op.outs[0].type.dtype not in (*FLOATS, "bool")
@@ -138,7 +148,7 @@ def _carriers(main: Graph, loss: Value, params: Iterable[Value]) -> set[Value]:
         elif op.kind not in VJP:
             unknown.append(place)
         else:
-            found.update(v for v in op.outs if v in useful)
+            carriers.update(v for v in op.outs if v in useful)
             rows += [f"%{op.outs[i].name} of {place}" for i in STATISTICS.get(op.kind, ()) if op.outs[i] in passed]
     problems = [f"{place} lies between parameters and the loss, and its gradient is zero" for place in flat]
     problems += [f"{place} has no gradient rule" for place in unknown]
@@ -149,21 +159,23 @@ def _carriers(main: Graph, loss: Value, params: Iterable[Value]) -> set[Value]:
     if problems:
         hint = "freeze the parameters before it, or remove it from the model"
         raise UnsupportedModel("cannot differentiate the model:" + itemised(problems), where=f"@{main.name}", hint=hint)
-    if loss not in found:
+    if loss not in carriers:
         raise UsageError("the loss depends on no parameter, there is nothing to train", where=f"@{main.name}")
-    return found & useful
+    return carriers & useful
 
 
 def _keeps_rows(op: Op) -> bool:
-    """A transposition that leaves the last dimension where it is: rows are read as fast as before."""
+    """Return whether a transposition leaves the last dimension where it is: rows are read as fast as before."""
     return op.kind == "transpose" and ints(op.attrs["perm"])[-1:] == (op.outs[0].type.rank - 1,)
 
 
 def _only_turned(
     main: Graph, readers: Mapping[Value, Sequence[Op]], free: set[Value]
 ) -> tuple[dict[Value, Sequence[Op]], set[Value]]:
-    """Results that nobody reads but a transposition, perhaps with reshapes around it: the layout changes from each of them to the end, and
-    the ends."""
+    """Find results with a transposition as their only reader, perhaps with reshapes around it.
+
+    Return the layout changes from each of them to the end of the chain, and the ends.
+    """
     turned: dict[Value, Sequence[Op]] = {}
     ends: set[Value] = set()
     for op in main.ops:
@@ -184,7 +196,8 @@ def _only_turned(
 
 
 class _Backward:
-    """Emits B. Results get provisional names (no legal ones), so that a gradient can be named when it turns out to be complete."""
+    """Emits B. Results get provisional names (no legal ones), so that a gradient can be named when it turns out to be
+    complete."""
 
     def __init__(self, main: Graph, params: dict[Value, str], differentiated: set[Value]) -> None:
         self.main, self.params, self.differentiated = main, params, differentiated
@@ -196,7 +209,7 @@ class _Backward:
                 self.readers.setdefault(value, []).append(op)
         self.turned, self.ends = _only_turned(main, self.readers, self.free)
         self.ops: list[Op] = []
-        self.bases: dict[Value, str] = {}  # what a provisional name becomes; a forward value keeps its own
+        self.bases: dict[Value, str] = {}  # the final form of a provisional name; forward values keep their names
         self.final: dict[Value, str] = {}
         self.available: set[Value] = set()
         self.saved: set[Value] = set()
@@ -255,7 +268,8 @@ class _Backward:
             self.ops.append(op if value in self.free else op.with_attrs(of=op.outs[0].name))
 
     def _repeats(self, op: Op) -> bool:
-        """Whether an operation is done again in B, and its operand saved. Slices are where they share out the whole operand."""
+        """Return whether an operation is done again in B, and its operand saved. Slices are if they divide up the whole
+        operand."""
         if op.kind == "slice":
             parts = [reader for reader in self.readers[op.ins[0]] if reader.kind == "slice"]
             return sum(part.outs[0].type.size for part in parts) >= op.ins[0].type.size
@@ -326,14 +340,14 @@ class _Backward:
         return op.loc if op is not None else ""
 
     def _complete(self, value: Value) -> Value | None:
-        """The gradient of a value all of whose uses were visited; from now on its name says so."""
+        """Return the gradient of a value whose uses were all visited, and give it its final name."""
         grad = self.grads.get(value)
         if grad is not None:
             self.final.setdefault(grad, f"{value.name}.grad")
         return grad
 
     def _new(self, base: str, type: TensorType) -> Value:
-        """A value with a provisional name."""
+        """Make a value with a provisional name."""
         value = Value(f"%{len(self.bases)}", type)
         self.bases[value] = base
         return value
@@ -342,7 +356,7 @@ class _Backward:
         return scalar if scalar.type.dtype == value.type.dtype else self.emit("cast", scalar, dtype=value.type.dtype)
 
     def _unscaled(self, grad: Value) -> Value:
-        """The gradient of the loss itself, from that of the scaled one. The scale is a power of two."""
+        """Return the gradient of the loss itself, from that of the scaled one. The scale is a power of two."""
         if self.scale is None:
             return grad
         dtype = grad.type.dtype
@@ -365,7 +379,7 @@ class _Backward:
     # naming
 
     def finish(self) -> tuple[Graph, tuple[Value, ...]]:
-        """B with its final names, and what F has to save, in the order of F."""
+        """Return B with its final names, and the values that F has to save, in the order of F."""
         namer = Namer.of(self.main)
         names = {value: namer.fresh(name) for value, name in self.final.items()}
         table: dict[Value, Value] = {}

@@ -1,16 +1,19 @@
-"""guard: look at the whole gradient of a batch before the update uses it. In: F, B and U of the whole model. Out: graph N, and U guarded.
+"""Guard the update by the norm of the whole gradient of a batch: the pass `guard`. In: F, B and U of the whole model.
+Out: graph N, and U guarded.
 
     N   for every gradient the sum of its squares, added to @gradients.squares, whose sum over all stages U takes
-    U   hands out the norm of the whole gradient; with `clip`, gradients are scaled down so that the norm is at most that, as by
-        torch.nn.utils.clip_grad_norm_; where the norm is not finite, nothing changes but the number of batches
+    U   returns the norm of the whole gradient; with `clip`, gradients are scaled down so that the norm is at most that,
+        as by torch.nn.utils.clip_grad_norm_; where the norm is not finite, nothing changes but the number of batches
 
-All stages decide by the same number, the sum of all parts in one order, so all of them take or skip an update, and scale by the same
-factor. The squares of one parameter are added up in the element type of its gradient, the sums of the parameters in float64. So in float32
-a parameter whose squares add up to more than 3.4e38 (one element above 1.8e19, or many smaller ones) makes the norm count as infinite.
+All stages decide by the same number, the sum of all parts in one order, so all of them apply or skip an update, and
+scale by the same factor. The squares of one parameter are added up in the element type of its gradient, the sums of the
+parameters in float64. So in float32 a parameter whose squares add up to more than 3.4e38 (one element above 1.8e19, or
+many smaller ones) makes the norm count as infinite.
 
-With a loss scale (`autodiff{loss_scale=...}`; for f16, whose small gradients would vanish) gradients are divided by it as they are
-accumulated, so the norm is that of the true gradient. The scale is halved by every update that is skipped, and doubled after `grow_every`
-updates in a row that are not. It has versions, like a parameter, because each backward must use one value from beginning to end.
+With a loss scale (`autodiff{loss_scale=...}`; for f16, whose small gradients would vanish) gradients are divided by it
+as they are accumulated, so the norm is that of the true gradient. The scale is halved by every update that is skipped,
+and doubled after `grow_every` updates in a row that are not. It has versions, like a parameter, because each backward
+must use one value from beginning to end.
 """
 
 from __future__ import annotations
@@ -27,23 +30,25 @@ from .autodiff import LOSS_SCALE
 from .optimizer import STEP
 
 SQUARES, GOOD = "gradients.squares", "loss.scale.good"
-# What torch.nn.utils.clip_grad_norm_ adds to the norm it divides by.
+# The number that torch.nn.utils.clip_grad_norm_ adds to the norm it divides by.
 _CLIP_EPS = 1e-6
 _SCALAR = TensorType("f64", ())
-# Beyond these a scale helps nobody: the loss itself would overflow, or gradients would be scaled down.
+# Beyond these limits a scale does harm: the loss itself would overflow, or gradients would be scaled down.
 _LEAST_SCALE, _LARGEST_SCALE = 1.0, 2.0**24
 
 
 @dataclass(frozen=True, slots=True)
 class GuardOptions:
-    """`clip` is the largest norm of the gradient, 0 for any; `grow_every` updates in a row that are not skipped double the loss scale."""
+    """Options of `guard`. `clip` is the largest norm of the gradient, 0 for any; `grow_every` updates in a row that are
+    not skipped double the loss scale."""
 
     clip: float = 0.0
     grow_every: int = 2000
 
 
 def guard(module: Module, options: GuardOptions) -> Module:
-    """Clip the gradient of the whole model, leave out updates by gradients that are not finite, and adapt the loss scale."""
+    """Clip the gradient of the whole model, leave out updates by gradients that are not finite, and adapt the loss
+    scale."""
     problems = [] if options.clip >= 0 else [f"clip must not be negative, got {options.clip}"]
     problems += [] if options.grow_every >= 1 else [f"grow_every must be at least 1, got {options.grow_every}"]
     update = module.graphs.get("U")
@@ -82,7 +87,7 @@ def _norm(module: Module, update: Graph) -> Graph:
 
 
 class _Guard:
-    """Writes U anew: gradients pass through the factor of clipping, new values through the choice whether to take them."""
+    """Rewrites U: gradients pass through the clipping factor, new values through the choice whether to apply them."""
 
     def __init__(self, module: Module, options: GuardOptions, update: Graph) -> None:
         self.module, self.options, self.update = module, options, update
@@ -119,7 +124,7 @@ class _Guard:
         return Graph(self.update.name, self.update.ins, (*self.update.outs, norm), tuple(self.ops), self.update.saved)
 
     def _factor(self, norm: Value) -> Value | None:
-        """What gradients are multiplied by, at most 1."""
+        """Emit the factor on gradients, at most 1."""
         if not self.options.clip:
             return None
         divisor = self._emit("add", norm, self._number(_CLIP_EPS, "f64"), base="gradient.divisor")
@@ -135,7 +140,7 @@ class _Guard:
         return self.factors[dtype]
 
     def _adapt(self) -> None:
-        """Half the scale where this update is skipped; twice the scale after enough updates in a row that are not."""
+        """Halve the scale where this update is skipped; double the scale after enough updates in a row that are not."""
         kind = self.module.vars[LOSS_SCALE].type
         self.vars[GOOD] = Var(GOOD, TensorType("i64", ()), STATE, init="zeros")
         scale, good = self._state("read", LOSS_SCALE, kind), self._state("read", GOOD, TensorType("i64", ()))

@@ -1,4 +1,4 @@
-"""The update graph: what happens to the parameters once per batch.
+"""The update graph: the computation on parameters once per batch.
 
 In: a differentiated module. Out: graph U, and state variables beside each parameter that has a gradient:
 
@@ -6,15 +6,16 @@ In: a differentiated module. Out: graph U, and state variables beside each param
     momentum   m = beta * m + g + weight_decay * w;  w - lr * m               @w.momentum; `nesterov` as in PyTorch
     adam       adamw whose decay is added to the gradient                     @w.adam_m, @w.adam_v
     adamw      decoupled decay, bias correction by 1 - beta^n                 @w.adam_m, @w.adam_v
-    adagrad    s = s + g^2;  w - lr * g / (sqrt(s) + eps)                     @w.adagrad; the decay is added to the gradient
+    adagrad    s = s + g^2;  w - lr * g / (sqrt(s) + eps)                     @w.adagrad; decay added to the gradient
     lion       sgd whose gradient is sign(beta1 * m + (1 - beta1) * g)        @w.lion
     muon       sgd whose gradient is orthogonal(m), for matrices              @w.muon; adamw for all that is no matrix
 
-g is what @w.grad holds, the gradient of the mean loss of the batch; `take` leaves it zero. State is read and written here alone, so one
-copy of it is enough under every schedule. Two counters: @step is the number of batches, which the learning rate follows; @updates the
-number n of updates, which bias corrections follow. The rate is data, read from @lr and @lr.curve (ir/training/rates.py), and so is what it is
-multiplied by for some parameters, @lr.factor. Scalars are computed in float64, once for all parameters of a rank, and rounded to the
-element type of the parameter. Every gradient comes through `_gradient`, every new value goes through `_write`.
+g is the content of @w.grad, the gradient of the mean loss of the batch; `take` leaves it zero. State is read and
+written here alone, so one copy of it is enough under every schedule. Two counters: @step is the number of batches,
+which the learning rate follows; @updates the number n of updates, which bias corrections follow. The rate is data, read
+from @lr and @lr.curve (ir/training/rates.py), and so is the factor on it for some parameters, @lr.factor. Scalars are
+computed in float64, once for all parameters of a rank, and rounded to the element type of the parameter. Every gradient
+comes through `_gradient`, every new value goes through `_write`.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ _QUINTIC, _ROUNDS, _LEAST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
-    """`kind` is one of ir/training/optimizers.py; settings that are None have the defaults of the kind, and those it does not have must be None.
-    `rate` is a schedule of ir/training/rates.py, `groups` are groups of parameters, as text."""
+    """`kind` is one of ir/training/optimizers.py; settings that are None have the defaults of the kind, and those it
+    does not have must be None. `rate` is a schedule of ir/training/rates.py, `groups` are groups of parameters, as
+    text."""
 
     kind: str = "sgd"
     lr: float | None = None
@@ -90,18 +92,18 @@ def optimizer(module: Module, options: OptimizerOptions) -> Module:
 
 
 def _settings(options: OptimizerOptions) -> tuple[Optimizer, Rate, tuple[Group, ...]]:
-    """What the options say; one UsageError lists all that is wrong with them."""
+    """Read the options; one UsageError lists all problems."""
     problems: list[str] = []
 
-    def read(reader: Callable[[T], R], given: T) -> R | None:
+    def read(reader: Callable[[T], R], setting: T) -> R | None:
         try:
-            return reader(given)
+            return reader(setting)
         except UsageError as error:
             problems.append(error.what)
             return None
 
-    own = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("rate", "groups")}
-    base = load_optimizer({name: value for name, value in own.items() if value is not None}, "", problems)
+    settings = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("rate", "groups")}
+    base = load_optimizer({name: value for name, value in settings.items() if value is not None}, "", problems)
     rate, groups = read(parse_rate, options.rate), read(parse_groups, options.groups)
     problems += [
         f"group {g.name!r}: it is too late to freeze, gradients are computed already" for g in groups or () if g.frozen
@@ -112,17 +114,19 @@ def _settings(options: OptimizerOptions) -> tuple[Optimizer, Rate, tuple[Group, 
 
 
 class _Update:
+    """Builds the update graph and the variables that it needs."""
+
     def __init__(self, module: Module, lr: float, rate: Rate) -> None:
         self.namer = Namer.of(*module.graphs.values())
-        self.taken = set(module.vars)
+        self.var_names = set(module.vars)
         self.vars: dict[str, Var] = {}
         self.ops: list[Op] = []
-        self.made: dict[tuple[object, ...], Value] = {}
+        self.shared_values: dict[tuple[object, ...], Value] = {}
         self.tail: list[Op] = []
         self.lr, self.rate, self.tables = lr, rate, Namer()
 
     def update(self, param: Var, optimizer: Optimizer, factor: float) -> None:
-        """The operations of one parameter: read, take, step, write."""
+        """Emit the operations of one parameter: read, take, step, write."""
         weight = self._read("read", param.name, f"{param.name}.latest", param.type)
         grad = self._gradient(param)
         match optimizer:
@@ -145,10 +149,10 @@ class _Update:
     # ------------------------------------------------------------------------------------ one method per kind
 
     def _sgd(self, param: Var, weight: Value, grad: Value, decay: float, factor: float) -> None:
-        given = {"weight_decay": decay} if decay else {}
+        attrs = {"weight_decay": decay} if decay else {}
         self._write(
             param.name,
-            self._one("sgd", weight, grad, self._rate(factor, param.type.dtype), base=f"{param.name}.next", **given),
+            self._one("sgd", weight, grad, self._rate(factor, param.type.dtype), base=f"{param.name}.next", **attrs),
         )
 
     def _momentum(self, param: Var, weight: Value, grad: Value, o: Momentum, factor: float) -> None:
@@ -167,8 +171,8 @@ class _Update:
             self._correction(o.beta2, "c2", dtype),
             self._rate(factor, dtype),
         )
-        given = {"beta1": o.beta1, "beta2": o.beta2, "eps": o.eps, "weight_decay": 0.0 if coupled else o.weight_decay}
-        self._step(param, "adamw", (weight, grad, *states, *scalars), ("adam_m", "adam_v"), **given)
+        attrs = {"beta1": o.beta1, "beta2": o.beta2, "eps": o.eps, "weight_decay": 0.0 if coupled else o.weight_decay}
+        self._step(param, "adamw", (weight, grad, *states, *scalars), ("adam_m", "adam_v"), **attrs)
 
     def _adagrad(self, param: Var, weight: Value, grad: Value, o: Adagrad, factor: float) -> None:
         grad = self._decayed(param, weight, grad, o.weight_decay)
@@ -207,7 +211,8 @@ class _Update:
         self._sgd(param, weight, scaled, o.weight_decay, factor)
 
     def _orthogonal(self, x: Value, name: str) -> Value:
-        """About u v^T, where u s v^T are the singular values and vectors of a matrix. Products are taken on its shorter side."""
+        """Emit an approximation of u v^T, where u s v^T are the singular values and vectors of a matrix. Products are
+        on its shorter side."""
         dtype = x.type.dtype
         rows, columns = x.type.dims
         a, b, c = _QUINTIC
@@ -241,11 +246,11 @@ class _Update:
     # ------------------------------------------------------------------------------------ parts of them
 
     def _gradient(self, param: Var) -> Value:
-        """The gradient of the batch."""
+        """Emit the read of the gradient of the batch."""
         return self._read("take", f"{param.name}.grad", f"{param.name}.total", param.type)
 
     def _write(self, var: str, value: Value) -> None:
-        """The next contents of a parameter or of its state."""
+        """Emit the write of a parameter or of its state."""
         self.ops.append(Op("write", (value,), (), {"var": var}))
 
     def _state(self, param: Var, kind: str) -> Value:
@@ -253,10 +258,11 @@ class _Update:
         self._add_var(Var(name, param.type, STATE, param.stage, init="zeros"))
         return self._read("read", name, name, param.type)
 
-    def _step(self, param: Var, kind: str, ins: Sequence[Value], states: Sequence[str], **given: Attr) -> None:
-        """One row of the op table that makes the weight and its states; attributes that are as the row says are left out."""
+    def _step(self, param: Var, kind: str, ins: Sequence[Value], states: Sequence[str], **attrs: Attr) -> None:
+        """Emit one row of the op table that makes the weight and its states. Attributes with the row's defaults are
+        left out."""
         names = [param.name, *(f"{param.name}.{state}" for state in states)]
-        changed = {k: v for k, v in given.items() if v != OPS[kind].attrs[k]}
+        changed = {k: v for k, v in attrs.items() if v != OPS[kind].attrs[k]}
         for name, value in zip(
             names, self._emit(kind, *ins, bases=[f"{n}.next" for n in names], **changed), strict=True
         ):
@@ -269,18 +275,18 @@ class _Update:
         return self._one("add", term, grad, base=f"{param.name}.decayed")
 
     def _mixed(self, new: Value, old: Value, share: float, base: str) -> Value:
-        """share * old + (1 - share) * new, from the one with the larger share on, which loses least."""
+        """Emit share * old + (1 - share) * new, starting from the term with the larger share, which loses least."""
         much, little, part = (old, new, 1 - share) if share >= 0.5 else (new, old, share)
         step = self._one("sub", little, much, base=f"{base}.step")
         step = self._one("mul", step, self._number(part, new.type.dtype), base=f"{base}.part")
         return self._one("add", step, much, base=base)
 
     def _add_var(self, var: Var) -> None:
-        if var.name in self.taken:
+        if var.name in self.var_names:
             raise UsageError(
                 f"the optimizer needs the name @{var.name}, which the model uses already", hint="rename it in the model"
             )
-        self.taken.add(var.name)
+        self.var_names.add(var.name)
         self.vars[var.name] = var
 
     def _read(self, kind: str, var: str, base: str, type: TensorType) -> Value:
@@ -299,15 +305,15 @@ class _Update:
     # ------------------------------------------------------------------------------------ scalars, each made once
 
     def _once(self, key: tuple[object, ...], maker: Callable[[], Value]) -> Value:
-        if key not in self.made:
-            self.made[key] = maker()
-        return self.made[key]
+        if key not in self.shared_values:
+            self.shared_values[key] = maker()
+        return self.shared_values[key]
 
     def _number(self, value: float, dtype: str) -> Value:
         return self._once(("number", value, dtype), lambda: self._one("const", base="number", value=value, dtype=dtype))
 
     def _rate(self, factor: float, dtype: str) -> Value:
-        """The learning rate of this batch, times a factor, in an element type."""
+        """Return the learning rate of this batch, times a factor, in an element type."""
         wide = self._once(("rate",), self._read_rate)
         if factor != 1:
             wide = self._once(
@@ -324,13 +330,13 @@ class _Update:
         return self._one("mul", lr, self._one("ramp", curve, time, base="lr.part"), base="lr.wide")
 
     def _table(self, base: str, type: TensorType, elements: tuple[float, ...]) -> Value:
-        """A table of that name; the second factor and those after it are numbered."""
+        """Make a table of that name; the second factor and those after it are numbered."""
         name = self.tables.fresh(base)
         self._add_var(Var(name, type, TABLE, init=elements))
         return self._read("read", name, f"{name}.table", type)
 
     def _correction(self, beta: float, name: str, dtype: str) -> Value:
-        """1 - beta^n."""
+        """Return 1 - beta^n."""
 
         def wide() -> Value:
             power = self._one(
@@ -344,11 +350,11 @@ class _Update:
         )
 
     def _updates(self) -> Value:
-        """The number of this update, from 1, as float64."""
+        """Return the number of this update, from 1, as float64."""
         return self._one("cast", self._counted(UPDATES)[1], base="updates.time", dtype="f64")
 
     def _counted(self, name: str) -> tuple[Value, Value]:
-        """A counter before and after this update; it is written at the end."""
+        """Return a counter before and after this update; it is written at the end."""
         self._add_var(Var(name, TensorType("i64", ()), STATE, init="zeros"))
         before = self._read("read", name, name, TensorType("i64", ()))
         after = self._one(

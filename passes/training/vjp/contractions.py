@@ -40,7 +40,7 @@ def _conv(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
 
 
 def _conv_grad_input(b: GradientEmitter, op: Op, dx: Value) -> Sequence[Grad]:
-    """A transposed convolution: linear in both operands."""
+    """Differentiate a transposed convolution, which is linear in both operands."""
     (g, w), a = op.ins, {k: v for k, v in own_attrs(op).items() if k != "shape"}
     return (
         lambda: b.emit("conv", dx, w, **a),
@@ -56,13 +56,13 @@ def _attention(
     assert dtop is None
     assert dtotal is None
     q, k, v, *mask = op.ins
-    found: list[tuple[Value, ...]] = []
+    emitted: list[tuple[Value, ...]] = []
 
     def of(which: int) -> Grad:
         def grad() -> Value:
-            if not found:
-                found.append(b.emit_all("attention_grad", dy, q, k, v, y, top, total, *mask, **own_attrs(op)))
-            return found[0][which]
+            if not emitted:
+                emitted.append(b.emit_all("attention_grad", dy, q, k, v, y, top, total, *mask, **own_attrs(op)))
+            return emitted[0][which]
 
         return grad
 
@@ -70,7 +70,7 @@ def _attention(
 
 
 def _attention_mask(b: GradientEmitter, op: Op, dy: Value) -> Value:
-    """Gradient of what is added to scores: share * (dy v^T - sum(dy * y)), with all scores at once."""
+    """Emit the gradient of an added mask: share * (dy v^T - sum(dy * y)), with all scores at once."""
     q, k, v, mask = op.ins
     y, top, total = op.outs
     a = complete_attrs(op)
@@ -78,7 +78,11 @@ def _attention_mask(b: GradientEmitter, op: Op, dy: Value) -> Value:
     def column(value: Value) -> Value:
         return b.emit("reshape", value, shape=(*value.type.dims, 1))
 
-    scores = b.emit("add", scaled(b, float(a["scale"]), b.emit("matmul", q, k, tb=True)), mask)  # type: ignore[arg-type]
+    scores = b.emit(
+        "add",
+        scaled(b, float(a["scale"]), b.emit("matmul", q, k, tb=True)),  # type: ignore[arg-type]
+        mask,
+    )
     share = b.emit("div", b.emit("exp", b.emit("sub", scores, column(top))), column(total))
     dot = b.emit("sum", b.emit("mul", dy, y), axes=(3,), keep=True)
     slope = b.emit("mul", share, b.emit("sub", b.emit("matmul", dy, v, tb=True), dot))

@@ -12,7 +12,7 @@ from .emitter import Grad, GradientEmitter, Rule, scaled
 
 
 def _unary(rule: Callable[[GradientEmitter, Value, Value, Value], Value]) -> Rule:
-    """A rule from (x, y, dy)."""
+    """Make a rule from a function of (x, y, dy)."""
     return lambda b, op, dy: (lambda: rule(b, op.ins[0], op.outs[0], dy),)
 
 
@@ -41,7 +41,7 @@ def _atan(b: GradientEmitter, x: Value, y: Value, dy: Value) -> Value:
 def _rem(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
     x, divisor = op.ins
 
-    def of_divisor() -> Value:  # less the whole part of the quotient
+    def of_divisor() -> Value:  # minus the whole part of the quotient
         quotient = b.emit("div", b.emit("sub", x, op.outs[0]), divisor)
         return b.emit("neg", b.emit("mul", dy, b.emit("round", quotient)))
 

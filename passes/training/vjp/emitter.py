@@ -1,4 +1,4 @@
-"""What a gradient rule is, and what the rules of several families share."""
+"""The interface of gradient rules, and helpers for the rules of several families."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Rule = Callable[..., Sequence[Grad]]
 
 
 class GradientEmitter(Protocol):
-    """What a rule needs: emit one operation with one result or several, and scalars of a value's element type."""
+    """The emitter that a rule calls: it emits one operation with one result or several, and scalars of a value's
+    element type."""
 
     def emit(self, kind: str, *ins: Value, **attrs: Attr) -> Value: ...
     def emit_all(self, kind: str, *ins: Value, **attrs: Attr) -> tuple[Value, ...]: ...
@@ -37,5 +38,5 @@ def scaled(b: GradientEmitter, number: float, x: Value) -> Value:
 
 
 def own_attrs(op: Op) -> dict[str, Attr]:
-    """The attributes of an op, without annotations."""
+    """Return the attributes of an op, without annotations."""
     return {k: v for k, v in op.attrs.items() if k in OPS[op.kind].attrs}

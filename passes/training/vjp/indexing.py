@@ -16,7 +16,8 @@ def _gather(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
 
 
 def _scatter(b: GradientEmitter, op: Op, dy: Value) -> Sequence[Grad]:
-    """Replaced entries get no gradient; of several replacements of one entry each gets it, as if all had stayed."""
+    """Differentiate a replacement: replaced entries get no gradient; of several replacements of one entry each gets it,
+    as if all had stayed."""
     (_, indices, updates), a = op.ins, complete_attrs(op)
     none = updates.type.dims
 

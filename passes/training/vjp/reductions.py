@@ -11,7 +11,7 @@ from .emitter import Grad, GradientEmitter, Rule, scaled
 
 
 def _kept(b: GradientEmitter, op: Op, value: Value) -> Value:
-    """The result of a reduction, or its gradient, with the reduced dimensions as 1."""
+    """Return the result of a reduction, or its gradient, with the reduced dimensions as 1."""
     axes = reduced_axes(op.ins[0].type, op.attrs["axes"])
     shape = tuple(1 if i in axes else n for i, n in enumerate(op.ins[0].type.dims))
     return value if value.type.dims == shape else b.emit("reshape", value, shape=shape)

@@ -12,7 +12,7 @@ from .emitter import Grad, GradientEmitter, Rule, own_attrs, scaled
 
 
 def _from_result(kind: str) -> Rule:
-    """Gradient ops that take (y, dy) and the same attributes."""
+    """Make a rule for gradient ops that take (y, dy) and the same attributes."""
     return lambda b, op, dy: (lambda: b.emit(kind, op.outs[0], dy, **own_attrs(op)),)
 
 
@@ -35,7 +35,8 @@ def _topk(b: GradientEmitter, op: Op, dy: Value | None, dindices: Value | None) 
 
 
 def _positions(b: GradientEmitter, indices: Value, axis: int, dims: tuple[int, ...]) -> Value:
-    """The row-major positions in a tensor of `dims` of elements with these indices along one axis, and their own along the others."""
+    """Emit the row-major positions, in a tensor of `dims`, of elements with these indices along one axis, and their own
+    along the others."""
     shape = indices.type.dims
     strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     total = indices
@@ -59,7 +60,7 @@ def _layer_norm(
     axis = int(a["axis"]) % x.type.rank  # type: ignore[arg-type]
     ones = (1,) * (x.type.rank - axis)
     count = math.prod(x.type.dims[axis:])
-    found: list[tuple[Value, ...]] = []
+    emitted: list[tuple[Value, ...]] = []
 
     def column(value: Value) -> Value:
         return b.emit("reshape", value, shape=(*value.type.dims, *ones))
@@ -67,9 +68,9 @@ def _layer_norm(
     def of_weights(which: int) -> Grad:
         def grad() -> Value:
             assert dy is not None
-            if not found:
-                found.append(b.emit_all("layer_norm_grad_weight", dy, x, mean, rstd, axis=a["axis"]))
-            return found[0][which]
+            if not emitted:
+                emitted.append(b.emit_all("layer_norm_grad_weight", dy, x, mean, rstd, axis=a["axis"]))
+            return emitted[0][which]
 
         return grad if dy is not None else None
 
