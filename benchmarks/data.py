@@ -42,12 +42,11 @@ from machine import markdown, write_json
 import penstock as ps
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.models import write_mlp
-from penstock.runtime.data.samples import Samples
+from penstock.runtime.data.samples import Samples, data_spec
 from penstock.runtime.group.group import RankGroup, host_store
-from penstock.runtime.job.job import data_spec
 from penstock.runtime.messages.control import DataSpec, Record, RunCommand, Setup
+from penstock.runtime.messages.defaults import AHEAD
 from penstock.runtime.messages.status import Status
-from penstock.runtime.worker.feeds import AHEAD
 from penstock.runtime.worker.worker import Worker
 
 WIDTHS, ROWS, MICROBATCHES, SAMPLES = (12288, 128, 10), 64, 4, 2048

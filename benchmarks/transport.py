@@ -53,7 +53,7 @@ from penstock.runtime.launch.local import loopback_name, thread_environment
 from penstock.runtime.messages.status import Status
 from penstock.runtime.state.store import TORCH_DTYPES, Store
 from penstock.runtime.transport.transport import End, RankTransport
-from penstock.runtime.worker.executor import Executor
+from penstock.runtime.worker.executor import Conduct, Executor
 from penstock.runtime.worker.feeds import DataFeed
 from penstock.support.helper_processes import failure, outputs
 
@@ -183,7 +183,7 @@ class Pipeline:
             transport,
             lambda record, arrays: None,
             Status(None, self.rank),
-            trace=trace,
+            Conduct(trace=trace),
         )
 
     def contenders(self) -> dict[str, Callable[[int], None]]:

@@ -19,7 +19,7 @@ HANDED_OUT = {
     "Job": ("penstock.runtime.job.job", "what `penstock.open` gives"),
     "Step": ("penstock.runtime.messages.control", "what `Job.steps` gives for every update"),
     "RunSummary": ("penstock.runtime.job.run", "what `penstock.run_bundle` gives"),
-    "Evaluation": ("penstock.runtime.worker.evaluation", "what `Job.evaluate` gives"),
+    "Evaluation": ("penstock.runtime.messages.control", "what `Job.evaluate` gives"),
     "Device": ("penstock.ir.cluster.cluster", "a device of a `Cluster`"),
     "Link": ("penstock.ir.cluster.cluster", "a way between two devices of a `Cluster`"),
     "Host": ("penstock.ir.cluster.cluster", "a machine of a `Cluster`"),

@@ -1,1 +1,1 @@
-"""What runs bundles: processes that hold stages, messages between them, their data, checkpoints, and what is said of all that."""
+"""The runtime of bundles: processes that hold stages, messages between them, their data, checkpoints and telemetry."""

@@ -1,20 +1,23 @@
-"""The cores of one host in a simulation, and who computes on them. In: computations and what moving bytes takes, as they begin. Out: when
-each is done, as events on the simulation's heap.
+"""The cores of one host in a simulation, shared by the threads that compute on them.
 
-Linux gives a thread that wakes up an idle core if there is one, and a core that falls idle takes over a thread that waits for
-another one. Otherwise a thread waits for its turn: who runs is changed at a tick of the clock. So of three threads on two
-cores two have half a core each, in turns, and not all of them two thirds; and where all cores are busy, a message waits for a
-turn before it is read. It is so here, too:
+In: computations and the work of moving bytes, as they begin. Out: the end of each, as events on the simulation's
+heap.
 
-* A computation of n threads takes n places, each on the core with the fewest. Of the places of a core one runs, the others wait, and at
-  every `TURN` the next one's turn has come.
-* What has a quota, or several threads, gets its part of a core all the time: as much as in equal parts, and no more than its quota. The
-  parts of a parallel computation are divided beforehand, so that it goes as its slowest thread does.
-* Threads that are busy at once slow each other down though each has a core (`speeds`: what a core does while 1, 2,
-  ... threads are busy, compared with one).
+Linux gives a thread that wakes up an idle core if there is one. A core that falls idle takes over a thread that
+waits for another one. Otherwise a thread waits for its turn: the running thread changes at a tick of the clock. So of
+three threads on two cores two have half a core each, in turns, and not all of them two thirds. Where all cores are
+busy, a message waits for a turn before it is read. The simulation does the same:
 
-Known limits: turns are those of the usual kernel; nobody is preferred for having slept; quotas and
-threads of one computation take no turns.
+* A computation of n threads takes n places, each on the core with the fewest. Of the places of a core one runs, the
+  others wait, and at every `TURN` the next one's turn has come.
+* A burst with a quota, or with several threads, gets its part of a core all the time. It is as much as in equal parts,
+  and no more than its quota. The parts of a parallel computation are divided beforehand, so that it goes as its slowest
+  thread does.
+* Threads that are busy at once slow each other down though each has a core. `speeds` are those of a core while 1, 2,
+  ... threads are busy, compared with one.
+
+Known limits: turns are those of the usual kernel; no thread is preferred for having slept; quotas and threads of one
+computation take no turns.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-# Seconds between ticks of the clock: 250 Hz, what distributions set. A slice of the scheduler is shorter, but ends at a tick.
+# Seconds between ticks of the clock: 250 Hz, what distributions set. A slice of the scheduler is shorter, but ends at a
+# tick.
 TURN = 4e-3
 
 Push = Callable[[float, "Burst | Core", int], None]
@@ -31,8 +35,8 @@ Push = Callable[[float, "Burst | Core", int], None]
 
 @dataclass(slots=True, eq=False)
 class Core:
-    """Who has a place here: the first of `turns` runs, `steady` ones get their part all the time.
-    `ticks` says that a tick is on the heap."""
+    """One core. Of `turns` the first burst runs, `steady` ones get their part all the time. `ticks` says that a tick is
+    on the heap."""
 
     owner: Cores
     turns: list[Burst] = field(default_factory=list)
@@ -48,8 +52,8 @@ class Core:
 
 @dataclass(slots=True, eq=False)
 class Burst:
-    """Work under way: `left` in seconds that it takes where each of its threads gets `alone` of a core. All threads of its rank may have
-    `limit` cores. `stamp` marks the one end that still holds."""
+    """Work under way: `left` in seconds that it takes where each of its threads gets `alone` of a core. All threads of
+    its rank may have `limit` cores. `stamp` marks the one end that still holds."""
 
     owner: Cores
     rank: int
@@ -65,8 +69,8 @@ class Burst:
 
 
 class Cores:
-    """`push(time, what, stamp)` puts an event onto the heap; its owner calls `event` when its time comes, and `settle` when
-    all that happens at one moment is done."""
+    """The cores of a host. `push(time, what, stamp)` puts an event onto the heap. Its owner calls `event` when its time
+    comes, and `settle` when all that happens at one moment is done."""
 
     def __init__(self, count: int, speeds: Sequence[float], push: Push) -> None:
         self._speeds, self._push = speeds, push
@@ -84,8 +88,8 @@ class Cores:
         quota: float,
         alone: float | None = None,
     ) -> None:
-        """Start `work` > 0 seconds of it, which it takes where each of its threads gets `alone` of a core: its
-        quota, unless something else is said."""
+        """Start `work` > 0 seconds of work, which it takes where each of its threads gets `alone` of a core: its quota
+        by default."""
         limit = quota * threads if quota < 1 else math.inf
         burst = Burst(
             self, rank, work, quota if alone is None else alone, limit, done, quota < 1 or threads > 1, at=now
@@ -98,7 +102,7 @@ class Cores:
         self.unsettled = True
 
     def event(self, now: float, what: Burst | Core, stamp: int) -> None:
-        """What was pushed has come: a tick, or an end, which is passed over if it no longer holds."""
+        """Handle an event that was pushed: a tick, or an end, which is passed over if it does not hold."""
         if isinstance(what, Core):
             what.ticks = False
             what.turns.extend(what.turns[:1])
@@ -121,7 +125,7 @@ class Cores:
         burst.done(now)
 
     def settle(self, now: float) -> None:
-        """New rates, and new ends where a rate is another one."""
+        """Push new rates, and new ends where a rate is another one."""
         self.unsettled = False
         for core in self._cores:
             if len(core.turns) > 1 and not core.ticks:
@@ -145,7 +149,7 @@ class Cores:
             rates[burst] = min(rates[burst], part / burst.alone)
 
         for core in self._cores:
-            # The most modest first: what one leaves the others share.
+            # The most modest first: the remaining ones share what one leaves.
             free, waiting = 1.0, sorted(core.steady, key=lambda burst: burst.limit / threads[burst.rank])
             while waiting:
                 burst = waiting.pop(0)
@@ -161,7 +165,7 @@ class Cores:
         }
 
     def _slowed(self, busy: float) -> float:
-        """The factor on all speeds while so many threads are busy."""
+        """Return the factor on all speeds while so many threads are busy."""
         if not self._speeds or busy <= 1:
             return 1.0
         if busy >= len(self._speeds):

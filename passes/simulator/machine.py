@@ -1,5 +1,8 @@
-"""The machine that a schedule is simulated on: what messages go through, and who shares the cores of a
-host. In: a cluster, and where ranks are."""
+"""The machine that a schedule is simulated on: the links that messages go through, and the ranks that share the cores
+of a host.
+
+In: a cluster, and where ranks are. Out: a Machine.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ SOCKET_BUFFER = 4e6
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a message between two ranks goes through: `shares` are (name, bytes per second) of links and NICs, which all messages with the
-    same name share; `shared`: memory of both. Sums of gradients go at `summing` bytes per second at most."""
+    """The way of a message between two ranks. `shares` are (name, bytes per second) of links and NICs, which all
+    messages with the same name share; `shared`: memory of both. Sums of gradients go at `summing` bytes per second at
+    most."""
 
     shares: tuple[tuple[str, float], ...] = ()
     latency: float = 0.0
@@ -28,11 +32,12 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a rank needs of a host's cores: `threads` while it computes, of each of which a quota may leave only a part (`quota`). `speeds`
-    are those of the host: what a core does while 1, 2, ... threads are busy, compared with one thread alone; there may be more of them than
-    cores. Sockets take processor time: a send writes its first `buffer` bytes itself, at `writing` seconds a byte, before the rank goes on,
-    and what the rank receives takes `reading` seconds of a core for each byte, beside its computations. Into shared memory a send writes
-    all its bytes itself, at `copying` seconds a byte."""
+    """The needs of a rank of a host's cores: `threads` while it computes, of each of which a quota may leave only a
+    part (`quota`). `speeds` are those of the host: the speed of a core while 1, 2, ... threads are busy, compared with
+    one thread alone. There may be more of them than cores. Sockets take processor time: a send writes its first
+    `buffer` bytes itself, at `writing` seconds a byte, before the rank goes on. A received byte takes `reading` seconds
+    of a core, beside the computations of the rank. Into shared memory a send writes all its bytes itself, at `copying`
+    seconds a byte."""
 
     host: str
     cores: float
@@ -47,7 +52,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class TransportModel:
-    """`posted` None: messages need no posted receive."""
+    """The rules of messages. `posted` None: messages need no posted receive."""
 
     posted: int | None = POSTED
     look_ahead: int = LOOK_AHEAD
@@ -56,7 +61,8 @@ class TransportModel:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMachine:
-    """Routes between ranks, and seats of those that share a host's cores; a rank without a seat has its device to itself."""
+    """Routes between ranks, and seats of those that share a host's cores; a rank without a seat has its device to
+    itself."""
 
     route: Callable[[int, int], Route] = lambda source, target: Route()
     seats: Mapping[int, Seat] = field(default_factory=dict)
@@ -64,7 +70,7 @@ class SimulatedMachine:
 
 
 def with_messages(seat: Seat, device: Device) -> Seat:
-    """The seat of a rank whose messages take a core's time, in sockets and in shared memory."""
+    """Return the seat of a rank whose messages take a core's time, in sockets and in shared memory."""
     socket = 1 / device.socket_bandwidth
     return replace(seat, writing=socket, buffer=SOCKET_BUFFER, reading=socket, copying=1 / device.copy_bandwidth)
 
@@ -79,8 +85,9 @@ def machine_of(
     seats: Mapping[int, Seat] | None = None,
     transport: TransportModel = TransportModel(),
 ) -> SimulatedMachine:
-    """The machine of a cluster file; `devices` says where each rank is. A link has its bandwidth in each direction; what messages share
-    beside it is what `Cluster.path` names: network cards, by direction where that can be known."""
+    """Return the machine of a cluster file; `devices` says where each rank is. A link has its bandwidth in each
+    direction. The resources that messages share beside it are those that `Cluster.path` names: network cards, by
+    direction where that can be known."""
 
     @cache
     def through(a: str, b: str) -> Route:

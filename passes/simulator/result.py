@@ -1,13 +1,15 @@
-"""What a simulation found: when every action ran and why not earlier, and what follows from it. Made by simulate.py.
+"""The result of a simulation: when every action ran and why not earlier, and what follows from it. Made by simulate.py.
 
-Times of a step in steady state are taken from a window: from the end of a batch in the middle of the run to that of the last batch but one
-(the last one drains the pipeline and has no successor to share time with). In the window a rank is *busy* (its actions take time),
-*waiting* (for a message or a sum over replicas) or *idle* (it has nothing left to do); bubble = 1 - busy / window. Runs of one or two
-batches have no steady state: the window is the whole run.
+Times of a step in steady state are taken from a window. It goes from the end of a batch in the middle of the run to
+that of the last batch but one. The last one drains the pipeline and has no successor to share time with. In the window
+a rank is *busy* (its actions take time), *waiting* (for a message or a sum over replicas) or *idle* (it has nothing
+left to do). The bubble is 1 - busy / window. Runs of one or two batches have no steady state: the window is the whole
+run.
 
-The critical path goes back from the last action of the window: an action starts when the one before it on its rank ends, or when what it
-waited for arrived; that was sent by an action of another rank, and so on. Its seconds are those of computing on each rank, of moving
-(transfer, its queue and latency) on each way, of summing gradients over the replicas of a stage, and of waiting for a receive to be posted.
+The critical path goes back from the last action of the window. An action starts when the one before it on its rank
+ends, or when the message that it waited for arrived. That was sent by an action of another rank, and so on. Its seconds
+are those of computing on each rank, and of moving (transfer, its queue and latency) on each way. Others are those of
+summing gradients over the replicas of a stage, and of waiting for a receive to be posted.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +29,13 @@ Floats = npt.NDArray[np.float64]
 
 
 class SimulatedStep(NamedTuple):
-    """An action of the period: as written for batch 1, what the simulation does with it, how long it
-    takes, and its channel if it is a message."""
+    """An action of the period. It has the action as written for batch 1, its code in the simulation, its seconds, and
+    its channel if it is a message."""
 
     action: Action
     code: int
     seconds: float
-    channel: object
+    channel: Any
     per_batch: bool
 
 
@@ -47,14 +49,14 @@ class RankTimeline:
     finishes: array[float]
 
     def action(self, position: int, per_batch: int) -> Action:
-        """The concrete action at a position."""
+        """Return the concrete action at a position."""
         step, number = self.steps[position], self.numbers[position]
         return step.action.shifted((number - step.action.mb) // (1 if step.per_batch else per_batch), per_batch)
 
 
 @dataclass(slots=True)
 class LinkUse:
-    """What went through a link, one way, or a NIC: bytes, and the seconds in which something moved."""
+    """The traffic of a link, one way, or of a NIC: bytes, and the seconds in which something moved."""
 
     name: str
     bandwidth: float
@@ -63,8 +65,8 @@ class LinkUse:
 
 
 class Message(NamedTuple):
-    """What somebody waited for: sent by the action at `position` of rank `source`; `ready` when the receive was posted and
-    both knew, `begun` when its way was free."""
+    """A message that a rank waited for. The action at `position` of rank `source` sent it. It is `ready` when the
+    receive was posted and both knew, `begun` when its way was free."""
 
     source: int
     position: int
@@ -88,7 +90,7 @@ class RankUse(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulated:
-    """`messages` are those that were waited for, by rank and position of what waited."""
+    """A simulated run. `messages` are those that were waited for, by rank and position of the action that waited."""
 
     schedule: Schedule
     batches: int
@@ -99,18 +101,18 @@ class Simulated:
 
     @property
     def finish(self) -> float:
-        """When the last action ends: all batches, from an empty pipeline to an empty pipeline."""
+        """The end of the last action: all batches, from an empty pipeline to an empty pipeline."""
         return max((line.finishes[-1] for line in self.lines.values() if line.finishes), default=0.0)
 
     def timed(self, rank: int) -> Iterator[tuple[Action, float, float]]:
-        """The actions of a rank with start and finish."""
+        """Yield the actions of a rank with start and finish."""
         line = self.lines[rank]
         for position, (start, finish) in enumerate(zip(line.starts, line.finishes, strict=True)):
             yield line.action(position, self.schedule.microbatches), start, finish
 
     @cached_property
     def ends(self) -> list[float]:
-        """When the last rank is done with each batch."""
+        """The times when the last rank is done with each batch."""
         ends: Floats = np.zeros(self.batches)
         for line in self.lines.values():
             numbers = np.frombuffer(line.numbers, dtype=np.int32) if line.numbers else np.zeros(0, np.int32)
@@ -130,45 +132,45 @@ class Simulated:
 
     @property
     def step_seconds(self) -> float:
-        """What one more batch costs in a long run."""
+        """The seconds that one more batch costs in a long run."""
         start, end, count = self.window
         return (end - start) / count
 
     @cached_property
     def ranks(self) -> tuple[RankUse, ...]:
         start, end, _ = self.window
-        found = []
+        uses = []
         for rank, line in self.lines.items():
             starts, finishes = np.frombuffer(line.starts), np.frombuffer(line.finishes)
             if not len(starts):
-                found.append(RankUse(rank, self.stage_of[rank], 0.0, 0.0, end - start, 1.0))
+                uses.append(RankUse(rank, self.stage_of[rank], 0.0, 0.0, end - start, 1.0))
                 continue
             busy = _within(starts, finishes, start, end)
             waiting = _within(np.concatenate([[0.0], finishes[:-1]]), starts, start, end)
             idle = max(0.0, end - start - busy - waiting)
-            found.append(
+            uses.append(
                 RankUse(
                     rank, self.stage_of[rank], busy, waiting, idle, 1 - busy / (end - start) if end > start else 0.0
                 )
             )
-        return tuple(found)
+        return tuple(uses)
 
     @cached_property
     def critical_path(self) -> dict[str, float]:
-        """Seconds of the window by what the end of it had to wait for, largest first."""
+        """Seconds of the window by the cause that the end of it had to wait for, largest first."""
         start, end, _ = self.window
         rank, position = min(
             (int(np.searchsorted(np.frombuffer(line.finishes), end)), rank)
             for rank, line in self.lines.items()
             if line.finishes and end in line.finishes
         )[::-1]
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         until = end
 
         def spend(what: str, begin: float) -> None:
             nonlocal until
             if max(begin, start) < until:
-                found[what] = found.get(what, 0.0) + until - max(begin, start)
+                seconds[what] = seconds.get(what, 0.0) + until - max(begin, start)
             until = min(until, begin)
 
         while until > start:
@@ -191,10 +193,10 @@ class Simulated:
                 position -= 1
             else:
                 break
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def _at(self, rank: int, time: float, before: int) -> int:
-        """The last action of a rank, before a position, that had ended at a time."""
+        """Return the last action of a rank, before a position, that had ended at a time."""
         finishes = self.lines[rank].finishes
         position = before - 1
         while position > 0 and finishes[position] > time:
@@ -203,5 +205,5 @@ class Simulated:
 
 
 def _within(starts: Floats, finishes: Floats, first: float, last: float) -> float:
-    """Seconds of the intervals that lie in a window."""
+    """Return the seconds of the intervals that lie in a window."""
     return float(np.clip(np.minimum(finishes, last) - np.maximum(starts, first), 0.0, None).sum())

@@ -1,12 +1,16 @@
-"""What simulated messages share: links and NICs. In: tasks, each with work to do and the resources it uses meanwhile. Out: when each is
-done, as events on the simulation's heap.
+"""Links and NICs that simulated messages share.
 
-A task goes on at a rate of at most `cap` per second, and takes `demand` of every resource it uses for each unit of its rate. Resources are
-divided by max-min fairness: the rates of all tasks rise together until a resource is used up or a task is at its cap, which then stay as
-they are, and so on. The rate is bytes per second; a ring demands a link for each time that it goes through it.
+In: tasks, each with work to do and the resources it uses meanwhile. Out: the end of each, as events on the
+simulation's heap.
 
-Rates change only when a task begins or ends, and only among tasks that are connected through resources that they share; those alone are
-computed anew, once for all that happens at one moment. Cost: the number of uses of resources in the connected part, times a logarithm.
+A task goes on at a rate of at most `cap` per second. It takes `demand` of every resource it uses for each unit of
+its rate. Resources are divided by max-min fairness. The rates of all tasks rise together until a resource is used up or
+a task is at its cap. These stay as they are, and the others rise on. The rate is bytes per second; a ring demands a
+link for each time that it goes through it.
+
+Rates change only when a task begins or ends, and only among tasks that are connected through resources that they
+share. Those alone are computed anew, once for all that happens at one moment. Cost: the number of uses of resources in
+the connected part, times a logarithm.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ Push = Callable[[float, "Task", int], None]
 
 @dataclass(slots=True, eq=False)
 class Resource:
-    """What tasks share. `busy` are the seconds in which some task used it, `moved` the units that went through."""
+    """A resource that tasks share. `busy` are the seconds in which some task used it, `moved` the units that went
+    through."""
 
     name: str
     capacity: float
@@ -45,9 +50,9 @@ class Task:
 
 
 class Sharing:
-    """All tasks under way. `push(time, task, stamp)` puts an end onto the heap; the owner of the heap calls `end` when its
-    time comes, and `settle` when it has done all that happens at one moment and before it goes on to the next: rates are
-    computed once for all changes of a moment."""
+    """All tasks under way. `push(time, task, stamp)` puts an end onto the heap. The owner of the heap calls `end` when
+    its time comes. It calls `settle` when it has done all that happens at one moment and before it goes on to the next.
+    So rates are computed once for all changes of a moment."""
 
     def __init__(self, push: Push) -> None:
         self._push = push
@@ -80,7 +85,7 @@ class Sharing:
         self._fresh.append(task)
 
     def end(self, now: float, task: Task, stamp: int) -> None:
-        """An end that was pushed has come; one that no longer holds is passed over."""
+        """Handle an end that was pushed; one that does not hold is passed over."""
         if stamp != task.stamp:
             return
         for resource, _ in task.demands:
@@ -91,7 +96,7 @@ class Sharing:
         task.done(now)
 
     def settle(self, now: float) -> None:
-        """New rates for all that is connected with what has changed, and new ends where a rate is another one."""
+        """Push new rates for all that is connected with the changes, and new ends where a rate is another one."""
         part = {task.number: task for task in self._fresh}
         reached = self._touched
         open_ = list(reached)
@@ -116,7 +121,8 @@ class Sharing:
 
 @dataclass(slots=True)
 class _Filling:
-    """A resource while rates are found: what is free, how much of it the growing tasks take for each level, and how many those are."""
+    """A resource while rates are computed: the free part, how much of it the growing tasks take for each level, and how
+    many those are."""
 
     free: float
     pull: float = 0.0
@@ -124,9 +130,9 @@ class _Filling:
 
 
 def fair_rates(tasks: Iterable[Task]) -> dict[int, float]:
-    """Max-min fair rates of tasks that share resources with nobody else. The next level is the lowest at which a task is
-    at its cap, or a resource is used up; a resource's own only rises when tasks that use it stop earlier, so that an old
-    entry of the heap is at most too low."""
+    """Return max-min fair rates of tasks that share resources with no other task. The next level is the lowest at which
+    a task is at its cap, or a resource is used up. A resource's own level only rises when tasks that use it stop
+    earlier. So an old entry of the heap is at most too low."""
     listed = sorted(tasks, key=lambda task: task.number)
     state: dict[Resource, _Filling] = {}
     for task in listed:

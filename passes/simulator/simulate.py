@@ -1,25 +1,27 @@
-"""Runs a schedule against modelled times, links, NICs and cores: a simulation of discrete events. Imports
-nothing heavy, so that planners may call it.
+"""A simulation of discrete events: runs a schedule against modelled times, links, NICs and cores. Imports nothing
+heavy, so that planners may call it.
 
-In: a wired schedule (one with sends and receives), how long each action takes on its rank alone, the bytes of each message, and a
-`Machine`: what a message goes through between two ranks, and which ranks share the cores of a host. Out: `Simulated` (simulated.py): when
-every action ran, and why not earlier. What the runtime does is modelled as it does it:
+In: a wired schedule (one with sends and receives), how long each action takes on its rank alone, the bytes of each
+message, and a `Machine`. The machine has the links between two ranks, and says which ranks share the cores of a host.
+Out: `Simulated` (simulated.py): when every action ran, and why not earlier. The model follows the runtime:
 
-* Actions of a rank run one after another. Sends take no time of it (unless `seconds` says so) and
-  never block; a receive waits for its message.
-* A receive is posted at the earliest `look_ahead` actions before its turn, and at most `posted` of one channel are under way
-  (ir/memory/predict.py). A message starts to move when it was sent and its receive is posted, and the word of that takes the latency of the link,
-  too. Messages from one rank to another move one after another, as they do on one connection; those of different pairs share links and NICs
-  (sharing.py). It arrives `latency` after its last byte has left. With `late`, the start of each is put off that long, any number at once:
-  what Job(latency=) does for measurements.
-* AR starts when all ranks of the stage are there: a ring, in which every rank sends and receives 2(n-1)/n of the bytes over its link to the
-  next one, 2(n-1) latencies long. The ranks go on meanwhile; the first U, P or N of that batch waits for it.
-* Ranks that share a host share its cores, as Linux deals them out (cores.py), and a rank with a quota has no more than that.
-  Moving a byte may cost processor time (`Seat`): of the rank that sends it, while the message moves already, and in
-  competition with what the receiver computes.
+* Actions of a rank run one after another. Sends take no time of it (unless `seconds` says so) and never block; a
+  receive waits for its message.
+* A receive is posted at the earliest `look_ahead` actions before its turn, and at most `posted` of one channel are
+  under way (ir/memory/predict.py). A message starts to move when it was sent and its receive is posted. The word of that takes
+  the latency of the link, too. Messages from one rank to another move one after another, as they do on one connection;
+  those of different pairs share links and NICs (sharing.py). It arrives `latency` after its last byte has left. With
+  `late`, the start of each is put off that long, any number at once, as Job(latency=) does for measurements.
+* AR starts when all ranks of the stage are there. It is a ring, in which every rank sends and receives 2(n-1)/n of the
+  bytes over its link to the next one. It takes 2(n-1) latencies. The ranks go on meanwhile; the first U, P or N of that
+  batch waits for it.
+* Ranks that share a host share its cores, as Linux deals them out (cores.py). A rank with a quota has no more than
+  that. Moving a byte may cost processor time (`Seat`). That of the sender passes while the message moves already, that
+  of the receiver in competition with its computations.
 
-Times are those of the period: an action takes the same in every batch. Known limits: a link has one path; no routing, no loss of packets,
-no jitter; a computation slowed by its neighbours is slowed by their number, not by what they do.
+Times are those of the period: an action takes the same in every batch. Known limits: a link has one path, without
+routing, loss of packets or jitter. A computation slowed by its neighbours is slowed by their number, not by what they
+do.
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ Bytes = Callable[[str, int, int], float]
 
 
 def wire_chain(schedule: Schedule) -> Schedule:
-    """Sends and receives around the computations of a plain chain: what `communicate` does where each stage takes what the one before it
-    returns, and gets the gradient from the one behind it. (`passes.late_updates.sum_late` first, where stages lie on several ranks.)"""
+    """Put sends and receives around the computations of a plain chain, as `communicate` does. Each stage takes the
+    values of the stage before it, and the gradient of the stage after it. Where stages lie on several ranks,
+    `passes.late_updates.sum_late` comes first."""
     present = {(a.kind, a.stage) for a in schedule.actions()}
     routes = Routes(schedule)
 
@@ -94,15 +97,16 @@ def simulate(
     *,
     reduced: Callable[[int], float] | None = None,
 ) -> Simulated:
-    """Run so many batches from an empty pipeline to an empty pipeline. `seconds(rank, action)` is asked once for every action of the
-    period, as written for batch 1; `nbytes(phase, source stage, target stage)` is a message, `reduced(stage)` what AR sums.
-    VerifyError when ranks wait for each other."""
+    """Run so many batches from an empty pipeline to an empty pipeline. `seconds(rank, action)` is asked once for every
+    action of the period, as written for batch 1. `nbytes(phase, source stage, target stage)` is a message,
+    `reduced(stage)` the bytes that AR sums. VerifyError when ranks wait for each other."""
     if batches < 1:
         raise UsageError(f"needs at least one batch, got {batches}", where="simulate")
     return _Simulation(schedule, batches, seconds, nbytes, machine, reduced or (lambda stage: 0.0)).run()
 
 
-# ------------------------------------------------------------------------------------------------ what the events work on
+# ------------------------------------------------------------------------------------------------ what the events work
+# on
 
 _RECEIVE, _SEND, _REDUCE, _COMPUTE, _TAKE, _OTHER = range(6)
 CODES = {
@@ -119,7 +123,8 @@ _RING = -1
 
 @dataclass(slots=True, eq=False)
 class _Pair:
-    """The way from one rank to another, or around a ring: one thing moves at a time, up to `cap` bytes per second, and shares `demands`."""
+    """The way from one rank to another, or around a ring. One thing moves at a time, up to `cap` bytes per second, and
+    shares `demands`."""
 
     latency: float
     cap: float
@@ -132,13 +137,15 @@ class _Pair:
 
 @dataclass(slots=True, eq=False)
 class _Channel:
-    """Messages of one phase between two ranks, by microbatch; what `sent` and `posted` hold has not met the other yet."""
+    """Messages of one phase between two ranks, by microbatch. A send in `sent` has no posted receive yet, a receive in
+    `posted` no send."""
 
     source: int
     target: int
     nbytes: float
     pair: _Pair
-    # What a send takes of its rank, whose message moves already; None if it moves when the send is over. And whether to read it takes time.
+    # The time that a send takes of its rank, whose message moves already; None if it moves when the send is over. And
+    # whether to read it takes time.
     writing: float | None
     reads: bool
     sent: dict[int, tuple[float, int]] = field(default_factory=dict)
@@ -191,10 +198,12 @@ class _Simulation:
         self.number += 1
         heappush(self.heap, (time, self.number, code, what, extra))
 
-    # -------------------------------------------------------------------------------------------- before the first event
+    # -------------------------------------------------------------------------------------------- before the first
+    # event
 
     def _take_routes(self) -> None:
-        """Pairs and rings with what they go through; only what several of them use is a shared resource."""
+        """Note pairs and rings with the links that they go through; only a link that several of them use is a shared
+        resource."""
         routes: dict[tuple[int, ...], list[Route]] = {}
         for rank, program in self.schedule.ranks.items():
             for kind, peer in dict.fromkeys((a.kind, a.peer) for a in (*program.start, *program.batch)):
@@ -225,7 +234,7 @@ class _Simulation:
             self.pairs[key] = _Pair(latency, cap, demands, tuple((self.uses[name], times[name]) for name in speeds))
 
     def _ring(self, rank: int) -> tuple[int, ...]:
-        """The ranks of a stage, which sum together."""
+        """Return the ranks of a stage, which sum together."""
         return self.rings[self.stage_of[rank]]
 
     def _line(self, rank: int, program: Program, seconds: Seconds) -> RankTimeline:
@@ -233,7 +242,7 @@ class _Simulation:
         reduces = any(a.kind == SUM for a in (*program.start, *program.batch))
         steps: list[tuple[SimulatedStep, ...]] = []
         for actions in (program.start, program.batch):
-            made = []
+            period = []
             for a in actions:
                 code = CODES[a.kind]
                 if reduces and a.kind in SUM_USERS:
@@ -242,8 +251,8 @@ class _Simulation:
                 lasts = seconds(rank, a)
                 if not 0 <= lasts < math.inf:
                     raise UsageError(f"an action cannot take {lasts} seconds", where=f"rank {rank}, {a}")
-                made.append(SimulatedStep(a, code, lasts, channel, a.kind in PER_BATCH))
-            steps.append(tuple(made))
+                period.append(SimulatedStep(a, code, lasts, channel, a.kind in PER_BATCH))
+            steps.append(tuple(period))
         line = RankTimeline([], array("i"), array("d"), array("d"))
         for part, shift in [(steps[0], -1), *((steps[1], t - 1) for t in range(batches + 1))]:
             for step in part:
@@ -267,7 +276,7 @@ class _Simulation:
         return self.channels[key]
 
     def _ends(self, source: int, target: int, size: float) -> tuple[float | None, bool]:
-        """What a message takes of its sender, and whether it takes time of the receiver."""
+        """Return the time that a message takes of its sender, and whether it takes time of the receiver."""
         shared, seat = self.machine.route(source, target).shared, self.machine.seats.get(source)
         rate = 0.0 if seat is None else seat.copying if shared else seat.writing
         if seat is None or not rate:
@@ -275,8 +284,8 @@ class _Simulation:
         return rate * (size if shared else min(size, seat.buffer)), not shared
 
     def _posts(self, line: RankTimeline) -> tuple[array[int], array[int]]:
-        """Before which action each receive is posted, as lists linked by position: the first of each
-        action, and the one after each receive."""
+        """Return before which action each receive is posted, as lists linked by position: the first of each action, and
+        the one after each receive."""
         first, after = array("i", [-1]) * len(line.steps), array("i", [-1]) * len(line.steps)
         limit, ahead = self.transport.posted or 0, self.transport.look_ahead
         recent: dict[_Channel, deque[int]] = {}
@@ -284,7 +293,7 @@ class _Simulation:
         for position, step in enumerate(line.steps):
             if step.code != _RECEIVE:
                 continue
-            before = recent.setdefault(step.channel, deque(maxlen=limit))  # type: ignore[arg-type]
+            before = recent.setdefault(step.channel, deque(maxlen=limit))
             places.append((position, max(0, position - ahead, before[0] + 1 if len(before) == limit else 0)))
             before.append(position)
         for position, at in reversed(places):
@@ -292,7 +301,8 @@ class _Simulation:
         return first, after
 
     def _take_seats(self) -> None:
-        """Hosts whose cores may run short get a resource; on the others computations take their time, whatever runs beside them."""
+        """Give hosts whose cores may run short a resource. On other hosts computations take their time, whatever runs
+        beside them."""
         wanted: dict[str, float] = {}
         seats: dict[str, Seat] = {}
         reading = {channel.target for channel in self.channels.values() if channel.reads}
@@ -378,17 +388,17 @@ class _Simulation:
                     self.posted[rank] = position
                     ahead = posts[0][position]
                     while ahead >= 0:
-                        self._post(steps[ahead].channel, numbers[ahead], now)  # type: ignore[arg-type]
+                        self._post(steps[ahead].channel, numbers[ahead], now)
                         ahead = posts[1][ahead]
-                if (code == _RECEIVE and not self._arrived(rank, position, step.channel, mb, now)) or (  # type: ignore[arg-type]
+                if (code == _RECEIVE and not self._arrived(rank, position, step.channel, mb, now)) or (
                     code == _TAKE and not self._summed(rank, mb, now)
                 ):
                     break
                 starts[position] = now
                 lasts = step.seconds
-                if code == _SEND and step.channel.writing is not None:  # type: ignore[attr-defined]
-                    lasts += step.channel.writing  # type: ignore[attr-defined]
-                    self._send(step.channel, mb, now, position)  # type: ignore[arg-type]
+                if code == _SEND and step.channel.writing is not None:
+                    lasts += step.channel.writing
+                    self._send(step.channel, mb, now, position)
                 if lasts > 0:
                     if rank in self.cores:
                         cores, seat = self.cores[rank]
@@ -400,8 +410,8 @@ class _Simulation:
                     break
             passed = 0
             finishes[position] = now
-            if code == _SEND and step.channel.writing is None:  # type: ignore[attr-defined]
-                self._send(step.channel, mb, now, position)  # type: ignore[arg-type]
+            if code == _SEND and step.channel.writing is None:
+                self._send(step.channel, mb, now, position)
             elif code == _REDUCE:
                 self._join(rank, position, mb, now)
             position += 1
@@ -418,7 +428,7 @@ class _Simulation:
             self.push(message.arrived, _WAKE, rank)
             return False
         del channel.arrived[mb]
-        # Only those that somebody waited for are of interest later.
+        # Only messages that a rank waited for are of interest later.
         if message.arrived == now:
             self.messages[rank, position] = message
         return True
@@ -438,7 +448,7 @@ class _Simulation:
             self._meet(channel, mb, now, *sent, now)
 
     def _meet(self, channel: _Channel, mb: int, now: float, sent: float, position: int, posted: float) -> None:
-        """Sent and posted: it moves as soon as the sender knows."""
+        """Move a message that is sent and posted, as soon as the sender knows."""
         known = posted + channel.pair.latency if posted > 0 else 0.0
         ready = max(sent + self.transport.late, known)
         if ready > now:
@@ -470,7 +480,8 @@ class _Simulation:
         arrive: Callable[[float, float], None],
         reader: tuple[int, Cores, Seat] | None = None,
     ) -> None:
-        """Let bytes go through a pair when it is free; `arrive` is told when they began to move and when they are there."""
+        """Let bytes go through a pair when it is free. `arrive` is called with the times when they began to move and
+        when they are there."""
         if not pair.demands and reader is None:
             begun = max(now, pair.free)
             pair.free = begun + size / pair.cap

@@ -1,8 +1,8 @@
-"""Which checkpoint a path means, and whether it is whole.
+"""The choice of a checkpoint: which one a path means, and whether it is whole.
 
-`latest` says which one is newest. A damaged one is passed over for the newest whole one before it, and users hear of it; one that is named
-by its own path is never replaced by another. What stands above `latest` is of a run that was left behind, for somebody went back and
-trained on; it is looked at only where there is no `latest`.
+`latest` names the newest one. A damaged one is passed over for the newest whole one before it, and users hear of it.
+One that is named by its own path is never replaced by another. Checkpoints above `latest` are of a run that was left
+behind, for its user went back and trained on. They are looked at only where there is no `latest`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from penstock.support.words import itemised
 
 from .format import INDEX, LATEST, is_saved, left_behind, read_index, saved_step, saved_steps
 
-# Keepers and launchers look at checkpoints, too, and have no use for torch.
+# Keepers and launchers look at checkpoints, too, and need no torch.
 if TYPE_CHECKING:
     from penstock.runtime.group.group import RankGroup
 
 Decision = TypeVar("Decision", bound=msgspec.Struct)
 
-# Rank 0 reads all files to check them, which may take any time; a rank that is lost ends the others elsewhere first.
+# Rank 0 reads all files to check them, which may take any time; a lost rank ends the run elsewhere first.
 _CHECK_SECONDS = 3600.0
 _LOOK_SECONDS = 0.05
 
@@ -43,7 +43,7 @@ class Chosen:
 
 
 class _Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Why rank 0 could not decide."""
+    """The reason why rank 0 could not decide."""
 
     error: str
     what: str
@@ -52,7 +52,7 @@ class _Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def damage_of(place: Path) -> list[str]:
-    """What is wrong with a checkpoint: every file is read. UsageError for one that this version cannot read."""
+    """List the problems of a checkpoint: every file is read. UsageError for one that this version cannot read."""
     try:
         index = read_index(place)
     except VerifyError as error:
@@ -61,10 +61,10 @@ def damage_of(place: Path) -> list[str]:
 
 
 def candidates(directory: Path) -> list[Path]:
-    """The checkpoints of a directory that a run may go on from, newest first."""
+    """Return the checkpoints of a directory that a run may go on from, newest first."""
     places = saved_steps(directory)
     there = {place.name for place in places}
-    # Replaced by one that did not come into its place.
+    # Replaced by a checkpoint that did not come into its place.
     places += [
         path for path, kind in left_behind(directory) if kind == "old" and path.name[1:].partition(".")[0] not in there
     ]
@@ -74,7 +74,7 @@ def candidates(directory: Path) -> list[Path]:
 
 
 def latest_name(directory: Path) -> str:
-    """What the pointer to the newest checkpoint says; empty when it is not there."""
+    """Return the name in the pointer to the newest checkpoint; empty when there is no pointer."""
     try:
         return (directory / LATEST).read_bytes().decode("ascii", "replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -84,48 +84,53 @@ def latest_name(directory: Path) -> str:
 
 
 def is_place(path: Path) -> bool:
-    """Whether a path is that of a checkpoint, rather than of a directory of them."""
+    """Say whether a path is that of a checkpoint, rather than of a directory of them."""
     return (path / INDEX).exists() or (is_saved(path.name) and path.is_dir())
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """The checkpoint that a user's path means: a checkpoint itself, or the newest one of a directory of them. Nothing in it is checked."""
+    """Return the checkpoint that a user's path means: a checkpoint itself, or the newest one of a directory of them.
+    Nothing in it is checked."""
     root = directory_meant(path)
     if is_place(root):
         return root
-    found = candidates(root)
-    if not found and not (root / LATEST).is_file():
+    places = candidates(root)
+    if not places and not (root / LATEST).is_file():
         raise _missing(path)
     name = latest_name(root)
-    if not found or (name and not is_saved(name)):
-        there = ", ".join(sorted(p.name for p in found)) or "none"
+    if not places or (name and not is_saved(name)):
+        there = ", ".join(sorted(p.name for p in places)) or "none"
         raise VerifyError(
             f"{LATEST} names {name!r}, which is not a checkpoint here", where=str(path), hint=f"there are {there}"
         )
-    return found[0]
+    return places[0]
 
 
 def directory_meant(path: str | os.PathLike[str]) -> Path:
-    """The directory that a user's path names: the pointer to the newest checkpoint stands for the directory that it is in."""
+    """Return the directory that a user's path names: the pointer to the newest checkpoint stands for the directory that
+    it is in."""
     root = Path(os.path.abspath(path))
     return root.parent if root.name == LATEST and not root.is_dir() else root
 
 
 def _missing(path: str | os.PathLike[str]) -> UsageError:
-    """The error for a path without a checkpoint, which says what to give instead."""
+    """Return the error for a path without a checkpoint, which says what to give instead."""
     root = Path(os.path.abspath(path))
     hint = "give a directory that --checkpoint wrote"
     if is_place(root.parent):
         return UsageError("is a part of a checkpoint", where=str(path), hint=f"give the whole of it, {root.parent}")
     if there := [place.name for place in candidates(root.parent)]:
-        hint = f"{root.parent} stands for its newest checkpoint; it has {', '.join(there[:8])}{' and more' * (len(there) > 8)}"
+        hint = (
+            f"{root.parent} stands for its newest checkpoint; it has "
+            f"{', '.join(there[:8])}{' and more' * (len(there) > 8)}"
+        )
     if not root.exists():
         return UsageError("there is no checkpoint: nothing is there", where=str(path), hint=hint)
     return UsageError(f"there is no checkpoint: neither {INDEX} nor {LATEST} is there", where=str(path), hint=hint)
 
 
 def choose(path: str | os.PathLike[str]) -> Chosen:
-    """The checkpoint to go on from, whole: the one that is named, else the newest one that is."""
+    """Choose the checkpoint to go on from, whole: the one that is named, else the newest one that is."""
     place = find_checkpoint(path)
     if place == Path(os.path.abspath(path)):
         if problems := damage_of(place):
@@ -139,22 +144,23 @@ def choose(path: str | os.PathLike[str]) -> Chosen:
     for candidate in candidates(place.parent):
         problems = damage_of(candidate)
         if not problems:
-            told = [f"{text}; going on from {candidate.name}" for text in words]
+            warnings = [f"{text}; going on from {candidate.name}" for text in words]
             if is_saved(name := latest_name(place.parent)) and not (place.parent / name).exists():
-                told.append(f"{LATEST} names {name}, which is not there; going on from {candidate.name}")
-            return Chosen(candidate, told)
+                warnings.append(f"{LATEST} names {name}, which is not there; going on from {candidate.name}")
+            return Chosen(candidate, warnings)
         words.append(f"checkpoint {candidate.name} is damaged ({problems[0]})")
     raise VerifyError("no checkpoint is whole:" + itemised(words), where=str(path))
 
 
 def decide_together(group: RankGroup, what: str, decide: Callable[[], Decision], kind: type[Decision]) -> Decision:
-    """Rank 0 decides, which may mean to read whole checkpoints, and tells the others: each file is checked once, and all do the same."""
+    """Let rank 0 decide, which may mean to read whole checkpoints, and tell the other ranks. Each file is checked once,
+    and all do the same."""
     if group.rank == 0:
         try:
             decision = decide()
         except PenstockError as error:
-            told = _Failure(type(error).__name__, error.what, error.where, error.hint)
-            group.put(f"{what}/failed", msgspec.json.encode(told))
+            failed = _Failure(type(error).__name__, error.what, error.where, error.hint)
+            group.put(f"{what}/failed", msgspec.json.encode(failed))
             group.put(what, b"")
             raise
         group.put(what, msgspec.json.encode(decision))
@@ -164,8 +170,8 @@ def decide_together(group: RankGroup, what: str, decide: Callable[[], Decision],
         if time.monotonic() - started > _CHECK_SECONDS:
             raise PeerLost(f"rank 0 did not decide on {what} within {_CHECK_SECONDS:g} s", where=f"rank {group.rank}")
         time.sleep(_LOOK_SECONDS)
-    given = group.get(what, f"what rank 0 decided on {what}")
-    if not given:
+    answer = group.get(what, f"what rank 0 decided on {what}")
+    if not answer:
         failure = msgspec.json.decode(group.get(f"{what}/failed", f"why rank 0 has no {what}"), type=_Failure)
         raise getattr(errors, failure.error, PenstockError)(failure.what, where=failure.where, hint=failure.hint)
-    return msgspec.json.decode(given, type=kind)
+    return msgspec.json.decode(answer, type=kind)

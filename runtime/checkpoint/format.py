@@ -3,13 +3,16 @@
     DIR/latest                       name of the newest checkpoint, replaced in one rename
     DIR/step-000100/index.json       step, samples, seed, model, bundle, and for every tensor its file and version
     DIR/step-000100/index.sha256     hash of the index
-    DIR/step-000100/rank0.safetensors          newest parameters, optimiser state, buffers (no gradients); by the names of the IR
+    DIR/step-000100/rank0.safetensors          newest parameters, optimiser state, buffers (no gradients); by IR names
     DIR/step-000100/rank0.older.safetensors    the version before, when it is still needed (2bw), by the same names
 
-A checkpoint is there whole or not at all (saving.py); which one is newest and whole is choosing.py's matter. Tensors are found by name over
-all files, so it may be loaded by a bundle of the same model with other stages, schedule, devices and microbatches (resuming.py). Two
-versions of the weights are kept under 2bw, so that a run that is resumed on the same bundle computes bit for bit what an uninterrupted one
-does. Here is what the files say, and how one is read and checked: every file against its hash. All ranks must see the same directory.
+A checkpoint is there whole or not at all (saving.py). choosing.py finds the newest one that is whole. Tensors are
+found by name over all files. So a bundle of the same model may load it with other stages, schedule, devices and
+microbatches (resuming.py). Two versions of the weights are kept under 2bw. So a run that is resumed on the same bundle
+computes bit for bit what an uninterrupted one does.
+
+This module holds the format of the files, and reads and checks them: every file against its hash. All ranks must see
+the same directory.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ INDEX, INDEX_HASH, LATEST = "index.json", "index.sha256", "latest"
 
 
 class SavedFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """`version` is that of the parameters in the file; `tensors` maps names to types."""
+    """One file of a checkpoint. `version` is that of the parameters in the file; `tensors` maps names to types."""
 
     sha256: str
     size: int
@@ -43,10 +46,11 @@ class SavedFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Index(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """`step` is the number of steps done, which is also the newest version; `samples` is how many samples were read for them, and `seed`
-    that of random draws in the model, if it has any. `bundle` is where the bundle stood, and `source_hash` that of its model; `tables` are
-    those of the run, the learning rate among them; `names` are the model's own names of parameters and other tensors that the model stores.
-    Checkpoints of older versions leave empty what they did not write."""
+    """The index of a checkpoint. `step` is the number of steps done, which is also the newest version. `samples` is how
+    many samples were read for them, and `seed` that of random draws in the model, if it has any. `bundle` is where the
+    bundle stood, and `source_hash` that of its model. `tables` are those of the run, the learning rate among them.
+    `names` are the model's own names of parameters and other tensors that the model stores. Checkpoints of older
+    versions leave empty what they did not write."""
 
     format: int
     step: int
@@ -63,18 +67,19 @@ class Index(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     names: dict[str, tuple[str, ...]] = {}
 
     def types(self, version: int | None = None) -> dict[str, str]:
-        """Types of all tensors, or of those that a version has."""
+        """Return the types of all tensors, or of those that a version has."""
         files = [file for file in self.files.values() if version is None or file.version == version]
         return {name: type for file in files for name, type in file.tensors.items()}
 
 
 def is_kept(var: Var) -> bool:
-    """Whether a checkpoint holds a variable: gradients are zero in a drained pipeline, and tables stand in the index."""
+    """Say whether a checkpoint holds a variable: gradients are zero in a drained pipeline, and tables stand in the
+    index."""
     return var.role not in (GRAD, TABLE)
 
 
 def random_seed(module: Module) -> int | None:
-    """The seed of random draws in a module; None when it draws nothing."""
+    """Return the seed of random draws in a module; None when it draws nothing."""
     seeds = {op.attrs.get("seed", 0) for graph in module.graphs.values() for op in graph.ops if op.kind == "random_key"}
     assert len(seeds) <= 1, f"one training has one seed, found {seeds}"
     return next((seed for seed in seeds if isinstance(seed, int)), None)
@@ -89,41 +94,43 @@ def is_saved(name: str) -> bool:
 
 
 def saved_step(place: Path) -> int:
-    """The step of a checkpoint, by its name or by that of one which was replaced."""
+    """Return the step of a checkpoint, by its name or by that of one which was replaced."""
     return int(place.name.removeprefix(".").removeprefix("step-").partition(".")[0])
 
 
 def saved_steps(directory: Path) -> list[Path]:
-    """The checkpoints that stand in a directory, newest first, whole or not."""
+    """Return the checkpoints that stand in a directory, newest first, whole or not."""
     if not directory.is_dir():
         return []
     return sorted((p for p in directory.iterdir() if is_saved(p.name) and p.is_dir()), key=saved_step, reverse=True)
 
 
 def left_behind(directory: Path) -> list[tuple[Path, str]]:
-    """What saves work with under hidden names, each with its kind: tmp, old or gone (saving.py)."""
+    """Return the hidden files and directories that saves work with, each with its kind: tmp, old or gone
+    (saving.py)."""
     if not directory.is_dir():
         return []
-    found = [
+    matches = [
         (path, re.fullmatch(r"\.(?:step-[0-9]{6,19}\.[0-9a-f]+\.(tmp|old|gone)|latest\.[0-9a-f]+\.(tmp))", path.name))
         for path in directory.iterdir()
     ]
-    return sorted((path, match[1] or match[2]) for path, match in found if match)
+    return sorted((path, match[1] or match[2]) for path, match in matches if match)
 
 
 # ------------------------------------------------------------------------------------------------ reading
 
 
 def read_index(checkpoint: Path) -> Index:
-    """The index of a checkpoint, checked. VerifyError for a damaged one, UsageError for one of another version's format."""
+    """Read the index of a checkpoint and check it. VerifyError for a damaged one, UsageError for one of another
+    version's format."""
     try:
         text, listed = (checkpoint / INDEX).read_bytes(), (checkpoint / INDEX_HASH).read_bytes()
     except OSError as error:
         raise VerifyError(f"cannot read the checkpoint: {error}", where=str(checkpoint)) from error
-    found = f"{hashlib.sha256(text).hexdigest()}  {INDEX}\n".encode()
-    if found != listed:
+    computed = f"{hashlib.sha256(text).hexdigest()}  {INDEX}\n".encode()
+    if computed != listed:
         raise VerifyError(
-            f"{INDEX}: SHA-256 is {found[:64].decode()}, {INDEX_HASH} says {listed[:64].decode('ascii', 'replace')}",
+            f"{INDEX}: SHA-256 is {computed[:64].decode()}, {INDEX_HASH} says {listed[:64].decode('ascii', 'replace')}",
             where=str(checkpoint),
             hint="resume from an older checkpoint",
         )
@@ -148,8 +155,8 @@ def read_index(checkpoint: Path) -> Index:
 
 
 def another_model(index: Index, module: Module, source_hash: str, where: str) -> VerifyError | None:
-    """The error for a checkpoint of another model than the bundle of `module`, as the hashes of their sources say; None where they are one,
-    or where the checkpoint does not say."""
+    """Return the error for a checkpoint of another model than the bundle of `module`, as the hashes of their sources
+    say. None where they are one, or where the checkpoint has no hash."""
     if index.source_hash in ("", source_hash):
         return None
     return VerifyError(
@@ -161,7 +168,8 @@ def another_model(index: Index, module: Module, source_hash: str, where: str) ->
 
 
 def read_newest(checkpoint: Path, index: Index, module: Module) -> dict[str, np.ndarray]:
-    """All stored variables of a bundle's module at the step of a checkpoint, memory-mapped. Refused is a checkpoint of other variables."""
+    """Map all stored variables of a bundle's module at the step of a checkpoint. A checkpoint of other variables is
+    refused."""
     types = index.types(index.step)
     wanted = stored_vars(module)
     problems = [
@@ -178,32 +186,33 @@ def read_newest(checkpoint: Path, index: Index, module: Module) -> dict[str, np.
 
 
 def read_tensors(checkpoint: Path, index: Index, names: set[str]) -> dict[str, np.ndarray]:
-    """The newest contents of variables, memory-mapped from files that were checked."""
-    found: dict[str, np.ndarray] = {}
+    """Map the newest contents of variables from files that were checked."""
+    tensors: dict[str, np.ndarray] = {}
     for file, here in files_for(index, names, index.step).items():
         arrays = map_tensors(check_file(checkpoint, index, file))
         if lost := here - arrays.keys():
             raise VerifyError(
                 f"{file} does not hold {', '.join(sorted(lost))}, which the index lists", where=str(checkpoint)
             )
-        found |= {name: arrays[name] for name in here}
-    return found
+        tensors |= {name: arrays[name] for name in here}
+    return tensors
 
 
 def files_for(index: Index, names: set[str], version: int) -> dict[str, set[str]]:
-    """Which files hold the wanted tensors of a version: file name -> tensor names. Names that are nowhere are left out."""
-    found: dict[str, set[str]] = {}
+    """Return the files that hold the wanted tensors of a version: file name -> tensor names. Names that are nowhere are
+    left out."""
+    files: dict[str, set[str]] = {}
     left = set(names)
     for name, file in index.files.items():
         here = left & file.tensors.keys() if file.version == version else set()
         if here:
-            found[name] = here
+            files[name] = here
             left -= here
-    return found
+    return files
 
 
 def check_file(checkpoint: Path, index: Index, name: str) -> Path:
-    """The path of one file of a checkpoint, once its hash is right."""
+    """Return the path of one file of a checkpoint, once its hash is right."""
     problems = file_problems(checkpoint / name, index.files[name].sha256, index.files[name].size, name)
     if problems:
         raise VerifyError(

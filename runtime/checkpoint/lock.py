@@ -1,12 +1,15 @@
-"""Who saves into a directory of checkpoints: one run at a time. In: a directory. Out: a claim on it, or UsageError that says who has it.
+"""Claims on directories of checkpoints: one run at a time saves into a directory.
+
+In: a directory. Out: a claim on it, or UsageError that names its holder.
 
     DIR/.in-use     locked by the run that saves into DIR; removed when that ends in order
 
-A claim is a lock of the system (flock) on this file. It ends with the process that holds it, however that ends, so what a killed run leaves
-behind is a file and no claim. Shared file systems carry locks over to other hosts, and some keep that of a host that went down. So the
-holder touches the file every `_BEAT_SECONDS`, and who finds it locked by another host watches it: once touched, it is in use; untouched for
-`_SILENT_SECONDS`, it is replaced by a new file, and its holder, should it come back, finds that out before its next save. A start of the
-same run waits up to `_HANDOVER_SECONDS` for the one before it, which may be on its way out.
+A claim is a lock of the system (flock) on this file. It ends with the process that holds it, however that ends, so a
+killed run leaves a file and no claim. Shared file systems carry locks over to other hosts, and some keep that of a host
+that went down. So the holder touches the file every `_BEAT_SECONDS`, and a run that finds it locked by another host
+watches it. Once touched, it is in use. Untouched for `_SILENT_SECONDS`, it is replaced by a new file, and its holder,
+should it come back, finds that out before its next save. A start of the same run waits up to `_HANDOVER_SECONDS` for
+the one before it, which may be on its way out.
 
 Known limit: where a file system has no locks there is no claim, which users are warned of.
 """
@@ -36,8 +39,8 @@ _HINT = "give --checkpoint another directory, or end that run first"
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who has a claim: a process, its host as people call it, and as nobody else is called until it starts again;
-    and the name of the run, if it has one."""
+    """The holder of a claim. It has a process, a host by name and by the id of its boot, and the name of its run, if
+    there is one."""
 
     process: int
     host: str
@@ -49,13 +52,14 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Held(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What rank 0 tells the others when a directory is theirs."""
+    """The message of rank 0 to the other ranks when a directory is theirs."""
 
     warnings: list[str]
 
 
 def own_boot() -> str:
-    """What tells this host, since it was started, from all others; its name where the system has nothing better."""
+    """Return what tells this host, since it was started, from all other hosts; its name where the system has nothing
+    better."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except FileNotFoundError:
@@ -63,8 +67,8 @@ def own_boot() -> str:
 
 
 class Claims:
-    """The directories that one run saves into. `run` is its name, if it may be started again under it
-    while the start before is still ending."""
+    """The directories that one run saves into. `run` is its name, if it may be started again under it while the start
+    before is still ending."""
 
     def __init__(self, run: str = "") -> None:
         self._run = run
@@ -72,13 +76,15 @@ class Claims:
         self._lent = False
 
     def lent(self) -> Claims:
-        """The same, for somebody who does not give them up at the end: a job of a run that may start again."""
-        found = Claims(self._run)
-        found._held, found._lent = self._held, True
-        return found
+        """Return the same claims for an object that does not give them up at the end: a job of a run that may start
+        again."""
+        claims = Claims(self._run)
+        claims._held, claims._lent = self._held, True
+        return claims
 
     def hold(self, directory: str | os.PathLike[str]) -> list[str]:
-        """Make sure of a directory, before anything is written into it; it is made where there is none. What users should hear of it."""
+        """Make sure of a directory, before anything is written into it; it is made where there is none. Return what
+        users should hear of it."""
         place = os.path.realpath(directory)
         try:
             if place in self._held:
@@ -102,7 +108,7 @@ class Claims:
 
 
 class _Claim:
-    """One directory."""
+    """A claim on one directory."""
 
     def __init__(self, directory: Path, run: str) -> None:
         self._path = directory / FILE
@@ -121,20 +127,23 @@ class _Claim:
 
     @property
     def locked(self) -> bool:
-        """Whether there is a claim: not where the file system has no locks."""
+        """Say whether there is a claim: not where the file system has no locks."""
         return self._descriptor >= 0
 
     def check(self) -> None:
-        """Make sure that the claim is still there, and of one that was lost try to have it again."""
+        """Make sure that the claim is still there, and try to get one back that was lost."""
         if not self._has_locks or (self.locked and _is_at(self._descriptor, self._path)):
             return
         if not self.locked:
             self._descriptor = self._take()
             return
         if self._path.exists():
-            what = f"{_said(_holder_at(self._path))} has taken it over: this run gave no sign of life for {_SILENT_SECONDS:g} s"
+            what = (
+                f"{_said(_holder_at(self._path))} has taken it over: this run gave no sign of life for "
+                f"{_SILENT_SECONDS:g} s"
+            )
             raise UsageError(what, where=str(self._path.parent))
-        # Somebody has cleared the directory, or removed it.
+        # A user has cleared the directory, or removed it.
         make_directories(self._path.parent)
         with self._swap:
             os.close(self._descriptor)
@@ -146,7 +155,7 @@ class _Claim:
         self._beat.join()
         if self.locked:
             if _is_at(self._descriptor, self._path):
-                # Who opened it before finds that it is gone when it gets the lock.
+                # A run that opened it before finds that it is gone when it gets the lock.
                 self._path.unlink()
             os.close(self._descriptor)
         self._remove_made()
@@ -158,7 +167,7 @@ class _Claim:
 
     def _touch(self) -> None:
         while not self._end.wait(_BEAT_SECONDS):
-            # A file server may be away for a while: others take that for the end only when it lasts.
+            # A file server may be away for a while: other runs take that for the end only when it lasts.
             with self._swap, suppress(OSError):
                 if self.locked:
                     os.utime(self._descriptor)
@@ -166,7 +175,7 @@ class _Claim:
     # -------------------------------------------------------------------------------------------- taking
 
     def _take(self) -> int:
-        """The locked file; -1 where there are no locks."""
+        """Lock the file and return its descriptor; -1 where there are no locks."""
         started = moved = time.monotonic()
         seen: tuple[int, int] | None = None
         while True:
@@ -180,16 +189,16 @@ class _Claim:
                 # Otherwise its holder removed it between the two.
                 if locked and _is_at(descriptor, self._path):
                     self._sign(descriptor)
-                    descriptor, taken = -1, descriptor
-                    return taken
-                found = os.fstat(descriptor)
+                    descriptor, locked_file = -1, descriptor
+                    return locked_file
+                state = os.fstat(descriptor)
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)
             if locked:
                 continue
             now, holder = time.monotonic(), _holder_at(self._path)
-            touched = (found.st_ino, found.st_mtime_ns)
+            touched = (state.st_ino, state.st_mtime_ns)
             if holder is not None and holder.run and holder.run == self._holder.run:
                 if now - started > _HANDOVER_SECONDS:
                     raise self._refusal(holder)
@@ -203,8 +212,8 @@ class _Claim:
             time.sleep(_LOOK_SECONDS)
 
     def _replace(self, inode: int) -> int:
-        """Put a file of our own in the place of one whose holder is gone; -1 where others were faster. Of several
-        that do so at once it is the last one's."""
+        """Put a file of our own in the place of one whose holder is gone; -1 where another run was faster. Of several
+        that do so at once the last one gets it."""
         fresh = self._path.with_name(f"{FILE}.{secrets.token_hex(4)}.tmp")
         descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -215,8 +224,8 @@ class _Claim:
                 fresh.replace(self._path)
                 time.sleep(_LOOK_SECONDS)
                 if _is_at(descriptor, self._path):
-                    descriptor, taken = -1, descriptor
-                    return taken
+                    descriptor, locked_file = -1, descriptor
+                    return locked_file
             return -1
         finally:
             if descriptor >= 0:
@@ -240,7 +249,7 @@ class _Claim:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether the lock on an open file could be had; None where there are no locks."""
+    """Lock an open file and say whether that worked; None where there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -253,7 +262,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is the one at a path."""
+    """Say whether an open file is the one at a path."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -261,7 +270,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _holder_at(path: Path) -> Holder | None:
-    """Who has a directory; None while that is being written down, or where it is gone."""
+    """Return the holder of a directory; None while that is being written down, or where it is gone."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Holder)
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -273,7 +282,8 @@ def _said(holder: Holder | None) -> str:
 
 
 def make_directories(directory: Path) -> list[Path]:
-    """Make a directory with all above it, so that they survive a power cut; those that were not there, the uppermost first."""
+    """Make a directory with all above it, so that they survive a power cut; return those that were not there, the
+    uppermost first."""
     missing = [folder for folder in (directory, *directory.parents) if not folder.exists()][::-1]
     for folder in missing:
         folder.mkdir(exist_ok=True)

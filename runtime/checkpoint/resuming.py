@@ -1,17 +1,20 @@
 """Going on from a checkpoint, under the plan it was made with or any other of the same model.
 
-`start_from` decides, for all ranks the same, where a run starts; `load_state` fills the variables of one rank. Tensors are found by name,
-so stages, devices and replicas may be others. What else may differ, and what is computed then:
+`start_from` decides, for all ranks the same, where a run starts; `load_state` fills the variables of one rank. Tensors
+are found by name, so stages, devices and replicas may be others. These may differ, too, with these results:
 
-    schedule      A bundle that needs an older version of the weights (2bw) and a checkpoint that has none: the newest stands for it, too, as at the
-                  very beginning of a training. So step t after 1f1b computes W(t+1) = W(t) - upd(grad f(W(t))), step t+1 the same from f(W(t)) again,
-                  and the delay is there from then on. A checkpoint of 2bw on a bundle without delay: the newest counts, the older one is left
-                  out, no gradient is under way (the pipeline was drained), and step t is W(t+1) = W(t) - upd(grad f(W(t))).
-    microbatches  Their number and size. The step goes on, and the data goes on with the first sample that was not read: sample n of the whole
-                  training is what microbatch k begins with, n = k · b + offset. Microbatches of size b are numbered n // b for what is
-                  drawn and made up for them, so that equal sizes give equal masks and noise whatever their number per batch.
-    seed          of random draws in the model: the checkpoint's counts. It is xored into the upper word of a microbatch's number (ir/ops/draws.py),
-                  so numbers are handed to the module with the difference of both seeds in it.
+    schedule      A bundle that needs an older version of the weights (2bw) and a checkpoint that has none: the newest
+                  stands for it, too, as at the very beginning of a training. So step t after 1f1b computes
+                  W(t+1) = W(t) - upd(grad f(W(t))), step t+1 the same from f(W(t)) again, and the delay is there from
+                  then on. A checkpoint of 2bw on a bundle without delay: the newest counts, the older one is left out,
+                  no gradient is under way (the pipeline was drained), and step t is W(t+1) = W(t) - upd(grad f(W(t))).
+    microbatches  Their number and size. The step goes on, and the data goes on with the first sample that was not read:
+                  sample n of the whole training is what microbatch k begins with, n = k · b + offset. Microbatches of
+                  size b are numbered n // b for what is drawn and made up for them, so that equal sizes give equal
+                  masks and noise whatever their number per batch.
+    seed          of random draws in the model: the checkpoint's counts. It is xored into the upper word of a
+                  microbatch's number (ir/ops/draws.py), so numbers are handed to the module with the difference of both
+                  seeds in it.
     loss scale    of f16: begins anew where the checkpoint has none.
 """
 
@@ -25,12 +28,12 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from penstock.backends.bundle.format import Bundle
+from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import PARAM, Module, Var, stage_vars, stepped_vars
 from penstock.ir.training.rates import Rate
-from penstock.runtime.data.samples import WRAP
 from penstock.runtime.messages.control import DataSpec
+from penstock.runtime.messages.defaults import WRAP
 from penstock.runtime.state.settings import tables_for_run
-from penstock.runtime.worker.actions import microbatch_size
 from penstock.support.errors import VerifyError
 from penstock.support.words import counted, itemised
 
@@ -51,8 +54,8 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: at a checkpoint or at the beginning. `offset` is in samples, `key` what seeds differ by,
-    `warnings` what users should hear of."""
+    """The start of a run: at a checkpoint or at the beginning. `offset` is in samples, `key` the difference of the
+    seeds, `warnings` are for users."""
 
     place: Path | None
     step: int
@@ -65,29 +68,30 @@ class Start:
 def start_from(
     bundle: Bundle, data: DataSpec | None, chosen: Chosen | None, lr: float | None, rate: Rate | str | None
 ) -> Start:
-    """The start of a run of a bundle. VerifyError for a checkpoint that does not fit it."""
+    """Return the start of a run of a bundle. VerifyError for a checkpoint that does not fit it."""
     module = bundle.module
     if chosen is None:
-        tables, told = tables_for_run(module, None, lr, rate)
-        return Start(None, 0, 0, 0, tables, told)
+        tables, changes = tables_for_run(module, None, lr, rate)
+        return Start(None, 0, 0, 0, tables, changes)
     place = chosen.place
     index = read_index(place)
     warnings = chosen.words + check_resume(index, module, data, str(place), bundle.manifest.source_hash)
-    tables, told = tables_for_run(module, index.tables, lr, rate)
+    tables, changes = tables_for_run(module, index.tables, lr, rate)
     assert module.schedule is not None
     batch = module.schedule.microbatches * microbatch_size(module)
     offset = 0 if index.samples is None else index.samples - index.step * batch
     seed = random_seed(module)
     key = 0 if seed is None or index.seed is None else seed ^ index.seed
-    return Start(place, index.step, offset, key, tables, warnings + told)
+    return Start(place, index.step, offset, key, tables, warnings + changes)
 
 
 # ------------------------------------------------------------------------------------------------ does it fit
 
 
 def check_resume(index: Index, module: Module, data: DataSpec | None, where: str, source_hash: str = "") -> list[str]:
-    """Refuse a checkpoint that does not fit; the answer is what differs and may be meant. `source_hash` is that of the bundle's model, if it
-    has one: variables that do not fit a model of another hash are those of another model, and none of them says more."""
+    """Refuse a checkpoint that does not fit; return the differences that may be meant. `source_hash` is that of the
+    bundle's model, if it has one. Variables that do not fit a model of another hash are those of another model, and
+    none of them says more."""
     problems: list[str] = []
     unlike: list[str] = []
     if index.module != module.name:
@@ -104,13 +108,15 @@ def check_resume(index: Index, module: Module, data: DataSpec | None, where: str
     ]
     unlike += [f"{name}: the bundle has no such variable" for name in lost]
     other = another_model(index, module, source_hash, where) if source_hash else None
-    # An optimiser of another kind, or a parameter that is frozen here, are no other model, although its file may have been written anew.
+    # An optimiser of another kind, or a parameter that is frozen here, are no other model, although its file may have
+    # been written anew.
     parameters = {name for name, var in used.items() if var.role == PARAM}
     if other is not None and any(types.get(name) != str(used[name].type) for name in parameters):
         raise other
     if index.format == 1 and module.schedule is not None and index.microbatches != module.schedule.microbatches:
         problems.append(
-            f"it is of {index.microbatches} microbatches per batch, the bundle has {module.schedule.microbatches}, and checkpoints of "
+            f"it is of {index.microbatches} microbatches per batch, the bundle has {module.schedule.microbatches}, "
+            "and checkpoints of "
             "format 1 do not say how many samples were read"
         )
     if problems or unlike:
@@ -118,40 +124,49 @@ def check_resume(index: Index, module: Module, data: DataSpec | None, where: str
         shown += [f"and {counted(len(unlike) - _SHOWN, 'more such variable')}"] if len(unlike) > _SHOWN else []
         hint = "a small one that is frozen by --frozen is a constant, use a group to freeze it" if lost else ""
         raise VerifyError("the checkpoint does not fit the bundle:" + itemised(shown), where=where, hint=hint)
-    told = _differences(index, module, data)
-    return told if other is None else [f"{other.what}; its variables fit, and training goes on with them", *told]
+    differences = _differences(index, module, data)
+    return (
+        differences
+        if other is None
+        else [f"{other.what}; its variables fit, and training goes on with them", *differences]
+    )
 
 
 def _differences(index: Index, module: Module, data: DataSpec | None) -> list[str]:
     assert module.schedule is not None
-    told = []
+    differences = []
     had = any(file.version != index.step for file in index.files.values())
     needs = any(module.vars[name].versions > 1 for name in stepped_vars(module))
     change = f"the checkpoint is of schedule {index.schedule}, the bundle has {module.schedule.name}"
     if had and not needs:
-        told.append(f"{change}: training goes on from its newest weights, gradients are no longer an update late")
+        differences.append(
+            f"{change}: training goes on from its newest weights, gradients are no longer an update late"
+        )
     elif needs and not had and index.step:
-        told.append(
-            f"{change}: it has no older weights, so the first two batches see its newest, and gradients are an update late from "
+        differences.append(
+            f"{change}: it has no older weights, so the first two batches see its newest, and gradients are an update "
+            "late from "
             "then on: a rate that suited before may be too high now (--lr)"
         )
     batch = microbatch_size(module) * module.schedule.microbatches
     if index.step and index.samples is not None and index.microbatches != module.schedule.microbatches:
-        told.append(
-            f"the checkpoint is of {index.microbatches} microbatches per batch, the bundle has {module.schedule.microbatches}: "
+        differences.append(
+            f"the checkpoint is of {index.microbatches} microbatches per batch, the bundle has "
+            f"{module.schedule.microbatches}: "
             f"batches of {batch} samples go on from sample {index.samples}"
         )
     if data is not None and data.last != WRAP and (index.samples or 0) % batch:
-        told.append(
-            f"an epoch with its last batch {data.last} is a number of whole batches, which are of {batch} samples now: of this epoch some "
+        differences.append(
+            f"an epoch with its last batch {data.last} is a number of whole batches, which are of {batch} samples "
+            "now: of this epoch some "
             "samples may be read twice or not at all"
         )
     seed = random_seed(module)
     if seed is not None and index.seed is not None and seed != index.seed:
-        told.append(f"random draws go on with seed {index.seed} of the checkpoint, not with {seed} as compiled")
+        differences.append(f"random draws go on with seed {index.seed} of the checkpoint, not with {seed} as compiled")
     if data is not None and index.data is not None and data != index.data:
-        told.append(f"the data is now {_describe(data)}, the checkpoint was trained on {_describe(index.data)}")
-    return told
+        differences.append(f"the data is now {_describe(data)}, the checkpoint was trained on {_describe(index.data)}")
+    return differences
 
 
 def _describe(data: DataSpec) -> str:
@@ -163,8 +178,8 @@ def _describe(data: DataSpec) -> str:
 
 
 def load_state(place: Path, store: Store, variables: Mapping[str, Var]) -> None:
-    """Fill the variables of one rank from a checkpoint that fits. The store is at the checkpoint's step;
-    what has values without it, has them."""
+    """Fill the variables of one rank from a checkpoint that fits. The store is at the checkpoint's step; variables that
+    have values without it keep them."""
     index = read_index(place)
     names = {name for name, var in variables.items() if is_kept(var)}
     for file, tensors in files_for(index, names, index.step).items():
@@ -189,12 +204,12 @@ def fill_tensors(path: Path, into: Mapping[str, torch.Tensor]) -> None:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name, tensor in into.items():
-                found = file.get_tensor(name)
-                if found.shape != tensor.shape or found.dtype != tensor.dtype:
+                stored = file.get_tensor(name)
+                if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
                     raise VerifyError(
-                        f"{name} is {found.dtype}{list(found.shape)}, expected {tensor.dtype}{list(tensor.shape)}",
+                        f"{name} is {stored.dtype}{list(stored.shape)}, expected {tensor.dtype}{list(tensor.shape)}",
                         where=str(path),
                     )
-                tensor.copy_(found)
+                tensor.copy_(stored)
     except SafetensorError as error:
         raise VerifyError(str(error), where=str(path)) from error

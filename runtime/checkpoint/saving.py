@@ -1,21 +1,26 @@
-"""Writing checkpoints (what they hold: checkpoint.py). In: a rank's store with a drained pipeline. Out: a
-directory that is there whole or not at all.
+"""The writing of checkpoints (their contents: checkpoint.py).
 
-A save has two parts. In the first, which training waits for, rank 0 makes a working directory beside the checkpoint's place and clears away
-what dead saves left, and every rank that writes copies its state. In the second, which a thread of every rank does while training goes on,
-each writes its files and tells rank 0 of them, through a connection of its own to the group's store; rank 0 writes the index when it has
-heard of all, renames the directory, then the pointer to it, and removes the checkpoints that are not to be kept. Files and directories are
-flushed to the disk before each rename. So the index is there when everything is, and never for half of it.
+In: a rank's store with a drained pipeline. Out: a directory that is there whole or not at all.
 
-One save at a time: the next one waits until the one before is done, and says so. A save without `background` waits for its own end, and
-takes no copy. An error of a thread comes out of the rank's main thread at its next action (`check`), and ends the run. Waiting is bounded
-by progress: a save of which nothing more is written for `_STALLED` seconds ends the run, too. A run that fails or is interrupted while a
-checkpoint is being written ends when that is there, as long as it gets on (`status.await_saves`).
+A save has two parts. Training waits for the first. In it rank 0 makes a working directory beside the checkpoint's
+place and clears away the remains of dead saves. Every rank that writes copies its state. A thread of every rank does
+the second while training goes on. It writes its files and tells rank 0 of them, through a connection of its own to the
+group's store. Rank 0 writes the index when it has heard of all, and renames the directory, then the pointer to it. It
+removes the checkpoints that are not to be kept. Files and directories are flushed to the disk before each rename. So
+the index is there when everything is, and never for half of it.
 
-    .step-000100.<token>.tmp     being written                .step-000100.<token>.old     replaced by one of the same step
-    .latest.<token>.tmp          the pointer, being written   .step-000100.<token>.gone    being removed
+One save at a time: the next one waits until the one before is done, and says so. A save without `background` waits
+for its own end, and takes no copy. An error of a thread is raised in the rank's main thread at its next action
+(`check`), and ends the run. Waiting is bounded by progress: a save of which nothing more is written for `_STALLED`
+seconds ends the run, too. A run that fails or is interrupted while a checkpoint is being written ends when that is
+there, as long as it gets on (`status.await_saves`).
 
-One run at a time may save into a directory (claims.py): the next save takes what lies there under these names for left over.
+    .step-000100.<token>.tmp     being written
+    .step-000100.<token>.old     replaced by one of the same step
+    .step-000100.<token>.gone    being removed
+    .latest.<token>.tmp          the pointer, being written
+
+One run at a time may save into a directory (claims.py): the next save takes files under these names for left over.
 """
 
 from __future__ import annotations
@@ -38,12 +43,12 @@ from torch.distributed import Store as GroupStore  # type: ignore[attr-defined]
 from penstock.backends.bundle.format import Bundle, stored_vars
 from penstock.backends.bundle.tensor_file import write_tensors
 from penstock.backends.bundle.writer import flush_directory
+from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import Module
 from penstock.runtime.group.group import RankGroup
 from penstock.runtime.messages.control import Setup
 from penstock.runtime.messages.status import Status, await_saves
 from penstock.runtime.state.store import Store, as_array
-from penstock.runtime.worker.actions import microbatch_size
 from penstock.support.errors import PeerLost, PenstockError, VerifyError
 
 from .format import (
@@ -72,14 +77,14 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass
 class _Writing:
-    """A save under way on one rank. `written` counts tensors' bytes; its part is `told` when written, and the checkpoint is
-    `whole` when rank 0 has put it in its place."""
+    """A save under way on one rank. `written` counts tensors' bytes; its part is `reported` when written, and the
+    checkpoint is `whole` when rank 0 has put it in its place."""
 
     step: int
     directory: Path
     total: int
     written: int = 0
-    told: bool = False
+    reported: bool = False
     whole: bool = False
     thread: threading.Thread | None = None
     failure: BaseException | None = None
@@ -87,7 +92,7 @@ class _Writing:
 
 
 class Saver:
-    """Saves of one rank, together with those of all others."""
+    """Saves of one rank, together with those of all other ranks."""
 
     def __init__(self, bundle: Bundle, rank: int, group: RankGroup, setup: Setup, store: Store, status: Status) -> None:
         self._bundle, self._rank, self._group, self._setup, self._store, self._status = (
@@ -108,11 +113,12 @@ class Saver:
     @cached_property
     def _exchange(self) -> GroupStore:
         """A connection of the writing thread's own: a wait of the main thread would hold the other one."""
-        made: GroupStore = self._group.store.clone()  # type: ignore[attr-defined]
-        return made
+        connection: GroupStore = self._group.store.clone()  # type: ignore[attr-defined]
+        return connection
 
     def save(self, directory: Path, step: int, *, background: bool = False, keep_last: int | None = None) -> float:
-        """Begin a save, and wait for its end unless it is to go on in the background; how many seconds the save before was waited for."""
+        """Begin a save, and wait for its end unless it is to go on in the background. Return how many seconds the save
+        before was waited for."""
         if step != self._store.version and self._store.versioned:
             raise VerifyError(
                 f"after {step} steps the newest version is {self._store.version}", where=f"rank {self._rank}"
@@ -142,14 +148,14 @@ class Saver:
         return waited
 
     def check(self) -> None:
-        """Raise what went wrong in the background."""
+        """Raise the error of a save in the background."""
         if self._writing is not None and self._writing.failure is not None:
             failure, directory = self._writing.failure, self._writing.directory
             self._writing = None
             raise _unwritable(directory, failure) if isinstance(failure, OSError) else failure
 
     def finish(self) -> float:
-        """Wait for the save that is under way; seconds."""
+        """Wait for the save that is under way; return the seconds."""
         writing, started = self._writing, time.monotonic()
         if writing is None:
             return 0.0
@@ -162,19 +168,23 @@ class Saver:
                 moved, written = now, writing.written
             if now - moved > _STALLED:
                 done = "its part" if writing.written >= writing.total else f"{writing.written} of {writing.total} bytes"
-                what = f"the checkpoint of step {writing.step} got no further for {_STALLED:g} s: this rank has written {done}"
+                what = (
+                    f"the checkpoint of step {writing.step} got no further for {_STALLED:g} s: this rank has "
+                    f"written {done}"
+                )
                 raise PeerLost(what, where=f"rank {self._rank}, {writing.directory}", hint="is the disk full, or gone?")
             if writing.thread.is_alive():
                 # The launcher takes a line that stands still for a rank that hangs.
                 self._status.show(
-                    f"saving step {writing.step}: {writing.written >> 20} of {writing.total >> 20} MiB, {now - started:.0f} s"
+                    f"saving step {writing.step}: {writing.written >> 20} of {writing.total >> 20} MiB, "
+                    f"{now - started:.0f} s"
                 )
         self.check()
         self._writing = None
         return time.monotonic() - started
 
     def settle(self) -> None:
-        """The run has failed: wait until this rank is not needed any more for the save under way, if that gets on."""
+        """Wait, after the run has failed, until the save under way does not need this rank, if that gets on."""
         writing = self._writing
         if writing is not None:
             await_saves(lambda: [float(writing.written + 1)] if self._is_needed(writing) else [])
@@ -182,7 +192,7 @@ class Saver:
     def _is_needed(self, writing: _Writing) -> bool:
         if writing.thread is None or not writing.thread.is_alive():
             return False
-        return not writing.whole if self._rank == 0 else not writing.told
+        return not writing.whole if self._rank == 0 else not writing.reported
 
     # -------------------------------------------------------------------------------------------- parts of a save
 
@@ -194,7 +204,7 @@ class Saver:
         return work
 
     def _parts(self, step: int, copied: bool) -> list[tuple[str, int, Arrays]]:
-        """Files of this rank: name, version, arrays."""
+        """Return the files of this rank: name, version, arrays."""
         if not self._writes:
             return []
         kept = [name for name, var in self._store.variables.items() if is_kept(var)]
@@ -203,19 +213,19 @@ class Saver:
             (f"rank{self._rank}.older.safetensors", version, tensors)
             for version, tensors in self._store.older().items()
         ]
-        found: list[tuple[str, int, Arrays]] = []
+        files: list[tuple[str, int, Arrays]] = []
         for name, version, tensors in parts:
-            # What is on another device is copied anyway.
+            # A tensor on another device is copied anyway.
             arrays = {
                 key: np.array(as_array(t), copy=(copied and t.device.type == "cpu") or None)
                 for key, t in tensors.items()
             }
             if arrays:
-                found.append((name, version, arrays))
-        return found
+                files.append((name, version, arrays))
+        return files
 
     def _write(self, writing: _Writing, key: str, parts: list[tuple[str, int, Arrays]], keep_last: int | None) -> None:
-        """The thread."""
+        """Write the files of this rank, in the thread of the save."""
         assert writing.work is not None
 
         def count(size: int) -> None:
@@ -230,9 +240,9 @@ class Saver:
                 types = {tensor: str(self._bundle.module.vars[tensor].type) for tensor in arrays}
                 files[name] = SavedFile(digest, size, version, types)
             self._exchange.set(f"{key}/part/{self._rank}", msgspec.json.encode(files).decode())
-            # In this order: who is told to end may do so as soon as it has told its part.
-            self._status.save(writing.written, told=self._rank != 0)
-            writing.told = True
+            # In this order: a rank that is told to end may do so as soon as it has told its part.
+            self._status.save(writing.written, done=self._rank != 0)
+            writing.reported = True
             if self._rank == 0:
                 for rank in range(1, self._group.world):
                     files |= msgspec.json.decode(self._await(f"{key}/part/{rank}"), type=dict[str, SavedFile])
@@ -245,7 +255,7 @@ class Saver:
                 writing.whole = True
                 self._status.end_save()
                 self._exchange.set(f"{key}/done", "")
-                # What they exchange lives in this process, which may end when this thread has.
+                # Their messages live in this process, which may end when this thread has.
                 for rank in range(1, self._group.world):
                     self._await(f"{key}/heard/{rank}")
             else:
@@ -264,7 +274,8 @@ class Saver:
             self._status.end_save()
 
     def _await(self, key: str) -> bytes:
-        """A value that another rank's thread puts there. Whoever waits for this thread bounds the wait; the process ends it otherwise."""
+        """Return a value that another rank's thread puts there. The caller of `finish` bounds the wait; the process
+        ends it otherwise."""
         while not self._exchange.check([key]):
             time.sleep(_LOOK_SECONDS)
         return bytes(self._exchange.get(key))
@@ -278,7 +289,7 @@ def _unwritable(directory: Path, error: BaseException) -> PenstockError:
 
 
 def start_save(directory: Path, step: int) -> Path:
-    """The working directory of a checkpoint, made by rank 0, with nothing of dead saves beside it."""
+    """Make the working directory of a checkpoint, by rank 0, with nothing of dead saves beside it."""
     make_directories(directory)
     clear_away(directory)
     work = directory / f".{step_name(step)}.{secrets.token_hex(4)}.tmp"
@@ -287,7 +298,8 @@ def start_save(directory: Path, step: int) -> Path:
 
 
 def clear_away(directory: Path) -> None:
-    """Remove what saves left that did not come to their end. One that was replaced, but not yet by another, comes back."""
+    """Remove the files of saves that did not come to their end. One that was replaced, but not yet by another, comes
+    back."""
     for path, kind in left_behind(directory):
         place = directory / path.name[1:].partition(".")[0]
         if kind == "old" and not place.exists():
@@ -300,7 +312,7 @@ def clear_away(directory: Path) -> None:
 
 
 def describe_save(bundle: Bundle, setup: Setup, step: int, files: dict[str, SavedFile]) -> Index:
-    """The index of a checkpoint."""
+    """Return the index of a checkpoint."""
     module: Module = bundle.module
     assert module.schedule is not None
     batch = microbatch_size(module) * module.schedule.microbatches
@@ -317,14 +329,15 @@ def describe_save(bundle: Bundle, setup: Setup, step: int, files: dict[str, Save
         source_hash=bundle.manifest.source_hash,
         tables=dict(setup.tables),
         samples=step * batch + setup.offset,
-        # What draws were made from: another seed than the module's when the run went on from a checkpoint with another one.
+        # The seed of the draws, which is not the module's when the run went on from a checkpoint with another one.
         seed=None if (seed := random_seed(module)) is None else seed ^ setup.key,
         names={name: tuple(theirs.get(name, (name,))) for name, var in stored_vars(module).items() if is_kept(var)},
     )
 
 
 def finish_save(work: Path, directory: Path, index: Index, keep_last: int | None = None) -> Path:
-    """Add the index to the files of all ranks, put the checkpoint in its place, and remove those before it that are not to be kept."""
+    """Add the index to the files of all ranks, and put the checkpoint in its place. Remove those before it that are not
+    to be kept."""
     write_index(work, index)
     flush_directory(work)
     place = directory / step_name(index.step)
@@ -345,8 +358,8 @@ def finish_save(work: Path, directory: Path, index: Index, keep_last: int | None
 
 
 def _remove_older(directory: Path, step: int, keep_last: int) -> None:
-    """Leave the checkpoint of a step and the newest complete ones before it, `keep_last` in all. What
-    is damaged does not count, and stays."""
+    """Leave the checkpoint of a step and the newest complete ones before it, `keep_last` in all. A damaged one does not
+    count, and stays."""
     assert keep_last >= 1
     complete = []
     for place in saved_steps(directory):

@@ -1,8 +1,11 @@
-"""Batches that a program hands over. In: a dict of arrays by input name, or arrays in the order of the model's inputs; NumPy's, torch's, or
-anything that NumPy can read. Out: arrays by our names, checked against the model: all that is wrong is one error.
+"""Batches that a program hands over.
 
-A batch is a whole global batch, its microbatches one after the other. torch's DataLoader gives such batches with `batch_size` samples per
-batch and `drop_last=True`. A tensor on a GPU is copied to the host, one that requires a gradient is taken without it.
+In: a dict of arrays by input name, or arrays in the order of the model's inputs; NumPy's, torch's, or anything that
+NumPy can read. Out: arrays by our names, checked against the model: all problems are one error.
+
+A batch is a whole global batch, its microbatches one after the other. torch's DataLoader gives such batches with
+`batch_size` samples per batch and `drop_last=True`. A tensor on a GPU is copied to the host. One that requires a
+gradient is taken without it.
 """
 
 from __future__ import annotations
@@ -13,42 +16,40 @@ from typing import Any
 
 import numpy as np
 
+from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import Module, Value
 from penstock.ir.names import by_our_names, shown
 from penstock.ir.types import TensorType, dtype_of, numpy_dtype
 from penstock.runtime.messages.control import Arrays
-from penstock.runtime.worker.actions import microbatch_size
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised
 
 from .ranges import Range, first_outside, integer_range
 
-# `renamed` gives the model's names of inputs that are spelled otherwise here (ir/names.py): data may come under either.
+# `renamed` gives the model's names of inputs that are spelled otherwise here (ir/names.py): data may come under
+# either.
 NONE: Mapping[str, str] = {}
 
 
-def take_batch(module: Module, given: Any, where: str, renamed: Mapping[str, str] = NONE) -> Arrays:
-    """What a caller feeds, as arrays by our names."""
+def take_batch(module: Module, batch: Any, where: str, renamed: Mapping[str, str] = NONE) -> Arrays:
+    """Return a caller's batch as arrays by our names."""
     names = [value.name for value in module.data_inputs]
-    if not isinstance(given, Mapping):
-        given = _in_order(given, names, where, renamed)
+    if not isinstance(batch, Mapping):
+        batch = _in_order(batch, names, where, renamed)
     arrays: Arrays = {}
-    for name, one in by_our_names(given, names, renamed, where).items():
+    for name, one in by_our_names(batch, names, renamed, where).items():
         try:
             arrays[name] = _as_array(one)
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # what NumPy says of ragged lists, and torch of its tensors
+        # NumPy's errors for ragged lists, and torch's for its tensors.
+        except (TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"{name}: is no array: {error}", where=where) from error
     return arrays
 
 
-def _in_order(given: Any, names: Sequence[str], where: str, renamed: Mapping[str, str]) -> dict[str, Any]:
-    parts = [given] if _is_tensor(given) and len(names) == 1 else given
+def _in_order(batch: Any, names: Sequence[str], where: str, renamed: Mapping[str, str]) -> dict[str, Any]:
+    parts = [batch] if _is_tensor(batch) and len(names) == 1 else batch
     if not isinstance(parts, list | tuple) or any(isinstance(part, Mapping) for part in parts):
-        got = f"{type(given).__name__} of dicts" if isinstance(parts, list | tuple) else type(given).__name__
+        got = f"{type(batch).__name__} of dicts" if isinstance(parts, list | tuple) else type(batch).__name__
         raise UsageError(
             f"expected a dict of arrays by the names of inputs, or a tuple of arrays, got {got}", where=where
         )
@@ -63,7 +64,7 @@ def _is_tensor(one: Any) -> bool:
 
 
 def _is_torch(one: Any) -> bool:
-    # Nobody can have a tensor of torch who has not imported it.
+    # A program that has a tensor of torch has imported torch.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(one, torch.Tensor)
 
@@ -77,7 +78,7 @@ def _as_array(one: Any) -> np.ndarray:
 
 
 def batch_shape(value: Value, microbatches: int) -> tuple[int, ...]:
-    """The shape of one input for a whole batch."""
+    """Return the shape of one input for a whole batch."""
     dims = value.type.dims
     return (dims[0] * microbatches, *dims[1:]) if dims else dims
 
@@ -91,8 +92,8 @@ def check_batch(
     samples: int | None = None,
     ranges: Mapping[str, Range | None] | None = None,
 ) -> None:
-    """Refuse a batch with wrong names, element types, shapes or values, naming all of them. It has `samples` samples, those of a whole
-    batch unless told otherwise; `ranges` are those of integer_range, for whoever asks often."""
+    """Refuse a batch with wrong names, element types, shapes or values, naming all of them. It has `samples` samples,
+    by default those of a whole batch. `ranges` are those of integer_range, for callers that ask often."""
     assert module.schedule is not None
     rows = microbatch_size(module)
     problems, short = name_problems(module, batch.keys(), renamed), False
@@ -106,8 +107,8 @@ def check_batch(
         wrong = type_problems(value, array, shape)
         short = short or (array.ndim == len(shape) > 0 and array.shape[1:] == shape[1:] and len(array) < shape[0])
         bounds = integer_range(module, value.name) if ranges is None else ranges[value.name]
-        if not wrong and (found := first_outside(array, bounds)) is not None:
-            row, text = found
+        if not wrong and (outside := first_outside(array, bounds)) is not None:
+            row, text = outside
             wrong.append(f"{value.name}: sample {row // per_sample} has {text}")
         problems += wrong
     if problems:
@@ -121,19 +122,19 @@ def check_batch(
 
 
 def cut_batch(array: np.ndarray, type: TensorType, index: int) -> np.ndarray:
-    """The part of a batch's array that belongs to its microbatch `index`."""
+    """Return the part of a batch's array that belongs to its microbatch `index`."""
     return array[index * type.dims[0] : (index + 1) * type.dims[0]] if type.rank else array
 
 
 def share_of_batch(array: np.ndarray, type: TensorType, share: Sequence[int], microbatches: int) -> np.ndarray:
-    """The parts of a batch's array that belong to some of its microbatches, one after the other."""
+    """Return the parts of a batch's array that belong to some of its microbatches, one after the other."""
     if not type.rank or len(share) == microbatches:
         return array
     return np.concatenate([cut_batch(array, type, index) for index in share])
 
 
-def name_problems(module: Module, given: Iterable[str], renamed: Mapping[str, str]) -> list[str]:
-    names = set(given)
+def name_problems(module: Module, present: Iterable[str], renamed: Mapping[str, str]) -> list[str]:
+    names = set(present)
     expected = shown([value.name for value in module.data_inputs], renamed)
     problems = [
         f"{expected[value.name]}: missing, expected {value.type}"
@@ -147,7 +148,7 @@ def name_problems(module: Module, given: Iterable[str], renamed: Mapping[str, st
 
 
 def type_problems(value: Value, array: Any, shape: tuple[int, ...]) -> list[str]:
-    """What is wrong with an array, or a column of a file, for an input."""
+    """List the problems of an array, or a column of a file, for an input."""
     try:
         dtype = dtype_of(array.dtype)
     except ValueError as error:

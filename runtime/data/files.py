@@ -1,17 +1,22 @@
-"""Files of samples. In: what `--data` says, and the module. Out: a column per input, something with a shape and an
-element type of which rows can be taken.
+"""Files of samples.
+
+In: the text of `--data`, and the module. Out: a column per input: an object with a shape and an element type of which
+rows can be taken.
 
     FILE.npz  FILE.safetensors      one array per input, under its name
     FILE.npy                        the array of the only input
     FOLDER                          NAME.npy for every input
-    FILE.parquet                    one column per input, a row per sample: numbers, or lists of as many numbers as a sample has (data_parquet.py)
-    FILE:u16  FILE:u32              tokens without a header, little-endian: samples are windows of the input's length, one after the other
+    FILE.parquet                    one column per input, a row per sample: numbers, or lists of as many numbers as a
+                                    sample has (data_parquet.py)
+    FILE:u16  FILE:u32              tokens without a header, little-endian: samples are windows of the input's length,
+                                    one after the other
     NAME=FILE.npy  NAME=FILE:u16+1  the array of one input; +1 lets its windows start one token later
     ...,NAME=...                    several of these, the ones with names behind
 
-A file of tokens alone feeds the input that indexes a table, and, shifted by one, the one that names classes. Tokens become the input's
-element type, in which they must have a place. Everything is mapped, not read, but compressed members of a .npz and columns of Parquet.
-Objects are refused, and so is what is no plain file. Names are the model's or ours.
+A file of tokens alone feeds the input that indexes a table, and, shifted by one, the one that names classes. Tokens
+become the input's element type, in which they must have a place. Everything is mapped, not read, but compressed members
+of a .npz and columns of Parquet. Objects are refused, and so is everything but plain files. Names are the model's or
+ours.
 """
 
 from __future__ import annotations
@@ -32,11 +37,11 @@ from typing import IO, Any, NamedTuple, Protocol
 import numpy as np
 
 from penstock.backends.bundle.tensor_file import map_tensors
+from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import Module, Value
 from penstock.ir.names import accepted
 from penstock.ir.types import INTS, TensorType, numpy_dtype
 from penstock.runtime.messages.control import Arrays
-from penstock.runtime.worker.actions import microbatch_size
 from penstock.support.errors import PenstockError, UsageError
 from penstock.support.words import itemised
 
@@ -46,9 +51,11 @@ from .ranges import CLASSES, INDEX, uses
 TOKENS = {"u16": "<u2", "u32": "<u4"}
 _SUFFIX = re.compile(r"(?P<path>.+):(?P<width>u16|u32)(?:\+(?P<shift>[01]))?")
 _NAMED = re.compile(r",(?=[^,=]+=)")
-# What anything may raise that reads a damaged file.
-_UNREADABLE = (OSError, ValueError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, struct.error, NotImplementedError, RuntimeError,
-               MemoryError, OverflowError, SyntaxError, TypeError, tokenize.TokenError)  # fmt: skip
+# The errors that readers of damaged files raise.
+_UNREADABLE = (
+    OSError, ValueError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, struct.error, NotImplementedError,
+    RuntimeError, MemoryError, OverflowError, SyntaxError, TypeError, tokenize.TokenError,
+)  # fmt: skip
 WRITES = "numpy.savez(FILE, input_name=array, ...) writes such a file"
 
 
@@ -80,13 +87,13 @@ class DataPlace(NamedTuple):
 
 
 def parse_source(text: str) -> list[DataPlace]:
-    """The places that the words of `--data` name. What exists under the whole of a word is that."""
+    """Return the places that the words of `--data` name. A whole word that exists as a path is that path."""
     if os.path.lexists(text):
         return [DataPlace(None, Path(text))]
     parts = []
     for word in _NAMED.split(text):
-        name, equals, rest = word.partition("=")
-        parts.append(_part(name, rest) if equals and name and not os.path.lexists(word) else _part(None, word))
+        name, equals, path = word.partition("=")
+        parts.append(_part(name, path) if equals and name and not os.path.lexists(word) else _part(None, word))
     return parts
 
 
@@ -98,15 +105,15 @@ def _part(name: str | None, text: str) -> DataPlace:
 
 
 def absolute_source(text: str) -> str:
-    """The same with absolute paths, for processes that may have another folder."""
+    """Return the same text with absolute paths, for processes that may have another folder."""
     return ",".join(part._replace(path=Path(os.path.abspath(part.path))).text for part in parse_source(text))
 
 
 def open_columns(
     text: str, module: Module, names: Container[str], renamed: Mapping[str, str] = NONE
 ) -> tuple[Columns, set[str]]:
-    """The columns of some inputs, and all names that the files have. Files that hold none of these inputs are not opened, where they say so
-    by their own name. All that cannot be read is one error."""
+    """Open the columns of some inputs, and return them with all names that the files have. Files that hold none of
+    these inputs are not opened, where their own name says so. All that cannot be read is one error."""
     columns: Columns = {}
     there: set[str] = set()
     problems: list[PenstockError] = []
@@ -117,15 +124,15 @@ def open_columns(
     tokens: dict[str, tuple[DataPlace, int]] = {}
     for part in parts:
         try:
-            found = _members(part, module, table)
-            twice = sorted((found.keys() & there) | (found.keys() & tokens.keys()))
+            members = _members(part, module, table)
+            twice = sorted((members.keys() & there) | (members.keys() & tokens.keys()))
             if twice:
                 raise UsageError(f"input {', '.join(twice)} is given twice", where=part.text)
         except PenstockError as error:
             problems.append(error)
             continue
-        there |= found.keys()
-        for name, read in found.items():
+        there |= members.keys()
+        for name, read in members.items():
             if isinstance(read, int):
                 tokens[name] = part, read
             elif name in names:
@@ -150,21 +157,22 @@ Read = Callable[[], Column]
 
 
 def _members(part: DataPlace, module: Module, table: Mapping[str, str]) -> Mapping[str, Read | int]:
-    """What a place holds by our names: how to read it, or of tokens how far they are shifted."""
+    """Return the contents of a place by our names: a function that reads each, or of tokens how far they are
+    shifted."""
     if part.width is not None:
         _plain(part.path)
         return _token_inputs(part, module, table)
     if part.path.is_dir():
         if part.name is not None:
             raise UsageError("is a folder, an input takes a file", where=part.text)
-        found = {
+        files = {
             path.name.removesuffix(".npy"): path for path in sorted(part.path.iterdir()) if path.name.endswith(".npy")
         }
-        if not found:
+        if not files:
             raise UsageError(
                 "has no .npy files", where=str(part.path), hint="a folder of data has NAME.npy for every input"
             )
-        return _ours({name: partial(read_npy, path) for name, path in found.items()}, table, part)
+        return _ours({name: partial(read_npy, path) for name, path in files.items()}, table, part)
     kind = _format(_plain(part.path))
     if kind == "npy":
         inputs = [value.name for value in module.data_inputs]
@@ -186,15 +194,15 @@ def _members(part: DataPlace, module: Module, table: Mapping[str, str]) -> Mappi
     from .parquet import open_parquet
 
     # Tables have columns for other purposes, too.
-    own = open_parquet(
+    columns = open_parquet(
         part.path, {value.name: value.type for value in module.data_inputs}, table, microbatch_size(module)
     )
-    return _ours(own, table, part)
+    return _ours(columns, table, part)
 
 
-def _ours(found: Mapping[str, Read], table: Mapping[str, str], part: DataPlace) -> dict[str, Read]:
+def _ours(readers: Mapping[str, Read], table: Mapping[str, str], part: DataPlace) -> dict[str, Read]:
     named: dict[str, Read] = {}
-    for name, read in found.items():
+    for name, read in readers.items():
         ours = table.get(name, name)
         if ours in named:
             raise UsageError(f"input {ours} is given twice, as {name} and by its other name", where=str(part.path))
@@ -203,7 +211,7 @@ def _ours(found: Mapping[str, Read], table: Mapping[str, str], part: DataPlace) 
 
 
 def _plain(path: Path) -> Path:
-    """Refuse what is no plain file: a pipe would be waited for, a device has no end."""
+    """Refuse all but plain files: a pipe would be waited for, a device has no end."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
@@ -240,7 +248,7 @@ def _unreadable(path: Path, error: BaseException, hint: str = "") -> UsageError:
 
 
 def write_npz(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
-    """The arrays as a .npz file, whatever their names: numpy.savez takes some names for its own arguments."""
+    """Write the arrays as a .npz file, whatever their names: numpy.savez takes some names for its own arguments."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
@@ -248,7 +256,7 @@ def write_npz(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def npz_names(path: Path) -> list[str]:
-    """The names of the arrays of a .npz file."""
+    """Return the names of the arrays of a .npz file."""
     try:
         with zipfile.ZipFile(_plain(path)) as archive:
             return [entry.filename.removesuffix(".npy") for entry in archive.infolist()]
@@ -257,7 +265,8 @@ def npz_names(path: Path) -> list[str]:
 
 
 def read_npz(path: Path, names: Container[str] | None = None) -> Arrays:
-    """Arrays of a .npz file by name, all of them if none are named: mapped where they are stored as they are, read otherwise."""
+    """Read arrays of a .npz file by name, all of them if none are named: mapped where they are stored as they are, read
+    otherwise."""
     try:
         with zipfile.ZipFile(_plain(path)) as archive:
             arrays: Arrays = {}
@@ -277,21 +286,21 @@ def _npz_member(path: Path, name: str) -> np.ndarray:
 
 
 def read_npy(path: Path) -> np.ndarray:
-    """The array of a .npy file, mapped."""
+    """Map the array of a .npy file."""
     try:
         with _plain(path).open("rb") as file:
             shape, fortran, dtype = _read_header(file)
             offset, size = file.tell(), path.stat().st_size
-        found = prod(shape) * dtype.itemsize
-        if found > size - offset:
-            raise ValueError(f"its header tells of {found} bytes, there are {size - offset}")
+        announced = prod(shape) * dtype.itemsize
+        if announced > size - offset:
+            raise ValueError(f"its header tells of {announced} bytes, there are {size - offset}")
         return _map(path, shape, fortran, dtype, offset)
     except _UNREADABLE as error:
         raise _unreadable(path, error, "numpy.save(FILE, array) writes such a file") from error
 
 
 def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether columns come first, and element type, of an array without objects."""
+    """Read shape, order of columns and element type of an array without objects."""
     version = np.lib.format.read_magic(file)
     reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if reader is None:
@@ -311,7 +320,8 @@ def _map(path: Path, shape: tuple[int, ...], fortran: bool, dtype: np.dtype[Any]
 
 
 def _map_member(path: Path, entry: zipfile.ZipInfo) -> np.ndarray | None:
-    """Map a stored member; None when its header is not a plain one. The local header's lengths may differ from the directory's."""
+    """Map a stored member; None when its header is not a plain one. The local header's lengths may differ from the
+    directory's."""
     with path.open("rb") as file:
         file.seek(entry.header_offset)
         header = file.read(30)
@@ -333,14 +343,14 @@ def _read_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray
         # Before any memory is asked for.
         _check_size(entry, file.tell() - start, shape, dtype)
         file.seek(0)
-        found: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
-        return found
+        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+        return array
 
 
 def _check_size(entry: zipfile.ZipInfo, before: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    found, told = entry.file_size - before, prod(shape) * dtype.itemsize
-    if found != told:
-        raise ValueError(f"{entry.filename}: its header tells of {told} bytes, there are {found}")
+    present, announced = entry.file_size - before, prod(shape) * dtype.itemsize
+    if present != announced:
+        raise ValueError(f"{entry.filename}: its header tells of {announced} bytes, there are {present}")
 
 
 # ------------------------------------------------------------------------------------------------ tokens
@@ -357,33 +367,36 @@ class Tokens:
         return self._rows.shape
 
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
-        found = self._rows[rows]
-        largest = int(found.max(initial=0))
+        tokens = self._rows[rows]
+        largest = int(tokens.max(initial=0))
         if largest > np.iinfo(self.dtype).max:
             raise UsageError(f"the token {largest} has no place in {self.dtype}", where=self._where)
-        return found.astype(self.dtype)
+        return tokens.astype(self.dtype)
 
 
 def _token_inputs(part: DataPlace, module: Module, table: Mapping[str, str]) -> dict[str, int]:
-    """Which inputs a file of tokens feeds, and how far their windows are shifted."""
+    """Return the inputs that a file of tokens feeds, and how far their windows are shifted."""
     if part.name is not None:
         return {table.get(part.name, part.name): part.shift or 0}
-    found, open_ = {}, []
+    shifts, unknown = {}, []
     for value in module.data_inputs:
         kinds = {use.kind for use in uses(module, value.name, sliced=True)}
         if INDEX in kinds:
-            found[value.name] = 0
+            shifts[value.name] = 0
         elif CLASSES in kinds:
-            found[value.name] = 1
+            shifts[value.name] = 1
         else:
-            open_.append(value.name)
-    hint = "give INPUT=FILE:u16 for what is tokens, INPUT=FILE:u16+1 for what is the token behind, and INPUT=FILE.npy for the rest"
+            unknown.append(value.name)
+    hint = (
+        "give INPUT=FILE:u16 for what is tokens, INPUT=FILE:u16+1 for what is the token behind, and INPUT=FILE.npy "
+        "for the rest"
+    )
     if part.shift is not None:
         raise UsageError("+0 and +1 are for single inputs", where=part.text, hint=hint)
-    if open_ or 0 not in found.values():
+    if unknown or 0 not in shifts.values():
         what = (
-            f"a file of tokens does not say what {', '.join(open_)} are"
-            if open_
+            f"a file of tokens does not say what {', '.join(unknown)} are"
+            if unknown
             else "no input of the model indexes a table"
         )
         raise UsageError(
@@ -391,7 +404,7 @@ def _token_inputs(part: DataPlace, module: Module, table: Mapping[str, str]) -> 
             where=part.text,
             hint=hint,
         )
-    return found
+    return shifts
 
 
 def _token_columns(module: Module, tokens: Mapping[str, tuple[DataPlace, int]], names: Container[str]) -> Columns:
@@ -423,14 +436,14 @@ def _token_columns(module: Module, tokens: Mapping[str, tuple[DataPlace, int]], 
     if problems:
         raise UsageError("does not fit the model:" + itemised(dict.fromkeys(problems)), where=_where(tokens))
     # A shifted window may lack its last token: all inputs go as far as the shortest.
-    count, found = min(counts), Columns()
+    count, columns = min(counts), Columns()
     for name, value in known.items():
         if name in names:
             part, shift = tokens[name]
             flat = np.memmap(part.path, TOKENS[part.width or "u16"], "r")[shift : shift + count * lengths[name]]
             rows = flat.reshape(-1, *value.type.dims[1:])
-            found[name] = Tokens(rows, numpy_dtype(value.type.dtype), f"{part.path}: {name}")
-    return found
+            columns[name] = Tokens(rows, numpy_dtype(value.type.dtype), f"{part.path}: {name}")
+    return columns
 
 
 def _per_sample(type: TensorType, samples: int) -> int:

@@ -1,8 +1,9 @@
-"""Columns of a Parquet file, with pyarrow (the extra `parquet`). In: a path, and the types of inputs. Out: how to
-read the column of each input that is there.
+"""Columns of a Parquet file, with pyarrow (the extra `parquet`).
 
-A row is a sample. A column holds numbers, or lists (of lists) of numbers, in all as many as a sample of the input has, in
-order. Nothing may be missing. A column is read whole when it is asked for, and no other with it; its values are the
+In: a path, and the types of inputs. Out: for each input in the file, a function that reads its column.
+
+A row is a sample. A column holds numbers, or lists (of lists) of numbers, in all as many as a sample of the input has,
+in order. Nothing may be missing. A column is read whole when it is asked for, and no other with it. Its values are the
 input's element type then, without conversion.
 """
 
@@ -24,7 +25,8 @@ from penstock.support.words import itemised
 def open_parquet(
     path: Path, types: Mapping[str, TensorType], table: Mapping[str, str], samples: int
 ) -> dict[str, Callable[[], np.ndarray]]:
-    """`table` gives our names for those that a column may have, `samples` is the number of samples of a microbatch."""
+    """Open a file. `table` gives our names for those that a column may have, `samples` is the number of samples of a
+    microbatch."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -81,11 +83,11 @@ def _flat(column: Any) -> Any:
 
 
 def _lengths(column: Any) -> tuple[int, int]:
-    """The shortest and the longest list."""
+    """Return the lengths of the shortest and of the longest list."""
     from pyarrow import compute
 
-    found = compute.min_max(compute.list_value_length(column)).as_py()
-    return found["min"] or 0, found["max"] or 0
+    extremes = compute.min_max(compute.list_value_length(column)).as_py()
+    return extremes["min"] or 0, extremes["max"] or 0
 
 
 def _is_list(type: Any) -> bool:

@@ -1,8 +1,10 @@
-"""What integers a module takes. In: a module and the name of one of its inputs. Out: the range its values
-must lie in, and what they are used for.
+"""Ranges of the integers that a module takes.
 
-An input that indexes a table of n rows takes -n .. n-1; one that names classes, of which there are n, takes 0 .. n-1. It is followed
-through layout changes and casts, over all stages. An input that is only used after arithmetic, or of which a slice is used, has no range.
+In: a module and the name of one of its inputs. Out: the range its values must lie in, and their uses.
+
+An input that indexes a table of n rows takes -n .. n-1. One that names classes, of which there are n, takes 0 ..
+n-1. It is followed through layout changes and casts, over all stages. An input that is only used after arithmetic, or
+of which a slice is used, has no range.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ INDEX, CLASSES = "index", "classes"
 
 
 class Use(NamedTuple):
-    """Something that an input indexes or labels, and the range [low, high) for that."""
+    """A use of an input, as index or as label, and the range [low, high) for that."""
 
     kind: str
     low: int
@@ -27,18 +29,20 @@ class Use(NamedTuple):
 
 
 def integer_limit(module: Module, name: str) -> int:
-    """What an integer input must stay below: the rows of what it indexes, the classes it labels; 2 when the module says nothing."""
+    """Return the limit of an integer input: the rows of what it indexes, the classes it labels; 2 when the module says
+    nothing."""
     return min((use.high for use in uses(module, name, sliced=True)), default=2)
 
 
 def integer_range(module: Module, name: str) -> Range | None:
-    """The range [low, high) that every value of an integer input must lie in; None when the module says nothing."""
-    found = uses(module, name, sliced=False)
-    return (max(use.low for use in found), min(use.high for use in found)) if found else None
+    """Return the range [low, high) that every value of an integer input must lie in; None when the module says
+    nothing."""
+    ranges = uses(module, name, sliced=False)
+    return (max(use.low for use in ranges), min(use.high for use in ranges)) if ranges else None
 
 
 def first_outside(array: np.ndarray, bounds: Range | None) -> tuple[int, str] | None:
-    """The row and a description of the first value out of range."""
+    """Return the row and a description of the first value out of range."""
     if bounds is None or not array.size or not np.issubdtype(array.dtype, np.integer):
         return None
     low, high = bounds
@@ -52,20 +56,21 @@ def first_outside(array: np.ndarray, bounds: Range | None) -> tuple[int, str] | 
 
 
 def uses(module: Module, name: str, *, sliced: bool) -> set[Use]:
-    """Everything that an input indexes or labels. `sliced` follows slices too, of which only some values are used."""
-    found: set[Use] = set()
+    """Return everything that an input indexes or labels. `sliced` follows slices too, of which only some values are
+    used."""
+    all_uses: set[Use] = set()
     # Values that go from one graph to another keep their names; other names may mean something else in each graph.
     shared, known = {name}, 0
     while len(shared) > known:
         known = len(shared)
         for graph in module.graphs.values():
             carriers = shared & {value.name for value in graph.ins}
-            _follow(graph, carriers, found, sliced)
+            _follow(graph, carriers, all_uses, sliced)
             shared |= carriers & {value.name for value in graph.outs}
-    return found
+    return all_uses
 
 
-def _follow(graph: Graph, carriers: set[str], found: set[Use], sliced: bool) -> None:
+def _follow(graph: Graph, carriers: set[str], all_uses: set[Use], sliced: bool) -> None:
     # Layout changes and casts hand the numbers on.
     for op in graph.ops:
         if not any(value.name in carriers for value in op.ins):
@@ -73,7 +78,7 @@ def _follow(graph: Graph, carriers: set[str], found: set[Use], sliced: bool) -> 
         if op.kind == "cast" or (definition(op.kind).family == "layout" and (sliced or op.kind != "slice")):
             carriers |= {value.name for value in op.outs}
         elif (use := _use_of(op, carriers)) is not None:
-            found.add(use)
+            all_uses.add(use)
 
 
 def _use_of(op: Op, carriers: set[str]) -> Use | None:

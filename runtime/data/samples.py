@@ -1,40 +1,46 @@
-"""Samples for the inputs of a module. In: files (data_files.py), or the word `synthetic`. Out: one array per microbatch and input.
+"""Samples for the inputs of a module.
 
-The first axis of an array counts samples. b, the samples of a microbatch, is the greatest common divisor of the inputs' first
-dimensions; an input with r times as many rows has r rows per sample. A scalar input is given whole to every microbatch. Batch t of B =
-b·m samples takes positions t·B .. t·B+B-1 of an endless row of epochs (`Order`), so what a microbatch sees is a function of its number
-alone, the same on every rank and after a resume. A run that goes on from a checkpoint made with other batches has an `offset`: the
-position that microbatch 0 would begin with.
+In: files (data_files.py), or the word `synthetic`. Out: one array per microbatch and input.
 
-Integers that the module indexes a table with, or takes for classes, must lie in its range (data_ranges.py): a file is checked microbatch by
-microbatch as it is read, so that no update sees a value out of range.
+The first axis of an array counts samples. b, the samples of a microbatch, is the greatest common divisor of the inputs'
+first dimensions. An input with r times as many rows has r rows per sample. A scalar input is given whole to every
+microbatch. Batch t of B = b·m samples takes positions t·B .. t·B+B-1 of an endless row of epochs (`Order`). So the
+contents of a microbatch are a function of its number alone, the same on every rank and after a resume. A run that goes
+on from a checkpoint made with other batches has an `offset`: the position that microbatch 0 would begin with.
 
-Synthetic data: normal floats; integers below the smallest number of rows or classes that the module uses them for; both seeded with (seed,
-input, microbatch).
+Integers that the module indexes a table with, or takes for classes, must lie in its range (data_ranges.py). A file is
+checked microbatch by microbatch as it is read, so that no update sees a value out of range.
+
+Synthetic data: normal floats; integers below the smallest number of rows or classes that the module uses them for; both
+seeded with (seed, input, microbatch).
 """
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
+from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import Module
 from penstock.ir.types import FLOATS, numpy_dtype
 from penstock.runtime.messages.control import DataSpec
-from penstock.runtime.worker.actions import microbatch_size
+from penstock.runtime.messages.defaults import DROP, LAST, PAD, SYNTHETIC, WRAP
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised
 
 from .batches import NONE, name_problems, type_problems
-from .files import open_columns
+from .files import absolute_source, open_columns
 from .ranges import first_outside, integer_limit, integer_range
 
-WRAP, DROP, PAD = "wrap", "drop", "pad"
-LAST = (WRAP, DROP, PAD)
-SYNTHETIC = "synthetic"
+
+def data_spec(data: str | os.PathLike[str], shuffle: bool, seed: int, last: str = WRAP) -> DataSpec:
+    """Return the source of samples, by absolute paths."""
+    text = os.fspath(data)
+    return DataSpec(text if text == SYNTHETIC else absolute_source(text), shuffle, seed, last)
 
 
 class Samples(Protocol):
@@ -46,7 +52,7 @@ class Samples(Protocol):
 def open_data(
     module: Module, spec: DataSpec, names: Sequence[str], renamed: Mapping[str, str] = NONE, offset: int = 0
 ) -> Samples:
-    """The samples that a spec describes, for some of the module's inputs. Everything that does not fit is one error."""
+    """Open the samples that a spec describes, for some of the module's inputs. All problems are one error."""
     if spec.source == SYNTHETIC:
         return SyntheticSamples(module, spec.seed, offset)
     return FileSamples(module, spec, names, renamed, offset)
@@ -55,8 +61,8 @@ def open_data(
 def check_data(
     module: Module, spec: DataSpec, renamed: Mapping[str, str] = NONE, names: Sequence[str] | None = None
 ) -> int | None:
-    """Refuse data that does not fit, before any worker is started; the answer is the number of samples of files. With `names`, only those
-    inputs are looked at."""
+    """Refuse data that does not fit, before any worker is started. Return the number of samples of files. With `names`,
+    only those inputs are checked."""
     if spec.source == SYNTHETIC:
         return None
     return FileSamples(
@@ -68,11 +74,12 @@ def check_data(
 
 
 class Order:
-    """Which sample stands at a position of the endless row of epochs.
+    """The order of samples in the endless row of epochs.
 
-    An epoch has every sample once, in order, or permuted by a generator seeded with (seed, epoch). Where samples are no multiple of a
-    batch, `wrap` lets the batch at the end go on with the next epoch; `drop` leaves out what remains of an epoch; `pad` fills the last
-    batch up with samples from the beginning of the same epoch, which then count twice."""
+    An epoch has every sample once, in order, or permuted by a generator seeded with (seed, epoch). Where samples are no
+    multiple of a batch, `wrap` lets the batch at the end go on with the next epoch. `drop` leaves out what remains of
+    an epoch. `pad` fills the last batch up with samples from the beginning of the same epoch, which then count twice.
+    """
 
     def __init__(self, count: int, batch: int, last: str = WRAP, *, shuffle: bool = False, seed: int = 0) -> None:
         assert last in LAST, last
@@ -82,14 +89,14 @@ class Order:
         self._permuted: tuple[int, np.ndarray] | None = None
 
     def places(self, first: int, number: int) -> np.ndarray:
-        """The samples at `number` positions from `first` on."""
-        found = []
+        """Return the samples at `number` positions from `first` on."""
+        parts = []
         while number:
             epoch, place = divmod(first, self.length)
-            taken = min(number, self.length - place)
-            found.append(self._in_epoch(epoch, np.arange(place, place + taken) % self.count))
-            first, number = first + taken, number - taken
-        return found[0] if len(found) == 1 else np.concatenate(found)
+            count = min(number, self.length - place)
+            parts.append(self._in_epoch(epoch, np.arange(place, place + count) % self.count))
+            first, number = first + count, number - count
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _in_epoch(self, epoch: int, places: np.ndarray) -> np.ndarray:
         if not self._shuffle:
@@ -97,15 +104,15 @@ class Order:
         permuted = self._permuted
         if permuted is None or permuted[0] != epoch:
             permuted = self._permuted = (epoch, np.random.default_rng([self._seed, epoch]).permutation(self.count))
-        found: np.ndarray = permuted[1][places]
-        return found
+        samples: np.ndarray = permuted[1][places]
+        return samples
 
 
 # ------------------------------------------------------------------------------------------------ files
 
 
 class FileSamples:
-    """Samples of files, for some of the module's inputs; the files of others are not opened."""
+    """Samples of files, for some of the module's inputs; the files of other inputs are not opened."""
 
     def __init__(
         self, module: Module, spec: DataSpec, names: Sequence[str], renamed: Mapping[str, str] = NONE, offset: int = 0
@@ -141,25 +148,25 @@ class FileSamples:
         self._columns = columns
 
     def microbatch(self, mb: int, name: str) -> np.ndarray:
-        """One microbatch of an input. UsageError for a value out of range."""
+        """Read one microbatch of an input. UsageError for a value out of range."""
         return self.take(self._order.places(mb * self._rows + self._offset, self._rows), name)
 
     def take(self, places: np.ndarray, name: str) -> np.ndarray:
-        """Some samples of an input."""
+        """Read some samples of an input."""
         dims, column = self._types[name].dims, self._columns[name]
         if not dims:
             array, places, per_sample = np.asarray(column), np.zeros(1, int), 1
         else:
             per_sample = dims[0] // self._rows
             array = column[_rows(places, per_sample)]
-        if (found := first_outside(array, self._ranges[name])) is not None:
-            row, text = found
+        if (outside := first_outside(array, self._ranges[name])) is not None:
+            row, text = outside
             raise UsageError(f"{name}: sample {places[row // per_sample]} has {text}", where=self._where)
         return array
 
 
 def _rows(places: np.ndarray, per_sample: int) -> slice | np.ndarray:
-    """The rows of samples; those that follow each other as a slice, which takes them as they lie."""
+    """Return the rows of samples; those that follow each other as a slice, which takes them as they lie."""
     if (np.diff(places) == 1).all():
         return slice(int(places[0]) * per_sample, (int(places[-1]) + 1) * per_sample)
     return (places[:, None] * per_sample + np.arange(per_sample)).reshape(-1)

@@ -1,8 +1,11 @@
-"""One clock for all ranks of a group. In: the group's meeting point. Out: what to add to this rank's monotonic clock to get
-that of rank 0, and how wrong that may be.
+"""One clock for all ranks of a group.
 
-Ranks on the host of rank 0 have its clock. Every other one asks rank 0 for its time a few times, one rank after the other: an answer was
-given between question and arrival, so the middle of the two is off by at most half the time between them, and the quickest answer counts.
+In: the group's meeting point. Out: the seconds to add to this rank's monotonic clock to get that of rank 0, and the
+error of that.
+
+Ranks on the host of rank 0 have its clock. Every other one asks rank 0 for its time a few times, one rank after the
+other. An answer was given between question and arrival, so the middle of the two is off by at most half the time
+between them. The quickest answer counts.
 """
 
 from __future__ import annotations
@@ -18,17 +21,17 @@ _ROUNDS = 8
 
 
 class Offset(NamedTuple):
-    """Seconds to add, and the largest error."""
+    """The difference to the clock of rank 0: seconds to add, and the largest error."""
 
     seconds: float
     error: float
 
 
 def measure_offset(group: RankGroup, clock: Callable[[], float] = time.monotonic, host: str | None = None) -> Offset:
-    """All ranks call this together."""
+    """Measure the offset; all ranks call this together."""
     hosts = group.gather("clock/host", (host or _host_of_clock()).encode())
     others = [rank for rank in range(group.world) if hosts[rank] != hosts[0]]
-    found = Offset(0.0, 0.0)
+    offset = Offset(0.0, 0.0)
     for rank in others:
         for number in range(_ROUNDS):
             key = f"clock/{rank}/{number}"
@@ -40,13 +43,13 @@ def measure_offset(group: RankGroup, clock: Callable[[], float] = time.monotonic
                 group.put(f"{key}/asked", b"")
                 answer = float(group.get(f"{key}/answer", "the time of rank 0"))
                 after = clock()
-                if number == 0 or (after - before) / 2 < found.error:
-                    found = Offset(answer - (before + after) / 2, (after - before) / 2)
-    return found
+                if number == 0 or (after - before) / 2 < offset.error:
+                    offset = Offset(answer - (before + after) / 2, (after - before) / 2)
+    return offset
 
 
 def _host_of_clock() -> str:
-    """Monotonic clocks count from the start of the system: the same start, the same clock."""
+    """Return the id of the system's start: monotonic clocks count from it, so the same start is the same clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,8 +1,9 @@
-"""The ranks of one run: where they meet, what they tell each other before it, and the connections they open.
+"""The ranks of one run: where they meet, the values they exchange before it, and the connections they open.
+
 In: a store that all reach. Out: a group.
 
-What ranks put into the store is sealed where a secret was given (sealed.py). gloo connects every rank with every other one; a local run
-whose messages all go through shared memory, and that sums nothing up, does without it.
+Values in the store are sealed where a secret was given (sealed.py). gloo connects every rank with every other one. A
+local run whose messages all go through shared memory, and that sums nothing up, does without it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Team:
 
 
 class RankGroup:
-    """The ranks of one run, met at a store; `timeout` bounds every wait in it. `reports`: reports go over gloo, too, as under torchrun."""
+    """The ranks of one run, met at a store; `timeout` bounds every wait in it. `reports`: reports go over gloo, too, as
+    under torchrun."""
 
     def __init__(self, store: Store, rank: int, world: int, timeout: float, *, reports: bool = True) -> None:
         self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
@@ -45,15 +47,15 @@ class RankGroup:
         self.team: Team | None = None
 
     def connect_stages(self, schedule: Schedule, device: torch.device) -> dict[End, socket.socket]:
-        """Open what the ranks of a schedule need: the sockets of channels between ranks that share memory, and
-        gloo, unless nothing would go over it."""
-        own = identity(device)
+        """Open the connections that the ranks of a schedule need. They are the sockets of channels between ranks that
+        share memory, and gloo, unless nothing would go over it."""
+        key = identity(device)
         needed = self._reports or any(len(ranks) > 1 for ranks in schedule.members().values())
-        # Everybody answers, and all come to the same end.
-        found = {value.decode() for value in self.gather("near", own.encode())}
-        if needed or found != {own} or not own:
+        # All ranks answer, and all come to the same end.
+        keys = {value.decode() for value in self.gather("near", key.encode())}
+        if needed or keys != {key} or not key:
             self.connect()
-        return connect(self, ends_of(schedule, self.rank), own)
+        return connect(self, ends_of(schedule, self.rank), key)
 
     def connect(self) -> None:
         """Open the gloo connections of all ranks."""
@@ -68,26 +70,27 @@ class RankGroup:
             ) from error
 
     def form_team(self, ranks: Sequence[int], device: torch.device) -> None:
-        """Called by all `ranks` of a stage, this one among them, once they know what `device` they
-        have: open the group in which they sum up."""
-        found = [gpu.decode() for gpu in self.gather(f"gpu/{ranks[0]}", gpu_of(device).encode(), ranks)]
-        kind = sum_kind(found)
+        """Open the group in which `ranks` sum up. All ranks of the stage call this, once they know what `device` they
+        have."""
+        gpus = [gpu.decode() for gpu in self.gather(f"gpu/{ranks[0]}", gpu_of(device).encode(), ranks)]
+        kind = sum_kind(gpus)
         try:
-            made = dist.new_group(
+            process_group = dist.new_group(
                 list(ranks), timeout=time_span(self.timeout), backend=kind, use_local_synchronization=True
             )
         except RuntimeError as error:
             raise PeerLost(
-                f"ranks {', '.join(map(str, ranks))}, which sum up gradients, did not connect within {self.timeout:g} s: {error}",
+                f"ranks {', '.join(map(str, ranks))}, which sum up gradients, did not connect within "
+                f"{self.timeout:g} s: {error}",
                 where=f"rank {self.rank}",
             ) from error
-        self.team = Team(tuple(ranks), made, kind)
+        self.team = Team(tuple(ranks), process_group, kind)
 
     def put(self, key: str, value: bytes) -> None:
         self._guard(lambda: self.store.set(key, value.decode()), f"publishing {key!r}")
 
     def get(self, key: str, what: str) -> bytes:
-        """A value that another rank puts there; PeerLost after the timeout."""
+        """Return a value that another rank puts there; PeerLost after the timeout."""
 
         def fetch() -> bytes:
             self.store.wait([key], time_span(self.timeout))
@@ -96,7 +99,7 @@ class RankGroup:
         return self._guard(fetch, what)
 
     def gather(self, key: str, value: bytes, ranks: Sequence[int] | None = None) -> list[bytes]:
-        """Everybody's value, in the order of ranks; or that of `ranks`, each of which asks."""
+        """Return the values of all ranks, in their order; or those of `ranks`, each of which asks."""
         self.put(f"{key}/{self.rank}", value)
         return [
             self.get(f"{key}/{rank}", f"{key!r} of rank {rank}")
@@ -105,12 +108,12 @@ class RankGroup:
 
     def agree(self, what: str, value: str, hint: str = "copy one bundle to all hosts") -> None:
         """Refuse to go on when a rank has another value than this one."""
-        found = [v.decode() for v in self.gather(f"agree/{what}", value.encode())]
-        if any(v != value for v in found):
-            # The store may live in a rank that is about to end: everybody reads first.
+        values = [v.decode() for v in self.gather(f"agree/{what}", value.encode())]
+        if any(v != value for v in values):
+            # The store may live in a rank that is about to end: all ranks read first.
             with contextlib.suppress(PeerLost):
                 self.gather(f"agree/{what}/read", b"")
-            listed = itemised(f"rank {rank}: {v}" for rank, v in enumerate(found))
+            listed = itemised(f"rank {rank}: {v}" for rank, v in enumerate(values))
             raise VerifyError(f"the ranks do not have the same {what}:{listed}", where=f"rank {self.rank}", hint=hint)
 
     def leave(self) -> None:
@@ -128,19 +131,19 @@ class RankGroup:
 
 
 def gpu_of(device: torch.device) -> str:
-    """Which GPU of the world a device is, if NCCL could use it from this process; else nothing."""
+    """Return the name of a device's GPU in the world, if NCCL could use it from this process; else nothing."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return ""
     return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def sum_kind(gpus: Sequence[str]) -> str:
-    """What sums up over ranks with these GPUs: NCCL takes one rank per GPU, and no rank without."""
+    """Return the library that sums up over ranks with these GPUs: NCCL takes one rank per GPU, and no rank without."""
     return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
 def host_store(world: int, timeout: float) -> TCPStore:
-    """The meeting point of a local run: any free port, listening on loopback only."""
+    """Open the meeting point of a local run: any free port, listening on loopback only."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
@@ -167,12 +170,12 @@ def join_store(port: int, world: int, timeout: float) -> TCPStore:
 
 
 def time_span(seconds: float) -> timedelta:
-    """A timeout for torch, which counts whole milliseconds and takes none of them for no limit."""
+    """Return a timeout for torch, which counts whole milliseconds and takes none of them for no limit."""
     return timedelta(seconds=max(seconds, 0.001))
 
 
 def not_met(address: str, timeout: float, error: Exception, where: str = "") -> PeerLost:
-    """What is said of a meeting point that could not be reached."""
+    """Return the error for a meeting point that could not be reached."""
     first = str(error).partition("\n")[0]
     return PeerLost(
         f"could not meet the group at {address} within {timeout:g} s: {first}",

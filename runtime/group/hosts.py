@@ -1,12 +1,13 @@
-"""Where a launcher put this process, and the network interface it talks through. In: the environment, a bundle's hosts. Out: a Place, an
-Interface, and what does not fit.
+"""The place of this process in a group, and the network interface it talks through.
+
+In: the environment, a bundle's hosts. Out: a Place, an Interface, and errors for what does not fit.
 
     torchrun   RANK WORLD_SIZE MASTER_ADDR MASTER_PORT, and LOCAL_RANK; anything else that sets these four will do
-    srun       SLURM_PROCID SLURM_NTASKS, and where the group meets: MASTER_ADDR, else the first of SLURM_STEP_NODELIST, SLURM_JOB_NODELIST or
-               SLURM_NODELIST; MASTER_PORT, else a port that follows from SLURM_JOB_ID
+    srun       SLURM_PROCID SLURM_NTASKS, and where the group meets: MASTER_ADDR, else the first of SLURM_STEP_NODELIST,
+               SLURM_JOB_NODELIST or SLURM_NODELIST; MASTER_PORT, else a port that follows from SLURM_JOB_ID
 
-The interface is the one that GLOO_SOCKET_IFNAME names, else that of the rank's host in the bundle's cluster file, else the one through
-which the meeting point is reached. What a rank listens on, it listens on there alone.
+The interface is the one that GLOO_SOCKET_IFNAME names, else that of the rank's host in the bundle's cluster file.
+Without these it is the one through which the meeting point is reached. A rank listens on that interface alone.
 
 Limits: IPv4; interfaces are asked of Linux.
 """
@@ -52,7 +53,7 @@ class ProcessPlace:
 
 @dataclass(frozen=True)
 class Interface:
-    """`why` is for people: how it was chosen."""
+    """A network interface. `why` is for people: how it was chosen."""
 
     name: str
     address: str
@@ -60,7 +61,7 @@ class Interface:
 
 
 class Present(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What a rank tells the others of itself when the group meets. `watch` is the port of its keeper."""
+    """A rank's description of itself for the other ranks when the group meets. `watch` is the port of its keeper."""
 
     host: str
     address: str
@@ -73,7 +74,7 @@ class Present(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def in_group(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher started this process as one of several."""
+    """Say whether a launcher started this process as one of several."""
     return ("RANK" in environment and "WORLD_SIZE" in environment) or _under_srun(environment)
 
 
@@ -88,9 +89,9 @@ def _slurm_tasks(environment: Mapping[str, str]) -> str:
 
 
 def place_of(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
-    """What the launcher says of this process; all that is missing or wrong in one error."""
+    """Return the place that the launcher gave this process; all that is missing or wrong is one error."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        found = {name: environment.get(name, "") for name in _GROUP}
+        variables = {name: environment.get(name, "") for name in _GROUP}
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "the environment"
         local, host = environment.get("LOCAL_RANK", "0"), socket.gethostname()
         hint = "start it with torchrun, or set all four"
@@ -107,19 +108,21 @@ def place_of(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
         job = environment.get("SLURM_JOB_ID", "")
         port = environment.get("MASTER_PORT") or (str(_FIRST_PORT + int(job) % _PORTS) if job.isdecimal() else "")
         values = (environment["SLURM_PROCID"], _slurm_tasks(environment), first, port)
-        found = dict(zip(_GROUP, values, strict=True))
+        variables = dict(zip(_GROUP, values, strict=True))
         launcher, local = "srun", environment.get("SLURM_LOCALID", "0")
         host = environment.get("SLURMD_NODENAME") or socket.gethostname()
         hint = "SLURM_NODELIST and SLURM_JOB_ID say where the group meets, else MASTER_ADDR and MASTER_PORT have to"
-    problems = [f"{name} is not set" for name, text in found.items() if not text]
-    numbers = {name: text for name, text in {**found, "LOCAL_RANK": local}.items() if name != "MASTER_ADDR" and text}
+    problems = [f"{name} is not set" for name, text in variables.items() if not text]
+    numbers = {
+        name: text for name, text in {**variables, "LOCAL_RANK": local}.items() if name != "MASTER_ADDR" and text
+    }
     problems += [
         f"{name} is {text[:40]!r}, expected a number"
         for name, text in numbers.items()
         if not re.fullmatch("[0-9]{1,18}", text)
     ]
     rank, world, port_number = (
-        (0, 1, 1) if problems else (int(found[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        (0, 1, 1) if problems else (int(variables[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     )
     if not problems:
         if rank >= world:
@@ -133,37 +136,37 @@ def place_of(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
             hint=hint,
         )
     served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return ProcessPlace(rank, world, int(local), found["MASTER_ADDR"], port_number, host, launcher, served)
+    return ProcessPlace(rank, world, int(local), variables["MASTER_ADDR"], port_number, host, launcher, served)
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The nodes of a Slurm list: `a[1-2,07],b` -> a1 a2 a07 b."""
-    found = []
+    """Return the nodes of a Slurm list: `a[1-2,07],b` -> a1 a2 a07 b."""
+    nodes = []
     for item in re.findall(r"[^,\[\]]*(?:\[[^\]]*\][^,\[\]]*)*", text):
         parts = re.split(r"\[([^\]]*)\]", item)
         names = [parts[0]]
-        for ranges, rest in zip(parts[1::2], parts[2::2], strict=True):
-            names = [name + number + rest for name in names for number in _numbers(ranges)]
-        found += [name for name in names if name]
-    return found
+        for ranges, suffix in zip(parts[1::2], parts[2::2], strict=True):
+            names = [name + number + suffix for name in names for number in _numbers(ranges)]
+        nodes += [name for name in names if name]
+    return nodes
 
 
 def _numbers(ranges: str) -> list[str]:
-    found = []
+    numbers = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
         if not (first.isdecimal() and (last or first).isdecimal()):
             raise UsageError(f"cannot read the list of nodes: {part!r}", where="environment", hint="set MASTER_ADDR")
-        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return found
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return numbers
 
 
 # ------------------------------------------------------------------------------------------------ the interface
 
 
 def interfaces() -> dict[str, str]:
-    """The interfaces of this machine that have an IPv4 address."""
-    found = {}
+    """Return the interfaces of this machine that have an IPv4 address."""
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = array.array("B", struct.pack("256s", name.encode()))
@@ -171,16 +174,17 @@ def interfaces() -> dict[str, str]:
                 fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
             except OSError:
                 continue  # it has none
-            found[name] = socket.inet_ntoa(request.tobytes()[20:24])
-    return found
+            addresses[name] = socket.inet_ntoa(request.tobytes()[20:24])
+    return addresses
 
 
 def choose_interface(place: ProcessPlace, planned: str = "", environment: Mapping[str, str] = os.environ) -> Interface:
-    """Where this rank talks to the others. `planned` is what the bundle's cluster says of its host."""
+    """Choose where this rank talks to the other ranks. `planned` is the interface of its host in the bundle's
+    cluster."""
     there = interfaces()
     listed = ", ".join(f"{name} ({address})" for name, address in there.items()) or "none"
-    asked = environment.get(INTERFACE_VARIABLE, "").split(",")[0]
-    for name, why in ((asked, f"by {INTERFACE_VARIABLE}"), (planned, "by the cluster file")):
+    wanted = environment.get(INTERFACE_VARIABLE, "").split(",")[0]
+    for name, why in ((wanted, f"by {INTERFACE_VARIABLE}"), (planned, "by the cluster file")):
         if name and name not in there:
             what = f"interface {name}, chosen {why}, is not on this host or has no IPv4 address; there are: {listed}"
             raise UsageError(
@@ -189,9 +193,9 @@ def choose_interface(place: ProcessPlace, planned: str = "", environment: Mappin
         if name:
             return Interface(name, there[name], why)
     address, why = _way_to(place)
-    name = next((name for name, own in there.items() if own == address), "")
+    name = next((name for name, local in there.items() if local == address), "")
     # The whole of 127.0.0.0/8 is this machine.
-    name = name or next((name for name, own in there.items() if _is_loopback(address) and _is_loopback(own)), "")
+    name = name or next((name for name, local in there.items() if _is_loopback(address) and _is_loopback(local)), "")
     if not name:
         what = f"no interface has the address {address} through which {place.address} is reached; there are: {listed}"
         raise UsageError(
@@ -201,7 +205,7 @@ def choose_interface(place: ProcessPlace, planned: str = "", environment: Mappin
 
 
 def _way_to(place: ProcessPlace) -> tuple[str, str]:
-    """Our own address on the way to the meeting point."""
+    """Return our own address on the way to the meeting point."""
     target = resolve(place.address, place)
     if _is_loopback(target) and place.address not in ("localhost", target):
         # Some systems give their own name an address on loopback, which is of no use to other hosts.
@@ -221,7 +225,7 @@ def _way_to(place: ProcessPlace) -> tuple[str, str]:
 
 
 def resolve(address: str, place: ProcessPlace) -> str:
-    """The IPv4 address of a name."""
+    """Return the IPv4 address of a name."""
     try:
         return str(socket.getaddrinfo(address, place.port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -237,7 +241,8 @@ def _is_loopback(address: str) -> bool:
 
 
 def check_world(path: str, ranks: Sequence[RankEntry], place: ProcessPlace, elastic: bool = False) -> None:
-    """Refuse another number of processes than there are ranks in the bundle at `path`; fewer are well where it may be planned anew."""
+    """Refuse another number of processes than there are ranks in the bundle at `path`; fewer are well where it may be
+    planned anew."""
     if len(ranks) == place.world or (elastic and place.world < len(ranks)):
         return
     listed = itemised(f"rank {r.rank}: stage {r.stage} on {r.device} of host {r.host}" for r in ranks[:16])
@@ -251,17 +256,21 @@ def check_world(path: str, ranks: Sequence[RankEntry], place: ProcessPlace, elas
 
 
 def check_hosts(bundle: Bundle, present: Sequence[Present]) -> list[str]:
-    """Refuse ranks on hosts that the bundle has for others, as far as names tell. The answer is what is odd and may be meant."""
+    """Refuse ranks on hosts that the bundle has for other ranks, as far as names tell. Return what is odd and may be
+    meant."""
     planned = [_short(entry.host) for entry in bundle.manifest.ranks]
-    found = [_short(one.host) for one in present]
+    started = [_short(one.host) for one in present]
     wrong = [
-        rank for rank, name in enumerate(found) if name != planned[rank] and (name in planned or planned[rank] in found)
+        rank
+        for rank, name in enumerate(started)
+        if name != planned[rank] and (name in planned or planned[rank] in started)
     ]
     if wrong:
-        listed = itemised(f"rank {r}: the bundle has it on {planned[r]}, it was started on {found[r]}" for r in wrong)
+        listed = itemised(f"rank {r}: the bundle has it on {planned[r]}, it was started on {started[r]}" for r in wrong)
         order = list(dict.fromkeys(planned))
         hint = (
-            f"start the hosts in the order {', '.join(order)} (torchrun --node-rank without --rdzv-backend; srun --nodelist with "
+            f"start the hosts in the order {', '.join(order)} (torchrun --node-rank without --rdzv-backend; srun "
+            "--nodelist with "
             "--distribution=block)"
         )
         raise UsageError(
@@ -277,7 +286,7 @@ def check_hosts(bundle: Bundle, present: Sequence[Present]) -> list[str]:
 
 
 def describe_hosts(present: Sequence[Present]) -> str:
-    """Who is where, in one line."""
+    """Say in one line which rank is on which host."""
     ranks: dict[tuple[str, str, str], list[str]] = {}
     for rank, one in enumerate(present):
         ranks.setdefault((one.host, one.interface, one.address), []).append(str(rank))
@@ -288,7 +297,7 @@ def describe_hosts(present: Sequence[Present]) -> str:
 
 
 def same_host(a: str, b: str) -> bool:
-    """Whether two names are of one host, with or without a domain behind them."""
+    """Say whether two names are of one host, with or without a domain behind them."""
     return _short(a) == _short(b)
 
 

@@ -1,8 +1,10 @@
-"""Where the ranks of a group meet: a store that rank 0 serves, or the launcher. In: a Place and an
-Interface. Out: a store of this start alone.
+"""The meeting point of a group: a store that rank 0 serves, or the launcher.
 
-Rank 0 listens on one address: that of MASTER_ADDR where it is this host's, else that of the chosen interface. A store that a launcher
-serves outlives its ranks, so each start of a rank is counted in it, and what the ranks say to each other stands under that number.
+In: a Place and an Interface. Out: a store of this start alone.
+
+Rank 0 listens on one address: that of MASTER_ADDR where it is this host's, else that of the chosen interface. A store
+that a launcher serves outlives its ranks. So each start of a rank is counted in it, and the values of the ranks stand
+under that number.
 """
 
 from __future__ import annotations
@@ -21,21 +23,22 @@ from .trust import Trust
 
 
 def join_environment(timeout: float) -> tuple[Store, int, int]:
-    """The meeting point that the environment names, through the interface that leads there; store, rank, world size."""
+    """Join the meeting point that the environment names, through the interface that leads there; return store, rank,
+    world size."""
     place = place_of()
     return join_place(place, choose_interface(place), timeout), place.rank, place.world
 
 
 def join_place(place: ProcessPlace, interface: Interface, timeout: float, trust: Trust | None = None) -> Store:
-    """The store of this start of the group. Gloo talks through the interface from now on. With `trust` the ranks compare what they trust,
-    and values are sealed where there is a secret (sealed.py)."""
+    """Return the store of this start of the group. Gloo talks through the interface from here on. With `trust` the
+    ranks compare what they trust, and values are sealed where there is a secret (sealed.py)."""
     os.environ[INTERFACE_VARIABLE] = interface.name
     try:
         if place.served or place.rank:
             store = TCPStore(place.address, place.port, place.world, False, time_span(timeout), wait_for_workers=False)
         else:
             store = _serve(place, interface, timeout)
-        # Counted for each size of the group by itself: who is not there in between does not count.
+        # Counted for each size of the group by itself: a rank that is not there in between does not count.
         start = store.add(f"penstock/start/{place.world}/{place.rank}", 1)
     except RuntimeError as error:
         raise not_met(f"{place.address}:{place.port}", timeout, error, f"rank {place.rank} on {place.host}") from error
@@ -77,5 +80,5 @@ def _serve(place: ProcessPlace, interface: Interface, timeout: float) -> TCPStor
 
 
 def _stays_here(address: str, interface: Interface) -> bool:
-    """Whether a meeting point could be reached by this host alone, though the others are somewhere else."""
+    """Say whether a meeting point could be reached by this host alone, though the other hosts are elsewhere."""
     return address.startswith("127.") and not interface.address.startswith("127.")

@@ -1,9 +1,10 @@
-"""Which ranks share this host's memory, and the sockets between them. In: a group that has met, the channels of this rank. Out: for each
-channel whose other end is near, one end of a socket.
+"""The ranks that share this host's memory, and the sockets between them.
 
-Two ranks are near if they run under one kernel (its boot's id), in one network namespace, as one user, and compute on CPUs. Each of them
-listens on a Unix socket without a place in the file system, whose random name goes through the group's store; whoever connects must be a
-process of the same user. A channel belongs to its sender, who connects.
+In: a group that has met, the channels of this rank. Out: for each channel whose other end is near, one end of a socket.
+
+Two ranks are near if they run under one kernel (its boot's id), in one network namespace, as one user, and compute on
+CPUs. Each of them listens on a Unix socket without a place in the file system, whose random name goes through the
+group's store. A process that connects must be of the same user. A channel belongs to its sender, which connects.
 
 `PENSTOCK_SHARED_MEMORY=0`, on any of the ranks, leaves it out: its messages go over gloo then.
 """
@@ -20,7 +21,7 @@ import struct
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -29,26 +30,36 @@ from penstock.ir.schedule import MESSAGES, RECEIVES, SENDS, Schedule
 from penstock.runtime.state.store import CPU
 from penstock.support.errors import PeerLost, UsageError
 
-if TYPE_CHECKING:
-    from .group import RankGroup
-
 # A channel of a rank: the kind of its actions, and the peer.
 End = tuple[str, int]
 
 _CREDENTIALS = struct.Struct("3i")
-# Bytes of a hello, and how long whoever connects has for it.
+# Bytes of a hello, and how long a sender that connects has for it.
 _HELLO, _HELLO_SECONDS = 256, 2.0
 _HINT = "PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk over sockets instead"
 
 
+class Meeting(Protocol):
+    """The place where ranks that know each other by number exchange values, such as a Group."""
+
+    rank: int
+    timeout: float
+
+    def put(self, key: str, value: bytes) -> None:
+        """Publish a value."""
+
+    def get(self, key: str, what: str) -> bytes:
+        """Wait for a value of another rank; `what` says in an error what was waited for."""
+
+
 def ends_of(schedule: Schedule, rank: int) -> set[End]:
-    """The channels of a rank: (kind of action, peer)."""
+    """Return the channels of a rank: (kind of action, peer)."""
     program = schedule.ranks[rank]
     return {(a.kind, a.peer) for a in (*program.start, *program.batch) if a.kind in MESSAGES and a.peer is not None}
 
 
 def identity(device: torch.device = CPU, environment: Mapping[str, str] = os.environ) -> str:
-    """What near ranks have in common; nothing where memory is not to be shared."""
+    """Return what near ranks have in common; nothing where memory is not to be shared."""
     wanted = environment.get("PENSTOCK_SHARED_MEMORY", "1")
     if wanted not in ("0", "1"):
         raise UsageError(f"PENSTOCK_SHARED_MEMORY must be 0 or 1, got {wanted!r}")
@@ -61,27 +72,27 @@ def identity(device: torch.device = CPU, environment: Mapping[str, str] = os.env
     return hashlib.sha256(f"{boot} {space.st_dev} {space.st_ino} {os.getuid()}".encode()).hexdigest()
 
 
-def connect(group: RankGroup, ends: Iterable[End], own: str, key: str = "stages") -> dict[End, socket.socket]:
-    """Called by all ranks that share a channel, each with its `identity`: the sockets of channels whose other end has the same one. A group
-    that does this more than once needs another `key` each time."""
+def connect(group: Meeting, ends: Iterable[End], host_key: str, key: str = "stages") -> dict[End, socket.socket]:
+    """Open the sockets of channels whose other end has the same `identity`. All ranks that share a channel call this,
+    each with its own. A group that does this more than once needs another `key` each time."""
     ends = sorted(ends)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    found: dict[End, socket.socket] = {}
+    sockets: dict[End, socket.socket] = {}
     until = time.monotonic() + group.timeout
     try:
         name = secrets.token_hex(16)
-        if own:
+        if host_key:
             listener.bind(f"\0penstock-{name}")
             listener.listen(128)
-        group.put(f"{key}/near/{group.rank}", json.dumps([own, name]).encode())
+        group.put(f"{key}/near/{group.rank}", json.dumps([host_key, name]).encode())
         peers = {
             peer: json.loads(group.get(f"{key}/near/{peer}", f"rank {peer}, which may share memory"))
             for peer in {peer for _, peer in ends}
         }
-        near = [(kind, peer) for kind, peer in ends if own and peers[peer][0] == own]
+        near = [(kind, peer) for kind, peer in ends if host_key and peers[peer][0] == host_key]
         for kind, peer in near:
             if kind in SENDS:
-                found[kind, peer] = _call(
+                sockets[kind, peer] = _call(
                     f"\0penstock-{peers[peer][1]}", f"{ACTION_KINDS[kind].partner} {group.rank}", until
                 )
         expected = {end for end in near if end[0] in RECEIVES}
@@ -89,17 +100,17 @@ def connect(group: RankGroup, ends: Iterable[End], own: str, key: str = "stages"
             end, one = _answer(listener, until)
             if end in expected:
                 expected.remove(end)
-                found[end] = one
+                sockets[end] = one
             else:
                 one.close()
     except OSError as error:
-        for one in found.values():
+        for one in sockets.values():
             one.close()
         what = f"could not share memory with the other ranks of this host: {error}"
         raise PeerLost(what, where=f"rank {group.rank}", hint=_HINT) from error
     finally:
         listener.close()
-    return found
+    return sockets
 
 
 def _call(address: str, hello: str, until: float) -> socket.socket:
@@ -116,7 +127,7 @@ def _call(address: str, hello: str, until: float) -> socket.socket:
 
 
 def _answer(listener: socket.socket, until: float) -> tuple[End, socket.socket]:
-    """The next channel whose sender connects; others are turned away."""
+    """Return the next channel whose sender connects; other processes are turned away."""
     while True:
         listener.settimeout(_left(until))
         one, _ = listener.accept()

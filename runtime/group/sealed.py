@@ -1,11 +1,13 @@
-"""A store whose values only those with a secret can write. In: a store that anybody may reach, a key. Out:
-the same interface, for us and for gloo.
+"""A store whose values only ranks with a secret can write.
+
+In: a store that any process may reach, a key. Out: the same interface, for us and for gloo.
 
     value = HMAC-SHA256(key, prefix and name, value) · value
 
-Addresses of ranks stand in the store where a group meets; who can write there could put others in their place. Values are not hidden.
-Counters (`add`) are not sealed: they are numbers that torch keeps; who changes them makes ranks wait in vain. Somebody who rules the store
-can give a value of an earlier run with the same secret in place of a new one.
+Addresses of ranks stand in the store where a group meets. A process that can write there could put other addresses
+in their place. Values are not hidden. Counters (`add`) are not sealed: they are numbers that torch keeps, and a process
+that changes them makes ranks wait in vain. A process that rules the store can give a value of an earlier run with the
+same secret in place of a new one.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _MAC = 32
 
 
 class SealedStore(Store):
-    """Keep it as long as torch has it: torch calls back."""
+    """A store that seals and checks values. Keep it as long as torch has it: torch calls back."""
 
     def __init__(self, inner: Store, key: bytes, prefix: str = "") -> None:
         super().__init__()
@@ -38,16 +40,16 @@ class SealedStore(Store):
         self._inner.set(self._name(name), self._seal(self._name(name), data) + data)  # type: ignore[arg-type]
 
     def get(self, name: str) -> bytes:
-        found = bytes(self._inner.get(self._name(name)))
-        if not hmac.compare_digest(found[:_MAC], self._seal(self._name(name), found[_MAC:])):
+        sealed = bytes(self._inner.get(self._name(name)))
+        if not hmac.compare_digest(sealed[:_MAC], self._seal(self._name(name), sealed[_MAC:])):
             raise VerifyError(
                 f"{name!r} was put there by somebody without the secret of this run", where="meeting point"
             )
-        return found[_MAC:]
+        return sealed[_MAC:]
 
     def wait(self, names: list[str], timeout: timedelta | None = None) -> None:
-        own = [self._name(name) for name in names]
-        self._inner.wait(own) if timeout is None else self._inner.wait(own, timeout)
+        prefixed = [self._name(name) for name in names]
+        self._inner.wait(prefixed) if timeout is None else self._inner.wait(prefixed, timeout)
 
     def check(self, names: list[str]) -> bool:
         return self._inner.check([self._name(name) for name in names])
@@ -62,7 +64,7 @@ class SealedStore(Store):
         return self._inner.num_keys()
 
     def clone(self) -> SealedStore:
-        """Another connection to the same place."""
+        """Return another connection to the same place."""
         return SealedStore(self._inner.clone(), self._key, self._prefix)  # type: ignore[attr-defined]
 
     def set_timeout(self, timeout: timedelta) -> None:

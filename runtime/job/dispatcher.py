@@ -1,16 +1,21 @@
-"""Requests in flight through the stages of an inference bundle: any thread hands them over, one thread of ours moves them.
+"""Requests in flight through the stages of an inference bundle: any thread hands them over, one thread of ours moves
+them.
 
-In: checked requests. Out: a future for each, which gets all outputs of its own samples, or the error that ended the job.
+In: checked requests. Out: a future for each, which gets all outputs of its own samples, or the error that ended the
+job.
 
-    submit ─► queue (bounded) ─► microbatches ─► Piece to the ranks ─► stage 0 ─► ... ─► Output ─► rows to their requests ─► futures
+    submit ─► queue (bounded) ─► microbatches ─► Piece to the ranks ─► stage 0 ─► ... ─► Output ─► rows ─► futures
 
-throughput  Requests share microbatches (runtime/job/requests.py says when), and up to 2 · ranks + 2 microbatches are under way, so that every rank has
-            one to work on and one to follow. A microbatch that is not full goes only while fewer are under way than there are stages: when
-            the pipeline has nothing better to do. So there is nothing to set: what waits under load fills microbatches up by itself.
-latency     One request at a time: its microbatches follow each other through the stages, and the next request begins when it is answered.
+throughput  Requests share microbatches (runtime/job/requests.py says when), and up to 2 · ranks + 2 microbatches are
+            under way, so that every rank has one to work on and one to follow. A microbatch that is not full goes
+            only while fewer are under way than there are stages: when the pipeline has nothing better to do. So
+            there is nothing to set: requests that wait under load fill microbatches up by themselves.
+latency     One request at a time: its microbatches follow each other through the stages, and the next request
+            begins when it is answered.
 
-The queue holds requests that have samples in no microbatch yet; `submit` waits for room in it. `finish` answers everything that was
-accepted and empties the pipeline; after an error of a worker every request that is not answered has that error.
+The queue holds requests that have samples in no microbatch yet; `submit` waits for room in it. `finish` answers
+everything that was accepted and empties the pipeline. After an error of a worker every request that is not answered has
+that error.
 
 Limit: a callback of a future runs on our thread; it must not wait for another request.
 """
@@ -22,27 +27,27 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
+from penstock.ir.batch_shares import share_of
 from penstock.runtime.launch.local import Workers
 from penstock.runtime.messages.control import Arrays, Done, End, Message, Output, RequestBatch, Serve, TraceRecord
-from penstock.runtime.worker.actions import share_of
+from penstock.runtime.messages.defaults import LATENCY
 from penstock.support.errors import PenstockError, QueueFull
 
 from .requests import Flying, Packer, Request, RequestPart, SampleLayout, Ticket
 
-MODES = ("throughput", "latency")
-# How long to wait for our thread when the job is ended: it may be in the middle of a send.
+# Seconds to wait for our thread when the job is ended: it may be in the middle of a send.
 _ABORT_SECONDS = 2.0
-# What concerns the job itself: memory at the end of a run, and what was traced.
+# Takes messages for the job itself: memory at the end of a run, and traces.
 Note = Callable[[int, Done | TraceRecord], None]
 
 
 class Drained(Exception):
-    """The pipeline was emptied for another command; whoever has a request begins anew."""
+    """The pipeline was emptied for another command; a caller that has a request begins anew."""
 
 
 class Serving:
-    """One run of requests, from an empty pipeline to an empty pipeline. `fed` are the inputs of each rank, `batch` the number of the first
-    batch and `per_batch` how many microbatches it has."""
+    """One run of requests, from an empty pipeline to an empty pipeline. `fed` are the inputs of each rank, `batch` the
+    number of the first batch and `per_batch` how many microbatches it has."""
 
     def __init__(
         self,
@@ -59,7 +64,7 @@ class Serving:
         self._shares = [share_of(workers.bundle.module, rank) for rank in range(workers.count)]
         self._batch, self._per_batch = batch, per_batch
         self._next = batch * per_batch
-        self._one_by_one = mode == "latency"
+        self._one_by_one = mode == LATENCY
         self._packer = Packer(layout, shares=not self._one_by_one)
         self._most, self._hungry = 2 * workers.count + 2, len(workers.bundle.module.stages)
         self._flying: dict[int, Flying] = {}
@@ -68,7 +73,7 @@ class Serving:
         self._incoming: deque[Ticket] = deque()
         self._room = queue
         self._closing = self._ended = self._aborted = False
-        # Nothing can be sent before an output comes, and so nobody has to be woken up; some future was cancelled.
+        # Nothing can be sent before an output arrives, and so no thread has to be woken up; some future was cancelled.
         self._full = self._cancelled = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
@@ -81,7 +86,7 @@ class Serving:
         ticket = Ticket(request, self._layout)
         ticket.future.add_done_callback(self._done)
         if threading.current_thread() is self._thread:
-            timeout = 0.0  # nobody else would make room
+            timeout = 0.0  # no other thread would make room
         with self._changed:
             free = self._changed.wait_for(
                 lambda: (self._room > 0 and not self._closing) or self._ended or self._error is not None, timeout
@@ -110,7 +115,8 @@ class Serving:
             self._workers.wake()
 
     def finish(self) -> int:
-        """Answer everything that was accepted, and empty the pipeline; the number of the batch after it. Raises what ended the job."""
+        """Answer everything that was accepted, empty the pipeline, and return the number of the batch after it. Raises
+        the error that ended the job."""
         with self._changed:
             self._closing = True
         self._workers.wake()
@@ -120,7 +126,7 @@ class Serving:
         return -(-self._next // self._per_batch)
 
     def abort(self) -> None:
-        """Give up: what is not answered gets an error. The workers are in the middle of something then."""
+        """Give up: requests that are not answered get an error. The workers may be in the middle of something then."""
         self._aborted = True
         self._workers.wake()
         self._thread.join(_ABORT_SECONDS)
@@ -221,9 +227,3 @@ class Serving:
             future = ticket.future
             if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
                 future.set_exception(error)
-
-
-def serving_problems(mode: str, queue: int) -> list[str]:
-    """What is wrong with what the caller asks for."""
-    problems = [] if mode in MODES else [f"the mode must be one of {', '.join(MODES)}, got {mode!r}"]
-    return problems + ([] if 1 <= queue <= 10**6 else [f"the queue must hold 1 to 1000000 requests, got {queue}"])

@@ -1,11 +1,11 @@
-"""The inference part of a job: one request, many in order, or futures for whoever has several threads.
+"""The inference part of a job: one request, many in order, or futures for callers that have several threads.
 
     outputs = job.infer(inputs)                    one request, waited for
     for outputs in job.stream(requests): ...       many, in order, several in flight
     future = job.submit(inputs)                    from any thread; future.result(timeout) waits
 
-The run of requests (runtime/job/dispatcher.py) begins with the first of them, and ends when the job has to do something else: it is drained
-then, and begins anew with the next request.
+The run of requests (runtime/job/dispatcher.py) begins with the first of them. It ends when the job has to do something else:
+it is drained then, and begins anew with the next request.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Inference:
         return self.send(self.layout.request(inputs, where, copy=True), timeout)
 
     def send(self, request: Request, timeout: float | None = None) -> Future[Arrays]:
-        """As `submit`, for what was checked and will not change."""
+        """Hand over a request that was checked and will not change, as `submit` does."""
         while True:
             serving = self._open()
             # If another command came in between, the request begins with the run after it.
@@ -60,7 +60,7 @@ class Inference:
                 return serving.submit(request, timeout)
 
     def stream(self, requests: Iterable[Inputs]) -> Generator[Arrays, None, None]:
-        """Outputs of each request, in order."""
+        """Yield the outputs of each request, in order."""
         iterator, number, open_ = _iterator_of(requests), 0, True
         window: deque[Future[Arrays]] = deque()
         try:
@@ -73,9 +73,8 @@ class Inference:
                         else:
                             window.append(self.submit(inputs, None, f"request {number}"))
                             number += 1
-                    except (
-                        Exception
-                    ) as error:  # of one request, or of the caller's iterable: those before it are answered first
+                    # Of one request, or of the caller's iterable: those before it are answered first.
+                    except Exception as error:
                         failed: Future[Arrays] = Future()
                         failed.set_exception(error)
                         window.append(failed)
@@ -109,7 +108,7 @@ class Inference:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Everything accepted is answered and the pipeline empty, until the block is left."""
+        """Answer everything accepted and empty the pipeline, until the block is left."""
         with self._lock:
             serving, self._serving = self._serving, None
             if serving is not None:
@@ -117,7 +116,7 @@ class Inference:
             yield
 
     def close(self) -> None:
-        """Answer what was accepted; no more requests. Raises what ended the run."""
+        """Answer what was accepted; no more requests. Raise the error that ended the run."""
         with self._lock:
             self._closed = True
             with self.paused():

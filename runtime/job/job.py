@@ -1,12 +1,13 @@
-"""Run a bundle from Python.
+"""The Python interface to a running bundle.
 
     with open("bundle/") as job:
         loss = job.step(batch)
         job.save("ckpt/")
 
-A Job holds the local workers of one bundle. A batch is a dict of arrays by input name (the model's or ours), whole global batch (m
-microbatches one after the other). `step` runs one batch and empties the pipeline; `run` keeps the pipeline full over an iterable and gives
-each loss as it is known; both compute the same numbers. The global step counts on over all calls, and from a checkpoint on after `resume`.
+A Job holds the local workers of one bundle. A batch is a dict of arrays by input name (the model's or ours), a whole
+global batch (m microbatches one after the other). `step` runs one batch and empties the pipeline. `run` keeps the
+pipeline full over an iterable and gives each loss as it is known. Both compute the same numbers. The global step counts
+on over all calls, and from a checkpoint on after `resume`.
 
 An inference bundle answers requests (`infer`, `stream`, `submit`; runtime/job/inference.py).
 
@@ -24,17 +25,19 @@ from types import TracebackType
 from typing import Any
 
 from penstock.backends.bundle.format import Bundle, open_bundle
+from penstock.ir.batch_shares import fed_inputs, loss_stage, microbatch_size, share_of
 from penstock.ir.graph import Module
 from penstock.ir.memory.predict import BATCHES_AHEAD
 from penstock.ir.training.rates import Rate
 from penstock.runtime.checkpoint.finding import choose
 from penstock.runtime.checkpoint.format import step_name
 from penstock.runtime.checkpoint.lock import Claims
-from penstock.runtime.checkpoint.resuming import start_from
+from penstock.runtime.checkpoint.resuming import Start, start_from
 from penstock.runtime.data.batches import check_batch, share_of_batch, take_batch
 from penstock.runtime.data.samples import check_data
-from penstock.runtime.launch.local import HEARTBEAT, TIMEOUT, Workers
-from penstock.runtime.launch.options import data_problems, data_spec, nan_problems, timeout_problems
+from penstock.runtime.launch.local import Workers
+from penstock.runtime.launch.options import JobOptions, OpenOptions, keywords
+from penstock.runtime.launch.preflight import check_job, job_options
 from penstock.runtime.messages.control import (
     Arrays,
     Audit,
@@ -44,6 +47,7 @@ from penstock.runtime.messages.control import (
     End,
     Evaluate,
     Evaluated,
+    Evaluation,
     FetchAudit,
     FetchParameters,
     Message,
@@ -55,17 +59,14 @@ from penstock.runtime.messages.control import (
     Stop,
     TraceRecord,
 )
+from penstock.runtime.messages.defaults import AHEAD, HEARTBEAT, QUEUE, THROUGHPUT, TIMEOUT, WARN, WRAP
 from penstock.runtime.messages.ledger import LedgerEntry
 from penstock.runtime.telemetry.steps import StepsUnderWay
 from penstock.runtime.telemetry.trace import Event
-from penstock.runtime.worker.actions import fed_inputs, loss_stage, microbatch_size, share_of
-from penstock.runtime.worker.evaluation import Evaluation, count_evaluation, mean_loss
-from penstock.runtime.worker.feeds import AHEAD
-from penstock.runtime.worker.pace import pace_problems
+from penstock.runtime.worker.evaluation import count_evaluation, mean_loss
 from penstock.support.errors import UsageError
 from penstock.support.terminal import say
 
-from .dispatcher import serving_problems
 from .inference import Inference, Inputs
 
 _NO_MORE: Any = object()
@@ -94,36 +95,22 @@ class Job:
         rate: Rate | str | None = None,
         prefetch: int = AHEAD,
         evaluation: DataSpec | None = None,
-        nan: str = "warn",
-        mode: str = "throughput",
-        queue: int = 64,
+        nan: str = WARN,
+        mode: str = THROUGHPUT,
+        queue: int = QUEUE,
         log_ranks: Collection[int] = (),
     ) -> None:
-        problems = (
-            timeout_problems(timeout, heartbeat)
-            + nan_problems(nan, bundle.module)
-            + ([] if data is None else data_problems(data))
-        )
-        problems += serving_problems(mode, queue)
-        if problems := problems + list(pace_problems(pace or {}, latency, timeout)):
-            raise UsageError("; ".join(problems))
+        options = JobOptions(
+            timeout=timeout, heartbeat=heartbeat, data=data, resume=resume, audit=audit, retire=retire, trace=trace,
+            pace=pace, latency=latency, lr=lr, rate=rate, prefetch=prefetch, evaluation=evaluation, nan=nan, mode=mode,
+            queue=queue, log_ranks=log_ranks,
+        )  # fmt: skip
+        check_job(options, bundle.module)
         self.bundle = bundle
         self.module: Module = bundle.module
         assert self.module.schedule is not None
         self.microbatches = self.module.schedule.microbatches
         self.trains = loss_stage(self.module) is not None
-        self.warnings: list[str] = []
-        hosts = sorted({entry.host for entry in bundle.manifest.ranks})
-        if len(hosts) > 1:
-            self.warnings.append(
-                f"the bundle was compiled for hosts {', '.join(hosts)}; all ranks run on this one (start it with torchrun on each)"
-            )
-        start = start_from(bundle, data, None if resume is None else choose(resume), lr, rate)
-        self.steps_done = start.step
-        self.warnings += start.warnings
-        if data is not None:
-            check_data(self.module, data, bundle.renamed)
-        self._to_evaluate = None if evaluation is None else count_evaluation(self.module, evaluation, bundle.renamed)
         self.parts = StepsUnderWay(self.module)
         types = {value.name: value.type for value in self.module.inputs}
         self._fed = [
@@ -131,48 +118,75 @@ class Job:
         ]
         self._shares = [share_of(self.module, rank) for rank in range(bundle.world_size)]
         self._busy = self._closed = False
-        self.peak_bytes = [0] * bundle.world_size
-        self.base_bytes = [0] * bundle.world_size
         # The directories that it saves into.
         self.claims = Claims()
-        # The longest that a save had to wait for the one before, in seconds.
-        self.save_waited = 0.0
-        self.traces: list[list[Event]] = [[] for _ in range(bundle.world_size)]
-        self.held: list[list[LedgerEntry]] = [[] for _ in range(bundle.world_size)]
-        resumed = None if start.place is None else str(start.place)
-        setup = Setup(
-            str(bundle.path),
-            timeout,
-            data,
-            resumed,
-            audit,
-            retire,
-            trace,
-            dict(pace or {}),
-            latency,
-            start.tables,
-            prefetch,
-            start.offset,
-            start.key,
-            nan,
-            evaluation,
-        )
+        self._begin_records()
+        setup = self._setup(options, self._find_start(options))
         self.workers = Workers(bundle, setup, heartbeat, log_ranks)
         self.inference = None if self.trains else Inference(self.workers, bundle, self._fed, mode, queue, self._note)
+
+    def _begin_records(self) -> None:
+        """Begin the lists, by rank, of what the workers report of themselves."""
+        world = self.bundle.world_size
+        self.peak_bytes, self.base_bytes = [0] * world, [0] * world
+        # The longest that a save had to wait for the one before, in seconds.
+        self.save_waited = 0.0
+        self.traces: list[list[Event]] = [[] for _ in range(world)]
+        self.held: list[list[LedgerEntry]] = [[] for _ in range(world)]
+
+    def _find_start(self, options: JobOptions) -> Start:
+        """Find where the job starts, and check its samples."""
+        bundle, data = self.bundle, options.data
+        self.warnings: list[str] = []
+        hosts = sorted({entry.host for entry in bundle.manifest.ranks})
+        if len(hosts) > 1:
+            self.warnings.append(
+                f"the bundle was compiled for hosts {', '.join(hosts)}; all ranks run on this one (start it "
+                "with torchrun on each)"
+            )
+        chosen = None if options.resume is None else choose(options.resume)
+        start = start_from(bundle, data, chosen, options.lr, options.rate)
+        self.steps_done = start.step
+        self.warnings += start.warnings
+        if data is not None:
+            check_data(self.module, data, bundle.renamed)
+        evaluation = options.evaluation
+        self._to_evaluate = None if evaluation is None else count_evaluation(self.module, evaluation, bundle.renamed)
+        return start
+
+    def _setup(self, options: JobOptions, start: Start) -> Setup:
+        return Setup(
+            str(self.bundle.path),
+            options.timeout,
+            data=options.data,
+            resume=None if start.place is None else str(start.place),
+            audit=options.audit,
+            retire=options.retire,
+            trace=options.trace,
+            pace=dict(options.pace or {}),
+            latency=options.latency,
+            tables=start.tables,
+            prefetch=options.prefetch,
+            offset=start.offset,
+            key=start.key,
+            nan=options.nan,
+            evaluation=options.evaluation,
+        )
 
     # -------------------------------------------------------------------------------------------- training
 
     def step(self, batch: TrainingBatch) -> float:
-        """Train on one global batch and wait for it; its loss."""
+        """Train on one global batch, wait for it, and return its loss."""
         return next(iter(list(self.steps([batch])))).loss
 
     def run(self, batches: Iterable[TrainingBatch]) -> Iterator[float]:
-        """Train on batches without emptying the pipeline in between; the loss of each."""
+        """Train on batches without emptying the pipeline in between; yield the loss of each."""
         for step in self.steps(batches):
             yield step.loss
 
     def steps(self, batches: Iterable[TrainingBatch]) -> Generator[Step, None, None]:
-        """As `run`, with all that is known of each step. Leaving the iterator early lets the batches already handed over finish."""
+        """Train as `run` does, and yield all that is known of each step. Leaving the iterator early lets the batches
+        already handed over finish."""
         if not self.trains:
             raise UsageError(
                 "the bundle is for inference",
@@ -202,18 +216,18 @@ class Job:
     # -------------------------------------------------------------------------------------------- inference
 
     def infer(self, inputs: Inputs) -> Arrays:
-        """All module outputs, by the model's names, for any number of samples. What is missing to a whole microbatch is
+        """Return all module outputs, by the model's names, for any number of samples. A microbatch that is not full is
         filled up by repeating the last sample."""
         return self._requests().infer(inputs)
 
     def stream(self, requests: Iterable[Inputs]) -> Iterator[Arrays]:
-        """The outputs of each request, in order, with as many in flight as the queue holds. A request that does
+        """Yield the outputs of each request, in order, with as many in flight as the queue holds. A request that does
         not fit is an error when its turn comes."""
         return self._requests().stream(requests)
 
     def submit(self, inputs: Inputs, timeout: float | None = None) -> Future[Arrays]:
-        """Hand over a request and go on; any thread may. The future gets its outputs. Inputs that do not fit are an error at once;
-        QueueFull where the queue of `open` has no room for `timeout` seconds."""
+        """Hand over a request and go on; any thread may. The future gets its outputs. Inputs that do not fit are an
+        error at once; QueueFull where the queue of `open` has no room for `timeout` seconds."""
         return self._requests().submit(inputs, timeout)
 
     def _requests(self) -> Inference:
@@ -228,8 +242,8 @@ class Job:
     # -------------------------------------------------------------------------------------------- state
 
     def evaluate(self) -> Evaluation:
-        """The mean loss over the samples that the job was opened to evaluate on, with the newest
-        weights; nothing of the training changes."""
+        """Return the mean loss over the samples that the job was opened to evaluate on, with the newest weights;
+        nothing of the training changes."""
         if self._to_evaluate is None:
             raise UsageError("the job has no samples to evaluate on", hint="open it with eval_data=FILE")
         losses: dict[int, float] = {}
@@ -246,9 +260,10 @@ class Job:
     def save(
         self, directory: str | os.PathLike[str], *, background: bool = False, keep_last: int | None = None
     ) -> Path:
-        """Write a checkpoint of the step reached; its path. In the `background` a copy of the state is written while training goes on: the
-        checkpoint is there when the next save begins or the job is closed. `keep_last` removes older ones, but for so many in all. From the
-        first save on the directory is the job's until that is closed: no other may save there."""
+        """Write a checkpoint of the step reached, and return its path. In the `background` a copy of the state is
+        written while training goes on. The checkpoint is there when the next save begins or the job is closed.
+        `keep_last` removes older ones, but for so many in all. From the first save on the directory is the job's until
+        that is closed: no other may save there."""
         if keep_last is not None and keep_last < 1:
             raise UsageError(f"keep_last must be 1 or more, got {keep_last}")
         place = Path(os.path.abspath(directory))
@@ -265,14 +280,14 @@ class Job:
         return place / step_name(self.steps_done)
 
     def parameters(self) -> Arrays:
-        """The newest parameters of all stages by name."""
-        found: Arrays = {}
+        """Return the newest parameters of all stages by name."""
+        parameters: Arrays = {}
         for _, arrays in self._ask(FetchParameters()):
-            found |= arrays
-        return found
+            parameters |= arrays
+        return parameters
 
     def audit(self) -> list[Audit]:
-        """What the store of each rank counted; with `audit=True` also which version was used by what."""
+        """Return the counts of each rank's store; with `audit=True` also which version was used by what."""
         return [message for message, _ in self._ask(FetchAudit()) if isinstance(message, Audit)]
 
     def close(self) -> None:
@@ -310,14 +325,16 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error the pipeline may be full: nothing can be stopped in good order. Workers that reported one have been ended.
+        # After an error the pipeline may be full: nothing can be stopped in good order. Workers that reported one have
+        # been ended.
         if kind is None or (not self._busy and not self.workers.ended and issubclass(kind, UsageError)):
             self.close()
             return
         self._leave()
 
     def _leave(self) -> None:
-        """End the workers; a checkpoint that is being written is waited for, as long as it gets on and nobody interrupts that."""
+        """End the workers. A checkpoint that is being written is waited for, as long as it gets on and no user
+        interrupts that."""
         try:
             if self.workers.saves():
                 say("penstock: waits for the checkpoint that is being written; another interrupt ends that")
@@ -325,7 +342,8 @@ class Job:
         finally:
             self.abort()
 
-    # -------------------------------------------------------------------------------------------- talking to the workers
+    # -------------------------------------------------------------------------------------------- talking to the
+    # workers
 
     def _note(self, rank: int, message: Done | TraceRecord) -> None:
         if isinstance(message, TraceRecord):
@@ -337,7 +355,7 @@ class Job:
             self.save_waited = max(self.save_waited, message.waited)
 
     def _paused(self) -> AbstractContextManager[None]:
-        """No requests are under way."""
+        """Keep requests from being under way."""
         return nullcontext() if self.inference is None else self.inference.paused()
 
     def _begin(self) -> None:
@@ -348,7 +366,7 @@ class Job:
         self._busy = True
 
     def _ask(self, question: Record) -> list[tuple[Message, Arrays]]:
-        """One answer of every rank, in the order of ranks."""
+        """Return one answer of every rank, in the order of ranks."""
         with self._paused():
             return self._ask_now(question)
 
@@ -365,7 +383,7 @@ class Job:
             self._busy = False
 
     def _until_done(self) -> Iterator[tuple[int, Message, Arrays]]:
-        """Messages until every worker is done with its command."""
+        """Yield messages until every worker is done with its command."""
         waiting = set(range(self.bundle.world_size))
         while waiting:
             rank, message, arrays = self.workers.receive()
@@ -377,7 +395,7 @@ class Job:
                 yield rank, message, arrays
 
     def _stream(self, batches: Iterable[TrainingBatch]) -> Generator[Step, None, None]:
-        """Feed batches to the workers, a few ahead, and give the steps that they report."""
+        """Feed batches to the workers, a few ahead, and yield the steps that they report."""
         try:
             iterator = iter(batches)
         except TypeError as problem:
@@ -392,10 +410,10 @@ class Job:
             while waiting:
                 while open_ and sent - self.steps_done < BATCHES_AHEAD:
                     try:
-                        given = next(iterator, _NO_MORE)
+                        value = next(iterator, _NO_MORE)
                         batch: Any = None
-                        if given is not _NO_MORE:
-                            batch = take_batch(self.module, given, f"batch {sent}", self.bundle.renamed)
+                        if value is not _NO_MORE:
+                            batch = take_batch(self.module, value, f"batch {sent}", self.bundle.renamed)
                             check_batch(self.module, batch, f"batch {sent}", self.bundle.renamed)
                     except Exception as problem:  # of the caller's iterable: the batches before it are finished first
                         batch, error = None, problem
@@ -424,7 +442,7 @@ class Job:
             raise error
 
     def _take(self, waiting: set[int]) -> Step | None:
-        """One message of a run; the step that it completes."""
+        """Take one message of a run; return the step that it completes."""
         rank, message, _ = self.workers.receive()
         if isinstance(message, Done | TraceRecord):
             self._note(rank, message)
@@ -447,7 +465,7 @@ def open(
     data: str | os.PathLike[str] | None = None,
     shuffle: bool = False,
     seed: int = 0,
-    last: str = "wrap",
+    last: str = WRAP,
     eval_data: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     audit: bool = False,
@@ -455,29 +473,21 @@ def open(
     latency: float = 0.0,
     lr: float | None = None,
     rate: Rate | str | None = None,
-    mode: str = "throughput",
-    queue: int = 64,
+    mode: str = THROUGHPUT,
+    queue: int = QUEUE,
 ) -> Job:
-    """Check a bundle and start its workers on this machine. `timeout` bounds every wait of one rank for another that lives,
-    `heartbeat` how long one may give no sign of life (0: for ever); `lr` and `rate` are a learning rate and a schedule of it that
-    stand in for those the bundle was compiled with. `mode` (throughput or latency, runtime/job/dispatcher.py) and the length of the `queue`
-    are for requests to an inference bundle.
+    """Check a bundle and start its workers on this machine. `timeout` bounds every wait of one rank for another that
+    lives, `heartbeat` how long one may give no sign of life (0: for ever). `lr` and `rate` are a learning rate and a
+    schedule of it that stand in for those the bundle was compiled with. `mode` (throughput or latency,
+    runtime/job/dispatcher.py) and the length of the `queue` are for requests to an inference bundle.
 
-    `pace` and `latency` are for measuring schedules apart from kernels and networks: seconds that a computation of each kind takes at least
-    (F, B with W included, W, U), and seconds from a send until its message arrives. They do not change what is computed."""
-    spec = None if data is None else data_spec(data, shuffle, seed, last)
-    return Job(
-        open_bundle(path),
-        timeout=timeout,
-        heartbeat=heartbeat,
-        data=spec,
-        evaluation=None if eval_data is None else data_spec(eval_data, False, 0),
-        resume=resume,
-        audit=audit,
-        pace=pace,
-        latency=latency,
-        lr=lr,
-        rate=rate,
-        mode=mode,
-        queue=queue,
-    )
+    `pace` and `latency` are for measuring schedules apart from kernels and networks. They are the least seconds of a
+    computation of each kind (F, B with W included, W, U), and the seconds from a send until its message arrives. They
+    do not change what is computed.
+    """
+    options = OpenOptions(
+        timeout=timeout, heartbeat=heartbeat, data=None if data is None else os.fspath(data), shuffle=shuffle,
+        seed=seed, last=last, eval_data=None if eval_data is None else os.fspath(eval_data), resume=resume, audit=audit,
+        pace=pace, latency=latency, lr=lr, rate=rate, mode=mode, queue=queue,
+    )  # fmt: skip
+    return Job(open_bundle(path), **keywords(job_options(options)))

@@ -1,16 +1,17 @@
-"""Requests of an inference: how their samples become microbatches, and outputs of microbatches the rows of each of them.
+"""Requests of an inference: their samples become microbatches, and outputs of microbatches become the rows of each of
+them.
 
-In: a module and dicts of arrays by input name. Out: microbatches of b samples, and for every request all module outputs by the model's
-names. b and the rows of a sample are those of runtime/data/samples.py.
+In: a module and dicts of arrays by input name. Out: microbatches of b samples, and for every request all module
+outputs by the model's names. b and the rows of a sample are those of runtime/data/samples.py.
 
-A request has any number of samples, at least one. Microbatches are filled in the order of the requests; one that nobody has more
-samples for is filled up by repeating its last one. Requests share a microbatch only where their scalar inputs, which are given
-whole, are equal, and where the module lets them: every output has rows of its samples, and no random numbers are drawn by the
-number of the microbatch. A module that looks at other samples of its microbatch (a batch norm without stored statistics) does so
-here, too: its results depend on who shares it.
+A request has any number of samples, at least one. Microbatches are filled in the order of the requests. One that no
+request has more samples for is filled up by repeating its last one. Requests share a microbatch only where their scalar
+inputs, which are given whole, are equal, and where the module lets them. Then every output has rows of its samples, and
+no random numbers are drawn by the number of the microbatch. A module that looks at other samples of its microbatch (a
+batch norm without stored statistics) does so here, too. Its results depend on the requests that share it.
 
-An output whose first dimension is no multiple of b belongs to whole microbatches: those of a request's
-microbatches are put one after the other.
+An output whose first dimension is no multiple of b belongs to whole microbatches: those of a request's microbatches
+are put one after the other.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import MICROBATCH, Module
 from penstock.ir.names import shown
 from penstock.ir.types import TensorType, numpy_dtype
 from penstock.runtime.data.batches import check_batch, take_batch
 from penstock.runtime.data.ranges import integer_range
 from penstock.runtime.messages.control import Arrays
-from penstock.runtime.worker.actions import microbatch_size
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised
 
@@ -43,7 +44,7 @@ class Request:
 
 
 class SampleLayout:
-    """Where samples are in the inputs and outputs of a module."""
+    """The places of samples in the inputs and outputs of a module."""
 
     def __init__(self, module: Module, renamed: Mapping[str, str]) -> None:
         self._module, self._renamed = module, renamed
@@ -57,10 +58,10 @@ class SampleLayout:
         draws = any(value.name == MICROBATCH for value in module.inputs)
         self.packs = all(self.output_rows.values()) and not draws
 
-    def request(self, given: Any, where: str, *, copy: bool = False) -> Request:
-        """What a caller gives, checked; all that does not fit is one error. `copy`: the caller may
-        change the arrays before they are read."""
-        arrays = take_batch(self._module, given, where, self._renamed)
+    def request(self, inputs: Any, where: str, *, copy: bool = False) -> Request:
+        """Check a caller's inputs; all that does not fit is one error. `copy`: the caller may change the arrays before
+        they are read."""
+        arrays = take_batch(self._module, inputs, where, self._renamed)
         problems, counts = [], {}
         for name, rows in self.rows.items():
             array = arrays.get(name)
@@ -80,7 +81,7 @@ class SampleLayout:
         return Request({name: array.copy() for name, array in arrays.items()} if copy else arrays, samples)
 
     def cut(self, request: Request, size: int) -> Iterator[Request]:
-        """Requests of up to `size` samples each, in order; they share the arrays."""
+        """Yield requests of up to `size` samples each, in order; they share the arrays."""
         for start in range(0, request.samples, size):
             stop = min(start + size, request.samples)
             yield Request(
@@ -88,23 +89,23 @@ class SampleLayout:
             )
 
     def microbatch(self, parts: Sequence[RequestPart]) -> Arrays:
-        """The inputs of one microbatch."""
-        found: Arrays = {}
+        """Return the inputs of one microbatch."""
+        inputs: Arrays = {}
         for name, rows in self.rows.items():
             pieces = [self._slice(name, p.ticket.request.inputs[name], p.start, p.start + p.samples) for p in parts]
             missing = self.samples - sum(p.samples for p in parts)
             pieces += [pieces[-1][-rows:]] * missing
-            found[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return found | {name: array for name, array in parts[0].ticket.request.inputs.items() if name not in self.rows}
+            inputs[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return inputs | {name: array for name, array in parts[0].ticket.request.inputs.items() if name not in self.rows}
 
     def alike(self, a: Request, b: Request) -> bool:
-        """Whether two requests may share a microbatch."""
+        """Say whether two requests may share a microbatch."""
         return self.packs and all(
             np.array_equal(a.inputs[name], b.inputs[name]) for name in self.inputs.keys() - self.rows.keys()
         )
 
     def outside(self, results: Arrays) -> Arrays:
-        """Results by the model's names."""
+        """Return results by the model's names."""
         names = shown(results, self._renamed)
         return {names[name]: array for name, array in results.items()}
 
@@ -114,7 +115,7 @@ class SampleLayout:
 
 
 class Ticket:
-    """A request on its way. `sent` samples of it are in microbatches, `missing` rows of results have not come."""
+    """A request on its way. `sent` samples of it are in microbatches, `missing` rows of results have not arrived."""
 
     def __init__(self, request: Request, layout: SampleLayout) -> None:
         self.request = request
@@ -129,11 +130,11 @@ class Ticket:
 
     @property
     def left(self) -> int:
-        """Samples that are in no microbatch yet."""
+        """The samples that are in no microbatch yet."""
         return self.request.samples - self.sent
 
     def take(self, part: RequestPart, outputs: Arrays) -> bool:
-        """Results of a microbatch that the request has a part in; whether they were the last ones."""
+        """Take results of a microbatch that the request has a part in; say whether they were the last ones."""
         for name, array in outputs.items():
             rows = self._layout.output_rows[name]
             self._missing -= part.samples
@@ -151,14 +152,14 @@ class Ticket:
         return self._missing == 0
 
     def results(self) -> Arrays:
-        found: Arrays = {}
+        results: Arrays = {}
         for name in self._layout.outputs:
             if name in self._whole:
-                found[name] = self._whole[name]
+                results[name] = self._whole[name]
                 continue
             pieces = [array for _, array in sorted(self._pieces[name].items(), key=lambda item: item[0])]
-            found[name] = np.concatenate(pieces) if pieces[0].ndim else np.stack(pieces)
-        return self._layout.outside(found)
+            results[name] = np.concatenate(pieces) if pieces[0].ndim else np.stack(pieces)
+        return self._layout.outside(results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ class RequestPart:
 
 @dataclass(slots=True)
 class Flying:
-    """A microbatch under way, and outputs that have not come."""
+    """A microbatch under way, and the number of outputs that have not arrived."""
 
     parts: list[RequestPart]
     missing: int = field(default=0)
@@ -187,11 +188,11 @@ class Packer:
         self.waiting: deque[Ticket] = deque()
 
     def purge(self) -> None:
-        """Forget requests that were cancelled before their turn came."""
+        """Forget requests that were cancelled before their turn."""
         self.waiting = deque(ticket for ticket in self.waiting if not ticket.future.cancelled())
 
     def full(self) -> bool:
-        """Whether the next microbatch has no room for a request that has not come yet."""
+        """Say whether the next microbatch has no room for a request that has not arrived yet."""
         samples, first = 0, self.waiting[0]
         for ticket in self.waiting:
             if ticket is not first and not self._joins(ticket, first):
@@ -202,7 +203,8 @@ class Packer:
         return not self._shares or not self._layout.packs
 
     def take(self) -> list[RequestPart]:
-        """The parts of the next microbatch; none if everybody cancelled. From here on the requests cannot be cancelled any more."""
+        """Return the parts of the next microbatch; none if all requests were cancelled. From here on they cannot be
+        cancelled."""
         parts: list[RequestPart] = []
         room = self._layout.samples
         while room and self.waiting:
@@ -225,11 +227,11 @@ class Packer:
 
 
 def _output_types(module: Module) -> dict[str, TensorType]:
-    found: dict[str, TensorType] = {}
+    types: dict[str, TensorType] = {}
     for stage in module.stages:
         graph = module.stage_graph(stage.index, "F")
-        found |= {value.name: value.type for value in graph.outs} if graph is not None else {}
-    return {name: found[name] for name in module.outputs}
+        types |= {value.name: value.type for value in graph.outs} if graph is not None else {}
+    return {name: types[name] for name in module.outputs}
 
 
 def _rows(type: TensorType, samples: int) -> int:

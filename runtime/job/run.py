@@ -1,10 +1,13 @@
-"""Train with a bundle from the command line: `penstock run`. In: options. Out: metrics, checkpoints, a summary.
+"""Training with a bundle from the command line: `penstock run`.
+
+In: options. Out: metrics, checkpoints, a summary.
 
     run_bundle("bundle/", data="train.npz", steps=1000, checkpoint="ckpt/")
 
-starts local workers; where a launcher such as torchrun started this process as one of several, it becomes its rank instead. With
-`max_restarts` local workers are started again after a failure that may pass, from the newest checkpoint of this run, else from where it
-began: steps after that are run again, with the same numbers, and stand in the metrics once.
+starts local workers. Where a launcher such as torchrun started this process as one of several, it becomes its rank
+instead. With `max_restarts` local workers are started again after a failure that may pass, from the newest checkpoint
+of this run, else from where it began. Steps after that are run again, with the same numbers, and stand in the metrics
+once.
 """
 
 from __future__ import annotations
@@ -15,30 +18,38 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from penstock.backends.bundle.format import open_bundle
+from penstock.backends.bundle.format import Bundle, open_bundle
+from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.training.rates import Rate
 from penstock.runtime.checkpoint.format import saved_step, step_name
 from penstock.runtime.checkpoint.lock import Claims
+from penstock.runtime.data.samples import data_spec
 from penstock.runtime.group.hosts import in_group
 from penstock.runtime.launch.elastic import replan
 from penstock.runtime.launch.failures import is_passing
 from penstock.runtime.launch.keeper import become_rank
-from penstock.runtime.launch.local import HEARTBEAT, TIMEOUT
 from penstock.runtime.launch.logs import DEFAULT, chosen_ranks
-from penstock.runtime.launch.options import RunOptions, data_spec
+from penstock.runtime.launch.options import JobOptions, RunOptions, keywords
+from penstock.runtime.launch.preflight import check_run, evaluation_data, save_after, training_data
 from penstock.runtime.launch.restarts import finished_saves, identity
+from penstock.runtime.messages.defaults import HEARTBEAT, SYNTHETIC, TIMEOUT, WARN, WRAP
 from penstock.runtime.telemetry.trace import write_trace
 from penstock.runtime.telemetry.utilisation import Utilisation
-from penstock.runtime.worker.actions import microbatch_size
 from penstock.support.errors import PenstockError, UsageError
 from penstock.support.words import counted
+
+if TYPE_CHECKING:
+    from penstock.runtime.telemetry.metrics import Metrics
+
+    from .job import Job
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did. `losses` are those of its steps; `peak_bytes` the largest resident size of each
-    rank; `restarts` how often it began again."""
+    """The result of a run. `losses` are those of its steps; `peak_bytes` the largest resident size of each rank;
+    `restarts` how often it began again."""
 
     first_step: int
     losses: list[float]
@@ -52,11 +63,11 @@ class RunSummary:
 def run_bundle(
     path: str | os.PathLike[str],
     *,
-    data: str | os.PathLike[str] = "synthetic",
+    data: str | os.PathLike[str] = SYNTHETIC,
     steps: int = 10,
     shuffle: bool = False,
     seed: int = 0,
-    last: str = "wrap",
+    last: str = WRAP,
     metrics: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
@@ -67,7 +78,7 @@ def run_bundle(
     lr: float | None = None,
     rate: Rate | str | None = None,
     heartbeat: float = HEARTBEAT,
-    nan: str = "warn",
+    nan: str = WARN,
     max_restarts: int = 0,
     eval_data: str | os.PathLike[str] | None = None,
     eval_every: int | None = None,
@@ -79,34 +90,21 @@ def run_bundle(
     tls: str | os.PathLike[str] | None = None,
     elastic: bool = False,
 ) -> RunSummary:
-    """Train for `steps` steps. Where torchrun or srun started this process, it becomes its rank and does not come back."""
-    options = RunOptions(
-        bundle=os.path.abspath(path),
-        data=data_spec(data, shuffle, seed, last),
-        steps=steps,
-        metrics=_absolute(metrics),
-        checkpoint=_absolute(checkpoint),
-        resume=_absolute(resume),
-        trace=_absolute(trace),
-        checkpoint_every=checkpoint_every,
-        timeout=timeout,
-        progress=progress,
-        lr=lr,
-        rate=None if rate is None else str(rate),
-        heartbeat=heartbeat,
-        nan=nan,
-        max_restarts=max_restarts,
-        evaluation=None if eval_data is None else data_spec(eval_data, False, 0),
-        evaluate_every=eval_every,
-        log=tuple(log),
-        keep_last=keep_last,
-        checkpoint_wait=checkpoint_wait,
-        log_ranks=log_ranks,
-        secret=_absolute(secret),
-        tls=_absolute(tls),
-        elastic=elastic,
-    )
-    options.check()
+    """Train for `steps` steps. A process that torchrun or srun started becomes its rank and does not come back."""
+    return train(RunOptions(
+        bundle=os.path.abspath(path), data=data_spec(data, shuffle, seed, last).source, steps=steps, shuffle=shuffle,
+        seed=seed, last=last, metrics=_absolute(metrics), checkpoint=_absolute(checkpoint),
+        checkpoint_every=checkpoint_every, resume=_absolute(resume), timeout=timeout, trace=_absolute(trace),
+        progress=progress, lr=lr, rate=None if rate is None else str(rate), heartbeat=heartbeat, nan=nan,
+        max_restarts=max_restarts, eval_data=None if eval_data is None else data_spec(eval_data, False, 0).source,
+        eval_every=eval_every, log=tuple(log), keep_last=keep_last, checkpoint_wait=checkpoint_wait,
+        log_ranks=log_ranks, secret=_absolute(secret), tls=_absolute(tls), elastic=elastic,
+    ))  # fmt: skip
+
+
+def train(options: RunOptions) -> RunSummary:
+    """Train as the options say, whose paths are absolute."""
+    check_run(options)
     if in_group():
         become_rank(options)
     run = _LocalRun(options)
@@ -117,20 +115,20 @@ def run_bundle(
             except PenstockError as error:
                 run.recover(error)
     except (KeyboardInterrupt, SystemExit) as end:
-        end.add_note(run.told())
+        end.add_note(run.state_at_end())
         raise
     finally:
         run.claims.close()
 
 
 class _LocalRun:
-    """A run on this machine, with what has to outlive its workers."""
+    """A run on this machine, with the state that has to outlive its workers."""
 
     def __init__(self, options: RunOptions) -> None:
         self.options = options
         self.restarts = 0
         self.claims = Claims()
-        # Where checkpoints of this run come, and what stood there before.
+        # The places of checkpoints of this run, and the identity of what stood there before.
         self._places: list[tuple[Path, int | None]] = []
         self._first: int | None = None
         self._losses: list[float] = []
@@ -148,8 +146,7 @@ class _LocalRun:
 
     def go_on(self) -> RunSummary:
         """Start workers and train to the end."""
-        # Here, because they import torch, which a keeper has no use for.
-        from penstock.runtime.telemetry.metrics import Metrics
+        # lazy: a keeper needs none of it.
         from penstock.runtime.telemetry.overlap import overlap_of
 
         from .job import Job
@@ -157,23 +154,10 @@ class _LocalRun:
         options, saved = self.options, self.saved
         self._done = 0
         claimed = self.claims.hold(options.checkpoint) if options.checkpoint is not None else []
-        resume = options.resume if saved is None else str(saved)
         bundle = open_bundle(self._bundle)
         if self._first is None:
             self._shown = chosen_ranks(options.log_ranks, bundle.world_size)
-        job = Job(
-            bundle,
-            timeout=options.timeout,
-            data=options.data,
-            evaluation=options.evaluation,
-            resume=resume,
-            trace=options.trace is not None,
-            lr=options.lr,
-            rate=options.rate,
-            heartbeat=options.heartbeat,
-            nan=options.nan,
-            log_ranks=[rank for rank in self._shown if rank < bundle.world_size],
-        )
+        job = Job(bundle, **keywords(self._job_options(bundle, saved)))
         job.claims = self.claims.lent()
         job.workers.checkpoints = options.checkpoint if saved is not None else None
         with job:
@@ -181,34 +165,12 @@ class _LocalRun:
                 print(f"warning: {warning}", file=sys.stderr)
             start = job.steps_done
             self._first = start if self._first is None else self._first
-            end = self._first + options.steps
             del self._losses[start - self._first :]
-            again = options.resume is not None or self.restarts > 0
             samples = microbatch_size(job.module) * job.microbatches
-            busy = Utilisation(job.module.rank_stages(), job.workers.busy_seconds)
-            record = Metrics(
-                options.metrics,
-                samples,
-                start,
-                end,
-                progress=options.progress,
-                append=again,
-                log=options.log,
-                busy=busy,
-            )
+            record = self._open_metrics(job, samples, self._first + options.steps)
             try:
                 record.start()
-                for count in options.chunks(start, end):
-                    for step in job.steps_from_data(count):
-                        record.add(step)
-                    if options.evaluates_after(job.steps_done, end):
-                        record.evaluated(job.steps_done, job.evaluate())
-                    if options.checkpoint is not None and options.saves_after(job.steps_done, end):
-                        save = options.save_after(job.steps_done, end)
-                        place = Path(save.directory) / step_name(save.step)
-                        self._places.append((place, identity(place)))
-                        job.save(save.directory, background=save.background, keep_last=save.keep_last)
-                        record.tell_wait(job.save_waited)
+                self._train(job, record, self._first + options.steps)
                 if options.trace is not None:
                     record.overlapped(job.steps_done, overlap_of(job.traces, job.module))
             finally:
@@ -220,6 +182,53 @@ class _LocalRun:
             write_trace(Path(options.trace), job.traces, module=job.module, held=job.held)
         rate = len(self._losses) * samples / max(self._seconds, 1e-9)
         return RunSummary(self._first, self._losses, self._seconds, rate, self.saved, job.peak_bytes, self.restarts)
+
+    def _job_options(self, bundle: Bundle, saved: Path | None) -> JobOptions:
+        """Return the options of the job that this start runs, from the newest checkpoint or from where the run
+        began."""
+        options = self.options
+        return JobOptions(
+            timeout=options.timeout,
+            heartbeat=options.heartbeat,
+            data=training_data(options),
+            evaluation=evaluation_data(options),
+            resume=options.resume if saved is None else str(saved),
+            trace=options.trace is not None,
+            lr=options.lr,
+            rate=options.rate,
+            nan=options.nan,
+            log_ranks=[rank for rank in self._shown if rank < bundle.world_size],
+        )
+
+    def _open_metrics(self, job: Job, samples: int, end: int) -> Metrics:
+        from penstock.runtime.telemetry.metrics import Metrics
+
+        options = self.options
+        return Metrics(
+            options.metrics,
+            samples,
+            job.steps_done,
+            end,
+            progress=options.progress,
+            append=options.resume is not None or self.restarts > 0,
+            log=options.log,
+            busy=Utilisation(job.module.rank_stages(), job.workers.busy_seconds),
+        )
+
+    def _train(self, job: Job, record: Metrics, end: int) -> None:
+        """Run all steps before `end`, with evaluations and saves in between."""
+        options = self.options
+        for count in options.chunks(job.steps_done, end):
+            for step in job.steps_from_data(count):
+                record.add(step)
+            if options.evaluates_after(job.steps_done, end):
+                record.evaluated(job.steps_done, job.evaluate())
+            if options.saves_after(job.steps_done, end):
+                save = save_after(options, job.steps_done, end)
+                place = Path(save.directory) / step_name(save.step)
+                self._places.append((place, identity(place)))
+                job.save(save.directory, background=save.background, keep_last=save.keep_last)
+                record.tell_wait(job.save_waited)
 
     def recover(self, error: PenstockError) -> None:
         """Say what happened, and what happens next; raise the error where nothing does."""
@@ -237,13 +246,14 @@ class _LocalRun:
         if lost and left and self.options.elastic:
             assert self.options.checkpoint is not None
             print(f"penstock: error: {error}", file=sys.stderr, flush=True)
-            made = replan(open_bundle(self.options.bundle), left, Path(self.options.checkpoint))
-            told = (
-                f"penstock: {device} of rank {error.rank} failed again at once and is given up; planned anew: {made.told}; from "
+            replanned = replan(open_bundle(self.options.bundle), left, Path(self.options.checkpoint))
+            message = (
+                f"penstock: {device} of rank {error.rank} failed again at once and is given up; planned anew: "
+                f"{replanned.told}; from "
                 f"{self._from}"
             )
-            print(told, file=sys.stderr, flush=True)
-            self._bundle, self._failed_on = made.bundle, None
+            print(message, file=sys.stderr, flush=True)
+            self._bundle, self._failed_on = replanned.bundle, None
             return
         if self.restarts == self.options.max_restarts or not is_passing(error):
             if lost and left and not self.options.elastic:
@@ -259,8 +269,8 @@ class _LocalRun:
             flush=True,
         )
 
-    def told(self) -> str:
-        """How far a run came that is ended from outside, what is saved of it, and how to go on."""
+    def state_at_end(self) -> str:
+        """Say how far a run came that is ended from outside, what is saved of it, and how to go on."""
         options, saved = self.options, self.saved
         done = (
             f"after {len(self._losses)} of {counted(options.steps, 'step')}"

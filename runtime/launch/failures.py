@@ -1,5 +1,7 @@
-"""What is said of a failure. In: what the ranks were doing. Out: sentences that name rank, host, stage,
-action and peer, and the last good step."""
+"""The words for a failure.
+
+In: what the ranks were doing. Out: sentences that name rank, host, stage, action and peer, and the last good step.
+"""
 
 from __future__ import annotations
 
@@ -25,36 +27,36 @@ _ERRORS = {
 
 
 def place(rank: int, stage: int, doing: str, host: str = "") -> str:
-    """Where an error happened."""
+    """Name the place of an error."""
     on = f"host {host}, " if host else ""
     return f"rank {rank}, {on}stage {stage}, {'action ' if doing[:1].isdigit() else ''}{doing or 'starting'}"
 
 
 def named(rank: int, stage: int, process: int, host: str) -> str:
-    """A rank as the subject of a sentence."""
+    """Name a rank as the subject of a sentence."""
     return f"rank {rank} (stage {stage}, process {process} on {host})"
 
 
 def ending(code: int) -> str:
-    """How a process ended, by its exit code as subprocess gives it."""
+    """Say how a process ended, by its exit code as subprocess gives it."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def others(doing: Mapping[int, str], besides: int | None = None) -> list[str]:
-    """What the other ranks were at."""
+    """List what the other ranks were at."""
     listed = [f"rank {rank} was at {describe_line(text)}" for rank, text in doing.items() if rank != besides]
     return listed if len(listed) <= _MOST_LISTED else [*listed[:_MOST_LISTED], f"and {len(listed) - _MOST_LISTED} more"]
 
 
 def reached(step: int | None, checkpoints: str | None) -> str:
-    """The last good step, and where to go on from."""
-    told = "no step was finished" if step is None else f"last finished step {step}"
+    """Name the last good step, and the checkpoint to go on from."""
+    words = "no step was finished" if step is None else f"last finished step {step}"
     newest = newest_checkpoint(checkpoints)
-    return told + (f", newest checkpoint {newest}" if newest is not None else "")
+    return words + (f", newest checkpoint {newest}" if newest is not None else "")
 
 
 def newest_checkpoint(directory: str | None) -> Path | None:
-    """The newest checkpoint in a directory where there may be none."""
+    """Return the newest checkpoint in a directory where there may be none."""
     if directory is None or not (Path(directory) / LATEST).is_file():
         return None
     with contextlib.suppress(PenstockError):
@@ -63,7 +65,8 @@ def newest_checkpoint(directory: str | None) -> Path | None:
 
 
 def waits_for(rank: int, doing: Mapping[int, str]) -> int:
-    """The rank at the end of the chain of those that wait for a message of the next one; where it is a circle, one in it."""
+    """Return the rank at the end of the chain of those that wait for a message of the next one. Where it is a circle,
+    return one in it."""
     seen = {rank}
     while True:
         try:
@@ -77,7 +80,7 @@ def waits_for(rank: int, doing: Mapping[int, str]) -> int:
 
 
 def error_of(failed: Failed, where: str, doing: Mapping[int, str], rank: int, note: str) -> PenstockError:
-    """What a rank reported, as an error; `where` is the rank's place."""
+    """Return a rank's report as an error; `where` is the rank's place."""
     kind = _ERRORS.get(failed.error)
     if kind is None:
         return PenstockError(f"internal error:\n{failed.what}\n{note}", where=where, hint="please report this")
@@ -96,5 +99,6 @@ def error_of(failed: Failed, where: str, doing: Mapping[int, str], rank: int, no
 
 
 def is_passing(error: PenstockError) -> bool:
-    """Whether another try may go well: a lost rank, or an exception that nobody foresaw. What is wrong with inputs stays wrong."""
+    """Say whether another try may go well: a lost rank, or an exception of an unknown kind. An error of the inputs
+    stays."""
     return isinstance(error, PeerLost) or type(error) is PenstockError

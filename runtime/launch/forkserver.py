@@ -1,15 +1,18 @@
-"""Processes for the ranks of one host, forked from one that has imported what they need: imports take seconds of every rank, a fork milliseconds.
+"""Processes for the ranks of one host, forked from one that has imported what they need: imports take seconds of every
+rank, a fork milliseconds.
 
     python -P -m penstock.runtime.launch.forkserver --parent PID --backend NAME
 
-is started with one end of a socket pair as its input. In: ranks to start, each with its descriptors. Out: the numbers of processes, and what they
-ended with. What the imports wrote is put into the log of every rank, as if it had imported itself.
+is started with one end of a socket pair as its input. In: ranks to start, each with its descriptors. Out: the numbers
+of processes, and their exit codes. The output of the imports is put into the log of every rank, as if it had imported
+itself.
 
-A server stays for the next run of its launcher. It ends when it has had no rank for a while, and when its launcher ends; its ranks see that.
-A process inherits more than it is told: environment, directory, cores, limits. So a server serves only launches that hand down the same.
+A server stays for the next run of its launcher. It ends when it has had no rank for a while, and when its launcher
+ends; its ranks see that. A process inherits environment, directory, cores and limits. So a server serves only launches
+that hand down the same.
 
-A process that ended keeps its number until the launcher has heard of it, so that no signal meets a stranger. The server has one thread and
-touches no device, since neither threads nor CUDA survive a fork.
+A process that ended keeps its number until the launcher has heard of it, so that no signal meets a stranger. The server
+has one thread and touches no device, since neither threads nor CUDA survive a fork.
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from penstock.runtime.messages.control import Rank
+from penstock.support.entry_points import ENTRY_POINTS, command_line, load
 from penstock.support.errors import DoesNotFit, PeerLost, PenstockError
 from penstock.support.out_of_memory import ended_out_of_memory
 
@@ -48,18 +52,6 @@ _IDLE_SECONDS, _LOOK_SECONDS = 30.0, 1.0
 _LONGEST_MESSAGE = 1 << 12
 _PR_SET_PDEATHSIG = 1
 _INHERITED_STATUS = ("Umask", "Uid", "Gid", "SigIgn", "CapEff", "Seccomp")
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What the process of a rank is told: which one it is, and descriptors that are its own from then on."""
-
-    rank: int
-    world: int
-    threads: int
-    control: int
-    status: int
-    log: int
 
 
 # ------------------------------------------------------------------------------------------------ the launcher's side
@@ -78,15 +70,15 @@ class Process:
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """What it ended with, in subprocess's way; None while it runs."""
+        """Return its exit code, in subprocess's way; None while it runs."""
         return self._code
 
     def wait(self, seconds: float) -> None:
-        """Until it has ended, or for so long."""
+        """Wait until it has ended, or for so long."""
         self._ended.wait(seconds)
 
     def signal_group(self, number: int) -> None:
-        """To it, and to what it started, if it runs."""
+        """Send a signal to it, and to the processes it started, if it runs."""
         with self._lock:
             if self._code is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -111,7 +103,7 @@ class Process:
 
 
 class Server:
-    """A server that runs, seen from its launcher. A thread reads what it says until it ends."""
+    """A server that runs, seen from its launcher. A thread reads its messages until it ends."""
 
     def __init__(self, backend: str, environment: Mapping[str, str]) -> None:
         self.lost = False
@@ -124,7 +116,7 @@ class Server:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._server: subprocess.Popen[bytes] = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, "--parent", str(os.getpid()), "--backend", backend],
+                [*command_line("forkserver"), "--parent", str(os.getpid()), "--backend", backend],
                 env=environment,
                 stdin=theirs.fileno(),
                 stdout=self._log,
@@ -138,7 +130,7 @@ class Server:
         return self._server.pid
 
     def fork(self, rank: Rank) -> Process | None:
-        """The process of a rank; None if the server has ended, and `failure` says how."""
+        """Start the process of a rank; None if the server has ended, and `failure` says how."""
         process = Process()
         with self._lock:
             if self.lost:
@@ -160,7 +152,7 @@ class Server:
                 raise PeerLost(f"imports took longer than {_IMPORT_SECONDS:g} s", where="launch")
             if not process.has_begun(_FORK_SECONDS):
                 raise PeerLost(f"no process for rank {rank.rank} within {_FORK_SECONDS:g} s", where="launch")
-        except BaseException:  # an interrupt, too: nobody waits for it any more
+        except BaseException:  # an interrupt, too: its caller does not wait for it
             self._server.kill()
             raise
         if not process.pid and not process.refusal:
@@ -212,7 +204,7 @@ _servers_lock = threading.Lock()
 
 
 def fork_rank(rank: Rank, backend: str, environment: Mapping[str, str]) -> Process:
-    """A process for a rank, from a server that hands down what this process would, with that environment."""
+    """Start a process for a rank, from a server that hands down what this process would, with that environment."""
     key = (backend, *sorted(environment.items()), *_inherited())
     while True:
         with _servers_lock:
@@ -229,17 +221,20 @@ def fork_rank(rank: Rank, backend: str, environment: Mapping[str, str]) -> Proce
 
 
 def _describe_end(code: int, log: IO[bytes]) -> PenstockError:
-    """What a server that has ended means for its launcher; `log` is what it wrote."""
+    """Return the error that the end of a server means for its launcher; `log` is its output."""
     what = f"the process that ranks are forked from {ending(code)}"
     log.seek(0)
     if ended_out_of_memory(log.read().decode("utf-8", "replace")):
-        hint = "it loads libraries before there are any tensors; `ulimit -v` and the limits of a container have to leave room for them"
+        hint = (
+            "it loads libraries before there are any tensors; `ulimit -v` and the limits of a container have to "
+            "leave room for them"
+        )
         return DoesNotFit(f"the system gave no more memory: {what}", where="launch", hint=hint)
     return PeerLost(f"{what}\n{tail(log)}".rstrip(), where="launch")
 
 
 def _inherited() -> tuple[object, ...]:
-    """What else a process hands down to those that it starts."""
+    """Return what else a process hands down to those that it starts."""
     status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     try:
         directory: str | None = os.getcwd()
@@ -284,7 +279,9 @@ class _Children:
             return
         if not pid:
             try:
-                # A group of its own before anybody knows of it: signals go to groups. And nobody could end it when the server is gone.
+                # A group of its own before the launcher knows of it: signals go to groups. And no process could end it
+                # when the
+                # server is gone.
                 os.setsid()
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 self._connection.close()
@@ -307,10 +304,10 @@ class _Children:
         number, pid = self._running.pop(watch)
         self.poll.unregister(watch)
         os.close(watch)
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert found is not None
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
         self._ended[number] = pid
-        self._say({"ended": number, "code": found.si_status if found.si_code == os.CLD_EXITED else -found.si_status})
+        self._say({"ended": number, "code": ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status})
 
     def bury(self, number: int) -> None:
         os.waitpid(self._ended.pop(number), 0)
@@ -321,13 +318,14 @@ class _Children:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="penstock.runtime.launch.forkserver", description="Forks the ranks of local runs; started by penstock run."
+        prog=ENTRY_POINTS["forkserver"], description="Forks the ranks of local runs; started by penstock run."
     )
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--backend", required=True)
     arguments = parser.parse_args()
-    # What is imported stays. Looking through it for garbage would take a fifth of the imports, and a process would copy the pages of
-    # what it looks through: that is done for what a rank itself makes.
+    # Imported objects stay. Looking through them for garbage would take a fifth of the imports, and a process would
+    # copy
+    # the pages that it looks through. A rank collects only the objects it makes itself.
     gc.disable()
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -335,8 +333,8 @@ def main() -> None:
     os.close(nothing)
 
     from penstock.backends.registry import backend_of
-    from penstock.runtime.worker import worker  # noqa: F401 what the processes need
 
+    load("rank")
     with contextlib.suppress(PenstockError):  # the rank that loads a stage meets it again, and reports it
         backend_of(arguments.backend).prepare()
     _name("forks")
@@ -351,7 +349,7 @@ def main() -> None:
 
 
 def _serve(connection: socket.socket, parent: int) -> None:
-    """Until the launcher ends, or nothing was to be done for a while."""
+    """Serve until the launcher ends, or nothing was to be done for a while."""
     children, needed = _Children(connection), time.monotonic()
     while os.getppid() == parent:
         for descriptor, _ in children.poll.poll(1000 * _LOOK_SECONDS):
@@ -373,12 +371,12 @@ def _serve(connection: socket.socket, parent: int) -> None:
 
 
 def _name(role: str) -> None:
-    """What `ps` and `top` show of this process."""
+    """Set the name that `ps` and `top` show for this process."""
     Path("/proc/self/comm").write_text(f"penstock:{role}", encoding="ascii")
 
 
 def _become(rank: Rank, parent: int) -> NoReturn:
-    """This process, just forked, is a rank from now on."""
+    """Be a rank from here on, in a process that was just forked."""
     code = 1
     try:
         said = os.pread(1, os.fstat(1).st_size, 0)
@@ -390,9 +388,7 @@ def _become(rank: Rank, parent: int) -> NoReturn:
             os.set_inheritable(descriptor, False)
         _name(str(rank.rank))
         gc.enable()
-        from penstock.runtime.worker.worker import serve_rank
-
-        code = serve_rank(rank, parent)
+        code = load("rank").serve_rank(rank, parent)
     except BaseException:
         traceback.print_exc()
     finally:

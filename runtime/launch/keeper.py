@@ -1,16 +1,19 @@
-"""The keeper of one rank of a group: the process that torchrun or srun started. It starts the rank's worker (join.py),
-watches it, and speaks with the keepers of the other ranks (mesh.py). In: options, a place. Out: an exit code, and one message
-of the whole group when something fails.
+"""The keeper of one rank of a group: the process that torchrun or srun started.
 
-A keeper imports nothing heavy and does nothing but wait, so it lives when its worker does not: it sees how the worker died,
-that it stopped, what it reports. Keepers tell each other, and find out who cannot be reached. When something failed, the lowest
-rank among those that live waits a little for the cause (a broken connection is noticed sooner than what broke it), says it
-once, and tells the others, who end quietly; where it does not, the next one does. In each half of a cut network that is one
-rank. Every keeper kills its worker before it ends.
+In: options, a place. Out: an exit code, and one message of the whole group when something fails. The keeper starts
+the rank's worker (join.py), watches it, and speaks with the keepers of the other ranks (mesh.py).
+
+A keeper imports nothing heavy and does nothing but wait, so it lives when its worker does not. It sees how the
+worker died, that it stopped, what it reports. Keepers tell each other, and find out which ranks cannot be reached.
+After a failure, the lowest rank that lives waits a little for the cause: a broken connection is noticed sooner than
+what broke it. It says the cause once, and tells the other keepers, which end quietly. Where it does not, the next one
+does. In each half of a cut network that is one rank. Every keeper kills its worker before it ends.
 
     died error    the worker ended, or reported an exception       silent       the worker has no heartbeat
-    closed        the keeper of a rank is gone                     unreachable  nothing is heard of a rank: a cut, a host that is down
-    ended         the launcher ended a rank                        symptom      a rank lost a peer; whoever else has a trouble is the cause
+    closed        the keeper of a rank is gone                     unreachable  nothing is heard of a rank: a cut, a
+                                                                                host that is down
+    ended         the launcher ended a rank                        symptom      a rank lost a peer; a rank with any
+                                                                                other trouble is the cause
 """
 
 from __future__ import annotations
@@ -46,11 +49,12 @@ from .logs import Follower, chosen_ranks, tail
 from .options import RunOptions
 from .peers import Bye, JobVerdict, Peers, Pulse, Said, Told
 
-# The stronger the sooner: what a rank knows of itself comes before what others see of it.
+# The stronger the sooner: what a rank knows of itself comes before what other ranks see of it.
 KINDS = ("error", "died", "silent", "closed", "unreachable", "ended", "symptom")
 _TICK_SECONDS = 0.1
 _PULSE_SECONDS = 0.5
-# How long to look for the cause after the first sign of trouble, and what each further rank waits for the one before it.
+# How long to look for the cause after the first sign of trouble, and what each further rank waits for the one before
+# it.
 _CAUSE_SECONDS, _TURN_SECONDS = 1.5, 2.0
 _END_SECONDS, _KILL_SECONDS = 2.0, 10.0
 # The worker misses its keeper while that connects, so this is less than any heartbeat.
@@ -85,15 +89,16 @@ def become_rank(options: RunOptions) -> None:
 
 
 def _planned_interface(bundle: Bundle, seat: ProcessPlace) -> str:
-    """What the cluster file of the bundle says of the host that a rank is planned for, if this is it."""
+    """Return the interface that the bundle's cluster file names for the host that a rank is planned for, if this is
+    it."""
     cluster, name = bundle.module.cluster, bundle.rank(seat.rank).host
-    own = [host.interface for host in cluster.hosts if host.name == name] if cluster is not None else []
-    return own[0] if own and same_host(name, seat.host) else ""
+    names = [host.interface for host in cluster.hosts if host.name == name] if cluster is not None else []
+    return names[0] if names and same_host(name, seat.host) else ""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """What befell a rank, as this keeper knows it."""
+    """The failure of a rank, as this keeper knows it."""
 
     kind: str
     since: float
@@ -105,7 +110,7 @@ class Trouble:
 
 
 class Keeper:
-    """The worker of one rank, and what is known of the others."""
+    """The worker of one rank, and what is known of the other ranks."""
 
     def __init__(self, options: RunOptions, bundle: Bundle, seat: ProcessPlace, interface: Interface) -> None:
         self.options, self.bundle, self.seat, self.rank = options, bundle, seat, seat.rank
@@ -125,8 +130,8 @@ class Keeper:
         self._signal: int | None = None
         self._reported = False
         self._log_ranks = chosen_ranks(options.log_ranks, bundle.world_size)
-        # Rank 0 speaks for the run.
-        self._log = tempfile.TemporaryFile(prefix="penstock-worker-") if self.rank else None  # noqa: SIM115 closed by end()
+        # Rank 0 speaks for the run. `end` closes the file.
+        self._log = tempfile.TemporaryFile(prefix="penstock-worker-") if self.rank else None  # noqa: SIM115
         self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._listener.bind((interface.address, 0))
         self._listener.listen(max(128, seat.world))
@@ -175,7 +180,7 @@ class Keeper:
     # -------------------------------------------------------------------------------------------- the loop
 
     def keep(self) -> int:
-        """Watch until the end; the exit code."""
+        """Watch until the end; return the exit code."""
         pulsed = 0.0
         while True:
             if self._mesh is None:
@@ -215,7 +220,7 @@ class Keeper:
         self._answer()
 
     def _answer(self) -> None:
-        """A sign of life for the worker. One that is stopped does not read, and must not stop its keeper."""
+        """Give the worker a sign of life. One that is stopped does not read, and must not stop its keeper."""
         try:
             known = {**self._busy, self.rank: self._board.busy(0)}
             whole = tuple(known[rank] for rank in sorted(known)) if len(known) == self.seat.world else ()
@@ -224,7 +229,8 @@ class Keeper:
             return  # it has ended, which is seen elsewhere
 
     def end(self) -> None:
-        """End the worker, whatever it is doing; but a checkpoint that is being written is waited for, as long as it gets on."""
+        """End the worker, whatever it is doing; but a checkpoint that is being written is waited for, as long as it
+        gets on."""
         lost = self._troubles.get(0)
         if lost is None or lost.kind in ("error", "ended", "symptom"):
             await_saves(
@@ -248,17 +254,18 @@ class Keeper:
         self._channel.close()
 
     def tell_end(self, code: int) -> None:
-        """Say what is left of a run that its launcher ended, once for all ranks, when what was being saved is there."""
+        """Say what is left of a run that its launcher ended, once for all ranks, when the checkpoint that was being
+        saved is there."""
         failed = any(trouble.kind in ("error", "died", "silent") for trouble in self._troubles.values())
         if self._signal is None or code != 128 + self._signal or self.rank or failed:
             return
         steps, directory = max(self._steps, self._own_steps()), self.options.checkpoint
-        told = reached(steps - 1 if steps else None, directory)
+        summary = reached(steps - 1 if steps else None, directory)
         if directory is None:
-            told += "; nothing was saved, because no --checkpoint was given"
+            summary += "; nothing was saved, because no --checkpoint was given"
         elif newest_checkpoint(directory) is not None:
-            told += f"; --resume {directory} goes on from there, as does a start under the name of this run"
-        print(f"penstock: ended by {signal.Signals(self._signal).name}: {told}", file=sys.stderr, flush=True)
+            summary += f"; --resume {directory} goes on from there, as does a start under the name of this run"
+        print(f"penstock: ended by {signal.Signals(self._signal).name}: {summary}", file=sys.stderr, flush=True)
 
     # -------------------------------------------------------------------------------------------- what is seen
 
@@ -303,7 +310,7 @@ class Keeper:
             self._own("silent", PeerLost.__name__, f"{state}: no sign of life for {seconds:.0f} s")
 
     def _own(self, kind: str, error: str, what: str, where: str = "", hint: str = "") -> None:
-        """Trouble of this rank; the first one counts."""
+        """Note trouble of this rank; the first one counts."""
         if self.rank in self._troubles:
             return
         trouble = Trouble(kind, time.monotonic(), self._own_doing(), error, what, where, hint)
@@ -354,9 +361,9 @@ class Keeper:
         return time.monotonic() - min(trouble.since for trouble in self._troubles.values()) > seconds
 
     def _is_my_turn(self) -> bool:
-        """Whether it is time for a verdict, and this keeper's to give it."""
+        """Say whether it is time for a verdict, and this keeper's to give it."""
         if self._mesh is None:
-            return True  # nobody else knows of it
+            return True  # no other keeper knows of it
         strong = [trouble.since for trouble in self._troubles.values() if trouble.kind not in ("symptom", "ended")]
         # The cause of a symptom shows at the latest when a heartbeat is missed.
         wait = _CAUSE_SECONDS if strong else _CAUSE_SECONDS + self.options.heartbeat
@@ -366,7 +373,7 @@ class Keeper:
         return time.monotonic() - since > wait + _TURN_SECONDS * min(before, 3)
 
     def _verdict(self) -> PenstockError:
-        """What happened, as far as it is known here."""
+        """Return the error of the group, as far as it is known here."""
         doing = {rank: text or "starting" for rank, text in {**self._doing, self.rank: self._own_doing()}.items()}
         doing |= {rank: trouble.doing or "starting" for rank, trouble in self._troubles.items()}
         steps = max(self._steps, self._own_steps())
@@ -388,11 +395,17 @@ class Keeper:
         lost = sorted(rank for rank, trouble in self._troubles.items() if trouble.kind == "unreachable")
         seconds = self.options.heartbeat
         if len(lost) > 1 and len(lost) == len(self._heard):
-            what = f"{self._named(self.rank)} heard nothing of any other rank for {seconds:g} s: the network of {self._host(self.rank)} is cut"
+            what = (
+                f"{self._named(self.rank)} heard nothing of any other rank for {seconds:g} s: the network of "
+                f"{self._host(self.rank)} is cut"
+            )
             where = place(self.rank, self.bundle.rank(self.rank).stage, doing[self.rank], self._host(self.rank))
         else:
             listed = " and ".join(f"{self._named(rank)}, which was at {describe_line(doing[rank])}," for rank in lost)
-            what = f"nothing was heard for {seconds:g} s of {listed} the network is cut, the host is down, or the processes are stopped"
+            what = (
+                f"nothing was heard for {seconds:g} s of {listed} the network is cut, the host is down, or the "
+                "processes are stopped"
+            )
             where = place(lost[0], self.bundle.rank(lost[0]).stage, doing[lost[0]], self._host(lost[0]))
         return PeerLost(
             "; ".join([what, note, *others({r: text for r, text in doing.items() if r not in lost})]), where=where
@@ -414,13 +427,13 @@ class Keeper:
 
 
 def _tell_torchrun(text: str) -> None:
-    """torchrun shows what it finds in this file in its own summary."""
+    """Write the message into the file that torchrun shows in its own summary."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         # With a stack, even an empty one, that would be shown in place of the message.
-        told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        content = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
         try:
             with open(path, "w", encoding="utf-8") as file:
-                json.dump(told, file)
+                json.dump(content, file)
         except OSError:
             return  # the message stands on stderr in any case

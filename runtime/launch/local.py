@@ -1,12 +1,15 @@
-"""Local launch: one process per rank, watched until the end. In: a checked bundle and a Setup. Out: messages of the workers, or one error.
+"""Local launch: one process per rank, watched until the end.
 
-Every worker has a socket pair for commands and reports, a line on the status board, and its own session, so that an interrupt from the
-terminal reaches the launcher alone. All of them end when the launcher does, because their control connection ends. When one fails, the
-others are ended (terminated, and killed after two seconds) and one error names rank, stage and action of the one that failed first: a
-process that died is the cause of its peers' broken connections, not the other way round.
+In: a checked bundle and a Setup. Out: messages of the workers, or one error.
 
-Output of the workers goes to unnamed files; that of ranks that were asked for is shown as it comes, the
-end of any when it dies without a report.
+Every worker has a socket pair for commands and reports, a line on the status board, and its own session. So an
+interrupt from the terminal reaches the launcher alone. All of them end when the launcher does, because their control
+connection ends. When one fails, the other workers are ended: terminated, and killed after two seconds. One error names
+rank, stage and action of the one that failed first. A process that died is the cause of its peers' broken connections,
+not the other way round.
+
+Output of the workers goes to unnamed files. That of ranks that were asked for is shown as it comes, the end of any
+when it dies without a report.
 """
 
 from __future__ import annotations
@@ -34,34 +37,35 @@ from penstock.runtime.messages.control import (
     Hosting,
     Join,
     Message,
+    Rank,
     Ready,
     Record,
     Setup,
     Wake,
 )
+from penstock.runtime.messages.defaults import HEARTBEAT
 from penstock.runtime.messages.status import Patience, StatusBoard, await_saves, describe_line, is_stopped
 from penstock.support.errors import PeerLost, PenstockError, VerifyError
 
 from .failures import ending, error_of, named, others, place, reached, waits_for
-from .forkserver import Process, Rank, fork_rank
+from .forkserver import Process, fork_rank
 from .logs import Follower, tail
 
 # Loading, beside the timeout for the group to meet.
 START_SECONDS = 120.0
-# How long to look for the cause after the first sign of trouble; a broken connection is noticed faster than a dead process.
+# How long to look for the cause after the first sign of trouble; a broken connection is noticed faster than a dead
+# process.
 _CAUSE_SECONDS = 1.5
 _TERMINATE_SECONDS = 2.0
 _POLL_SECONDS = 0.2
 # The system ends processes where it has no more.
 _MEMORY_HINT = "if memory ran out, use more stages or smaller microbatches"
-# How long a rank may give no sign of life, and how long one that lives may keep another one waiting.
-HEARTBEAT, TIMEOUT = 10.0, 600.0
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TVM_NUM_THREADS")
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Variables that must be set before a worker imports anything."""
+    """Return the variables that must be set before a worker imports anything."""
     return dict.fromkeys(THREAD_VARIABLES, str(threads))
 
 
@@ -105,15 +109,15 @@ class Workers:
         self._channels.append(Channel(ours))
         self._logs.append(log)
         environment = os.environ | thread_environment(entry.threads) | {"GLOO_SOCKET_IFNAME": loopback_name()}
-        told = Rank(rank, self.count, entry.threads, theirs.fileno(), self._board.descriptor, log.fileno())
+        start = Rank(rank, self.count, entry.threads, theirs.fileno(), self._board.descriptor, log.fileno())
         with theirs:
-            self._processes.append(fork_rank(told, self.bundle.manifest.backend, environment))
+            self._processes.append(fork_rank(start, self.bundle.manifest.backend, environment))
         # From here on it is silent where it says nothing.
         self._board.beat(rank)
         threading.Thread(target=self._read, args=(rank, self._channels[-1]), name=f"rank {rank}", daemon=True).start()
 
     def _meet(self, setup: Setup) -> None:
-        # New in every start, and known to nobody else: it goes over inherited connections.
+        # New in every start, and known to no other process: it goes over inherited connections.
         setup = msgspec.structs.replace(setup, secret=secrets.token_hex(32))
         for rank in range(self.count):
             self.send(rank, setup)
@@ -155,16 +159,17 @@ class Workers:
             self.send(rank, message)
 
     def expect_end(self) -> None:
-        """From now on workers may end, in order: the first of them is gone before the last one has answered."""
+        """Let workers end, in order, from here on: the first of them is gone before the last one has answered."""
         self._ending = True
 
     @property
     def _fine(self) -> tuple[int | None, ...]:
-        """What a process may have ended with."""
+        """The exit codes that are no failure."""
         return (None, 0) if self._ending else (None,)
 
     def poll(self) -> tuple[int, Message, Arrays] | None:
-        """The next message, or None after a short while without one. Raises when a worker failed, after ending all of them."""
+        """Return the next message, or None after a short while without one. Raises when a worker failed, after ending
+        all of them."""
         self._silence.look()
         silent = [rank for rank in range(self.count) if self._is_silent(rank)]
         if silent:
@@ -186,11 +191,12 @@ class Workers:
         return self._processes[rank].poll() is None and self._silence.over(self._board.last_beat(rank))
 
     def wake(self) -> None:
-        """Let whoever waits for a message look up: another thread has something for it."""
+        """Let a thread that waits for a message look up: another thread has something for it."""
         self._messages.put((-1, Wake(), {}))
 
     def receive(self) -> tuple[int, Message, Arrays]:
-        """The next message. Ranks have deadlines of their own; when nobody moves for longer than those, the run is given up."""
+        """Return the next message. Ranks have deadlines of their own; when no rank moves for longer than those, the run
+        is given up."""
         lines, moved = None, time.monotonic()
         while (received := self.poll()) is None:
             now = [self._board.read(rank) for rank in range(self.count)]
@@ -235,8 +241,8 @@ class Workers:
         self._board.close()
 
     def saves(self, silent: Sequence[int] = ()) -> list[float]:
-        """How far the ranks are with a checkpoint that is being written; nothing where none is, or where it cannot come to its end:
-        rank 0 has to live for that, and whoever else has not done its part."""
+        """Return how far the ranks are with a checkpoint that is being written. Nothing where none is, or where it
+        cannot come to its end. Rank 0 has to live for that, and every other rank that has not done its part."""
         if self._closed:
             return []
         saves = [self._board.save_of(rank) for rank in range(self.count)]
@@ -248,12 +254,12 @@ class Workers:
         await_saves(lambda: self.saves(silent))
 
     def busy_seconds(self) -> list[float]:
-        """What each rank has computed so far."""
+        """Return the seconds that each rank has computed so far."""
         return [] if self._closed else [self._board.busy(rank) for rank in range(self.count)]
 
     @property
     def ended(self) -> bool:
-        """Whether there is nobody left to talk to."""
+        """True once all workers have ended."""
         return self._closed
 
     def process_ids(self) -> list[int]:
@@ -262,21 +268,21 @@ class Workers:
     # -------------------------------------------------------------------------------------------- failure
 
     def _fail(self, rank: int | None = None, message: Failed | None = None) -> NoReturn:
-        """Find the cause, end everybody, raise it."""
+        """Find the cause, end all workers, raise it."""
         cause, error = self._cause(rank, message)
         error.rank = cause
         raise error
 
     def _cause(self, rank: int | None, message: Failed | None) -> tuple[int | None, PenstockError]:
-        """The rank that is the cause of a failure, and what is said of it; everybody has ended then."""
+        """Find the rank that is the cause of a failure, and its error; all workers have ended then."""
         reports: dict[int, Failed] = {} if rank is None or message is None else {rank: message}
         deadline = time.monotonic() + _CAUSE_SECONDS
         settled = False
         while time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
-                other, found, _ = self._messages.get(timeout=0.05)
-                if isinstance(found, Failed):
-                    reports.setdefault(other, found)
+                other, received, _ = self._messages.get(timeout=0.05)
+                if isinstance(received, Failed):
+                    reports.setdefault(other, received)
                 continue
             # A worker reports before it ends, so one quiet round after its end shows that there is no report.
             if settled:
@@ -298,18 +304,19 @@ class Workers:
         note = reached(self._board.last_step(), self.checkpoints)
         heard = {r: self._board.last_beat(r) for r in silent}
         self.end()
-        # One that has ended well did so because it was told to, in the course of the others' end.
+        # One that has ended well was told to, in the course of the others' end.
         dead = sorted(
             (r for r in range(self.count) if codes[r] is not None and r not in reports), key=lambda r: codes[r] == 0
         )
-        own = [r for r, report in reports.items() if report.error != PeerLost.__name__]
-        # The system kills all ranks with the process that they were forked from; one that had ended before is a cause of its own.
+        causes = [r for r, report in reports.items() if report.error != PeerLost.__name__]
+        # The system kills all ranks with the process that they were forked from; one that had ended before is a cause
+        # of its causes.
         alone = [r for r in dead if not self._processes[r].orphaned]
         if dead and not alone:
             return None, self._orphans(dead[0], codes[dead[0]], doing, note)
         if alone:
             return alone[0], self._death(alone[0], codes[alone[0]], doing, note, tails[alone[0]])
-        if silent and not own:
+        if silent and not causes:
             return silent[0], self._stillness(silent[0], heard[silent[0]], silent[0] in stopped, doing, note)
         first = min(reports, key=lambda r: (reports[r].error == PeerLost.__name__, r != rank), default=None)
         if first is None:
@@ -331,9 +338,9 @@ class Workers:
         return PeerLost(said, where=self._place(rank, doing[rank]), hint=hint)
 
     def _orphans(self, rank: int, code: int | None, doing: dict[int, str], note: str) -> PeerLost:
-        first, *rest = self._processes[rank].orphaned.splitlines()
+        first, *lines = self._processes[rank].orphaned.splitlines()
         said = "; ".join([first, note, *others(doing)])
-        return PeerLost("\n".join([said, *rest]), where="launch", hint=_MEMORY_HINT if code == -signal.SIGKILL else "")
+        return PeerLost("\n".join([said, *lines]), where="launch", hint=_MEMORY_HINT if code == -signal.SIGKILL else "")
 
     def _stillness(self, rank: int, heard: float, stopped: bool, doing: dict[int, str], note: str) -> PeerLost:
         seconds = time.monotonic() - heard

@@ -1,10 +1,11 @@
-"""What the processes of ranks write besides their reports: words of libraries, mostly. In: files that they write into. Out: lines
-on stderr, each with its rank and stage:
+"""The output of the processes of ranks besides their reports: messages of libraries, mostly.
+
+In: files that they write into. Out: lines on stderr, each with its rank and stage:
 
     [rank 1, stage 1] UserWarning: ...
 
-`--log-ranks` chooses whose: `all`, `none`, or numbers between commas. Of the others, the end is shown when they die without a report.
-A process writes into a file of its own, so that nothing holds it up whatever becomes of who reads.
+`--log-ranks` chooses the ranks: `all`, `none`, or numbers between commas. Of the others, the end is shown when they die
+without a report. A process writes into a file of its own, so that no reader holds it up.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TAIL_LINES = 12
 
 
 def log_ranks_problems(text: str) -> list[str]:
-    """What is wrong with a choice of ranks, whatever their number."""
+    """List the problems of a choice of ranks, whatever their number."""
     known = text in ("all", "none") or all(
         part.isascii() and part.isdecimal() and len(part) < 10 for part in text.split(",")
     )
@@ -32,25 +33,26 @@ def log_ranks_problems(text: str) -> list[str]:
 
 
 def chosen_ranks(text: str, world: int) -> frozenset[int]:
-    """Which ranks of a bundle are meant."""
+    """Return the ranks of a bundle that are meant."""
     if problems := log_ranks_problems(text):
         raise UsageError(problems[0])
     if text in ("all", "none"):
         return frozenset(range(world) if text == "all" else ())
-    found = frozenset(map(int, text.split(",")))
-    if found - {0} and max(found) >= world:
+    ranks = frozenset(map(int, text.split(",")))
+    if ranks - {0} and max(ranks) >= world:
         raise UsageError(f"--log-ranks {text}: the bundle has ranks 0 to {world - 1}")
-    return found
+    return ranks
 
 
 def tail(log: IO[bytes]) -> str:
-    """The last lines of a file that a process wrote into, to stand under an error."""
+    """Return the last lines of a file that a process wrote into, to stand under an error."""
     log.seek(0)
     return "\n".join("  | " + line for line in log.read().decode("utf-8", "replace").splitlines()[-_TAIL_LINES:])
 
 
 class Follower:
-    """Shows what is written into files until it is closed; `prefixes` has one for each of them."""
+    """A thread that shows what is written into the `files` of chosen `ranks`, each line with its rank and stage, until
+    it is closed."""
 
     def __init__(self, files: Mapping[int, IO[bytes]], stages: Mapping[int, int], ranks: Collection[int]) -> None:
         self._files = {
@@ -64,7 +66,7 @@ class Follower:
             self._thread.start()
 
     def close(self) -> None:
-        """Show what is left. The files are the caller's to close, after this."""
+        """Show the lines that are left. The files are the caller's to close, after this."""
         if self._files and not self._ended.is_set():
             self._ended.set()
             self._thread.join()

@@ -1,185 +1,460 @@
-"""What `penstock run` was asked to do. The options travel to a rank of a group as JSON in its argument list.
+"""The settings of `penstock run`, `penstock.run_bundle`, `penstock.open` and `Job`: name, default, check and help of
+each, once.
 
-Everything that can be known to fail is refused before training starts, the places to write to among
-it: each is tried without leaving a trace.
+A setting is a field of a frozen dataclass. RunOptions, OpenOptions and JobOptions are put together from one class per
+subject. RunOptions travels to the rank of a group as JSON in its argument list; its paths are absolute then. `settings`
+returns the description of every field, `problems_of` the problems of the values. Checks that look at files or at the
+group are those of preflight.py.
+
+Nothing heavy is imported here, so that help texts and defaults of the command line can be read from these classes.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
-import msgspec
+from penstock.runtime.messages.defaults import (
+    AHEAD,
+    HEARTBEAT,
+    LAST,
+    MODES,
+    NAN_POLICIES,
+    QUEUE,
+    SYNTHETIC,
+    THROUGHPUT,
+    TIMEOUT,
+    WARN,
+    WRAP,
+)
 
-from penstock.ir.graph import NORM, Module
-from penstock.runtime.data.files import absolute_source
-from penstock.runtime.data.samples import LAST, SYNTHETIC, WRAP
-from penstock.runtime.group.hosts import in_group, place_of
-from penstock.runtime.group.trust import trust_problems
-from penstock.runtime.messages.control import DataSpec, SaveCommand
-from penstock.runtime.telemetry.sinks import sink_problems
-from penstock.support.errors import UsageError
-from penstock.support.paths import directory_problem, file_problem, is_inside
-
-from .local import HEARTBEAT
 from .logs import DEFAULT, log_ranks_problems
+
+if TYPE_CHECKING:
+    from penstock.ir.training.rates import Rate
+    from penstock.runtime.messages.control import DataSpec
 
 # Milliseconds of a timeout have to fit into 32 bits in some system calls.
 LONGEST_TIMEOUT = 1e6
 # Steps times microbatches have to fit into 64 bits.
 _MOST_STEPS = 10**12
-# A busy machine may hold a process up for so long.
+# Seconds that a busy machine may hold a process up.
 SHORTEST_HEARTBEAT = 1.0
-NAN_POLICIES = ("stop", "skip", "warn")
 MOST_RESTARTS = 1000
+_MOST_REQUESTS = 10**6
+_KEY = "setting"
 
 
-class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Paths are absolute."""
+@dataclass(frozen=True)
+class Setting:
+    """The description of one field. It has a flag on the command line, with metavar, choices and help. Its check lists
+    the problems of a value that is not None. `needs` names the setting without which this one says nothing. An empty
+    flag: Python alone has it."""
+
+    flag: str = ""
+    metavar: str | None = None
+    help: str = ""
+    choices: tuple[str, ...] = ()
+    check: Callable[[Any], list[str]] | None = None
+    needs: str = ""
+
+
+def _about(flag: str = "", metavar: str | None = None, help: str = "", **described: Any) -> dict[str, Setting]:
+    """Return the metadata of a field that is a setting."""
+    return {_KEY: Setting(flag, metavar, help, **described)}
+
+
+def settings(options: Any) -> dict[str, Setting]:
+    """Return the description of every setting of a class of options, or of an instance, by name."""
+    return {item.name: item.metadata[_KEY] for item in fields(options) if _KEY in item.metadata}
+
+
+def keywords(options: Any) -> dict[str, Any]:
+    """Return the values of options by name, as arguments of a function that takes them one by one."""
+    return {item.name: getattr(options, item.name) for item in fields(options)}
+
+
+def problems_of(options: Any) -> list[str]:
+    """List the problems of the values, each seen by itself and with the one it needs, in the order of the fields."""
+    problems: list[str] = []
+    described = settings(options)
+    defaults = {item.name: item.default for item in fields(options)}
+    for name, setting in described.items():
+        value = getattr(options, name)
+        if setting.needs and value != defaults[name] and getattr(options, setting.needs) is None:
+            needed = described[setting.needs]
+            problems.append(f"{setting.flag} needs {needed.flag} {needed.metavar}")
+        if setting.check is not None and value is not None:
+            problems += setting.check(value)
+    return problems
+
+
+# ------------------------------------------------------------------------------------------------ checks of single
+# values
+
+
+def _between(name: str, least: int, most: int) -> Callable[[int], list[str]]:
+    def check(value: int) -> list[str]:
+        return [] if least <= value <= most else [f"{name} must be {least} to {most}, got {value}"]
+
+    return check
+
+
+def _timeout_problems(timeout: float) -> list[str]:
+    fits = math.isfinite(timeout) and 0 < timeout <= LONGEST_TIMEOUT
+    what = f"the timeout must be more than 0 and at most {LONGEST_TIMEOUT:.0f} seconds, got {timeout:g}"
+    return [] if fits else [what]
+
+
+def _heartbeat_problems(heartbeat: float) -> list[str]:
+    fits = heartbeat == 0 or (math.isfinite(heartbeat) and SHORTEST_HEARTBEAT <= heartbeat <= LONGEST_TIMEOUT)
+    limits = f"{SHORTEST_HEARTBEAT:g} to {LONGEST_TIMEOUT:.0f} seconds"
+    return [] if fits else [f"the heartbeat must be {limits}, or 0 for none, got {heartbeat:g}"]
+
+
+def _seed_problems(seed: int) -> list[str]:
+    return [] if 0 <= seed < 2**63 else [f"the seed must be 0 to 2^63-1, got {seed}"]
+
+
+def _last_problems(last: str) -> list[str]:
+    return [] if last in LAST else [f"the last batch can be {', '.join(LAST)}, not {last!r}"]
+
+
+def _spec_problems(data: DataSpec) -> list[str]:
+    return _seed_problems(data.seed) + _last_problems(data.last)
+
+
+def _nan_problems(policy: str) -> list[str]:
+    return [] if policy in NAN_POLICIES else [f"--nan must be {', '.join(NAN_POLICIES)}, got {policy!r}"]
+
+
+def _mode_problems(mode: str) -> list[str]:
+    return [] if mode in MODES else [f"the mode must be one of {', '.join(MODES)}, got {mode!r}"]
+
+
+def _queue_problems(queue: int) -> list[str]:
+    return [] if 1 <= queue <= _MOST_REQUESTS else [f"the queue must hold 1 to {_MOST_REQUESTS} requests, got {queue}"]
+
+
+# ------------------------------------------------------------------------------------------------ settings by subject
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthOptions:
+    """The bundle to train with, and how long."""
 
     bundle: str
-    data: DataSpec
-    steps: int
-    metrics: str | None
-    checkpoint: str | None
-    resume: str | None
-    trace: str | None
-    checkpoint_every: int | None
-    timeout: float
-    progress: bool
-    lr: float | None = None
-    rate: str | None = None
-    heartbeat: float = HEARTBEAT
-    nan: str = "warn"
-    max_restarts: int = 0
-    evaluation: DataSpec | None = None
-    evaluate_every: int | None = None
-    log: tuple[str, ...] = ()
-    keep_last: int | None = None
-    checkpoint_wait: bool = False
-    log_ranks: str = DEFAULT
-    secret: str | None = None
-    tls: str | None = None
-    elastic: bool = False
+    steps: int = field(
+        default=10,
+        metadata=_about(
+            "--steps", "N", "optimiser steps in this run (default: 10)", check=_between("steps", 1, _MOST_STEPS)
+        ),
+    )
 
-    def check(self) -> None:
-        problems = []
-        if not 1 <= self.steps <= _MOST_STEPS:
-            problems.append(f"steps must be 1 to {_MOST_STEPS}, got {self.steps}")
-        problems += timeout_problems(self.timeout, self.heartbeat) + data_problems(self.data)
-        if self.checkpoint_every is not None and self.checkpoint is None:
-            problems.append("--checkpoint-every needs --checkpoint DIR")
-        flags = {
-            "--keep-last": self.keep_last is not None,
-            "--checkpoint-wait": self.checkpoint_wait,
-            "--elastic": self.elastic,
-        }
-        for flag, given in flags.items():
-            if given and self.checkpoint is None:
-                problems.append(f"{flag} needs --checkpoint DIR")
-        if self.keep_last is not None and not 1 <= self.keep_last <= _MOST_STEPS:
-            problems.append(f"--keep-last must be 1 to {_MOST_STEPS}, got {self.keep_last}")
-        if self.checkpoint_every is not None and not 1 <= self.checkpoint_every <= _MOST_STEPS:
-            problems.append(f"--checkpoint-every must be 1 to {_MOST_STEPS}, got {self.checkpoint_every}")
-        if self.evaluate_every is not None and self.evaluation is None:
-            problems.append("--eval-every needs --eval-data FILE")
-        if self.evaluate_every is not None and not 1 <= self.evaluate_every <= _MOST_STEPS:
-            problems.append(f"--eval-every must be 1 to {_MOST_STEPS}, got {self.evaluate_every}")
-        if self.nan not in NAN_POLICIES:
-            problems.append(f"--nan must be {', '.join(NAN_POLICIES)}, got {self.nan!r}")
-        if not 0 <= self.max_restarts <= MOST_RESTARTS:
-            problems.append(f"--max-restarts must be 0 to {MOST_RESTARTS}, got {self.max_restarts}")
-        if self.max_restarts and in_group():
-            problems.append(
-                "--max-restarts is for local runs; here the launcher starts again (torchrun --max-restarts)"
-            )
-        for flag, path in (("--secret", self.secret), ("--tls", self.tls)):
-            if path is not None and not in_group():
-                problems.append(
-                    f"{flag} is for groups that a launcher starts; ranks of a local run are reached over inherited connections"
-                )
-        problems += log_ranks_problems(self.log_ranks)
-        problems += trust_problems(self.secret, self.tls)
-        if self.elastic and not self.max_restarts and not in_group():
-            problems.append(
-                "--elastic needs --max-restarts N: a device is given up when a start after a failure fails on it, too"
-            )
-        problems += self._path_problems()
-        # Rank 0 writes them, and other hosts need no packages for it.
-        problems += sink_problems(self.log) if not in_group() or place_of().rank == 0 else []
-        if problems:
-            raise UsageError("; ".join(problems), where="run")
 
-    def _path_problems(self) -> list[str]:
-        problems = []
-        # Other ranks of a group may run on hosts where the files of rank 0 have no place.
-        files = {"--metrics": self.metrics, "--trace": self.trace} if not in_group() or place_of().rank == 0 else {}
-        named = {flag: path for flag, path in (files | {"--checkpoint": self.checkpoint}).items() if path is not None}
-        for flag, path in named.items():
-            problem = directory_problem(path) if flag == "--checkpoint" else file_problem(path)
-            if is_inside(path, self.bundle):
-                problem = "lies in the bundle, which holds nothing but what its manifest lists"
-            if problem:
-                problems.append(f"{flag} {path}: {problem}")
-        for flag in files.keys() & named.keys():
-            inside = [
-                f"{other} {path}" for other, path in named.items() if other != flag and is_inside(path, named[flag])
-            ]
-            problems += [f"{flag} {named[flag]} cannot be a file and the place of {other}" for other in inside]
-        return sorted(problems)
+@dataclass(frozen=True, kw_only=True)
+class DeadlineOptions:
+    """The limits of waiting."""
 
-    def save_after(self, step: int, end: int) -> SaveCommand:
-        """The save of a step; the last one is waited for."""
-        assert self.checkpoint is not None
-        return SaveCommand(self.checkpoint, step, step < end and not self.checkpoint_wait, self.keep_last)
+    timeout: float = field(
+        default=TIMEOUT,
+        metadata=_about(
+            "--timeout",
+            "S",
+            "give up when a peer that lives keeps a rank waiting this long (default: 600)",
+            check=_timeout_problems,
+        ),
+    )
+    heartbeat: float = field(
+        default=HEARTBEAT,
+        metadata=_about(
+            "--heartbeat",
+            "S",
+            "a rank without a sign of life for so long is lost; 0: never (default: 10)",
+            check=_heartbeat_problems,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """The samples that are read, and their order."""
+
+    data: str | None = field(
+        default=None,
+        metadata=_about(
+            "--data",
+            "FILE|synthetic",
+            "samples: .npz, .safetensors, .parquet, a folder of .npy, FILE:u16 of tokens, or INPUT=FILE,... "
+            "(docs/data.md; default: "
+            "synthetic)",
+        ),
+    )
+    shuffle: bool = field(default=False, metadata=_about("--shuffle", help="visit samples in a new order every epoch"))
+    seed: int = field(
+        default=0, metadata=_about("--seed", "N", "for --shuffle and synthetic data (default: 0)", check=_seed_problems)
+    )
+    last: str = field(
+        default=WRAP,
+        metadata=_about(
+            "--last-batch",
+            help="where samples are no multiple of a batch: go on with the next epoch, drop the rest, or fill up from "
+            "the same epoch "
+            "(default: wrap)",
+            choices=LAST,
+            check=_last_problems,
+        ),
+    )
+    eval_data: str | None = field(
+        default=None,
+        metadata=_about(
+            "--eval-data", "FILE", "samples to compute the mean loss of, without training on them (docs/data.md)"
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateOptions:
+    """A learning rate, and a schedule of it, that stand in for those the bundle was compiled with."""
+
+    lr: float | None = field(
+        default=None, metadata=_about("--lr", "X", "learning rate, in place of the one the bundle was compiled with")
+    )
+    rate: Rate | str | None = field(
+        default=None,
+        metadata=_about(
+            "--lr-schedule",
+            "R",
+            "how the learning rate changes, e.g. constant{warmup=100}, linear{steps=1000}, "
+            "cosine{steps=1000,warmup=100,end=0.1} or "
+            "step{every=300}, in place of the one the bundle was compiled with",
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """The checkpoints that a run writes, and the one it begins with."""
+
+    checkpoint: str | None = field(
+        default=None,
+        metadata=_about("--checkpoint", "DIR", "write checkpoints here, at the end and every --checkpoint-every steps"),
+    )
+    checkpoint_every: int | None = field(
+        default=None,
+        metadata=_about(
+            "--checkpoint-every",
+            "N",
+            "steps between checkpoints",
+            needs="checkpoint",
+            check=_between("--checkpoint-every", 1, _MOST_STEPS),
+        ),
+    )
+    keep_last: int | None = field(
+        default=None,
+        metadata=_about(
+            "--keep-last",
+            "N",
+            "remove older checkpoints, but for the newest N (default: keep all)",
+            needs="checkpoint",
+            check=_between("--keep-last", 1, _MOST_STEPS),
+        ),
+    )
+    checkpoint_wait: bool = field(
+        default=False,
+        metadata=_about(
+            "--checkpoint-wait",
+            help="let training wait while a checkpoint is written, which needs no memory for a copy of the state",
+            needs="checkpoint",
+        ),
+    )
+    resume: str | None = field(
+        default=None,
+        metadata=_about(
+            "--resume", "DIR", "go on from the newest whole checkpoint in this directory, or from this checkpoint"
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureOptions:
+    """The conduct of a run when losses are not finite, ranks fail or devices are gone."""
+
+    nan: str = field(
+        default=WARN,
+        metadata=_about(
+            "--nan",
+            help=(
+                "a loss or gradient that is not finite: end the run, insist on a bundle that leaves such updates "
+                "out, or warn (default: warn)"
+            ),
+            choices=NAN_POLICIES,
+            check=_nan_problems,
+        ),
+    )
+    max_restarts: int = field(
+        default=0,
+        metadata=_about(
+            "--max-restarts",
+            "N",
+            "start the workers again after a failure, from the newest checkpoint, up to N times (default: 0; under "
+            "torchrun that is its "
+            "option)",
+            check=_between("--max-restarts", 0, MOST_RESTARTS),
+        ),
+    )
+    elastic: bool = field(
+        default=False,
+        metadata=_about(
+            "--elastic",
+            help=(
+                "with fewer devices than before plan anew on those that are left, and go on (default: end "
+                "with an error)"
+            ),
+            needs="checkpoint",
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetryOptions:
+    """The files and lines in which a run shows itself."""
+
+    metrics: str | None = field(default=None, metadata=_about("--metrics", "FILE", "write one JSON object per step"))
+    trace: str | None = field(default=None, metadata=_about("--trace", "FILE", "write a Chrome trace of every action"))
+    progress: bool = True
+    log: tuple[str, ...] = field(
+        default=(),
+        metadata=_about(
+            "--log",
+            "KIND:WHERE",
+            "send metrics there, too: tensorboard:DIR, wandb:PROJECT, mlflow:EXPERIMENT, prometheus:[HOST:]PORT or "
+            "prometheus:FILE.prom; "
+            "may be given several times",
+        ),
+    )
+    log_ranks: str = field(
+        default=DEFAULT,
+        metadata=_about(
+            "--log-ranks",
+            "LIST",
+            "whose processes' own output to show, with rank and stage before each line: all, none, or numbers such as "
+            "0,2; "
+            "errors are shown in any case (default: 0)",
+            check=log_ranks_problems,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """The files that show who belongs to a group."""
+
+    secret: str | None = field(
+        default=None,
+        metadata=_about(
+            "--secret",
+            "FILE",
+            "in a group: what its ranks have in common and nobody else has, at least 32 bytes (docs/security.md)",
+        ),
+    )
+    tls: str | None = field(
+        default=None,
+        metadata=_about(
+            "--tls",
+            "DIR",
+            "in a group: let the keepers of the ranks speak over TLS, with cert.pem and key.pem of this directory",
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """The way requests to an inference bundle are answered."""
+
+    mode: str = field(default=THROUGHPUT, metadata=_about(choices=MODES, check=_mode_problems))
+    queue: int = field(default=QUEUE, metadata=_about(check=_queue_problems))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuringOptions:
+    """Settings of measurements: the log of versions, and times that computations and links take at least (pace.py)."""
+
+    audit: bool = False
+    pace: Mapping[str, float] | None = None
+    latency: float = 0.0
+
+
+# ------------------------------------------------------------------------------------------------ options by verb
+
+
+# Fields come in the order of the bases, from the last to the first, then those of the class itself; problems come in
+# that order, too.
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(
+    GroupOptions,
+    TelemetryOptions,
+    FailureOptions,
+    CheckpointOptions,
+    RateOptions,
+    SampleOptions,
+    DeadlineOptions,
+    LengthOptions,
+):
+    """The settings of `penstock run`."""
+
+    data: str = field(default=SYNTHETIC, metadata={_KEY: settings(SampleOptions)["data"]})
+    rate: str | None = field(default=None, metadata={_KEY: settings(RateOptions)["rate"]})
+    eval_every: int | None = field(
+        default=None,
+        metadata=_about(
+            "--eval-every",
+            "N",
+            "steps between evaluations (default: one at the end)",
+            needs="eval_data",
+            check=_between("--eval-every", 1, _MOST_STEPS),
+        ),
+    )
 
     def chunks(self, first: int, end: int) -> Iterator[int]:
-        """Numbers of steps between places where something else is done: checkpoints and evaluations fall on
-        multiples of their numbers, and on the end."""
+        """Yield numbers of steps between two stops: checkpoints and evaluations fall on multiples of their numbers, and
+        on the end."""
         done = first
         while done < end:
-            count = min([end - done, *(n - done % n for n in (self.checkpoint_every, self.evaluate_every) if n)])
+            count = min([end - done, *(n - done % n for n in (self.checkpoint_every, self.eval_every) if n)])
             yield count
             done += count
 
     def saves_after(self, done: int, end: int) -> bool:
-        """Whether there is a checkpoint of so many steps."""
+        """Say whether there is a checkpoint of so many steps."""
         return self.checkpoint is not None and (
             done == end or bool(self.checkpoint_every and done % self.checkpoint_every == 0)
         )
 
     def evaluates_after(self, done: int, end: int) -> bool:
-        return self.evaluation is not None and (
-            done == end or bool(self.evaluate_every and done % self.evaluate_every == 0)
-        )
+        return self.eval_data is not None and (done == end or bool(self.eval_every and done % self.eval_every == 0))
 
 
-def data_spec(data: str | os.PathLike[str], shuffle: bool, seed: int, last: str = WRAP) -> DataSpec:
-    """Where samples come from, by absolute paths."""
-    text = os.fspath(data)
-    return DataSpec(text if text == SYNTHETIC else absolute_source(text), shuffle, seed, last)
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions(MeasuringOptions, RequestOptions, RateOptions, SampleOptions, DeadlineOptions):
+    """The settings of `penstock.open`."""
+
+    resume: str | os.PathLike[str] | None = None
 
 
-def timeout_problems(timeout: float, heartbeat: float = HEARTBEAT) -> list[str]:
-    problems = []
-    if not (math.isfinite(timeout) and 0 < timeout <= LONGEST_TIMEOUT):
-        problems.append(f"the timeout must be more than 0 and at most {LONGEST_TIMEOUT:.0f} seconds, got {timeout:g}")
-    if heartbeat != 0 and not (math.isfinite(heartbeat) and SHORTEST_HEARTBEAT <= heartbeat <= LONGEST_TIMEOUT):
-        limits = f"{SHORTEST_HEARTBEAT:g} to {LONGEST_TIMEOUT:.0f} seconds"
-        problems.append(f"the heartbeat must be {limits}, or 0 for none, got {heartbeat:g}")
-    return problems
+@dataclass(frozen=True, kw_only=True)
+class JobOptions(MeasuringOptions, RequestOptions, RateOptions, DeadlineOptions):
+    """The settings of a Job. `retire` is off only in tests that show what retirement is for; `log_ranks` are those
+    whose output is shown."""
 
-
-def nan_problems(policy: str, module: Module) -> list[str]:
-    """What speaks against a policy for losses and gradients that are not finite."""
-    if policy not in NAN_POLICIES:
-        return [f"--nan must be {', '.join(NAN_POLICIES)}, got {policy!r}"]
-    guarded = any(value.name == NORM for graph in module.graphs.values() for op in graph.ops for value in op.outs)
-    what = "--nan skip: the bundle leaves no update out; compile it with --skip-nonfinite, --clip or --precision f16"
-    return [] if policy != "skip" or guarded else [what]
-
-
-def data_problems(data: DataSpec) -> list[str]:
-    problems = [] if 0 <= data.seed < 2**63 else [f"the seed must be 0 to 2^63-1, got {data.seed}"]
-    return problems + ([] if data.last in LAST else [f"the last batch can be {', '.join(LAST)}, not {data.last!r}"])
+    data: DataSpec | None = field(default=None, metadata=_about(check=_spec_problems))
+    evaluation: DataSpec | None = None
+    resume: str | os.PathLike[str] | None = None
+    nan: str = field(default=WARN, metadata=_about(check=_nan_problems))
+    retire: bool = True
+    trace: bool = False
+    prefetch: int = AHEAD
+    log_ranks: Collection[int] = ()

@@ -1,15 +1,18 @@
-"""What keepers of ranks tell each other, over one TCP connection for each pair of them. In: where everybody listens, the token of this
-start of the group, and what its members trust (trust.py). Out: their records, and whose connection ended.
+"""The connections between keepers of ranks, one TCP connection for each pair of them.
+
+In: where all keepers listen, the token of this start of the group, and what its members trust (trust.py). Out: their
+records, and the ranks whose connection ended.
 
     4 bytes: length · a record in msgpack; inside of TLS where that was asked for
 
-A keeper connects to those of lower ranks and is connected to by those of higher ones. Nothing here waits: what cannot be sent now is kept,
-up to a limit. A connection begins with three records, which show both ends that the other one has the key of this start:
+A keeper connects to those of lower ranks and is connected to by those of higher ones. Nothing here waits: bytes that
+cannot be sent at once are kept, up to a limit. A connection begins with three records, which show both ends that the
+other one has the key of this start:
 
     Hello(rank, nonce) >    < Welcome(nonce, proof)    Proof(proof) >
 
-The key is made of the token, which those who met at the store know, and of the secret where there is one, which nobody else has. Whoever
-cannot prove to have it is cut off and changes nothing.
+The key is made of the token, which the ranks that met at the store know, and of the secret where there is one. No
+other process has them. A connection that cannot prove to have it is cut off and changes nothing.
 """
 
 from __future__ import annotations
@@ -30,37 +33,37 @@ from penstock.runtime.messages.control import Record
 
 _HEAD = struct.Struct("<I")
 _LARGEST = 1 << 20
-# Of a record of which nobody knows yet whose it is.
+# The largest record of an end that has not proved its rank.
 _GREETING = 1024
 _CONNECTS, _ACCEPTS = "connects", "accepts"
 _CHUNK = 1 << 16
-# Connections of which nobody knows yet whose they are.
+# Connections of ends that have not proved their rank.
 _MOST_UNKNOWN = 64
 
 
 class PeerHello(Record, frozen=True):
-    """The first record of the one who connects."""
+    """The first record of the keeper that connects."""
 
     rank: int
     nonce: str
 
 
 class Welcome(Record, frozen=True):
-    """The answer of the one who was connected to."""
+    """The answer of the keeper that was connected to."""
 
     nonce: str
     proof: str
 
 
 class Proof(Record, frozen=True):
-    """The second record of the one who connects; anything else follows it."""
+    """The second record of the keeper that connects; anything else follows it."""
 
     proof: str
 
 
 class Pulse(Record, frozen=True):
-    """A sign of life, several times per second: what the rank is at, how many steps it has finished,
-    and how many seconds it has computed."""
+    """A sign of life, several times per second. It says what the rank is at, how many steps it has finished, and how
+    many seconds it has computed."""
 
     doing: str
     steps: int
@@ -68,7 +71,8 @@ class Pulse(Record, frozen=True):
 
 
 class Told(Record, frozen=True):
-    """What befell the sender's own rank. `kind` is one of keeper.KINDS; the rest is as in control.Failed."""
+    """The trouble of the sender's own rank. `kind` is one of keeper.KINDS; the other fields are as in
+    control.Failed."""
 
     kind: str
     doing: str
@@ -79,7 +83,7 @@ class Told(Record, frozen=True):
 
 
 class JobVerdict(Record, frozen=True):
-    """What the job ends with; the sender has told the user."""
+    """The exit code that the job ends with; the sender has told the user."""
 
     code: int
 
@@ -92,8 +96,8 @@ Said = PeerHello | Welcome | Proof | Pulse | Told | JobVerdict | Bye
 
 
 class _Link:
-    """One connection. `rank` is whose it is: known from the beginning where we connected, and when it was proved where others did. `unsent`
-    goes out as it can, `later` once the other end has proved who it is."""
+    """One connection. `rank` is that of its other end: known from the beginning where we connected, and once it is
+    proved where another keeper did. `unsent` goes out as it can, `later` once the other end has proved its rank."""
 
     def __init__(self, connection: socket.socket, rank: int | None, context: ssl.SSLContext | None) -> None:
         connection.setblocking(False)
@@ -118,7 +122,7 @@ class _Link:
             self.shaking = False
 
     def receive(self) -> bool:
-        """Take what came; whether the connection has ended."""
+        """Take the bytes that arrived; say whether the connection has ended."""
         if self.broken is not None:
             raise self.broken
         self.shake()
@@ -142,7 +146,8 @@ class _Link:
 
 
 class Peers:
-    """`hear` gives (rank, record), and (rank, None) when a connection ended, (rank, "...") when what came is no record."""
+    """The connections of one keeper. `hear` gives (rank, record), and (rank, None) when a connection ended, (rank,
+    "...") when the bytes are no record."""
 
     def __init__(
         self,
@@ -165,7 +170,9 @@ class Peers:
         self._lost: list[int] = []
         deadline = time.monotonic() + timeout
         for other in range(rank):
-            # Everybody listens since before the group met: who cannot be reached within moments is lost. The time is that of all of them.
+            # All keepers listen since before the group met: one that cannot be reached within moments is lost. The time
+            # is that of
+            # all of them.
             left = max(deadline - time.monotonic(), timeout / 20)
             try:
                 connection = socket.create_connection(addresses[other], left, (listener.getsockname()[0], 0))
@@ -178,7 +185,7 @@ class Peers:
             self._send(link, PeerHello(rank, link.nonce))
 
     def hear(self, timeout: float) -> list[tuple[int, Said | str | None]]:
-        """What came until now, or within the timeout if nothing did."""
+        """Return the records that have arrived, or those that arrive within the timeout if there are none."""
         heard: list[tuple[int, Said | str | None]] = [(rank, None) for rank in self._lost]
         self._lost.clear()
         for key, _ in self._selector.select(0 if heard else timeout):
@@ -200,7 +207,7 @@ class Peers:
             link.later += self._framed(record)
 
     def _send(self, link: _Link, record: Said) -> None:
-        # Where nobody reads, the rank will be found silent.
+        # Where the other end does not read, its rank will be seen to be silent.
         if len(link.unsent) < _LARGEST:
             link.unsent += self._framed(record)
         link.flush()
@@ -231,7 +238,7 @@ class Peers:
     def _read(self, link: _Link) -> list[tuple[int, Said | str | None]]:
         heard: list[tuple[int, Said | str | None]] = []
         if link.connection.fileno() < 0:
-            return []  # it made room for another one, just now
+            return []  # it has just made room for another one
         ended = False
         try:
             ended = link.receive()
@@ -259,7 +266,7 @@ class Peers:
         return heard
 
     def _records(self, link: _Link) -> list[Said]:
-        found = []
+        records = []
         while len(link.received) >= _HEAD.size:
             (length,) = _HEAD.unpack_from(link.received)
             if length > (_LARGEST if link.proved else _GREETING):
@@ -269,13 +276,13 @@ class Peers:
             record = self._decode(bytes(link.received[_HEAD.size : _HEAD.size + length]))
             del link.received[: _HEAD.size + length]
             if link.proved:
-                found.append(record)
+                records.append(record)
             elif not (self._meet_lower(link, record) if link.rank is not None else self._meet_higher(link, record)):
                 raise msgspec.DecodeError("it does not know the secret of this start")
-        return found
+        return records
 
     def _meet_lower(self, link: _Link, record: Said) -> bool:
-        """Whether the one that we connected to shows that it belongs to the group."""
+        """Say whether the keeper that we connected to shows that it belongs to the group."""
         assert link.rank is not None
         ranks = (self._rank, link.rank)
         if not isinstance(record, Welcome) or not is_proof(
@@ -289,7 +296,7 @@ class Peers:
         return True
 
     def _meet_higher(self, link: _Link, record: Said) -> bool:
-        """Whether one that connected to us goes on as somebody who belongs to the group."""
+        """Say whether a keeper that connected to us goes on as one that belongs to the group."""
         if link.hello is None:
             if not isinstance(record, PeerHello) or not self._rank < record.rank < self._world:
                 return False

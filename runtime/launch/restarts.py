@@ -1,10 +1,13 @@
-"""How a run of a group goes on after its launcher started it again. In: options, the environment. Out: where to begin, and where to end.
+"""The restart of a group's run by its launcher.
 
-As long as a run with `--checkpoint DIR` is not finished, rank 0 keeps DIR/unfinished.json: which run it is, where it began, how many steps
-it was asked for, and the checkpoints that it began to write itself, with what stood in their places before. A start with the name of that
-run, or one of which the launcher says that it is not the first, goes on from the newest of these that is there and whole: a checkpoint
-comes to its place in one rename, so one that was being written when the run ended is not there. Runs are named by PENSTOCK_RUN_ID,
---rdzv-id of torchrun, or the job of Slurm.
+In: options, the environment. Out: where to begin, and where to end.
+
+As long as a run with `--checkpoint DIR` is not finished, rank 0 keeps DIR/unfinished.json. It holds the name of the
+run, where it began, and how many steps it was asked for. It also holds the checkpoints that the run began to write,
+with what stood in their places before. A start with the name of that run goes on from the newest of these that is there
+and whole. So does one of which the launcher says that it is not the first. A checkpoint comes to its place in one
+rename, so one that was being written when the run ended is not there. Runs are named by PENSTOCK_RUN_ID, --rdzv-id of
+torchrun, or the job of Slurm.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class BegunSave(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class UnfinishedRun(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A run under way. `saves` are its newest checkpoints, oldest first; `resume` what it began from, if not from nothing."""
+    """A run under way. `saves` are its newest checkpoints, oldest first; `resume` what it began from, if not from
+    nothing."""
 
     run: str
     first: int
@@ -50,8 +54,8 @@ class UnfinishedRun(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Beginning(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What rank 0 tells the others: the checkpoint to load, the step that the run ends before, whether it is a start after a failure, and
-    what users should hear of the choice."""
+    """The message of rank 0 to the other ranks. It has the checkpoint to load, and the step that the run ends before.
+    It says whether it is a start after a failure, and what users should hear of the choice."""
 
     resume: str | None
     end: int | None
@@ -64,7 +68,7 @@ class Beginning(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def identity(place: Path) -> int | None:
-    """Which directory stands at a place."""
+    """Return the number of the directory that stands at a place."""
     try:
         return place.stat().st_ino
     except FileNotFoundError:
@@ -72,18 +76,19 @@ def identity(place: Path) -> int | None:
 
 
 def finished_saves(saves: Iterable[tuple[Path, int | None]]) -> list[Path]:
-    """The checkpoints that came to their places, newest first. `saves` are places with the identity of what stood there before."""
+    """Return the checkpoints that came to their places, newest first. `saves` are places with the identity of what
+    stood there before."""
     return [place for place, before in reversed(list(saves)) if identity(place) not in (None, before)]
 
 
 def begin_together(group: RankGroup, options: RunOptions) -> Beginning:
-    """Where the run begins: rank 0 alone looks, since a directory may change between two looks."""
+    """Find where the run begins: rank 0 alone looks, since a directory may change between two looks."""
     return decide_together(group, "beginning", lambda: _beginning(options), Beginning)
 
 
 def _beginning(options: RunOptions) -> Beginning:
-    found = find_unfinished(options)
-    if found is None:
+    unfinished = find_unfinished(options)
+    if unfinished is None:
         chosen = None if options.resume is None else choose(options.resume)
         return (
             Beginning(None, None, False, [])
@@ -92,16 +97,16 @@ def _beginning(options: RunOptions) -> Beginning:
         )
     assert options.checkpoint is not None
     words: list[str] = []
-    for place in finished_saves((Path(options.checkpoint) / save.name, save.before) for save in found.saves):
+    for place in finished_saves((Path(options.checkpoint) / save.name, save.before) for save in unfinished.saves):
         problems = damage_of(place)
         if not problems:
-            return Beginning(str(place), found.first + found.steps, True, words)
+            return Beginning(str(place), unfinished.first + unfinished.steps, True, words)
         words.append(f"checkpoint {place.name} is damaged ({problems[0]}), and passed over")
-    return Beginning(found.resume, found.first + found.steps, True, words)
+    return Beginning(unfinished.resume, unfinished.first + unfinished.steps, True, words)
 
 
 def run_name(environment: Mapping[str, str] = os.environ) -> str:
-    """What tells this run from others; empty when nothing does."""
+    """Return what tells this run from other runs; empty when nothing does."""
     names = [
         environment.get("PENSTOCK_RUN_ID", ""),
         environment.get("TORCHELASTIC_RUN_ID", ""),
@@ -111,19 +116,19 @@ def run_name(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def find_unfinished(options: RunOptions, environment: Mapping[str, str] = os.environ) -> UnfinishedRun | None:
-    """The record of this run, if it was started before and did not finish."""
+    """Return the record of this run, if it was started before and did not finish."""
     if options.checkpoint is None:
         return None
     path = Path(options.checkpoint) / FILE
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=UnfinishedRun)
+        record = msgspec.json.decode(path.read_bytes(), type=UnfinishedRun)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
         raise VerifyError(f"cannot be read: {error}", where=str(path), hint="remove it to begin anew") from error
     name = run_name(environment)
     counted = any(environment.get(count, "0") not in ("", "0") for count in _COUNTS)
-    return found if (name and name == found.run) or (counted and found.run == name) else None
+    return record if (name and name == record.run) or (counted and record.run == name) else None
 
 
 def begin(options: RunOptions, first: int) -> UnfinishedRun:
@@ -161,6 +166,6 @@ def write(options: RunOptions, record: UnfinishedRun) -> None:
 
 
 def finish(options: RunOptions) -> None:
-    """The run is complete: its next start is a new one."""
+    """Note that the run is complete: its next start is a new one."""
     if options.checkpoint is not None:
         (Path(options.checkpoint) / FILE).unlink(missing_ok=True)

@@ -1,9 +1,10 @@
-"""Messages between a job and its workers: typed records with raw array bytes behind them, over an inherited socket pair.
+"""Messages between a job and its workers: typed records with raw array bytes behind them, over an inherited socket
+pair.
 
     4 bytes: length of the record · 4 bytes: length of the list of arrays · record · list of arrays · the arrays' bytes
 
-Records are msgspec Structs that refuse unknown fields; arrays travel as dtype, shape and bytes. There is no pickle. A channel is used by
-one receiving thread at each end; what is sent goes out whole, from whichever thread.
+Records are msgspec Structs that refuse unknown fields; arrays travel as dtype, shape and bytes. There is no pickle. A
+channel is used by one receiving thread at each end. A message goes out whole, from whichever thread.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import socket
 import struct
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +23,7 @@ import numpy as np
 from penstock.ir.types import dtype_of, numpy_dtype
 from penstock.support.errors import VerifyError
 
+from .defaults import AHEAD, SYNTHETIC, WARN, WRAP
 from .ledger import LedgerEntry
 
 Arrays = dict[str, np.ndarray]
@@ -33,26 +37,46 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=True):
 
 
 class DataSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Where samples come from: files (data_files.py) or `synthetic`. `last` is what happens where samples are no multiple of
-    a batch: wrap, drop or pad (data.py)."""
+    """The source of samples: files (data_files.py) or `synthetic`. `last` says what happens where samples are no
+    multiple of a batch: wrap, drop or pad (data.py)."""
 
-    source: str = "synthetic"
+    source: str = SYNTHETIC
     shuffle: bool = False
     seed: int = 0
-    last: str = "wrap"
+    last: str = WRAP
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The start of a rank's process: its number, and the descriptors that become its own."""
+
+    rank: int
+    world: int
+    threads: int
+    control: int
+    status: int
+    log: int
+
+
+class Evaluation(NamedTuple):
+    """The mean loss of so many samples."""
+
+    loss: float
+    samples: int
 
 
 # ------------------------------------------------------------------------------------------------ to a worker
 
 
 class Setup(Record, frozen=True):
-    """The first message. `resume` is one checkpoint directory; `audit` asks for the version log; `retire` is off only in tests that show
-    what retirement is for: buffers then grow and are counted. `pace` (seconds by kind of computation, runtime/worker/pace.py) and `latency`
-    (seconds from a send until its message arrives) are for measuring schedules. `tables` are the elements of the tables by variable.
-    `prefetch` is how many microbatches are read ahead of what is computed; with 0, data is read when it is asked for.
-    `evaluation` is what Evaluate computes the loss of. `offset` is the sample that microbatch 0 would begin with, and `key` is what random
-    draws are made from beside the module's seed (runtime/checkpoint/resuming.py). `nan` says what a loss that is not finite does: `stop` ends the run,
-    with the others it goes on. `secret` is what the ranks of this start seal the values of their meeting point with."""
+    """The first message. `resume` is one checkpoint directory. `audit` asks for the version log. `retire` is off only
+    in tests that show what retirement is for: buffers then grow and are counted. `pace` (seconds by kind of
+    computation, runtime/worker/pace.py) and `latency` (seconds from a send until its message arrives) are for measuring
+    schedules. `tables` are the elements of the tables by variable. `prefetch` is how many microbatches are read ahead
+    of the computation; with 0, data is read when it is asked for. `evaluation` is what Evaluate computes the loss of.
+    `offset` is the sample that microbatch 0 would begin with, and `key` is what random draws are made from beside the
+    module's seed (runtime/checkpoint/resuming.py). `nan` says what a loss that is not finite does: `stop` ends the run, otherwise
+    it goes on. `secret` is what the ranks of this start seal the values of their meeting point with."""
 
     bundle: str
     timeout: float
@@ -64,29 +88,30 @@ class Setup(Record, frozen=True):
     pace: dict[str, float] = {}
     latency: float = 0.0
     tables: dict[str, tuple[float, ...]] = {}
-    prefetch: int = 4
+    prefetch: int = AHEAD
     offset: int = 0
     key: int = 0
-    nan: str = "warn"
+    nan: str = WARN
     evaluation: DataSpec | None = None
     secret: str = ""
 
 
 class Join(Record, frozen=True):
-    """Where the group meets."""
+    """The port where the group meets."""
 
     port: int
 
 
 class RunCommand(Record, frozen=True):
-    """Run from an empty pipeline to an empty pipeline. Without `batches`, Batch messages follow, then End."""
+    """The command to run from an empty pipeline to an empty pipeline. Without `batches`, Batch messages follow, then
+    End."""
 
     first: int
     batches: int | None = None
 
 
 class Batch(Record, frozen=True):
-    """One global batch; its arrays are those inputs that this worker feeds, of the microbatches that it runs."""
+    """One global batch; its arrays are the inputs that this worker feeds, of the microbatches that it runs."""
 
     index: int
 
@@ -96,21 +121,21 @@ class End(Record, frozen=True):
 
 
 class Serve(Record, frozen=True):
-    """Answer requests, from an empty pipeline to an empty pipeline: Piece messages follow, then End.
+    """The command to answer requests, from an empty pipeline to an empty pipeline: Piece messages follow, then End.
     `first` is the first batch, as in Run."""
 
     first: int
 
 
 class RequestBatch(Record, frozen=True):
-    """One microbatch of requests; its arrays are those inputs that this worker feeds."""
+    """One microbatch of requests; its arrays are the inputs that this worker feeds."""
 
     mb: int
 
 
 class SaveCommand(Record, frozen=True):
-    """Write a checkpoint after `step` steps into `directory`, together; in the `background` it is answered when the state is copied.
-    `keep_last` is how many checkpoints are kept in all."""
+    """The command to write a checkpoint after `step` steps into `directory`, together. In the `background` it is
+    answered when the state is copied. `keep_last` is how many checkpoints are kept in all."""
 
     directory: str
     step: int
@@ -119,21 +144,21 @@ class SaveCommand(Record, frozen=True):
 
 
 class Evaluate(Record, frozen=True):
-    """Compute the loss of that many samples of the evaluation data, between two runs."""
+    """The command to compute the loss of that many samples of the evaluation data, between two runs."""
 
     samples: int
 
 
 class FetchParameters(Record, frozen=True):
-    """Send the newest parameters of this stage."""
+    """The command to send the newest parameters of this stage."""
 
 
 class FetchAudit(Record, frozen=True):
-    """Send counts of live versions and the version log."""
+    """The command to send counts of live versions and the version log."""
 
 
 class Stop(Record, frozen=True):
-    """Leave the group and end."""
+    """The command to leave the group and end."""
 
 
 class Alive(Record, frozen=True):
@@ -146,7 +171,7 @@ class Alive(Record, frozen=True):
 
 
 class Hosting(Record, frozen=True):
-    """Rank 0 listens for the group at this port."""
+    """The port where rank 0 listens for the group."""
 
     port: int
 
@@ -156,8 +181,8 @@ class Ready(Record, frozen=True):
 
 
 class Step(Record, frozen=True):
-    """A finished optimiser step; `at` is the monotonic clock of the host, `losses` are those of the microbatches, `grad_norm` is the norm
-    of the gradient where the update looks at it."""
+    """A finished optimiser step. `at` is the monotonic clock of the host, `losses` are those of the microbatches.
+    `grad_norm` is the norm of the gradient where the update looks at it."""
 
     step: int
     loss: float
@@ -174,9 +199,9 @@ class Output(Record, frozen=True):
 
 
 class Done(Record, frozen=True):
-    """A Run, Save or Stop is finished. `peak_bytes` is the largest resident size of the process so far, `base_bytes` its size
-    before it had any variable: the interpreter, torch, the back end's libraries and the stage's code. `waited` is how many
-    seconds a Save waited for the one before."""
+    """The end of a Run, Save or Stop. `peak_bytes` is the largest resident size of the process so far. `base_bytes` is
+    its size before it had any variable: the interpreter, torch, the back end's libraries and the stage's code. `waited`
+    is how many seconds a Save waited for the one before."""
 
     peak_bytes: int = 0
     base_bytes: int = 0
@@ -188,7 +213,8 @@ class Parameters(Record, frozen=True):
 
 
 class Gathered(Record, frozen=True):
-    """To a keeper: where the keepers of all ranks listen, by rank, the processes of the ranks, and the token of this start."""
+    """To a keeper: the addresses where the keepers of all ranks listen, by rank, the processes of the ranks, and the
+    token of this start."""
 
     hosts: tuple[str, ...]
     addresses: tuple[str, ...]
@@ -213,7 +239,8 @@ class LogEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True, array_li
 
 
 class Audit(Record, frozen=True):
-    """What the store of one rank counted: versions alive at once per variable (largest ever), buffers per variable, activation bytes."""
+    """The counts of one rank's store: versions alive at once per variable (largest ever), buffers per variable,
+    activation bytes."""
 
     live_versions: dict[str, int]
     buffers: dict[str, int]
@@ -228,19 +255,20 @@ class Evaluated(Record, frozen=True):
 
 
 class TraceRecord(Record, frozen=True):
-    """Actions with start and end on the host's monotonic clock, sent with the end of a Run when tracing, and
-    what their rank wrote down of its memory."""
+    """Actions with start and end on the host's monotonic clock, sent with the end of a Run when tracing. `held` are the
+    entries of its rank's memory."""
 
     events: tuple[tuple[str, float, float], ...]
     held: tuple[LedgerEntry, ...] = ()
 
 
 class Wake(Record, frozen=True):
-    """Nobody's message: the launcher puts it among those of its workers, so that whoever waits for them looks up."""
+    """A message that no rank sent: the launcher puts it among those of its workers, so that a thread that waits for
+    them looks up."""
 
 
 class Failed(Record, frozen=True):
-    """The worker ends with this error. `error` is the class of penstock.support.errors, or Internal."""
+    """The error that a worker ends with. `error` is the class of penstock.support.errors, or Internal."""
 
     error: str
     what: str
@@ -249,8 +277,9 @@ class Failed(Record, frozen=True):
 
 
 Message = (
-    Setup | Join | RunCommand | Batch | End | Serve | RequestBatch | SaveCommand | Evaluate | FetchParameters | FetchAudit | Stop | Alive | Gathered | Planned
-    | Hosting | Ready | Step | Output | Done | Parameters | Audit | Evaluated | TraceRecord | Wake | Failed
+    Setup | Join | RunCommand | Batch | End | Serve | RequestBatch | SaveCommand | Evaluate | FetchParameters | FetchAudit | Stop | Alive
+    | Gathered | Planned | Hosting | Ready | Step | Output | Done | Parameters | Audit | Evaluated | TraceRecord | Wake |
+    Failed
 )  # fmt: skip
 
 
@@ -271,19 +300,20 @@ class Channel:
         self._decode_specs = msgspec.msgpack.Decoder(tuple[ArraySpec, ...]).decode
 
     def send(self, message: Record, arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        given = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+        contiguous = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
         record = self._encode(message)
         specs = self._encode(
-            [ArraySpec(name, dtype_of(a.dtype), (arrays or {})[name].shape) for name, a in given.items()]
+            [ArraySpec(name, dtype_of(a.dtype), (arrays or {})[name].shape) for name, a in contiguous.items()]
         )
         with self._sending:
             self._socket.sendall(_HEAD.pack(len(record), len(specs)) + record + specs)
-            for array in given.values():
+            for array in contiguous.values():
                 if array.nbytes:
                     self._socket.sendall(array.reshape(-1).view(np.uint8).data)
 
     def offer(self, message: Record) -> bool:
-        """Send a short message if there is room: whoever does not read holds nobody up. Whether it was sent."""
+        """Send a short message if there is room, so that an end that does not read holds no sender up. Say whether it
+        was sent."""
         room = select.poll()
         room.register(self._socket, select.POLLOUT)
         if not room.poll(0):
@@ -292,7 +322,7 @@ class Channel:
         return True
 
     def receive(self) -> tuple[Message, Arrays] | None:
-        """The next message; None when the other end is closed. VerifyError for what is no message."""
+        """Return the next message; None when the other end is closed. VerifyError for what is no message."""
         try:
             return self._receive()
         except (msgspec.MsgspecError, ValueError, KeyError, OverflowError, MemoryError) as error:

@@ -1,18 +1,21 @@
-"""What a rank writes down of its memory while a run is traced. In: tensors that come and go, from the store
-and the transport. Out: entries, in order.
+"""The entries that a rank writes down of its memory while a run is traced.
 
-An entry says when, in which action (counted from 0 over all runs of the rank, those before the first
-of them -1), what happened to which block:
+In: tensors that come and go, from the store and the transport. Out: entries, in order.
+
+Actions count from 0 over all runs of the rank; -1 is before the first. An entry says when, and in which action, what
+happened to which block:
 
     own       a buffer of a variable is there: its number as block, and the version that it holds, where it has versions
-    write     an update has made a version of a parameter          retire    nobody will read a version any more
+    write     an update has made a version of a parameter          retire    no action will read a version after this
     post      a receive has memory for a message                   keep      a value is held under a name
-    drop      a value is let go of                                 call      a block that a call of a graph takes for temporaries, at the first call
-    send      a message is handed to gloo, and stays until it is   sent      with the peer (during whatever action that was)
+    drop      a value is let go of
+    call      a block that a call of a graph takes for temporaries, at the first call
+    send      a message is handed to gloo, and stays there until it is sent
+    sent      the message is with the peer (during whatever action that was)
     run       actions from here on are of batches from this one on
 
-The block of a value is the memory that its tensor lies in, by address: values that came in one message are in one block, and blocks are
-used again. Without a ledger nothing is written, and nothing costs.
+The block of a value is the memory that its tensor lies in, by address. Values of one message are in one block, and
+blocks are used again. Without a ledger nothing is written, and nothing costs.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ if TYPE_CHECKING:
 
 
 class LedgerEntry(NamedTuple):
-    """`owner` is the microbatch of a value, -1 - t for batch t, the first batch of a run, and 0 for the rest. `nbytes` are those of the
-    block. Of a call `name` is the kind of graph, with the first and the last kernel that work in the block."""
+    """One event in a block of memory. `owner` is the microbatch of a value, -1 - t for batch t, the first batch of a
+    run, and 0 for all else. `nbytes` are those of the block. Of a call `name` is the kind of graph, with the first and
+    the last kernel that work in the block."""
 
     at: float
     step: int
@@ -62,18 +66,18 @@ class Ledger:
         self.entries.append(LedgerEntry(time.monotonic(), self.step, what, name, 0, buffer, nbytes, version))
 
     def call(self, kind: str, blocks: Sequence[Temporary]) -> None:
-        """The temporaries of a graph; one of no bytes stands for none."""
+        """Enter the temporaries of a graph; one of no bytes stands for none."""
         for number, block in enumerate(blocks or [Temporary(0, "", "")]):
             name = " ".join((kind, block.first, block.last))
             self.entries.append(LedgerEntry(time.monotonic(), self.step, "call", name, 0, number, block.nbytes))
 
     def run(self, first: int) -> None:
-        """A run begins with the next action."""
+        """Enter that a run begins with the next action."""
         self.entries.append(LedgerEntry(time.monotonic(), self.step + 1, "run", "", first, 0, 0))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What comes and goes meanwhile is no part of a run."""
+        """Keep entries that are made meanwhile out of the run."""
         kept, self.entries = self.entries, []
         try:
             yield
@@ -81,6 +85,6 @@ class Ledger:
             self.entries = kept
 
     def taken(self) -> tuple[LedgerEntry, ...]:
-        """What was written since the last time."""
-        found, self.entries = tuple(self.entries), []
-        return found
+        """Return the entries since the last time."""
+        entries, self.entries = tuple(self.entries), []
+        return entries

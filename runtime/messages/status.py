@@ -1,9 +1,12 @@
-"""What every rank is doing, in memory that the launcher shares with its workers: a line of text per rank, the time of its last heartbeat,
-the steps it has finished, and how far a checkpoint is that it writes, all written without a system call.
+"""The status of every rank, in memory that the launcher shares with its workers.
 
-The file has no name and is inherited as a descriptor, so nothing is left behind. A line may be read while it is written: it serves
-messages. The heart is a thread: it beats while kernels compute, however long, and stops with its process. So silence means that a process
-is stopped, dead or starved, and never that it is slow. Times are those of the host's monotonic clock.
+A rank has a line of text, the time of its last heartbeat, the steps it has finished, and the progress of a
+checkpoint. All are written without a system call.
+
+The file has no name and is inherited as a descriptor, so nothing is left behind. A line may be read while it is
+written: it serves messages. The heart is a thread: it beats while kernels compute, however long, and stops with its
+process. So silence means that a process is stopped, dead or starved, and never that it is slow. Times are those of the
+host's monotonic clock.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from pathlib import Path
 
 from penstock.ir.schedule import RECEIVES, Action
 
-# Text, then doubles: the time of the last heartbeat, the number of finished steps, where a save is, and the seconds that were computed.
+# Text, then doubles: the time of the last heartbeat, the number of finished steps, where a save is, and the seconds
+# that were computed.
 _LINE = 128
 _SLOT = 192
 _BEAT, _STEPS, _SAVE, _BUSY = range(_LINE // 8, _LINE // 8 + 4)
-# When a run has failed, a checkpoint that is being written is waited for as long as it gets on, and for so many seconds in all.
+# When a run has failed, a checkpoint that is being written is waited for as long as it gets on, and for so many seconds
+# in all.
 _SAVE_QUIET_SECONDS, _SAVE_SECONDS = 4.0, 30.0
 # Seconds between two heartbeats.
 BEAT_SECONDS = 0.25
@@ -47,13 +52,13 @@ WORDS = {
 
 
 def describe(action: Action) -> str:
-    """An action in words, for messages."""
+    """Describe an action in words, for messages."""
     peer = "" if action.peer is None else f" {'from' if action.kind in RECEIVES else 'to'} rank {action.peer}"
     return f"{action} ({WORDS[action.kind]} {action.mb}{peer})"
 
 
 def describe_line(text: str) -> str:
-    """A line of the board in words."""
+    """Describe a line of the board in words."""
     try:
         return describe(Action.parse(text))
     except ValueError:
@@ -78,23 +83,23 @@ class Status:
             self._memory[self._start : self._start + _LINE] = self.text.encode()[:_LINE].ljust(_LINE)
 
     def finish(self, step: int) -> None:
-        """A step is finished; they count from 0."""
+        """Note that a step is finished; they count from 0."""
         if self._numbers is not None:
             self._numbers[_STEPS] = step + 1.0
 
     def spend(self, seconds: float) -> None:
-        """So many seconds were computed."""
+        """Add seconds of computation."""
         if self._numbers is not None:
             self._numbers[_BUSY] += seconds
 
-    def save(self, written: int, told: bool = False) -> None:
-        """So many bytes of a checkpoint are written; `told` that this rank's part of it is done, so that the
-        others can finish it without this one."""
+    def save(self, written: int, done: bool = False) -> None:
+        """Note that so many bytes of a checkpoint are written. `done`: this rank's part of it is written and reported,
+        so that the other ranks can finish it alone."""
         if self._numbers is not None:
-            self._numbers[_SAVE] = -1.0 - written if told else 1.0 + written
+            self._numbers[_SAVE] = -1.0 - written if done else 1.0 + written
 
     def end_save(self) -> None:
-        """No checkpoint is being written."""
+        """Note that no checkpoint is being written."""
         if self._numbers is not None:
             self._numbers[_SAVE] = 0.0
 
@@ -103,7 +108,7 @@ class Status:
             self._numbers[_BEAT] = time.monotonic()
 
     def start_heart(self) -> None:
-        """Beat from now on."""
+        """Beat from here on."""
         threading.Thread(target=self._live, name="heart", daemon=True).start()
 
     def _live(self) -> None:
@@ -129,23 +134,24 @@ class StatusBoard:
         return self._memory[rank * _SLOT : rank * _SLOT + _LINE].strip(b" \0").decode("ascii", "replace")
 
     def last_beat(self, rank: int) -> float:
-        """When a rank gave its last sign of life; 0 before the first."""
+        """Return the time of a rank's last sign of life; 0 before the first."""
         return self._numbers[rank * _SLOT // 8 + _BEAT]
 
     def beat(self, rank: int) -> None:
-        """For a rank that has just been started."""
+        """Note a sign of life of a rank that has just been started."""
         self._numbers[rank * _SLOT // 8 + _BEAT] = time.monotonic()
 
     def busy(self, rank: int) -> float:
-        """The seconds that a rank has computed."""
+        """Return the seconds that a rank has computed."""
         return self._numbers[rank * _SLOT // 8 + _BUSY]
 
     def save_of(self, rank: int) -> float:
-        """Where the save of a rank is: 0 when there is none, less than 0 when its own part is done; another number means that it got on."""
+        """Return how far the save of a rank is: 0 when there is none, less than 0 when its own part is done. Another
+        number means that it got on."""
         return self._numbers[rank * _SLOT // 8 + _SAVE]
 
     def last_step(self) -> int | None:
-        """The newest step that a rank has finished in this run."""
+        """Return the newest step that a rank has finished in this run."""
         newest = max(int(self._numbers[start // 8 + _STEPS]) for start in range(0, len(self._memory), _SLOT))
         return newest - 1 if newest else None
 
@@ -156,41 +162,41 @@ class StatusBoard:
 
 
 class Patience:
-    """Tells who was silent for too long. Time in which the watcher itself did not look (it slept, its caller was busy, the machine stood
-    still) is nobody's fault and does not count. No limit (0) is endless patience."""
+    """Tells which ranks were silent for too long. Time in which the watcher itself did not look does not count: it
+    slept, its caller was busy, or the machine stood still. No limit (0) is endless patience."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self._since = self._looked = time.monotonic()
 
     def look(self) -> None:
-        """To be called several times per second, and before every `over`."""
+        """Look; to be called several times per second, and before every `over`."""
         now = time.monotonic()
         if now - self._looked > self.limit / 3:
             self._since = now
         self._looked = now
 
     def over(self, heard: float) -> bool:
-        """Whether what was last heard then has been silent for too long."""
+        """Say whether a rank that was last heard at a time has been silent for too long."""
         return 0 < self.limit < self._looked - max(heard, self._since)
 
 
 def await_saves(look: Callable[[], Sequence[float]]) -> None:
-    """Wait for a checkpoint that is being written though the run has come to its end. `look` says where the saves
-    are of those who can still finish it."""
+    """Wait for a checkpoint that is being written though the run has come to its end. `look` returns how far the saves
+    are of the ranks that can still finish it."""
     started = moved = time.monotonic()
     seen: list[float] = []
-    while any(found := list(look())):
+    while any(progress := list(look())):
         now = time.monotonic()
-        if found != seen:
-            seen, moved = found, now
+        if progress != seen:
+            seen, moved = progress, now
         if now - moved > _SAVE_QUIET_SECONDS or now - started > _SAVE_SECONDS:
             return
         time.sleep(0.02)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is there and does not run, because of a signal or a debugger."""
+    """Say whether a process is there and does not run, because of a signal or a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:

@@ -1,14 +1,15 @@
-"""What one rank holds: variables in versioned buffers, and per microbatch the values that are still needed.
+"""The state of one rank: variables in versioned buffers, and per microbatch the values that are still needed.
 
-A parameter's version v lives in buffer v mod n, n = `Var.versions`; an update reads the newest version and writes the next one, in place
-when n is 1. A version is *live* from the update that makes it until it is *retired*, after the last microbatch that reads it; the newest
-version is live in any case. An update may only write over a retired version: otherwise it is refused, naming the variable and the versions
-present (or, with `grow`, given one more buffer, which is counted: the control of the claim that n buffers are enough).
+A parameter's version v lives in buffer v mod n, n = `Var.versions`. An update reads the newest version and writes
+the next one, in place when n is 1. A version is *live* from the update that makes it until it is *retired*, after the
+last microbatch that reads it. The newest version is live in any case. An update may only write over a retired version.
+Otherwise it is refused, naming the variable and the versions present. With `grow` it gets one more buffer, which is
+counted: the control of the claim that n buffers are enough.
 
-Gradients have as many copies as their variable says, and those of batch t are summed in copy t mod n; optimiser state and buffers have one.
-Gradients that the ranks of a stage sum up lie one behind the other, so that they are summed in one piece.
-Parameters that no update writes are the same in all versions. All tensors start at a multiple of 64 bytes, which is what torch's allocator
-gives. They are in the memory of the stage's device.
+Gradients have as many copies as their variable says, and those of batch t are summed in copy t mod n. Optimiser
+state and buffers have one. Gradients that the ranks of a stage sum up lie one behind the other, so that they are summed
+in one piece. Parameters that no update writes are the same in all versions. All tensors start at a multiple of 64
+bytes, which is what torch's allocator gives. They are in the memory of the stage's device.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def allocate(type: TensorType, device: torch.device = CPU) -> torch.Tensor:
-    """An uninitialised tensor, aligned for vector loads."""
+    """Return an uninitialised tensor, aligned for vector loads."""
     tensor = torch.empty(type.dims, dtype=TORCH_DTYPES[type.dtype], device=device)
     assert tensor.numel() == 0 or tensor.data_ptr() % _ALIGNMENT == 0, "the allocator does not align to 64 bytes"
     return tensor
@@ -41,8 +42,8 @@ def allocate(type: TensorType, device: torch.device = CPU) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Block:
-    """Memory, the arrays of it by type, and who has it: an array is alive as long as any tensor has
-    its memory, whoever made that of which."""
+    """A block of memory, the arrays of it by type, and its user. An array is alive as long as any tensor has its
+    memory, whichever tensor was made from which."""
 
     memory: np.ndarray
     arrays: dict[TensorType, np.ndarray] = field(default_factory=dict)
@@ -50,9 +51,10 @@ class _Block:
 
 
 class Recycled:
-    """Tensors whose memory is used again, by size, once nobody holds it any more. Freed and allocated anew for each microbatch, aligned
-    blocks leave holes in glibc's heap (a fifth of a worker's memory), or are mapped and cleared by the system every time. On GPUs torch
-    does this itself. `memory` makes new blocks of so many bytes, if not the allocator."""
+    """Tensors whose memory is used again, by size, once no tensor holds it. Freed and allocated anew for each
+    microbatch, aligned blocks leave holes in glibc's heap (a fifth of a worker's memory). Else the system maps and
+    clears them every time. On GPUs torch does this itself. `memory` makes new blocks of so many bytes, if not the
+    allocator."""
 
     def __init__(
         self, device: torch.device = CPU, pinned: bool = False, memory: Callable[[int], np.ndarray] | None = None
@@ -63,11 +65,11 @@ class Recycled:
         self._lenders: dict[TensorType, Callable[[], torch.Tensor]] = {}
 
     def tensor(self, type: TensorType) -> torch.Tensor:
-        """An uninitialised tensor."""
+        """Return an uninitialised tensor."""
         return self.lender(type)()
 
     def lender(self, type: TensorType) -> Callable[[], torch.Tensor]:
-        """What gives uninitialised tensors of a type, for those who want many."""
+        """Return a function that gives uninitialised tensors of a type, for callers that want many."""
         if type not in self._lenders:
             self._lenders[type] = self._make_lender(type)
         return self._lenders[type]
@@ -101,7 +103,8 @@ class Recycled:
 
 
 def fill(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
-    """Copy an array of the same type into a tensor; bf16 goes through its bits, which torch does not share with NumPy."""
+    """Copy an array of the same type into a tensor; bf16 goes through its bits, which torch does not share with
+    NumPy."""
     if tensor.device != CPU:
         # The array may change once this returns, so the copy is not left to run on.
         tensor.copy_(fill(torch.empty(tensor.shape, dtype=tensor.dtype), array))
@@ -113,7 +116,7 @@ def fill(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory as an array; a copy of it if it is on another device."""
+    """Return the tensor's memory as an array; a copy of it if it is on another device."""
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         import ml_dtypes
@@ -138,7 +141,7 @@ class Versions:
         return sorted(v for v in self.held.values() if v not in self.retired or v == self.newest)
 
     def place(self, version: int) -> torch.Tensor:
-        """The buffer that holds a version."""
+        """Return the buffer that holds a version."""
         for buffer, held in self.held.items():
             if held == version and (version not in self.retired or version == self.newest):
                 return self.buffers[buffer]
@@ -146,7 +149,7 @@ class Versions:
         raise VerifyError(f"version {version} was asked for, versions present: {present}", where=f"@{self.var.name}")
 
     def target(self, version: int, grow: bool) -> torch.Tensor:
-        """The buffer that an update may write a new version to."""
+        """Return the buffer that an update may write a new version to."""
         return self.buffers[self._free_buffer(version, grow)]
 
     def _free_buffer(self, version: int, grow: bool) -> int:
@@ -167,12 +170,12 @@ class Versions:
         return (free + spare)[0]
 
     def start(self, version: int, grow: bool) -> None:
-        """An update begins: from here on the new version is alive beside the others."""
+        """Begin an update: from here on the new version is alive beside the others."""
         buffer = self._free_buffer(version, grow)
         self.most_live = max(self.most_live, len([v for v in self.live() if v != self.held.get(buffer)]) + 1)
 
     def finish(self, version: int, grow: bool) -> None:
-        """An update is done: what its buffer held is gone."""
+        """End an update: the old contents of its buffer are gone."""
         buffer = self._free_buffer(version, grow)
         self.retired.discard(self.held.get(buffer, version))
         self.held[buffer] = version
@@ -181,7 +184,8 @@ class Versions:
 
 
 class Store:
-    """All state of one rank. `stepped` are the variables that have versions, `summed` gradients that are summed up over ranks."""
+    """All state of one rank. `stepped` are the variables that have versions, `summed` gradients that are summed up over
+    ranks."""
 
     def __init__(
         self,
@@ -217,7 +221,7 @@ class Store:
                 )
             else:
                 self.single[name] = allocate(var.type, device)
-        # What `buffers` found since versions last changed.
+        # The results of `buffers` since versions last changed.
         self._found: dict[tuple[str, int | None, int], list[torch.Tensor]] = {}
         self.values: dict[int, dict[str, torch.Tensor]] = {}
         self.value_bytes = self.most_value_bytes = 0
@@ -241,26 +245,27 @@ class Store:
                 self.gradients[var.name] = [copy[place : place + var.type.size].view(var.type.dims) for copy in whole]
 
     def sums(self, batch: int) -> list[torch.Tensor]:
-        """The gradients of a batch that are summed up over ranks, in whole pieces."""
+        """Return the gradients of a batch that are summed up over ranks, in whole pieces."""
         return [copies[batch % len(copies)] for copies in self._sums]
 
     def newest(self, name: str) -> torch.Tensor:
-        """The buffer with the newest contents of a variable."""
+        """Return the buffer with the newest contents of a variable."""
         if name in self.versioned:
             return self.versioned[name].place(self.versioned[name].newest)
         return self.single[name]
 
     def older(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Live versions other than the newest, with their parameters: what a checkpoint needs besides the newest."""
-        found: dict[int, dict[str, torch.Tensor]] = {}
+        """Return live versions other than the newest, with their parameters, which a checkpoint needs besides the
+        newest."""
+        parameters: dict[int, dict[str, torch.Tensor]] = {}
         for name, versions in self.versioned.items():
             for version in versions.live():
                 if version != versions.newest:
-                    found.setdefault(version, {})[name] = versions.place(version)
-        return found
+                    parameters.setdefault(version, {})[name] = versions.place(version)
+        return parameters
 
     def restore_older(self, version: int, name: str) -> torch.Tensor:
-        """Make an older version live again and give its buffer, to be filled from a checkpoint."""
+        """Make an older version live again and return its buffer, to be filled from a checkpoint."""
         self._found.clear()
         versions = self.versioned[name]
         buffer = version % versions.var.versions
@@ -271,8 +276,8 @@ class Store:
         return versions.buffers[buffer]
 
     def buffer(self, slot: Slot, version: int | None, batch: int = 0) -> torch.Tensor:
-        """The tensor for one slot of a graph's signature. `version` is that of the action; for an update, the version it makes. `batch`
-        is the one whose gradients are meant."""
+        """Return the tensor for one slot of a graph's signature. `version` is that of the action; for an update, the
+        version it makes. `batch` is the one whose gradients are meant."""
         if slot.var in self.gradients:
             buffers = self.gradients[slot.var]
             return buffers[batch % len(buffers)]
@@ -287,15 +292,15 @@ class Store:
         return versions.place(versions.newest)
 
     def buffers(self, graph: str, slots: Sequence[Slot], version: int | None, batch: int) -> list[torch.Tensor]:
-        """The tensors for all slots of a graph; between two changes of versions they are looked up once."""
+        """Return the tensors for all slots of a graph; between two changes of versions they are looked up once."""
         key = (graph, version, batch)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = [self.buffer(slot, version, batch) for slot in slots]
-        return found
+        tensors = self._found.get(key)
+        if tensors is None:
+            tensors = self._found[key] = [self.buffer(slot, version, batch) for slot in slots]
+        return tensors
 
     def start_update(self, version: int) -> None:
-        """Versions are made one after the other; anything else is a broken schedule."""
+        """Begin the update to a version. Versions are made one after the other; anything else is a broken schedule."""
         if version != self.version + 1:
             raise VerifyError(f"an update makes version {version}, the newest one is {self.version}")
         self._found.clear()
@@ -310,7 +315,7 @@ class Store:
         self.version = version
 
     def retire(self, version: int) -> None:
-        """No microbatch will read this version again."""
+        """Retire a version: no microbatch will read it again."""
         self._found.clear()
         for name, versions in self.versioned.items():
             if version in versions.held.values():
@@ -318,7 +323,7 @@ class Store:
                 self._note_version("retire", name, versions, version)
 
     def trace(self, ledger: Ledger) -> None:
-        """From now on write down what comes and goes; what is there already, at once."""
+        """Write down from here on what comes and goes, and at once what is there already."""
         self.ledger = ledger
         for name, versions in self.versioned.items():
             for buffer, tensor in enumerate(versions.buffers):
@@ -332,7 +337,8 @@ class Store:
             buffer = next(buffer for buffer, held in versions.held.items() if held == version)
             self.ledger.variable(what, name, buffer, versions.buffers[buffer].nbytes, version)
 
-    # -------------------------------------------------------------------------------------------- values of microbatches
+    # -------------------------------------------------------------------------------------------- values of
+    # microbatches
 
     def put(self, mb: int, name: str, tensor: torch.Tensor) -> None:
         held = self.values.setdefault(mb, {})

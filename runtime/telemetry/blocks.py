@@ -1,9 +1,10 @@
-"""Blocks of memory out of what a ledger wrote down of values and messages. In: entries, one after the other. Out:
-the blocks that live, and those that did.
+"""Blocks of memory, from the entries that a ledger wrote down of values and messages.
 
-A block lives from when a receive has it, or a value is kept in it, until the last value in it is dropped. Its address says
-which one it is, as long as it lives. One that was sent may be there for longer: it is away until the peer has it, and counts as
-that where nothing lives in it any more.
+In: entries, one after the other. Out: the blocks that live, and those that did.
+
+A block lives from when a receive has it, or a value is kept in it, until the last value in it is dropped. Its
+address says which one it is, as long as it lives. One that was sent may be there for longer. It is away until the peer
+has it, and counts as that where nothing lives in it.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ VALUES = ("post", "keep", "drop", "send", "sent")
 
 @dataclass(slots=True)
 class Stay:
-    """A block, with the values that have ever been in it, and how many of them still are. `given` is None while it lives."""
+    """A block, with the values that have ever been in it, and how many of them still are. `ended` is None while it
+    lives."""
 
     block: int
     owner: int
     nbytes: int
-    taken: int
+    begun: int
     names: list[str] = field(default_factory=list)
     held: int = 0
-    given: int | None = None
+    ended: int | None = None
 
 
 class Stays:
-    """What lives after the entries so far, and `all` that ever did; `nbytes` are those of what lives,
-    `most_away` the most there ever was of the rest."""
+    """The blocks that live after the entries so far, and `all` that ever did. `nbytes` are those of the living blocks,
+    `most_away` the most bytes that were ever away."""
 
     def __init__(self) -> None:
         self.all: list[Stay] = []
@@ -41,11 +43,11 @@ class Stays:
 
     @property
     def away(self) -> int:
-        """Bytes of what was sent, has not arrived, and lives no more."""
+        """Bytes of blocks that were sent and have not arrived, and in which nothing lives."""
         return sum(nbytes for block, (_, nbytes) in self._away.items() if block not in self._living)
 
     def follow(self, entry: LedgerEntry) -> None:
-        """Entries about other things than values and messages change nothing."""
+        """Follow an entry; entries about other things than values and messages change nothing."""
         match entry.what:
             case "post":
                 self._begin(entry)
@@ -57,7 +59,7 @@ class Stays:
                 stay = self._living[entry.block]
                 stay.held -= 1
                 if not stay.held:
-                    stay.given = entry.step
+                    stay.ended = entry.step
                     self.nbytes -= stay.nbytes
                     del self._living[entry.block]
             case "send":

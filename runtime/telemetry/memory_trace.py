@@ -1,5 +1,8 @@
-"""The memory of a run that was traced. In: a trace, as a job has it or as a file of `--trace`, and the module that ran. Out: an account per
-rank (ir/memory/account.py), and beside it the one that the plan has for the same batches."""
+"""The memory of a run that was traced.
+
+In: a trace, as a job has it or as a file of `--trace`, and the module that ran. Out: an account per rank (ir/memory/account.py),
+and beside it the one that the plan has for the same batches.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from .trace import Event
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """What one rank did, with seconds of begin and end, and what it wrote down of its memory."""
+    """The trace of one rank: its actions with seconds of begin and end, and the entries of its memory."""
 
     events: tuple[Event, ...]
     entries: tuple[LedgerEntry, ...]
@@ -36,7 +39,7 @@ class RankTrace:
 
 
 def read_trace(path: str | Path) -> list[RankTrace]:
-    """The ranks of a file that `run --trace` wrote; UsageError if it is none."""
+    """Read the ranks of a file that `run --trace` wrote; UsageError if it is none."""
     try:
         listed = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
         ranks = sorted(e["pid"] for e in listed if e["name"] == "process_name")
@@ -50,8 +53,8 @@ def read_trace(path: str | Path) -> list[RankTrace]:
                 events[e["pid"]].append((e["name"], *seconds_of(e)))
             elif e.get("cat") == "memory":
                 entries[e["pid"]].append(_entry(e["name"].partition(" ")[0], e["ts"] / 1e6, e["args"]))
-        found = [RankTrace(tuple(a), tuple(b)) for a, b in zip(events, entries, strict=True)]
-        for trace in found:
+        traces = [RankTrace(tuple(a), tuple(b)) for a, b in zip(events, entries, strict=True)]
+        for trace in traces:
             _check(trace)
     except (
         OSError,
@@ -68,11 +71,11 @@ def read_trace(path: str | Path) -> list[RankTrace]:
         raise UsageError(
             f"cannot read it as a trace: {type(error).__name__}: {error}", where=str(path), hint=hint
         ) from error
-    return found
+    return traces
 
 
 def _check(trace: RankTrace) -> None:
-    """Entries are of actions that are there, and nothing is dropped that was not kept."""
+    """Check that entries are of actions that are there, and that nothing is dropped that was not kept."""
     stays = Stays()
     for entry in trace.entries:
         msgspec.convert(tuple(entry), LedgerEntry)
@@ -82,7 +85,7 @@ def _check(trace: RankTrace) -> None:
 
 
 def _entry(what: str, at: float, args: Mapping[str, Any]) -> LedgerEntry:
-    """What trace.py wrote of an entry, back again."""
+    """Read an entry back from the form in which trace.py wrote it."""
     step = args["step"]
     match what:
         case "run":
@@ -106,7 +109,7 @@ def _entry(what: str, at: float, args: Mapping[str, Any]) -> LedgerEntry:
 
 
 def measured_account(module: Module, rank: int, trace: RankTrace) -> Account:
-    """What a rank's memory held, as it was written down."""
+    """Return the account of a rank's memory, as it was written down."""
     stage = module.rank_stages()[rank]
     actions = trace.actions
     stays = Stays()
@@ -117,7 +120,7 @@ def measured_account(module: Module, rank: int, trace: RankTrace) -> Account:
     for stay in stays.all:
         names = tuple(sorted(stay.names))
         purpose = "boundary" if saved.isdisjoint(names) else "activations"
-        lives.append(Life(purpose, names, stay.owner, stay.nbytes, stay.taken, stay.given, block=hex(stay.block)))
+        lives.append(Life(purpose, names, stay.owner, stay.nbytes, stay.begun, stay.ended, block=hex(stay.block)))
     newest = next((entry.owner for entry in trace.entries if entry.what == "run"), 0)
     workspace: dict[str, tuple[int, ...]] = {}
     for entry in trace.entries:
@@ -136,7 +139,8 @@ def measured_account(module: Module, rank: int, trace: RankTrace) -> Account:
 
 
 def most_away(trace: RankTrace) -> int:
-    """The most bytes that a rank held at once only because they were sent and had not arrived, of which no plan is made."""
+    """Return the most bytes that a rank held at once only because they were sent and had not arrived, of which no plan
+    is made."""
     stays = Stays()
     for entry in trace.entries:
         stays.follow(entry)
@@ -144,26 +148,26 @@ def most_away(trace: RankTrace) -> int:
 
 
 def planned_beside(module: Module, rank: int, trace: RankTrace) -> Account:
-    """The account that the plan has for the batches of a trace."""
+    """Return the account that the plan has for the batches of a trace."""
     return planned_account(module, rank, runs_of(module, trace))
 
 
 def runs_of(module: Module, trace: RankTrace) -> list[tuple[int, int]]:
-    """First batch and number of batches of every run, each from an empty pipeline to an empty one; UsageError
+    """Return first batch and number of batches of every run, each from an empty pipeline to an empty one. UsageError
     where batches between them have no action."""
     assert module.schedule is not None
     per_batch, actions = module.schedule.microbatches, trace.actions
     starts = [(entry.step, entry.owner) for entry in trace.entries if entry.what == "run"]
-    found = []
+    runs = []
     for (begin, first), (end, _) in zip(starts, [*starts[1:], (len(trace.events), 0)], strict=True):
         batches = {action.batch(per_batch) for action in actions[begin:end]}
         last = max(batches, default=first - 1)
-        # A plan of batches that nobody ran would have no end.
+        # A plan of batches that no rank ran would have no end.
         if last - first >= len(batches):
             raise UsageError(f"the trace has a run of batches {first} to {last}, and actions of {len(batches)} of them")
         if last >= first:
-            found.append((first, last - first + 1))
-    return found
+            runs.append((first, last - first + 1))
+    return runs
 
 
 def _variables(module: Module, stage: int, entries: Iterable[LedgerEntry]) -> Iterable[Life]:

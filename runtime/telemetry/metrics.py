@@ -1,5 +1,6 @@
-"""Metrics of a training run. In: finished steps with the time at which they were finished. Out: one
-JSON object per step and line, and progress.
+"""Metrics of a training run.
+
+In: finished steps with the time at which they were finished. Out: one JSON object per step and line, and progress.
 
     {"step": 0, "loss": 4.1, "lr": 0.01, "samples": 16, "step_s": 0.02, "samples_per_s": 800.0, "grad_norm": null}
 
@@ -11,11 +12,11 @@ The last row of a run with a trace says how much of the time of messages was hid
 
     {"step": 99, "messages": 800, "messages_s": 1.9, "waited_s": 0.1, "hidden": 0.9474}
 
-`step_s` is the time since the step before (since the start of the run for the first one); `grad_norm`, that of the whole gradient before
-it is clipped, is null where training does not ask for it (`clip`, `skip_nonfinite`, f16), and an update by one that is not finite was
-skipped. A number that is not finite is written as the string "nan" or "inf", because JSON has no such numbers, and the first loss that is
-not is warned of. A terminal gets one line that is written over, anything else a plain line every few seconds and one at the end; it has
-how busy each stage is (utilisation.py).
+`step_s` is the time since the step before (since the start of the run for the first one). `grad_norm`, that of the
+whole gradient before it is clipped, is null where training does not ask for it (`clip`, `skip_nonfinite`, f16). An
+update by one that is not finite was skipped. A number that is not finite is written as the string "nan" or "inf",
+because JSON has no such numbers. The first such loss is warned of. A terminal gets one line that is written over,
+anything else a plain line every few seconds and one at the end. The line has how busy each stage is (utilisation.py).
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from penstock.runtime.messages.control import Step
-from penstock.runtime.worker.evaluation import Evaluation
+from penstock.runtime.messages.control import Evaluation, Step
 from penstock.support.errors import PenstockError
 from penstock.support.terminal import StatusLine
 
@@ -44,7 +44,7 @@ _WAIT_WORTH_TELLING = 1.0
 
 
 class Metrics:
-    """Writes metrics line by line and shows progress. `total` is the number of the last step plus one, `log`
+    """The writer of metrics, line by line, which shows progress. `total` is the number of the last step plus one, `log`
     other places that get them (sinks.py)."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Metrics:
         self._warned = self._told_wait = False
 
     def start(self) -> None:
-        """The run begins now: loading is not part of the first step."""
+        """Begin the time of the run: loading is not part of the first step."""
         if self._busy is not None:
             self._busy.look()
         self._started = self._last = time.monotonic()
@@ -102,7 +102,8 @@ class Metrics:
             self._warned = True
             skipped = step.grad_norm is not None and not math.isfinite(step.grad_norm)
             self._line.interrupt(
-                f"warning: the loss of step {step.step} is {step.loss}; {'its update is skipped' if skipped else 'the run goes on'}"
+                f"warning: the loss of step {step.step} is {step.loss}; "
+                f"{'its update is skipped' if skipped else 'the run goes on'}"
             )
         self._show(step, last=step.step + 1 == self._total)
 
@@ -115,34 +116,35 @@ class Metrics:
                 "--checkpoint-every waits less"
             )
 
-    def evaluated(self, done: int, found: Evaluation) -> None:
-        """An evaluation after `done` steps, in a row of its own. Its time is no step's."""
+    def evaluated(self, done: int, evaluation: Evaluation) -> None:
+        """Write an evaluation after `done` steps, in a row of its own. Its time is no step's."""
         seconds, self._last = time.monotonic() - self._last, time.monotonic()
         self._started += seconds
         row: Row = {
             "step": done - 1,
-            "eval_loss": _number(found.loss),
-            "eval_samples": found.samples,
+            "eval_loss": _number(evaluation.loss),
+            "eval_samples": evaluation.samples,
             "eval_s": round(seconds, 6),
         }
         self._write(row)
-        self._line.interrupt(f"step {done}: evaluation loss {found.loss:.4f} over {found.samples} samples")
+        self._line.interrupt(f"step {done}: evaluation loss {evaluation.loss:.4f} over {evaluation.samples} samples")
 
-    def overlapped(self, done: int, found: Overlap) -> None:
-        """What messages took of a run that was traced, in a row of its own."""
-        if found.hidden is None:
+    def overlapped(self, done: int, overlap: Overlap) -> None:
+        """Write the messages of a run that was traced, in a row of its own."""
+        if overlap.hidden is None:
             return
         row: Row = {
             "step": done - 1,
-            "messages": found.messages,
-            "messages_s": round(found.moving, 6),
-            "waited_s": round(found.waited, 6),
-            "hidden": round(found.hidden, 4),
+            "messages": overlap.messages,
+            "messages_s": round(overlap.moving, 6),
+            "waited_s": round(overlap.waited, 6),
+            "hidden": round(overlap.hidden, 4),
         }
         self._write(row)
         self._line.interrupt(
-            f"messages: {found.messages}, {found.moving:.3f} s under way, of which ranks waited {found.waited:.3f} s: "
-            f"{found.hidden:.0%} hidden"
+            f"messages: {overlap.messages}, {overlap.moving:.3f} s under way, of which ranks waited "
+            f"{overlap.waited:.3f} s: "
+            f"{overlap.hidden:.0%} hidden"
         )
 
     def _write(self, row: Row) -> None:
@@ -197,7 +199,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _keep_steps_before(path: Path, first: int) -> None:
-    """After a resume the steps past the checkpoint are run again: drop their lines, and a torn last line."""
+    """Drop the lines of steps past the checkpoint, which are run again after a resume, and a torn last line."""
     if not path.exists():
         return
     kept = []

@@ -1,9 +1,11 @@
-"""How much of the time of messages a run hid behind its computations. In: what its ranks did when, on one clock (a trace). Out: seconds of
-messages, the part of it that a receiver stood waiting, and the share that is hidden.
+"""The share of the time of messages that a run hid behind its computations.
 
-A message is under way from its send on. What its receiver waits after that is not hidden; what it waits before is the schedule's, not
-the link's. When a message arrived is known only if it was waited for; another one took what its link says, latency + bytes /
-bandwidth, but no longer than until it was taken.
+In: the actions of its ranks with their times, on one clock (a trace). Out: seconds of messages, the part of it that a
+receiver stood waiting, and the share that is hidden.
+
+A message is under way from its send on. The time that its receiver waits after that is not hidden; the wait before is
+the schedule's, not the link's. The arrival of a message is known only if it was waited for. Another one took what its
+link says, latency + bytes / bandwidth, but no longer than until it was taken.
 
     hidden = 1 - sum of waits / sum of times under way
 
@@ -27,7 +29,7 @@ _AT_ONCE = 2e-4
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Seconds of all messages under way, and how long somebody waited for them."""
+    """Seconds of all messages under way, and how long receivers waited for them."""
 
     messages: int
     moving: float
@@ -35,17 +37,17 @@ class Overlap:
 
     @property
     def hidden(self) -> float | None:
-        """None where nothing travelled."""
+        """The share that is hidden; None where nothing travelled."""
         return 1.0 - self.waited / self.moving if self.moving > 0 else None
 
 
 def overlap_of(ranks: Sequence[Sequence[Event]], module: Module) -> Overlap:
-    """What the messages of a run took; those whose other end is not in the trace are left out."""
+    """Measure the messages of a run; those whose other end is not in the trace are left out."""
     stages, devices = module.rank_stages(), dict(enumerate(module.rank_devices()))
     route = (FREE if module.cluster is None else machine_of(module.cluster, devices)).route
     nbytes = {(e.phase, e.src, e.dst): sum(v.type.nbytes for v in e.values) for e in module.edges}
     sent: dict[tuple[str, int, int, int], float] = {}
-    taken: list[tuple[tuple[str, int, int, int], float, float]] = []
+    received: list[tuple[tuple[str, int, int, int], float, float]] = []
     for rank, events in enumerate(ranks):
         for text, start, end in events:
             action = Action.parse(text.partition(" ")[0])
@@ -54,9 +56,9 @@ def overlap_of(ranks: Sequence[Sequence[Event]], module: Module) -> Overlap:
                 sent[action.phase, rank, action.peer, action.mb] = start
             elif action.kind in RECEIVES:
                 assert action.peer is not None
-                taken.append(((action.phase, action.peer, rank, action.mb), start, end))
+                received.append(((action.phase, action.peer, rank, action.mb), start, end))
     count, moving, waited = 0, 0.0, 0.0
-    for key, start, end in taken:
+    for key, start, end in received:
         if key not in sent:
             continue
         phase, source, target, _ = key

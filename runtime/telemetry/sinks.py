@@ -1,5 +1,6 @@
-"""Where metrics go besides their file: TensorBoard, Weights & Biases, MLflow, Prometheus. In: the rows of
-runtime/telemetry/metrics.py. Out: whatever they make of them.
+"""Other places for metrics beside their file: TensorBoard, Weights & Biases, MLflow, Prometheus.
+
+In: the rows of runtime/telemetry/metrics.py. Out: whatever these make of them.
 
     tensorboard:DIR        event files in a directory                       pip install 'penstock[tensorboard]'
     wandb:PROJECT          a run of a project                               pip install 'penstock[wandb]'
@@ -7,10 +8,11 @@ runtime/telemetry/metrics.py. Out: whatever they make of them.
     prometheus:PORT        http://127.0.0.1:PORT/metrics, newest numbers    (prometheus:HOST:PORT listens elsewhere)
     prometheus:FILE.prom   the newest numbers in a file, replaced as a whole, for node_exporter's textfile collector
 
-Where PENSTOCK_METRICS_TOKEN names a file, whoever asks the server of Prometheus has to send the token in it (Authorization: Bearer TOKEN).
-Servers, keys and the like are those of each package's own settings (WANDB_MODE, MLFLOW_TRACKING_URI). Packages are imported when a run uses
-them. What a row does not know (null) is left out. A sink that cannot be opened ends the run before its first step; one that fails later is
-named on stderr and gets no more rows; the run goes on.
+Where PENSTOCK_METRICS_TOKEN names a file, a client of the server of Prometheus has to send the token in it
+(Authorization: Bearer TOKEN). Servers, keys and the like are those of each package's own settings (WANDB_MODE,
+MLFLOW_TRACKING_URI). Packages are imported when a run uses them. A number that a row does not know (null) is left out.
+A sink that cannot be opened ends the run before its first step. One that fails later is named on stderr and gets no
+more rows; the run goes on.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from penstock.support.atomic_files import replacing
 from penstock.support.errors import PenstockError, UsageError
 
 Row = Mapping[str, float | int | str | None]
-# Names the file with what a client of the server has to send.
+# Names the file with the token that a client of the server has to send.
 TOKEN_VARIABLE = "PENSTOCK_METRICS_TOKEN"
 
 Warn = Callable[[str], None]
@@ -93,7 +95,7 @@ class Mlflow:
 
 
 def exposition(step: int, numbers: Mapping[str, float]) -> str:
-    """The text format of Prometheus, version 0.0.4."""
+    """Return the text format of Prometheus, version 0.0.4."""
     lines = []
     for name, value in {"step": float(step), **numbers}.items():
         text = "NaN" if value != value else {float("inf"): "+Inf", float("-inf"): "-Inf"}.get(value, repr(float(value)))
@@ -102,7 +104,8 @@ def exposition(step: int, numbers: Mapping[str, float]) -> str:
 
 
 class PrometheusFile:
-    """The newest numbers in a file. Rows of evaluations have other numbers than those of steps; each stays until there is a newer one."""
+    """The newest numbers in a file. Rows of evaluations have other numbers than those of steps; each stays until there
+    is a newer one."""
 
     def __init__(self, path: str) -> None:
         self._numbers: dict[str, float] = {}
@@ -146,8 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*args)
 
     def do_GET(self) -> None:
-        given = self.headers.get("Authorization", "").encode("utf-8", "replace")
-        if self._token is not None and not compare_digest(given, b"Bearer " + self._token):
+        authorization = self.headers.get("Authorization", "").encode("utf-8", "replace")
+        if self._token is not None and not compare_digest(authorization, b"Bearer " + self._token):
             self.send_error(401)
             return
         if self.path != "/metrics":
@@ -161,18 +164,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, *args: object) -> None:
-        """Requests are nobody's news."""
+        """Log no requests."""
 
 
 # ------------------------------------------------------------------------------------------------ from the command line
 
-# What each kind needs, and what stands behind its colon.
+# The package that each kind needs, and the text behind its colon.
 _PACKAGES = {"tensorboard": ("tensorboard", "DIR"), "wandb": ("wandb", "PROJECT"), "mlflow": ("mlflow", "EXPERIMENT")}
 _MAKERS: Mapping[str, Callable[[str], Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
 
 
 def sink_problems(texts: Iterable[str]) -> list[str]:
-    """What is wrong with the sinks that are asked for, missing packages among it."""
+    """List the problems of the sinks that are asked for, missing packages among them."""
     return [problem for text in texts if (problem := _problem(text))]
 
 
@@ -188,7 +191,10 @@ def _problem(text: str) -> str:
             return ""
         return f"--log {text}: prometheus takes a port, HOST:PORT, or a file that ends with .prom"
     if kind not in _PACKAGES:
-        return f"--log {text}: knows {', '.join(f'{name}:{what}' for name, (_, what) in _PACKAGES.items())}, prometheus:PORT"
+        return (
+            f"--log {text}: knows {', '.join(f'{name}:{what}' for name, (_, what) in _PACKAGES.items())}, "
+            "prometheus:PORT"
+        )
     package, what = _PACKAGES[kind]
     if not where:
         return f"--log {text}: expected {kind}:{what}"
@@ -215,9 +221,8 @@ def open_sink(text: str) -> Sink:
         return PrometheusServer(host or "127.0.0.1", int(port), _token())
     except OSError as error:
         raise UsageError(f"--log {text}: {error.strerror or error}") from error
-    except (
-        Exception
-    ) as error:  # of other people's code, which has its own kinds: no key, no server, a package half installed
+    # Of other people's code, which has its own kinds: no key, no server, a package half installed.
+    except Exception as error:
         raise UsageError(f"--log {text}: {type(error).__name__}: {error}") from error
 
 

@@ -1,17 +1,20 @@
-"""Optimiser steps put together from what the ranks of the loss stage report. In: a Step of each of them, for the microbatches that it ran.
-Out: one Step for all microbatches of the batch, in their order, once everybody has reported."""
+"""Optimiser steps put together from the reports of the ranks of the loss stage.
+
+In: a Step of each of them, for the microbatches that it ran. Out: one Step for all microbatches of the batch, in their
+order, once all of these ranks have reported.
+"""
 
 from __future__ import annotations
 
 import threading
 
+from penstock.ir.batch_shares import loss_stage, share_of
 from penstock.ir.graph import Module
 from penstock.runtime.messages.control import Step
-from penstock.runtime.worker.actions import loss_stage, share_of
 
 
 def loss_shares(module: Module) -> dict[int, list[int]]:
-    """The ranks that compute losses, and which microbatches of a batch each of them runs."""
+    """Return the ranks that compute losses, and which microbatches of a batch each of them runs."""
     schedule, stage = module.schedule, loss_stage(module)
     if schedule is None or stage is None:
         return {}
@@ -27,7 +30,7 @@ class StepsUnderWay:
         self._lock = threading.Lock()
 
     def take(self, rank: int, part: Step) -> Step | None:
-        """What one rank reports; the whole step if that was the last part of it."""
+        """Take the report of one rank; return the whole step if that was the last part of it."""
         if len(self.shares) == 1:
             return part
         with self._lock:

@@ -1,10 +1,13 @@
-"""A timeline of a run as Chrome-trace JSON, which Perfetto opens: one row per rank, one slice per action, an arrow from every send to its
-receive. In: (action, start, end) of each rank, on one clock (runtime/group/clocks.py where there are several).
+"""A timeline of a run as Chrome-trace JSON, which Perfetto opens. It has one row per rank, one slice per action, an
+arrow from every send to its receive.
 
-What a rank wrote down of its memory (ledger.py) is a counter, the live bytes of values and messages and beside them of what was sent and
-has not arrived, and an instant for each entry: what happened, the number of the action in which it did, the block (an address, as blocks
-are used again; of a variable the number of its buffer) and its bytes; name, microbatch and operation of a value, variable and version of a
-parameter, and of a call's temporaries the first and the last kernel that work in them. `memory_trace.read_trace` reads all of this back.
+In: (action, start, end) of each rank, on one clock (runtime/group/clocks.py where there are several). Out: a file.
+
+The entries of a rank's memory (ledger.py) become a counter. It has the live bytes of values and messages, and beside
+them those that were sent and have not arrived. Each entry becomes an instant, too. It says what happened, the number of
+the action, the block and its bytes. A block is an address, as blocks are used again; of a variable it is the number of
+its buffer. It says name, microbatch and operation of a value, and variable and version of a parameter. Of a call's
+temporaries it says the first and the last kernel that work in them. `memory_trace.read_trace` reads all of this back.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ def write_trace(
     module: Module | None = None,
     held: Sequence[Sequence[LedgerEntry]] = (),
 ) -> None:
-    """Times count from the first action of all. With a module, rows say stage and device."""
+    """Write the timeline. Times count from the first action of all. With a module, rows say stage and device."""
     origin = min((event[1] for events in ranks for event in events), default=0.0)
     entries: list[_Entry] = []
     for rank in range(len(ranks)):
@@ -68,7 +71,7 @@ def _micros(at: float, origin: float) -> float:
 
 
 def _arrows(ranks: Sequence[Sequence[Event]], origin: float) -> Iterator[_Entry]:
-    """From sends to receives of the same message: source, destination, phase and number. A message of
+    """Yield arrows from sends to receives of the same message: source, destination, phase and number. A message of
     which one end is missing has no arrow."""
     ends: Mapping[str, dict[tuple[int, int, str, int], float]] = {"s": {}, "f": {}}
     for rank, events in enumerate(ranks):
@@ -77,7 +80,7 @@ def _arrows(ranks: Sequence[Sequence[Event]], origin: float) -> Iterator[_Entry]
                 continue
             action = Action.parse(text)
             assert action.peer is not None
-            # A time inside of the slice is what binds an arrow to it.
+            # A time inside of the slice binds an arrow to it.
             middle = (start + end) / 2
             if action.kind in SENDS:
                 ends["s"][rank, action.peer, action.phase, action.mb] = middle
@@ -91,36 +94,37 @@ def _arrows(ranks: Sequence[Sequence[Event]], origin: float) -> Iterator[_Entry]
 
 
 def makers(module: Module, stage: int) -> dict[str, str]:
-    """What makes each value that a stage may hold: an operation, here or on the stage it comes from, with the source's name for it."""
-    found = {value.name: "input" for value in module.inputs}
-    own = f"s{stage}."
-    for name, graph in sorted(module.graphs.items(), key=lambda item: item[0].startswith(own)):
-        found |= {
+    """Return the maker of each value that a stage may hold. It is an operation, here or on the stage it comes from,
+    with the source's name for it."""
+    names = {value.name: "input" for value in module.inputs}
+    prefix = f"s{stage}."
+    for name, graph in sorted(module.graphs.items(), key=lambda item: item[0].startswith(prefix)):
+        names |= {
             out.name: f"{name}: {op.kind}{f' ({op.loc})' if op.loc else ''}" for op in graph.ops for out in op.outs
         }
-    return found
+    return names
 
 
 def _memory(rank: int, entries: Sequence[LedgerEntry], origin: float, makers: Mapping[str, str]) -> Iterator[_Entry]:
     stays = Stays()
     for entry in entries:
         shared = {"pid": rank, "tid": 0, "ts": _micros(entry.at, origin)}
-        name, told = _told(entry, makers)
+        name, fields = _fields(entry, makers)
         yield {
             **shared,
             "cat": "memory",
             "ph": "i",
             "s": "t",
             "name": f"{entry.what} {name}",
-            "args": {"step": entry.step, **told},
+            "args": {"step": entry.step, **fields},
         }
         if entry.what in VALUES:
             stays.follow(entry)
             yield {**shared, "name": "live", "ph": "C", "args": {"bytes": stays.nbytes, "on the way": stays.away}}
 
 
-def _told(entry: LedgerEntry, makers: Mapping[str, str]) -> tuple[str, _Entry]:
-    """A name for people, and what there is to say; `memory_trace._entry` is the inverse."""
+def _fields(entry: LedgerEntry, makers: Mapping[str, str]) -> tuple[str, _Entry]:
+    """Return a name for people, and the other fields of an entry; `memory_trace._entry` is the inverse."""
     if entry.what == "run":
         return f"from batch {entry.owner}", {"batch": entry.owner}
     if entry.what == "call":
@@ -137,5 +141,5 @@ def _told(entry: LedgerEntry, makers: Mapping[str, str]) -> tuple[str, _Entry]:
     place = {"bytes": entry.nbytes, "block": hex(entry.block)}
     if entry.what in ("post", "send", "sent"):
         return entry.name, {"message": entry.name, **owner, **place}
-    made = {"op": makers[entry.name]} if entry.name in makers else {}
-    return f"%{entry.name}", {"value": entry.name, **owner, **made, **place}
+    maker = {"op": makers[entry.name]} if entry.name in makers else {}
+    return f"%{entry.name}", {"value": entry.name, **owner, **maker, **place}

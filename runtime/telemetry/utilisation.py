@@ -1,8 +1,10 @@
-"""How busy stages are, for the line of progress. In: the seconds that each rank has computed so far, asked for now and then. Out: a share
-of the last few seconds for each stage, the mean of its ranks.
+"""The utilisation of stages, for the line of progress.
 
-A computation counts when it is finished, so the window is longer than most of them take; where they
-take longer, shares are of a longer time.
+In: the seconds that each rank has computed so far, asked for now and then. Out: a share of the last few seconds for
+each stage, the mean of its ranks.
+
+A computation counts when it is finished, so the window is longer than most of them take. Where they take longer,
+shares are of a longer time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _MOST_LISTED = 8
 
 
 class Utilisation:
-    """`stages` is the stage of every rank, `read` gives the seconds of every rank."""
+    """The shares of time that stages compute. `stages` is the stage of every rank, `read` gives the seconds of every
+    rank."""
 
     def __init__(
         self, stages: Sequence[int], read: Callable[[], Sequence[float]], clock: Callable[[], float] = time.monotonic
@@ -26,7 +29,8 @@ class Utilisation:
         self._seen: deque[tuple[float, tuple[float, ...]]] = deque()
 
     def look(self) -> list[float] | None:
-        """The share of each stage since the last look but for so many seconds; None where nothing is known yet."""
+        """Return the share of each stage since the last look but for so many seconds; None where nothing is known
+        yet."""
         now, busy = self._clock(), tuple(self._read())
         if len(busy) != len(self._stages):
             return None
@@ -43,7 +47,7 @@ class Utilisation:
         return [sum(shares[stage]) / len(shares[stage]) for stage in sorted(shares)]
 
     def text(self) -> str:
-        """For people: `busy 91% 64%`, one number for each stage; empty where nothing is known yet."""
+        """Return the shares for people: `busy 91% 64%`, one number for each stage; empty where nothing is known yet."""
         shares = self.look()
         if shares is None:
             return ""

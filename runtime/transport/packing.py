@@ -1,8 +1,9 @@
-"""Several values in one message (ir/messages.py says which). In: the values of an edge, or memory for those
-that come. Out: what gloo sends or fills.
+"""Several values in one message (ir/messages.py says which).
 
-A value that travels alone is sent from its tensor and received into one. Those that share a message are copied into memory for it, with
-gaps, and are parts of the memory that it arrived in.
+In: the values of an edge, or memory for those that arrive. Out: the tensors that gloo sends or fills.
+
+A value that travels alone is sent from its tensor and received into one. Those that share a message are copied into
+memory for it, with gaps, and are parts of the memory that it arrived in.
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ class EdgePacking:
         return len(self._parcels)
 
     def messages(self) -> list[torch.Tensor]:
-        """Memory for all messages of one microbatch."""
+        """Return memory for all messages of one microbatch."""
         return [lend() for lend in self._lend]
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The messages that carry these values, which are contiguous."""
-        made = []
+        """Return the messages that carry these values, which are contiguous."""
+        messages = []
         for parcel, lend in zip(self._parcels, self._lend, strict=True):
             if len(parcel.numbers) == 1:
-                made.append(tensors[parcel.numbers[0]])
+                messages.append(tensors[parcel.numbers[0]])
                 continue
             whole = lend()
             for number, place in zip(parcel.numbers, parcel.places, strict=True):
                 self._part(whole, number, place).copy_(tensors[number])
-            made.append(whole)
-        return made
+            messages.append(whole)
+        return messages
 
     def unpack(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The values, in the order of the edge."""
-        found = dict(self._empty)
+        """Return the values, in the order of the edge."""
+        values = dict(self._empty)
         for parcel, message in zip(self._parcels, messages, strict=True):
             if len(parcel.numbers) == 1:
-                found[parcel.numbers[0]] = message
+                values[parcel.numbers[0]] = message
                 continue
             for number, place in zip(parcel.numbers, parcel.places, strict=True):
-                found[number] = self._part(message, number, place)
-        return [found[number] for number in range(len(self._values))]
+                values[number] = self._part(message, number, place)
+        return [values[number] for number in range(len(self._values))]
 
     def _memory(self, parcel: Parcel) -> TensorType:
         return self._values[parcel.numbers[0]].type if len(parcel.numbers) == 1 else TensorType("u8", (parcel.nbytes,))

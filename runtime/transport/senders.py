@@ -1,8 +1,12 @@
-"""What happens to a message after its send has begun: threads that hold its tensors until the peer has them, and that begin sends late.
+"""Messages after their sends have begun: threads that hold their tensors until the peer has them, and that begin sends
+late.
 
-In: works of gloo with the tensors that they read. Out: a list of sends that failed, which the transport raises at the next occasion. gloo
-does not say whether a work is done, only waits for it; so one thread per channel waits, in order. To wake it takes longer than to send a
-small message, and small tensors may stay a little longer: they are handed over several at a time.
+In: works of gloo with the tensors that they read. Out: a list of sends that failed, which the transport raises at
+the next occasion.
+
+gloo does not say whether a work is done, only waits for it; so one thread per channel waits, in order. To wake it
+takes longer than to send a small message. Small tensors may stay a little longer: they are handed over several at a
+time.
 """
 
 from __future__ import annotations
@@ -27,16 +31,16 @@ class BackgroundWork(Protocol):
         """Return when it is done; raise one of LOST when it failed, or took longer."""
 
 
-# What is to be waited for, with the tensor that may not be let go of before.
+# Works to wait for, each with the tensor that may not be let go of before.
 Works = list[tuple[BackgroundWork, torch.Tensor]]
-# What says that a peer does not answer or is gone: gloo and the system have words of their own.
+# Errors of a peer that does not answer or is gone: those of gloo, and those of the system.
 LOST = (RuntimeError, OSError)
 Failures = list[tuple[Action, Exception]]
 
 
 class Sender(threading.Thread):
-    """Holds the tensors of one channel's sends until the peer has them, in order. `sent` is told of each that it
-    lets go of, where somebody wants to know."""
+    """Holds the tensors of one channel's sends until the peer has them, in order. `sent` is called for each that it
+    lets go of."""
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class Sender(threading.Thread):
         self.start()
 
     def hold(self, action: Action, works: Works) -> None:
-        """A send has begun. Called by one thread at a time."""
+        """Hold a send that has begun. Called by one thread at a time."""
         self._kept.append((action, works))
         for _, tensor in works:
             self._bytes += tensor.nbytes
@@ -94,7 +98,8 @@ class Sender(threading.Thread):
 
 
 class LateSender(threading.Thread):
-    """Starts the sends of one channel some time after they were handed over, in order, and gives them to the channel's sender."""
+    """Starts the sends of one channel some time after they were handed over, in order, and gives them to the channel's
+    sender."""
 
     def __init__(self, latency: float, sender: Sender, failed: Failures) -> None:
         super().__init__(name="link", daemon=True)
@@ -108,7 +113,7 @@ class LateSender(threading.Thread):
         self._queue.put((time.monotonic(), action, start))
 
     def tell(self, event: threading.Event) -> None:
-        """As the sender's."""
+        """Set the event as the sender does."""
         self._queue.put(event)
 
     def run(self) -> None:

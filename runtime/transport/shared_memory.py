@@ -1,16 +1,18 @@
 """Messages between two ranks of one host: the sender writes its values into memory of the receiver.
 
-In: one end of a socket between two processes, for one direction of one phase (neighbours.py). Out: a wire, as the transport uses it.
-The receiver owns the memory (memfd, sealed against any change of size) and maps it; the sender has it as a file only, so that
-nothing it does to it can hurt the receiver but wrong contents, and its bytes count once. Each value is copied once, by the thread
-that sends it, and read where it arrived.
+In: one end of a socket between two processes, for one direction of one phase (neighbours.py). Out: a wire, as the
+transport uses it.
+
+The receiver owns the memory (memfd, sealed against any change of size) and maps it. The sender has it as a file
+only: it can hurt the receiver by wrong contents, and by nothing else. The bytes count once. Each value is copied once,
+by the thread that sends it, and read where it arrived.
 
     receiver to sender   file S (with the file)     memory that the sender does not know yet
                          free N (S, place)...       message N may be written to these blocks, one for each parcel
     sender to receiver   done N                     message N is there
 
-Messages of a wire go in order. One whose memory is free is written before `start` returns; another one waits in the channel's sender
-thread. The end of a process ends its sockets, which the other side sees at once.
+Messages of a wire go in order. One whose memory is free is written before `start` returns; another one waits in the
+channel's sender thread. The end of a process ends its sockets, which the other side sees at once.
 
 Known limits: Linux; both ends on CPUs.
 """
@@ -43,7 +45,7 @@ from .senders import BackgroundWork, Works
 _NEW, _FREE, _DONE = 0, 1, 2
 _HEAD = struct.Struct("<Bq")
 _BLOCK = struct.Struct("<IQ")
-# Bytes of a file; what is not used takes no memory.
+# Bytes of a file; unused pages take no memory.
 _SEGMENT = 256 << 20
 # fcntl's F_ADD_SEALS with F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW, which Python 3.11 does not name.
 _ADD_SEALS, _FIXED_SIZE = 1033, 1 | 2 | 4
@@ -78,7 +80,7 @@ class PacketSocket:
                 return
 
     def take(self) -> tuple[bytes, int | None] | None:
-        """A packet and the file that came with it; None if there is none yet."""
+        """Return a packet and the file that came with it; None if there is none yet."""
         try:
             packet, rights, _, _ = self._end.recvmsg(
                 self._largest, socket.CMSG_SPACE(_FILE.size), socket.MSG_CMSG_CLOEXEC
@@ -93,10 +95,10 @@ class PacketSocket:
         return packet, None
 
     def wait(self, until: float) -> tuple[bytes, int | None]:
-        """A packet; TimeoutError if there is none by `until`, by the monotonic clock."""
-        while (found := self.take()) is None:
+        """Return a packet; TimeoutError if there is none by `until`, by the monotonic clock."""
+        while (received := self.take()) is None:
             _poll(self._ready, until)
-        return found
+        return received
 
     def close(self) -> None:
         self._end.close()
@@ -110,7 +112,8 @@ def _poll(ready: select.poll, until: float) -> None:
 
 
 class SharedBlocks:
-    """Memory of this process that others may write to, in a few files; a block is found again by its address."""
+    """Memory of this process that other processes may write to, in a few files; a block is found again by its
+    address."""
 
     def __init__(self) -> None:
         self.files: list[int] = []
@@ -119,7 +122,7 @@ class SharedBlocks:
         self._places: dict[int, tuple[int, int]] = {}
 
     def allocate(self, nbytes: int) -> np.ndarray:
-        """Memory, in whole pages of its own. It is never given back: blocks are used again (store.Recycled)."""
+        """Return memory, in whole pages of its own. It is never given back: blocks are used again (store.Recycled)."""
         if self._memory is None or self._used + nbytes > self._size:
             self._grow(nbytes)
         assert self._memory is not None
@@ -137,12 +140,15 @@ class SharedBlocks:
             fcntl.fcntl(file, _ADD_SEALS, _FIXED_SIZE)
             self._memory = mmap.mmap(file, size)
         except OSError as error:
-            hint = "`ulimit -n` and `ulimit -v` set limits; PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk over sockets"
+            hint = (
+                "`ulimit -n` and `ulimit -v` set limits; PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk "
+                "over sockets"
+            )
             raise DoesNotFit(f"no memory to share with other ranks: {error.strerror}", hint=hint) from error
         self._used, self._size = 0, size
 
     def place(self, message: torch.Tensor) -> tuple[int, int]:
-        """The number of the file that a block is in, and where."""
+        """Return the number of the file that a block is in, and where."""
         return self._places[message.data_ptr()]
 
     def close(self) -> None:
@@ -152,7 +158,7 @@ class SharedBlocks:
 
 
 class SharedIncoming:
-    """The receiver's end of a wire. `blocks` are what `buffers` lends."""
+    """The receiver's end of a wire. `blocks` are the blocks that `buffers` lends."""
 
     def __init__(
         self, end: socket.socket, values: Sequence[Value], buffers: Recycled, blocks: SharedBlocks, seconds: float
@@ -161,7 +167,7 @@ class SharedIncoming:
         self.packing = EdgePacking(values, buffers, CPU)
 
     def post(self, number: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
-        """Give memory for a message, and what waits for it."""
+        """Give memory for a message, and return works that wait for it."""
         messages = self.packing.messages()
         packet = _HEAD.pack(_FREE, number)
         for message in messages:
@@ -175,9 +181,9 @@ class SharedIncoming:
 
     def wait(self, number: int, timeout: timedelta) -> None:
         packet, _ = self._line.wait(time.monotonic() + timeout.total_seconds())
-        kind, came = _HEAD.unpack(packet)
-        if (kind, came) != (_DONE, number):
-            raise OutOfTurn(f"sent message {came} where {number} was expected")
+        kind, arrived = _HEAD.unpack(packet)
+        if (kind, arrived) != (_DONE, number):
+            raise OutOfTurn(f"sent message {arrived} where {number} was expected")
 
     def close(self) -> None:
         self._line.close()
@@ -207,7 +213,7 @@ class SharedOutgoing:
         return values
 
     def start(self, number: int, values: Sequence[torch.Tensor]) -> Works:
-        """Write a message, if there is memory for it; else what waits for that and writes it then."""
+        """Write a message, if there is memory for it; else return works that wait for that and write it then."""
         if self._begun == self._ended and (blocks := self._free(number, None)) is not None:
             self._write(number, blocks, values)
             return []
@@ -220,24 +226,25 @@ class SharedOutgoing:
         blocks = self._free(number, time.monotonic() + timeout.total_seconds())
         assert blocks is not None
         self._write(number, blocks, values)
-        # After an error nothing goes past what failed.
+        # After an error nothing goes past the message that failed.
         self._ended += 1
 
     def _free(self, number: int, until: float | None) -> list[tuple[int, int]] | None:
-        """The blocks that a message goes to, as files and places; None if there are none yet and it is not to be waited for them."""
+        """Return the blocks that a message goes to, as files and places. None if there are none yet and it is not to be
+        waited for them."""
         while True:
-            found = self._line.take() if until is None else self._line.wait(until)
-            if found is None:
+            received = self._line.take() if until is None else self._line.wait(until)
+            if received is None:
                 return None
-            packet, file = found
-            kind, came = _HEAD.unpack_from(packet)
+            packet, file = received
+            kind, arrived = _HEAD.unpack_from(packet)
             if kind == _NEW:
                 if file is None:
                     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                self._files[came] = file
+                self._files[arrived] = file
                 continue
-            if (kind, came) != (_FREE, number):
-                raise OutOfTurn(f"expects message {came} where {number} is sent")
+            if (kind, arrived) != (_FREE, number):
+                raise OutOfTurn(f"expects message {arrived} where {number} is sent")
             return [(self._files[name], place) for name, place in _BLOCK.iter_unpack(packet[_HEAD.size :])]
 
     def _write(self, number: int, blocks: Sequence[tuple[int, int]], values: Sequence[torch.Tensor]) -> None:
@@ -261,7 +268,7 @@ class Departure:
         self._gone = False
 
     def wait(self, timeout: timedelta) -> None:
-        """Called for each of the values, in one thread."""
+        """Write the message; called for each of the values, in one thread."""
         if not self._gone:
             self._wire.finish(self._number, self._values, timeout)
             self._values, self._gone = (), True

@@ -1,29 +1,32 @@
 """Messages between ranks, sums over the ranks of a stage, and the meeting of the group, over gloo.
 
-A channel is (source rank, destination rank, phase). The values of the edge between their stages travel, for each microbatch, in few
-messages: large values straight from and into their tensors, small ones together (ir/messages.py). Between ranks that share a host's memory
-they are copied there (shared_memory.py); between all others gloo carries them. A message over gloo has the tag
+A channel is (source rank, destination rank, phase). The values of the edge between their stages travel, for each
+microbatch, in few messages. Large values go straight from and into their tensors, small ones together (ir/messages.py).
+Between ranks that share a host's memory they are copied there (shared_memory.py); between all others gloo carries them.
+A message over gloo has the tag
 
     16 + 4 · ((number mod 4096) · width + its number among those of the edge) + phase
 
-where the number is that of the microbatch, or of the batch in phases P and N, phase is 0 to 3 for F, B, P, N and width the largest number
-of messages of an edge. Gloo matches by (source, tag) and keeps equal tags in order, so that two channels cannot be mixed up and a message
-cannot be taken for that of another microbatch; 4096 keeps the number of tags bounded.
+where the number is that of the microbatch, or of the batch in phases P and N. The phase is 0 to 3 for F, B, P, N,
+and width the largest number of messages of an edge. Gloo matches by (source, tag) and keeps equal tags in order. So two
+channels cannot be mixed up, and a message cannot be taken for that of another microbatch. 4096 keeps the number of tags
+bounded.
 
-Receives are posted ahead of their action (their buffers exist from then on), so that a message flows while its receiver computes; a receive
-that finds its channel full is posted as soon as one before it is taken, while that one is waited for. Gloo moves data in its own thread; a
-send holds its tensor until the peer has it, which one thread per channel waits for (senders.py). Every wait has a deadline, and a failure
-says who waited for whom, for what. After a timeout gloo closes the connection, so a timeout is final.
+Receives are posted ahead of their action (their buffers exist from then on), so that a message flows while its
+receiver computes. A receive that finds its channel full is posted as soon as one before it is taken, while that one is
+waited for. Gloo moves data in its own thread. A send holds its tensor until the peer has it, which one thread per
+channel waits for (senders.py). Every wait has a deadline, and a failure names the rank that waited, its peer and the
+message. After a timeout gloo closes the connection, so a timeout is final.
 
-A stage on a GPU sends from pinned host memory: the copy is made on torch's current stream and waited for, since gloo reads with the
-CPU. A receive goes to pinned memory, too, and is copied to the GPU when its action comes. So every edge works for every pair of
-devices; two GPUs of one host do not talk directly.
+A stage on a GPU sends from pinned host memory. The copy is made on torch's current stream and waited for, since gloo
+reads with the CPU. A receive goes to pinned memory, too, and is copied to the GPU at its action. So every edge works
+for every pair of devices; two GPUs of one host do not talk directly.
 
-The ranks of a stage sum up their gradients in place, in the background; who needs them waits for the sum. Between GPUs that is NCCL's
-business where torch has it, else gloo's with copies in pinned memory.
+The ranks of a stage sum up their gradients in place, in the background; an action that needs them waits for the sum.
+Between GPUs that is NCCL's business where torch has it, else gloo's with copies in pinned memory.
 
-For measurements a transport can have a latency: sends are then started that much later, by a thread per channel, in order, any number of
-them under way at once; computations do not wait for it.
+For measurements a transport can have a latency. Sends are then started that much later, by a thread per channel, in
+order, any number of them under way at once. Computations do not wait for it.
 
 Data between hosts is plain text: gloo's encryption is not part of the torch wheel.
 """
@@ -64,7 +67,7 @@ _SHOWN = 6
 
 
 def _world() -> dist.ProcessGroup:
-    """The group of all ranks. Its own `send` and `recv` take a third of the time of torch's functions around
+    """Return the group of all ranks. Its own `send` and `recv` take a third of the time of torch's functions around
     them, which look up the same each time."""
     group = dist.group.WORLD
     assert group is not None
@@ -76,7 +79,7 @@ def _world() -> dist.ProcessGroup:
 
 @dataclass(slots=True)
 class _Channel:
-    """One direction of one phase between this rank and a peer, and what is under way on it."""
+    """One direction of one phase between this rank and a peer, and the messages under way on it."""
 
     names: tuple[str, ...]
     # Of receives.
@@ -90,27 +93,27 @@ class _Channel:
 
 
 class Outgoing(Protocol):
-    """Where the messages of a channel leave this rank."""
+    """The place where the messages of a channel leave this rank."""
 
     def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What is to be sent of the values of a microbatch, from now on unchanged."""
+        """Return what is to be sent of the values of a microbatch, unchanged from here on."""
 
     def start(self, mb: int, prepared: Sequence[torch.Tensor]) -> Works:
-        """Start to send it; what is not sent when this returns is to be waited for, in order."""
+        """Start to send it; works that are not done when this returns are to be waited for, in order."""
 
 
 class Incoming(Protocol):
-    """Where the messages of a channel arrive."""
+    """The place where the messages of a channel arrive."""
 
     packing: EdgePacking
 
     def post(self, mb: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
-        """Memory for the messages of a microbatch, and what waits until they are there."""
+        """Return memory for the messages of a microbatch, and works that wait until they are there."""
 
 
 class GlooWire:
-    """Both ends of a channel over gloo: from and into what gloo can read. `tag` is that of the first message of
-    microbatch 0, `width` the messages of one."""
+    """Both ends of a channel over gloo, in memory that gloo can read. `tag` is that of the first message of microbatch
+    0, `width` the messages of one."""
 
     def __init__(self, peer: int, tag: int, width: int, packing: EdgePacking) -> None:
         self.peer, self.packing = peer, packing
@@ -133,16 +136,16 @@ class GlooWire:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """What gloo can read: the tensor, or a pinned copy of it that is complete."""
+    """Return a tensor that gloo can read: the tensor, or a pinned copy of it that is complete."""
     if tensor.device == CPU:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 class RankTransport:
-    """The channels of one rank. `homes` are the stages of all ranks; `team` the ranks that it sums up gradients with;
-    `latency` is for measurements; `near` sockets of the channels whose other end shares this host's memory (neighbours.py),
-    which are the transport's from here on."""
+    """The channels of one rank. `homes` are the stages of all ranks; `team` the ranks that it sums up gradients with.
+    `latency` is for measurements. `near` are the sockets of channels whose other end shares this host's memory
+    (neighbours.py), which are the transport's from here on."""
 
     def __init__(
         self,
@@ -160,9 +163,9 @@ class RankTransport:
         self._timeout = time_span(timeout)
         self._edges = {(edge.src, edge.dst, edge.phase): edge for edge in edges}
         self._width = max((len(parcels(edge.values)) for edge in edges), default=1)
-        # Where gloo may write.
+        # Memory that gloo may write to.
         self._buffers = Recycled(pinned=device != CPU)
-        # Where ranks of this host may write.
+        # Memory that ranks of this host may write to.
         self._blocks = SharedBlocks()
         self._shared = Recycled(memory=self._blocks.allocate)
         self._channels: dict[tuple[str, int | None], _Channel] = {}
@@ -172,7 +175,7 @@ class RankTransport:
         self._sums: dict[int, tuple[list[dist.Work], list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
     def edge_of(self, action: Action) -> Edge:
-        """The edge whose values a send or receive moves."""
+        """Return the edge whose values a send or receive moves."""
         assert action.peer is not None
         peer = self._homes[action.peer]
         ends = (action.stage, peer) if action.kind in SENDS else (peer, action.stage)
@@ -252,7 +255,8 @@ class RankTransport:
         return dict(zip(channel.names, channel.incoming.packing.unpack(messages), strict=True))
 
     def sum_up(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
-        """Start to sum up tensors over the ranks of the stage, in place; nobody may touch them until `finish_sum`."""
+        """Start to sum up tensors over the ranks of the stage, in place; no action may touch them until
+        `finish_sum`."""
         assert self._team is not None, f"{action} on a stage of one rank"
         self.check()
         works, copies = [], []
@@ -301,13 +305,13 @@ class RankTransport:
         self.check()
 
     def check(self) -> None:
-        """Raise what went wrong in the background."""
+        """Raise the error of a message in the background."""
         if self._failed:
             action, error = self._failed[0]
             raise self._lost(action, error) from error
 
     def close(self) -> None:
-        """Let go of what is shared with other processes; messages under way are lost."""
+        """Let go of memory and sockets that are shared with other processes; messages under way are lost."""
         for end in self._near.values():
             end.close()
         self._blocks.close()
@@ -328,15 +332,15 @@ class RankTransport:
         self.ledger.value(what, f"{action.kind}{ACTION_KINDS[action.kind].arrow}{action.peer}", action.holder, message)
 
     def _open(self, action: Action) -> _Channel:
-        """The channel of a send or receive, from its first use on."""
+        """Open the channel of a send or receive, at its first use."""
         edge, peer = self.edge_of(action), action.peer
         assert peer is not None
         near = self._near.get((action.kind, peer))
         channel = self._channels[action.kind, peer] = _Channel(tuple(value.name for value in edge.values))
         if action.kind in SENDS:
-            told = None if self.ledger is None else lambda action, message: self._note("sent", action, message)
-            # A message to shared memory that has to wait is written by the thread, so that it may not be kept from it.
-            channel.sender = Sender(self._timeout, self._failed, told, few=SENDS_TOGETHER if near is None else 1)
+            note_sent = None if self.ledger is None else lambda action, message: self._note("sent", action, message)
+            # A message to shared memory that has to wait is written by the thread, so it is handed to that at once.
+            channel.sender = Sender(self._timeout, self._failed, note_sent, few=SENDS_TOGETHER if near is None else 1)
             channel.link = LateSender(self._latency, channel.sender, self._failed) if self._latency else None
             channel.outgoing = (
                 self._over_gloo(edge, peer) if near is None else SharedOutgoing(near, edge.values, self.seconds)
@@ -358,7 +362,7 @@ class RankTransport:
         )
 
     def _lost(self, action: Action, error: Exception) -> PenstockError:
-        """What is to be said of a message that failed: of the peer, or of this process."""
+        """Return the error for a message that failed: of the peer, or of this process."""
         assert action.peer is not None
         place = f"rank {self.rank}, stage {action.stage}, action {action}"
         if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError):
@@ -374,13 +378,14 @@ class RankTransport:
         if len(carried) > _SHOWN:
             values += f" and {counted(len(carried) - _SHOWN, 'more value')}"
         return PeerLost(
-            f"rank {action.peer} (stage {self._homes[action.peer]}) {what}; waited for {describe(action)}, which carries {values}",
+            f"rank {action.peer} (stage {self._homes[action.peer]}) {what}; waited for {describe(action)}, "
+            f"which carries {values}",
             where=place,
             hint=hint,
         )
 
     def _what_failed(self, error: Exception) -> tuple[str, str]:
-        """What torch or the system says of a peer, in words, and a hint."""
+        """Return the words of torch or the system about a peer, and a hint."""
         text = str(error).splitlines()[0] if str(error) else ""
         if isinstance(error, OutOfTurn):
             return text, ""

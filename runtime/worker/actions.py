@@ -1,10 +1,11 @@
 """A rank's program as a stream of actions with look-ahead, for a number of batches that may not be known yet.
 
-The stream gives what `Schedule.expand` gives, lazily: an action is let through once it is known that its batch exists and dropped once
-it is known that it does not, which is what drains the pipeline; the list after that of the last batch may still hold what belongs to
-it. A feed says which batches exist; where requests are answered it counts single microbatches, each of which goes its way as soon as it
-is known. Beside each action stands the weight version that has no reader after it: the last action of the batch list that reads the
-oldest version of that list, in every batch.
+The stream gives the actions of `Schedule.expand`, lazily. An action is let through once it is known that its batch
+exists, and dropped once it is known that it does not. That drains the pipeline. The list after that of the last batch
+may still hold actions that belong to it. A feed says which batches exist. Where requests are answered it counts single
+microbatches, each of which goes its way as soon as it is known. Beside each action stands the weight version that has
+no reader after it. It stands at the last action of the batch list that reads the oldest version of that list, in every
+batch.
 """
 
 from __future__ import annotations
@@ -12,13 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain, count
-from math import gcd
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from penstock.ir.action_kinds import BACKWARD, FORWARD
-from penstock.ir.graph import Module
 from penstock.ir.schedule import PER_BATCH, READERS, RECEIVES, Action, Program, Schedule
 
 # Actions that are made at once, beyond those that are asked for: in one go they cost less.
@@ -29,16 +27,16 @@ class Feed(Protocol):
     """Batches of a run and their inputs. Batch numbers count from the beginning of training, not of the run."""
 
     def exists(self, batch: int) -> bool | None:
-        """Whether a batch is part of the run; None when that is not known yet. Does not wait."""
+        """Say whether a batch is part of the run; None when that is not known yet. Does not wait."""
 
     def wait(self, batch: int) -> None:
         """Wait until `exists` knows."""
 
     def microbatch(self, mb: int, name: str) -> np.ndarray:
-        """The samples of one input for one microbatch."""
+        """Return the samples of one input for one microbatch."""
 
     def finish(self, batch: int) -> None:
-        """The batch's inputs are not needed any more."""
+        """Let go of the batch's inputs: they are not needed after this."""
 
 
 class Upcoming(NamedTuple):
@@ -47,7 +45,8 @@ class Upcoming(NamedTuple):
 
 
 def retiring(program: Program) -> dict[int, int]:
-    """Where in the batch list a version has had its last reader: position -> that version, as written for batch 1."""
+    """Find where in the batch list a version has had its last reader: position -> that version, as written for batch
+    1."""
     readers = [
         (action.version, i)
         for i, action in enumerate(program.batch)
@@ -60,8 +59,8 @@ def retiring(program: Program) -> dict[int, int]:
 
 
 class ActionStream:
-    """The program of one rank from batch `first` on. `receives` never waits; `pop` waits for the feed when it has to. `unit` is how many
-    microbatches the feed counts as one: those of a batch unless told otherwise."""
+    """The program of one rank from batch `first` on. `receives` never waits; `pop` waits for the feed when it has to.
+    `unit` is how many microbatches the feed counts as one: by default those of a batch."""
 
     def __init__(self, schedule: Schedule, rank: int, first: int, feed: Feed, unit: int | None = None) -> None:
         self._per_batch = schedule.microbatches
@@ -70,13 +69,14 @@ class ActionStream:
         self._first, self._feed = first, feed
         self._raw = self._unroll(schedule.ranks[rank], first)
         self._ahead: deque[Upcoming] = deque()
-        # How many actions were popped, the receives ahead with their places, and the last of what the feed counts that is known to exist.
+        # How many actions were popped, the receives ahead with their places, and the last of what the feed counts that
+        # is known to exist.
         self._popped, self._known = 0, -1
         self._receives: deque[tuple[int, Action]] = deque()
         self._next = next(self._raw, None)
 
     def pop(self) -> Upcoming | None:
-        """The next action; None at the end of the run."""
+        """Return the next action; None at the end of the run."""
         if not self._ahead:
             self._advance(1, wait=True)
             if not self._ahead:
@@ -85,20 +85,20 @@ class ActionStream:
         return self._ahead.popleft()
 
     def receives(self, number: int) -> list[Action]:
-        """The receives among the last action popped and the `number` that follow it, as far as they are
-        known, each of them once and in order."""
+        """Return the receives among the last action popped and the `number` that follow it, as far as they are known.
+        Each is returned once, in order."""
         if len(self._ahead) < number:
             self._advance(number + _CHUNK, wait=False)
-        found: list[Action] = []
+        actions: list[Action] = []
         end = self._popped + number
         while self._receives and self._receives[0][0] < end:
             place, action = self._receives.popleft()
             if place >= self._popped - 1:
-                found.append(action)
-        return found
+                actions.append(action)
+        return actions
 
     def _unroll(self, program: Program, first: int) -> Iterator[tuple[int, int, Upcoming]]:
-        """Part of the list, number as the feed counts, action."""
+        """Yield part of the list, number as the feed counts, action."""
         m, last_reader = self._per_batch, retiring(program)
         start: tuple[int, tuple[Action, ...], dict[int, int]] = (first, program.start, {})
         for t, actions, retires in chain([start], ((t, program.batch, last_reader) for t in count(first))):
@@ -137,36 +137,3 @@ class ActionStream:
         if known:
             self._known = counted
         return known
-
-
-def fed_inputs(module: Module, stage: int) -> tuple[str, ...]:
-    """The module inputs that a stage takes from the data, rather than from another stage."""
-    received = {value.name for edge in module.edges if edge.dst == stage for value in edge.values}
-    names = {value.name for value in module.data_inputs} - received
-    graphs = [module.stage_graph(stage, kind) for kind in READERS]
-    taken = {value.name for graph in graphs if graph is not None for value in graph.ins}
-    sent = {value.name for edge in module.edges if edge.src == stage and edge.phase == FORWARD for value in edge.values}
-    return tuple(value.name for value in module.data_inputs if value.name in names & (taken | sent))
-
-
-def share_of(module: Module, rank: int) -> list[int]:
-    """The microbatches of a batch that a rank runs."""
-    assert module.schedule is not None
-    m = module.schedule.microbatches
-    return sorted({action.mb % m for action in module.schedule.ranks[rank].batch if action.kind == FORWARD})
-
-
-def loss_stage(module: Module) -> int | None:
-    """The stage whose forward graph computes the module's first output; None for a module without a backward graph."""
-    if not any(module.stage_graph(stage.index, BACKWARD) for stage in module.stages):
-        return None
-    for stage in module.stages:
-        graph = module.stage_graph(stage.index, FORWARD)
-        if graph is not None and module.outputs[0] in {v.name for v in graph.outs} - {v.name for v in graph.ins}:
-            return stage.index
-    return None
-
-
-def microbatch_size(module: Module) -> int:
-    """Samples per microbatch: what the first dimensions of all inputs are multiples of."""
-    return gcd(*(value.type.dims[0] for value in module.inputs if value.type.rank)) or 1

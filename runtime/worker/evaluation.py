@@ -1,13 +1,16 @@
-"""The mean loss over a set of samples with the newest weights. In: an executor between two runs, its pipeline empty; files of samples. Out:
-a loss for every portion of them, and their mean.
+"""The mean loss over a set of samples with the newest weights.
 
-The forward graphs of training serve, so nothing more is compiled: microbatches go through them with the newest version of every weight,
-nothing is kept for a backward, nothing is written. That asks for a forward which depends on nothing but weights and inputs: one that draws
-random numbers (dropout) or changes running statistics is refused, because neither can be turned off in code that is compiled.
+In: an executor between two runs, its pipeline empty; files of samples. Out: a loss for every portion of them, and
+their mean.
 
-Every sample counts once. Shapes are fixed, so what is left over behind the last whole microbatch goes through in portions of d samples,
-each b/d times, for divisors d of the b samples of a microbatch: the mean over such a microbatch is that of its d samples. The k-th portion
-is run by who runs microbatch k of a batch.
+The forward graphs of training serve, so nothing more is compiled. Microbatches go through them with the newest
+version of every weight, nothing is kept for a backward, nothing is written. So the forward may depend on nothing but
+weights and inputs. One that draws random numbers (dropout) or changes running statistics is refused, because neither
+can be turned off in code that is compiled.
+
+Every sample counts once. Shapes are fixed, so the samples behind the last whole microbatch go through in portions. A
+portion has d samples, each b/d times, for a divisor d of the b samples of a microbatch. The mean over such a microbatch
+is that of its d samples. The rank that runs microbatch k of a batch runs the k-th portion.
 """
 
 from __future__ import annotations
@@ -19,14 +22,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from penstock.ir.action_kinds import DROP, FORWARD
+from penstock.ir.batch_shares import loss_stage
 from penstock.ir.graph import MICROBATCH, Module
 from penstock.ir.ops import OPS
 from penstock.ir.schedule import RECEIVE_OF, RECEIVES, SEND_OF, Action
-from penstock.runtime.data.samples import SYNTHETIC, WRAP, FileSamples, check_data
+from penstock.runtime.data.samples import FileSamples, check_data
 from penstock.runtime.messages.control import DataSpec
+from penstock.runtime.messages.defaults import SYNTHETIC, WRAP
 from penstock.support.errors import UsageError
-
-from .actions import loss_stage
 
 if TYPE_CHECKING:
     from .executor import Executor
@@ -39,31 +42,25 @@ class Portion(NamedTuple):
     number: int
 
 
-class Evaluation(NamedTuple):
-    """The mean loss of so many samples."""
-
-    loss: float
-    samples: int
-
-
 def portions(samples: int, size: int) -> list[Portion]:
-    """All samples in microbatches of `size`, each exactly once but for being repeated in a microbatch of its own."""
-    found = [Portion(first, size) for first in range(0, samples - size + 1, size)]
-    first = len(found) * size
+    """Cut all samples into microbatches of `size`, each exactly once but for being repeated in a microbatch of its
+    own."""
+    cut = [Portion(first, size) for first in range(0, samples - size + 1, size)]
+    first = len(cut) * size
     while first < samples:
         count = max(d for d in range(1, samples - first + 1) if size % d == 0)
-        found.append(Portion(first, count))
+        cut.append(Portion(first, count))
         first += count
-    return found
+    return cut
 
 
 def mean_loss(samples: int, size: int, losses: Mapping[int, float]) -> float:
-    """The mean over the samples, from the losses of the portions by their numbers."""
+    """Return the mean over the samples, from the losses of the portions by their numbers."""
     return sum(losses[i] * portion.number for i, portion in enumerate(portions(samples, size))) / samples
 
 
 def evaluation_problems(module: Module, spec: DataSpec) -> list[str]:
-    """Why a bundle cannot be evaluated between steps."""
+    """List the reasons why a bundle cannot be evaluated between steps."""
     if loss_stage(module) is None:
         return ["the bundle is for inference, there is no loss to evaluate"]
     problems = [] if spec.source != SYNTHETIC else ["noise is nothing to evaluate on: give a file"]
@@ -85,7 +82,8 @@ def evaluation_problems(module: Module, spec: DataSpec) -> list[str]:
 def count_evaluation(
     module: Module, spec: DataSpec, renamed: Mapping[str, str], names: Sequence[str] | None = None
 ) -> int:
-    """How many samples there are to evaluate on; UsageError where that cannot be. With `names`, only those inputs are looked at."""
+    """Count the samples to evaluate on; UsageError where that cannot be. With `names`, only those inputs are
+    checked."""
     if problems := evaluation_problems(module, spec):
         raise UsageError("; ".join(problems), where="evaluation")
     count = check_data(module, spec, renamed, names)
@@ -115,7 +113,8 @@ class PortionFeed:
 
 
 def evaluate(executor: Executor, samples: FileSamples | None, count: int, size: int) -> dict[int, float]:
-    """Run this rank's part of an evaluation of `count` samples; losses by number of portion, where they are computed."""
+    """Run this rank's part of an evaluation of `count` samples; return losses by number of portion, where they are
+    computed."""
     with nullcontext() if executor.ledger is None else executor.ledger.paused():
         return _evaluate(executor, samples, count, size)
 
@@ -152,7 +151,7 @@ def _evaluate(executor: Executor, samples: FileSamples | None, count: int, size:
 
 
 def _program(module: Module, rank: int, stage: int, count: int) -> Iterator[list[Action]]:
-    """What a rank does for each of its portions: nobody waits for a later stage, so nobody waits for ever."""
+    """Yield the actions of a rank for each of its portions: no rank waits for a later stage, so none waits for ever."""
     assert module.schedule is not None
     m, runners = module.schedule.microbatches, module.schedule.runners()
     forward = [edge for edge in module.edges if edge.phase == FORWARD]

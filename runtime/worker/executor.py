@@ -1,10 +1,13 @@
-"""One stage's actions, one method per kind. The program of the rank says what to do; nothing is decided here.
+"""The actions of one stage, one method per kind. The program of the rank says what to do; nothing is decided here.
 
-In: a loaded stage, its store, its transport. `run` works through an ActionStream and hands out reports: a Step for every finished optimiser
-step on the stage that computes the loss, an Output for every microbatch of an inference. Before each action the receives that come soon are
-posted, and the action is written to the status slot, where the launcher reads it when something goes wrong.
+In: a loaded stage, its store, its transport. Out: a Step for every finished optimiser step on the stage that
+computes the loss, an Output for every microbatch of an inference.
 
-A value is let go as soon as no later action of its microbatch on this stage takes it; `D` lets go of all the rest.
+`run` works through an ActionStream. Before each action the receives that come soon are posted. The action is written
+to the status slot, where the launcher reads it after a failure.
+
+A value is let go as soon as no later action of its microbatch on this stage takes it. `D` lets go of all that are
+left.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MethodType
 
 import numpy as np
@@ -19,6 +23,7 @@ import torch
 
 from penstock.backends.interface import StageProgram
 from penstock.ir.action_kinds import BACKWARD, DROP, FORWARD, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
+from penstock.ir.batch_shares import fed_inputs, loss_stage, microbatch_size, share_of
 from penstock.ir.graph import MICROBATCH, NORM, Graph, Module, Value, signature
 from penstock.ir.memory.walk import LOOK_AHEAD
 from penstock.ir.ops import OPS
@@ -42,7 +47,7 @@ from penstock.runtime.state.store import Recycled, Store, as_array, fill
 from penstock.runtime.transport.transport import RankTransport
 from penstock.support.errors import VerifyError
 
-from .actions import ActionStream, Feed, fed_inputs, loss_stage, microbatch_size, share_of
+from .actions import ActionStream, Feed
 from .pace import Pace
 
 Report = Callable[[Record, Mapping[str, np.ndarray]], None]
@@ -52,10 +57,25 @@ def _is_finite(value: float | None) -> bool:
     return value is None or math.isfinite(value)
 
 
+@dataclass(frozen=True)
+class Conduct:
+    """The way an executor works. `retire`, `audit`, `pace`, `tables`, `offset` and `key` as in control.Setup; no tables
+    are those of the module. `stop_at_nan`: a loss or norm that is not finite is an error. `check` is called before each
+    action, and raises errors of threads beside the loop."""
+
+    retire: bool = True
+    audit: bool = False
+    trace: bool = False
+    pace: Mapping[str, float] | None = None
+    tables: Tables | None = None
+    offset: int = 0
+    key: int = 0
+    stop_at_nan: bool = False
+    check: Callable[[], None] = lambda: None
+
+
 class Executor:
-    """Runs the stage of one rank. `retire`, `audit`, `pace`, `tables`, `offset` and `key` as in control.Setup; no tables are
-    those of the module. `stop_at_nan`: a loss or norm that is not finite is an error. `check` is called before each action, and
-    raises what went wrong beside the loop."""
+    """The loop over the actions of one rank's stage."""
 
     def __init__(
         self,
@@ -66,51 +86,42 @@ class Executor:
         transport: RankTransport,
         report: Report,
         status: Status,
-        *,
-        retire: bool = True,
-        audit: bool = False,
-        trace: bool = False,
-        pace: Mapping[str, float] | None = None,
-        tables: Tables | None = None,
-        offset: int = 0,
-        key: int = 0,
-        stop_at_nan: bool = False,
-        check: Callable[[], None] = lambda: None,
+        conduct: Conduct = Conduct(),
     ) -> None:
         assert module.schedule is not None
         self.module, self.rank, self.stage = module, rank, module.rank_stages()[rank]
         self.program, self.store, self.transport = program, store, transport
         stage = self.stage
-        self.report, self.status, self.retire = report, status, retire
+        self.report, self.status, self.retire = report, status, conduct.retire
         self.schedule = module.schedule
-        self.log: list[LogEntry] | None = [] if audit else None
-        self.events: list[tuple[str, float, float]] | None = [] if trace else None
-        self.ledger = Ledger() if trace else None
+        self.log: list[LogEntry] | None = [] if conduct.audit else None
+        self.events: list[tuple[str, float, float]] | None = [] if conduct.trace else None
+        self.ledger = Ledger() if conduct.trace else None
         if self.ledger is not None:
             store.trace(self.ledger)
             transport.ledger = self.ledger
         self._watched: set[str] = set()
         self._started = 0.0
-        found = {kind: module.stage_graph(stage, kind) for kind in COMPUTE}
-        self.graphs: dict[str, Graph] = {kind: graph for kind, graph in found.items() if graph is not None}
+        graphs = {kind: module.stage_graph(stage, kind) for kind in COMPUTE}
+        self.graphs: dict[str, Graph] = {kind: graph for kind, graph in graphs.items() if graph is not None}
         self._calls = {
             kind: (graph.name, signature(graph).slots, tuple(value.name for value in graph.results))
             for kind, graph in self.graphs.items()
         }
         self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
         self._buffers = Recycled(store.device)
-        self.tables = tables_of(module) if tables is None else tables
-        self._check = check
-        self._ahead, self._key = offset // microbatch_size(module), key
-        self.pace = Pace(pace or {}, self.graphs)
-        self._stop_at_nan = stop_at_nan
+        self.tables = tables_of(module) if conduct.tables is None else conduct.tables
+        self._check = conduct.check
+        self._ahead, self._key = conduct.offset // microbatch_size(module), conduct.key
+        self.pace = Pace(conduct.pace or {}, self.graphs)
+        self._stop_at_nan = conduct.stop_at_nan
         self._retention()
         self._handlers: dict[str, Callable[[Action], None]] = {
             kind: MethodType(handler, self) for kind, handler in HANDLERS.items()
         }
 
     def _retention(self) -> None:
-        """Which values to keep after each kind of action of a microbatch."""
+        """Find the values to keep after each kind of action of a microbatch."""
         sent: dict[str, set[str]] = {phase: set() for phase in PHASES}
         for edge in self.module.edges:
             if edge.src == self.stage:
@@ -130,10 +141,12 @@ class Executor:
         # How many sends of a microbatch are still to come, where there are several.
         self._unsent: dict[tuple[str, int], int] = {}
         forward = self.graphs.get(FORWARD)
-        made = {v.name for v in forward.outs} if forward is not None else set()
+        outputs = {v.name for v in forward.outs} if forward is not None else set()
         self.is_loss_stage = loss_stage(self.module) == self.stage
         self.outputs = (
-            () if loss_stage(self.module) is not None else tuple(name for name in self.module.outputs if name in made)
+            ()
+            if loss_stage(self.module) is not None
+            else tuple(name for name in self.module.outputs if name in outputs)
         )
         self._losses: dict[int, list[float]] = {}
         program = self.schedule.ranks[self.rank].batch
@@ -150,7 +163,8 @@ class Executor:
     # -------------------------------------------------------------------------------------------- the loop
 
     def run(self, first: int, feed: Feed, unit: int | None = None) -> None:
-        """Work through the batches of a feed, from an empty pipeline to an empty pipeline. `unit` as in ActionStream."""
+        """Work through the batches of a feed, from an empty pipeline to an empty pipeline. `unit` as in
+        ActionStream."""
         unit = unit or self.schedule.microbatches
         self.feed = feed
         if not self._held and not self._changes:
@@ -214,29 +228,29 @@ class Executor:
         self.store.keep_only(action.mb, self._after_backward[kind])
 
     def sum_up(self, action: Action) -> None:
-        """Gradients of a batch over the ranks of the stage; it goes on in the background."""
+        """Sum the gradients of a batch over the ranks of the stage; the sum goes on in the background."""
         self.transport.sum_up(action, self.store.sums(action.mb))
 
     def agree(self, action: Action) -> None:
-        """P and N: what they hand out stays here until the update."""
+        """Carry out P or N: their results stay here until the update."""
         self._call(action.kind, action, [self._value(action.holder, value) for value in self.graphs[action.kind].ins])
 
     def update(self, action: Action) -> None:
         version = self.store.version + 1 if action.version is None else action.version
         self.store.start_update(version)
         ins = [self._value(action.holder, value) for value in self.graphs[UPDATE].ins]
-        told = self._call(UPDATE, action._replace(version=version), ins)
+        results = self._call(UPDATE, action._replace(version=version), ins)
         self.store.finish_update(version)
         self.store.keep_only(action.holder, frozenset())
         self._note(action._replace(version=version))
         if self.is_loss_stage:
-            self._finish_step(action.mb, told)
+            self._finish_step(action.mb, results)
 
     def send(self, action: Action) -> None:
         edge = self.transport.edge_of(action)
         self.transport.send(action, {value.name: self._value(action.holder, value) for value in edge.values})
         if action.kind in self._sends:
-            # What several stages take stays until it was sent to the last of them.
+            # A value that several stages take stays until it was sent to the last of them.
             left = self._unsent.pop((action.kind, action.mb), self._sends[action.kind]) - 1
             if left:
                 self._unsent[action.kind, action.mb] = left
@@ -268,7 +282,7 @@ class Executor:
         return results
 
     def _run(self, kind: str, name: str, args: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The graph's results. Its temporaries are the same in every call, so that those of the first tell all."""
+        """Return the graph's results. Its temporaries are the same in every call, so only the first call is watched."""
         if self.ledger is None or kind in self._watched:
             return self.program.call(name, args)
         self._watched.add(kind)
@@ -278,7 +292,7 @@ class Executor:
         return results
 
     def _value(self, mb: int, value: Value) -> torch.Tensor:
-        """A value of a microbatch, or of a batch: `Action.holder` says under which number."""
+        """Return a value of a microbatch, or of a batch: `Action.holder` says under which number."""
         tensor = self.store.get(mb, value.name)
         if tensor is None:
             if value.name not in self.fed and value.name != MICROBATCH:
@@ -290,8 +304,8 @@ class Executor:
         return tensor
 
     def _number(self, mb: int) -> np.ndarray:
-        """What random draws of a microbatch are made from: its place in the data, and in the upper word what
-        the seed differs by from the module's."""
+        """Return the number that random draws of a microbatch are made from. It is the place in the data, and in the
+        upper word the difference of the seed to the module's."""
         return np.array((mb + self._ahead) ^ self._key << 32, np.uint64).view(np.int64)
 
     def _note(self, action: Action) -> None:
@@ -304,17 +318,20 @@ class Executor:
         if not self._updates and len(self._losses[batch]) == len(self._share):
             self._finish_step(batch, {})
 
-    def _finish_step(self, batch: int, told: Mapping[str, torch.Tensor]) -> None:
-        """`told` are the results of the update."""
+    def _finish_step(self, batch: int, results: Mapping[str, torch.Tensor]) -> None:
+        """Report a step; `results` are those of the update."""
         losses = tuple(self._losses.pop(batch))
-        norm = float(told[NORM]) if NORM in told else None
+        norm = float(results[NORM]) if NORM in results else None
         strange = [
             f"{name} {value}"
             for name, value in (*(("loss", x) for x in losses), ("norm of the gradient", norm))
             if not _is_finite(value)
         ]
         if self._stop_at_nan and strange:
-            hint = "checkpoints are of steps before; --nan warn goes on, and --skip-nonfinite when compiling leaves such updates out"
+            hint = (
+                "checkpoints are of steps before; --nan warn goes on, and --skip-nonfinite when compiling leaves "
+                "such updates out"
+            )
             raise VerifyError(f"step {batch} has a {strange[0]}", where=f"rank {self.rank}, step {batch}", hint=hint)
         self.status.finish(batch)
         self.report(

@@ -1,8 +1,10 @@
-"""How the inputs of a run reach the executor. In: samples, and which batches a run has. Out: a program.Feed.
+"""Feeds: the inputs of a run on their way to the executor.
 
-`Prefetch` reads in a thread of its own, a few microbatches ahead of the last one that was asked for, in the order in which the rank runs
-them, and only those that it runs. What goes wrong there is raised where the microbatch is asked for; what comes before it is still given.
-The thread ends with `close`, or once it has read everything.
+In: samples, and the batches of a run. Out: a program.Feed.
+
+`Prefetch` reads in a thread of its own, a few microbatches ahead of the last one that was asked for. It reads only
+those that the rank runs, in that order. An error there is raised where the microbatch is asked for; the microbatches
+before it are still handed over. The thread ends with `close`, or once it has read everything.
 """
 
 from __future__ import annotations
@@ -13,10 +15,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from penstock.runtime.data.samples import Samples
+from penstock.runtime.messages.defaults import AHEAD
 from penstock.support.errors import VerifyError
 
-# Microbatches that are read ahead.
-AHEAD = 4
 # A read of a file may take long, but not for ever.
 _CLOSE_SECONDS = 30.0
 
@@ -44,7 +45,8 @@ class DataFeed:
 
 
 class Prefetch(DataFeed):
-    """The same, read ahead. `share` are the microbatches of a batch that this rank runs, of `microbatches` that it has."""
+    """The same, read ahead. `share` are the microbatches of a batch that this rank runs, of `microbatches` that it
+    has."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Prefetch(DataFeed):
         self._first, self._batches = first, batches
         # How many microbatches may be read, in the order of this rank.
         self._until, self._stopped = ahead, False
-        # How many have been, and what went wrong with the one behind.
+        # How many were read, and the error of the next one.
         self._read_until = 0
         self._failure: Exception | None = None
         self._ready: dict[int, dict[str, np.ndarray]] = {}
@@ -76,18 +78,18 @@ class Prefetch(DataFeed):
         batch, index = divmod(mb, self._microbatches)
         place = (batch - self._first) * len(self._share) + self._number[index]
         with self._changed:
-            # Whatever is asked for may be read, so nobody waits for what the bound forbids.
+            # A microbatch that is asked for may be read, so no executor waits for what the bound forbids.
             if place + self._ahead > self._until:
                 self._until = place + self._ahead
                 self._changed.notify_all()
             self._changed.wait_for(lambda: place < self._read_until or self._failure is not None)
             if place >= self._read_until and self._failure is not None:
                 raise self._failure
-            found = self._ready.get(mb, {})
-            array = found.pop(name, None)
-            if not found:
+            arrays = self._ready.get(mb, {})
+            array = arrays.pop(name, None)
+            if not arrays:
                 self._ready.pop(mb, None)
-        # Nothing is kept for whoever asks twice.
+        # Nothing is kept for a second question.
         return self._samples.microbatch(mb, name) if array is None else array
 
     def close(self) -> None:
@@ -109,19 +111,19 @@ class Prefetch(DataFeed):
                     return
             try:
                 # A copy, so that what is mapped is read here and not in the computation.
-                found = {name: np.array(self._samples.microbatch(mb, name)) for name in self._names}
+                arrays = {name: np.array(self._samples.microbatch(mb, name)) for name in self._names}
             except Exception as error:  # raised again in the thread that asks for it
                 with self._changed:
                     self._failure = error
                     self._changed.notify_all()
                 return
             with self._changed:
-                self._ready[mb], self._read_until = found, place + 1
+                self._ready[mb], self._read_until = arrays, place + 1
                 self._changed.notify_all()
 
 
 class NoSamples:
-    """For a rank that feeds nothing."""
+    """The samples of a rank that feeds nothing."""
 
     def microbatch(self, mb: int, name: str) -> np.ndarray:
         raise VerifyError(f"input {name} of microbatch {mb} was asked for, but no data was given")

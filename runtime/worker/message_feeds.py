@@ -1,5 +1,8 @@
-"""What a worker computes on where it comes in messages: batches of a training, microbatches of requests. In order, then End. In: a way to
-receive messages, and the first number. Out: feeds of the executor (feeds.py); what they have may be run as soon as it is there."""
+"""Feeds of inputs that arrive in messages: batches of a training, microbatches of requests. In order, then End.
+
+In: a function that receives messages, and the first number. Out: feeds of the executor (feeds.py), whose batches may be
+run as soon as they are there.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,19 @@ from collections.abc import Callable
 
 import numpy as np
 
+from penstock.ir.batch_shares import share_of
 from penstock.ir.graph import Module
 from penstock.runtime.data.batches import cut_batch
 from penstock.runtime.messages.control import Arrays, Batch, End, Message, RequestBatch
 from penstock.runtime.messages.status import Status
 from penstock.support.errors import VerifyError
 
-from .actions import share_of
-
 # (message, its arrays); None when nothing is there and the caller did not want to wait
 Receive = Callable[[bool], tuple[Message, Arrays] | None]
 
 
 class _MessageFeed:
-    """Counts what came, from `first` on."""
+    """A feed that counts the messages that arrived, from `first` on."""
 
     def __init__(self, first: int, receive: Receive) -> None:
         self._receive = receive
@@ -54,7 +56,7 @@ class _MessageFeed:
         else:
             raise VerifyError(f"command {type(message).__name__} is out of place among {self._words}")
 
-    # What comes, in words, and the number of the one that a message brings.
+    # The messages in words, and the number of the one that a message brings.
     _words: str
 
     def _unit_of(self, message: Message) -> int | None:
@@ -91,7 +93,7 @@ class RequestFeed(_MessageFeed):
         self._status = status
 
     def wait(self, unit: int) -> None:
-        # Requests may be a long time coming: nobody should take the last action for one that hangs.
+        # Requests may be a long time coming: the last action must not look like one that hangs.
         self._status.show("waiting for requests")
         super().wait(unit)
 

@@ -1,9 +1,10 @@
-"""Computations that take a given time: schedules are measured in the real runtime, apart from
-kernels. A measuring tool, off unless asked for.
+"""Computations that take a given time: schedules are measured in the real runtime, apart from kernels. A measuring
+tool, off unless asked for.
 
-In: seconds by kind of computation (F, B, W, P, N, U). An action takes at least that long, whatever its kernels take. B stands for the whole
-backward: on a stage that has weight gradients apart, W takes its part of it, and B the rest, so that all schedules do the same work.
-What is computed does not change. (The latency of links that belongs to it is the transport's.)
+In: seconds by kind of computation (F, B, W, P, N, U). An action takes at least that long, whatever its kernels take.
+B stands for the whole backward. On a stage that has weight gradients apart, W takes its part of it, and B the
+remainder. So all schedules do the same work. The results do not change. (The latency of links that belongs to it is the
+transport's.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _PARTS = tuple((kind, row.part_of) for kind, row in ACTION_KINDS.items() if row.
 
 
 def pace_problems(pace: Mapping[str, float], latency: float, timeout: float) -> Iterator[str]:
-    """What is wrong with what the caller asks for."""
+    """Yield the problems of times that the caller asks for."""
     for kind, seconds in pace.items():
         if kind not in COMPUTE:
             yield f"pace is known of {', '.join(COMPUTE)}, not of {kind!r}"
@@ -34,7 +35,7 @@ def pace_problems(pace: Mapping[str, float], latency: float, timeout: float) -> 
 
 
 class Pace:
-    """How long the computations of one stage take at least; `kinds` are those that it has graphs of."""
+    """The least times of the computations of one stage; `kinds` are those that it has graphs of."""
 
     def __init__(self, pace: Mapping[str, float], kinds: Collection[str]) -> None:
         self._least = dict(pace)

@@ -1,9 +1,9 @@
 """One rank of a run. In: a bundle, a rank, commands. Out: reports; the work itself is the loop of executor.Executor.
 
-The process of a local run is forked by forkserver.py, with one end of a socket pair. The first command is Setup; rank 0 answers
-where the group meets, the others are told. Then the hash of module.ir is compared over the group, the stage and its variables are
-loaded, and commands are obeyed until Stop. The end of the control connection, or of the parent, ends the worker at once, whatever it
-is doing: no worker outlives its launcher.
+forkserver.py forks the process of a local run, with one end of a socket pair. The first command is Setup; rank 0
+answers where the group meets, the other ranks are told. Then the hash of module.ir is compared over the group, the
+stage and its variables are loaded, and commands are obeyed until Stop. The end of the control connection, or of the
+parent, ends the worker at once, whatever it is doing: no worker outlives its launcher.
 
 Threads are set by the environment before anything is imported, and again here for torch.
 """
@@ -25,6 +25,7 @@ import torch
 
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.backends.registry import backend_of
+from penstock.ir.batch_shares import fed_inputs, microbatch_size, share_of
 from penstock.ir.graph import GRAD, PARAM, Module, Var, stage_vars, stepped_vars, summed_vars
 from penstock.runtime.checkpoint.format import read_index
 from penstock.runtime.checkpoint.resuming import fill_tensors, load_state
@@ -32,7 +33,6 @@ from penstock.runtime.checkpoint.saving import Saver
 from penstock.runtime.data.samples import FileSamples, Samples, open_data
 from penstock.runtime.group.group import RankGroup, host_store, join_store
 from penstock.runtime.group.sealed import SealedStore
-from penstock.runtime.launch.forkserver import Rank
 from penstock.runtime.messages.control import (
     Arrays,
     Audit,
@@ -48,6 +48,7 @@ from penstock.runtime.messages.control import (
     Join,
     Message,
     Parameters,
+    Rank,
     Ready,
     Record,
     RunCommand,
@@ -57,6 +58,7 @@ from penstock.runtime.messages.control import (
     Stop,
     TraceRecord,
 )
+from penstock.runtime.messages.defaults import STOP
 from penstock.runtime.messages.status import Status
 from penstock.runtime.state.settings import tables_of
 from penstock.runtime.state.store import Store, as_array
@@ -64,9 +66,8 @@ from penstock.runtime.transport.transport import RankTransport
 from penstock.support.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
 from penstock.support.out_of_memory import is_out_of_memory
 
-from .actions import fed_inputs, microbatch_size, share_of
 from .evaluation import evaluate
-from .executor import Executor
+from .executor import Conduct, Executor
 from .feeds import DataFeed, NoSamples, Prefetch
 from .message_feeds import BatchFeed, Receive, RequestFeed
 
@@ -74,7 +75,7 @@ Reply = Callable[[Record, Mapping[str, np.ndarray]], None]
 
 
 class Worker:
-    """One rank with its group, stage and state. Commands come one at a time; `reply` takes what they answer."""
+    """One rank with its group, stage and state. Commands come one at a time; `reply` takes the answers."""
 
     def __init__(
         self, bundle: Bundle, rank: int, group: RankGroup, setup: Setup, reply: Reply, receive: Receive, status: Status
@@ -98,13 +99,7 @@ class Worker:
         status.show("joining")
         group.agree("module.ir", bundle.module_hash)
         status.show("loading")
-        self.samples: Samples = NoSamples()
-        names = fed_inputs(self.module, self.stage)
-        if setup.data is not None and names:
-            self.samples = open_data(self.module, setup.data, names, bundle.renamed, setup.offset)
-        self.evaluation: FileSamples | None = None
-        if setup.evaluation is not None and names:
-            self.evaluation = FileSamples(self.module, setup.evaluation, names, bundle.renamed)
+        self._open_samples()
         program = backend_of(bundle.manifest.backend).load_stage(
             self.module, self.stage, bundle.stage_files(self.stage), self.entry.threads, self.entry.device
         )
@@ -121,14 +116,27 @@ class Worker:
         self.transport = RankTransport(
             rank, self.module.edges, homes, setup.timeout, program.device, setup.latency, group.team, near
         )
-        self.executor = Executor(
-            self.module,
-            rank,
-            program,
-            self.store,
-            self.transport,
-            reply,
-            status,
+        self.executor = Executor(self.module, rank, program, self.store, self.transport, reply, status, self._conduct())
+        # The objects that are there stay: looking through them for garbage, again and again, would cost more than the
+        # loop.
+        gc.collect()
+        gc.freeze()
+        status.show(None)
+
+    def _open_samples(self) -> None:
+        """Open the samples of training and of evaluation, where this stage takes any."""
+        bundle, setup = self.bundle, self.setup
+        self.samples: Samples = NoSamples()
+        self.evaluation: FileSamples | None = None
+        names = fed_inputs(self.module, self.stage)
+        if setup.data is not None and names:
+            self.samples = open_data(self.module, setup.data, names, bundle.renamed, setup.offset)
+        if setup.evaluation is not None and names:
+            self.evaluation = FileSamples(self.module, setup.evaluation, names, bundle.renamed)
+
+    def _conduct(self) -> Conduct:
+        setup = self.setup
+        return Conduct(
             retire=setup.retire,
             audit=setup.audit,
             trace=setup.trace,
@@ -136,13 +144,9 @@ class Worker:
             tables=self.tables,
             offset=setup.offset,
             key=setup.key,
-            stop_at_nan=setup.nan == "stop",
+            stop_at_nan=setup.nan == STOP,
             check=self.saver.check,
         )
-        # What is there now stays: looking through it for garbage, again and again, would cost more than the rest of the loop.
-        gc.collect()
-        gc.freeze()
-        status.show(None)
 
     def obey(self, command: Message) -> bool:
         """Carry out one command; False after Stop."""
@@ -249,12 +253,13 @@ class Worker:
 
 
 def peak_bytes() -> int:
-    """The largest resident size of this process; 0 where the system does not say. getrusage would count the parent's before exec."""
+    """Return the largest resident size of this process; 0 where the system does not say. getrusage would count the
+    parent's before exec."""
     return _status_bytes("VmHWM")
 
 
 def resident_bytes() -> int:
-    """The resident size of this process now; 0 where the system does not say."""
+    """Return the resident size of this process; 0 where the system does not say."""
     return _status_bytes("VmRSS")
 
 
@@ -301,7 +306,7 @@ class Commands:
 
 
 def describe_failure(error: BaseException) -> Failed:
-    """An error as a message; one that is not meant for users goes with its traceback."""
+    """Return an error as a message; one that is not meant for users goes with its traceback."""
     if isinstance(error, PenstockError):
         return Failed(type(error).__name__, error.what, error.where, error.hint)
     if is_out_of_memory(error):
@@ -320,7 +325,7 @@ def describe_failure(error: BaseException) -> Failed:
 
 
 def serve_rank(rank: Rank, parent: int) -> int:
-    """Be this rank until Stop; what the process ends with. `parent` is the process that it must not outlive."""
+    """Be this rank until Stop, and return the exit code. `parent` is the process that it must not outlive."""
     torch.set_num_threads(rank.threads)
     channel = Channel(socket.socket(fileno=rank.control))
     status = Status(rank.status, rank.rank)
@@ -345,10 +350,10 @@ def serve_rank(rank: Rank, parent: int) -> int:
             store = host_store(rank.world, setup.timeout)
             reply(Hosting(store.port), {})
         else:
-            told = receive(True)
-            assert told is not None
-            assert isinstance(told[0], Join)
-            store = join_store(told[0].port, rank.world, setup.timeout)
+            second = receive(True)
+            assert second is not None
+            assert isinstance(second[0], Join)
+            store = join_store(second[0].port, rank.world, setup.timeout)
         met = SealedStore(store, setup.secret.encode()) if setup.secret else store
         group = RankGroup(met, rank.rank, rank.world, setup.timeout, reports=False)
         worker = Worker(bundle, rank.rank, group, setup, reply, receive, status)

@@ -101,13 +101,13 @@ def describe_plan(
     """A planned module as plain data; `reference` is the model before `partition`, `calls` are all passes, `predicted` is what
     the simulator says of the module alone."""
     from penstock.arguing import planner_facts, predict, predicted_facts
+    from penstock.ir.batch_shares import microbatch_size
     from penstock.passes.communicate.wire import WireOptions
     from penstock.passes.manager import print_pipeline
     from penstock.passes.memory.lifetimes import memory_table
     from penstock.passes.memory.recompute import RecomputeOptions
     from penstock.passes.rewrite.precision import PrecisionOptions
     from penstock.placement_hints import stage_starts
-    from penstock.runtime.worker.actions import microbatch_size
 
     schedule, starts = module.schedule, stage_starts(reference, module)
     assert schedule is not None

@@ -165,9 +165,9 @@ def _planned(
 ) -> Plan:
     """What a plan file says."""
     from penstock import api
+    from penstock.ir.batch_shares import microbatch_size
     from penstock.passes.schedules.schedule import SCHEDULES
     from penstock.plan_file import load_plan_file
-    from penstock.runtime.worker.actions import microbatch_size
 
     fixed = ("batch", "stages", "microbatches", "split_at", "replicas", "schedule", "recompute")
     given = [f"--{name.replace('_', '-')}" for name in fixed if getattr(arguments, name)]

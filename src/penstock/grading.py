@@ -31,10 +31,10 @@ from typing import Any
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.backends.tvm.fingerprint import key_of
 from penstock.calibration.measured import Measured, is_here, table_of_user
+from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.schedule import COMPUTE, Action
 from penstock.passes.costs.prices import ROOFLINE, InTurn, Prices, Roofline, rank_seconds, shown_seconds
-from penstock.runtime.worker.actions import microbatch_size
 from penstock.simulating import BATCHES, forecast, seconds_of
 from penstock.support.cache import Cache, cache_folder
 from penstock.support.errors import UsageError

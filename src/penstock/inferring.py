@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import Module
 from penstock.runtime.data.files import read_npz, write_npz
 from penstock.runtime.data.samples import SyntheticSamples
 from penstock.runtime.job.job import Job
 from penstock.runtime.job.job import open as open_job
 from penstock.runtime.messages.control import Arrays
-from penstock.runtime.worker.actions import microbatch_size
 from penstock.support.errors import UsageError
 from penstock.support.paths import file_problem
 from penstock.support.terminal import StatusLine, say

@@ -223,7 +223,7 @@ def _of_planner(progress: api.ProgressHook) -> api.ProgressHook:
 
 def _load_models(load: Load, sizes: Sequence[int | None], batch: int) -> dict[int, api.Model]:
     """The model at each of the sizes, by samples per microbatch; UsageError where a batch cannot be made of such microbatches."""
-    from penstock.runtime.worker.actions import microbatch_size
+    from penstock.ir.batch_shares import microbatch_size
 
     models: dict[int, api.Model] = {}
     for size in sizes:

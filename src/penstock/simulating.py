@@ -51,7 +51,7 @@ class Forecast:
     @property
     def samples(self) -> int:
         """Of one batch."""
-        from penstock.runtime.worker.actions import microbatch_size
+        from penstock.ir.batch_shares import microbatch_size
 
         return microbatch_size(self.module) * self.found.schedule.microbatches
 

@@ -19,7 +19,7 @@ from penstock.runtime.state.store import Store
 from penstock.runtime.telemetry.memory_trace import RankTrace
 from penstock.runtime.transport import transport as transports
 from penstock.runtime.transport.transport import RankTransport
-from penstock.runtime.worker.executor import Executor
+from penstock.runtime.worker.executor import Conduct, Executor
 from penstock.runtime.worker.feeds import DataFeed
 
 SECONDS = 60
@@ -124,7 +124,7 @@ def _traced(
             transport = RankTransport(rank, module.edges, module.rank_stages(), SECONDS, team=team)
             status = SimpleNamespace(show=lambda *_: None, spend=lambda *_: None, finish=lambda *_: None)
             program = NumpyBackend().load_stage(module, stage, ())
-            executor = Executor(module, rank, program, store, transport, lambda *_: None, status, trace=True)
+            executor = Executor(module, rank, program, store, transport, lambda *_: None, status, Conduct(trace=True))
             # The toy has outputs that are no losses.
             executor.is_loss_stage &= loss.type.dims == ()
             for first, batches in runs:

@@ -119,5 +119,5 @@ def test_times_for_people(seconds, text):
     [(7, 3, 0, [3, 3, 1]), (7, None, 4, [7]), (4, 3, 2, [1, 3]), (4, 3, 3, [3, 1]), (2, 10, 0, [2]), (6, 3, 0, [3, 3])],
 )
 def test_checkpoints_fall_on_multiples_and_on_the_end(steps, every, first, chunks):
-    options = RunOptions("b", control.DataSpec(), steps, None, "ckpt", None, None, every, 60.0, False)
+    options = RunOptions(bundle="b", steps=steps, checkpoint="ckpt", checkpoint_every=every)
     assert list(options.chunks(first, first + options.steps)) == chunks

@@ -21,7 +21,8 @@ from penstock.models import write_mlp
 from penstock.replanning import replan
 from penstock.runtime.job.run import run_bundle
 from penstock.runtime.launch.elastic import devices_on
-from penstock.runtime.launch.options import RunOptions, data_spec
+from penstock.runtime.launch.options import RunOptions
+from penstock.runtime.launch.preflight import check_run
 from penstock.support.errors import PeerLost, UsageError
 
 from .test_keepers import finish, start
@@ -182,21 +183,9 @@ def test_which_devices_are_left(compiled):
 
 
 def test_what_it_needs(compiled, tmp_path):
-    options = RunOptions(
-        str(compiled(THREE)),
-        data_spec("synthetic", False, 0),
-        5,
-        None,
-        None,
-        None,
-        None,
-        None,
-        60.0,
-        False,
-        elastic=True,
-    )
+    options = RunOptions(bundle=str(compiled(THREE)), steps=5, elastic=True)
     with pytest.raises(UsageError, match=r"--elastic needs --checkpoint DIR; --elastic needs --max-restarts N"):
-        options.check()
+        check_run(options)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.models import write_mlp
-from penstock.runtime.job.job import data_spec
+from penstock.runtime.data.samples import data_spec
 from penstock.runtime.job.job import open as open_job
 from penstock.runtime.job.run import run_bundle
 from penstock.runtime.worker.evaluation import Portion, count_evaluation, mean_loss, portions

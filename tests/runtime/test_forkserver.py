@@ -15,7 +15,8 @@ import pytest
 
 from penstock.runtime.job.job import Job
 from penstock.runtime.launch import forkserver
-from penstock.runtime.launch.forkserver import Rank, Server, fork_rank
+from penstock.runtime.launch.forkserver import Server, fork_rank
+from penstock.runtime.messages.control import Rank
 from penstock.support.errors import DoesNotFit, PeerLost, PenstockError
 
 from .conftest import is_running, make_batches

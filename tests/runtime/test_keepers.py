@@ -26,7 +26,7 @@ from penstock.runtime.job.run import run_bundle
 from penstock.runtime.launch import restarts
 from penstock.runtime.launch.options import RunOptions
 from penstock.runtime.launch.peers import PeerHello, Peers, Proof, Pulse
-from penstock.runtime.messages.control import Alive, Channel, DataSpec
+from penstock.runtime.messages.control import Alive, Channel
 from penstock.support.errors import UsageError
 
 from .conftest import is_running
@@ -270,7 +270,7 @@ def test_a_keeper_is_light():
 
 
 def test_which_run_is_unfinished(tmp_path):
-    options = RunOptions("bundle", DataSpec(), 10, None, str(tmp_path), None, None, None, 60.0, False)
+    options = RunOptions(bundle="bundle", steps=10, checkpoint=str(tmp_path))
     assert restarts.find_unfinished(options, {}) is None
     restarts.write(options, restarts.UnfinishedRun("a", 5, 10, None, (restarts.BegunSave("step-000007"),)))
     for environment, expected in (
@@ -292,7 +292,7 @@ def test_which_run_is_unfinished(tmp_path):
 
 def test_saves_that_came_to_their_places(tmp_path):
     """What stood there before the save was begun, or never came, does not count; nor what a save of the same step has replaced."""
-    options = RunOptions("bundle", DataSpec(), 10, None, str(tmp_path), None, None, None, 60.0, False)
+    options = RunOptions(bundle="bundle", steps=10, checkpoint=str(tmp_path))
     (tmp_path / "step-000002").mkdir()
     record = restarts.begin(options, 0)
     for step in (1, 2, 3):

@@ -9,8 +9,8 @@ import pytest
 
 from penstock.runtime.job.job import Job
 from penstock.runtime.job.run import run_bundle
-from penstock.runtime.launch.joined import Reports
 from penstock.runtime.launch.options import LONGEST_TIMEOUT
+from penstock.runtime.launch.reports import Reports
 from penstock.runtime.messages.control import DataSpec, Step
 from penstock.runtime.telemetry.metrics import Metrics
 from penstock.runtime.telemetry.trace import write_trace
@@ -160,13 +160,13 @@ def test_finite_losses_are_not_warned_of(capsys):
 
 def test_metrics_that_fail_in_the_background_are_not_lost(monkeypatch, bundle_of):
     """Under torchrun, rank 0 takes the losses of another rank in a thread."""
-    import penstock.runtime.launch.joined as join
+    import penstock.runtime.launch.reports as reporting
 
     class Arrived:
         def wait(self, timeout):
             return True
 
-    monkeypatch.setattr(join.dist, "irecv", lambda message, source, tag: message.zero_() is not None and Arrived())
+    monkeypatch.setattr(reporting.dist, "irecv", lambda message, source, tag: message.zero_() is not None and Arrived())
     metrics = Metrics("/dev/full", 4, 0, 2, progress=False)
     reports = Reports(0, bundle_of(2, "1f1b", 1).module, {}, metrics)
     listener = reports.expect(1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.ir.batch_shares import fed_inputs, loss_stage, microbatch_size
 from penstock.ir.schedule import RECEIVES
 from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
 from penstock.passes.schedules.weight_versions import weight_versions
-from penstock.runtime.worker.actions import ActionStream, fed_inputs, loss_stage, microbatch_size, retiring
+from penstock.runtime.worker.actions import ActionStream, retiring
 from penstock.runtime.worker.feeds import DataFeed, NoSamples
 from penstock.support.errors import VerifyError
 

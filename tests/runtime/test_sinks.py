@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from penstock.runtime.messages.control import Step
+from penstock.runtime.messages.control import Evaluation, Step
 from penstock.runtime.telemetry.metrics import Metrics
 from penstock.runtime.telemetry.sinks import (
     TOKEN_VARIABLE,
@@ -21,7 +21,6 @@ from penstock.runtime.telemetry.sinks import (
     open_sink,
     sink_problems,
 )
-from penstock.runtime.worker.evaluation import Evaluation
 from penstock.support.errors import UsageError
 
 STEPS = [Step(3, 4.5, (4.5,), 0.1, 10.0), Step(4, float("nan"), (float("nan"),), 0.1, 10.5, 2.0)]

@@ -30,10 +30,11 @@ from types import TracebackType
 
 import msgspec
 
-from penstock.backends.tvm.entry_points import WORKER, command_of, environment
 from penstock.backends.tvm.fingerprint import source_fingerprint
 from penstock.backends.tvm.messages import Answer, CompilerHello, Job, JobFailed, LinkStage, title
+from penstock.backends.tvm.processes import environment
 from penstock.ir.cluster.cluster import usable_cores
+from penstock.support.entry_points import command_line
 from penstock.support.errors import DoesNotFit, PenstockError, UsageError
 
 # Fewer jobs than this are not worth another process, which takes as long to start as several kernels take to compile.
@@ -144,7 +145,7 @@ class _Worker:
 class WorkerPool:
     """A pool of workers, as a context: `with Pool() as pool: answers = pool.run(jobs)`."""
 
-    def __init__(self, most: int | None = None, command: Sequence[str] = command_of(WORKER)) -> None:
+    def __init__(self, most: int | None = None, command: Sequence[str] = tuple(command_line("compile"))) -> None:
         if most is not None and most < 1:
             raise UsageError(f"{most} compiler processes", hint="at least 1")
         self.most = min(most or usable_cores(), usable_cores())

@@ -29,11 +29,12 @@ from penstock.backends.tvm.compile.build import CACHE_PART, Built, texts_of
 from penstock.backends.tvm.compile.jobs import ONE_AT_A_TIME
 from penstock.backends.tvm.compile.pool import BuildError
 from penstock.backends.tvm.compile.sources import calls_of
-from penstock.backends.tvm.entry_points import CUDA_COMPILER, command_of, environment
 from penstock.backends.tvm.fingerprint import key_of
 from penstock.backends.tvm.lower.lower import functions_text, kernel_texts, plan_kernels, relax_module
+from penstock.backends.tvm.processes import environment
 from penstock.ir.graph import Graph
 from penstock.support.cache import Cache
+from penstock.support.entry_points import command_line
 from penstock.support.errors import UsageError
 
 from .target import device_machine
@@ -136,7 +137,7 @@ def compile_apart(module: str, target: str, out: Path, where: str, device: list[
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".cuda-") as scratch:
         work = Path(scratch)
         (work / "module.json").write_text(module)
-        command = command_of(CUDA_COMPILER, str(work), target)
+        command = [*command_line("compile for cuda"), str(work), target]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_LONGEST, check=False, env=environment()

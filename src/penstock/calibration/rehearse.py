@@ -1,14 +1,18 @@
-"""One rank of a bundle by itself: how long its actions take when nobody keeps it waiting. For simulations with measured times.
+"""One rank of a bundle by itself: the time of its actions when no other rank keeps it waiting. For simulations with
+measured times.
 
     python -m penstock.support.processes rehearse BUNDLE --rank R --threads N --batches N [--seconds S]
 
-In: a bundle. Out: for each kind of action the usual seconds, from the end of the action before it to its own, so that what the worker's
-loop does in between is in it. A rank runs its program with the worker's own code, stage, store and data, in a process of its own with the
-threads of its device; only its messages are not there: sends go nowhere, and receives give random values that were made before. It is run
+In: a bundle. Out: for each kind of action the usual seconds, from the end of the action before it to its own. The
+work of the worker's loop in between is in it.
+
+A rank runs its program with the worker's own code, stage, store and data. Its process has the threads of its device.
+Only its messages are not there: sends go nowhere, and receives give random values that were made before. It is run
 again and again until `seconds` have passed; the first run does not count.
 
-`rehearse` can run several ranks at once, from the moment when all are warm: the same numbers then hold for busy neighbours. Limits: a real
-receive brings values that another core wrote; what gloo's threads do for messages is not in it.
+`rehearse` can run several ranks at once, from the moment when all are warm: the same numbers then hold for busy
+neighbours. Limits: a real receive brings values that another core wrote; the work of gloo's threads for messages is not
+in it.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from penstock.runtime.messages.status import Status, StatusBoard
 from penstock.runtime.state.store import TORCH_DTYPES
 from penstock.runtime.transport.transport import RankTransport
 from penstock.runtime.worker.worker import Worker
+from penstock.support.entry_points import ENTRY_POINTS
 from penstock.support.errors import PenstockError
 from penstock.support.processes import command_of
 
@@ -67,7 +72,7 @@ class _Alone(RankGroup):
 
 
 class _Silent:
-    """Stands in for a transport: sends go nowhere, and what is received is there at once."""
+    """A stand-in for a transport: sends go nowhere, and receives return at once."""
 
     def __init__(self, real: RankTransport) -> None:
         self._real = real
@@ -99,7 +104,7 @@ class _Silent:
         pass
 
     def _value(self, value: Value) -> torch.Tensor:
-        """One tensor for each value that arrives: nobody writes to it."""
+        """Return one tensor for each value that arrives: no action writes to it."""
         if value.name not in self._made:
             noise = torch.rand(value.type.dims, generator=torch.Generator().manual_seed(0))
             self._made[value.name] = ((noise - 0.5) * 1e-2).to(TORCH_DTYPES[value.type.dtype]).to(self._real.device)
@@ -113,7 +118,8 @@ def _refuse(wait: bool) -> NoReturn:
 def rehearse_here(
     bundle: Bundle, rank: int, batches: int, seconds: float, warm: Callable[[], None]
 ) -> dict[str, float]:
-    """In this process, which must have the threads of the device. Usual seconds by kind of action. `warm` is called before what counts."""
+    """Rehearse in this process, which must have the threads of the device. Return usual seconds by kind of action.
+    `warm` is called before the runs that count."""
     traces: list[TraceRecord] = []
 
     def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
@@ -141,11 +147,12 @@ def rehearse_here(
         traces.clear()
         first += batches
     board.close()
-    return {kind: usual(found) for kind, found in times.items()}
+    return {kind: usual(seconds_of_kind) for kind, seconds_of_kind in times.items()}
 
 
 def usual(times: Sequence[float]) -> float:
-    """The mean without the slowest tenth: a batch is the sum of many actions, but not of what other programs did meanwhile."""
+    """Return the mean without the slowest tenth: a batch is the sum of many actions, but not of the load of other
+    programs."""
     return statistics.mean(sorted(times)[: max(1, len(times) - len(times) // 10)])
 
 
@@ -156,8 +163,8 @@ def rehearse(
     seconds: float = 1.0,
     prefixes: Mapping[int, Sequence[str]] | None = None,
 ) -> list[dict[str, float]]:
-    """Each of these ranks in a process of its own, all at once; one row per entry of `ranks`. `prefixes` stand before the command of a
-    rank: what makes its process part of a group with a quota, say."""
+    """Rehearse each of these ranks in a process of its own, all at once; return one row per entry of `ranks`.
+    `prefixes` stand before the command of a rank, such as one that makes its process part of a group with a quota."""
     running = []
     for rank in ranks:
         threads = bundle.rank(rank).threads
@@ -174,9 +181,10 @@ def rehearse(
                 stdin=subprocess.PIPE,
             )
         )
-    found: list[dict[str, float]] = []
+    rows: list[dict[str, float]] = []
     try:
-        # All begin when the last one is warm: importing and loading would keep the others' caches and cores busy in other ways.
+        # All begin when the last one is warm: importing and loading would keep the others' caches and cores busy in
+        # other ways.
         for process in running:
             assert process.stdout is not None
             process.stdout.readline()
@@ -186,21 +194,23 @@ def rehearse(
                 process.stdin.write(b"go\n")
                 process.stdin.flush()
         for rank, process in zip(ranks, running, strict=True):
-            out, told = process.communicate(timeout=_TIMEOUT)
+            out, errors = process.communicate(timeout=_TIMEOUT)
             if process.returncode:
-                raise PenstockError(f"measuring failed:\n{told.decode(errors='replace').strip()}", where=f"rank {rank}")
-            found.append(json.loads(out))
+                raise PenstockError(
+                    f"measuring failed:\n{errors.decode(errors='replace').strip()}", where=f"rank {rank}"
+                )
+            rows.append(json.loads(out))
     finally:
         for process in running:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    return found
+    return rows
 
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="penstock.support.processes rehearse", description="Times of one rank by itself, as JSON."
+        prog=f"{ENTRY_POINTS['begin']} rehearse", description="Times of one rank by itself, as JSON."
     )
     parser.add_argument("bundle", type=Path)
     for name in ("rank", "threads", "batches"):
@@ -213,7 +223,7 @@ def main(argv: Sequence[str]) -> None:
         print("warm", flush=True)
         sys.stdin.readline()
 
-    found = rehearse_here(
+    seconds = rehearse_here(
         open_bundle(arguments.bundle, arguments.rank), arguments.rank, arguments.batches, arguments.seconds, warm
     )
-    print(json.dumps(found))
+    print(json.dumps(seconds))

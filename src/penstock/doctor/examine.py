@@ -1,14 +1,18 @@
-"""What this machine is and can do, measured, and a cluster file of it.
+"""The examination of this machine: what it is and can do, measured, and a cluster file of it.
 
-In: how many devices, or the threads of each; started on several hosts (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them)
-also the group. Out: a `Report`: versions, facts of every host, the cluster with measured rates, and problems in plain words.
+In: how many devices, or the threads of each; started on several hosts (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
+torchrun sets them) also the group. Out: a `Report`: versions, facts of every host, the cluster with measured rates, and
+problems in plain words.
 
-    devices    each in a process of its own with its threads, all at once: they compute at once in a pipeline, too (yardsticks.py)
-    links      messages between two processes of this machine, and what their ends take of them; of several hosts, every pair (wires.py): the median is their class, a pair that
-               is more than a fifth off gets links of its own, and a host's network card has the rate of its fastest pair
+    devices    each in a process of its own with its threads, all at once: they compute at once in a pipeline, too
+               (yardsticks.py)
+    links      messages between two processes of this machine, and what their ends take of them; of several hosts, every
+               pair (wires.py): the median is their class, a pair that is more than a fifth off gets links of its own,
+               and a host's network card has the rate of its fastest pair
     GPUs       by nvidia-ml-py, with the rates of their data sheets; copies to and from them by torch, where it can
 
-Limits: rates of GPUs are not measured. What other programs do meanwhile is measured along. Pairs of hosts are measured one at a time.
+Limits: rates of GPUs are not measured. The load of other programs meanwhile is measured along. Pairs of hosts are
+measured one at a time.
 """
 
 from __future__ import annotations
@@ -51,14 +55,14 @@ from .links import Loopback, Wire, fit, measure_loopback, measure_pairs
 Say = Callable[[str], None]
 PACKAGES = ("penstock", "apache-tvm", "apache-tvm-ffi", "torch", "numpy", "onnx", "onnxruntime", "nvidia-ml-py")
 _MEASURE_TIMEOUT = 120.0
-# More than this share of the cores at work for others spoils what is measured.
+# More than this share of the cores at work for other programs spoils the measurements.
 _BUSY = 0.3
 # Pairs of hosts that differ by more than this from their class are told one by one.
 _ALIKE = 0.2
 
 
 class HostFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One host: what it has, what was measured, and what is wrong."""
+    """One host: its hardware, its measurements, and its problems."""
 
     name: str
     address: str
@@ -101,10 +105,11 @@ class DoctorReport:
 def examine(
     threads: Sequence[int] = (), count: int | None = None, say: Say = lambda text: None, timeout: float = 60.0
 ) -> DoctorReport | None:
-    """Measure this machine, and with the hosts of a group that torchrun started, all of them; None on all ranks but the first."""
+    """Measure this machine, and with the hosts of a group that torchrun started, all of them; None on all ranks but the
+    first."""
     begin = time.monotonic()
     planned = Cluster.local(count, threads)
-    # Before anything is measured: what a launcher says may be wrong.
+    # Before anything is measured: the environment of a launcher may be wrong.
     joined = in_group() and place_of().world > 1
     host = _examine_host(planned, say, timeout)
     if not joined:
@@ -122,18 +127,18 @@ def examine(
         hosts = _named_apart(
             [msgspec.json.decode(part, type=HostFacts) for part in group.gather("doctor", msgspec.json.encode(host))]
         )
-        # The meeting point may live in rank 0: nobody leaves before all have read.
+        # The meeting point may live in rank 0: no rank leaves before all have read.
         group.gather("doctor/read", b"")
     finally:
         group.leave()
     if rank:
         return None
-    pairs = {pair: fit(found) for pair, found in times.items()}
+    pairs = {pair: fit(sizes) for pair, sizes in times.items()}
     return DoctorReport(hosts, cluster_of(hosts, pairs), pairs, time.monotonic() - begin)
 
 
 def _named_apart(hosts: Sequence[HostFacts]) -> tuple[HostFacts, ...]:
-    """Hosts with one name, such as processes of one machine, get their rank behind it."""
+    """Give hosts with one name, such as processes of one machine, their rank behind it."""
     names = [host.name for host in hosts]
     return tuple(
         msgspec.structs.replace(host, name=f"{host.name}-{rank}") if names.count(host.name) > 1 else host
@@ -153,7 +158,8 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
     part = _granted(quota, wanted)
     if part < 1:
         problems.append(
-            f"the control group allows {quota:g} cores' worth of time, the devices have {wanted} threads: rates are those within it"
+            f"the control group allows {quota:g} cores' worth of time, the devices have {wanted} threads: "
+            "rates are those within it"
         )
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > _BUSY * cores:
@@ -166,17 +172,20 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         problems.append(f"GPUs: {why}")
     devices += [device_of_gpu(gpu) for gpu in gpus]
     say("messages between two processes of this machine")
-    found = Loopback([], [], [])
+    loopback = Loopback([], [], [])
     try:
-        found = measure_loopback(timeout)
+        loopback = measure_loopback(timeout)
     except (PenstockError, OSError) as error:
         problems.append(str(error))
-    if found.ends:
-        # Ends of messages take processor time, too, so much longer as a quota needs to grant it: of one thread, however many a device has.
+    if loopback.ends:
+        # Ends of messages take processor time, too, so much longer as a quota needs to grant it: of one thread, however
+        # many a device has.
         part = _granted(quota, len(planned.devices))
-        socket_bandwidth, overhead = _rounded(fit([(size, seconds / part) for size, seconds in found.ends]))
+        socket_bandwidth, overhead = _rounded(fit([(size, seconds / part) for size, seconds in loopback.ends]))
         devices = [replace(d, message_overhead=overhead, socket_bandwidth=socket_bandwidth) for d in devices]
-        copied, overhead = _rounded(fit([(size, seconds / part) for size, seconds in found.shared_ends or found.ends]))
+        copied, overhead = _rounded(
+            fit([(size, seconds / part) for size, seconds in loopback.shared_ends or loopback.ends])
+        )
         # One of the two ends copies.
         devices = [replace(d, shared_overhead=overhead, copy_bandwidth=copied / 2) for d in devices]
     return HostFacts(
@@ -190,62 +199,64 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         machine.usable_memory(),
         machine.free_memory(),
         [_plain(device) for device in devices],
-        tuple(_rounded(fit(found.times))) if found.times else None,  # type: ignore[arg-type]
+        tuple(_rounded(fit(loopback.times))) if loopback.times else None,  # type: ignore[arg-type]
         _measured_copies(problems) if gpus else None,
         problems,
-        found.times,
-        found.ends,
-        found.shared_ends,
+        loopback.times,
+        loopback.ends,
+        loopback.shared_ends,
     )
 
 
 def _granted(quota: float | None, threads: int) -> float:
-    """The part of their time that so many threads get, which are busy at once."""
+    """Return the part of their time that so many threads get, which are busy at once."""
     return 1.0 if quota is None else min(1.0, quota / threads)
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "system": platform.platform(terse=True)}
+    versions = {"python": platform.python_version(), "system": platform.platform(terse=True)}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def _measured_devices(planned: Cluster, part: float, say: Say, problems: list[str]) -> list[Device]:
-    """The planned devices with rates measured, all at once, within the part of their time that a quota leaves; as they
-    are, and a problem, where that fails."""
+    """Return the planned devices with rates measured, all at once, within the part of their time that a quota leaves.
+    Where that fails, they come as they are, with a problem."""
     with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as name:
         folder = Path(name)
         say("compiling kernels to measure with")
         try:
             compile_yardsticks(folder)
             say(
-                f"measuring {len(planned.devices)} devices with {', '.join(str(d.threads) for d in planned.devices)} threads, all at once"
+                f"measuring {len(planned.devices)} devices with "
+                f"{', '.join(str(d.threads) for d in planned.devices)} threads, all at once"
             )
             rates = _run_yardsticks(folder, [d.threads for d in planned.devices], part)
         except (PenstockError, ImportError, OSError) as error:
             problems.append(f"nothing could be measured, rates are guesses: {error}")
             return list(planned.devices)
-    return [_with_rates(device, found) for device, found in zip(planned.devices, rates, strict=True)]
+    return [_with_rates(device, measured) for device, measured in zip(planned.devices, rates, strict=True)]
 
 
 def _run_yardsticks(folder: Path, threads: Sequence[int], part: float) -> list[Rates]:
     running = [
         subprocess.Popen(
             [*command_of("yardsticks"), str(folder), "--threads", str(count), "--part", repr(part)],
-            env=os.environ | thread_environment(count), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | thread_environment(count), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for count in threads
     ]  # fmt: skip
-    told = outputs(running, _MEASURE_TIMEOUT)
-    if told is None:
+    written = outputs(running, _MEASURE_TIMEOUT)
+    if written is None:
         raise PenstockError(f"measuring did not end within {_MEASURE_TIMEOUT:g} s", where="doctor")
-    if (problem := failure(running, told)) is not None:
+    if (problem := failure(running, written)) is not None:
         raise PenstockError(f"measuring failed:\n{problem}", where="doctor")
-    return [msgspec.json.decode(out, type=Rates) for out, _ in told]
+    return [msgspec.json.decode(out, type=Rates) for out, _ in written]
 
 
 def _with_rates(device: Device, rates: Rates) -> Device:
@@ -257,7 +268,7 @@ def _with_rates(device: Device, rates: Rates) -> Device:
 
 
 def _measured_copies(problems: list[str]) -> tuple[float, float] | None:
-    """Copies from pinned memory to the first GPU and back, by torch; None and a problem where it cannot."""
+    """Measure copies from pinned memory to the first GPU and back, by torch; None and a problem where it cannot."""
     import torch
 
     if not torch.cuda.is_available():
@@ -266,14 +277,14 @@ def _measured_copies(problems: list[str]) -> tuple[float, float] | None:
     times = []
     for size in (4 << 10, 256 << 10, 4 << 20, 64 << 20):
         here = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-        found = []
+        seconds = []
         for _ in range(8):
             torch.cuda.synchronize()
             begin = time.perf_counter()
             here.copy_(here.to("cuda:0", non_blocking=True), non_blocking=True)
             torch.cuda.synchronize()
-            found.append((time.perf_counter() - begin) / 2)
-        times.append((size, statistics.median(found[1:])))
+            seconds.append((time.perf_counter() - begin) / 2)
+        times.append((size, statistics.median(seconds[1:])))
     bandwidth, latency = _rounded(fit(times))
     return bandwidth, latency
 
@@ -282,15 +293,15 @@ def _measured_copies(problems: list[str]) -> tuple[float, float] | None:
 
 
 def cluster_of(hosts: Sequence[HostFacts], pairs: dict[tuple[int, int], Wire]) -> Cluster:
-    """The devices of all hosts with what was measured of them and between them."""
+    """Return the devices of all hosts with what was measured of them and between them."""
     several = len(hosts) > 1
     devices: list[Device] = []
-    own: list[list[str]] = []
+    names: list[list[str]] = []
     for host in hosts:
-        found = [_device(plain) for plain in host.devices]
-        named = [replace(d, name=f"{host.name}/{d.name}", host=host.name) for d in found] if several else found
+        described = [_device(plain) for plain in host.devices]
+        named = [replace(d, name=f"{host.name}/{d.name}", host=host.name) for d in described] if several else described
         devices += named
-        own.append([d.name for d in named])
+        names.append([d.name for d in named])
     classes = []
     loops = [host.loopback for host in hosts if host.loopback is not None]
     copies = [host.copies for host in hosts if host.copies is not None]
@@ -304,7 +315,7 @@ def cluster_of(hosts: Sequence[HostFacts], pairs: dict[tuple[int, int], Wire]) -
     for (a, b), wire in sorted(pairs.items()):
         assert usual is not None
         if any(abs(x / y - 1) > _ALIKE for x, y in zip(wire, (usual.bandwidth, usual.latency), strict=True) if y):
-            links += [Link(x, y, *_rounded(wire)) for x in own[a] for y in own[b]]
+            links += [Link(x, y, *_rounded(wire)) for x in names[a] for y in names[b]]
     named_hosts = (
         tuple(Host(h.name, h.address, nic_bandwidth=_rounded(_fastest(i, pairs))[0]) for i, h in enumerate(hosts))
         if several

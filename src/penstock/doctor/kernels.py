@@ -1,20 +1,26 @@
-"""What one device of this machine can do, measured with kernels of our own: what a cluster file says of its rates.
+"""The rates of one device of this machine, measured with kernels of our own, for a cluster file.
 
     python -m penstock.support.processes yardsticks FOLDER --threads N --part P
 
-In: a folder with the compiled yardsticks (`compile_yardsticks`), a process whose environment has the threads, and the part of their time
-that a quota of the control group leaves them. Out: `Rates` as JSON. Each yardstick is a graph of one operation; its time is the lower
-quartile of repeated calls, as what else runs on the machine only makes them longer. Under a quota it is their mean: being held back costs
-more than the time in which nothing runs, as each start is a cold one. From these:
+In: a folder with the compiled yardsticks (`compile_yardsticks`), and a process whose environment has the threads.
+Also the part of their time that a quota of the control group leaves them. Out: `Rates` as JSON.
 
-    flops            a float32 product of 1024 x 1024 matrices                    bandwidth    a list of 128 MiB added to another
-    efficiency       per family: operations / (seconds * flops), over some shapes that models have; of bytes: bytes / (seconds * bandwidth)
-                     (layout in the cache; updates: AdamW in place, of variables that no cache holds)
-    cache            the largest working set whose bytes move at more than the middle (geometric) between the rates of small and of large ones;
-                     cache_bandwidth is the rate of working sets of a few MB
-    overhead         what 32 kernels of nothing take more than one, each; call_overhead: what is left of a call with one
+Each yardstick is a graph of one operation. Its time is the lower quartile of repeated calls, as other programs on
+the machine only make them longer. Under a quota it is their mean. Being held back costs more than the time in which
+nothing runs, as each start is a cold one. From these:
 
-Known limits: shapes of a model may be kinder or worse; memory and caches that other programs use are not there to be measured.
+    flops            a float32 product of 1024 x 1024 matrices
+    bandwidth        a list of 128 MiB added to another
+    efficiency       per family: operations / (seconds * flops), over some shapes that models have; of bytes:
+                     bytes / (seconds * bandwidth) (layout in the cache; updates: AdamW in place, of variables that no
+                     cache holds)
+    cache            the largest working set whose bytes move at more than the middle (geometric) between the rates of
+                     small and of large ones; cache_bandwidth is the rate of working sets of a few MB
+    overhead         the time that 32 kernels of nothing take more than one, each; call_overhead: the remainder of a
+                     call with one
+
+Known limits: shapes of a model may be kinder or worse; memory and caches that other programs use are not there to be
+measured.
 """
 
 from __future__ import annotations
@@ -37,6 +43,7 @@ from penstock.ir.graph import GRAD, PARAM, STATE, Graph, Module, Op, Stage, Valu
 from penstock.ir.ops import cost_of, make
 from penstock.ir.types import TensorType
 from penstock.runtime.state.store import TORCH_DTYPES
+from penstock.support.entry_points import ENTRY_POINTS
 
 # A measurement ends after so many calls and so many seconds.
 _CALLS, _SECONDS = 5, 0.12
@@ -56,7 +63,7 @@ _RESTED = ("flops", "bandwidth", "cache", "overhead")
 
 
 class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured, in the words of a cluster file."""
+    """The measurements, in the words of a cluster file."""
 
     threads: int
     flops: float
@@ -72,7 +79,7 @@ class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Yardstick:
-    """`key` is the efficiency it is for, or what else it measures."""
+    """One graph to time. `key` is the efficiency it is for, or the other rate it measures."""
 
     name: str
     key: str
@@ -80,95 +87,104 @@ class Yardstick:
 
 
 def yardsticks() -> list[Yardstick]:
-    """All of them, in the order in which they are run."""
-    found: list[Yardstick] = []
+    """Return all yardsticks, in the order in which they are run."""
+    return [*_products(), *_convolutions(), *_rows(), *_memory(), *_starts()]
 
-    def add(name: str, key: str, kind: str, *types: tuple[str, tuple[int, ...]], **attrs: object) -> None:
-        ins = tuple(Value(f"x{i}", _type(t)) for i, t in enumerate(types))
-        count = {"layer_norm": 3, "attention": 3, "attention_grad": 3, "adamw": 3}.get(kind, 1)
-        op = make(kind, ins, [f"y{i}" for i in range(count)], "", **attrs)  # type: ignore[arg-type]
-        found.append(Yardstick(name, key, Graph(f"s0.{name}", ins, op.outs, (op,))))
 
-    def product(name: str, key: str, m: int, k: int, n: int, dtype: str = "f32", **attrs: bool) -> None:
-        a = (k, m) if attrs.get("ta") else (m, k)
-        b = (n, k) if attrs.get("tb") else (k, n)
-        add(name, key, "matmul", (dtype, a), (dtype, b), **attrs)
+def _products() -> list[Yardstick]:
+    return [
+        _product("large", "flops", _SIDE, _SIDE, _SIDE),
+        _product("forward", "products", 512, 256, 1024),
+        _product("back", "products", 512, 1024, 256, tb=True),
+        _product("weights", "products", 256, 512, 1024, ta=True),
+        _product("narrow", "products", 512, 256, 256),
+        _product("bf16", "products.bf16", 768, 768, 768, "bf16"),
+        _product("f16", "products.f16", 768, 768, 768, "f16"),
+    ]
 
-    product("large", "flops", _SIDE, _SIDE, _SIDE)
-    product("forward", "products", 512, 256, 1024)
-    product("back", "products", 512, 1024, 256, tb=True)
-    product("weights", "products", 256, 512, 1024, ta=True)
-    product("narrow", "products", 512, 256, 256)
-    product("bf16", "products.bf16", 768, 768, 768, "bf16")
-    product("f16", "products.f16", 768, 768, 768, "f16")
-    image, filters, window = (
-        (8, 64, 28, 28),
-        (64, 64, 3, 3),
-        {"strides": (1, 1), "pads": (1, 1, 1, 1), "dilations": (1, 1)},
-    )
-    add("conv", "squares", "conv", ("f32", image), ("f32", filters), **window)
-    add("conv_input", "squares", "conv_grad_input", ("f32", image), ("f32", filters), shape=image, **window)
-    add("conv_strided", "convolutions", "conv", ("f32", image), ("f32", filters), **window | {"strides": (2, 2)})
-    add("conv_one_tap", "convolutions", "conv", ("f32", image), ("f32", (128, 64, 1, 1)))
-    add("conv_weight", "convolutions", "conv_grad_weight", ("f32", image), ("f32", image), shape=filters, **window)
+
+def _convolutions() -> list[Yardstick]:
+    image, filters = ("f32", (8, 64, 28, 28)), ("f32", (64, 64, 3, 3))
+    window: dict[str, object] = {"strides": (1, 1), "pads": (1, 1, 1, 1), "dilations": (1, 1)}
+    strided = window | {"strides": (2, 2)}
+    return [
+        _one("conv", "squares", "conv", image, filters, **window),
+        _one("conv_input", "squares", "conv_grad_input", image, filters, shape=image[1], **window),
+        _one("conv_strided", "convolutions", "conv", image, filters, **strided),
+        _one("conv_one_tap", "convolutions", "conv", image, ("f32", (128, 64, 1, 1))),
+        _one("conv_weight", "convolutions", "conv_grad_weight", image, image, shape=filters[1], **window),
+    ]
+
+
+def _rows() -> list[Yardstick]:
     heads, stats = ("f32", (4, 8, 128, 64)), ("f32", (4, 8, 128))
-    add("attention", "attention", "attention", heads, heads, heads, scale=0.125, causal=True)
-    add(
-        "attention_grad",
-        "attention",
-        "attention_grad",
-        heads,
-        heads,
-        heads,
-        heads,
-        heads,
-        stats,
-        stats,
-        scale=0.125,
-        causal=True,
-    )
     rows, wide = ("f32", (256, 512)), ("f32", (512,))
-    add("gelu", "elements", "gelu", rows)
-    add("softmax", "elements", "softmax", rows)
-    add("layer_norm", "elements", "layer_norm", rows, wide, wide)
-    add("tanh", "elements", "tanh", rows)
-    add("transposed", "layout.bytes", "transpose", ("f32", (1024, 1024)), perm=(1, 0))
-    add("joined", "layout.bytes", "concat", ("f32", (512, 1024)), ("f32", (512, 1024)), axis=1)
-    found.append(Yardstick("update", "updates.bytes", _update()))
-    found.append(Yardstick("stream", "bandwidth", _added("stream", _LENGTH)))
-    found += [Yardstick(f"sum{length}", "cache", _added(f"sum{length}", length)) for length in _WORKING]
+    ins, scores = [*[heads] * 5, stats, stats], {"scale": 0.125, "causal": True}
+    return [
+        _one("attention", "attention", "attention", heads, heads, heads, **scores),
+        _one("attention_grad", "attention", "attention_grad", *ins, **scores),
+        _one("gelu", "elements", "gelu", rows),
+        _one("softmax", "elements", "softmax", rows),
+        _one("layer_norm", "elements", "layer_norm", rows, wide, wide),
+        _one("tanh", "elements", "tanh", rows),
+    ]
+
+
+def _memory() -> list[Yardstick]:
+    return [
+        _one("transposed", "layout.bytes", "transpose", ("f32", (1024, 1024)), perm=(1, 0)),
+        _one("joined", "layout.bytes", "concat", ("f32", (512, 1024)), ("f32", (512, 1024)), axis=1),
+        Yardstick("update", "updates.bytes", _update()),
+        Yardstick("stream", "bandwidth", _added("stream", _LENGTH)),
+        *(Yardstick(f"sum{length}", "cache", _added(f"sum{length}", length)) for length in _WORKING),
+    ]
+
+
+def _starts() -> list[Yardstick]:
+    """Return graphs of kernels that do next to nothing."""
+    sticks = []
     for count in (1, 1 + _TINY):
-        x = Value("x0", _type(("f32", (16,))))
+        x = Value("x0", TensorType("f32", (16,)))
         ops: list[Op] = []
         for i in range(count):
             # A sum over a row ends a kernel: these cannot be one.
             ops.append(make("cumsum", (ops[-1].outs if ops else (x,)), [f"y{i}"], "", axis=0))
-        found.append(Yardstick(f"tiny{count}", "overhead", Graph(f"s0.tiny{count}", (x,), ops[-1].outs, tuple(ops))))
-    return found
+        sticks.append(Yardstick(f"tiny{count}", "overhead", Graph(f"s0.tiny{count}", (x,), ops[-1].outs, tuple(ops))))
+    return sticks
 
 
-def _type(given: tuple[str, tuple[int, ...]]) -> TensorType:
-    return TensorType(*given)
+def _one(name: str, key: str, kind: str, *types: tuple[str, tuple[int, ...]], **attrs: object) -> Yardstick:
+    """Return a yardstick of one operation."""
+    ins = tuple(Value(f"x{i}", TensorType(*t)) for i, t in enumerate(types))
+    count = {"layer_norm": 3, "attention": 3, "attention_grad": 3, "adamw": 3}.get(kind, 1)
+    op = make(kind, ins, [f"y{i}" for i in range(count)], "", **attrs)  # type: ignore[arg-type]
+    return Yardstick(name, key, Graph(f"s0.{name}", ins, op.outs, (op,)))
+
+
+def _product(name: str, key: str, m: int, k: int, n: int, dtype: str = "f32", **attrs: bool) -> Yardstick:
+    a = (k, m) if attrs.get("ta") else (m, k)
+    b = (n, k) if attrs.get("tb") else (k, n)
+    return _one(name, key, "matmul", (dtype, a), (dtype, b), **attrs)
 
 
 def _update() -> Graph:
-    """AdamW over one variable, in place, its gradient taken: all in one kernel."""
+    """Return AdamW over one variable, in place, its gradient reads: all in one kernel."""
     kind = TensorType("f32", (_UPDATED,))
     places: list[tuple[str, str]] = [("w", "read"), ("g", "take"), ("m", "read"), ("v", "read")]
-    taken = [
+    reads = [
         Op(what, (), (Value(name, kind),), {"var": name, "kernel": "k0"} if what == "take" else {"var": name})
         for name, what in places
     ]
     scalars = tuple(Value(name, TensorType("f32", ())) for name in ("c1", "c2", "lr"))
-    step = make("adamw", (*(op.outs[0] for op in taken), *scalars), ["w1", "m1", "v1"], "", kernel="k0")
+    step = make("adamw", (*(op.outs[0] for op in reads), *scalars), ["w1", "m1", "v1"], "", kernel="k0")
     writes = [
         Op("write", (value,), (), {"var": name, "kernel": "k0"}) for value, name in zip(step.outs, "wmv", strict=True)
     ]
-    return Graph("s0.update", scalars, (), (*taken, step, *writes))
+    return Graph("s0.update", scalars, (), (*reads, step, *writes))
 
 
 def _added(name: str, length: int) -> Graph:
-    """A list added to a variable, in place: no memory is taken for a result."""
+    """Return the addition of a list to a variable, in place: no memory is taken for a result."""
     x = Value("x0", TensorType("f32", (length,)))
     return Graph(f"s0.{name}", (x,), (), (Op("accum", (x,), (), {"var": name}),))
 
@@ -185,13 +201,14 @@ def _module() -> Module:
 
 
 def compile_yardsticks(folder: Path, progress: Progress | None = None) -> None:
-    """Compile what `measure` runs, for this machine's processor."""
+    """Compile the graphs that `measure` runs, for this machine's processor."""
     files = backend_of("tvm").compile_stages(_module(), [0], folder, CompileOptions(progress=progress))
     (folder / "files.json").write_text(json.dumps(files[0]), encoding="utf-8")
 
 
 def measure(folder: Path, threads: int, part: float = 1.0) -> Rates:
-    """Run all yardsticks in this process, which must have that many threads, and no more than that part of their time."""
+    """Run all yardsticks in this process, which must have that many threads, and no more than that part of their
+    time."""
     files = [folder / name for name in json.loads((folder / "files.json").read_text(encoding="utf-8"))]
     program = backend_of("tvm").load_stage(_module(), 0, files, threads)
     return rates_of(
@@ -200,8 +217,9 @@ def measure(folder: Path, threads: int, part: float = 1.0) -> Rates:
 
 
 def _seconds(program: StageProgram, graph: Graph, threads: int, part: float, rested: bool) -> float:
-    """With one thread processor time, which other programs change little; the time of several threads is that of the clock. Under a quota
-    it is processor time in any case: so much of it takes as long as the quota needs to grant it."""
+    """Time one yardstick. With one thread that is processor time, which other programs change little; the time of
+    several threads is that of the clock. Under a quota it is processor time in any case: so much of it takes as long as
+    the quota needs to grant it."""
     clock = time.process_time if threads == 1 or part < 1 else time.perf_counter
     enough = _SECONDS if part == 1 else _HELD_BACK * threads * part
     source = torch.Generator().manual_seed(0)
@@ -209,12 +227,12 @@ def _seconds(program: StageProgram, graph: Graph, threads: int, part: float, res
     types = {v.name: v.type for v in graph.ins} | {name: _module().vars[name].type for name in variables}
 
     def operands() -> list[torch.Tensor]:
-        """Old and new values of a variable are one tensor, as where it has one version."""
-        made = {
+        """Return operands: old and new values of a variable are one tensor, as where it has one version."""
+        tensors = {
             n: torch.rand(t.dims, generator=source).mul_(0.9).add_(0.1).to(TORCH_DTYPES[t.dtype])
             for n, t in types.items()
         }
-        return [*(made[v.name] for v in graph.ins), *(made[name] for name in variables)]
+        return [*(tensors[v.name] for v in graph.ins), *(tensors[name] for name in variables)]
 
     # One after the other, so that operands are not where the last call has left them, as little as in a model.
     each = sum(t.nbytes for t in types.values())
@@ -235,7 +253,7 @@ def _seconds(program: StageProgram, graph: Graph, threads: int, part: float, res
 
 
 def rates_of(seconds: dict[str, float], threads: int) -> Rates:
-    """What the seconds of the yardsticks mean."""
+    """Return the rates that the seconds of the yardsticks mean."""
     by_key: dict[str, list[Yardstick]] = {}
     for stick in yardsticks():
         by_key.setdefault(stick.key, []).append(stick)
@@ -251,7 +269,7 @@ def rates_of(seconds: dict[str, float], threads: int) -> Rates:
     call = max(0.0, one - overhead)
 
     def rate(key: str, amount: dict[str, float]) -> float:
-        """Over all yardsticks of a key, what a call costs beside the kernel left out."""
+        """Return the rate over all yardsticks of a key, the cost of a call beside the kernel left out."""
         spent = sum(max(seconds[y.name] - call, 0.05 * seconds[y.name]) for y in by_key[key])
         return sum(amount[y.name] for y in by_key[key]) / spent
 
@@ -271,12 +289,14 @@ def rates_of(seconds: dict[str, float], threads: int) -> Rates:
     return Rates(
         threads, _round(flops), _round(bandwidth), cache, _round(cache_bandwidth), _round(overhead), _round(call),
         {key: _round(share) for key, share in efficiency.items()},
-        {"f32": _round(flops), "bf16": _round(rate("products.bf16", flops_of)), "f16": _round(rate("products.f16", flops_of))},
+        {"f32": _round(flops), "bf16": _round(rate("products.bf16", flops_of)),
+         "f16": _round(rate("products.f16", flops_of))},
     )  # fmt: skip
 
 
 def _cache_of(curve: Sequence[tuple[int, float]], far: float) -> tuple[int, float]:
-    """Size and rate of the cache that a layer works in, from (working set, rate) in rising order; zeros where memory is as fast."""
+    """Return size and rate of the cache that a layer works in, from (working set, rate) in rising order; zeros where
+    memory is as fast."""
     near = statistics.median(rate for size, rate in curve if _LAYER[0] <= size <= _LAYER[1])
     if near < 1.5 * far:
         return 0, 0.0
@@ -289,13 +309,13 @@ def _cache_of(curve: Sequence[tuple[int, float]], far: float) -> tuple[int, floa
 
 
 def _round(number: float) -> float:
-    """Three digits: there is no more in a measurement."""
+    """Round to three digits: there is no more in a measurement."""
     return float(f"{number:.3g}")
 
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="penstock.support.processes yardsticks", description="Rates of this machine, as JSON."
+        prog=f"{ENTRY_POINTS['begin']} yardsticks", description="Rates of this machine, as JSON."
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, required=True)

@@ -1,16 +1,18 @@
-"""What a link does: messages between two processes, as the runtime sends them: over gloo, and on
-one machine through memory that both share.
+"""Measurements of a link: messages between two processes, as the runtime sends them: over gloo, and on one machine
+through memory that both share.
 
-In: a connected group and pairs of its ranks. Out: for each pair the seconds of a message one way by its size, half of
-there and back, and the line through them:
+In: a connected group and pairs of its ranks. Out: for each pair the seconds of a message one way by its size, half
+of there and back, and the line through them:
 
     seconds = latency + bytes / bandwidth, with the least squares of relative errors
 
-Of a pair on this machine also what one end of a message takes of a rank, by size, when it goes through the runtime's own Transport, with
-caches full of other things: over gloo, posted ahead, held by a thread, read by gloo's (the line through these is `message_overhead` and
-`socket_bandwidth` of a device, ir/cluster/cluster.py), and through memory (`shared_overhead`, and `copy_bandwidth`, as one of the two ends copies).
+A pair on this machine also has the time that one end of a message takes of a rank, by size. The message goes through
+the runtime's own Transport, with caches full of other things. Over gloo it is posted ahead, held by a thread, and read
+by gloo's. The line through these times is `message_overhead` and `socket_bandwidth` of a device (ir/cluster/cluster.py).
+Through memory it is `shared_overhead`, and `copy_bandwidth`, as one of the two ends copies.
 
-    python -m penstock.support.processes wires --rank R --port P     one end of a pair on this machine; rank 0 prints the times as JSON
+    python -m penstock.support.processes wires --rank R --port P     one end of a pair on this machine; rank 0 prints the
+                                                                 times as JSON
 
 Known limits: one message at a time in one direction; both ends do nothing else meanwhile.
 """
@@ -35,13 +37,15 @@ from penstock.runtime.group.group import RankGroup, host_store, join_store
 from penstock.runtime.group.neighbours import connect, identity
 from penstock.runtime.launch.local import loopback_name, thread_environment
 from penstock.runtime.transport.transport import RankTransport
+from penstock.support.entry_points import ENTRY_POINTS
 from penstock.support.errors import PeerLost
 from penstock.support.helper_processes import failure, outputs
 from penstock.support.processes import command_of
 
 SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
 _TURNS, _SECONDS = 5, 0.25
-# Messages of one size whose ends are timed, what a send writes before it returns, and the bytes that a rank works on between them.
+# Messages of one size whose ends are timed, the bytes that a send writes before it returns, and those that a rank works
+# on between them.
 _MESSAGES, _WHOLE, _OTHERS = 60, 4 << 20, 8 << 20
 # Messages of one size that go there and back through memory: so many, unless that moves more bytes.
 _TRIPS, _MOVED = 500, 256 << 20
@@ -54,7 +58,7 @@ class Wire(NamedTuple):
 
 
 def fit(times: Sequence[tuple[int, float]]) -> Wire:
-    """The line through (bytes, seconds): least squares of relative errors. Neither part is negative."""
+    """Fit the line through (bytes, seconds): least squares of relative errors. Neither part is negative."""
     # With weights 1/t the unknowns are latency and seconds per byte: a x = 1 in each row, a = (1, bytes) / t.
     rows = [(1.0 / t, n / t) for n, t in times]
     aa, ab, bb = (sum(x[i] * x[j] for x in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
@@ -70,8 +74,9 @@ def fit(times: Sequence[tuple[int, float]]) -> Wire:
 
 
 def ping(peer: int, first: bool) -> list[tuple[int, float]]:
-    """Messages of all sizes there and back over gloo; both ends call this. Gives (bytes, seconds one way) on the side that goes first."""
-    found = []
+    """Send messages of all sizes there and back over gloo; both ends call this. Return (bytes, seconds one way) on the
+    side that goes first."""
+    measured = []
     for size in SIZES:
         tensor = torch.zeros(size, dtype=torch.uint8)
         enough = torch.zeros(1, dtype=torch.uint8)
@@ -92,21 +97,21 @@ def ping(peer: int, first: bool) -> list[tuple[int, float]]:
             if enough[0]:
                 break
         if times:
-            found.append((size, sorted(times)[len(times) // 4] / 2))
-    return found
+            measured.append((size, sorted(times)[len(times) // 4] / 2))
+    return measured
 
 
-def ends(group: RankGroup, own: str) -> list[tuple[int, float]]:
-    """Messages from rank 0 to rank 1 and back, as stages send them. Gives (bytes, seconds of one end) of this side: half of what
-    sending one and receiving one take of it, in this thread by the clock and in others by processor time. `own` as in
-    neighbours.connect: nothing for gloo."""
+def ends(group: RankGroup, host_key: str) -> list[tuple[int, float]]:
+    """Send messages from rank 0 to rank 1 and back, as stages send them. Return (bytes, seconds of one end) of this
+    side. That is half of the time that sending one and receiving one take of it, in this thread by the clock and in
+    other threads by processor time. `host_key` as in neighbours.connect: empty for gloo."""
     rank, (out, back) = group.rank, _phases(group.rank)
     others = torch.zeros(_OTHERS, dtype=torch.uint8)
-    found = []
+    measured = []
     for size in SIZES:
         if size > _WHOLE:
             break
-        transport = _transport(group, size, own, f"ends{size}{own}")
+        transport = _transport(group, size, host_key, f"ends{size}{host_key}")
         tensors = {"x": torch.zeros(size, dtype=torch.uint8)}
         times: list[float] = []
         receives, sends = (
@@ -134,16 +139,16 @@ def ends(group: RankGroup, own: str) -> list[tuple[int, float]]:
             times.append(posted + behind - before)
         transport.flush()
         transport.close()
-        found.append((size, sorted(times)[len(times) // 4] / 2))
-    return found
+        measured.append((size, sorted(times)[len(times) // 4] / 2))
+    return measured
 
 
-def trips(group: RankGroup, own: str) -> list[tuple[int, float]]:
-    """As `ping`, through memory."""
+def trips(group: RankGroup, host_key: str) -> list[tuple[int, float]]:
+    """Send messages as `ping` does, through memory."""
     first, (out, back) = group.rank == 0, _phases(group.rank)
-    found = []
+    measured = []
     for size in SIZES:
-        transport = _transport(group, size, own, f"trips{size}")
+        transport = _transport(group, size, host_key, f"trips{size}")
         tensors = {"x": torch.zeros(size, dtype=torch.uint8)}
         count = max(_TURNS, min(_TRIPS, _MOVED // size))
         times = []
@@ -164,51 +169,51 @@ def trips(group: RankGroup, own: str) -> list[tuple[int, float]]:
                 transport.send(send, tensors)
         transport.flush()
         transport.close()
-        found.append((size, sorted(times)[len(times) // 4] / 2))
-    return found
+        measured.append((size, sorted(times)[len(times) // 4] / 2))
+    return measured
 
 
 def _phases(rank: int) -> tuple[str, str]:
-    """In which phase a rank of two sends, and in which it receives."""
+    """Return the phase in which a rank of two sends, and that in which it receives."""
     return ("F", "B") if rank == 0 else ("B", "F")
 
 
-def _transport(group: RankGroup, size: int, own: str, key: str) -> RankTransport:
+def _transport(group: RankGroup, size: int, host_key: str, key: str) -> RankTransport:
     values = (Value("x", TensorType("u8", (size,))),)
     (out, back), peer = _phases(group.rank), 1 - group.rank
-    near = connect(group, [(f"S{out}", peer), (f"R{back}", peer)], own, key) if own else {}
+    near = connect(group, [(f"S{out}", peer), (f"R{back}", peer)], host_key, key) if host_key else {}
     return RankTransport(
         group.rank, [Edge(0, 1, "F", values), Edge(1, 0, "B", values)], [0, 1], group.timeout, near=near
     )
 
 
 def _behind() -> float:
-    """Processor time of all other threads of this process."""
+    """Return the processor time of all other threads of this process."""
     return time.process_time() - time.thread_time()
 
 
 def measure_pairs(group: RankGroup) -> dict[tuple[int, int], list[tuple[int, float]]]:
-    """Every pair of ranks of the group, one after the other; everybody gets all of it."""
-    own: dict[str, list[tuple[int, float]]] = {}
+    """Measure every pair of ranks of the group, one after the other; all ranks get all of it."""
+    measured: dict[str, list[tuple[int, float]]] = {}
     for a in range(group.world):
         for b in range(a + 1, group.world):
             if group.rank in (a, b):
-                own[f"{a} {b}"] = ping(b if group.rank == a else a, group.rank == a)
+                measured[f"{a} {b}"] = ping(b if group.rank == a else a, group.rank == a)
             group.gather(f"wires/{a}/{b}", b"")
-    found: dict[tuple[int, int], list[tuple[int, float]]] = {}
-    for part in group.gather("wires/times", json.dumps(own).encode()):
-        found |= {
+    of_pairs: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    for part in group.gather("wires/times", json.dumps(measured).encode()):
+        of_pairs |= {
             (int(a), int(b)): [(n, t) for n, t in times]
             for pair, times in json.loads(part).items()
             if times
             for a, b in (pair.split(),)
         }
-    return found
+    return of_pairs
 
 
 class Loopback(NamedTuple):
-    """Seconds of a message one way, and seconds of a rank for one of its ends over gloo and through memory, by its size. Where memory is
-    not shared, messages go over gloo, and there are no such ends."""
+    """Seconds of a message one way, and seconds of a rank for one of its ends over gloo and through memory, by its
+    size. Where memory is not shared, messages go over gloo, and there are no such ends."""
 
     times: list[tuple[int, float]]
     ends: list[tuple[int, float]]
@@ -216,10 +221,10 @@ class Loopback(NamedTuple):
 
 
 def measure_loopback(timeout: float = 60.0) -> Loopback:
-    """Two processes on this machine, over the interface that the runtime takes for local runs."""
+    """Measure two processes on this machine, over the interface that the runtime takes for local runs."""
     store = host_store(2, timeout)
     environment = os.environ | thread_environment(1) | {"GLOO_SOCKET_IFNAME": loopback_name()}
-    command = [*command_of("wires"), "--port", str(store.port), "--timeout", str(timeout)]
+    command = [*command_of("links"), "--port", str(store.port), "--timeout", str(timeout)]
     running = [
         subprocess.Popen(
             [*command, "--rank", str(rank)],
@@ -230,27 +235,27 @@ def measure_loopback(timeout: float = 60.0) -> Loopback:
         )
         for rank in (0, 1)
     ]
-    told = outputs(running, timeout)
-    if told is None:
+    written = outputs(running, timeout)
+    if written is None:
         raise PeerLost(
             f"two processes on this machine did not finish exchanging messages within {timeout:g} s", where="doctor"
         )
-    if (problem := failure(running, told)) is not None:
+    if (problem := failure(running, written)) is not None:
         raise PeerLost(f"two processes on this machine cannot talk over gloo:\n{problem}", where="doctor")
-    return Loopback(*([(n, t) for n, t in part] for part in json.loads(told[0][0])))
+    return Loopback(*([(n, t) for n, t in part] for part in json.loads(written[0][0])))
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="penstock.support.processes wires", description="One end of a measured link.")
+    parser = argparse.ArgumentParser(prog=f"{ENTRY_POINTS['begin']} wires", description="One end of a measured link.")
     for name in ("rank", "port"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--timeout", type=float, default=60.0)
     arguments = parser.parse_args(argv)
     group = RankGroup(join_store(arguments.port, 2, arguments.timeout), arguments.rank, 2, arguments.timeout)
     group.connect()
-    own = identity()
-    times = trips(group, own) if own else ping(1 - arguments.rank, arguments.rank == 0)
-    found = Loopback(times, ends(group, ""), ends(group, own) if own else [])
+    host_key = identity()
+    times = trips(group, host_key) if host_key else ping(1 - arguments.rank, arguments.rank == 0)
+    measured = Loopback(times, ends(group, ""), ends(group, host_key) if host_key else [])
     if arguments.rank == 0:
-        print(json.dumps(found))
+        print(json.dumps(measured))
     group.leave()

@@ -1,4 +1,4 @@
-"""Helper processes that end by themselves: wait for all of them, bounded, and leave none behind."""
+"""Processes that end by themselves: wait for all of them, bounded, and leave none behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Processes = Sequence[subprocess.Popen[bytes]]
 
 
 def outputs(running: Processes, timeout: float) -> list[tuple[bytes, bytes]] | None:
-    """What each of them wrote, to stdout and to stderr; None if one took too long. None of them runs afterwards."""
+    """Return the output of each, to stdout and to stderr; None if one took too long. None of them runs afterwards."""
     try:
         return [process.communicate(timeout=timeout) for process in running]
     except subprocess.TimeoutExpired:
@@ -21,12 +21,12 @@ def outputs(running: Processes, timeout: float) -> list[tuple[bytes, bytes]] | N
                 process.wait()
 
 
-def failure(ended: Processes, told: Sequence[tuple[bytes, bytes]]) -> str | None:
-    """What the first one that failed said."""
+def failure(ended: Processes, written: Sequence[tuple[bytes, bytes]]) -> str | None:
+    """Return the error output of the first one that failed."""
     return next(
         (
             text.decode(errors="replace").strip()
-            for process, (_, text) in zip(ended, told, strict=True)
+            for process, (_, text) in zip(ended, written, strict=True)
             if process.returncode
         ),
         None,

@@ -1,5 +1,7 @@
-"""Whether files can be written where somebody wants them, before the work that fills them. In: paths. Out: words for
-people, empty where nothing is wrong."""
+"""Checks that files can be written at a path, before the work that fills them.
+
+In: paths. Out: words for people, empty where nothing is wrong.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import tempfile
 
 
 def file_problem(path: str) -> str:
-    """Why a file cannot be written at a path; empty when it can. What is there stays as it is."""
+    """Say why a file cannot be written at a path; empty when it can. A file that is there stays as it is."""
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
@@ -26,11 +28,12 @@ def file_problem(path: str) -> str:
 
 
 def directory_problem(path: str) -> str:
-    """Why files cannot be written into a directory, which need not exist yet; empty when they can."""
+    """Say why files cannot be written into a directory, which need not exist yet; empty when they can."""
     try:
         if not stat.S_ISDIR(os.stat(path).st_mode):
             return f"{path} is not a directory"
-        # Permissions do not tell all: a file system may be read-only or take no files. The file has no name, or has none any more.
+        # Permissions do not tell all: a file system may be read-only or take no files. The file has no name, or loses
+        # it at once.
         with tempfile.TemporaryFile(dir=path):
             return ""
     except FileNotFoundError as error:
@@ -43,5 +46,5 @@ def directory_problem(path: str) -> str:
 
 
 def is_inside(path: str, directory: str) -> bool:
-    """Whether a path is a directory or lies in it; both are absolute."""
+    """Say whether a path is a directory or lies in it; both are absolute."""
     return os.path.commonpath([path, directory]) == directory

@@ -1,9 +1,10 @@
-"""Pictures of a simulated run: text for a terminal, SVG with memory over time for a browser. In: a
-Simulated. Chrome traces are trace.py's business.
+"""Pictures of a simulated run: text for a terminal, SVG with memory over time for a browser.
 
-In the text every column is an equal part of the time; it shows the kind of action that took most of it (F, B, W, U, P, N), `.` where
-nothing ran for most of it. The SVG has one row per rank with a box for every computation that is wide enough to be seen, and below it,
-where curves are given, the bytes that live, as a share of the highest curve of all.
+In: a Simulated. Out: text, or a self-contained SVG. (trace.py writes Chrome traces.)
+
+In the text every column is an equal part of the time. It shows the kind of action that took most of it (F, B, W, U, P,
+N), `.` where nothing ran for most of it. The SVG has one row per rank with a box for every computation that is wide
+enough to be seen. Below it, where curves are given, are the bytes that live, as a share of the highest curve of all.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ _WIDTH, _ROW, _CURVE, _LEFT = 1400, 22, 26, 90
 _SEEN = 0.15
 
 
-def text_gantt(found: Simulated, columns: int = 100, until: float | None = None) -> str:
-    """One line per rank, from the beginning to a moment."""
-    shown = list(found.lines)
-    end = until or found.finish or 1.0
+def text_gantt(simulated: Simulated, columns: int = 100, until: float | None = None) -> str:
+    """Draw one line per rank, from the beginning to a moment."""
+    shown = list(simulated.lines)
+    end = until or simulated.finish or 1.0
     label = max((len(f"rank {rank}") for rank in shown), default=0)
     lines = []
     for rank in shown:
         shares = {kind: np.zeros(columns) for kind in COMPUTE}
-        line = found.lines[rank]
+        line = simulated.lines[rank]
         for step, start, finish in zip(line.steps, line.starts, line.finishes, strict=True):
             if step.action.kind in shares and start < min(finish, end):
                 first, last = start / end * columns, finish / end * columns
@@ -46,19 +47,25 @@ def text_gantt(found: Simulated, columns: int = 100, until: float | None = None)
     return "\n".join([*lines, f"the first {end * 1e3:.3f} ms, {end / columns * 1e3:.3f} ms a column"])
 
 
-def svg_gantt(found: Simulated, title: str, curves: Mapping[int, Curve] | None = None) -> str:
-    """A self-contained picture. `curves` are (seconds, bytes) of ranks, in order of time."""
+def svg_gantt(simulated: Simulated, title: str, curves: Mapping[int, Curve] | None = None) -> str:
+    """Draw a self-contained picture. `curves` are (seconds, bytes) of ranks, in order of time."""
     curves = curves or {}
-    end = found.finish or 1.0
+    end = simulated.finish or 1.0
     scale = (_WIDTH - _LEFT - 10) / end
     pitch = _ROW + (_CURVE if curves else 0) + 6
     most = max((size for curve in curves.values() for _, size in curve), default=0.0) or 1.0
-    height = 40 + pitch * len(found.lines)
+    height = 40 + pitch * len(simulated.lines)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif" font-size="11">',
-        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="16">{escape(title, quote=False)}: {end * 1e3:.3f} ms</text>',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif" '
+            'font-size="11">'
+        ),
+        (
+            f'<rect width="100%" height="100%" fill="white"/><text x="8" y="16">{escape(title, quote=False)}: '
+            f"{end * 1e3:.3f} ms</text>"
+        ),
     ]
-    for number, (rank, line) in enumerate(found.lines.items()):
+    for number, (rank, line) in enumerate(simulated.lines.items()):
         top = 28 + number * pitch
         parts.append(f'<text x="8" y="{top + 15}">rank {rank}</text>')
         parts.append(f'<rect x="{_LEFT}" y="{top}" width="{end * scale:.1f}" height="{_ROW}" fill="#f4f4f4"/>')
@@ -66,13 +73,14 @@ def svg_gantt(found: Simulated, title: str, curves: Mapping[int, Curve] | None =
             colour, width = COLOURS.get(step.action.kind), (finish - start) * scale
             if colour is None or width < _SEEN:
                 continue
-            action = line.action(position, found.schedule.microbatches)
-            told = f"{action}: {start * 1e3:.3f} to {finish * 1e3:.3f} ms"
+            action = line.action(position, simulated.schedule.microbatches)
+            label = f"{action}: {start * 1e3:.3f} to {finish * 1e3:.3f} ms"
             box = (
-                f'x="{_LEFT + start * scale:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" fill="{colour}" stroke="white" '
+                f'x="{_LEFT + start * scale:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" fill="{colour}" '
+                'stroke="white" '
                 'stroke-width="0.3"'
             )
-            parts.append(f"<rect {box}><title>{escape(told, quote=False)}</title></rect>")
+            parts.append(f"<rect {box}><title>{escape(label, quote=False)}</title></rect>")
             if width > 22:
                 parts.append(
                     f'<text x="{_LEFT + start * scale + 3:.2f}" y="{top + 15}">{action.kind}{action.mb}</text>'
@@ -93,5 +101,8 @@ def _curve(curve: Curve, top: float, scale: float, most: float, end: float) -> l
     points += [f"{_LEFT + end * scale:.2f},{height:.1f}", f"{_LEFT + end * scale:.2f},{low}"]
     peak = max((size for _, size in curve), default=0.0)
     return [
-        f'<polygon points="{" ".join(points)}" fill="#cfe3cf"><title>at most {peak / 2**20:.1f} MiB live</title></polygon>'
+        (
+            f'<polygon points="{" ".join(points)}" fill="#cfe3cf"><title>at most {peak / 2**20:.1f} MiB '
+            "live</title></polygon>"
+        )
     ]
