@@ -23,7 +23,7 @@ from typing import Any
 
 from machine import markdown, write_json
 
-from penstock.cli import main as penstock
+from penstock.commands.parser import main as penstock
 from penstock.models import write_gpt
 
 VIEWS = {
@@ -41,7 +41,7 @@ HEAVY = ("torch", "tvm", "onnx", "onnxruntime")
 # Help ends the process from within.
 _CODE = """
 import json, sys
-from penstock.cli import main
+from penstock.commands.parser import main
 try:
     code = main(sys.argv[1:])
 except SystemExit as end:

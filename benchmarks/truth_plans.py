@@ -30,12 +30,12 @@ from truth_machines import Configuration, prefixes, quota_groups
 from truth_runs import batches, load, run, save
 
 import penstock as ps
-from penstock.arguing import predict
+from penstock import plan_best
 from penstock.backends.bundle.format import open_bundle
 from penstock.doctor.examine import examine
 from penstock.ir.cluster.cluster import Cluster
 from penstock.models import write_mlp
-from penstock.planning import plan_best
+from penstock.planning.predict import predict
 from penstock.runtime.messages.control import DataSpec
 
 PRODUCTS, WIDTH, ROWS, MICROBATCHES = 8, 1024, 512, 4
@@ -142,7 +142,7 @@ def time_plan(candidate: Candidate, model: ps.Model, whole: Cluster) -> dict[str
         if note.origin == "partition" and " starts at " in note.text
     ]
     description = f"{'>'.join(order)}{' from ' + ', '.join(starts[1:]) if starts[1:] else ''}"
-    expected = predict(plan.module, plain=True).step
+    expected = predict(plan.module).step
     return {
         "name": candidate.name,
         "schedule": candidate.schedule,

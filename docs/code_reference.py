@@ -33,7 +33,7 @@ HANDED_OVER = ("Dump",)
 
 def commands() -> str:
     """Every command with all arguments."""
-    from penstock.cli import command_line
+    from penstock.commands.parser import command_line
 
     return "\n".join(
         part for name, parser in _subcommands(command_line()) for part in _command(f"penstock {name}", parser, 2)

@@ -197,12 +197,14 @@ def passes() -> str:
 def pipeline(training: bool) -> Callable[[], str]:
     def text() -> str:
         from penstock.passes.manager import print_pipeline
-        from penstock.passes.pipelines import inference_pipeline, training_pipeline
+        from penstock.passes.pipelines import PipelineOptions, inference_pipeline, training_pipeline
 
         calls = (
-            training_pipeline({"kind": "adamw", "lr": 3e-4}, {"stages": 2}, "2bw", 4)
+            training_pipeline(
+                {"kind": "adamw", "lr": 3e-4}, {"stages": 2}, PipelineOptions(schedule="2bw", microbatches=4)
+            )
             if training
-            else inference_pipeline({"stages": 2}, 1)
+            else inference_pipeline({"stages": 2}, PipelineOptions(microbatches=1))
         )
         return block(
             print_pipeline(calls)
@@ -236,7 +238,7 @@ def period(kind: str, stages: int, microbatches: int) -> Callable[[], str]:
 
 def commands() -> str:
     """The first lines of `penstock --help`."""
-    from penstock.cli import command_line
+    from penstock.commands.parser import command_line
 
     choices = next(action for action in command_line()._actions if action.dest == "command")
     return "".join(f"| `penstock {a.dest}` | {a.help} |\n" for a in choices._choices_actions)  # type: ignore[attr-defined]

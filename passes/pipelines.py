@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Concatenate, NamedTuple, ParamSpec
+from typing import NamedTuple, ParamSpec
 
 from penstock.ir.attrs import Attr, Scalar, print_literal
 from penstock.ir.schedule_names import INFERENCE
@@ -69,55 +69,48 @@ class PipelineEntry(NamedTuple):
 LOSS_SCALE = 65536.0
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What a training pipeline is asked for. `compute` is the element type of activations; `library`, where there are GPUs, who computes
-    contractions on them; `guard` what is done about the gradient before it is used; `again` what is computed again in the backward pass:
-    auto, none or all; `shares` how many microbatches each device of a stage runs; `travels` the element type of activations and gradients
-    between stages. With f16 the loss is scaled, and guarded in any case."""
+@dataclass(frozen=True)
+class PipelineOptions:
+    """Settings of a pipeline. `precision` is the element type of activations, `wire` that of activations and gradients between stages;
+    `recompute` is what is computed again in the backward pass: auto, none or all; `shares` are how many microbatches each device of a stage
+    runs; `library`, where there are GPUs, is who computes contractions on them; `guard` what is done about the gradient before it is used."""
 
-    compute: str = "f32"
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    precision: str = "f32"
+    recompute: str = "auto"
+    wire: str = "f32"
+    shares: tuple[Scalar, ...] = ()
     library: str = ""
     guard: dict[str, Attr] | None = None
-    again: str = "auto"
-    shares: tuple[Scalar, ...] = ()
-    travels: str = "f32"
+
+
+DEFAULTS = PipelineOptions()
 
 
 def training_entries(
-    optimizer: dict[str, Attr],
-    partition: dict[str, Attr],
-    schedule: str,
-    microbatches: int,
-    choices: Choices = Choices(),
+    optimizer: dict[str, Attr], partition: dict[str, Attr], options: PipelineOptions = DEFAULTS
 ) -> list[PipelineEntry]:
-    """From a model with its loss to the program of every rank."""
-    check_precision(choices.compute)
-    check_wire(choices.travels)
-    training: dict[str, Attr] = {"microbatches": microbatches, "schedule": schedule, "recompute": choices.again}
-    options = {**partition, **training, "wire": choices.travels}
-    return [
-        *_differentiating(optimizer, microbatches, choices),
-        PipelineEntry(
-            "partition",
-            options,
-            "sees forward, backward and update, so that costs and memory are those of training",
-        ),
-        *_scheduling(schedule, microbatches, choices),
-        *_finishing(choices),
-    ]
+    """From a model with its loss to the program of every rank. With f16 the loss is scaled, and guarded in any case."""
+    check_precision(options.precision)
+    check_wire(options.wire)
+    return [*_gradients(optimizer, options), *_cutting(partition, options), *_running(options)]
 
 
-def _differentiating(optimizer: dict[str, Attr], microbatches: int, choices: Choices) -> list[PipelineEntry]:
-    """What is done to the whole model."""
-    compute, guard = choices.compute, choices.guard
-    scaled: dict[str, Attr] = {"loss_scale": LOSS_SCALE} if compute == "f16" else {}
+def _gradients(optimizer: dict[str, Attr], options: PipelineOptions) -> list[PipelineEntry]:
+    """The whole model: its gradients and its update."""
+    microbatches, guard = options.microbatches, options.guard
+    if guard is None and options.precision == "f16":
+        guard = {}
+    scaled: dict[str, Attr] = {"loss_scale": LOSS_SCALE} if options.precision == "f16" else {}
     return [
         PipelineEntry("simplify", {}, "first, so that nothing dead or constant is differentiated"),
         _decompose(
-            choices.library, "composites without a gradient rule or kernel of their own, before gradients are taken"
+            options.library, "composites without a gradient rule or kernel of their own, before gradients are taken"
         ),
-        _precision(compute, "before gradients are taken, so that they have the types of what they are gradients of"),
+        _precision(
+            options.precision, "before gradients are taken, so that they have the types of what they are gradients of"
+        ),
         PipelineEntry(
             "autodiff",
             {"microbatches": microbatches, **scaled},
@@ -128,7 +121,7 @@ def _differentiating(optimizer: dict[str, Attr], microbatches: int, choices: Cho
             "guard",
             guard or {},
             "sees every use of a gradient and every new value of a parameter",
-            guard is not None or compute == "f16",
+            guard is not None,
             "--clip, --skip-nonfinite, --precision f16",
         ),
         PipelineEntry(
@@ -139,9 +132,20 @@ def _differentiating(optimizer: dict[str, Attr], microbatches: int, choices: Cho
     ]
 
 
-def _scheduling(schedule: str, microbatches: int, choices: Choices) -> list[PipelineEntry]:
-    """What makes stages and the program of every rank."""
+def _cutting(partition: dict[str, Attr], options: PipelineOptions) -> list[PipelineEntry]:
+    """Stages, and who runs what when."""
+    schedule, microbatches = options.schedule, options.microbatches
+    same: dict[str, Attr] = {
+        "microbatches": microbatches,
+        "schedule": schedule,
+        "recompute": options.recompute,
+        "wire": options.wire,
+    }
+    partition = {**partition, **same}
     return [
+        PipelineEntry(
+            "partition", partition, "sees forward, backward and update, so that costs and memory are those of training"
+        ),
         PipelineEntry("split", {}, "annotations become one graph per stage"),
         PipelineEntry(
             "split-backward",
@@ -152,25 +156,25 @@ def _scheduling(schedule: str, microbatches: int, choices: Choices) -> list[Pipe
         ),
         PipelineEntry(
             "schedule",
-            {"kind": schedule, "microbatches": microbatches, "shares": choices.shares},
+            {"kind": schedule, "microbatches": microbatches, "shares": options.shares},
             "needs to know the stages only",
         ),
         PipelineEntry("weight-versions", {}, "needs to know which forwards run before which update"),
-        _wire(
-            choices.travels,
-            "before edges get their types; after gradients and W, so that no pass sees two forms of a value",
-        ),
-        PipelineEntry("communicate", {}, "after versions, so that the diff of that pass shows nothing but versions"),
     ]
 
 
-def _finishing(choices: Choices) -> list[PipelineEntry]:
-    """What is done to the graphs of stages."""
+def _running(options: PipelineOptions) -> list[PipelineEntry]:
+    """Messages, kernels and memory of the stages."""
     return [
-        _libraries(choices.library),
+        _wire(
+            options.wire,
+            "before edges get their types; after gradients and W, so that no pass sees two forms of a value",
+        ),
+        PipelineEntry("communicate", {}, "after versions, so that the diff of that pass shows nothing but versions"),
+        _libraries(options.library),
         PipelineEntry(
             "recompute",
-            {"mode": choices.again},
+            {"mode": options.recompute},
             "needs to know what is in flight, and who computes what, for memory and time",
         ),
         PipelineEntry("fuse", {}, "kernels are chosen in graphs that no longer change"),
@@ -180,31 +184,25 @@ def _finishing(choices: Choices) -> list[PipelineEntry]:
     ]
 
 
-def inference_entries(
-    partition: dict[str, Attr],
-    microbatches: int,
-    compute: str = "f32",
-    library: str = "",
-    shares: tuple[Scalar, ...] = (),
-    travels: str = "f32",
-) -> list[PipelineEntry]:
+def inference_entries(partition: dict[str, Attr], options: PipelineOptions = DEFAULTS) -> list[PipelineEntry]:
     """From a model to the forward program of every rank."""
-    check_precision(compute)
-    check_wire(travels)
-    partition = {**partition, "microbatches": microbatches, "schedule": INFERENCE, "wire": travels}
+    check_precision(options.precision)
+    check_wire(options.wire)
+    microbatches = options.microbatches
+    partition = {**partition, "microbatches": microbatches, "schedule": INFERENCE, "wire": options.wire}
     return [
         PipelineEntry("simplify", {}, "constants first"),
-        _decompose(library, "composites without a kernel of their own"),
-        _precision(compute, "when no composite is left that has no kernel"),
+        _decompose(options.library, "composites without a kernel of their own"),
+        _precision(options.precision, "when no composite is left that has no kernel"),
         PipelineEntry("partition", partition, "forward cost only"),
         PipelineEntry("split", {}, "annotations become one graph per stage"),
         PipelineEntry(
-            "schedule", {"kind": INFERENCE, "microbatches": microbatches, "shares": shares}, "forwards in order"
+            "schedule", {"kind": INFERENCE, "microbatches": microbatches, "shares": options.shares}, "forwards in order"
         ),
         PipelineEntry("weight-versions", {}, "one version; the verifier wants it said"),
-        _wire(travels, "before edges get their types"),
+        _wire(options.wire, "before edges get their types"),
         PipelineEntry("communicate", {}, "activations between stages"),
-        _libraries(library),
+        _libraries(options.library),
         PipelineEntry("fuse", {}, "kernels are chosen in graphs that no longer change"),
         PipelineEntry(
             "lifetimes",
@@ -214,14 +212,14 @@ def inference_entries(
     ]
 
 
-def _precision(compute: str, why: str) -> PipelineEntry:
-    wanted = compute != "f32"
-    return PipelineEntry("precision", {"compute": compute if wanted else "bf16"}, why, wanted, "--precision")
+def _precision(precision: str, why: str) -> PipelineEntry:
+    wanted = precision != "f32"
+    return PipelineEntry("precision", {"compute": precision if wanted else "bf16"}, why, wanted, "--precision")
 
 
-def _wire(travels: str, why: str) -> PipelineEntry:
-    wanted = travels != "f32"
-    return PipelineEntry("wire", {"dtype": travels if wanted else "bf16"}, why, wanted, "--wire")
+def _wire(wire: str, why: str) -> PipelineEntry:
+    wanted = wire != "f32"
+    return PipelineEntry("wire", {"dtype": wire if wanted else "bf16"}, why, wanted, "--wire")
 
 
 def _decompose(library: str, why: str) -> PipelineEntry:
@@ -235,8 +233,8 @@ def _libraries(use: str) -> PipelineEntry:
 
 # The pipelines by name: what they are for, and what they consist of if nothing is asked for.
 PIPELINES: dict[str, tuple[str, Callable[[], list[PipelineEntry]]]] = {
-    "train": ("from a model with its loss to the program of every rank", lambda: training_entries({}, {}, "1f1b", 1)),
-    "infer": ("from a model to the forward program of every rank", lambda: inference_entries({}, 1)),
+    "train": ("from a model with its loss to the program of every rank", lambda: training_entries({}, {})),
+    "infer": ("from a model to the forward program of every rank", lambda: inference_entries({})),
 }
 
 
@@ -254,26 +252,7 @@ def _pipeline(entries: Callable[P, list[PipelineEntry]]) -> Callable[P, list[Cal
     return pipeline
 
 
-def _training(
-    choose: Callable[P, Choices],
-) -> Callable[Concatenate[dict[str, Attr], dict[str, Attr], str, int, P], list[Call]]:
-    """The calls of a training; what is asked for follows the arguments of `training_entries` one by one."""
-
-    def pipeline(
-        optimizer: dict[str, Attr],
-        partition: dict[str, Attr],
-        schedule: str,
-        microbatches: int,
-        /,
-        *arguments: P.args,
-        **options: P.kwargs,
-    ) -> list[Call]:
-        return calls_of(training_entries(optimizer, partition, schedule, microbatches, choose(*arguments, **options)))
-
-    return pipeline
-
-
-training_pipeline, inference_pipeline = _training(Choices), _pipeline(inference_entries)
+training_pipeline, inference_pipeline = _pipeline(training_entries), _pipeline(inference_entries)
 
 
 def pipeline_text(name: str) -> str:

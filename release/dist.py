@@ -56,8 +56,8 @@ def tracked(root: Path) -> list[str]:
 
 def version(root: Path) -> str:
     """The version, from the one place where it stands."""
-    found = _VERSION.findall((root / "src/penstock/__init__.py").read_text(encoding="utf-8"))
-    assert len(found) == 1, "src/penstock/__init__.py must say __version__ once"
+    found = _VERSION.findall((root / "src/penstock/version.py").read_text(encoding="utf-8"))
+    assert len(found) == 1, "src/penstock/version.py must say __version__ once"
     return str(found[0])
 
 

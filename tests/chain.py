@@ -15,7 +15,7 @@ from penstock.backends.registry import backend_of
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.text import parse_module
 from penstock.passes.manager import run_passes
-from penstock.passes.pipelines import PASSES, training_pipeline
+from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 
 WIDTH, LAYERS, LR, BETA = 8, 4, 0.1, 0.9
 
@@ -49,7 +49,13 @@ def chain_bundle(folder: Path, stages: int, kind: str, m: int = 4, rows: int = 4
     module = parse_module("\n".join(lines), "chain.ir").but(cluster=Cluster.local(stages))
     cuts = tuple(f"z{i * LAYERS // stages}" for i in range(1, stages))
     module = run_passes(
-        module, training_pipeline({"kind": "momentum", "lr": LR}, {"stages": stages, "split_at": cuts}, kind, m), PASSES
+        module,
+        training_pipeline(
+            {"kind": "momentum", "lr": LR},
+            {"stages": stages, "split_at": cuts},
+            PipelineOptions(schedule=kind, microbatches=m),
+        ),
+        PASSES,
     )
     if backend == "numpy":
         return write_bundle(folder, module, {}, chain_weights(), backend=backend)

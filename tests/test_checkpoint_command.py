@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import load_file
 
 import penstock as ps
-from penstock import cli
+from penstock.commands import parser as cli
 
 TIMEOUT = 30
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.models import write_mlp
 from penstock.verification import checks
 

@@ -17,7 +17,7 @@ import pytest
 from onnx import TensorProto, helper
 from safetensors.numpy import load_file
 
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.ir.schedule_names import TRAINING
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_gpt, write_mlp
@@ -477,7 +477,7 @@ def test_an_output_that_cannot_be_written_is_noticed_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     np.savez(tmp_path / "x.npz", x=np.zeros((2, 4), np.float32))
-    monkeypatch.setattr("penstock.inferring.open_job", lambda *given, **named: pytest.fail("the work began"))
+    monkeypatch.setattr("penstock.runtime.job.job.open", lambda *given, **named: pytest.fail("the work began"))
     for output in (tmp_path / "x.npz" / "y.npz", tmp_path):
         assert call("infer", tmp_path / "b", "--input", tmp_path / "x.npz", "--output", output) == 2
         assert "cannot write the outputs" in capsys.readouterr().err
@@ -486,9 +486,9 @@ def test_an_output_that_cannot_be_written_is_noticed_before_the_work(
 @pytest.mark.parametrize(
     ("words", "step"),
     [
-        (["compile", "{m}", "-o", "{t}/b", "--dim", "batch=2"], "penstock.api.from_onnx"),
+        (["compile", "{m}", "-o", "{t}/b", "--dim", "batch=2"], "penstock.planning.model.from_onnx"),
         (["verify", "{m}", "--dim", "batch=2"], "penstock.verification.checks.verify_model"),
-        (["demo", "-o", "{t}/demo"], "penstock.demo.run_demo"),
+        (["demo", "-o", "{t}/demo"], "penstock.commands.demo.run_demo"),
         (["inspect", "{d}/bundle/module.ir", "--measure"], "penstock.inspection.kernels.timing.measure_rows"),
     ],
 )

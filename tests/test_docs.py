@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 
 import penstock
-from penstock.cli import command_line
+from penstock.commands.parser import command_line
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify.verifier import verify

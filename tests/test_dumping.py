@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.inspection.diff import differences
 from penstock.inspection.dump import Dump, step_of
 from penstock.inspection.dump.parts import excerpt

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from source_tree import made_up, product
 
 from penstock.support.entry_points import ENTRY_POINTS, command_line
 from penstock.support.processes import command_of
-from source_tree import made_up, product
 
 # What is called there; all others are processes, which call `main`.
 WORK = {"rank": "serve_rank", "notebook": "as_html"}

@@ -13,7 +13,7 @@ from export_cases import TIMEOUT, TRAINED, batches, bits, bones, compiled, outpu
 from onnx import TensorProto
 
 import penstock as ps
-from penstock import cli
+from penstock.commands import parser as cli
 from penstock.frontends.onnx import import_onnx, structure
 from penstock.ir.interpreter.interpreter import DictStore, run_graph
 from penstock.models import write_cnn, write_gpt, write_mlp

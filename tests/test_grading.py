@@ -10,15 +10,16 @@ import pytest
 from planned_models import TRAIN, command
 
 import penstock as ps
-from penstock.arguing import predict
 from penstock.backends.bundle.format import open_bundle
+from penstock.calibration.corrections import best_prices, corrected
+from penstock.calibration.grade import grade, step_times
 from penstock.calibration.measured import Measured
-from penstock.cli import main
-from penstock.grading import best_prices, corrected, grade, step_times
+from penstock.commands.parser import main
 from penstock.ir.cluster.cluster import Cluster, Device, Link
 from penstock.passes.costs.prices import rank_seconds
 from penstock.passes.kernels.divide import kernels_of
-from penstock.simulating import forecast, seconds_of
+from penstock.passes.simulator.forecast import forecast, seconds_of
+from penstock.planning.predict import predict, predict_here
 from penstock.support.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -197,15 +198,15 @@ def test_a_run_counts_once(of_tvm, tmp_path, capsys):
 def test_factors_that_are_far_off_are_not_kept(of_tvm, tmp_path, factor, monkeypatch, capsys):
     beside = beside_work(of_tvm)
     took = {key: beside[key] + factor * (seconds - beside[key]) for key, seconds in rank_seconds(of_tvm.module).items()}
-    monkeypatch.setattr("penstock.grading._says_enough", lambda *seconds: True)
+    monkeypatch.setattr("penstock.calibration.grade._says_enough", lambda *seconds: True)
     found = grade(
         of_tvm,
         metrics(tmp_path / "m.jsonl", [1.0] * 9),
         trace(tmp_path / "t.json", of_tvm, lambda rank, kind: took[rank, kind]),
     )
     assert (found.factor, found.kept, corrected()) == (pytest.approx(factor), False, None)
-    monkeypatch.setattr("penstock.grading.open_bundle", lambda path: of_tvm)
-    monkeypatch.setattr("penstock.grading.grade", lambda *given: found)
+    monkeypatch.setattr("penstock.backends.bundle.format.open_bundle", lambda path: of_tvm)
+    monkeypatch.setattr("penstock.calibration.grade.grade", lambda *given: found)
     assert main(command("plan", of_tvm.path, "--grade", tmp_path / "m.jsonl")) == 0
     assert f"warning: work took {factor:g} times as long; that is not kept" in capsys.readouterr().err
 
@@ -232,11 +233,11 @@ def test_corrections_change_the_next_prediction(of_tvm, symbolic, tmp_path, caps
 
 def test_measured_stages_are_what_the_next_plan_goes_by(bundle):
     """With times of all stages the prediction is that of the simulator with these."""
-    plain = predict(bundle.module, plain=True)
+    plain = predict(bundle.module)
     table = Measured()
     for rank in (0, 1):
         table.keep_stage(bundle.module, rank, bundle.rank(rank).threads, {"F": 0.25, "B": 0.5, "U": 0.125})
-    found = predict(bundle.module)
+    found = predict_here(bundle.module)
     assert found.measured == 6
     assert found.correction is None
     assert found.busy == pytest.approx({0: 1.625, 1: 1.625}, rel=1e-3)  # and the ends of messages
@@ -251,9 +252,9 @@ def test_the_command_grades_a_real_run(bundle, tmp_path, capsys):
     assert main(command("plan", path, "--grade", tmp_path / "m.jsonl", "--trace", tmp_path / "t.json")) == 0
     text = capsys.readouterr().out
     assert "measured / predicted" in text
-    found = predict(bundle.module)
+    found = predict_here(bundle.module)
     assert found.measured == 0  # this bundle is of another back end than plans are for
-    assert predict(bundle.module, plain=True).step == pytest.approx(bundle.plan["predicted"]["step_s"])
+    assert predict(bundle.module).step == pytest.approx(bundle.plan["predicted"]["step_s"])
     assert [line.split()[:3] for line in text.splitlines() if line.startswith("rank 1")][:2] == [
         ["rank", "1", "F"],
         ["rank", "1", "B"],

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 
 import penstock as ps
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.models import write_mlp
 
 

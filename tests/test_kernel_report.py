@@ -14,7 +14,7 @@ import torch
 
 from penstock.backends.bundle.format import open_bundle
 from penstock.backends.numpy_backend import NumpyProgram
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.inspection.kernels import timing as kernel_timing
 from penstock.inspection.kernels.kernels import KernelRow, kernel_rows
 from penstock.inspection.kernels.timing import random_arguments

@@ -11,8 +11,9 @@ import pytest
 import penstock as ps
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.calibration import measured
-from penstock.calibration.measured import Measured, profile, stage_times
-from penstock.cli import main
+from penstock.calibration.measured import Measured, stage_times
+from penstock.calibration.profile import profile
+from penstock.commands.parser import main
 from penstock.inspection.kernels import timing as kernel_timing
 from penstock.inspection.kernels.kernels import kernel_rows
 from penstock.inspection.subject import open_subject

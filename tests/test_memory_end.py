@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.models import write_mlp
 from penstock.support.out_of_memory import ended_out_of_memory, is_out_of_memory
 
@@ -88,7 +88,7 @@ def test_what_a_command_says(
     def fail(*given: object) -> None:
         raise error
 
-    monkeypatch.setattr("penstock.commands.passes_command", fail)
+    monkeypatch.setattr("penstock.commands.passes.run", fail)
     code, said = main(["passes"]), capsys.readouterr().err
     if isinstance(error, KeyError):  # the control
         assert (code, said.splitlines()[0]) == (1, "penstock: internal error: KeyError: 'x'")

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.ir.names import accepted, by_our_names, shown
 from penstock.support.errors import UsageError
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.ir.interpreter.interpreter import run_recurrence
 from penstock.models import write_mlp
 from penstock.support.errors import UsageError

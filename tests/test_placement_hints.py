@@ -11,7 +11,7 @@ import pytest
 from onnx import helper
 
 import penstock as ps
-from penstock import cli
+from penstock.commands import parser as cli
 from penstock.frontends.onnx import import_onnx
 from penstock.ir.interpreter.interpreter import DictStore, run_graph, run_schedule
 from penstock.ir.text import parse_module, print_module

@@ -12,15 +12,17 @@ import pytest
 from planned_models import TRAIN, command
 
 import penstock as ps
-from penstock import planning
-from penstock.api import before_partition
-from penstock.arguing import argument
-from penstock.cli import main
+from penstock import plan_best
+from penstock.commands.parser import main
 from penstock.frontends.onnx import open_dimensions
 from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.models import write_gpt
-from penstock.planning import plan_best, sizes_of
-from penstock.refining import Refined
+from penstock.passes.planner.refine import Refined
+from penstock.planning import tries
+from penstock.planning.explain import argument
+from penstock.planning.pipeline import before_partition
+from penstock.planning.tries import sizes_of
+from penstock.planning.watching import Feedback
 from penstock.support.errors import DoesNotFit, UsageError
 
 CLUSTER = '[[device]]\nname = "cpu:0"\n[[device]]\nname = "cpu:1"\nflops = 2.5e10\n[[device]]\nname = "cpu:2"\nflops = 1e5\nbandwidth = 1e5\n'
@@ -124,7 +126,10 @@ def test_the_end_of_the_passes_is_told_once(symbolic, capsys):
     assert told[-1][2] == "done"
     assert {what.partition(" (")[2] for _, _, what in told} == {"microbatches of 2)", "microbatches of 4)", ""}
     before_partition(
-        ps.from_onnx(symbolic, dims={"batch": 2}), cluster, training, progress=lambda *now: alone.append(now)
+        ps.from_onnx(symbolic, dims={"batch": 2}),
+        cluster,
+        training,
+        feedback=Feedback(progress=lambda *now: alone.append(now)),
     )
     assert [done == total for done, total, _ in alone].count(True) == 1
 
@@ -212,7 +217,7 @@ def test_devices_whose_stages_are_too_large_are_given_less(tmp_path, monkeypatch
     assert max(row["peak"] for row in found.as_dict()["memory"].values()) <= 290 * 1024
     assert "1f1b" in found.search.refused
     assert any("not the fastest by these" in line for line in argument(found.search))
-    monkeypatch.setattr(planning, "CORRECTIONS", 0)
+    monkeypatch.setattr(tries, "CORRECTIONS", 0)
     with pytest.raises(DoesNotFit, match="refused by the passes"):
         plan()
 
@@ -236,7 +241,8 @@ def test_smaller_microbatches_are_proposed_where_there_is_a_plan_for_them(symbol
 
 def test_other_sizes_are_tried_where_none_fits(symbolic, tmp_path, capsys, monkeypatch):
     """Were the whole batch the only size that is tried first. The control: a memory in which none of the others fits."""
-    monkeypatch.setattr(planning, "sizes_of", lambda batch, fixed: (batch,))
+    for home in ("penstock.planning.tries", "penstock.planning.search"):
+        monkeypatch.setattr(f"{home}.sizes_of", lambda batch, fixed: (batch,))
     said = {}
     for memory, code in (("2300 KB", 0), ("100 KB", 4)):
         path = tmp_path / "tight.toml"
@@ -247,7 +253,7 @@ def test_other_sizes_are_tried_where_none_fits(symbolic, tmp_path, capsys, monke
             "no plan fits with the sizes of microbatches that were tried first; trying 1, 2, 4, 8, 16" in said[memory]
         )
     assert "no plan fits into the memory of the devices" in said["100 KB"]
-    assert planning.other_sizes(12) == (1, 2, 3, 4, 6)
+    assert tries.other_sizes(12) == (1, 2, 3, 4, 6)
 
 
 def test_the_nearest_change_is_of_sizes_that_were_profiled(symbolic, tmp_path, capsys):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import penstock
 from penstock import models
-from penstock.cli import command_line
+from penstock.commands.parser import command_line
 from penstock.runtime.job.job import Job
 from penstock.runtime.job.run import RunSummary
 from penstock.runtime.telemetry.steps import Step

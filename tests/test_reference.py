@@ -13,7 +13,7 @@ import pytest
 
 import penstock
 import penstock as ps
-from penstock.cli import command_line, main
+from penstock.commands.parser import command_line, main
 from penstock.inspection.dump import Dump
 from penstock.inspection.reference import trial
 from penstock.inspection.reference.completion import commands_of
@@ -22,7 +22,7 @@ from penstock.ir.ops import OPS, Required
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_mlp
 from penstock.passes.manager import parse_pipeline, run_passes
-from penstock.passes.pipelines import PASSES, PIPELINES, calls_of, pipeline_text, training_pipeline
+from penstock.passes.pipelines import PASSES, PIPELINES, PipelineOptions, calls_of, pipeline_text, training_pipeline
 from penstock.passes.training.vjp import VJP
 from penstock.support.errors import UsageError
 
@@ -54,7 +54,13 @@ def test_a_pipeline_file_does_what_its_text_does(tmp_path: Path, capsys: pytest.
     ps.plan(model, ps.Cluster.local(2), ps.Training(loss="mse"), dump=Dump(tmp_path / "d"))
     start, file = tmp_path / "d" / "00_input.ir", tmp_path / "train.pipeline"
     file.write_text(pipeline_text("train"))
-    expected = print_module(run_passes(parse_module(start.read_text()), training_pipeline({}, {}, "1f1b", 1), PASSES))
+    expected = print_module(
+        run_passes(
+            parse_module(start.read_text()),
+            training_pipeline({}, {}, PipelineOptions(schedule="1f1b", microbatches=1)),
+            PASSES,
+        )
+    )
     assert told(capsys, "opt", start, "--pipeline", file) == expected
     assert told(capsys, "opt", start, "-p", f"@{file}") == expected
     assert main(["opt", str(start), "--pipeline", str(file), "-p", "simplify"]) == 2

@@ -13,7 +13,7 @@ from penstock.passes.planner.chain import Amount, Chain, Layer, Times, TimeTable
 from penstock.passes.planner.fleet import fleet_of
 from penstock.passes.planner.plan import PipelinePlan, PlanRequest, StagePlan
 from penstock.passes.planner.planner import Planner
-from penstock.refining import _Judge, refine
+from penstock.passes.planner.refine import _Judge, refine
 
 LAYERS, MICROBATCHES = 7, 4
 

@@ -14,12 +14,12 @@ import penstock as ps
 from penstock.backends.bundle.format import open_bundle
 from penstock.calibration import rehearse as rehearsals
 from penstock.calibration.rehearse import rehearse
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.memory.predict import measure_memory
 from penstock.ir.schedule import RECEIVES, SENDS
 from penstock.models import write_mlp
-from penstock.simulating import forecast
+from penstock.passes.simulator.forecast import forecast
 from penstock.support.errors import PenstockError, UsageError
 
 

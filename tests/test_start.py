@@ -6,12 +6,12 @@ import json
 import subprocess
 import sys
 
-from penstock.cli import command_line
+from penstock.commands.parser import command_line
 
 HEAVY = ("torch", "tvm", "onnx", "onnxruntime", "numpy", "networkx", "highspy")
 CODE = """
 import contextlib, io, json, sys
-from penstock.cli import main
+from penstock.commands.parser import main
 for words in json.loads(sys.argv[1]):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main(words)

@@ -22,7 +22,7 @@ from time import monotonic
 
 import pytest
 
-from penstock.cli import main
+from penstock.commands.parser import main
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = [*sorted((DOCS / "tutorial").glob("[0-9]*.md")), *sorted((DOCS / "how-to").glob("*.md"))]

@@ -11,7 +11,7 @@ returns None, and the next source is tried:
 
     Roofline   factor * max(operations / (rate * efficiency), bytes / (bandwidth * efficiency)) + overhead; knows every
                kernel. In a graph, bytes in a cache (cache_reach.py) move at its rate. The factor is 1 until runs show
-               another (src/penstock/grading.py)
+               another (src/penstock/calibration/corrections.py)
     a table    times of kernels that were measured on this machine, by what the kernel does and by device
                (src/penstock/calibration/measured.py)
     a learned model would be one more Prices: it sees the kernel as a graph (`Kernel.body`), `work_of(kernel)` and the

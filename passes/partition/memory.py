@@ -65,20 +65,20 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What later passes will do with stages: their schedule, what they compute `again` (auto, none or all), and the element type in which
+    """What later passes will do with stages: their schedule, what `recompute` computes again (auto, none or all), and the element type in which
     float32 values travel."""
 
     schedule: str
-    again: str
+    recompute: str
     wire: str
 
 
 class StageNeeds:
-    """Bytes and seconds of stages. `forward` are the seconds of operations by stage, `again` what may be computed again: auto, none or
-    all."""
+    """Bytes and seconds of stages. `forward` are the seconds of operations by stage, `recompute` what may be computed again: auto, none
+    or all."""
 
-    def __init__(self, rooms: Sequence[Room], load: Load, forward: Sequence[Array], again: str) -> None:
-        self.rooms, self.again = rooms, again
+    def __init__(self, rooms: Sequence[Room], load: Load, forward: Sequence[Array], recompute: str) -> None:
+        self.rooms, self.recompute = rooms, recompute
         self.fixed, self.saved, self.fed = load.fixed, load.saved, load.fed
         self.values, self.results = load.values, load.results
         self._ends = [np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in forward]
@@ -109,8 +109,8 @@ class StageNeeds:
             return np.zeros(len(rest))
         rest = rest + fed * self._waiting if room.waits else rest
         plain, again = rest + saved * room.in_flight, rest + saved + (comes + fed) * room.in_flight
-        found = np.where(plain <= room.limit, 0.0, np.inf) if self.again != "all" else np.full(len(rest), np.inf)
-        return found if self.again == "none" else np.where(again <= room.limit, np.minimum(found, forward), found)
+        found = np.where(plain <= room.limit, 0.0, np.inf) if self.recompute != "all" else np.full(len(rest), np.inf)
+        return found if self.recompute == "none" else np.where(again <= room.limit, np.minimum(found, forward), found)
 
     def rows(self) -> Iterable[list[Array]]:
         """For each `last` from 1 on, and each stage: entry `first` is `extra` of the operations first .. last-1."""
@@ -189,8 +189,8 @@ def needs_of(
         [float(sum(v.type.nbytes for v in op.outs)) for op in chain],
         (BATCHES_AHEAD + 1) * sum(shares[0]),
     )
-    again = outlook.again if kind.recomputes else "none"
-    return StageNeeds(list(_rooms(outlook.schedule, devices, shares)), load, forward, again)
+    recompute = outlook.recompute if kind.recomputes else "none"
+    return StageNeeds(list(_rooms(outlook.schedule, devices, shares)), load, forward, recompute)
 
 
 def _rooms(schedule: str, devices: Sequence[Sequence[Device]], shares: Sequence[Sequence[int]]) -> Iterator[Room]:

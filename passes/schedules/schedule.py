@@ -38,8 +38,6 @@ SCHEDULES: dict[str, ScheduleKind] = {
 assert tuple(SCHEDULES) == NAMES, (tuple(SCHEDULES), NAMES)
 assert all(kind.trains == (name in TRAINING) for name, kind in SCHEDULES.items())
 # Schedules that compute what plain training does, and those that are one update late, only for who asks for them.
-SYNCHRONOUS = tuple(name for name in TRAINING if not SCHEDULES[name].delay)
-DELAYED = tuple(name for name in TRAINING if SCHEDULES[name].delay)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from penstock.version import __version__ as __version__
 
 _HOMES = {
     "from_onnx": "penstock.api",
     "from_torch": "penstock.api",
     "plan": "penstock.api",
-    "plan_best": "penstock.planning",
+    "plan_best": "penstock.api",
     "compile": "penstock.api",
     "export": "penstock.inspection.exports.weights",
     "load_trace": "penstock.inspection.traces.trace",
@@ -44,7 +44,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from penstock.api import Model, Plan, compile, from_onnx, from_torch, plan
+    from penstock.api import Model, Plan, compile, from_onnx, from_torch, plan, plan_best
     from penstock.frontends.training import Training
     from penstock.inspection.dump import Dump
     from penstock.inspection.exports.weights import export
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from penstock.ir.cluster.cluster import Cluster
     from penstock.ir.training.optimizers import SGD, Adagrad, Adam, AdamW, Group, Lion, Momentum, Muon
     from penstock.ir.training.rates import Constant, Cosine, Linear, Steps
-    from penstock.planning import plan_best
     from penstock.runtime.job.job import open
     from penstock.runtime.job.run import run_bundle
     from penstock.support.errors import PenstockError

@@ -2,6 +2,6 @@
 
 import sys
 
-from penstock.cli import main
+from penstock.commands.parser import main
 
 sys.exit(main())

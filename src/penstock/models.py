@@ -156,23 +156,7 @@ def write_gpt(
     x = sheet.node("Add", ("wte", sheet.normal("wpe.weight", (positions, width), 0.02)), "embedding")
     for i in range(layers):
         at = f"h.{i}"
-        normed = sheet.norm(x, f"{at}.ln_1", width)
-        joined = sheet.linear(normed, f"{at}.attn.qkv", width, 3 * width, 0.02)
-        parts = [f"{at}.attn.{part}" for part in "qkv"]
-        sheet.node("Split", (joined,), f"{at}.attn.split", parts, axis=-1, num_outputs=3)
-        split = [sheet.node("Reshape", (part, "heads.shape"), f"{part}.split") for part in parts]
-        # Keys are turned for the product in the same step that brings the heads forward.
-        q, k, v = (
-            sheet.node("Transpose", (part,), f"{part[:-6]}.heads", perm=perm)
-            for part, perm in zip(split, ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3)), strict=True)
-        )
-        scores = sheet.node("Mul", (sheet.node("MatMul", (q, k), f"{at}.attn.product"), "scale"), f"{at}.attn.scaled")
-        masked = sheet.node("Where", ("causal", scores, "hidden"), f"{at}.attn.masked")
-        weights = sheet.node("Softmax", (masked,), f"{at}.attn.softmax", axis=-1)
-        mixed = sheet.node(
-            "Transpose", (sheet.node("MatMul", (weights, v), f"{at}.attn.mix"),), f"{at}.attn.turned", perm=(0, 2, 1, 3)
-        )
-        merged = sheet.node("Reshape", (mixed, "merged.shape"), f"{at}.attn.merged")
+        merged = _gpt_attention(sheet, x, at, width)
         x = sheet.node(
             "Add", (x, sheet.linear(merged, f"{at}.attn.proj", width, width, residual)), f"{at}.attn.residual"
         )
@@ -191,6 +175,27 @@ def write_gpt(
     open_batch: Batch = "batch" if batch is None else batch
     tokens = ("tokens", np.dtype(np.int64), (open_batch, positions))
     return sheet.write(path, "gpt", tokens, ("logits", (open_batch, positions, vocab)))
+
+
+def _gpt_attention(sheet: _Sheet, x: str, at: str, width: int) -> str:
+    """Norm and attention of a block, before the projection back."""
+    normed = sheet.norm(x, f"{at}.ln_1", width)
+    joined = sheet.linear(normed, f"{at}.attn.qkv", width, 3 * width, 0.02)
+    parts = [f"{at}.attn.{part}" for part in "qkv"]
+    sheet.node("Split", (joined,), f"{at}.attn.split", parts, axis=-1, num_outputs=3)
+    split = [sheet.node("Reshape", (part, "heads.shape"), f"{part}.split") for part in parts]
+    # Keys are turned for the product in the same step that brings the heads forward.
+    q, k, v = (
+        sheet.node("Transpose", (part,), f"{part[:-6]}.heads", perm=perm)
+        for part, perm in zip(split, ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3)), strict=True)
+    )
+    scores = sheet.node("Mul", (sheet.node("MatMul", (q, k), f"{at}.attn.product"), "scale"), f"{at}.attn.scaled")
+    masked = sheet.node("Where", ("causal", scores, "hidden"), f"{at}.attn.masked")
+    weights = sheet.node("Softmax", (masked,), f"{at}.attn.softmax", axis=-1)
+    mixed = sheet.node(
+        "Transpose", (sheet.node("MatMul", (weights, v), f"{at}.attn.mix"),), f"{at}.attn.turned", perm=(0, 2, 1, 3)
+    )
+    return sheet.node("Reshape", (mixed, "merged.shape"), f"{at}.attn.merged")
 
 
 def write_cnn(

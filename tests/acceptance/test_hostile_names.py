@@ -11,7 +11,7 @@ import pytest
 from acceptance.malformed_case import HOSTILE, obeyed
 from onnx import TensorProto, helper, numpy_helper
 
-from penstock.cli import main
+from penstock.commands.parser import main
 
 
 @pytest.fixture(scope="module")

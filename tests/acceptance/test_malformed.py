@@ -21,7 +21,7 @@ from acceptance.malformed_bundles import seal
 from acceptance.malformed_case import FORGED, HOSTILE, Case, Good, obeyed
 
 import penstock as ps
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.models import write_mlp
 from penstock.runtime.job.run import run_bundle
 

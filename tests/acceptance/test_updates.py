@@ -10,7 +10,7 @@ import pytest
 
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.ir.interpreter.interpreter import TYPED, run_recurrence
 from penstock.models import write_mlp
 from penstock.runtime.job.job import Job

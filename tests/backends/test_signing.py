@@ -16,7 +16,7 @@ from chain import chain_bundle
 
 from penstock.backends.bundle.format import open_bundle
 from penstock.backends.bundle.signing import KEY_VARIABLE, SIGNATURE
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.support.errors import UsageError, VerifyError
 
 KEY = "c0ffee" * 12

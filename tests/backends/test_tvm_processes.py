@@ -25,7 +25,7 @@ from penstock.backends.tvm.compile.pool import BuildError, WorkerPool
 from penstock.backends.tvm.group import Fusion, rename
 from penstock.backends.tvm.kernels.tools import elements
 from penstock.backends.tvm.messages import GroupRefused, KernelMade, MakeKernel
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.support.cache import Cache
 from penstock.support.errors import UnsupportedModel, UsageError
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from breaking import in_graph, passed_by
 from seeded_bugs import in_pass
 
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.ir.files import read_module
 from penstock.ir.graph import Module, Note
 from penstock.ir.verify.verifier import verify

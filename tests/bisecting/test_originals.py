@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from seeded_bugs import BUGS
 
 import penstock as ps
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.support.errors import VerifyError
 from penstock.verification.bisect.search import Options
 from penstock.verification.bisect.torch_original import bisect_torch

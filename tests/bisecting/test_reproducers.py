@@ -15,7 +15,7 @@ from small_models import ARGUMENTS, write_models
 
 from penstock.backends.bundle.tensor_file import write_tensors
 from penstock.backends.tvm.compile import pool
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.ir.text import parse_module
 from penstock.models import write_mlp
 from penstock.verification.bisect import reproducer

@@ -20,7 +20,7 @@ from seeded_bugs import BUGS, Bug
 from small_models import ARGUMENTS, write_models
 
 from penstock.backends.tvm.compile import pool
-from penstock.cli import main
+from penstock.commands.parser import main
 
 RECORD = Path(__file__).with_name("record.json")
 Row = dict[str, str]

@@ -12,7 +12,7 @@ from seeded_bugs import BUGS, Bug
 from small_models import ARGUMENTS, write_models
 
 from penstock.backends.tvm.compile import pool
-from penstock.cli import main
+from penstock.commands.parser import main
 
 MADE_NOW = "compiled now by itself, is right"
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from seeded_bugs import BUGS
 from small_models import write_models
 
-from penstock.cli import main
+from penstock.commands.parser import main
 
 TEXTS = Path(__file__).with_name("walkthrough")
 SMALL = '[[device]]\nname = "cpu:0"\nmemory = 60000\n\n[[device]]\nname = "cpu:1"\nmemory = 60000\n'

@@ -284,7 +284,7 @@ def test_a_known_sequence_needs_a_list(tmp_path: Path) -> None:
 
 
 def test_values_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from penstock.cli import main
+    from penstock.commands.parser import main
 
     path = str(_reshaped(tmp_path))
     np.save(tmp_path / "s.npy", np.array([4, 3]))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.inspection.subject import Subject, open_subject
 from penstock.models import write_gpt
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.inspection.exports.dot import _quoted, dot_text
 from penstock.inspection.exports.onnx_file import annotate, program_model
 from penstock.inspection.exports.schedule import simulated

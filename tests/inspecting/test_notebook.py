@@ -13,14 +13,15 @@ from hypothesis import given, settings
 
 import penstock as ps
 from penstock.backends.bundle.format import Bundle, open_bundle
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.inspection import html
-from penstock.inspection.notebook import plan_html, plan_told, trace_html
+from penstock.inspection.notebook import plan_html
 from penstock.inspection.subject import Subject
 from penstock.inspection.traces.trace import ActionSpan, RankRow, Trace, load_trace
 from penstock.ir.graph import Graph, Module, Note, Op, Value, Var
 from penstock.ir.text import print_module
 from penstock.ir.types import parse_type
+from penstock.planning.plan import plan_line
 
 _KNOWN = {
     "div",
@@ -109,7 +110,7 @@ def test_names_are_text_whatever_they_look_like(show) -> None:  # type: ignore[n
 
 def test_a_trace_is_text_whatever_it_says() -> None:
     trace = Trace(Path(HOSTILE), (RankRow(HOSTILE, (ActionSpan(HOSTILE, "F", 0.0, 1.0),)),))
-    found = Reader(trace_html(trace))
+    found = Reader(trace._repr_html_())
     assert found.is_inert
     assert found.text.count(HOSTILE) >= 3
 
@@ -158,7 +159,7 @@ def test_a_plan_shows_what_inspect_does(built: Path, bundle: Subject) -> None:
     text = Reader(plan._repr_html_()).text
     assert "stage 1 on cpu:1" in text
     assert "partition: stage 0 on cpu:0" in text
-    assert repr(plan) == f"<{plan_told(plan.module)}>"
+    assert repr(plan) == f"<{plan_line(plan.module)}>"
     assert repr(model).startswith("<imported module gpt: ")
     assert Reader(model._repr_html_()).is_inert
 

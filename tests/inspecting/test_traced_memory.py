@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.inspection.traces.memory import traced_memory
 from penstock.inspection.traces.trace import load_trace
 from penstock.ir.cluster.cluster import Cluster, Device, Link, LinkClass

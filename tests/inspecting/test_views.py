@@ -12,7 +12,7 @@ import pytest
 from drawn_modules import modules
 from hypothesis import given, settings
 
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.inspection.memory import memory_curves
 from penstock.inspection.subject import Subject, load_module
 from penstock.inspection.summary import summarize
@@ -24,7 +24,7 @@ from penstock.ir.memory.predict import measure_memory
 from penstock.ir.ops import cost_of
 from penstock.ir.text import print_module
 from penstock.passes.costs.prices import rank_seconds
-from penstock.simulating import forecast, seconds_of
+from penstock.passes.simulator.forecast import forecast, seconds_of
 
 
 def _plain(text: str) -> str:
@@ -140,7 +140,7 @@ def test_a_grid_that_is_too_wide_goes_on_below(bundle: Subject) -> None:
 def test_looking_loads_none_of_the_heavy_libraries(built: Path) -> None:
     """In one fresh process; the control is a view that has to read the source model."""
     code = (
-        "import sys\nfrom penstock.cli import main\n"
+        "import sys\nfrom penstock.commands.parser import main\n"
         "def heavy(): return [n for n in ('torch', 'tvm', 'onnx', 'onnxruntime') if n in sys.modules]\n"
         f"look = lambda *words: main(['inspect', {str(built / 'bundle')!r}, *words])\n"
         "assert [look(*v) for v in ((), ('--memory',), ('--schedule',), ('--params',), ('--kernels',), ('--flow', 's0.F'))] == [0] * 6\n"

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.inspection import weights
 from penstock.inspection.subject import Subject
 from penstock.inspection.weights import statistics

@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 import penstock as ps
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.inspection.finding import find, look_up
 from penstock.inspection.history import record_of
 from penstock.inspection.reasons import stage_reasons

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.ir.attrs import Attr
 from penstock.ir.files import read_module
 from penstock.ir.graph import Graph, Module, Op, Value

@@ -23,7 +23,7 @@ from penstock.ir.types import TensorType
 from penstock.passes.manager import Call, run_passes
 from penstock.passes.partition.chain import chain_of
 from penstock.passes.partition.partition import PartitionOptions
-from penstock.passes.pipelines import PASSES, training_pipeline
+from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 from penstock.passes.training.autodiff import AutodiffOptions, autodiff
 from penstock.support.errors import UnsupportedModel
 
@@ -62,7 +62,7 @@ def trained(
     module: Module, arrays: dict[str, np.ndarray], x: np.ndarray, cuts: Sequence[int]
 ) -> tuple[dict[str, np.ndarray], Module]:
     """Variables after one step of two microbatches, on stages that start at these places of the simplified model, in percent."""
-    calls = training_pipeline({"kind": "sgd", "lr": 1.0}, {}, "1f1b", 2)
+    calls = training_pipeline({"kind": "sgd", "lr": 1.0}, {}, PipelineOptions(schedule="1f1b", microbatches=2))
 
     def cut(call: Call, before: Module) -> Call:
         if call.name != "partition":
@@ -176,7 +176,11 @@ def test_integers_and_shapes_are_left_alone() -> None:
     rng = np.random.default_rng(0)
     arrays, batch = {"table": rng.normal(size=(5, 3)), "scale": np.array(0.7)}, rng.integers(0, 5, 8)
     sgd = {"kind": "sgd", "lr": 1.0}
-    planned = run_passes(module.but(cluster=Cluster.local(2)), training_pipeline(sgd, {"stages": 2}, "1f1b", 2), PASSES)
+    planned = run_passes(
+        module.but(cluster=Cluster.local(2)),
+        training_pipeline(sgd, {"stages": 2}, PipelineOptions(schedule="1f1b", microbatches=2)),
+        PASSES,
+    )
     found = run_schedule(planned, arrays, [{"i": batch}]).variables
     leaves = {name: torch.tensor(a, requires_grad=True) for name, a in arrays.items()}
     total = torch.zeros((), dtype=torch.float64)

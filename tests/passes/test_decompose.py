@@ -12,7 +12,7 @@ from penstock.ir.interpreter.interpreter import run_graph
 from penstock.ir.ops import OPS
 from penstock.ir.text import parse_module
 from penstock.ir.verify.verifier import check
-from penstock.passes.pipelines import inference_pipeline
+from penstock.passes.pipelines import PipelineOptions, inference_pipeline
 from penstock.passes.rewrite.decompose import DECOMPOSE, DecomposeOptions, decompose
 
 ALL = DecomposeOptions(keep=())
@@ -136,7 +136,10 @@ def test_attention_that_is_not_worth_a_kernel_is_decomposed_although_kept():
     assert not is_decomposed(module.but(cluster=Cluster.local(2)))
     # Kernels for GPUs have it whole, too; pipelines without libraries keep nothing.
     assert not is_decomposed(module.but(cluster=Cluster.listed("cpu,sm_90")))
-    kept = {use: inference_pipeline({}, 1, library=use)[1].options.keep for use in ("", "torch", "none")}
+    kept = {
+        use: inference_pipeline({}, PipelineOptions(microbatches=1, library=use))[1].options.keep
+        for use in ("", "torch", "none")
+    }
     assert kept == {"": ("attention",), "torch": ("attention",), "none": ()}
 
 

@@ -11,16 +11,30 @@ import pytest
 
 from penstock.ir.text import parse_module, print_module
 from penstock.passes.manager import Call, parse_pipeline, run_passes
-from penstock.passes.pipelines import PASSES, training_pipeline
+from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 
 GOLDENS = Path(__file__).with_name("goldens")
 LOW = Path(__file__).with_name("goldens_bf16")
 ZERO = Path(__file__).with_name("goldens_zb")
-CALLS = training_pipeline({"kind": "adamw", "lr": 0.01}, {"stages": 2}, "2bw", 2)
+CALLS = training_pipeline({"kind": "adamw", "lr": 0.01}, {"stages": 2}, PipelineOptions(schedule="2bw", microbatches=2))
 # Folder, the pipeline, and its first pass that is not in the one above.
 OTHERS = [
-    (LOW, training_pipeline({"kind": "adamw", "lr": 0.01}, {"stages": 2}, "2bw", 2, "bf16"), "precision"),
-    (ZERO, training_pipeline({"kind": "adamw", "lr": 0.01}, {"stages": 2}, "zb-1f1b", 2), "split-backward"),
+    (
+        LOW,
+        training_pipeline(
+            {"kind": "adamw", "lr": 0.01},
+            {"stages": 2},
+            PipelineOptions(schedule="2bw", microbatches=2, precision="bf16"),
+        ),
+        "precision",
+    ),
+    (
+        ZERO,
+        training_pipeline(
+            {"kind": "adamw", "lr": 0.01}, {"stages": 2}, PipelineOptions(schedule="zb-1f1b", microbatches=2)
+        ),
+        "split-backward",
+    ),
 ]
 
 

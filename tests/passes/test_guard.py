@@ -21,7 +21,7 @@ from penstock.ir.schedule import Program, Schedule
 from penstock.ir.types import TensorType
 from penstock.ir.verify.verifier import verify
 from penstock.passes.manager import Call, run_passes
-from penstock.passes.pipelines import PASSES, training_pipeline
+from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 from penstock.passes.schedules.schedule import SCHEDULES
 from penstock.passes.training.autodiff import LOSS_SCALE, AutodiffOptions, autodiff
 from penstock.passes.training.guard import GuardOptions, guard
@@ -109,7 +109,9 @@ def staged(
 
     cuts = {2: ("layer2",), 4: ("layer1", "layer2", "layer3")}.get(stages, ())
     calls = training_pipeline(
-        {"kind": kind, "lr": 0.03}, {"stages": stages, "split_at": cuts}, schedule, M, guard=options
+        {"kind": kind, "lr": 0.03},
+        {"stages": stages, "split_at": cuts},
+        PipelineOptions(schedule=schedule, microbatches=M, guard=options),
     )
     return run_passes(module.but(cluster=Cluster.local(stages)), calls, PASSES, before=remember), seen[0]
 
@@ -285,7 +287,11 @@ def test_late_updates_are_legal_where_the_schedule_is_and_cost_nothing(
     cuts = tuple(f"layer{i}" for i in range(1, stages))
 
     def made(options: dict | None) -> Schedule | None:
-        calls = training_pipeline({"kind": "sgd"}, {"stages": stages, "split_at": cuts}, kind, m, guard=options)
+        calls = training_pipeline(
+            {"kind": "sgd"},
+            {"stages": stages, "split_at": cuts},
+            PipelineOptions(schedule=kind, microbatches=m, guard=options),
+        )
         try:
             found = run_passes(module.but(cluster=Cluster.local(stages)), calls, PASSES)
         except VerifyError:

@@ -20,7 +20,7 @@ from penstock.ir.training.rates import COLUMNS, CURVE, LR, ROWS, Constant, Cosin
 from penstock.ir.types import TensorType
 from penstock.ir.verify.verifier import check
 from penstock.passes.manager import parse_pipeline, print_pipeline, run_passes
-from penstock.passes.pipelines import PASSES, training_pipeline
+from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
 from penstock.passes.training import optimizer as optimizers
 from penstock.passes.training.autodiff import AutodiffOptions, autodiff
@@ -432,7 +432,9 @@ def test_the_rate_stands_in_tables_alone(rate):
 @pytest.mark.parametrize("kind", ["momentum", "adam", "adagrad", "lion"])
 def test_an_update_is_one_kernel_for_each_parameter(kind):
     text = "\n".join(line for line in TEXT.splitlines() if "@idle" not in line)
-    calls = training_pipeline({"kind": kind, "weight_decay": 0.1}, {"stages": 1}, "1f1b", M)
+    calls = training_pipeline(
+        {"kind": kind, "weight_decay": 0.1}, {"stages": 1}, PipelineOptions(schedule="1f1b", microbatches=M)
+    )
     module = run_passes(parse_module(text), calls, PASSES)
     ops = module.graphs["s0.U"].ops
     for name in (var.name for var in module.vars.values() if var.role == PARAM):

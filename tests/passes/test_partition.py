@@ -16,7 +16,7 @@ from penstock.ir.graph import Module
 from penstock.ir.interpreter.interpreter import DictStore, _Pipeline, run_graph
 from penstock.passes.partition.partition import PartitionOptions, partition
 from penstock.passes.partition.split import SplitOptions, split
-from penstock.passes.pipelines import training_pipeline
+from penstock.passes.pipelines import PipelineOptions, training_pipeline
 from penstock.passes.training.shared_gradients import apart
 from penstock.support.errors import UsageError
 
@@ -147,7 +147,11 @@ def test_stages_that_read_one_parameter_have_copies_and_exchange_gradients() -> 
 @pytest.mark.parametrize(("schedule", "delay"), [("1f1b", 0), ("gpipe", 0), ("2bw", 1)])
 def test_tied_parameters_train_as_one(monkeypatch: pytest.MonkeyPatch, schedule: str, delay: int) -> None:
     model = chain_model([8, 16, 16, 16, 16, 8], [(1, 3)], tied=True)
-    calls = training_pipeline({"kind": "momentum", "lr": 0.2}, {"split_at": ("layer2", "layer4")}, schedule, 3)
+    calls = training_pipeline(
+        {"kind": "momentum", "lr": 0.2},
+        {"split_at": ("layer2", "layer4")},
+        PipelineOptions(schedule=schedule, microbatches=3),
+    )
     pipelines: list[_Pipeline] = []
     monkeypatch.setattr(_Pipeline, "run", lambda self, run=_Pipeline.run: (pipelines.append(self), run(self))[1])
     trained = train(model, calls, seed=5, samples=12, batches=4)

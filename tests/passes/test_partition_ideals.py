@@ -19,7 +19,7 @@ from penstock.passes.partition import ideals as partition_ideals
 from penstock.passes.partition import partition as partition_pass
 from penstock.passes.partition.chain import chain_of
 from penstock.passes.partition.partition import PartitionOptions, partition
-from penstock.passes.pipelines import training_pipeline
+from penstock.passes.pipelines import PipelineOptions, training_pipeline
 from penstock.passes.training.autodiff import AutodiffOptions, autodiff
 
 WIDTH = 16
@@ -187,7 +187,9 @@ def test_branches_that_take_turns_are_not_cut_across() -> None:
 def test_training_means_the_same(schedule: str, delay: int) -> None:
     """The whole pipeline, verified after every pass, on stages that are no ranges."""
     model = branches().but(cluster=cluster_of([1e6, 1e6], 1e6))
-    calls = training_pipeline({"kind": "momentum", "lr": 0.1}, {"stages": 2}, schedule, 2)
+    calls = training_pipeline(
+        {"kind": "momentum", "lr": 0.1}, {"stages": 2}, PipelineOptions(schedule=schedule, microbatches=2)
+    )
     trained = train(model, calls, seed=0, samples=8, batches=3)
     homes = {
         branch: {v.stage for name, v in trained.module.vars.items() if name[0] == branch and v.role == "param"}

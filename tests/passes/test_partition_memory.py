@@ -17,7 +17,7 @@ from penstock.ir.memory.predict import measure_memory
 from penstock.passes.costs.prices import op_seconds
 from penstock.passes.manager import Call, run_passes
 from penstock.passes.partition.partition import PartitionOptions, partition
-from penstock.passes.pipelines import PASSES, training_pipeline
+from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 from penstock.support.errors import DoesNotFit
 
 MICROBATCHES = 2
@@ -131,7 +131,9 @@ def test_a_limit_moves_the_cut_and_nothing_else_does() -> None:
 
 
 def calls(schedule: str, knows: bool) -> list[Call]:
-    found = training_pipeline({"kind": "adamw", "lr": 0.1}, {"stages": 2}, schedule, MICROBATCHES)
+    found = training_pipeline(
+        {"kind": "adamw", "lr": 0.1}, {"stages": 2}, PipelineOptions(schedule=schedule, microbatches=MICROBATCHES)
+    )
     return [c if knows or c.name != "partition" else replace(c, options=replace(c.options, schedule="")) for c in found]
 
 

@@ -14,7 +14,7 @@ from planner_drawn import draw_chain, draw_fleet
 
 from penstock.ir.cluster.cluster import Cluster, Device, Link, Path
 from penstock.ir.schedule import Action
-from penstock.ir.schedule_names import TRAINING
+from penstock.ir.schedule_names import DELAYED, TRAINING
 from penstock.passes.planner.argue import plan_chain
 from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork, Table, Times, TimeTable
 from penstock.passes.planner.cost import judge
@@ -25,8 +25,8 @@ from penstock.passes.planner.search import LayoutSearch, reaches
 from penstock.passes.planner.stages import Stages
 from penstock.passes.schedules.dealing import equal_shares
 from penstock.passes.schedules.late_updates import sum_late
-from penstock.passes.schedules.schedule import DELAYED, build_schedule
 from penstock.passes.schedules.schedule import SCHEDULES as SCHEDULE_KINDS
+from penstock.passes.schedules.schedule import build_schedule
 from penstock.passes.simulator.machine import machine_of
 from penstock.passes.simulator.simulate import simulate, wire_chain
 from penstock.support.errors import UsageError

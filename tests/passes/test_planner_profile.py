@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from penstock.api import before_partition
 from penstock.ir.cluster.cluster import Cluster, Device, Link
 from penstock.ir.graph import PARAM
 from penstock.models import write_cnn, write_gpt, write_mlp
@@ -18,6 +17,7 @@ from penstock.passes.planner.plan import PlanRequest
 from penstock.passes.planner.planner import Planner
 from penstock.passes.planner.profile import profile_chain
 from penstock.passes.planner.sparing import LITTLE, without_little_help
+from penstock.planning.pipeline import before_partition
 from penstock.support.errors import UsageError
 
 DEVICE = Device("cpu:0")

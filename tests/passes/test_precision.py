@@ -18,7 +18,7 @@ from penstock.ir.training.optimizers import AdamW
 from penstock.ir.types import UNIT_ROUNDOFF
 from penstock.models import write_cnn, write_gpt
 from penstock.passes.manager import run_passes
-from penstock.passes.pipelines import PASSES, inference_pipeline, training_pipeline
+from penstock.passes.pipelines import PASSES, PipelineOptions, inference_pipeline, training_pipeline
 from penstock.passes.rewrite.precision import PrecisionOptions, precision
 from penstock.passes.training.optimizer import OptimizerOptions, optimizer
 from penstock.support.errors import UsageError
@@ -42,7 +42,11 @@ TRAINING = Training("cross_entropy", AdamW(lr=3e-3), MICROBATCHES)
 
 def trained(model: api.Model, compute: str, stages: int = 2, until: str = "") -> Module:
     module = attach_loss(model.module.but(cluster=Cluster.local(stages)), TRAINING)
-    calls = training_pipeline(TRAINING.optimizer.pass_options(), {"stages": stages}, "1f1b", MICROBATCHES, compute)
+    calls = training_pipeline(
+        TRAINING.optimizer.pass_options(),
+        {"stages": stages},
+        PipelineOptions(schedule="1f1b", microbatches=MICROBATCHES, precision=compute),
+    )
     names = [call.name for call in calls]
     return run_passes(module, calls[: names.index(until)] if until else calls, PASSES)
 
@@ -109,7 +113,7 @@ def test_inference_differs_by_rounding_only(which: str, half: str, request: pyte
     """In float64 the casts mean nothing, and the results are the same. Rounded where the IR says, they differ by no more than independent
     roundings of u each add up to: u times the root of their number (relative to the largest output)."""
     model = request.getfixturevalue(which)
-    simple = run_passes(model.module, inference_pipeline({"stages": 1}, 1)[:2], PASSES)
+    simple = run_passes(model.module, inference_pipeline({"stages": 1}, PipelineOptions(microbatches=1))[:2], PASSES)
     lowered = precision(simple, PrecisionOptions(half))
     feeds = inputs_of(simple, 1)
 
@@ -207,9 +211,15 @@ def test_constants_that_16_bits_do_not_hold_keep_their_value() -> None:
 
 
 def test_f16_is_trained_with_a_scaled_loss_and_unknown_types_are_refused(tmp_path: Path, gpt: api.Model) -> None:
-    names = [call.name for call in training_pipeline({}, {}, "1f1b", 1, "f16")]
+    names = [
+        call.name
+        for call in training_pipeline({}, {}, PipelineOptions(schedule="1f1b", microbatches=1, precision="f16"))
+    ]
     assert names.index("autodiff") < names.index("guard") < names.index("split")
-    assert "guard" not in [call.name for call in training_pipeline({}, {}, "1f1b", 1, "bf16")]
+    assert "guard" not in [
+        call.name
+        for call in training_pipeline({}, {}, PipelineOptions(schedule="1f1b", microbatches=1, precision="bf16"))
+    ]
     assert Training("mse", precision="f16", clip=0.5).guard_options() == {"clip": 0.5}
     with pytest.raises(UsageError, match="clip must be 0 or more"):
         Training("mse", clip=-1.0)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.ir.schedule_names import INFERENCE, NAMES, TRAINING
-from penstock.passes.schedules.schedule import DELAYED, SCHEDULES, SYNCHRONOUS
+from penstock.ir.schedule_names import DELAYED, INFERENCE, NAMES, SYNCHRONOUS, TRAINING
+from penstock.passes.schedules.schedule import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("ir", "frontends", "passes", "backends", "runtime", "src/penstock")
@@ -22,6 +22,7 @@ LIST = 3
 def test_the_table_has_the_names_of_the_list() -> None:
     assert tuple(SCHEDULES) == NAMES == (*TRAINING, INFERENCE)
     assert tuple(name for name, kind in SCHEDULES.items() if kind.trains) == TRAINING
+    assert tuple(name for name in TRAINING if SCHEDULES[name].delay) == DELAYED
     assert sorted((*SYNCHRONOUS, *DELAYED)) == sorted(TRAINING)
 
 

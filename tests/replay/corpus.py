@@ -13,7 +13,7 @@ from penstock.ir.attrs import Attr
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module
 from penstock.passes.manager import Call, Event, run_passes
-from penstock.passes.pipelines import PASSES, inference_pipeline, training_pipeline
+from penstock.passes.pipelines import PASSES, PipelineOptions, inference_pipeline, training_pipeline
 
 from . import models
 
@@ -155,9 +155,21 @@ def _start(case: Case) -> tuple[Module, list[Call]]:
     cuts: dict[str, Attr] = {"stages": stages, "devices": case.groups, "shares": case.shares}
     if case.training is None:
         module = at_rest(module, pure=model.imported.structure is not None)
-        return module, inference_pipeline(cuts, 3, case.precision, case.library, case.shares, case.wire)
+        return module, inference_pipeline(
+            cuts,
+            PipelineOptions(
+                microbatches=3, precision=case.precision, library=case.library, shares=case.shares, wire=case.wire
+            ),
+        )
     module = attach_loss(module, case.training, model.imported.names)
-    rest = (case.precision, case.library, case.training.guard_options(), case.recompute, case.shares, case.wire)
-    return module, training_pipeline(
-        case.training.pass_options(), cuts, case.schedule, case.training.microbatches, *rest
+    options = PipelineOptions(
+        schedule=case.schedule,
+        microbatches=case.training.microbatches,
+        precision=case.precision,
+        recompute=case.recompute,
+        wire=case.wire,
+        shares=case.shares,
+        library=case.library,
+        guard=case.training.guard_options(),
     )
+    return module, training_pipeline(case.training.pass_options(), cuts, options)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import penstock as ps
-from penstock.arguing import predict
 from penstock.inspection.dump import Dump
 from penstock.inspection.report.material import Material, PassStep
 from penstock.inspection.report.reading import trace_of
 from penstock.models import write_gpt
+from penstock.planning.predict import predict
 from penstock.runtime.telemetry.trace import write_trace
 
 SLOWER = 1.5
@@ -33,7 +33,7 @@ def plan_in(folder: Path) -> Planned:
     plan = ps.plan(
         ps.from_onnx(folder / "gpt.onnx"), ps.Cluster.local(2), training, schedule="2bw", stages=2, dump=dump
     )
-    found = predict(plan.module, plain=True).forecast.found
+    found = predict(plan.module).forecast.found
     ranks = [[(str(a), SLOWER * start, SLOWER * end) for a, start, end in found.timed(rank)] for rank in found.lines]
     write_trace(folder / "trace.json", ranks, module=plan.module)
     steps = tuple(PassStep(*row) for row in dump.passes)

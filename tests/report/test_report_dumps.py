@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from small_plan import Planned
 
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.inspection.plan_reading import checked_plan
 from penstock.inspection.report.reading import read_material
 from penstock.inspection.subject import open_subject

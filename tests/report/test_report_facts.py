@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from small_plan import SLOWER, Planned
 
-from penstock.arguing import predict
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.inspection.kernels.kernels import kernel_rows
 from penstock.inspection.report.facts import gather
 from penstock.inspection.report.material import Material, RunTrace
@@ -25,6 +24,7 @@ from penstock.inspection.report.schedule_facts import TICKS
 from penstock.inspection.subject import open_subject
 from penstock.ir.memory.predict import measure_memory
 from penstock.ir.text import print_op
+from penstock.planning.predict import predict
 from penstock.support.errors import UsageError
 
 
@@ -53,7 +53,7 @@ def test_memory_is_what_is_predicted_and_adds_up_at_every_moment(planned: Planne
 
 
 def test_timelines_are_those_of_the_simulator_and_of_the_trace(planned: Planned, facts: dict[str, Any]) -> None:
-    found = predict(planned.plan.module, plain=True).forecast.found
+    found = predict(planned.plan.module).forecast.found
     schedule = facts["schedule"]
     for rank in found.lines:
         actions = [(a, s, e) for a, s, e in found.timed(rank) if a.kind != "D"]
@@ -81,7 +81,7 @@ def steps(times: list[float], sizes: list[int]) -> list[tuple[float, int]]:
 @pytest.mark.parametrize("late", [0, 40])
 def test_measured_memory_lies_on_the_plan_action_by_action(planned: Planned, facts: dict[str, Any], late: int) -> None:
     """A run that holds what is planned, but warms up and is slower, and began `late` batches before: its curve is that of the plan."""
-    found = predict(planned.plan.module, plain=True).forecast.found
+    found = predict(planned.plan.module).forecast.found
     per_batch, actions, held = found.schedule.microbatches, {}, {}
     for rank in found.lines:
         line = [timed for timed in found.timed(rank) if timed[0].kind in ("F", "B", "U")]

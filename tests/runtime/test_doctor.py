@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import main
+from penstock.commands.parser import main
 from penstock.doctor import examine as doctor
 from penstock.doctor.examine import HostFacts, cluster_of, examine
 from penstock.doctor.kernels import Rates, rates_of, yardsticks

@@ -18,7 +18,7 @@ import pytest
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
 from penstock.models import write_mlp
-from penstock.replanning import replan
+from penstock.planning.replan import replan
 from penstock.runtime.job.run import run_bundle
 from penstock.runtime.launch.elastic import devices_on
 from penstock.runtime.launch.options import RunOptions

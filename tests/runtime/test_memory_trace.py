@@ -22,7 +22,7 @@ from penstock.passes.communicate.communicate import communicate
 from penstock.passes.manager import run_passes
 from penstock.passes.memory.lifetimes import lifetimes
 from penstock.passes.partition.split_backward import split_backward
-from penstock.passes.pipelines import PASSES, training_pipeline
+from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
 from penstock.passes.schedules.weight_versions import weight_versions
 from penstock.runtime.job.run import run_bundle
@@ -107,7 +107,11 @@ def test_a_parameter_on_several_stages(kind):
     """Parts of its gradient travel once per batch, and stay until the update."""
     model = chain_model([8, 16, 16, 16, 16, 8], [], tied=True)
     cuts = {"stages": 3, "split_at": ("layer2", "layer4")}
-    module = run_passes(model, training_pipeline({"kind": "adamw", "lr": 0.1}, cuts, kind, 4), PASSES)
+    module = run_passes(
+        model,
+        training_pipeline({"kind": "adamw", "lr": 0.1}, cuts, PipelineOptions(schedule=kind, microbatches=4)),
+        PASSES,
+    )
     assert any(edge.phase == "P" for edge in module.edges)
     check(module, [(0, 3), (3, 1)])
 

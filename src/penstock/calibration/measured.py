@@ -1,7 +1,7 @@
 """Measured times, kept between runs: of kernels, and of whole stage graphs as a worker runs them.
 
     kernels   seconds of one call, from `penstock inspect --kernels --measure`; `Measured` is a source of prices for passes/costs/prices.py
-    stages    seconds of each kind of action of a rank that is alone, from `profile`
+    stages    seconds of each kind of action of a rank that is alone, from calibration/profile.py
 
 An entry is found again by what was timed (the kernel whatever its names, the graph by its text) and by what timed it: back end,
 threads, processor, and the sources that made the code. Entries lie in the user's cache folder, each in a file of its own, with a
@@ -18,9 +18,8 @@ import hashlib
 import json
 import math
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from penstock.backends.bundle.format import Bundle
 from penstock.backends.tvm.fingerprint import key_of
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import Module
@@ -33,8 +32,6 @@ from penstock.support.processor import processor
 
 # Annotations that change the code of a kernel.
 _CODE = ("packed", "library")
-# Seconds of each kind of action of a rank, by rank.
-Rehearse = Callable[[Bundle, list[int]], list[dict[str, float]]]
 
 
 def table_of_user() -> Cache:
@@ -99,26 +96,6 @@ class Measured:
 def _kernel_key(kernel: Kernel, backend: str, threads: int) -> str:
     code = repr([[op.attrs.get(name) for name in _CODE] for op in kernel.body.ops])
     return key_of("kernel", kernel.key, code, backend, str(threads), processor())
-
-
-def profile(
-    bundle: Bundle, rehearse: Rehearse, table: Measured | None = None, *, anew: bool = False
-) -> dict[tuple[int, str], float]:
-    """Seconds of each kind of action of every rank, by rank and kind, as the ranks of the bundle would run them here: from the table, and
-    what is not there (everything, if `anew`) measured by `rehearse`, one rank after the other."""
-    table = table or Measured(bundle.manifest.backend)
-    module = bundle.module
-    found: dict[tuple[int, str], float] = {}
-    for entry in bundle.manifest.ranks:
-        stage = entry.stage
-        device = Device("here", threads=entry.threads)
-        known = {} if anew else table.stage(module, stage, device)
-        wanted = [kind for kind in COMPUTE if module.stage_graph(stage, kind) is not None]
-        if any(kind not in known for kind in wanted):
-            (known,) = rehearse(bundle, [entry.rank])
-            table.keep_stage(module, stage, entry.threads, known)
-        found |= {(entry.rank, kind): known[kind] for kind in wanted if kind in known}
-    return found
 
 
 def stage_times(

@@ -77,7 +77,7 @@ def _times(module: Module, batches: int) -> dict[int, list[float]] | None:
     )
     if module.cluster is None or "wired" not in module.facts or not drops:
         return None
-    from penstock.simulating import forecast, seconds_of
+    from penstock.passes.simulator.forecast import forecast, seconds_of
 
     made = forecast(module, seconds_of(module, rank_seconds(module)), batches)
     return {rank: list(line.finishes) for rank, line in made.found.lines.items()}

@@ -20,6 +20,7 @@ from penstock.inspection.views.gantt import COLOURS
 from penstock.ir.graph import Module
 from penstock.ir.schedule import COMPUTE
 from penstock.passes.costs.prices import shown_seconds
+from penstock.planning.plan import Plan, plan_line
 from penstock.support.errors import PenstockError
 from penstock.support.words import counted, shown_bytes
 
@@ -86,19 +87,9 @@ def _(trace: Trace) -> str:
     return trace_html(trace)
 
 
-def plan_told(module: Module) -> str:
-    """A plan in one line."""
-    schedule = module.schedule
-    told = (
-        f"{schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch"
-        if schedule is not None
-        else "no schedule"
-    )
-    stages = "; ".join(
-        f"stage {stage.index} on {' '.join(module.devices_of(stage.index))}" for stage in module.stages[:8]
-    )
-    more = f"; {counted(len(module.stages) - 8, 'more stage')}" if len(module.stages) > 8 else ""
-    return f"plan of {module.name}: {told}, {stages}{more}"
+@as_html.register
+def _(plan: Plan) -> str:
+    return plan_html(plan.module)
 
 
 def plan_html(module: Module) -> str:
@@ -116,7 +107,7 @@ def plan_html(module: Module) -> str:
         for row in facts.stages
     ]
     parts = [
-        html.title(plan_told(module)),
+        html.title(plan_line(module)),
         html.table(("stage", "devices", "parameters", "time per batch", "peak memory", "sent per batch"), rows),
         *(html.line(f"{origin}: {text}") for origin, text in facts.notes if origin in _DECIDING),
         html.module_html(module),
@@ -138,7 +129,7 @@ def _picture(trace: Trace) -> Iterator[str]:
         for span in row.spans:
             width = (span.end - span.start) * scale
             if span.kind in COMPUTE and width >= _SEEN:
-                told = f"{span.action}: {shown_seconds(span.start)} to {shown_seconds(span.end)}"
+                tip = f"{span.action}: {shown_seconds(span.start)} to {shown_seconds(span.end)}"
                 box = f'x="{_LEFT + span.start * scale:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" fill="{COLOURS[span.kind]}"'
-                yield f"<rect {box}><title>{escape(told)}</title></rect>"
+                yield f"<rect {box}><title>{escape(tip)}</title></rect>"
     yield "</svg>"

@@ -97,7 +97,7 @@ def summarize(module: Module) -> Summary:
 
 def busy_seconds(module: Module) -> dict[int, float]:
     """Predicted seconds of a batch in which each rank computes, or is busy with an end of a message."""
-    from penstock.simulating import seconds_of
+    from penstock.passes.simulator.forecast import seconds_of
 
     assert module.schedule is not None, "who computes how often is said by the schedule"
     seconds = seconds_of(module, rank_seconds(module))

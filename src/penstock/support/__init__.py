@@ -1,1 +1,1 @@
-"""The ground floor, open to every room: errors, words, the terminal, files, processes, hardware. It knows nothing of models."""
+"""Support: what every part of the package may use, and what knows nothing of models."""

@@ -36,6 +36,7 @@ from penstock.ir.verify.verifier import check
 from penstock.passes.communicate.wire import round_trips
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.terminal import say, table
+from penstock.verification.bisect.data import read_data
 
 Arrays = Mapping[str, np.ndarray]
 TOLERANCE = 1e-5
@@ -130,10 +131,13 @@ def verify_model(
     inputs as a reproducer has them; they are drawn otherwise."""
     import onnxruntime
 
-    from penstock import api
     from penstock.ir.cluster.cluster import Cluster
+    from penstock.planning.build import build
+    from penstock.planning.model import from_onnx
+    from penstock.planning.options import BuildOptions
+    from penstock.planning.pipeline import plan_model
 
-    model = api.from_onnx(path, dims=dims, known=known)
+    model = from_onnx(path, dims, known=known)
     module = model.module
     if module.draws:
         raise UsageError(
@@ -157,7 +161,7 @@ def verify_model(
         for name, a, b in zip(module.outputs, interpreted, expected, strict=True)
     ]
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        bundle = api.compile(api.plan(model, Cluster.local(1)), Path(folder) / "bundle", backend=backend)
+        bundle = build(plan_model(model, Cluster.local(1)), Path(folder) / "bundle", BuildOptions(backend))
         found = _one_microbatch(open_bundle(bundle), inputs)
     rows += [
         (f"{backend}: {name}", relative_error(found[name], b)) for name, b in zip(module.outputs, expected, strict=True)
@@ -185,8 +189,6 @@ def _one_microbatch(bundle: Bundle, inputs: Arrays) -> dict[str, np.ndarray]:
 
 
 def _given_inputs(path: str) -> dict[str, np.ndarray]:
-    from penstock.verification.bisect.reproducer import read_data
-
     _, batches = read_data(path)
     return batches[0] if batches else {}
 

@@ -26,8 +26,8 @@ from penstock.support.terminal import say, table
 from penstock.support.words import counted
 
 if TYPE_CHECKING:
-    from penstock.api import Model
     from penstock.ir.training.optimizers import Optimizer
+    from penstock.planning.model import Model
 
 PLAIN, DELAYED = "1f1b", "2bw"
 # Which part of the steps, at the end, the final loss is the mean of.
@@ -118,15 +118,18 @@ def compare(
 
 def train(model: Model, optimizer: Optimizer, schedule: str, setting: Setting, seed: int) -> list[float]:
     """The loss of every step of one run."""
-    from penstock import api
     from penstock.frontends.training import Training
     from penstock.ir.cluster.cluster import Cluster
+    from penstock.planning.build import build
+    from penstock.planning.options import BuildOptions, PlanOptions
+    from penstock.planning.pipeline import plan_model
     from penstock.runtime.job.job import open as open_job
 
     training = Training(setting.loss, optimizer, setting.microbatches, precision=setting.precision, seed=seed)
-    plan = api.plan(model, Cluster.local(setting.devices), training, schedule=schedule, stages=setting.devices)
+    options = PlanOptions(schedule=schedule, stages=setting.devices)
+    plan = plan_model(model, Cluster.local(setting.devices), training, options)
     with tempfile.TemporaryDirectory(prefix="penstock-parity-") as folder:
-        bundle = api.compile(plan, Path(folder) / "bundle", backend=setting.backend)
+        bundle = build(plan, Path(folder) / "bundle", BuildOptions(setting.backend))
         shuffled = setting.data != "synthetic"
         with open_job(bundle, timeout=setting.timeout, data=setting.data, shuffle=shuffled, seed=seed) as job:
             return [step.loss for step in job.steps_from_data(setting.steps)]

@@ -10,31 +10,29 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.backends.interface import StageSources
 from penstock.inspection.diff import differences
 from penstock.ir.graph import Module
 from penstock.ir.text import Printer, print_op
 from penstock.passes.manager import Call, Event, count_ops
+from penstock.planning.predict import Predicted
 from penstock.support.errors import UsageError
 from penstock.support.gc_pause import nothing_collected
 from penstock.support.words import counted
 
 from .files import Files
 from .parts import excerpt
-
-if TYPE_CHECKING:
-    from penstock.arguing import Predicted
+from .program import STAGES, dump_program
 
 EVENTS, PASSES, REPRO = "events.jsonl", "passes.tsv", "repro.ir"
 # Who notes in a module that it is a part of one.
 EXCERPT = "excerpt"
-STAGES, RANKS = "stages", "ranks"
 _HEADER = "number\tpass\tms\tops_before\tops_after\tchanged\trest\n"
 
 
@@ -42,7 +40,7 @@ class Dump:
     """A folder that `penstock.plan` and `penstock.compile` write what every pass and step made into, as `--dump-ir`
     does; without one, changes are printed."""
 
-    # A watcher of passes (penstock.passes.manager) and of back ends (penstock.backends.interface).
+    # A watcher of planning (penstock.planning.watching), with its passes and back ends.
     def __init__(self, folder: str | Path | None, *, only: str | None = None, changed: bool = False) -> None:
         """`only` is a pattern of lines FILE @GRAPH OPERATION; `changed` asks for what passes changed in place of modules."""
         self.folder = None if folder is None else Path(folder)
@@ -133,7 +131,11 @@ class Dump:
             self.write(REPRO, f"// penstock opt {REPRO} -p '{quoted}'\n{reason}{self._printer.print(module)}")
             self.report(module, failure=f"pass {call}\n{type(error).__name__}: {error}")
 
-    # ------------------------------------------------------------------------------ the report
+    # ------------------------------------------------------------------------------ the plan
+
+    def program(self, module: Module, predicted: Callable[[], Predicted] | None = None) -> None:
+        """Write the parts of a planned module, and a picture of its run."""
+        dump_program(self, module, predicted)
 
     def report(
         self,

@@ -4,27 +4,39 @@ does, and a picture of the run that is predicted. The prediction depends on the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
 
-from penstock.arguing import predict
-from penstock.ir.action_kinds import ACTION_KINDS, DROP, FORWARD, SUM
+from penstock.inspection.views.gantt import svg_gantt
 from penstock.ir.graph import Module, Value, summed_vars
-from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action
-from penstock.simulating import Forecast
+from penstock.ir.schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, Action
+from penstock.passes.simulator.forecast import Forecast
+from penstock.planning.predict import Predicted, predict
 from penstock.support.gc_pause import nothing_collected
 from penstock.support.words import counted, shown_bytes
 
-from .folder import RANKS, STAGES, Dump
 from .parts import part_of_rank, part_of_stage
 
+STAGES, RANKS = "stages", "ranks"
 # Pictures of more are slow to open.
 _MOST_RANKS = 64
 
 
+class _Files(Protocol):
+    """A folder that modules and texts are written into."""
+
+    folder: Path | None
+
+    def write(self, name: str, text: str) -> str: ...
+
+    def write_module(self, name: str, module: Module) -> str | None: ...
+
+
 @nothing_collected()
-def dump_program(dump: Dump, module: Module, predicted: Callable[[], Forecast] | None = None) -> None:
+def dump_program(dump: _Files, module: Module, predicted: Callable[[], Predicted] | None = None) -> None:
     """Write the parts of a module that has been cut into stages, as far as it is planned; `predicted`
-    gives the run where somebody knows it."""
-    if dump.folder is None or not any(module.stage_graph(stage.index, FORWARD) for stage in module.stages):
+    gives the run where the caller knows it."""
+    if dump.folder is None or not any(module.stage_graph(stage.index, "F") for stage in module.stages):
         return
     for stage in module.stages:
         dump.write_module(f"{STAGES}/s{stage.index}/module.ir", part_of_stage(module, stage.index))
@@ -34,70 +46,41 @@ def dump_program(dump: Dump, module: Module, predicted: Callable[[], Forecast] |
         dump.write_module(f"{RANKS}/r{rank}/module.ir", part_of_rank(module, rank))
         dump.write(f"{RANKS}/r{rank}/actions.tsv", "".join("\t".join(row) + "\n" for row in action_rows(module, rank)))
     if "wired" in module.facts and len(module.schedule.ranks) <= _MOST_RANKS:
-        dump.write(
-            "schedule.svg", _picture(predicted() if predicted is not None else predict(module, plain=True).forecast)
-        )
+        known = predicted() if predicted is not None else predict(module)
+        dump.write("schedule.svg", _picture(known.forecast))
 
 
 def _picture(made: Forecast) -> str:
-    from penstock.inspection.views.gantt import svg_gantt
-
     return svg_gantt(made.found, f"{made.module.name}, {made.found.schedule.name}, predicted", made.curves())
 
 
 def action_rows(module: Module, rank: int) -> Iterator[tuple[str, str, str]]:
-    """When, action, what it does; numbers are those of batch 1, as in the module."""
+    """Rows of when, action and what it does; numbers are those of batch 1, as in the module."""
     assert module.schedule is not None
     program = module.schedule.ranks[rank]
     yield "when", "action", "does"
     for when, actions in (("start", program.start), ("batch", program.batch)):
-        yield from ((when, str(action), DOES[action.kind](module, action)) for action in actions)
+        yield from ((when, str(action), _does(module, rank, action)) for action in actions)
 
 
-def _unit(action: Action) -> str:
-    return f"{ACTION_KINDS[action.kind].per} {action.mb}"
-
-
-def _computes(module: Module, action: Action) -> str:
-    version = "" if action.version is None else f", version {action.version} of the weights"
-    return f"run @s{action.stage}.{action.kind} for {_unit(action)}{version}"
-
-
-def _drops(module: Module, action: Action) -> str:
-    return f"drop what is left of {_unit(action)}"
-
-
-def _sums(module: Module, action: Action) -> str:
-    grads = summed_vars(module, action.stage)
-    total = sum(module.vars[name].type.nbytes for name in grads)
-    return f"sum {counted(len(grads), 'gradient')} over the ranks of the stage, {shown_bytes(total)}"
-
-
-def _sends(module: Module, action: Action) -> str:
+def _does(module: Module, rank: int, action: Action) -> str:
+    kind, stage = action.kind, action.stage
+    unit = "batch" if kind in PER_BATCH else "microbatch"
+    if kind in COMPUTE:
+        version = "" if action.version is None else f", version {action.version} of the weights"
+        return f"run @s{stage}.{kind} for {unit} {action.mb}{version}"
+    if kind == "D":
+        return f"drop what is left of microbatch {action.mb}"
+    if kind == "AR":
+        grads = summed_vars(module, stage)
+        total = sum(module.vars[name].type.nbytes for name in grads)
+        return f"sum {counted(len(grads), 'gradient')} over the ranks of the stage, {shown_bytes(total)}"
     assert action.peer is not None
-    ends = action.stage, module.rank_stages()[action.peer]
-    return f"send to rank {action.peer}: {_message(module, action, *ends)}"
-
-
-def _receives(module: Module, action: Action) -> str:
-    assert action.peer is not None
-    ends = module.rank_stages()[action.peer], action.stage
-    return f"receive from rank {action.peer}: {_message(module, action, *ends)}"
-
-
-def _message(module: Module, action: Action, src: int, dst: int) -> str:
-    values = [v for e in module.edges if (e.src, e.dst, e.phase) == (src, dst, action.phase) for v in e.values]
-    return f"{_listed(values)} of {_unit(action)}, {shown_bytes(sum(v.type.nbytes for v in values))}"
-
-
-# What an action does, in words.
-DOES: dict[str, Callable[[Module, Action], str]] = {
-    **dict.fromkeys(COMPUTE, _computes),
-    **dict.fromkeys(SENDS, _sends),
-    **dict.fromkeys(RECEIVES, _receives),
-    SUM: _sums,
-    DROP: _drops,
-}
+    peer = module.rank_stages()[action.peer]
+    src, dst = (stage, peer) if kind in SENDS else (peer, stage)
+    values = [v for e in module.edges if (e.src, e.dst, e.phase) == (src, dst, kind[1]) for v in e.values]
+    way = f"receive from rank {action.peer}" if kind in RECEIVES else f"send to rank {action.peer}"
+    return f"{way}: {_listed(values)} of {unit} {action.mb}, {shown_bytes(sum(v.type.nbytes for v in values))}"
 
 
 def _listed(values: Iterable[Value]) -> str:

@@ -19,13 +19,13 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from penstock import __version__
 from penstock.frontends.names import legal
 from penstock.frontends.onnx.source import node_name
 from penstock.inspection.subject import Subject
 from penstock.ir.attrs import Attr
 from penstock.ir.graph import Module, Value, Var
 from penstock.ir.types import TensorType, numpy_dtype
+from penstock.version import __version__
 
 from .outputs import write_whole
 from .placed import Placed, forward_graphs, placed_ops

@@ -15,7 +15,7 @@ from pathlib import Path
 from penstock.inspection.subject import Subject
 from penstock.ir.graph import Module
 from penstock.passes.costs.prices import rank_seconds
-from penstock.simulating import Forecast, forecast, seconds_of
+from penstock.passes.simulator.forecast import Forecast, forecast, seconds_of
 from penstock.support.errors import UsageError
 
 from .outputs import write_whole

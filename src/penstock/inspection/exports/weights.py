@@ -1,7 +1,7 @@
 """Weights back out of a bundle, under the names of the model it was compiled from.
 
-keep_source   at compile time: what a bundle has to keep of its model for that
-export        a bundle, or a checkpoint of one -> an ONNX file, a safetensors file, or both
+export              a bundle, or a checkpoint of one -> an ONNX file, a safetensors file, or both
+export_parameters   a checkpoint alone -> a safetensors file of what it says the model calls its tensors
 
 The ONNX file is the model that was compiled, with its own inputs and outputs (no loss), nodes and names; the elements of initializers that
 became variables are those of the bundle or the checkpoint, in the initializer's element type, and everything else is as it was, bit for bit.
@@ -19,21 +19,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backends.bundle.format import REST, Bundle, Origin, open_bundle, stored_vars
+from penstock.backends.bundle.format import Bundle, open_bundle, stored_vars
 from penstock.backends.bundle.tensor_file import map_tensors, write_tensors
-from penstock.ir.graph import PARAM, Module
+from penstock.backends.bundle.writer import flush_directory
+from penstock.ir.graph import PARAM
 from penstock.support.atomic_files import replacing
 from penstock.support.errors import UsageError, VerifyError
 
 if TYPE_CHECKING:
     from onnx import ModelProto
-
-    from penstock.frontends.imported import Imported
 
 
 @dataclass(frozen=True)
@@ -43,42 +42,6 @@ class Exported:
     files: tuple[Path, ...]
     tensors: int
     step: int | None
-
-
-def keep_source(imported: Imported, module: Module, folder: Path) -> Origin:
-    """What a bundle of `module` keeps of its source: its names for variables, and for inputs and outputs that are spelled otherwise; and its files."""
-    origin = _keep_variables(imported, module, folder)
-    values = [*(value.name for value in module.data_inputs), *module.outputs]
-    return Origin(
-        {**{name: (imported.names[name],) for name in values if name in imported.names}, **origin.names}, origin.files
-    )
-
-
-def _keep_variables(imported: Imported, module: Module, folder: Path) -> Origin:
-    """Elements that no stage holds stay with the structure, which is written into `folder`."""
-    stored = stored_vars(module)
-    structure, state = imported.structure, imported.state
-    if state is not None:
-        lost = {
-            name: imported.weights[variable]
-            for variable, names in state.names.items()
-            if variable not in stored
-            for name in names
-        }
-        path = folder / PurePosixPath(REST).name
-        write_tensors(path, {**state.rest, **lost})
-        return Origin({variable: names for variable, names in state.names.items() if variable in stored}, [path])
-    if structure is None:
-        return Origin({name: (imported.names.get(name, name),) for name in stored})
-    from penstock.frontends.onnx.structure import save_structure
-
-    names = {variable: (theirs,) for variable, theirs in structure.initializers.items() if variable in stored}
-    rest = {
-        theirs: imported.weights[variable]
-        for variable, theirs in structure.initializers.items()
-        if variable not in stored
-    }
-    return Origin(names, save_structure(structure, folder, rest))
 
 
 def export(
@@ -240,3 +203,25 @@ def _write_safetensors(out: Path, arrays: Mapping[str, np.ndarray], bundle: Bund
             metadata,
         )
     return out
+
+
+def export_parameters(place: Path, out: Path) -> tuple[int, int, int]:
+    """Write the newest parameters of a checkpoint, and other tensors that the model stores, by its own
+    names; their number, bytes, and the step."""
+    from penstock.runtime.checkpoint.format import read_index, read_tensors
+
+    index = read_index(place)
+    if not index.names:
+        raise UsageError(
+            "does not say what the model calls its tensors",
+            where=str(place),
+            hint=f"penstock export BUNDLE --checkpoint {place} --safetensors FILE",
+        )
+    arrays = read_tensors(place, index, set(index.names))
+    if lost := sorted(index.names.keys() - arrays.keys()):
+        raise VerifyError(f"lacks {', '.join(lost)}, which its index names", where=str(place))
+    named = {name: arrays[ours] for ours, names in index.names.items() for name in names}
+    with replacing(out) as work:
+        write_tensors(work, named, {"format": "pt"})  # transformers does not read files that do not say so
+    flush_directory(out.parent)
+    return len(named), sum(array.nbytes for array in named.values()), index.step

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -49,11 +48,9 @@ class Command:
     place: CompletionSlot = CompletionSlot(NOTHING)
 
 
-def completion_command(arguments: Namespace) -> None:
-    from penstock.cli import command_line
-
-    commands = list(commands_of(command_line()))
-    print({"bash": bash, "zsh": zsh, "fish": fish}[arguments.shell](commands), end="")
+def script(shell: str, parser: argparse.ArgumentParser) -> str:
+    """The script that makes a shell complete what a parser takes."""
+    return {"bash": bash, "zsh": zsh, "fish": fish}[shell](list(commands_of(parser)))
 
 
 def commands_of(parser: argparse.ArgumentParser, name: str = "") -> Iterator[Command]:

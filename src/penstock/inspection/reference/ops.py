@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from argparse import Namespace
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,7 +16,6 @@ from penstock.passes.training.vjp import FLAT, STATISTICS, STOPS, VJP
 from penstock.support.terminal import table
 
 from .coverage import MEANINGS, STATE, coverage
-from .passes import known
 
 _TYPES = {bool: "bool", int: "int", float: "float", str: "word", tuple: "list", object: "any"}
 _CPUS = "kernels for CPUs"
@@ -26,15 +24,12 @@ _DIMENSIONS = (
 )
 
 
-def ops_command(arguments: Namespace) -> None:
-    if arguments.name is None:
-        print(table(*coverage()))
-        print()
-        for word, meaning in MEANINGS.items():
-            print(f"{word}: {meaning}")
-        print("`penstock ops OP` says where the rules of one are, and tries its kernel for CPUs on a small example.")
-    else:
-        print("\n".join(op_help(known(arguments.name, OPS, "operation", "penstock ops"))))
+def list_ops() -> Iterator[str]:
+    """All operations, and which parts of the compiler support them."""
+    yield table(*coverage())
+    yield ""
+    yield from (f"{word}: {meaning}" for word, meaning in MEANINGS.items())
+    yield "`penstock ops OP` says where the rules of one are, and tries its kernel for CPUs on a small example."
 
 
 def op_help(name: str) -> Iterator[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
-from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, fields
 from typing import Any
@@ -13,24 +11,18 @@ from typing import Any
 from penstock.ir.attrs import print_literal
 from penstock.ir.verify import verifier as verify
 from penstock.passes.manager import Pass
-from penstock.passes.pipelines import PASSES, PIPELINES, pipeline_text
+from penstock.passes.pipelines import PASSES, PIPELINES
 from penstock.support.errors import UsageError
 from penstock.support.terminal import table
 from penstock.support.words import meant
 
 
-def passes_command(arguments: Namespace) -> None:
-    if arguments.pipeline is not None:
-        sys.stdout.write(pipeline_text(arguments.pipeline))
-    elif arguments.name is not None:
-        print("\n".join(pass_help(known(arguments.name, PASSES, "pass", "penstock passes"))))
-    else:
-        for row in PASSES.values():
-            facts = [
-                f"{word} {', '.join(names)}" for word, names in (("needs", row.needs), ("gives", row.gives)) if names
-            ]
-            print(_signature(row) + (f"  [{'; '.join(facts)}]" if facts else ""))
-            print(f"    {row.doc}")
+def list_passes() -> Iterator[str]:
+    """All passes with their options, two lines each."""
+    for row in PASSES.values():
+        facts = [f"{word} {', '.join(names)}" for word, names in (("needs", row.needs), ("gives", row.gives)) if names]
+        yield _signature(row) + (f"  [{'; '.join(facts)}]" if facts else "")
+        yield f"    {row.doc}"
 
 
 def known(name: str, names: Iterable[str], what: str, command: str) -> str:

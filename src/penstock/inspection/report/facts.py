@@ -16,14 +16,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from penstock import __version__
-from penstock.arguing import Predicted, predict
 from penstock.calibration.measured import Measured
 from penstock.ir.graph import PARAM, Module
 from penstock.ir.memory.predict import Memory, measure_memory
 from penstock.ir.schedule import PER_BATCH
 from penstock.passes.manager import count_ops
-from penstock.simulating import binding
+from penstock.passes.simulator.forecast import binding
+from penstock.planning.predict import Predicted, predict, predict_here
+from penstock.version import __version__
 
 from .graph_facts import graph_facts
 from .kernel_facts import kernel_facts
@@ -38,7 +38,7 @@ def gather(material: Material, plain: bool = False) -> dict[str, Any]:
     """Everything the page shows."""
     module, strings = material.module, Strings({"": 0})
     known = material.predicted if plain else None
-    predicted = (known or predict(module, plain)) if _runs(module) else None
+    predicted = (known or (predict if plain else predict_here)(module)) if _runs(module) else None
     memory = measure_memory(module) if predicted is not None else {}
     found = {
         "version": __version__,

@@ -11,7 +11,7 @@ from penstock.ir.graph import Module
 from penstock.ir.schedule import Action
 
 if TYPE_CHECKING:
-    from penstock.arguing import Predicted
+    from penstock.planning.predict import Predicted
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from penstock.ir.graph import stage_vars
 from penstock.ir.memory.account import Life
 from penstock.ir.memory.predict import Memory
 from penstock.ir.schedule import COMPUTE, Action
+from penstock.passes.simulator.forecast import Forecast
 from penstock.passes.simulator.result import Simulated
-from penstock.simulating import Forecast
 
 from .material import RunTrace
 from .schedule_facts import ticks

@@ -19,6 +19,12 @@ from penstock.support.words import counted, visible
 _HINT = "give a file that `penstock run --trace` or `penstock simulate --trace` wrote"
 
 
+_COLOURS = {"F": "#7aa6d8", "B": "#e3a857", "W": "#c8d06a", "U": "#8f6bb1", "P": "#b98aa8", "N": "#a8a8a8"}
+_WIDTH, _LEFT, _ROW = 960, 190, 22
+# Narrower boxes are not drawn: a long run stays a picture that can be opened.
+_SEEN = 0.15
+
+
 @dataclass(frozen=True, slots=True)
 class ActionSpan:
     """One action; seconds from the first action of the run."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from penstock.inspection.flow import FlowLine
 from penstock.inspection.memory import Curve
 from penstock.inspection.sources import ONNX, SourceNode
-from penstock.inspection.summary import Summary
+from penstock.inspection.summary import StageFacts, Summary
 from penstock.inspection.weights import Statistics
 from penstock.inspection.why import KernelUse, OperationUse, Why
 from penstock.ir.graph import Module
@@ -35,6 +35,21 @@ def show_summary(facts: Summary, width: int | None = None) -> str:
     return "\n".join(_summary(facts, width))
 
 
+_STAGES = (
+    "stage",
+    "devices",
+    "ops",
+    "kernels",
+    "parameters",
+    "stored",
+    "GFLOP",
+    "time",
+    "of slowest",
+    "peak memory",
+    "sent",
+)
+
+
 def _summary(facts: Summary, width: int | None) -> Iterator[str]:
     yield (
         f"module {facts.name}: {counted(facts.tensors, 'parameter tensor')} with {facts.parameters:,} elements, facts: "
@@ -46,49 +61,7 @@ def _summary(facts: Summary, width: int | None) -> Iterator[str]:
     if facts.schedule:
         yield f"schedule {facts.schedule}: {counted(facts.microbatches, 'microbatch')} per batch, {counted(facts.ranks, 'rank')}"
     if facts.stages:
-        slowest = max((row.seconds or 0.0 for row in facts.stages), default=0.0)
-        rows: list[list[object]] = []
-        for row in facts.stages:
-            time = (
-                ["-", "-"]
-                if row.seconds is None
-                else [f"{row.seconds * 1e3:.3f} ms", f"{row.seconds / slowest:.0%}" if slowest else "-"]
-            )
-            work = f"{row.flops / 1e9:.4g}"
-            peak = "-" if row.peak is None else shown_bytes(row.peak)
-            rows.append(
-                [
-                    row.stage,
-                    " ".join(row.devices),
-                    row.operations,
-                    row.kernels or "-",
-                    f"{row.parameters:,}",
-                    shown_bytes(row.stored),
-                    work,
-                    *time,
-                    peak,
-                    shown_bytes(row.sent),
-                ]
-            )
-        heads = [
-            "stage",
-            "devices",
-            "ops",
-            "kernels",
-            "parameters",
-            "stored",
-            "GFLOP",
-            "time",
-            "of slowest",
-            "peak memory",
-            "sent",
-        ]
-        yield ""
-        yield table(heads, rows, width, cut=(1,))
-        yield (
-            "GFLOP, time (predicted, ends of messages among it) and what is sent are per batch; stored are parameters, state and "
-            "buffers with all their versions"
-        )
+        yield from _stages(facts.stages, width)
     yield ""
     graphs = [[g.name, g.operations, g.kernels or "-", g.inputs, g.outputs, shown_bytes(g.saved)] for g in facts.graphs]
     yield table(["graph", "ops", "kernels", "inputs", "outputs", "saved"], graphs)
@@ -102,6 +75,39 @@ def _summary(facts: Summary, width: int | None) -> Iterator[str]:
     if facts.notes:
         yield ""
         yield from (f"note {origin}: {text}" for origin, text in facts.notes)
+
+
+def _stages(stages: Sequence[StageFacts], width: int | None) -> Iterator[str]:
+    slowest = max((row.seconds or 0.0 for row in stages), default=0.0)
+    rows: list[list[object]] = []
+    for row in stages:
+        time = (
+            ["-", "-"]
+            if row.seconds is None
+            else [f"{row.seconds * 1e3:.3f} ms", f"{row.seconds / slowest:.0%}" if slowest else "-"]
+        )
+        work = f"{row.flops / 1e9:.4g}"
+        peak = "-" if row.peak is None else shown_bytes(row.peak)
+        rows.append(
+            [
+                row.stage,
+                " ".join(row.devices),
+                row.operations,
+                row.kernels or "-",
+                f"{row.parameters:,}",
+                shown_bytes(row.stored),
+                work,
+                *time,
+                peak,
+                shown_bytes(row.sent),
+            ]
+        )
+    yield ""
+    yield table(_STAGES, rows, width, cut=(1,))
+    yield (
+        "GFLOP, time (predicted, ends of messages among it) and what is sent are per batch; stored are parameters, state and "
+        "buffers with all their versions"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ variables and memory

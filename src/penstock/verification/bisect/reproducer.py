@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backends.bundle.tensor_file import map_tensors, write_tensors
+from penstock.backends.bundle.tensor_file import write_tensors
 from penstock.frontends.names import legal
 from penstock.ir.files import read_module, verify_read
 from penstock.ir.graph import Module, Stage, signature, slot_of
@@ -35,6 +35,7 @@ from penstock.support.words import counted
 from penstock.verification.checks import synthetic_batch
 
 from .case import KERNEL, Case
+from .data import read_data, write_data
 from .edits import with_outputs
 from .kernels import GraphCall, compare, compiled, recorded_slots
 from .original import OnnxOriginal, first_difference
@@ -232,48 +233,12 @@ def _shrunk(
     for name in (INPUTS, MODEL):
         (folder / name).unlink(missing_ok=True)
     if data:
-        write_data(folder / INPUTS, case)
+        write_data(folder / INPUTS, case.weights, case.batches)
     return Written(folder, command, case.size[0], before, budget.spent)
 
 
 def _own(weights: Mapping[str, Array], module: Module) -> dict[str, Array]:
     return {name: np.asarray(array) for name, array in weights.items() if name in module.vars}
-
-
-# ------------------------------------------------------------------------------------------------ data
-
-
-def write_data(path: Path, case: Case) -> None:
-    names = list(case.batches[0])
-    arrays = {f"@{name}": np.asarray(array) for name, array in case.weights.items()}
-    for name in names:
-        arrays[f"%{name}"] = np.stack([np.asarray(batch[name]) for batch in case.batches])
-    write_tensors(path, arrays)
-
-
-def read_data(path: str) -> tuple[dict[str, Array], list[dict[str, Array]]]:
-    """Weights, and batches."""
-    if not Path(path).is_file():
-        raise UsageError(f"cannot read {path}", hint="expected a safetensors file as a reproducer has it")
-    arrays = map_tensors(Path(path))
-    strange = [name for name in arrays if name[:1] not in ("@", "%")]
-    if strange:
-        raise UsageError(
-            f"{strange[0]!r} is neither @variable nor %input", where=path, hint="expected a file as a reproducer has it"
-        )
-    given = {name[1:]: array for name, array in arrays.items() if name[0] == "%"}
-    if single := [name for name, array in given.items() if not array.ndim]:
-        raise UsageError(
-            f"%{', %'.join(single)} without an axis of batches", where=path, hint="expected one batch after the other"
-        )
-    counts = {len(array) for array in given.values()}
-    if len(counts) > 1:
-        raise UsageError("inputs have different numbers of batches", where=path)
-    if counts == {0}:
-        raise UsageError("inputs have no batch", where=path)
-    count = counts.pop() if counts else 0
-    batches = [{name: array[t] for name, array in given.items()} for t in range(count)]
-    return {name[1:]: array for name, array in arrays.items() if name[0] == "@"}, batches
 
 
 # ------------------------------------------------------------------------------------------------ running one

@@ -14,21 +14,18 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from penstock.ir.graph import PARAM, Graph, Module, Namer, Value, substitute
-from penstock.ir.interpreter.interpreter import run_graph
+from penstock.ir.interpreter.interpreter import DictStore, Watch, run_graph
 from penstock.ir.interpreter.ops import F64, Array
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS
 from penstock.verification.tolerance import Allowed
 
 from .values import Seen, Spot
-
-if TYPE_CHECKING:
-    from .trial import Trial
 
 # How far a value is moved for a difference, of its own size: the error of the difference goes with the square, that of rounding with the
 # inverse. One that is right is right at one of these.
@@ -42,10 +39,25 @@ ALLOWED = Allowed(
 )
 
 
+class Runs(Protocol):
+    """The same batches through any module, as a `Trial` runs them."""
+
+    parts: list[dict[str, Array]]
+    seed: int
+    microbatches: int
+    loss_scale: float
+
+    def store(self, module: Module) -> DictStore: ...
+
+    def forward(self, module: Module, k: int, store: DictStore) -> Mapping[str, Array]: ...
+
+    def backward(self, module: Module, watch: Watch | None = None, most: int | None = None) -> DictStore: ...
+
+
 class Slopes:
     """The derivatives of one module, which has forward and backward graph."""
 
-    def __init__(self, trial: Trial, module: Module) -> None:
+    def __init__(self, trial: Runs, module: Module) -> None:
         self.trial, self.module = trial, module
         self.forward = module.graphs["F"]
 

@@ -23,10 +23,11 @@ from penstock.support.terminal import say
 from .steps import WRITTEN, CompiledStages, Original, Trail, TrailStep
 
 if TYPE_CHECKING:
-    from penstock.api import Model, Plan
     from penstock.backends.bundle.format import Bundle
     from penstock.backends.interface import StageProgram
     from penstock.ir.graph import Module
+    from penstock.planning.model import Model
+    from penstock.planning.plan import Plan
 
 
 # ------------------------------------------------------------------------------------------------ dump folders

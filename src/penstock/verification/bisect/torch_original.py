@@ -19,6 +19,11 @@ from penstock.frontends.names import legal
 from penstock.frontends.torch.source import exported
 from penstock.inspection.dump import Dump
 from penstock.ir.interpreter.ops import Array
+from penstock.planning.model import from_torch
+from penstock.planning.options import PlanOptions
+from penstock.planning.pipeline import plan_model
+from penstock.planning.plan import Plan
+from penstock.planning.watching import Feedback
 
 from .search import Options, bisect
 from .sources import planned_trail
@@ -107,15 +112,13 @@ def bisect_torch(
     **planned: Any,
 ) -> int:
     """What `penstock verify MODEL --bisect` does, for a torch module and its example arguments; `planned` are arguments of `ps.plan`."""
-    from penstock import api
-
-    model = api.from_torch(source, args, kwargs)
+    model = from_torch(source, args, kwargs)
     original = TorchOriginal(source, args, kwargs, model.imported.names, model.module.outputs)
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         folder = Path(scratch) / "dumps"
 
-        def plan() -> api.Plan:
-            return api.plan(model, cluster, training, dump=Dump(folder), **planned)
+        def plan() -> Plan:
+            return plan_model(model, cluster, training, PlanOptions(**planned), Feedback(Dump(folder)))
 
         with planned_trail(type(source).__name__, plan, lambda: model, lambda _: original, folder, backend) as trail:
             return bisect(trail, options)

@@ -1,27 +1,38 @@
-"""The command doctor: what this machine is and can do, and a cluster file of it."""
+"""`penstock doctor`: what this machine is and can do, and a cluster file of it."""
 
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from penstock.ir.cluster.file import cluster_text
-from penstock.support.atomic_files import replacing
 from penstock.support.errors import UsageError
 from penstock.support.terminal import say, table
 from penstock.support.words import shown_bytes
+
+from .types import positive_number
 
 if TYPE_CHECKING:
     from penstock.doctor.examine import DoctorReport
 
 
-def doctor_command(arguments: Namespace) -> None:
-    from penstock.doctor.examine import examine
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the devices to make of it, and where the cluster file goes."""
+    parser.add_argument("--cluster-out", metavar="FILE", help="cluster file to write, TOML or YAML (.yaml)")
+    parser.add_argument(
+        "--devices", type=positive_number, metavar="N", help="equal CPU devices to divide the machine into (default: 1)"
+    )
+    parser.add_argument("--threads", metavar="LIST", help="threads of each CPU device, e.g. 3,1")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run(arguments: Namespace) -> None:
+    """Measure, print what there is, and write the cluster file."""
+    from penstock.doctor.examine import examine  # lazy: heavy
+    from penstock.ir.cluster.file import cluster_text  # lazy: heavy
+    from penstock.support.atomic_files import replacing  # lazy: heavy
 
     if arguments.cluster_out:
         _check_place(Path(arguments.cluster_out))
@@ -63,6 +74,8 @@ def _check_place(path: Path) -> None:
 
 
 def _plain(report: DoctorReport) -> dict[str, object]:
+    import msgspec  # lazy: heavy
+
     return {
         "hosts": [msgspec.to_builtins(host) for host in report.hosts],
         "cluster": {

@@ -1,4 +1,4 @@
-"""`penstock plan --workload FILE.json`: place the graph of a file in the public device-placement format, and print what was found.
+"""`penstock plan --workload FILE.json`: place the graph of a file in the public device-placement format, and print the placement.
 
 Out: the optimum (or what was found, and how far from the optimum it can be), what every device has, and which
 nodes are where, by the ids of the file.
@@ -10,16 +10,15 @@ import json
 import textwrap
 import time
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
-from penstock.passes.placement.calls import ends
-from penstock.passes.placement.contiguous import split_contiguously
-from penstock.passes.placement.free import split_freely
-from penstock.passes.placement.latency import place_for_latency
-from penstock.passes.placement.problem import Placement, loads
-from penstock.passes.placement.workload import Workload, load_workload
 from penstock.support.errors import UsageError
 from penstock.support.terminal import Progress, say, table, terminal_width
 from penstock.support.words import shown_bytes
+
+if TYPE_CHECKING:
+    from penstock.passes.placement.problem import Placement
+    from penstock.passes.placement.workload import Workload
 
 # What a solver proves to a millionth is proven.
 PROVEN = 2e-6
@@ -27,8 +26,8 @@ _OWN = ("workload", "objective", "contiguous", "any")
 _WAIT = 2.0
 
 
-def check_plan_arguments(arguments: Namespace) -> None:
-    """A plan is one of a model or one of a workload."""
+def check(arguments: Namespace) -> None:
+    """UsageError unless a plan is one of a model or one of a workload."""
     given = [f"--{name}" for name in _OWN if getattr(arguments, name)]
     if arguments.workload is None:
         if given:
@@ -38,11 +37,7 @@ def check_plan_arguments(arguments: Namespace) -> None:
         return
     if arguments.model is not None:
         raise UsageError(f"{arguments.model} and --workload {arguments.workload}: a plan is for one of the two")
-    foreign = [
-        f"--{name.replace('_', '-')}"
-        for name, value in vars(arguments).items()
-        if name not in (*_OWN, "json") and value != _plain(name)
-    ]
+    foreign = [f"--{name.replace('_', '-')}" for name in arguments.given if name not in (*_OWN, "json")]
     if foreign:
         raise UsageError(
             f"{', '.join(sorted(foreign))} with --workload: these are for models; the file says which devices there are"
@@ -53,14 +48,13 @@ def check_plan_arguments(arguments: Namespace) -> None:
         )
 
 
-def _plain(name: str) -> object:
-    """What an argument is when it is not given."""
-    from penstock.cli import parse
+def run(arguments: Namespace) -> None:
+    """Place the graph of a file, and print where its nodes are."""
+    from penstock.passes.placement.contiguous import split_contiguously  # lazy: heavy
+    from penstock.passes.placement.free import split_freely  # lazy: heavy
+    from penstock.passes.placement.latency import place_for_latency  # lazy: heavy
+    from penstock.passes.placement.workload import load_workload  # lazy: heavy
 
-    return getattr(parse(["plan"]), name)
-
-
-def plan_workload(arguments: Namespace) -> None:
     workload = load_workload(arguments.workload)
     progress = _Patient()
     objective = arguments.objective or "throughput"
@@ -96,6 +90,8 @@ class _Patient:
 
 def as_json(workload: Workload, found: Placement, objective: str, contiguous: bool) -> dict[str, object]:
     """All of it; times and bytes in the units of the file."""
+    from penstock.passes.placement.problem import loads  # lazy: heavy
+
     problem, optimal = found.problem, found.gap <= PROVEN
     rows = [
         {
@@ -120,6 +116,8 @@ def as_json(workload: Workload, found: Placement, objective: str, contiguous: bo
 
 def as_text(workload: Workload, found: Placement, objective: str, contiguous: bool) -> str:
     """A line that says what was found, a table of devices, and the nodes of each."""
+    from penstock.passes.placement.problem import loads  # lazy: heavy
+
     problem, names = found.problem, found.problem.device_names()
     what = (
         "latency of one sample"
@@ -156,7 +154,9 @@ def as_text(workload: Workload, found: Placement, objective: str, contiguous: bo
 
 
 def _calls(found: Placement) -> tuple[list[str], list[list[object]]]:
-    """When each accelerator runs; CPU nodes run one by one, as many at once as there are to run."""
+    """Rows of when each accelerator runs; CPU nodes run one by one, as many at once as there are to run."""
+    from penstock.passes.placement.calls import ends  # lazy: heavy
+
     times = ends(found.problem, found.device_of)
     assert times is not None
     kinds, cells = found.problem.devices, []

@@ -18,16 +18,17 @@ from itertools import permutations
 
 from penstock.ir.cluster.cluster import Cluster, usable_cores
 from penstock.ir.schedule import RECEIVES, SENDS, Action, Schedule
-from penstock.passes.planner.chain import Table
-from penstock.passes.planner.cost import judge
-from penstock.passes.planner.plan import PipelinePlan
-from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.schedules.late_updates import sum_late
 from penstock.passes.schedules.schedule import SCHEDULES, build_schedule
 from penstock.passes.simulator.cores import TURN
+from penstock.passes.simulator.forecast import BATCHES, LOCAL, seat_of
 from penstock.passes.simulator.simulate import machine_of, simulate, wire_chain
-from penstock.simulating import BATCHES, LOCAL, seat_of
 from penstock.support.errors import VerifyError
+
+from .chain import Table
+from .cost import judge
+from .plan import PipelinePlan
+from .planner import Outcome, Planner
 
 _MOST_ACTIONS, _MOST_ORDERED = 4000, 4
 # Layouts that the formulas think so many times as slow as the best at most, and how many of them; sizes of
@@ -151,10 +152,10 @@ class _Judge:
             if action.kind in SENDS or action.kind in RECEIVES:
                 assert action.peer is not None
                 return self.cluster.message_overhead(device.name, devices[action.peer].name)
-            forward, backward, weight, again, update = (
+            forward, backward, weight, recompute, update = (
                 float(sums[stage.last] - sums[stage.first]) for sums in table.times(device)
             )
-            back = backward + (again if stage.recompute else 0.0) - (weight if parted else 0.0)
+            back = backward + (recompute if stage.recompute else 0.0) - (weight if parted else 0.0)
             found = {"F": forward, "B": back, "W": weight, "U": update}.get(action.kind)
             return 0.0 if found is None else found + device.call_overhead
 

@@ -9,30 +9,49 @@ from __future__ import annotations
 
 import json
 import os
-from argparse import Namespace
-from datetime import UTC, datetime
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.backends.bundle.tensor_file import write_tensors
-from penstock.backends.bundle.writer import flush_directory
-from penstock.runtime.checkpoint.finding import damage_of, directory_meant, find_checkpoint, is_place, latest_name
-from penstock.runtime.checkpoint.format import Index, left_behind, read_index, read_tensors, saved_steps
-from penstock.support.atomic_files import replacing
 from penstock.support.errors import PenstockError, UsageError, VerifyError
-from penstock.support.paths import file_problem, is_inside
 from penstock.support.terminal import say, table
 from penstock.support.words import shown_bytes
 
+if TYPE_CHECKING:
+    from penstock.runtime.checkpoint.format import Index
 
-def checkpoint_command(arguments: Namespace) -> None:
-    {"ls": list_command, "verify": verify_command, "export": export_command}[arguments.action](arguments)
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add its actions, each with its arguments."""
+    rows = (
+        ("ls", "DIR", "list the checkpoints of a directory"),
+        ("verify", "DIR|CHECKPOINT", "compare all files with their hashes"),
+        (
+            "export",
+            "DIR|CHECKPOINT",
+            "write parameters by the model's names; of a directory, those of the newest checkpoint",
+        ),
+    )
+    # The placeholder is what an error says is missing.
+    actions = parser.add_subparsers(dest="action", metavar="|".join(name for name, _, _ in rows), required=True)
+    for name, place, text in rows:
+        action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        action.set_defaults(explained_by=action)
+        action.add_argument("place" if name == "export" else "path", metavar=place)
+        action.add_argument("--json", action="store_true", help="print JSON")
+        if name == "export":
+            action.add_argument("--to", required=True, metavar="FILE.safetensors", help="the file to write")
+
+
+def run(arguments: Namespace) -> None:
+    """List, check or export."""
+    {"ls": _list, "verify": _verify, "export": _export}[arguments.action](arguments)
 
 
 # ------------------------------------------------------------------------------------------------ what there is
 
 
-def list_command(arguments: Namespace) -> None:
+def _list(arguments: Namespace) -> None:
     rows = [_row(place) for place in _places(arguments.path)]
     if arguments.json:
         print(json.dumps(rows, indent=2))
@@ -58,18 +77,25 @@ def list_command(arguments: Namespace) -> None:
 
 def _places(given: str) -> list[Path]:
     """The checkpoint of a path, or all of a directory, oldest first."""
+    from penstock.runtime.checkpoint.finding import directory_meant, find_checkpoint, is_place  # lazy: heavy
+    from penstock.runtime.checkpoint.format import saved_steps  # lazy: heavy
+
     path = directory_meant(given)
     if is_place(path):
         return [path]
-    found = list(reversed(saved_steps(path)))
-    if not found:
+    places = list(reversed(saved_steps(path)))
+    if not places:
         find_checkpoint(path)  # which says what is missing
         raise UsageError("there is no checkpoint", where=given)
-    return found
+    return places
 
 
 def _row(place: Path) -> dict[str, Any]:
-    """What the index of a checkpoint says, and what can be seen to be wrong without reading tensors."""
+    """Read what the index of a checkpoint says, and what can be seen to be wrong without reading tensors."""
+    from datetime import UTC, datetime  # lazy: heavy
+
+    from penstock.runtime.checkpoint.finding import latest_name  # lazy: heavy
+
     index, problems = _index(place)
     saved, bytes_ = None, 0
     if index is not None:
@@ -96,6 +122,8 @@ def _row(place: Path) -> dict[str, Any]:
 
 
 def _index(place: Path) -> tuple[Index | None, list[str]]:
+    from penstock.runtime.checkpoint.format import read_index  # lazy: heavy
+
     try:
         return read_index(place), []
     except PenstockError as error:
@@ -105,7 +133,10 @@ def _index(place: Path) -> tuple[Index | None, list[str]]:
 # ------------------------------------------------------------------------------------------------ is it whole
 
 
-def verify_command(arguments: Namespace) -> None:
+def _verify(arguments: Namespace) -> None:
+    from penstock.runtime.checkpoint.finding import is_place, latest_name  # lazy: heavy
+    from penstock.runtime.checkpoint.format import left_behind  # lazy: heavy
+
     places = _places(arguments.path)
     rows = [{"name": place.name, "path": str(place), "problems": _damage(place)} for place in places]
     directory = places[0].parent
@@ -128,6 +159,8 @@ def verify_command(arguments: Namespace) -> None:
 
 
 def _damage(place: Path) -> list[str]:
+    from penstock.runtime.checkpoint.finding import damage_of  # lazy: heavy
+
     try:
         return damage_of(place)
     except UsageError as error:
@@ -137,7 +170,11 @@ def _damage(place: Path) -> list[str]:
 # ------------------------------------------------------------------------------------------------ weights out
 
 
-def export_command(arguments: Namespace) -> None:
+def _export(arguments: Namespace) -> None:
+    from penstock.inspection.exports.weights import export_parameters  # lazy: heavy
+    from penstock.runtime.checkpoint.finding import find_checkpoint  # lazy: heavy
+    from penstock.support.paths import file_problem, is_inside  # lazy: heavy
+
     place, out = find_checkpoint(arguments.place), Path(os.path.abspath(arguments.to))
     problem = file_problem(str(out))
     if is_inside(str(out), str(place)):
@@ -148,23 +185,3 @@ def export_command(arguments: Namespace) -> None:
     if arguments.json:
         print(json.dumps({"file": str(out), "tensors": count, "bytes": bytes_, "step": step}))
     say(f"wrote {out}: {count} tensors after {step} steps, {shown_bytes(bytes_)}")
-
-
-def export_parameters(place: Path, out: Path) -> tuple[int, int, int]:
-    """Write the newest parameters of a checkpoint, and other tensors that the model stores, by its own
-    names; their number, bytes, and the step."""
-    index = read_index(place)
-    if not index.names:
-        raise UsageError(
-            "does not say what the model calls its tensors",
-            where=str(place),
-            hint=f"penstock export BUNDLE --checkpoint {place} --safetensors FILE",
-        )
-    arrays = read_tensors(place, index, set(index.names))
-    if lost := sorted(index.names.keys() - arrays.keys()):
-        raise VerifyError(f"lacks {', '.join(lost)}, which its index names", where=str(place))
-    named = {name: arrays[ours] for ours, names in index.names.items() for name in names}
-    with replacing(out) as work:
-        write_tensors(work, named, {"format": "pt"})  # transformers does not read files that do not say so
-    flush_directory(out.parent)
-    return len(named), sum(array.nbytes for array in named.values()), index.step

@@ -1,28 +1,29 @@
-"""The commands inspect and diff: which facts are asked for, in which form. Data goes to stdout, words for people to stderr."""
+"""`penstock inspect`: which facts of a bundle, a dump folder or an IR file are asked for, in which form. Data goes to stdout, words for
+people to stderr."""
 
 from __future__ import annotations
 
-import difflib
 import re
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.backends.registry import check_cache
-from penstock.inspection.exports.outputs import check_outputs, write_whole
+from penstock.inspection.views import colours
 from penstock.inspection.views.plain import as_json
-from penstock.ir.graph import Graph, Module
-from penstock.ir.text import print_graph, print_module, print_op
 from penstock.support.errors import UsageError
+from penstock.support.settings import POSITIVE, setting
 from penstock.support.terminal import Progress, say, terminal_width
 from penstock.support.words import shown_bytes
 
-from .subject import Subject, load_module, open_subject
-from .views import colours
+from .arguments import add_settings, settings_from
 
 if TYPE_CHECKING:
     from penstock.inspection.kernels.kernels import KernelRow
+    from penstock.inspection.subject import Subject
+    from penstock.ir.graph import Graph, Module
+
 
 # What can be shown, by the flag that asks for it; and what can be JSON.
 _VIEWS = (
@@ -46,7 +47,100 @@ _NAMED = ("why", "graph", "flow", "op", "source", "export", "html", "dumps", "tr
 _AS_JSON = ("memory", "params", "kernels", "measure", "why")
 
 
-def inspect_command(arguments: Namespace) -> None:
+@dataclass(frozen=True)
+class InspectOptions:
+    """Settings of what is shown."""
+
+    batches: int = setting(
+        3, "batches to show with --schedule, --memory and --export (default: 3)", check=POSITIVE, shown="N"
+    )
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what to look at, and how it is shown."""
+    parser.add_argument("file", metavar="BUNDLE|FILE.ir|DUMPS")
+    parser.add_argument(
+        "--why",
+        metavar="NAME",
+        help="all about an operation: its source, passes, stage, kernel and messages; NAME is a value, a variable, "
+        "a kernel such as s0.F/k3, a node of the model or a module of it",
+    )
+    parser.add_argument(
+        "--dumps",
+        metavar="DIR",
+        help="with --why or --html: the dump folder of the compilation, which knows all passes",
+    )
+    parser.add_argument(
+        "--graph", action="append", metavar="NAME", help="print one graph, e.g. s0.F, or those of a stage, e.g. s0"
+    )
+    parser.add_argument(
+        "--flow",
+        action="append",
+        metavar="NAME",
+        help="draw the operations of a graph with the values that flow between them",
+    )
+    parser.add_argument("--op", metavar="REGEX", help="print operations whose text matches")
+    _add_views(parser)
+    _add_kernels(parser)
+    parser.add_argument(
+        "--export",
+        action="append",
+        metavar="FILE",
+        help="write the model as .dot (Graphviz) or .onnx (Netron) with stages and devices, or the schedule as .json (Chrome trace, "
+        "simulated) or .csv; may be given several times",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write a report for a browser, from graph to kernels: one file, which needs nothing else (docs/report.md)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the summary, or --why, --memory, --params or --kernels, as JSON"
+    )
+    add_settings(parser, InspectOptions)
+
+
+def _add_views(parser: ArgumentParser) -> None:
+    parser.add_argument("--schedule", action="store_true", help="print the schedule as a grid, and each rank's actions")
+    parser.add_argument(
+        "--memory", action="store_true", help="print predicted peak memory per rank, and what lives over time"
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="with --memory: what a run with --trace held, beside the plan, and which blocks lay idle; with --html: that run beside the "
+        "plan",
+    )
+    parser.add_argument(
+        "--params",
+        action="store_true",
+        help="list parameters, buffers and state with sizes, and statistics of a bundle's weights",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="with --params: statistics of this checkpoint, or of the newest one in this directory",
+    )
+
+
+def _add_kernels(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--kernels", action="store_true", help="list the kernels of every stage: operations, work, roofline time, share"
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="with --kernels: compile each kernel by itself and time it on this machine",
+    )
+    parser.add_argument("--source", metavar="NAME", help="print the source of one kernel, e.g. s0.F/k3")
+
+
+def run(arguments: Namespace) -> None:
+    """Print or write what is asked for."""
+    from penstock.inspection.exports.outputs import check_outputs  # lazy: heavy
+    from penstock.inspection.subject import open_subject  # lazy: heavy
+    from penstock.ir.text import print_graph  # lazy: heavy
+
     asked = [name for name in _VIEWS if getattr(arguments, name) not in (None, False)]
     _check(arguments, asked)
     reads = {"what is looked at": arguments.file} | {
@@ -54,7 +148,8 @@ def inspect_command(arguments: Namespace) -> None:
     }
     check_outputs(arguments.export or (), arguments.html, reads)
     subject = open_subject(arguments.file, arguments.dumps)
-    _check_batches(subject.module, asked, arguments)
+    batches = settings_from(InspectOptions, arguments).batches
+    _check_batches(subject.module, asked, batches)
     if arguments.why:
         _show_why(subject, arguments)
     for name in arguments.graph or ():
@@ -66,17 +161,17 @@ def inspect_command(arguments: Namespace) -> None:
     if arguments.op:
         _show_matching(subject.module, arguments.op)
     if arguments.schedule:
-        _show_schedule(subject.module, arguments.batches)
+        _show_schedule(subject.module, batches)
     if arguments.memory:
-        _show_memory(subject.module, arguments)
+        _show_memory(subject.module, batches, arguments)
     if arguments.params:
         _show_params(subject, arguments)
     if arguments.kernels or arguments.measure or arguments.source:
         _show_kernels(subject, arguments)
     if arguments.export:
-        from penstock.inspection.exports.exports import export_files
+        from penstock.inspection.exports.exports import export_files  # lazy: heavy
 
-        for path in export_files(subject, arguments.export, arguments.batches):
+        for path in export_files(subject, arguments.export, batches):
             say(f"wrote {path}")
     if arguments.html:
         _write_report(subject, arguments)
@@ -100,15 +195,15 @@ def _check(arguments: Namespace, asked: Sequence[str]) -> None:
         raise UsageError("; ".join(problems))
 
 
-def _check_batches(module: Module, asked: Sequence[str], arguments: Namespace) -> None:
+def _check_batches(module: Module, asked: Sequence[str], batches: int) -> None:
     """UsageError where so many batches are asked for that nobody would see the end."""
     if module.schedule is None or not {"schedule", "memory", "export"} & set(asked):
         return
     per_batch = sum(len(program.batch) for program in module.schedule.ranks.values())
     most = max(1, _MOST_ACTIONS // max(1, per_batch))
-    if arguments.batches > most:
+    if batches > most:
         raise UsageError(
-            f"--batches {arguments.batches} are {arguments.batches * per_batch} actions",
+            f"--batches {batches} are {batches * per_batch} actions",
             hint=f"at most {most} can be shown",
         )
 
@@ -118,8 +213,9 @@ def _listed(given: str | Sequence[str] | None) -> Sequence[str]:
 
 
 def _write_report(subject: Subject, arguments: Namespace) -> None:
-    from penstock.inspection.report.page import page_of
-    from penstock.inspection.report.reading import read_material
+    from penstock.inspection.exports.outputs import write_whole  # lazy: heavy
+    from penstock.inspection.report.page import page_of  # lazy: heavy
+    from penstock.inspection.report.reading import read_material  # lazy: heavy
 
     text = page_of(read_material(subject, arguments.trace)).encode()
     write_whole(Path(arguments.html), text)
@@ -127,9 +223,8 @@ def _write_report(subject: Subject, arguments: Namespace) -> None:
 
 
 def _show_summary(module: Module, as_data: bool) -> None:
-    from penstock.inspection.views.text import show_summary
-
-    from .summary import summarize
+    from penstock.inspection.summary import summarize  # lazy: heavy
+    from penstock.inspection.views.text import show_summary  # lazy: heavy
 
     facts = summarize(module)
     print(as_json(facts) if as_data else show_summary(facts, terminal_width()))
@@ -139,9 +234,8 @@ def _show_summary(module: Module, as_data: bool) -> None:
 
 
 def _show_why(subject: Subject, arguments: Namespace) -> None:
-    from penstock.inspection.views.text import show_why
-
-    from .why import why
+    from penstock.inspection.views.text import show_why  # lazy: heavy
+    from penstock.inspection.why import why  # lazy: heavy
 
     found = why(subject, arguments.why)
     print(as_json(found) if arguments.json else show_why(found, colours.wanted()))
@@ -166,15 +260,16 @@ def _graphs(module: Module, name: str) -> list[Graph]:
 
 
 def _show_flow(module: Module, name: str) -> None:
-    from penstock.inspection.views.text import show_flow
-
-    from .flow import draw
+    from penstock.inspection.flow import draw  # lazy: heavy
+    from penstock.inspection.views.text import show_flow  # lazy: heavy
 
     for graph in _graphs(module, name):
         print(show_flow(graph.name, draw(graph), terminal_width(), colours.wanted()))
 
 
 def _show_matching(module: Module, pattern: str) -> None:
+    from penstock.ir.text import print_op  # lazy: heavy
+
     try:
         regex = re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
@@ -191,7 +286,7 @@ def _show_matching(module: Module, pattern: str) -> None:
 
 
 def _show_schedule(module: Module, batches: int) -> None:
-    from penstock.ir.grid import format_grid
+    from penstock.ir.grid import format_grid  # lazy: heavy
 
     if module.schedule is None:
         raise UsageError("the module has no schedule yet", hint="inspect a dump after the pass `schedule`, or a bundle")
@@ -203,31 +298,29 @@ def _show_schedule(module: Module, batches: int) -> None:
     print(colours.paint_schedule(text) if colours.wanted() else text)
 
 
-def _show_memory(module: Module, arguments: Namespace) -> None:
+def _show_memory(module: Module, batches: int, arguments: Namespace) -> None:
     if arguments.trace:
         _show_traced_memory(module, arguments)
         return
-    from penstock.inspection.views.text import show_memory
+    from penstock.inspection.memory import memory_curves  # lazy: heavy
+    from penstock.inspection.views.text import show_memory  # lazy: heavy
 
-    from .memory import memory_curves
-
-    curves = memory_curves(module, arguments.batches)
+    curves = memory_curves(module, batches)
     print(as_json(curves) if arguments.json else show_memory(curves, terminal_width()))
 
 
 def _show_traced_memory(module: Module, arguments: Namespace) -> None:
-    from penstock.inspection.traces.memory import traced_memory
-    from penstock.inspection.views.traced_memory import show_traced_memory
-    from penstock.runtime.telemetry.memory_trace import read_trace
+    from penstock.inspection.traces.memory import traced_memory  # lazy: heavy
+    from penstock.inspection.views.traced_memory import show_traced_memory  # lazy: heavy
+    from penstock.runtime.telemetry.memory_trace import read_trace  # lazy: heavy
 
     found = traced_memory(module, read_trace(arguments.trace), arguments.trace)
     print(as_json(found) if arguments.json else show_traced_memory(found, terminal_width()))
 
 
 def _show_params(subject: Subject, arguments: Namespace) -> None:
-    from penstock.inspection.views.text import show_params
-
-    from .weights import checkpoint_arrays, statistics
+    from penstock.inspection.views.text import show_params  # lazy: heavy
+    from penstock.inspection.weights import checkpoint_arrays, statistics  # lazy: heavy
 
     arrays = {} if subject.bundle is None else subject.bundle.weights()
     if arguments.checkpoint:
@@ -241,12 +334,13 @@ def _show_params(subject: Subject, arguments: Namespace) -> None:
 
 
 def _show_kernels(subject: Subject, arguments: Namespace) -> None:
-    from .kernels import kernels
+    from penstock.inspection.kernels import kernels  # lazy: heavy
 
     module = subject.module
     rows = kernels.kernel_rows(module)
     if arguments.measure:
-        from penstock.inspection.kernels.timing import check_devices, measure_rows
+        from penstock.backends.registry import check_cache
+        from penstock.inspection.kernels.timing import check_devices, measure_rows  # lazy: heavy
 
         backend, threads = _measured_with(subject)
         check_cache(backend)
@@ -264,8 +358,8 @@ def _show_kernels(subject: Subject, arguments: Namespace) -> None:
 
 def _keep_times(rows: Sequence[KernelRow], backend: str, threads: int) -> None:
     """Measured kernels go into the table that plans may use."""
-    from penstock.calibration.measured import Measured
-    from penstock.passes.kernels.divide import Kernel
+    from penstock.calibration.measured import Measured  # lazy: heavy
+    from penstock.passes.kernels.divide import Kernel  # lazy: heavy
 
     table = Measured(backend)
     for row in rows:
@@ -279,24 +373,3 @@ def _measured_with(subject: Subject) -> tuple[str, int]:
     """The back end, and the smallest number of threads any rank of a bundle has, as this process has one number of them only."""
     threads = [] if subject.bundle is None else [rank.threads for rank in subject.bundle.manifest.ranks]
     return subject.backend, min(threads, default=1)
-
-
-# ------------------------------------------------------------------------------------------------ diff
-
-
-def diff_command(arguments: Namespace) -> None:
-    from .diff import differences
-
-    a, b = (load_module(path) for path in (arguments.a, arguments.b))
-    if arguments.lines:
-        before, after = (print_module(module).splitlines() for module in (a, b))
-        lines = difflib.unified_diff(before, after, arguments.a, arguments.b, lineterm="", n=3)
-    else:
-        lines = differences(a, b)
-    coloured = colours.wanted()
-    found = False
-    for line in lines:
-        found = True
-        print(colours.paint_changes(line) if coloured else line)
-    if not found:
-        say("no difference")

@@ -1,7 +1,7 @@
 """Plan a bundle anew for the devices that are left. In: a bundle, some of its devices, in the order of ranks.
 Out: a bundle of the same model for these.
 
-    python -m penstock.replanning '{"bundle": ..., "devices": [...], "out": ..., "parent": process}'      prints {"bundle": ..., "told": ...} or the error as JSON
+    python -m penstock.planning.replan '{"bundle": ..., "devices": [...], "out": ..., "parent": process}'      prints {"bundle": ..., "told": ...} or the error as JSON
 
 The bundle keeps the model before it was cut, with its loss, gradients and updates (reference.ir), and the passes that it went through
 (plan.json): all from `partition` on are run again, with the same schedule, microbatches and precision. Where every stage still has a
@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -27,17 +26,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.api import describe_plan
 from penstock.backends.bundle.format import NAMES, SOURCE, Bundle, Origin, open_bundle
-from penstock.backends.bundle.writer import Provenance, write_bundle
 from penstock.backends.interface import CompileOptions
-from penstock.backends.registry import backend_of
 from penstock.ir.cluster.cluster import Cluster
 from penstock.passes.manager import Call, parse_pipeline, run_passes
 from penstock.passes.pipelines import PASSES
 from penstock.passes.schedules.dealing import fair_shares
 from penstock.support.errors import PenstockError, UsageError
 from penstock.support.words import counted
+
+from .build import Content, assemble
+from .facts import describe_plan
+from .predict import predict
 
 
 def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
@@ -54,29 +54,22 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
     shares = [fair_shares([cluster.device(name).flops for name in names], schedule.microbatches) for names in groups]
     calls = _calls(pipeline, groups, tuple(share for of_stage in shares for share in of_stage))
     module = run_passes(reference.but(cluster=cluster), calls, PASSES)
-    weights = bundle.weights()
-    source = sorted(name for name in bundle.manifest.files if name.startswith(f"{SOURCE}/") and name != NAMES)
-    origin = (
-        Origin(bundle.source_names or {}, [bundle.path / name for name in source])
-        if NAMES in bundle.manifest.files
-        else None
-    )
     before = parse_pipeline(pipeline, PASSES)
-    told = describe_plan(module, reference, [*before[: len(before) - len(calls)], *calls])
-    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
-        stages = [stage.index for stage in module.stages]
-        made = backend_of(bundle.manifest.backend).compile_stages(module, stages, Path(scratch), CompileOptions())
-        write_bundle(
-            out,
-            module,
-            {stage: [Path(scratch) / name for name in made[stage]] for stage in stages},
-            weights,
-            backend=bundle.manifest.backend,
-            plan=told,
-            provenance=Provenance(bundle.manifest.source_hash, reference, origin),
-        )
+    every = [*before[: len(before) - len(calls)], *calls]
+    facts = describe_plan(module, reference, every, predict(module))
+    weights, origin = bundle.weights(), _origin(bundle)
+    content = Content(module, reference, weights, facts, bundle.manifest.source_hash, lambda folder: origin)
+    assemble(out, content, bundle.manifest.backend, CompileOptions())
     used = " ".join("+".join(names) for names in groups)
     return f"{counted(len(groups), 'stage')} on {used}, schedule {schedule.name} with {counted(schedule.microbatches, 'microbatch')}"
+
+
+def _origin(bundle: Bundle) -> Origin | None:
+    """The source that a bundle keeps, to be kept again."""
+    if NAMES not in bundle.manifest.files:
+        return None
+    files = sorted(name for name in bundle.manifest.files if name.startswith(f"{SOURCE}/") and name != NAMES)
+    return Origin(bundle.source_names or {}, [bundle.path / name for name in files])
 
 
 def _without(cluster: Cluster, devices: Sequence[str]) -> Cluster:

@@ -1,4 +1,4 @@
-"""penstock infer: a file's samples as requests to an inference bundle. In: options. Out: a file of outputs, and how fast it went.
+"""`penstock infer`: a file's samples as requests to an inference bundle. In: options. Out: a file of outputs, and how fast it went.
 
 The file is cut into requests of `request` samples (one microbatch unless told otherwise), which are handed over as fast as the queue takes
 them: that measures throughput. A request's latency is the time from its handing over until its outputs are there; in throughput mode that
@@ -10,44 +10,64 @@ from __future__ import annotations
 import json
 import os
 import time
+from argparse import ArgumentParser, Namespace
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from penstock.ir.batch_shares import microbatch_size
-from penstock.ir.graph import Module
-from penstock.runtime.data.files import read_npz, write_npz
-from penstock.runtime.data.samples import SyntheticSamples
-from penstock.runtime.job.job import Job
-from penstock.runtime.job.job import open as open_job
-from penstock.runtime.messages.control import Arrays
 from penstock.support.errors import UsageError
-from penstock.support.paths import file_problem
+from penstock.support.settings import POSITIVE, SEED, required, setting
 from penstock.support.terminal import StatusLine, say
+
+from .arguments import add_settings, settings_from
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    import numpy as np
+
+    from penstock.ir.graph import Module
+    from penstock.runtime.job.job import Job
+    from penstock.runtime.messages.control import Arrays
 
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
 class InferOptions:
-    """`samples` are for synthetic data; None means as many as fill 64 microbatches."""
+    """Settings of answering requests. `samples` are for synthetic data; None means as many as fill 64 microbatches."""
 
     bundle: str
-    data: str
-    output: str | None
-    mode: str = "throughput"
-    request: int | None = None
-    samples: int | None = None
-    seed: int = 0
-    timeout: float = 60.0
-    json: bool = False
+    data: str = required(
+        "one array per input, any number of samples along the first axis; synthetic: seeded noise, to measure",
+        flags=("--data", "--input"),
+        shown="X.npz|synthetic",
+    )
+    output: str | None = setting(None, "one array per output", shown="Y.npz")
+    mode: str = setting(
+        "throughput",
+        "throughput: many requests at once, which share microbatches; latency: one at a time (default: throughput)",
+        choices=("throughput", "latency"),
+    )
+    request: int | None = setting(
+        None, "samples per request (default: those of a microbatch)", check=POSITIVE, shown="N"
+    )
+    samples: int | None = setting(
+        None, "with --data synthetic: how many (default: 64 microbatches)", check=POSITIVE, shown="N"
+    )
+    seed: int = setting(0, "of --data synthetic (default: 0)", check=SEED, shown="N")
+    json: bool = setting(False, "print throughput and percentiles of latency as one JSON object")
+    timeout: float = setting(
+        60.0, "give up when a peer keeps a rank waiting this long (default: 60)", read=float, shown="S"
+    )
 
     def check(self) -> None:
+        """UsageError where the work would be for nothing."""
+        from penstock.support.paths import file_problem  # lazy: heavy
+
         problems = []
-        # Now, because nobody wants to hear of it when the work is done.
+        # Now, not when the work is done.
         if self.output is not None and (problem := file_problem(os.path.abspath(self.output))):
             problems.append(f"cannot write the outputs to {self.output}: {problem}")
         if self.samples is not None and self.data != "synthetic":
@@ -59,8 +79,8 @@ class InferOptions:
 
 
 @dataclass(frozen=True)
-class InferenceReport:
-    """What a run of requests took; latencies in seconds."""
+class InferReport:
+    """The time that requests took; latencies in seconds."""
 
     mode: str
     requests: int
@@ -79,8 +99,23 @@ class InferenceReport:
         )
 
 
-def infer(options: InferOptions) -> InferenceReport:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the bundle, and settings."""
+    parser.add_argument("bundle", metavar="BUNDLE")
+    add_settings(parser, InferOptions)
+
+
+def run(arguments: Namespace) -> None:
+    """Answer the requests of a file, and say how fast that went."""
+    infer(settings_from(InferOptions, arguments, bundle=arguments.bundle))
+
+
+def infer(options: InferOptions) -> InferReport:
     """Answer all requests, and write what they gave."""
+    from penstock.ir.batch_shares import microbatch_size
+    from penstock.runtime.data.files import read_npz  # lazy: heavy
+    from penstock.runtime.job.job import open as open_job  # lazy: heavy
+
     options.check()
     given = None if options.data == "synthetic" else read_npz(Path(options.data))
     with open_job(options.bundle, timeout=options.timeout, mode=options.mode) as job:
@@ -100,19 +135,24 @@ def infer(options: InferOptions) -> InferenceReport:
 
 def synthetic(module: Module, samples: int, seed: int) -> Arrays:
     """Seeded noise of the right types."""
+    import numpy as np  # lazy: heavy
+
+    from penstock.ir.batch_shares import microbatch_size
+    from penstock.runtime.data.samples import SyntheticSamples  # lazy: heavy
+
     source, rows = SyntheticSamples(module, seed), microbatch_size(module)
-    found: Arrays = {}
+    arrays: Arrays = {}
     for value in module.data_inputs:
         pieces = [source.microbatch(mb, value.name) for mb in range(-(-samples // rows) if value.type.rank else 1)]
         whole = np.concatenate(pieces) if value.type.rank else pieces[0]
-        found[value.name] = whole[: samples * (value.type.dims[0] // rows)] if value.type.rank else whole
-    return found
+        arrays[value.name] = whole[: samples * (value.type.dims[0] // rows)] if value.type.rank else whole
+    return arrays
 
 
 def answer(
     job: Job, given: Arrays, size: int, mode: str, *, where: str = "inputs", keep: bool = True
-) -> tuple[Arrays, InferenceReport]:
-    """All samples as requests of up to `size` samples, and their outputs one after the other, unless nobody keeps them."""
+) -> tuple[Arrays, InferReport]:
+    """All samples as requests of up to `size` samples, and their outputs one after the other, where the caller keeps them."""
     inference = job.inference
     if inference is None:
         raise UsageError(
@@ -122,9 +162,10 @@ def answer(
         )
     whole = inference.layout.request(given, where)
     requests = -(-whole.samples // size)
-    # In latency mode nobody waits behind another one.
+    # In latency mode no request waits behind another one.
     window = 1 if mode == "latency" else max(inference.queue, 4 * len(job.module.stages))
-    line, pending = StatusLine(rewrite_every=0.1), deque[tuple[float, Future[Arrays]]]()
+    line = StatusLine(rewrite_every=0.1)
+    pending: deque[tuple[float, Future[Arrays]]] = deque()
     answered: list[float] = []
     pieces: list[Arrays] = []
     latencies: list[float] = []
@@ -155,8 +196,7 @@ def answer(
     finally:
         line.close()
     seconds = answered[-1] - started
-    found = {f"p{p}": float(np.percentile(latencies, p)) for p in PERCENTILES} | {"max": max(latencies)}
-    report = InferenceReport(
+    report = InferReport(
         mode,
         requests,
         whole.samples,
@@ -164,17 +204,27 @@ def answer(
         inference.layout.samples,
         seconds,
         whole.samples / max(seconds, 1e-9),
-        found,
+        _percentiles(latencies),
     )
     names = pieces[0] if pieces else {}
     return {name: _joined([piece[name] for piece in pieces]) for name in names}, report
 
 
+def _percentiles(latencies: list[float]) -> dict[str, float]:
+    import numpy as np  # lazy: heavy
+
+    return {f"p{p}": float(np.percentile(latencies, p)) for p in PERCENTILES} | {"max": max(latencies)}
+
+
 def _joined(pieces: list[np.ndarray]) -> np.ndarray:
+    import numpy as np  # lazy: heavy
+
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def _write(path: Path, outputs: Arrays) -> None:
+    from penstock.runtime.data.files import write_npz  # lazy: heavy
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:

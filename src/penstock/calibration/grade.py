@@ -1,10 +1,9 @@
-"""After a run: what the plan promised against what came, and corrections for the next plan.
+"""The grade of a plan: what it promised against what a run took, and corrections for the next plan.
 
 In: a bundle, whose plan.json says what was predicted, the metrics of a run of it, perhaps its trace. Out: a
-table, and, kept in the user's cache folder,
+`Graded`, and, kept in the user's cache folder,
 
-    corrections   measured over predicted of the work that kernels do on this machine's processor; the median of the last ones is what estimates for
-                  devices that are this machine are multiplied by. Launches, calls of graphs, messages and links are what the cluster file says
+    corrections   measured over predicted of the work that kernels do on this machine's processor (corrections.py)
     stage times   with a trace: what F, B, W and U of each stage took, which is used wherever the same stage is planned or simulated again
 
 With a trace the work is what computations took beside launches and calls. Without one it is what the simulator needs to come to the
@@ -21,83 +20,35 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from penstock.backends.bundle.format import Bundle, open_bundle
-from penstock.backends.tvm.fingerprint import key_of
-from penstock.calibration.measured import Measured, is_here, table_of_user
+from penstock.backends.bundle.format import Bundle
 from penstock.ir.batch_shares import microbatch_size
-from penstock.ir.cluster.cluster import Device
 from penstock.ir.schedule import COMPUTE, Action
-from penstock.passes.costs.prices import ROOFLINE, InTurn, Prices, Roofline, rank_seconds, shown_seconds
-from penstock.simulating import BATCHES, forecast, seconds_of
-from penstock.support.cache import Cache, cache_folder
+from penstock.passes.costs.prices import Roofline, rank_seconds
+from penstock.passes.simulator.forecast import BATCHES, forecast, seconds_of
+from penstock.support.cache import Cache
 from penstock.support.errors import UsageError
-from penstock.support.processor import processor
-from penstock.support.terminal import say, table
-from penstock.support.words import counted
 
-# Corrections that are kept, and steps that are left out at the beginning of a run if it has more than twice as many.
-_KEPT, _WARM = 20, 3
+from .corrections import keep
+from .measured import Measured, is_here, table_of_user
+
+# Steps that are left out at the beginning of a run if it has more than twice as many.
+_WARM = 3
 _LONGEST = 1e12
 # Factors that a correction may have.
-_PLAUSIBLE = (0.1, 10.0)
+PLAUSIBLE = (0.1, 10.0)
 # How exactly a factor is looked for.
 _CLOSE = 1e-3
 # Rank, kind of action, predicted and measured seconds.
 Row = tuple[int, str, float, float]
 
 
-@dataclass(frozen=True)
-class Corrected:
-    """What runs on this machine showed the work in estimates to be off by."""
-
-    factor: float
-    runs: int
-
-    def of(self, device: Device) -> float:
-        return self.factor if is_here(device) else 1.0
-
-
-def corrected(store: Cache | None = None) -> Corrected | None:
-    """The corrections of this machine, if any were kept."""
-    factors = _factors(store if store is not None else known_times())
-    return Corrected(median(factors.values()), len(factors)) if factors else None
-
-
-def known_times() -> Cache:
-    """What was measured on this machine, to be read: that needs no bound of the cache's size."""
-    return Cache(cache_folder(), 0, part="times")
-
-
-def best_prices() -> Prices:
-    """All that is known on this machine: times of kernels that were measured, else estimates, corrected by what runs showed."""
-    found = corrected()
-    return InTurn((Measured(store=known_times()),), ROOFLINE if found is None else Roofline(found.of))
-
-
-def _factors(store: Cache) -> dict[str, float]:
-    """Corrections by run, the oldest first."""
-    content = store.get(_key())
-    try:
-        found = json.loads(content)["runs"] if content is not None else []
-        return {str(run): x for run, x in found if isinstance(x, float) and math.isfinite(x) and x > 0}
-    except (ValueError, KeyError, TypeError):
-        return {}
-
-
-def _key() -> str:
-    """Of plans that are for TVM: others are not what plans estimate."""
-    return key_of("corrections", processor())
-
-
 def _run(bundle: Bundle, metrics: Path) -> str:
-    """What tells a run from others: its bundle and its metrics, wherever they lie."""
+    """Name a run by its bundle and its metrics, wherever they lie."""
     return hashlib.sha256(
         f"{bundle.module_hash} {hashlib.sha256(metrics.read_bytes()).hexdigest()}".encode()
     ).hexdigest()
@@ -131,11 +82,9 @@ def grade(bundle: Bundle, metrics: Path, trace: Path | None = None, store: Cache
         _keep_stages(bundle, rows, store)
     factor = _from_computing(bundle, rows) if rows else _from_step(bundle, measured)
     # Estimates are of compiled code, so runs of the interpreter teach nothing about them.
-    kept = factor is not None and bundle.manifest.backend == "tvm" and _PLAUSIBLE[0] <= factor <= _PLAUSIBLE[1]
-    if kept:
-        run = _run(bundle, metrics)
-        others = [(other, x) for other, x in _factors(store).items() if other != run]
-        store.put(_key(), json.dumps({"runs": [*others, (run, factor)][-_KEPT:]}).encode())
+    kept = factor is not None and bundle.manifest.backend == "tvm" and PLAUSIBLE[0] <= factor <= PLAUSIBLE[1]
+    if factor is not None and kept:
+        keep(store, _run(bundle, metrics), factor)
     return Graded(predicted, measured, len(times), tuple(rows), factor, kept)
 
 
@@ -180,12 +129,12 @@ def _from_step(bundle: Bundle, measured: float) -> float | None:
 
 
 def _says_enough(rest: float, promised: float, came: float) -> bool:
-    """Whether work makes half of it: with less, the factor would be that of something else."""
+    """Say whether work makes half of it: with less, the factor would be that of something else."""
     return 2 * rest <= min(promised, came) > 0
 
 
 def _samples(bundle: Bundle) -> int:
-    """Of a batch."""
+    """The samples of a batch."""
     schedule = bundle.module.schedule
     assert schedule is not None
     return microbatch_size(bundle.module) * schedule.microbatches
@@ -267,80 +216,3 @@ def _keep_stages(bundle: Bundle, rows: Sequence[Row], store: Cache) -> None:
         table_of_times.keep_stage(
             bundle.module, stage, threads, {kind: median(times) for kind, times in by_kind.items()}
         )
-
-
-# ------------------------------------------------------------------------------------------------ the command
-
-
-# All that a grade needs to know.
-_OF_GRADES = ("command", "model", "grade", "trace", "json", "verbose")
-
-
-def grade_command(arguments: Namespace) -> None:
-    from penstock.cli import parse
-
-    usual = vars(parse(["plan"]))
-    other = [name for name, value in vars(arguments).items() if name not in _OF_GRADES and value != usual.get(name)]
-    if other:
-        flags = ", ".join("--" + name.replace("_", "-") for name in other)
-        raise UsageError(
-            f"{flags} with --grade: it compares a run with the plan of its bundle",
-            hint="leave out all that asks for another plan",
-        )
-    if not arguments.model or not Path(arguments.model).is_dir():
-        raise UsageError(
-            "--grade compares a run with the plan of its bundle", hint="penstock plan BUNDLE --grade metrics.jsonl"
-        )
-    bundle = open_bundle(arguments.model)
-    found = grade(bundle, Path(arguments.grade), Path(arguments.trace) if arguments.trace else None)
-    if arguments.json:
-        print(json.dumps(as_dict(found), indent=2))
-        return
-    rows = [
-        _told("step", "", found.predicted, found.measured),
-        *(_told(f"rank {rank}", kind, a, b) for rank, kind, a, b in found.computing),
-    ]
-    print(table(["what", "", "predicted", "measured", "measured / predicted"], rows))
-    say(f"{counted(found.steps, 'step')} counted; {_kept(found, arguments.trace, bundle)}")
-
-
-def _told(what: str, kind: str, predicted: float, measured: float) -> list[str]:
-    return [
-        what,
-        kind,
-        shown_seconds(predicted),
-        shown_seconds(measured),
-        f"{measured / predicted:.2f}" if predicted else "-",
-    ]
-
-
-def _kept(found: Graded, trace: str | None, bundle: Bundle) -> str:
-    if found.kept:
-        return f"kept {found.factor:.2f} as a correction for this machine's processor"
-    if found.factor is not None and bundle.manifest.backend == "tvm":
-        low, high = _PLAUSIBLE
-        return (
-            f"warning: work took {found.factor:.3g} times as long; that is not kept, as corrections are from {low:g} to {high:g}: was "
-            "the machine busy, is the cluster file of this machine?"
-        )
-    if found.factor is not None:
-        return f"work took {found.factor:.2f} times as long; that is not kept, as it is of {bundle.manifest.backend}, not of compiled code"
-    cluster = bundle.module.cluster
-    if cluster is None or not any(map(is_here, cluster.devices)):
-        return "no correction is kept, as no device of the plan is this machine's processor"
-    rest = "launches and calls" if trace else "links, messages and calls"
-    more = "" if trace else "; a run with --trace tells them apart: give its trace, too"
-    return f"no correction is kept, as {rest} alone are more than half of the time{more}"
-
-
-def as_dict(found: Graded) -> dict[str, Any]:
-    return {
-        "predicted_s": found.predicted,
-        "measured_s": found.measured,
-        "ratio": found.measured / found.predicted,
-        "steps": found.steps,
-        "correction": found.factor if found.kept else None,
-        "computing": [
-            {"rank": rank, "kind": kind, "predicted_s": a, "measured_s": b} for rank, kind, a, b in found.computing
-        ],
-    }

@@ -1,0 +1,155 @@
+"""The forecast of a module: its program run against modelled times, links, NICs, cores and memory.
+
+In: a module with a schedule, and the seconds of its computations. Messages take the links of the cluster. Out: a `Forecast`: the simulated
+run, the seconds of a step, and what limits it. Ranks on CPU devices of this machine share its cores; of other hosts a cluster file does not
+say how many they have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from penstock.ir.batch_shares import microbatch_size
+from penstock.ir.cluster.cluster import Cluster, usable_cores
+from penstock.ir.graph import Module, summed_vars
+from penstock.ir.memory.predict import Course, measure_memory, memory_course
+from penstock.ir.schedule import Action
+from penstock.support.errors import UsageError
+
+from .machine import Route, Seat, machine_of, with_messages
+from .result import Simulated
+from .simulate import Seconds, simulate
+
+LOCAL = "localhost"
+# Batches that predictions simulate: enough for a steady state, also where unequal replicas and late updates take some to come to it.
+BATCHES = 6
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A simulated module. `drained` is the time of one batch from an empty pipeline to an empty pipeline."""
+
+    module: Module
+    found: Simulated
+    devices: Mapping[int, str]
+    drained: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of a batch in a long run."""
+        return self.found.step_seconds or self.drained
+
+    @property
+    def samples(self) -> int:
+        """The samples of one batch."""
+        return microbatch_size(self.module) * self.found.schedule.microbatches
+
+    def curves(self) -> dict[int, list[tuple[float, float]]]:
+        """Live bytes of every rank over time."""
+        found = {}
+        for rank, row in measure_memory(self.module).items():
+            always, line = (
+                row.fixed + row.data,
+                zip(self.found.lines[rank].finishes, self.courses[rank].held, strict=True),
+            )
+            found[rank] = [(time, float(always + saved + passing)) for time, (saved, passing, _) in line]
+        return found
+
+    @cached_property
+    def courses(self) -> dict[int, Course]:
+        """What the memory of every rank holds, action by action."""
+        return {rank: memory_course(self.module, rank, self.found.batches) for rank in self.found.lines}
+
+
+def _waits_for_others(module: Module) -> bool:
+    """Whether a stage takes values that are no data: stages may also have nothing to do with each other."""
+    graphs = [graph for stage in module.stages if (graph := module.stage_graph(stage.index, "F")) is not None]
+    return len(module.stages) > 1 and any(value not in module.inputs for graph in graphs for value in graph.ins)
+
+
+def forecast(
+    module: Module, seconds: Seconds, batches: int, change: Callable[[Route], Route] = lambda route: route
+) -> Forecast:
+    """Simulate a module on its cluster; `change` stands in for other links."""
+    schedule, cluster = module.schedule, module.cluster
+    if schedule is None or (not module.edges and _waits_for_others(module)):
+        raise UsageError(
+            "has no schedule with sends and receives",
+            where=f"@{module.name}",
+            hint="simulate needs a bundle, or a dump after `communicate`",
+        )
+    if cluster is None:
+        raise UsageError(
+            "names no devices", where=f"@{module.name}", hint="simulate needs a bundle, or a dump after `partition`"
+        )
+    devices = dict(enumerate(module.rank_devices()))
+    sizes = {(e.phase, e.src, e.dst): sum(v.type.nbytes for v in e.values) for e in module.edges}
+    summed = {
+        s.index: sum(module.vars[name].type.nbytes for name in summed_vars(module, s.index)) for s in module.stages
+    }
+    seats = {rank: seat for rank, name in devices.items() if (seat := seat_of(cluster, name)) is not None}
+    plain = machine_of(cluster, devices, seats)
+    machine = replace(plain, route=lambda a, b: change(plain.route(a, b)))
+
+    def run(count: int) -> Simulated:
+        return simulate(
+            schedule,
+            count,
+            seconds,
+            lambda phase, a, b: sizes[phase, a, b],
+            machine,
+            reduced=lambda stage: summed[stage],
+        )
+
+    return Forecast(module, run(batches), devices, run(1).finish)
+
+
+def seat_of(cluster: Cluster, name: str) -> Seat | None:
+    """CPU devices take cores of their host, for messages, too; a GPU has itself, and its host's part in messages is not modelled."""
+    device = cluster.device(name)
+    if device.kind != "cpu":
+        return None
+    return with_messages(
+        Seat(device.host, usable_cores() if device.host == LOCAL else math.inf, device.threads), device
+    )
+
+
+def seconds_of(module: Module, computations: Mapping[tuple[int, str], float]) -> Seconds:
+    """Times of all actions, from those of computations by rank and kind; ends of messages take what the devices of the ranks say."""
+    cluster, devices = module.cluster, module.rank_devices()
+
+    def seconds(rank: int, action: Action) -> float:
+        if cluster is not None and action.peer is not None:
+            return cluster.message_overhead(devices[rank], devices[action.peer])
+        return computations.get((rank, action.kind), 0.0)
+
+    return seconds
+
+
+def share_of(part: float, whole: float) -> float:
+    """Divide, where there is something to divide by."""
+    return part / whole if whole else 0.0
+
+
+def binding(made: Forecast) -> str:
+    """Name what limits the pace: a rank or a link that is busy nearly all the time, else the largest part of the critical path."""
+    found = made.found
+    start, end, _ = found.window
+    rank = max(found.ranks, key=lambda use: use.busy, default=None)
+    link = max(found.links, key=lambda use: use.busy, default=None)
+    busy = share_of(rank.busy, end - start) if rank is not None else 0.0
+    moving = share_of(link.busy, found.finish) if link is not None else 0.0
+    if link is not None and moving >= 0.9 and moving > busy:
+        return f"link {link.name}: busy {moving:.0%} of the time"
+    if rank is not None and busy >= 0.9:
+        return f"rank {rank.rank} (stage {rank.stage} on {made.devices[rank.rank]}): busy {busy:.0%} of the time"
+    path = found.critical_path
+    computing = share_of(sum(s for what, s in path.items() if what.startswith("computing")), sum(path.values()))
+    told = f"nobody is busy all the time (at most {busy:.0%}): the critical path is {computing:.0%} computing"
+    if computing < 1:
+        worst = next(what for what in path if not what.startswith("computing"))
+        told += f", then {worst} with {share_of(path[worst], sum(path.values())):.0%}"
+    return told

@@ -1,0 +1,72 @@
+"""Corrections of estimates: measured over predicted of the work that kernels do on this machine's processor.
+
+They lie in the user's cache folder, one for each run that was graded (grade.py), the last ones only. The median of them is what estimates for
+devices that are this machine are multiplied by. Launches, calls of graphs, messages and links are what the cluster file says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from statistics import median
+
+from penstock.backends.tvm.fingerprint import key_of
+from penstock.ir.cluster.cluster import Device
+from penstock.passes.costs.prices import ROOFLINE, InTurn, Prices, Roofline
+from penstock.support.cache import Cache, cache_folder
+from penstock.support.processor import processor
+
+from .measured import Measured, is_here
+
+# Corrections that are kept.
+_KEPT = 20
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """A factor that runs on this machine showed the work in estimates to be off by."""
+
+    factor: float
+    runs: int
+
+    def of(self, device: Device) -> float:
+        return self.factor if is_here(device) else 1.0
+
+
+def corrected(store: Cache | None = None) -> Corrected | None:
+    """The corrections of this machine, if any were kept."""
+    factors = _factors(store if store is not None else known_times())
+    return Corrected(median(factors.values()), len(factors)) if factors else None
+
+
+def known_times() -> Cache:
+    """The table of what was measured on this machine, to be read: that needs no bound of the cache's size."""
+    return Cache(cache_folder(), 0, part="times")
+
+
+def best_prices() -> Prices:
+    """Prices by all that is known on this machine: times of kernels that were measured, else estimates, corrected by what runs showed."""
+    found = corrected()
+    return InTurn((Measured(store=known_times()),), ROOFLINE if found is None else Roofline(found.of))
+
+
+def keep(store: Cache, run: str, factor: float) -> None:
+    """Write down what a run showed, in place of what it showed before."""
+    others = [(other, x) for other, x in _factors(store).items() if other != run]
+    store.put(_key(), json.dumps({"runs": [*others, (run, factor)][-_KEPT:]}).encode())
+
+
+def _factors(store: Cache) -> dict[str, float]:
+    """Corrections by run, the oldest first."""
+    content = store.get(_key())
+    try:
+        found = json.loads(content)["runs"] if content is not None else []
+        return {str(run): x for run, x in found if isinstance(x, float) and math.isfinite(x) and x > 0}
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+def _key() -> str:
+    """The entry of plans that are for TVM: others are not what plans estimate."""
+    return key_of("corrections", processor())

@@ -1,0 +1,243 @@
+"""Arguments that commands have in common: flags of settings, and those of a model, its inputs, devices, training and dumps.
+
+Help texts and checks of single values are those of the settings. What arguments mean together is for the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from penstock.planning.options import PlanOptions, SearchOptions
+from penstock.support.errors import UsageError
+from penstock.support.settings import Description, defaults_of, settings_of
+
+from .types import device_list, reader
+
+if TYPE_CHECKING:
+    from penstock.inspection.dump import Dump
+
+Flags = argparse._ActionsContainer
+Kind = TypeVar("Kind")
+
+RATE_HELP = "how the learning rate changes, e.g. constant{warmup=100}, linear{steps=1000}, cosine{steps=1000,warmup=100,end=0.1} or step{every=300}"
+
+# ------------------------------------------------------------------------------------------------ settings
+
+
+def add_settings(parser: Flags, kind: type, *names: str, left_open: bool = False) -> None:
+    """Add a flag for each of these settings of a verb, or for all of them. Where they may be `left_open`, one that is not given is None
+    instead of its default."""
+    defaults = {} if left_open else defaults_of(kind)
+    for name, setting in settings_of(kind).items():
+        if not names or name in names:
+            _add_setting(parser, name, setting, name not in defaults and not left_open, defaults.get(name))
+
+
+def _add_setting(parser: Flags, name: str, setting: Description, needed: bool, default: Any) -> None:
+    about: dict[str, Any] = {"help": setting.help, "metavar": setting.shown}
+    if setting.many:
+        about |= {"action": "append", "default": []}
+    elif setting.words is not None:
+        about |= {"choices": tuple(setting.words), "default": _word(setting, default)}
+    elif default is False:
+        about = {"help": setting.help, "action": "store_true"}
+    else:
+        about |= {"choices": setting.choices or None, "default": default}
+    if setting.check is not None:
+        about["type"] = reader(setting.check)
+    if setting.read is not None:
+        about["type"] = setting.read
+    if needed:
+        about["required"] = True
+    flags = setting.flags or (f"--{name.replace('_', '-')}",)
+    parser.add_argument(*flags, dest=name, **about)
+
+
+def _word(setting: Description, default: object) -> str | None:
+    return next((word for word, value in (setting.words or {}).items() if value == default), None)
+
+
+def settings_from(kind: type[Kind], arguments: argparse.Namespace, **known: Any) -> Kind:
+    """The settings of a verb: those that are `known`, those that arguments give, and defaults for the others."""
+    given = {name: (setting, getattr(arguments, name, None)) for name, setting in settings_of(kind).items()}
+    values = {
+        name: value if setting.words is None else setting.words[value]
+        for name, (setting, value) in given.items()
+        if value is not None
+    }
+    return kind(**{**values, **known})
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False, metavar: str = "MODEL.onnx") -> None:
+    """Add what `plan` and `compile` take, and `verify`, which takes more than models."""
+    _add_reading(parser, optional, metavar)
+    _add_training(parser)
+    _add_dividing(parser)
+    add_dump_arguments(parser, default=os.environ.get("PENSTOCK_DUMP"))
+
+
+def _add_reading(parser: argparse.ArgumentParser, optional: bool, metavar: str) -> None:
+    """Add the model, what it is read with, and the devices."""
+    parser.add_argument("model", metavar=metavar, nargs="?" if optional else None)
+    devices = parser.add_mutually_exclusive_group()
+    devices.add_argument("--cluster", metavar="FILE", help="cluster file, TOML or YAML (.yaml, .yml)")
+    devices.add_argument(
+        "--devices",
+        type=device_list,
+        metavar="N|LIST",
+        help="N equal CPU devices on this machine, or a list of `cpu` and CUDA architectures, e.g. cpu,sm_90 (default: 1)",
+    )
+    parser.add_argument(
+        "--dim",
+        action="append",
+        default=[],
+        metavar="NAME=INT",
+        help="bind a symbolic dimension; the batch dimension is one microbatch",
+    )
+    parser.add_argument(
+        "--known",
+        action="append",
+        default=[],
+        metavar="NAME=VALUES",
+        help="bind an input to numbers between commas or to FILE.npy, for models that take shapes, axes or counts as inputs",
+    )
+    parser.add_argument("--frozen", metavar="REGEX", help="parameters that are not trained")
+    parser.add_argument(
+        "--trained", metavar="REGEX", help="initializers that are trained although they hold a single number"
+    )
+    add_settings(parser, PlanOptions, "precision", "wire", left_open=True)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    training = parser.add_argument_group("training (without a loss, the bundle is for inference)")
+    training.add_argument("--train", metavar="FILE", help="training settings (TOML); the flags below override it")
+    training.add_argument("--loss", metavar="L", help="cross_entropy or mse on the first output, or output:NAME")
+    training.add_argument(
+        "--optimizer",
+        metavar="O",
+        help="sgd, momentum, adam, adamw, adagrad, lion or muon, with settings e.g. 'momentum{nesterov=true}' (default: sgd)",
+    )
+    training.add_argument("--lr", type=float, metavar="X", help="learning rate")
+    training.add_argument("--lr-schedule", metavar="R", help=RATE_HELP + " (default: constant)")
+    training.add_argument(
+        "--group",
+        action="append",
+        default=[],
+        metavar="G",
+        help="parameters whose name matches a pattern, and what is different for them: kind, lr (a factor), weight_decay, frozen; "
+        "e.g. 'embed{kind=adamw,weight_decay=0}'; the first that matches counts",
+    )
+    training.add_argument("--weight-decay", type=float, metavar="X")
+    training.add_argument(
+        "--clip", type=float, metavar="X", help="scale the gradient down to this norm where it is longer"
+    )
+    training.add_argument(
+        "--skip-nonfinite",
+        action="store_true",
+        default=None,
+        help="leave out updates whose gradient is infinite or nan (with --clip and in f16 that is done in any case)",
+    )
+    add_settings(training, PlanOptions, "microbatches", left_open=True)
+    add_settings(training, SearchOptions, "batch", left_open=True)
+    add_settings(training, PlanOptions, "schedule", left_open=True)
+    add_settings(training, PlanOptions, "recompute", left_open=True)
+
+
+def _add_dividing(parser: argparse.ArgumentParser) -> None:
+    """Add who computes what: libraries, stages, their devices, and where stages begin."""
+    add_settings(parser, PlanOptions, "cuda_libraries")
+    parser.add_argument(
+        "--plan",
+        metavar="FILE.json",
+        help="carry out this plan: what `penstock plan --json` printed, or the plan.json of a bundle, perhaps edited",
+    )
+    add_settings(parser, PlanOptions, "stages", left_open=True)
+    add_settings(parser, PlanOptions, "replicas", left_open=True)
+    add_settings(parser, PlanOptions, "split_at")
+    add_settings(parser, PlanOptions, "hints")
+
+
+def add_dump_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add what commands take that run passes; `default` is the folder if none is named."""
+    dumping = parser.add_argument_group("dumps (docs/debugging.md)")
+    dumping.add_argument(
+        "--dump-ir",
+        metavar="DIR",
+        default=default,
+        help="dump the module after every pass that changes it, and what is made of it"
+        + (" (default: $PENSTOCK_DUMP, else no dump)" if parser.prog.endswith(("plan", "compile")) else ""),
+    )
+    dumping.add_argument(
+        "--dump-ir-filter",
+        metavar="REGEX",
+        help="dump only operations whose line FILE @GRAPH OPERATION matches, e.g. '_fuse @' for a pass, '@s0[.]F ' for a graph, '= matmul'",
+    )
+    dumping.add_argument(
+        "--dump-ir-changed",
+        action="store_true",
+        help="dump what each pass changed, by name, in place of whole modules; without --dump-ir print it on stderr",
+    )
+
+
+# ------------------------------------------------------------------------------------------------ values
+
+
+def dims_of(words: Iterable[str]) -> dict[str, int]:
+    """Read sizes of symbolic dimensions."""
+    dims: dict[str, int] = {}
+    for word in words:
+        name, equals, number = word.partition("=")
+        if not equals or not (number.isascii() and number.isdecimal()) or not 1 <= int(number) < 2**31:
+            raise UsageError(
+                f"bad --dim {word!r}, expected NAME=INT with a number from 1 to {2**31 - 1}, e.g. --dim batch=4"
+            )
+        dims[name] = int(number)
+    return dims
+
+
+def known_of(words: Iterable[str]) -> dict[str, object]:
+    """Read values of inputs: numbers between commas, or the path of an array file."""
+    import numpy as np  # lazy: heavy
+
+    values: dict[str, object] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not name or not equals:
+            raise UsageError(f"bad --known {word!r}, expected NAME=NUMBERS or NAME=FILE.npy, e.g. --known axes=0,1")
+        if text.endswith(".npy"):
+            try:
+                values[name] = np.load(text, allow_pickle=False)
+            except (OSError, ValueError) as error:
+                raise UsageError(f"--known {name}: {text} cannot be read: {error}") from error
+            continue
+        try:
+            values[name] = [_number(part.strip()) for part in text.split(",")] if text else []
+        except ValueError:
+            raise UsageError(
+                f"bad --known {word!r}: {text!r} is neither numbers between commas nor the path of a .npy file"
+            ) from None
+    return values
+
+
+def _number(text: str) -> bool | int | float:
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else float(text)
+
+
+def dump_of(arguments: argparse.Namespace) -> Dump | None:
+    """The dump that was asked for."""
+    from penstock.inspection.dump import Dump  # lazy: heavy
+
+    if arguments.dump_ir or arguments.dump_ir_changed:
+        return Dump(arguments.dump_ir or None, only=arguments.dump_ir_filter, changed=arguments.dump_ir_changed)
+    if arguments.dump_ir_filter is not None:
+        raise UsageError("--dump-ir-filter without a dump to filter", hint="add --dump-ir DIR, or --dump-ir-changed")
+    return None

@@ -1,0 +1,154 @@
+"""`penstock demo`: the whole way once, on this machine. A small GPT is written as ONNX, planned, compiled for two local CPU devices, and
+trained on the text that comes with the package; the loss must fall. Leaves model, bundle, dumps, data and metrics in one folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
+
+from penstock.ir.schedule_names import TRAINING
+from penstock.planning.options import BuildOptions, PlanOptions
+from penstock.support.errors import UsageError, VerifyError
+from penstock.support.settings import POSITIVE, setting
+from penstock.support.terminal import Progress, say
+
+from .arguments import add_settings, settings_from
+
+if TYPE_CHECKING:
+    import numpy as np
+
+LAYERS, WIDTH, HEADS, VOCAB, POSITIONS = 6, 256, 4, 256, 64
+SEQUENCES, MICROBATCHES, STAGES = 2, 4, 2
+LEARNING_RATE = 3e-4
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Settings of the demonstration."""
+
+    out: str = setting(
+        "demo-out",
+        "folder for model, bundle, dumps and metrics (default: demo-out)",
+        flags=("-o", "--out"),
+        shown="DIR",
+    )
+    steps: int = setting(120, "optimiser steps (default: 120)", check=POSITIVE, shown="N")
+    schedule: str = setting("2bw", "default: 2bw", choices=TRAINING)
+    backend: str = setting("tvm", "default: tvm", choices=("tvm", "numpy"))
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add settings alone."""
+    add_settings(parser, DemoOptions)
+
+
+def run(arguments: Namespace) -> int:
+    """Check the settings of the compiler's cache, then run it all."""
+    from penstock.backends.registry import check_cache
+
+    options = settings_from(DemoOptions, arguments)
+    check_cache(options.backend)
+    return run_demo(options)
+
+
+def text_samples(count: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """`count` stretches of the shipped text as byte values, and for each position the byte that follows."""
+    from importlib import resources  # lazy: heavy
+
+    import numpy as np  # lazy: heavy
+
+    text = np.frombuffer(resources.files("penstock").joinpath("demo_text.txt").read_bytes(), dtype=np.uint8).astype(
+        np.int64
+    )
+    starts = np.random.default_rng(seed).integers(0, len(text) - length, size=count)
+    windows = text[starts[:, None] + np.arange(length + 1)]
+    return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run it all; exit code 0 when the loss fell."""
+    import shutil  # lazy: heavy
+
+    import numpy as np  # lazy: heavy
+
+    started, out = time.monotonic(), Path(options.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot use the folder: {error}", where=str(out)) from error
+    path = _compiled(out, options)
+    losses = _trained(out, options)
+    tail = max(1, min(5, len(losses) // 4))
+    before, after = float(np.mean(losses[:tail])), float(np.mean(losses[-tail:]))
+    print(
+        f"loss {before:.3f} -> {after:.3f} (means of the first and last {tail} of {len(losses)} steps), "
+        f"{time.monotonic() - started:.0f} s in all"
+    )
+    dumps, metrics = out / "dumps", out / "metrics.jsonl"
+    print(f"model {path}\nbundle {out / 'bundle'}\ndumps {dumps}\nmetrics {metrics}\ncheckpoint {out / 'checkpoint'}")
+    command = "penstock" if shutil.which("penstock") else f"{quote(sys.executable)} -m penstock"
+    before_versions, after_versions = (
+        quote(str(next(dumps.glob(f"*_{name}.ir")))) for name in ("schedule", "weight-versions")
+    )
+    say(
+        f"look around:\n  {command} inspect {quote(str(out / 'bundle'))} --schedule\n  {command} diff {before_versions} {after_versions}"
+    )
+    if not after < before:
+        raise VerifyError(
+            f"the loss did not fall: {before:.3f} at the start, {after:.3f} at the end", hint="run more --steps"
+        )
+    return 0
+
+
+def _compiled(out: Path, options: DemoOptions) -> Path:
+    """Write the model and its bundle; the path of the model."""
+    from penstock.frontends.training import Training  # lazy: heavy
+    from penstock.inspection.dump import Dump  # lazy: heavy
+    from penstock.ir.cluster.cluster import Cluster  # lazy: heavy
+    from penstock.ir.training.optimizers import AdamW  # lazy: heavy
+    from penstock.models import write_gpt  # lazy: heavy
+    from penstock.planning.build import build  # lazy: heavy
+    from penstock.planning.explain import plan_lines  # lazy: heavy
+    from penstock.planning.model import from_onnx  # lazy: heavy
+    from penstock.planning.pipeline import plan_model  # lazy: heavy
+    from penstock.planning.watching import Feedback  # lazy: heavy
+
+    path = write_gpt(
+        out / "gpt.onnx", layers=LAYERS, width=WIDTH, heads=HEADS, vocab=VOCAB, positions=POSITIONS, batch=None
+    )
+    model = from_onnx(path, dims={"batch": SEQUENCES})
+    params = sum(v.type.size for v in model.module.vars.values() if v.role == "param")
+    say(f"1. wrote {path}: {LAYERS} layers, width {WIDTH}, {params / 1e6:.1f} million parameters")
+
+    training = Training(loss="cross_entropy", optimizer=AdamW(lr=LEARNING_RATE), microbatches=MICROBATCHES)
+    dump, cluster = Dump(out / "dumps"), Cluster.local(STAGES)
+    planned = PlanOptions(schedule=options.schedule)
+    plan = plan_model(model, cluster, training, planned, Feedback(dump, Progress("passes")))
+    say("2. planned:")
+    for line in plan_lines(plan):
+        print(line)
+    bundle = build(plan, out / "bundle", BuildOptions(options.backend), Feedback(dump, Progress("compile")))
+    say(f"3. compiled {bundle}")
+    return path
+
+
+def _trained(out: Path, options: DemoOptions) -> list[float]:
+    """Train the bundle, and give the loss of every step."""
+    import numpy as np  # lazy: heavy
+
+    from penstock.runtime.job.run import run_bundle  # lazy: heavy
+
+    steps, schedule = options.steps, options.schedule
+    tokens, labels = text_samples(SEQUENCES * MICROBATCHES * steps, POSITIONS, seed=0)
+    np.savez(out / "data.npz", tokens=tokens, labels=labels)
+    say(f"4. training {steps} steps of {SEQUENCES * MICROBATCHES} sequences on {STAGES} processes with {schedule}")
+    metrics = out / "metrics.jsonl"
+    run_bundle(out / "bundle", data=str(out / "data.npz"), steps=steps, metrics=metrics, checkpoint=out / "checkpoint")
+    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]

@@ -1,0 +1,183 @@
+"""The command line: arguments, help, exit codes. A command has a module beside this one: its arguments, and what it does.
+
+Data goes to stdout, words for people to stderr. Exit codes: 0 ok, 1 anything else, 2 usage, 3 unsupported model, 4 does not fit,
+5 verification failed, 6 peer lost or timeout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import NoReturn, Protocol, cast
+
+from penstock.support.errors import DoesNotFit, PenstockError, UsageError
+from penstock.support.out_of_memory import is_out_of_memory
+from penstock.support.words import meant, visible, visible_lines
+from penstock.version import __version__
+
+
+class CommandModule(Protocol):
+    """A module beside this one, of the name of its command: its arguments, and what it does. `run` gives an exit code; None is 0."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace) -> int | None: ...
+
+
+# What commands do, in the order of help. The module of a command is imported when it is named.
+COMMANDS = {
+    "demo": "export a small GPT, compile it for two local CPU devices, train it with 2bw, and show the loss fall",
+    "plan": "choose stages and devices for a model, or for the graph of a placement file, and show the choice",
+    "compile": "compile a model into a bundle",
+    "run": "train with a bundle: starts one process per rank, or joins as one rank under torchrun",
+    "infer": "run an inference bundle on arrays, and write its outputs",
+    "export": "write trained weights back into the ONNX model they came from, or into a safetensors file",
+    "sign": "vouch for a bundle with a secret key, or check that somebody did",
+    "checkpoint": "list checkpoints, check them, or write the weights of one into a safetensors file",
+    "inspect": "look into a bundle, an IR file or a dump folder",
+    "simulate": "run a bundle's program against modelled times, links, NICs, cores and memory",
+    "doctor": "measure this machine, or the hosts of a torchrun group, and write a cluster file",
+    "diff": "compare two IR files or bundles by name: what is gone, what is new, and the words that changed",
+    "opt": "run passes over an IR file; goes on from any dump",
+    "passes": "list the passes with their options, explain one, or print a pipeline",
+    "ops": "list the operations and which parts of the compiler support them, or explain one",
+    "completion": "print what makes a shell complete commands, options, passes and operations",
+    "verify": "check a model against onnxruntime, a bundle against the interpreter, all of them pass by pass and kernel by kernel "
+    "(--bisect), what passes do to an IR file (-p), or 2bw against plain training (--parity)",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; gives the exit code."""
+    words = [_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
+    verbose = bool(os.environ.get("PENSTOCK_TRACEBACK")) or "-v" in words or "--verbose" in words
+    with _terminated_in_order():
+        return _run(words, verbose)
+
+
+@contextmanager
+def _terminated_in_order() -> Iterator[None]:
+    """Being terminated ends a command like an exception, so that its processes and temporary files go with it."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _run(words: list[str], verbose: bool) -> int:
+    try:
+        arguments = parse(words)
+        return int(arguments.run(arguments) or 0)
+    except PenstockError as error:
+        if verbose:
+            raise
+        print(f"penstock: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt as error:
+        print(_ended("interrupted", error), file=sys.stderr)
+        return 130
+    except SystemExit as error:
+        if hasattr(error, "__notes__"):
+            print(_ended("terminated", error), file=sys.stderr)
+        raise
+    except Exception as error:
+        if isinstance(error, BrokenPipeError):
+            # Whoever read our output has gone; give the interpreter nothing left to flush.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        if verbose:
+            raise
+        code, said = _told(error)
+        print(f"penstock: {said}", file=sys.stderr)
+        return code
+
+
+def _ended(how: str, error: BaseException) -> str:
+    """What is said of a command that was ended from outside; it may have left word of how far it came."""
+    return " ".join([f"penstock: {how}", *map(visible_lines, getattr(error, "__notes__", ()))])
+
+
+def _told(error: Exception) -> tuple[int, str]:
+    """The exit code for an error that is none of ours, and what to say of it."""
+    said = visible(" ".join(str(error).split()))[:500]
+    if is_out_of_memory(error):
+        hint = "a smaller batch or microbatch, more stages, --recompute all and `compile --jobs 1` need less"
+        # What cannot be imported for want of memory says much, and of other causes.
+        more = f": {said}" if said and not isinstance(error, ImportError) else ""
+        return DoesNotFit.exit_code, f"error: the system gave no more memory{more}\n  hint: {hint}"
+    if isinstance(error, OSError):
+        place = f"{visible(str(error.filename))}: " if error.filename else ""
+        return UsageError.exit_code, f"error: {place}{error.strerror or said}"
+    # A bug of ours: nobody else can do anything about where it happened.
+    return 1, f"internal error: {type(error).__name__}: {said}\n  hint: please report this; -v shows where it happened"
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """What the arguments say, and defaults for those that are not given. `run` is what carries them out, `given` the names of those that say
+    something else than their defaults, `command_line` gives the parser of all commands."""
+    named = next((word for word in words if not word.startswith("-")), "")
+    arguments, unknown = command_line(named).parse_known_args(words)
+    # argparse leaves what a command does not know to the parser above it, whose help has none of the command's arguments.
+    command: argparse.ArgumentParser = vars(arguments).pop("explained_by")
+    if unknown:
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    own = (action.dest for action in command._actions if hasattr(arguments, action.dest))
+    arguments.given = [name for name in own if getattr(arguments, name) != command.get_default(name)]
+    arguments.command_line = command_line
+    return arguments
+
+
+def _dashes(word: str) -> str:
+    """`--dump_ir` and `--dump-ir` are the same flag."""
+    if not word.startswith("--"):
+        return word
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+# What argparse says of a word that is none of its choices; newer versions of Python leave the quotes out.
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports usage errors through our own error class, so that they look and exit like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        hint = f"`{self.prog} --help` explains the arguments"
+        if (choice := _CHOICE.search(message)) is not None and (
+            words := meant(choice[1], re.findall(r"[\w\-]+", choice[2]))
+        ):
+            hint = f"{words} {hint}"
+        raise UsageError(message, hint=hint)
+
+
+def command_line(named: str | None = None) -> argparse.ArgumentParser:
+    """All commands with their arguments; where one is named, the others are there without theirs."""
+    parser = _Parser(
+        prog="penstock",
+        description="Compile an ONNX model into a multi-device pipeline bundle, train it, look into it.",
+    )
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    added = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, text in COMMANDS.items():
+        child = added.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        child.add_argument("-v", "--verbose", action="store_true", help="show the traceback of an error")
+        if named in (None, name):
+            command = cast(CommandModule, import_module(f"penstock.commands.{name}"))
+            child.set_defaults(explained_by=child, run=command.run)
+            command.add_arguments(child)
+    return parser

@@ -1,0 +1,188 @@
+"""The plan that arguments ask for: what `plan` and `compile` have in common, and `verify --bisect`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from penstock.ir.schedule_names import SYNCHRONOUS, TRAINING
+from penstock.planning.options import PlanOptions, SearchOptions
+from penstock.support.errors import UsageError
+from penstock.support.terminal import Progress, say
+
+from .arguments import dims_of, known_of, settings_from
+
+if TYPE_CHECKING:
+    from penstock.frontends.training import Training
+    from penstock.inspection.dump import Dump
+    from penstock.ir.cluster.cluster import Cluster
+    from penstock.ir.training.optimizers import Optimizer
+    from penstock.planning.model import Model, ModelFile
+    from penstock.planning.plan import Plan
+    from penstock.planning.watching import Feedback
+
+
+def plan_of(arguments: Namespace, dump: Dump | None) -> Plan:
+    """Plan a model as the arguments of `plan` and `compile` ask for it."""
+    from penstock.planning.watching import Feedback  # lazy: heavy
+
+    with closing(Progress("passes")) as progress:
+        return _planned(arguments, Feedback(dump, progress, say))
+
+
+def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
+    from penstock.planning.model import ModelFile  # lazy: heavy
+    from penstock.planning.pipeline import plan_model  # lazy: heavy
+
+    training, cluster = training_of(arguments), _cluster(arguments)
+    dims, known = dims_of(arguments.dim), known_of(arguments.known)
+    source = ModelFile(arguments.model, dims, known, arguments.frozen, arguments.trained)
+    if arguments.batch is not None:
+        plan = _searched(arguments, source, cluster, training, feedback)
+        _report(plan.model)
+        return plan
+    if arguments.plan is not None:
+        return _from_file(arguments, source, cluster, training, feedback)
+    if arguments.schedule == "auto":
+        raise UsageError(
+            "--schedule auto leaves it to the planner, which needs to know the samples of a batch", hint="add --batch"
+        )
+    model = source.loader(feedback)(None)
+    _report(model)
+    return plan_model(model, cluster, training, settings_from(PlanOptions, arguments), feedback)
+
+
+def _report(model: Model) -> None:
+    for line in model.imported.report:
+        say(line)
+
+
+def _cluster(arguments: Namespace) -> Cluster:
+    from penstock.ir.cluster.cluster import Cluster  # lazy: heavy
+
+    if arguments.cluster:
+        return Cluster.load(arguments.cluster)
+    if isinstance(arguments.devices, str):
+        return Cluster.listed(arguments.devices)
+    return Cluster.local(arguments.devices or (arguments.stages or 1) * (arguments.replicas or 1))
+
+
+def _searched(
+    arguments: Namespace, source: ModelFile, cluster: Cluster, training: Training | None, feedback: Feedback
+) -> Plan:
+    """The choice of the planner for batches of `--batch` samples."""
+    from penstock.planning.search import search_file  # lazy: heavy
+
+    source.check()
+    if training is None:
+        raise UsageError("--batch plans for training", hint="add --loss, or leave --batch out for an inference plan")
+    fixed = {"--stages": arguments.stages, "--microbatches": arguments.microbatches, "--split-at": arguments.split_at}
+    given = [flag for flag, value in fixed.items() if value]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)} with --batch: the planner chooses that",
+            hint="leave out one or the other; --dim beside --batch gives the size of a microbatch",
+        )
+    schedules = {None: SYNCHRONOUS, "auto": TRAINING}.get(arguments.schedule, (arguments.schedule,))
+    return search_file(
+        source, cluster, training, settings_from(SearchOptions, arguments, schedules=schedules), feedback
+    )
+
+
+def _from_file(
+    arguments: Namespace, source: ModelFile, cluster: Cluster, training: Training | None, feedback: Feedback
+) -> Plan:
+    """The plan of a file, carried out."""
+    from penstock.ir.batch_shares import microbatch_size
+    from penstock.passes.schedules.schedule import SCHEDULES as KINDS  # lazy: heavy
+    from penstock.planning.pipeline import plan_model  # lazy: heavy
+    from penstock.planning.plan_file import load_plan_file  # lazy: heavy
+
+    source.check()
+    fixed = ("batch", "stages", "microbatches", "split_at", "replicas", "schedule", "recompute")
+    given = [f"--{name.replace('_', '-')}" for name in fixed if getattr(arguments, name)]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)} with --plan: the file says that", where=arguments.plan, hint="edit the file"
+        )
+    settings, samples = load_plan_file(arguments.plan, [device.name for device in cluster.devices])
+    options = replace(settings_from(PlanOptions, arguments), **settings, hints=False)
+    if arguments.precision not in (None, options.precision):
+        raise UsageError(
+            f"--precision {arguments.precision}, but the plan is in {options.precision}", where=arguments.plan
+        )
+    if arguments.wire not in (None, options.wire):
+        raise UsageError(
+            f"--wire {arguments.wire}, but values travel as {options.wire} in the plan", where=arguments.plan
+        )
+    if KINDS[options.schedule].trains != (training is not None):
+        what = "is for training, but there is no loss" if training is None else "is for inference, but there is a loss"
+        raise UsageError(f"schedule {options.schedule} {what}", where=arguments.plan)
+    model = source.loader(feedback)(samples)
+    size = microbatch_size(model.module)
+    if samples not in (None, size):
+        raise UsageError(
+            f"the plan is for microbatches of {samples} samples, the model's are of {size}", where=arguments.plan
+        )
+    _report(model)
+    if training is not None:
+        training = replace(training, microbatches=options.microbatches)
+    return plan_model(model, cluster, training, options, feedback)
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def training_of(arguments: Namespace) -> Training | None:
+    """Read the training settings of the flags on top of those of the file."""
+    from penstock.frontends.training import Training, load_training  # lazy: heavy
+    from penstock.ir.training.optimizers import parse_groups  # lazy: heavy
+    from penstock.ir.training.rates import parse_rate  # lazy: heavy
+
+    settings = load_training(arguments.train, arguments.loss) if arguments.train else None
+    if settings is None and arguments.loss is None:
+        flags = {
+            "--optimizer": arguments.optimizer,
+            "--lr": arguments.lr,
+            "--weight-decay": arguments.weight_decay,
+            "--lr-schedule": arguments.lr_schedule,
+            "--group": arguments.group or None,
+            "--clip": arguments.clip,
+            "--skip-nonfinite": arguments.skip_nonfinite,
+            "--schedule": arguments.schedule,
+            "--recompute": arguments.recompute,
+        }
+        given = [flag for flag, value in flags.items() if value is not None]
+        if given:
+            raise UsageError(
+                f"{', '.join(given)} without a loss to train on",
+                hint="add --loss, or --train with a file that names one",
+            )
+        return None
+    settings = settings or Training(loss=arguments.loss)
+    if (optimizer := _optimizer(arguments, settings.optimizer if arguments.train else None)) is not None:
+        settings = replace(settings, optimizer=optimizer)
+    if arguments.lr_schedule is not None:
+        settings = replace(settings, rate=parse_rate(arguments.lr_schedule))
+    if arguments.group:
+        settings = replace(settings, groups=(*parse_groups(arguments.group), *settings.groups))
+    guards = {"clip": arguments.clip, "skip_nonfinite": arguments.skip_nonfinite}
+    settings = replace(settings, **{k: v for k, v in guards.items() if v is not None})
+    if arguments.microbatches is not None:
+        settings = replace(settings, microbatches=arguments.microbatches)
+    return settings
+
+
+def _optimizer(arguments: Namespace, settings: Optimizer | None) -> Optimizer | None:
+    """The optimiser of the flags on top of that of a file."""
+    from penstock.ir.training.optimizers import optimizer_of  # lazy: heavy
+
+    given = {"lr": arguments.lr, "weight_decay": arguments.weight_decay}
+    changes = {name: value for name, value in given.items() if value is not None}
+    if not arguments.optimizer and not changes:
+        return settings
+    if arguments.optimizer or settings is None:
+        return optimizer_of(arguments.optimizer or "sgd", **changes)
+    return replace(settings, **changes)

@@ -1,0 +1,36 @@
+"""Numbers and lists on the command line, as argparse takes them: text in, a value out, or what was expected."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from penstock.support.settings import POSITIVE, SEED, WHOLE, Check
+
+
+def reader(check: Check) -> Callable[[str], Any]:
+    """Read values of a setting."""
+
+    def read(text: str) -> Any:
+        try:
+            return check.read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {check.expected}, got {text!r}") from None
+
+    return read
+
+
+positive_number, whole_number, seed_number = reader(POSITIVE), reader(WHOLE), reader(SEED)
+
+
+def device_list(text: str) -> int | str:
+    """Read a number of devices, or a list of their kinds."""
+    if "," in text or text == "cpu" or text.startswith("sm_"):
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"expected a number, or a list of `cpu` and CUDA architectures such as cpu,sm_90, got {text!r}"
+        )
+    number: int = positive_number(text)
+    return number

@@ -1,0 +1,307 @@
+"""`penstock verify`: which of its questions is asked, and whether the options go together. In: parsed arguments. Out: the exit code
+of checks.py, parity.py or bisecting.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.support.errors import UsageError
+from penstock.support.settings import POSITIVE, SEED, setting
+
+from .arguments import add_model_arguments, add_settings, dims_of, known_of, settings_from
+from .planned import plan_of
+from .types import positive_number
+
+if TYPE_CHECKING:
+    from penstock.planning.model import Model
+    from penstock.verification.bisect.steps import Trail
+
+
+# What only a question of its own makes sense of.
+_OF_PARITY = ("optimizers", "seeds")
+_OF_BISECT = ("repro", "shrink")
+# Arguments of `compile`, which --bisect takes for a model; these three --parity takes, too.
+_SHARED = ("loss", "microbatches", "devices")
+_OF_COMPILE = (
+    *(
+        "cluster",
+        "frozen",
+        "trained",
+        "precision",
+        "wire",
+        "train",
+        "optimizer",
+        "lr",
+        "lr_schedule",
+        "group",
+        "weight_decay",
+        "clip",
+    ),
+    *("skip_nonfinite", "batch", "schedule", "recompute", "plan", "stages", "replicas", "split_at"),
+)
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Settings of a check; those that are None are for each question to fill in."""
+
+    steps: int | None = setting(
+        None,
+        "optimiser steps for a training bundle (default: 4; with --bisect and -p 3, with --parity 200)",
+        check=POSITIVE,
+        shown="N",
+    )
+    seed: int | None = setting(None, "for the random inputs (default: 0)", check=SEED, shown="N")
+    tolerance: float | None = setting(
+        None,
+        "largest relative error that passes (default: 1e-5; with 16-bit floats what their roundings do to this model; with --bisect "
+        "and FILE.ir what rounding explains, which is printed)",
+        read=float,
+        shown="X",
+    )
+    backend: str | None = setting(
+        None, "what to check a model or an IR file with (default: tvm)", choices=("tvm", "numpy")
+    )
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add those of a model, and those of each question."""
+    add_model_arguments(parser, metavar="MODEL.onnx|BUNDLE|DUMPS|FILE.ir")
+    add_settings(parser.add_argument_group("checking"), VerifyOptions)
+    bisect = parser.add_argument_group("with --bisect (and the arguments of `compile`, for a model)")
+    bisect.add_argument(
+        "--bisect",
+        action="store_true",
+        help="name the first pass, stage, operation and tensor that is wrong: the import against onnxruntime, the module after each "
+        "pass, then the kernels of each stage against the interpreter",
+    )
+    bisect.add_argument(
+        "--repro",
+        metavar="DIR",
+        help="where the smallest reproducer of what is wrong goes, or none (default: the name of what is checked, with .repro)",
+    )
+    bisect.add_argument(
+        "--shrink",
+        type=float,
+        metavar="S",
+        help="how many seconds to make the reproducer smaller (default: 60; 0: leave it as it is)",
+    )
+    _add_parity(parser)
+
+
+def _add_parity(parser: ArgumentParser) -> None:
+    """Add those of the questions after FILE.ir and after late updates."""
+    files = parser.add_argument_group("with FILE.ir")
+    files.add_argument(
+        "-p",
+        "--passes",
+        metavar="PIPELINE",
+        help="run these passes, and compare what the module computes before and after",
+    )
+    parity = parser.add_argument_group("with --parity (and --loss, --microbatches and --devices)")
+    parity.add_argument(
+        "--parity",
+        action="store_true",
+        help="train a model under 1f1b and under 2bw, several times, and print the gap between the final losses",
+    )
+    parity.add_argument(
+        "--data",
+        metavar="FILE|synthetic",
+        help="npz with one array per input, shuffled (default: synthetic); with a model or FILE.ir the inputs.safetensors of a reproducer",
+    )
+    parity.add_argument(
+        "--optimizers", metavar="LIST", help="kinds, each perhaps with its learning rate (default: momentum,adamw,muon)"
+    )
+    parity.add_argument(
+        "--seeds",
+        type=positive_number,
+        metavar="N",
+        help="runs of each, with other dropout and orders of samples (default: 3)",
+    )
+
+
+def run(arguments: Namespace) -> int:
+    """Ask the question, and give its exit code."""
+    if arguments.parity and arguments.bisect:
+        raise UsageError("--parity and --bisect are two questions: ask one of them")
+    path, options = Path(arguments.model), settings_from(VerifyOptions, arguments)
+    kind = "FILE.ir" if path.suffix == ".ir" else "a folder" if path.is_dir() else "a model"
+    _refuse(arguments, _OF_PARITY, not arguments.parity, "without --parity")
+    _refuse(arguments, _OF_BISECT, not arguments.bisect, "without --bisect")
+    _refuse(arguments, _SHARED, not (arguments.parity or arguments.bisect), "without --parity or --bisect")
+    _refuse(arguments, _OF_COMPILE, not arguments.bisect or kind != "a model", "without --bisect of a model")
+    _refuse(arguments, ("passes",), kind != "FILE.ir", "without FILE.ir")
+    _refuse(arguments, ("data",), kind == "a folder" or arguments.bisect, "with what has no use for it")
+    if arguments.parity:
+        return _verify_parity(arguments, options)
+    if kind == "FILE.ir":
+        return _verify_ir(arguments, options)
+    if arguments.bisect:
+        return _bisect(arguments, options)
+    return _verify_folder(arguments, options) if kind == "a folder" else _verify_model(arguments, options)
+
+
+def _given(arguments: Namespace, names: tuple[str, ...]) -> list[str]:
+    """Name the flags of those that were given: counts that were not are 0, lists empty, all others None."""
+    values = {name: getattr(arguments, name) for name in names}
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, value in values.items()
+        if value not in (None, []) and not (type(value) is int and value == 0)
+    ]
+
+
+def _refuse(arguments: Namespace, names: tuple[str, ...], when: bool, why: str) -> None:
+    if when and (given := _given(arguments, names)):
+        raise UsageError(f"{', '.join(given)} {why}")
+
+
+def _verify_folder(arguments: Namespace, options: VerifyOptions) -> int:
+    from penstock.verification.checks import verify_bundle  # lazy: heavy
+
+    if arguments.dim or arguments.known or options.backend:
+        raise UsageError("--dim, --known and --backend are for models; a bundle has them built in")
+    return verify_bundle(arguments.model, steps=options.steps or 4, seed=options.seed or 0, tolerance=options.tolerance)
+
+
+def _verify_model(arguments: Namespace, options: VerifyOptions) -> int:
+    from penstock.backends.registry import check_cache
+    from penstock.verification.checks import verify_model  # lazy: heavy
+
+    backend = options.backend or "tvm"
+    check_cache(backend)
+    return verify_model(
+        arguments.model,
+        dims=dims_of(arguments.dim),
+        known=known_of(arguments.known),
+        seed=options.seed or 0,
+        tolerance=options.tolerance,
+        backend=backend,
+        data=arguments.data,
+    )
+
+
+def _verify_ir(arguments: Namespace, options: VerifyOptions) -> int:
+    from penstock.backends.registry import check_cache
+    from penstock.verification.bisect.reproducer import verify_ir  # lazy: heavy
+
+    if arguments.bisect or arguments.dim or arguments.known:
+        raise UsageError(
+            "--bisect, --dim and --known are for models; an IR file is compared with -p, or with its compiled kernels"
+        )
+    backend = options.backend or "tvm"
+    if arguments.passes is None:
+        check_cache(backend)
+    return verify_ir(
+        arguments.model,
+        passes=arguments.passes,
+        data=arguments.data,
+        steps=options.steps or 3,
+        seed=options.seed or 0,
+        tolerance=options.tolerance,
+        backend=backend,
+    )
+
+
+def _verify_parity(arguments: Namespace, options: VerifyOptions) -> int:
+    from penstock.backends.registry import check_cache
+    from penstock.planning.model import from_onnx  # lazy: heavy
+    from penstock.verification.parity import Setting, optimizers_of, verify_parity  # lazy: heavy
+
+    if Path(arguments.model).is_dir():
+        raise UsageError("--parity trains a model, not a bundle", where=arguments.model)
+    given = [f"--{name}" for name in ("seed", "tolerance") if getattr(options, name) is not None]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)} with --parity",
+            hint="--seeds says how many runs there are of each; a gap is reported, not judged",
+        )
+    if arguments.loss is None:
+        raise UsageError("--parity needs a loss to train on", hint="add --loss")
+    if isinstance(arguments.devices, str):
+        raise UsageError(
+            f"--devices {arguments.devices} with --parity", hint="a number of CPU devices, one for each stage"
+        )
+    backend = options.backend or "tvm"
+    check_cache(backend)
+    optimizers = optimizers_of(arguments.optimizers or "momentum,adamw,muon")
+    model = from_onnx(arguments.model, dims=dims_of(arguments.dim), known=known_of(arguments.known))
+    setting = Setting(
+        arguments.loss,
+        arguments.data or "synthetic",
+        options.steps or 200,
+        arguments.microbatches or 4,
+        arguments.devices or 2,
+        backend=backend,
+    )
+    return verify_parity(lambda seed: model, optimizers, setting, arguments.seeds or 3)
+
+
+# ------------------------------------------------------------------------------------------------ bisect
+
+
+def _bisect(arguments: Namespace, options: VerifyOptions) -> int:
+    from penstock.verification.bisect.reproducer import check_place  # lazy: heavy
+    from penstock.verification.bisect.search import Options, bisect  # lazy: heavy
+
+    path = Path(arguments.model)
+    place = path.with_name(f"{path.name}.repro") if arguments.repro is None else Path(arguments.repro)
+    repro = None if arguments.repro == "none" else place
+    if repro is not None:
+        check_place(repro)
+    if arguments.shrink is not None and not arguments.shrink >= 0:
+        raise UsageError(f"--shrink {arguments.shrink}", hint="a number of seconds, from 0 on")
+    seconds = 60.0 if arguments.shrink is None else arguments.shrink
+    with _trail(arguments, options) as trail:
+        return bisect(trail, Options(options.steps or 3, options.seed or 0, options.tolerance, repro, seconds))
+
+
+def _trail(arguments: Namespace, options: VerifyOptions) -> AbstractContextManager[Trail]:
+    from penstock.backends.bundle.format import MANIFEST, open_bundle  # lazy: heavy
+    from penstock.backends.registry import check_cache
+    from penstock.verification.bisect.sources import bundle_trail, dumps_trail  # lazy: heavy
+
+    path = Path(arguments.model)
+    if not path.is_dir():
+        return _of_model(arguments, options)
+    given = _given(arguments, (*_SHARED, "dim", "known"))
+    if given:
+        raise UsageError(f"{', '.join(given)} are for models; a folder has them built in", where=str(path))
+    if (path / MANIFEST).exists():
+        if options.backend:
+            raise UsageError("--backend is for models and dumps; a bundle has it built in", where=str(path))
+        return bundle_trail(open_bundle(path))
+    check_cache(options.backend or "tvm")
+    return dumps_trail(path, options.backend)
+
+
+@contextmanager
+def _of_model(arguments: Namespace, options: VerifyOptions) -> Iterator[Trail]:
+    import tempfile  # lazy: heavy
+
+    from penstock.backends.registry import check_cache
+    from penstock.inspection.dump import Dump  # lazy: heavy
+    from penstock.planning.model import from_onnx  # lazy: heavy
+    from penstock.verification.bisect.sources import model_trail  # lazy: heavy
+
+    check_cache(options.backend or "tvm")
+    names = {"frozen": arguments.frozen, "trained": arguments.trained}
+    given = _given(arguments, ("dump_ir_filter",)) + (["--dump-ir-changed"] if arguments.dump_ir_changed else [])
+    if given:
+        raise UsageError(f"{', '.join(given)} with --bisect, which reads whole modules")
+    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
+        folder = Path(arguments.dump_ir or Path(scratch) / "dumps")
+
+        def load() -> Model:
+            return from_onnx(arguments.model, dims=dims_of(arguments.dim), known=known_of(arguments.known), **names)
+
+        with model_trail(
+            arguments.model, lambda: plan_of(arguments, Dump(folder)), load, folder, options.backend
+        ) as trail:
+            yield trail

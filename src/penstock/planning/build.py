@@ -1,0 +1,120 @@
+"""From a plan to a bundle: machine code for every stage, the weights, and what the bundle keeps of its model, so that weights can be written
+back into it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from penstock.backends.bundle.format import REST, Bundle, Origin, stored_vars
+from penstock.backends.bundle.tensor_file import write_tensors
+from penstock.backends.bundle.writer import Provenance, write_bundle
+from penstock.backends.interface import CompileOptions
+from penstock.backends.registry import backend_of
+from penstock.frontends.imported import Imported
+from penstock.ir.graph import Module
+
+from .options import BuildOptions
+from .plan import Plan
+from .watching import SILENT, Feedback
+
+_DEFAULTS = BuildOptions()
+
+
+@dataclass(frozen=True)
+class Content:
+    """What goes into a bundle beside code: the program, the model before it was cut, weights, and the plan as data. `origin` writes what is
+    kept of the source into a folder."""
+
+    module: Module
+    reference: Module
+    weights: Mapping[str, np.ndarray]
+    plan: dict[str, Any]
+    source_hash: str
+    origin: Callable[[Path], Origin | None]
+
+
+def build(plan: Plan, out: str | Path, options: BuildOptions = _DEFAULTS, feedback: Feedback = SILENT) -> Path:
+    """Make machine code for every stage, and write the bundle."""
+    imported, facts, watcher = plan.model.imported, plan.as_dict(), feedback.watcher
+    if watcher is not None:
+        watcher.write("plan.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
+    content = Content(
+        plan.module,
+        plan.reference,
+        imported.weights,
+        facts,
+        imported.source_hash,
+        lambda folder: keep_source(imported, plan.module, folder),
+    )
+    how = CompileOptions(options.target, options.jobs, feedback.progress, watcher)
+    bundle = assemble(out, content, options.backend, how)
+    if watcher is not None:
+        with watcher.step("report"):
+            watcher.report(plan.module, facts, plan.predicted)
+    return bundle.path
+
+
+def assemble(out: str | Path, content: Content, backend: str, options: CompileOptions) -> Bundle:
+    """Compile all stages, and write them with everything else."""
+    module, maker = content.module, backend_of(backend)
+    stages = [stage.index for stage in module.stages]
+    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
+        names = maker.compile_stages(module, stages, Path(scratch), options)
+        with options.step("bundle") as said:
+            bundle = write_bundle(
+                out,
+                module,
+                {stage: [Path(scratch) / name for name in names[stage]] for stage in stages},
+                content.weights,
+                backend=backend,
+                plan=content.plan,
+                provenance=Provenance(content.source_hash, content.reference, content.origin(Path(scratch))),
+            )
+            said.append(str(bundle.path))
+    return bundle
+
+
+# ------------------------------------------------------------------------------------------------ the source
+
+
+def keep_source(imported: Imported, module: Module, folder: Path) -> Origin:
+    """Keep of the source of `module` its names for variables, and for inputs and outputs that are spelled otherwise; and its files."""
+    origin = _keep_variables(imported, module, folder)
+    values = [*(value.name for value in module.data_inputs), *module.outputs]
+    return Origin(
+        {**{name: (imported.names[name],) for name in values if name in imported.names}, **origin.names}, origin.files
+    )
+
+
+def _keep_variables(imported: Imported, module: Module, folder: Path) -> Origin:
+    """Elements that no stage holds stay with the structure, which is written into `folder`."""
+    stored = stored_vars(module)
+    structure, state = imported.structure, imported.state
+    if state is not None:
+        lost = {
+            name: imported.weights[variable]
+            for variable, names in state.names.items()
+            if variable not in stored
+            for name in names
+        }
+        path = folder / PurePosixPath(REST).name
+        write_tensors(path, {**state.rest, **lost})
+        return Origin({variable: names for variable, names in state.names.items() if variable in stored}, [path])
+    if structure is None:
+        return Origin({name: (imported.names.get(name, name),) for name in stored})
+    from penstock.frontends.onnx.structure import save_structure  # lazy: heavy
+
+    names = {variable: (theirs,) for variable, theirs in structure.initializers.items() if variable in stored}
+    rest = {
+        theirs: imported.weights[variable]
+        for variable, theirs in structure.initializers.items()
+        if variable not in stored
+    }
+    return Origin(names, save_structure(structure, folder, rest))

@@ -1,0 +1,66 @@
+"""The choice of the planner: what led to a plan, and what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from penstock.passes.planner.argue import PlanChange, Result, counterfactuals
+from penstock.passes.planner.planner import Outcome
+from penstock.passes.planner.profile import Profile
+from penstock.passes.planner.refine import Refined
+
+
+@dataclass(frozen=True)
+class Search:
+    """What led to a plan. `result` has the best plan of every schedule, `chosen` is the one that was carried out; `refused` are those that
+    the passes refused, with the reason; `little` says of devices that they help too little to be used. `refined` is what the simulator said
+    of the best plans near the planner's, by schedule; `more_memory` how many times the memory of the devices the formulas were given.
+    `in_bf16` makes the profile of the model in bfloat16, where the plan is in float32."""
+
+    profile: Profile
+    result: Result
+    chosen: Outcome
+    refused: Mapping[str, str]
+    little: Sequence[str] = ()
+    refined: Mapping[str, Refined] = field(default_factory=dict)
+    in_bf16: Callable[[], Profile] | None = None
+    more_memory: float = 1.0
+
+    @cached_property
+    def what_if(self) -> list[PlanChange]:
+        """Plans with one thing changed in what was asked for, or in the devices of the plan that was
+        chosen, all the best by the formulas."""
+        others = {}
+        if self.in_bf16 is not None and (chain := self.in_bf16().chain).sizes == self.profile.chain.sizes:
+            others["in bfloat16"] = chain
+        kinds = {kind: found for kind, found in self.result.outcomes.items() if kind != self.chosen.plan.schedule}
+        return counterfactuals(replace(self.result, outcomes={self.chosen.plan.schedule: self.chosen} | kinds), others)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Devices that the plan does not use."""
+        return [device.name for i, device in enumerate(self.result.fleet.devices) if i not in self.chosen.plan.devices]
+
+
+def first_reason(error: str) -> str:
+    """The first thing that an error says, which may be a list."""
+    first, *rest = error.splitlines()
+    return f"{first} {rest[0].strip(' -')}" if first.endswith(":") and rest else first
+
+
+def compare(other: float, chosen: float) -> str:
+    """Say how much slower or faster another step is than the chosen one."""
+    ratio = other / chosen
+    if abs(ratio - 1) < 5e-4:
+        return "the same"
+    return f"{ratio - 1:.1%} slower" if ratio > 1 else f"{1 - ratio:.1%} faster"
+
+
+def passed_over(search: Search) -> str:
+    """Say why the best plan by the formulas was not taken."""
+    simulated = search.refined.get(search.chosen.plan.schedule)
+    if simulated is not None and simulated.outcome.plan == search.chosen.plan:
+        return "but not when it is simulated"
+    return "but with devices that hardly help" if search.little else "but it was refused"

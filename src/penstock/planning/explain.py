@@ -1,0 +1,157 @@
+"""The reasons of a plan, for people.
+
+In: a plan, and if the planner chose it the search behind it. Out: lines: a table of ranks with their seconds and their share of the
+bottleneck, their memory by purpose, the step that the simulator predicts for the program, what limits it, how far it is from the bound, why
+devices were left out, and what would change it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from penstock.ir.graph import Module
+from penstock.ir.schedule_names import SYNCHRONOUS
+from penstock.passes.costs.prices import shown_seconds
+from penstock.passes.memory.lifetimes import memory_table
+from penstock.passes.simulator.forecast import binding
+from penstock.support.terminal import table
+from penstock.support.words import counted, shown_bytes
+
+from .choice import Search, compare, first_reason, passed_over
+from .facts import changed_steps, predicted_facts
+from .plan import Plan
+from .predict import Predicted, predict_here
+
+
+def plan_lines(plan: Plan, searched: bool = False) -> Iterator[str]:
+    """A plan and what is predicted of it on this machine; where it was `searched` for, all there is to say about that, too."""
+    module, predicted = plan.module, predict_here(plan.module, plan.predicted)
+    yield from _ranks(module, predicted)
+    for note in module.notes:
+        if note.origin in ("placement", "partition", "schedule", "recompute"):
+            yield f"{note.origin}: {note.text}"
+    yield from _pace(predicted)
+    if searched and plan.search is not None:
+        yield from argument(plan.search)
+
+
+def as_json(plan: Plan) -> str:
+    """The plan with what is predicted of it on this machine, and what would change it."""
+    facts = plan.as_dict() | {"predicted": predicted_facts(predict_here(plan.module, plan.predicted))}
+    if plan.search is not None:
+        facts["planner"]["what_if"] = changed_steps(plan.search)
+    return json.dumps(facts, indent=2, sort_keys=True)
+
+
+def _pace(predicted: Predicted) -> Iterator[str]:
+    step, samples = predicted.step, predicted.forecast.samples
+    yield (
+        f"predicted: {shown_seconds(step)} per batch of {counted(samples, 'sample')}, {samples / step:.1f} samples/s, "
+        f"{1 - _busy(predicted):.0%} of the ranks' time idle"
+    )
+    if predicted.measured:
+        yield (
+            f"the {'time' if predicted.measured == 1 else 'times'} of {counted(predicted.measured, 'stage graph')} come from runs "
+            "on this machine"
+        )
+    if predicted.correction is not None:
+        runs = predicted.correction.runs
+        yield f"estimates of this machine are corrected by {predicted.correction.factor:.2f}, from {counted(runs, 'graded run')}"
+    yield f"limited by: {binding(predicted.forecast)}"
+
+
+def _ranks(module: Module, predicted: Predicted) -> Iterator[str]:
+    memory, schedule = memory_table(module), module.schedule
+    assert schedule is not None
+    columns = list(next(iter(memory.values())))
+    shares = [share for s in module.stages for share in schedule.shares(s.index)]
+    rows = [
+        [
+            stage,
+            device,
+            shares[rank],
+            f"{predicted.busy[rank] * 1e3:.3f} ms",
+            f"{predicted.busy[rank] / predicted.pace:.0%}" if predicted.pace else "-",
+            *(shown_bytes(memory[rank][c]) for c in columns),
+        ]
+        for rank, (stage, device) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True))
+    ]
+    yield (
+        f"{module.name}: schedule {schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch, predicted time per "
+        "batch and peak memory"
+    )
+    yield table(["stage", "device", "microbatches", "time", "of slowest", *columns], rows)
+
+
+def _busy(predicted: Predicted) -> float:
+    whole = sum(u.busy + u.waiting + u.idle for u in predicted.forecast.found.ranks)
+    return sum(u.busy for u in predicted.forecast.found.ranks) / whole if whole else 1.0
+
+
+def argument(search: Search) -> Iterator[str]:
+    """The planner's reasons, a line each."""
+    chosen, profile, result = search.chosen, search.profile, search.result
+    plan = chosen.plan
+    grain = (
+        ""
+        if len(profile.starts) == profile.operations
+        else f" (of {profile.operations} operations, the longest {profile.largest:.1%} of the work)"
+    )
+    yield (
+        f"planner: {counted(plan.size, 'sample')} per microbatch, {counted(plan.count, 'microbatch')}; chosen over "
+        f"{counted(len(profile.starts), 'layer')}{grain}"
+    )
+    if profile.left_out:
+        sizes = " or ".join(map(str, profile.left_out))
+        yield f"planner: not tried: microbatches of {sizes} samples, with which the model has other operations"
+    yield f"planner: {shown_seconds(chosen.step)} per batch by its formulas, limited by {chosen.judged.binding}; {_bound(search)}"
+    if (found := search.refined.get(plan.schedule)) is not None and found.outcome.plan == plan:
+        yield f"planner: the fastest of {counted(found.tried, 'plan')} simulated: {shown_seconds(found.step)} per batch"
+    if search.more_memory > 1:
+        yield (
+            f"planner: its estimates of memory are up to {search.more_memory - 1:.0%} more than the devices have; by the exact count of "
+            "the passes the plan fits"
+        )
+    for schedule, reason in search.refused.items():
+        if schedule not in result.outcomes:
+            continue
+        what = f"the fastest plan of {schedule}" if schedule == plan.schedule else schedule
+        yield f"planner: {what} would take {shown_seconds(result.outcomes[schedule].step)}, but it was refused: {first_reason(reason)}"
+    if plan.schedule not in SYNCHRONOUS:
+        yield f"planner: under {plan.schedule} gradients are one update late, which is not what plain training computes; --schedule 1f1b is"
+    yield from (f"planner: left out: {line}" for line in search.little)
+    if chosen.plan.devices == result.best.plan.devices:
+        yield from (f"planner: left out: {name}, because {reason}" for name, reason in result.left_out.items())
+    elif others := [name for name in search.left_out if not any(line.startswith(f"{name} ") for line in search.little)]:
+        yield f"planner: not used: {', '.join(others)}"
+    usual = result.outcomes[plan.schedule].step
+    if (same := compare(usual, chosen.step)) != "the same":
+        yield f"planner: by its formulas another plan of {plan.schedule} is {same}, {shown_seconds(usual)}, {passed_over(search)}"
+    # Formulas are compared with formulas: what was chosen by simulation may be slower by them.
+    yield f"planner: with one thing changed in what was given, by its formulas, against {shown_seconds(usual)}:"
+    for change in search.what_if:
+        if change.name.removeprefix("schedule ") in search.refused:
+            continue
+        told = (
+            "nothing fits" if change.step is None else f"{shown_seconds(change.step)} ({compare(change.step, usual)})"
+        )
+        simulated = search.refined.get(change.name.removeprefix("schedule "))
+        if simulated is not None and change.step is not None and change.step < usual:
+            told += f", but {shown_seconds(simulated.step)} simulated"
+        yield f"what if: {change.name}: {told}"
+
+
+def _bound(search: Search) -> str:
+    chosen = search.chosen
+    best = search.result.outcomes.get(chosen.plan.schedule, chosen)
+    if best.step < chosen.step:
+        return "not the fastest by these"
+    if chosen.proven(search.result.wanted.tolerance):
+        return f"by these no plan of {chosen.plan.schedule} for what was given is faster"
+    told = f"no plan takes less than {shown_seconds(chosen.bound)}, {chosen.gap():.1%} less"
+    return told + (
+        ""
+        if chosen.layout.complete
+        else f"; of a fleet of this size not every choice was tried, {chosen.layout.name} were best"
+    )

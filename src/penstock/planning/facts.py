@@ -1,0 +1,93 @@
+"""A plan as plain data: what plan.json of a bundle and `penstock plan --json` have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.ir.batch_shares import microbatch_size
+from penstock.ir.graph import Module
+from penstock.passes.communicate.wire import WireOptions
+from penstock.passes.manager import Call, print_pipeline
+from penstock.passes.memory.lifetimes import memory_table
+from penstock.passes.memory.recompute import RecomputeOptions
+from penstock.passes.rewrite.precision import PrecisionOptions
+from penstock.passes.simulator.forecast import binding
+
+from .choice import Search, compare, passed_over
+from .hints import stage_starts
+from .predict import Predicted
+
+# Of more devices a bundle's plan says nothing of what would be otherwise: each change is a plan made anew.
+_FEW_DEVICES = 16
+
+
+def describe_plan(
+    module: Module, reference: Module, calls: Sequence[Call], predicted: Predicted, search: Search | None = None
+) -> dict[str, Any]:
+    """A planned module as plain data; `reference` is the model before `partition`, `calls` are all passes."""
+    schedule, starts = module.schedule, stage_starts(reference, module)
+    assert schedule is not None
+    return {
+        "model": module.name,
+        "pipeline": print_pipeline(calls),
+        "schedule": schedule.name,
+        "microbatches": schedule.microbatches,
+        "samples_per_microbatch": microbatch_size(module),
+        "precision": next(
+            (call.options.compute for call in calls if isinstance(call.options, PrecisionOptions)), "f32"
+        ),
+        "wire": next((call.options.dtype for call in calls if isinstance(call.options, WireOptions)), "f32"),
+        "recompute": next((call.options.mode for call in calls if isinstance(call.options, RecomputeOptions)), "none"),
+        "stages": [
+            {
+                "stage": s.index,
+                "starts_at": starts[s.index],
+                "devices": list(module.devices_of(s.index)),
+                "shares": schedule.shares(s.index),
+            }
+            for s in module.stages
+        ],
+        "memory": {str(rank): dict(row) for rank, row in memory_table(module).items()},
+        "notes": [f"{note.origin}: {note.text}" for note in module.notes],
+        "predicted": predicted_facts(predicted),
+        **({} if search is None else {"planner": planner_facts(search)}),
+    }
+
+
+def predicted_facts(predicted: Predicted) -> dict[str, Any]:
+    """A prediction as plain data. In the plan of a bundle it is plain, so that a bundle depends on what it was made of alone."""
+    return {
+        "step_s": predicted.step,
+        "samples_per_s": predicted.forecast.samples / predicted.step if predicted.step else None,
+        "drained_s": predicted.forecast.drained,
+        "busy_s": {str(rank): seconds for rank, seconds in predicted.busy.items()},
+        "limited_by": binding(predicted.forecast),
+        "correction": predicted.correction.factor if predicted.correction is not None else None,
+        "measured": predicted.measured,
+    }
+
+
+def planner_facts(search: Search) -> dict[str, Any]:
+    """The findings of the planner. `passed_over` is why another plan of the schedule that is faster by the
+    formulas was not taken, if there is one."""
+    chosen = search.chosen
+    other = compare(search.result.outcomes[chosen.plan.schedule].step, chosen.step) != "the same"
+    return {
+        "step_s": chosen.step,
+        "bound_s": chosen.bound,
+        "proven": chosen.proven(search.result.wanted.tolerance),
+        "layout": chosen.layout.name,
+        "limited_by": chosen.judged.binding,
+        "schedules": {kind: outcome.step for kind, outcome in search.result.outcomes.items()},
+        "refused": dict(search.refused),
+        "left_out": search.left_out,
+        **({"passed_over": passed_over(search)} if other else {}),
+        **({"simulated": {kind: found.step for kind, found in search.refined.items()}} if search.refined else {}),
+        **({"what_if": changed_steps(search)} if len(search.result.fleet.devices) <= _FEW_DEVICES else {}),
+    }
+
+
+def changed_steps(search: Search) -> dict[str, float | None]:
+    """The seconds of a batch with one thing changed, by what that is."""
+    return {change.name: change.step for change in search.what_if}

@@ -1,0 +1,107 @@
+"""Models before planning: one as it was imported, and a file that gives it at any size of a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.frontends.imported import Imported
+from penstock.ir.graph import Module
+
+from .watching import Feedback
+
+# The model at so many samples per microbatch; None for the size that it has.
+Load = Callable[[int | None], "Model"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as it was imported: `imported.module` has one graph, `imported.weights` an array per variable."""
+
+    imported: Imported
+
+    @property
+    def module(self) -> Module:
+        """The model as a program of one graph, `main`."""
+        return self.imported.module
+
+    def __repr__(self) -> str:
+        return f"<imported {repr(self.module)[1:]}"
+
+    def _repr_html_(self) -> str:
+        """Show the module in a notebook, without its weights."""
+        return self.module._repr_html_()
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """An ONNX file, and what it is read with: `dims` binds symbolic dimensions, `known` inputs to numbers or arrays; `frozen` and `trained`
+    are patterns of names of parameters."""
+
+    path: str | Path
+    dims: Mapping[str, int]
+    known: Mapping[str, object]
+    frozen: str | None = None
+    trained: str | None = None
+
+    def load(self, size: int | None = None) -> Model:
+        """The model, with so many samples per microbatch where its dimensions leave them open."""
+        dims = self.dims if size is None or self.open is None else {**self.dims, self.open: size}
+        return from_onnx(self.path, dims, self.frozen, self.known, self.trained)
+
+    def loader(self, feedback: Feedback) -> Load:
+        """`load`, each time a step that is shown."""
+
+        def load(size: int | None) -> Model:
+            with feedback.step("import") as said:
+                model = self.load(size)
+                said += model.imported.report
+            return model
+
+        return load
+
+    def check(self) -> None:
+        """Read the file's dimensions, so that an error in it is noticed before any other."""
+        _ = self.open
+
+    @cached_property
+    def open(self) -> str | None:
+        """The symbolic dimension that samples are counted along, where it is the one that nothing binds."""
+        from penstock.frontends.onnx import open_dimensions  # lazy: heavy
+
+        first, others = open_dimensions(self.path, self.dims, self.known)
+        return first if first is not None and not others else None
+
+    def without(self, dim: str) -> ModelFile:
+        """The same file with one dimension left open."""
+        return replace(self, dims={name: size for name, size in self.dims.items() if name != dim})
+
+
+def from_onnx(
+    path: str | Path,
+    dims: Mapping[str, int] | None = None,
+    frozen: str | None = None,
+    known: Mapping[str, object] | None = None,
+    trained: str | None = None,
+) -> Model:
+    """Import an ONNX file, as `penstock.from_onnx` does."""
+    from penstock.frontends.onnx import import_onnx  # lazy: heavy
+
+    return Model(import_onnx(path, dims=dims or {}, known=known or {}, frozen=frozen, trained=trained))
+
+
+def from_torch(
+    source: object,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dims: Mapping[str, int] | None = None,
+    frozen: str | None = None,
+) -> Model:
+    """Import a program of torch, as `penstock.from_torch` does."""
+    from penstock.frontends.torch import import_torch  # lazy: heavy
+
+    return Model(import_torch(source, args, kwargs, dims=dims, frozen=frozen))

@@ -1,0 +1,134 @@
+"""The passes over a model, from the imported module to the program of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.frontends.moving import at_rest
+from penstock.frontends.training import Training, attach_loss
+from penstock.ir.attrs import Attr
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.graph import Module
+from penstock.passes.manager import Call, run_passes
+from penstock.passes.pipelines import PASSES, PipelineOptions, inference_pipeline, training_pipeline
+from penstock.passes.schedules.dealing import fair_shares
+from penstock.support.errors import UsageError
+from penstock.support.words import counted
+
+from .hints import follow_hints
+from .model import Model
+from .options import PlanOptions
+from .plan import Plan
+from .watching import SILENT, Feedback
+
+_DEFAULTS = PlanOptions()
+
+
+def plan_model(
+    model: Model,
+    cluster: Cluster,
+    training: Training | None = None,
+    options: PlanOptions = _DEFAULTS,
+    feedback: Feedback = SILENT,
+) -> Plan:
+    """Run all passes. Without `training` the plan is for inference."""
+    if training is not None:
+        options = replace(options, microbatches=training.microbatches)
+    options = replace(options, devices=tuple(map(tuple, options.devices)) or _in_groups(cluster, options))
+    shares = _shares(cluster, options)
+    module, calls = _pipeline(model, cluster, training, options, shares)
+    steps = _Steps(model, options, len(options.devices) or options.stages or len(cluster.devices))
+    watcher = feedback.watcher
+    done = run_passes(module, calls, PASSES, dump=watcher, progress=feedback.progress, before=steps.look)
+    done = done.noted("placement", *steps.notes)
+    assert steps.reference is not None
+    plan = Plan(model, done, steps.reference, tuple(steps.calls), training)
+    if watcher is not None:
+        with watcher.step("parts"):
+            watcher.program(done, lambda: plan.predicted)
+    return plan
+
+
+def before_partition(
+    model: Model,
+    cluster: Cluster,
+    training: Training | None = None,
+    options: PlanOptions = _DEFAULTS,
+    feedback: Feedback = SILENT,
+) -> Module:
+    """The whole model as `partition` sees it: with its loss, gradients and updates."""
+    options = replace(options, microbatches=training.microbatches if training is not None else 1)
+    module, calls = _pipeline(model, cluster, training, options, ())
+    first = [call.name for call in calls].index("partition")
+    return run_passes(module, calls[:first], PASSES, progress=feedback.progress)
+
+
+class _Steps:
+    """The calls of passes as they are made: hints of the model change that of `partition`, before which the model is kept."""
+
+    def __init__(self, model: Model, options: PlanOptions, stages: int) -> None:
+        self._hints = model.imported.hints if options.hints and not options.split_at and stages > 1 else None
+        self._stages = stages
+        self.reference: Module | None = None
+        self.calls: list[Call] = []
+        self.notes: list[str] = []
+
+    def look(self, call: Call, before: Module) -> Call:
+        """The call to be made of a pass, on this module."""
+        if call.name == "partition":
+            self.reference = before
+            if self._hints:
+                changes, notes = follow_hints(self._hints, before, self._stages)
+                call = Call(call.name, replace(call.options, **changes))
+                self.notes += notes
+        self.calls.append(call)
+        return call
+
+
+def _pipeline(
+    model: Model, cluster: Cluster, training: Training | None, options: PlanOptions, shares: tuple[int, ...]
+) -> tuple[Module, list[Call]]:
+    """The module that passes start from, and their calls."""
+    cuts: dict[str, Attr] = {
+        "stages": options.stages,
+        "split_at": tuple(options.split_at),
+        "devices": tuple(" ".join(names) for names in options.devices),
+        "shares": shares,
+    }
+    given = PipelineOptions(
+        schedule=options.schedule,
+        microbatches=options.microbatches,
+        precision=options.precision or "f32",
+        recompute=options.recompute,
+        wire=options.wire,
+        shares=shares,
+        library=options.cuda_libraries if any(d.kind == "cuda" for d in cluster.devices) else "",
+    )
+    module = model.module.but(cluster=cluster)
+    if training is None:
+        return at_rest(module, pure=model.imported.structure is not None), inference_pipeline(cuts, given)
+    given = replace(given, precision=options.precision or training.precision, guard=training.guard_options())
+    module = attach_loss(module, training, model.imported.names)
+    return module, training_pipeline(training.pass_options(), cuts, given)
+
+
+def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...], ...]:
+    """The devices of every stage, in the order of the cluster; none are named where each stage has one."""
+    stages, replicas = options.stages, options.replicas
+    if replicas == 1:
+        return ()
+    names = [device.name for device in cluster.devices]
+    count = stages or len(names) // replicas
+    if replicas < 1 or count < 1 or count * replicas > len(names):
+        what = f"{counted(max(count, 1), 'stage')} of {replicas} devices each need {max(count, 1) * replicas}, the cluster has {len(names)}"
+        raise UsageError(what, hint="add devices, or ask for fewer stages or replicas")
+    return tuple(tuple(names[s * replicas : (s + 1) * replicas]) for s in range(count))
+
+
+def _shares(cluster: Cluster, options: PlanOptions) -> tuple[int, ...]:
+    """The microbatches of a batch that each device runs, stage by stage."""
+    shares: Sequence[Sequence[int]] = options.shares or [
+        fair_shares([cluster.device(name).flops for name in names], options.microbatches) for names in options.devices
+    ]
+    return tuple(share for of_stage in shares for share in of_stage)

@@ -1,0 +1,66 @@
+"""A planned model: the program of every rank, how it came about, and what is predicted of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from penstock.frontends.training import Training
+from penstock.ir.graph import Module
+from penstock.passes.manager import Call
+from penstock.support import notebook
+from penstock.support.words import counted
+
+from .choice import Search
+from .facts import describe_plan
+from .model import Model
+from .predict import Predicted, predict
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A planned model. `module` is the program, `reference` the same model before it was cut into stages,
+    `search` what the planner did if it chose."""
+
+    model: Model
+    module: Module
+    reference: Module
+    calls: tuple[Call, ...]
+    training: Training | None
+    search: Search | None = None
+
+    def __repr__(self) -> str:
+        return f"<{plan_line(self.module)}>"
+
+    def _repr_html_(self) -> str:
+        return notebook.as_html(self)
+
+    @cached_property
+    def predicted(self) -> Predicted:
+        """The forecast of the simulator, by the module alone."""
+        return predict(self.module)
+
+    def to_json(self) -> str:
+        """The plan as text that `penstock compile --plan` reads back."""
+        return json.dumps(self.as_dict(), indent=2, sort_keys=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as plain data: the same facts as `notes`, for programs, and what is predicted of it."""
+        return describe_plan(self.module, self.reference, self.calls, self.predicted, self.search)
+
+
+def plan_line(module: Module) -> str:
+    """Describe a plan in one line."""
+    schedule = module.schedule
+    pace = (
+        f"{schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch"
+        if schedule is not None
+        else "no schedule"
+    )
+    stages = "; ".join(
+        f"stage {stage.index} on {' '.join(module.devices_of(stage.index))}" for stage in module.stages[:8]
+    )
+    more = f"; {counted(len(module.stages) - 8, 'more stage')}" if len(module.stages) > 8 else ""
+    return f"plan of {module.name}: {pace}, {stages}{more}"

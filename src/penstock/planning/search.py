@@ -1,0 +1,230 @@
+"""The search for a plan: how many stages, on which devices, with which shares of how large microbatches, under which schedule.
+
+In: a way to load the model at any size of a microbatch, a cluster, training settings, samples per batch. Out: a Plan, with the `Search` that
+led to it: what every schedule could do at best, and why one was not taken.
+
+The planner works on a chain of layers with formulas (passes/planner); what is best by these, and what is near it, is simulated
+(refine.py), and the fastest then goes through all passes, which check order, versions and memory exactly. A choice that they refuse is
+not lost in silence: the next best is tried (tries.py), and the reason is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from penstock.calibration.corrections import best_prices
+from penstock.frontends.training import Training
+from penstock.ir.batch_shares import microbatch_size
+from penstock.ir.cluster.cluster import Cluster
+from penstock.passes.planner.argue import Result, plan_chain
+from penstock.passes.planner.fleet import fleet_of
+from penstock.passes.planner.plan import PipelinePlan as Chosen
+from penstock.passes.planner.plan import PlanRequest
+from penstock.passes.planner.planner import Outcome
+from penstock.passes.planner.profile import Profile, profile_chain
+from penstock.passes.planner.refine import Refined, refine
+from penstock.passes.planner.sparing import without_little_help
+from penstock.support.errors import DoesNotFit, PenstockError, UsageError, VerifyError
+from penstock.support.words import itemised
+
+from .choice import Search, first_reason
+from .model import Load, Model, ModelFile
+from .options import PlanOptions, SearchOptions
+from .pipeline import before_partition, plan_model
+from .plan import Plan
+from .tries import Try, other_sizes, sizes_of, tries, with_more_memory
+from .watching import SILENT, Feedback, ProgressHook
+
+
+def search(
+    load: Load, cluster: Cluster, training: Training, options: SearchOptions, feedback: Feedback = SILENT
+) -> Plan:
+    """The best plan for batches of so many samples. `load` gives the model with so many samples per microbatch, for each of the sizes to
+    choose from, or as it is for None."""
+    return _Searching(cluster, training, options, feedback, _load_models(load, options)).plan()
+
+
+def search_file(
+    source: ModelFile, cluster: Cluster, training: Training, options: SearchOptions, feedback: Feedback = SILENT
+) -> Plan:
+    """The best plan of a model in a file. Where its dimensions leave the size of a microbatch open, some sizes are tried, and where none of
+    these fits, others. Where they do not, and nothing fits, the error says which smaller size would."""
+    load = source.loader(feedback)
+    if source.open is None:
+        try:
+            return search(load, cluster, training, options, feedback)
+        except DoesNotFit as error:
+            if smaller := _smaller_size(source, cluster, training, options):
+                error.hint = f"{smaller}, smaller microbatches, for which there is a plan; or {error.hint}"
+            raise
+    try:
+        return search(load, cluster, training, replace(options, sizes=sizes_of(options.batch, None)), feedback)
+    except DoesNotFit:
+        others = other_sizes(options.batch)
+        if others:
+            tried = ", ".join(map(str, others))
+            feedback.say(f"no plan fits with the sizes of microbatches that were tried first; trying {tried}")
+            with suppress(DoesNotFit):
+                return search(load, cluster, training, replace(options, sizes=others, explained=False), feedback)
+        raise
+
+
+def _smaller_size(source: ModelFile, cluster: Cluster, training: Training, options: SearchOptions) -> str:
+    """The option for smaller microbatches that there is a plan for, where an option gave their size; else nothing."""
+    for name, given in source.dims.items():
+        free = source.without(name)
+        sizes = [size for size in sizes_of(given, None) if size < given]
+        if not sizes or free.open != name:
+            continue
+        try:
+            plan = search(free.load, cluster, training, replace(options, sizes=sizes, explained=False))
+        except PenstockError:
+            return ""  # nothing is proposed that has not been planned; the error that is being told is of what was asked for
+        assert plan.search is not None
+        return f"--dim {name}={plan.search.chosen.plan.size}"
+    return ""
+
+
+@dataclass
+class _Searching:
+    """A search under way: the models by samples per microbatch, the plans that were tried, and what the passes said of them."""
+
+    cluster: Cluster
+    training: Training
+    options: SearchOptions
+    feedback: Feedback
+    models: Mapping[int, Model]
+    refused: dict[str, Exception] = field(default_factory=dict)
+    too_large: dict[Chosen, DoesNotFit] = field(default_factory=dict)
+    tried: set[Chosen] = field(default_factory=set)
+
+    def plan(self) -> Plan:
+        """The first of the best plans that the passes accept."""
+        options, cluster = self.options, self.cluster
+        profile = self._profile(options.precision, sorted(self.models), self.feedback)
+        sizes = profile.chain.sizes
+        wanted = PlanRequest(
+            options.batch, tuple(options.schedules), options.recompute, sizes, replicas=options.replicas
+        )
+        fleet, progress = fleet_of(cluster), self.feedback.told(_of_planner).progress
+        try:
+            result = plan_chain(profile.chain, fleet, wanted, explained=options.explained, progress=progress)
+        except DoesNotFit:
+            for result, part in with_more_memory(profile.chain, fleet, wanted):
+                best = Search(profile, result, result.best, {}, more_memory=part)
+                if (plan := self._first(best, [(result.best.plan.schedule, result.best, [])])) is not None:
+                    return plan
+            raise
+        spared = {
+            kind: without_little_help(profile.chain, result.fleet, wanted, outcome)
+            for kind, outcome in result.outcomes.items()
+        }
+        refined = self._refined(result, spared)
+        found = Search(profile, result, result.best, {}, refined=refined)
+        if (plan := self._first(found, tries(result, spared, refined, self.too_large))) is not None:
+            return plan
+        raise _all_refused(self.refused)
+
+    def _refined(self, result: Result, spared: Mapping[str, tuple[Outcome, list[str]]]) -> dict[str, Refined]:
+        """The best plan of every schedule by simulation, where it is small enough for that."""
+        refined = {}
+        for kind, (outcome, little) in spared.items():
+            # What was just left out for helping too little does not come back.
+            usable = outcome.plan.devices if little else range(len(result.fleet))
+            if (near := refine(result.planner, self.cluster, outcome, usable)) is not None:
+                refined[kind] = near
+        return refined
+
+    def _profile(self, precision: str | None, sizes: Sequence[int], feedback: Feedback = SILENT) -> Profile:
+        options, alone = self.options, replace(self.training, microbatches=1)
+        planned = PlanOptions(precision=precision, cuda_libraries=options.cuda_libraries)
+        modules = {}
+        for size in sizes:
+            shown = feedback.told(partial(_for_size, size=size))
+            modules[size] = before_partition(self.models[size], self.cluster, alone, planned, shown)
+        fastest = max(self.cluster.devices, key=lambda device: device.flops)
+        return profile_chain(modules, fastest, best_prices(), wire=options.wire, shared=self.cluster.is_shared)
+
+    def _first(self, search: Search, tries: Iterable[Try]) -> Plan | None:
+        """The first that the passes accept, with the search that led to it."""
+        for schedule, outcome, little in tries:
+            if outcome.plan in self.tried:
+                continue
+            self.tried.add(outcome.plan)
+            try:
+                plan = self._carried_out(outcome, search.profile)
+            except (VerifyError, DoesNotFit) as error:
+                self.refused.setdefault(schedule, error)
+                if isinstance(error, DoesNotFit) and error.excess:
+                    self.too_large[outcome.plan] = error
+                continue
+            reasons = {kind: str(error) for kind, error in self.refused.items()}
+            whole = (self.options.precision or self.training.precision) == "f32"
+            in_bf16 = (lambda: self._profile("bf16", search.profile.chain.sizes)) if whole else None
+            return replace(
+                plan, search=replace(search, chosen=outcome, refused=reasons, little=little, in_bf16=in_bf16)
+            )
+        return None
+
+    def _carried_out(self, outcome: Outcome, profile: Profile) -> Plan:
+        """The chosen plan through all passes."""
+        plan, options = outcome.plan, self.options
+        names = [device.name for device in self.cluster.devices]
+        planned = PlanOptions(
+            schedule=plan.schedule,
+            split_at=[profile.starts[stage.first] for stage in plan.stages[1:]],
+            devices=[[names[i] for i in stage.devices] for stage in plan.stages],
+            shares=[stage.shares for stage in plan.stages],
+            recompute=options.recompute,
+            precision=options.precision,
+            cuda_libraries=options.cuda_libraries,
+            wire=options.wire,
+            hints=False,
+        )
+        training = replace(self.training, microbatches=plan.count)
+        return plan_model(self.models[plan.size], self.cluster, training, planned, self.feedback)
+
+
+def _of_planner(progress: ProgressHook) -> ProgressHook:
+    """Progress of the search, which is a part of planning like passes; its cases never count as all of it."""
+    return lambda done, total, what: progress(min(done, total - 1), total, f"planner: {what}")
+
+
+def _for_size(progress: ProgressHook, size: int) -> ProgressHook:
+    """Progress of the passes that a size is profiled with. They are a part of planning, which ends with all passes
+    over the plan, so their end is not told."""
+
+    def tell(done: int, total: int, what: str) -> None:
+        if done < total:
+            progress(done, total, f"{what} (microbatches of {size})")
+
+    return tell
+
+
+def _load_models(load: Load, options: SearchOptions) -> dict[int, Model]:
+    """The model at each of the sizes, by samples per microbatch; UsageError where a batch cannot be made of such microbatches."""
+    models: dict[int, Model] = {}
+    for size in options.sizes:
+        model = load(size)
+        samples = microbatch_size(model.module)
+        if size is not None and samples != size:
+            raise UsageError(
+                f"with microbatches of {size} the model's inputs are of {samples} samples",
+                hint="which dimension is the batch?",
+            )
+        if options.batch % samples:
+            sizes_of(options.batch, samples)
+        models[samples] = model
+    return models
+
+
+def _all_refused(refused: Mapping[str, Exception]) -> PenstockError:
+    """The error where the passes take no plan, with the reason for each schedule."""
+    reasons = itemised(f"{kind}: {first_reason(str(error))}" for kind, error in refused.items())
+    what = f"what the planner chose was refused by the passes:{reasons}"
+    if any(isinstance(error, VerifyError) for error in refused.values()):
+        return UsageError(what, hint="--replicas 1, or a plan by hand (--stages, --split-at), may do")
+    return DoesNotFit(what, hint="more devices, or smaller microbatches or batches, need less")

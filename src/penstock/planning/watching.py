@@ -1,0 +1,53 @@
+"""Who is shown what planning does: a watcher of passes, code and results, progress, and words for people.
+
+`penstock.inspection.dump.Dump` is such a watcher. It is not imported here: planning does not know what becomes of what it shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from penstock.backends.interface import Viewer
+from penstock.ir.graph import Module
+from penstock.passes.manager import Watcher
+
+from .predict import Predicted
+
+# done, total, what is being worked on
+ProgressHook = Callable[[int, int, str], None]
+
+
+class PlanWatcher(Watcher, Viewer, Protocol):
+    """A watcher of passes and of back ends that is shown the results of planning, too."""
+
+    def write(self, name: str, text: str) -> str:
+        """Keep a text under a name."""
+
+    def program(self, module: Module, predicted: Callable[[], Predicted] | None = None) -> None:
+        """A module went through all passes; `predicted` gives what the simulator says of it."""
+
+    def report(self, module: Module, plan: Mapping[str, Any] | None = None, predicted: Predicted | None = None) -> None:
+        """All is there that there will be."""
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What a caller wants to see of planning: all of it, how far it is, and lines for people."""
+
+    watcher: PlanWatcher | None = None
+    progress: ProgressHook | None = None
+    say: Callable[[str], None] = lambda line: None
+
+    def step(self, name: str) -> AbstractContextManager[list[str]]:
+        """A step that a watcher writes down, where there is one; what is put into the list was said."""
+        return nullcontext([]) if self.watcher is None else self.watcher.step(name)
+
+    def told(self, progress: Callable[[ProgressHook], ProgressHook]) -> Feedback:
+        """The same with progress told otherwise, where any is told."""
+        return self if self.progress is None else replace(self, progress=progress(self.progress))
+
+
+SILENT = Feedback()

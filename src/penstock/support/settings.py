@@ -1,0 +1,82 @@
+"""Settings of a verb as a frozen dataclass: name, default, check and help of each stand in its field, and nowhere else.
+
+    @dataclass(frozen=True)
+    class Options:
+        steps: int = setting(10, "optimiser steps (default: 10)", check=POSITIVE, shown="N")
+
+Flags of the command line, defaults of Python arguments and keys of files are read from the fields. Two verbs that share a setting share its
+field: `shared(Options, "steps")`, with another default where they differ in that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, NamedTuple
+
+_KEY = "setting"
+
+
+class Check(NamedTuple):
+    """A rule for values: `read` makes one of text, with ValueError for anything but what is `expected`."""
+
+    expected: str
+    read: Callable[[str], Any]
+
+
+def _whole(low: int, end: int) -> Callable[[str], int]:
+    """Read decimal digits alone, as `int` would take signs, blanks and underscores, too."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or not low <= int(text) < end:
+            raise ValueError(text)
+        return int(text)
+
+    return read
+
+
+POSITIVE = Check("a whole number from 1 on", _whole(1, 2**31))
+# Zero is a number, too; of what is none, what is expected is the same.
+WHOLE = Check(POSITIVE.expected, lambda text: 0 if text == "0" else POSITIVE.read(text))
+SEED = Check(f"a whole number from 0 to {2**63 - 1}", _whole(0, 2**63))
+
+
+@dataclass(frozen=True)
+class Description:
+    """A setting beside its name and default: `help`, the words to choose from, the check of its values or what reads them, and the placeholder `shown` for a
+    value. `words` are what flags call values that are no text. `flags` are its spellings as a flag where these are not its name; `many` says that it may be given several times."""
+
+    help: str
+    choices: tuple[str, ...] = ()
+    check: Check | None = None
+    shown: str | None = None
+    read: Callable[[str], object] | None = None
+    words: Mapping[str, object] | None = None
+    flags: tuple[str, ...] = ()
+    many: bool = False
+
+
+def setting(default: Any, help: str = "", **about: Any) -> Any:
+    """The field of a setting. `about` are fields of `Description`."""
+    return field(default=default, metadata={_KEY: Description(help, **about)})
+
+
+def required(help: str = "", **about: Any) -> Any:
+    """The field of a setting without a default."""
+    return field(metadata={_KEY: Description(help, **about)})
+
+
+def shared(kind: type, name: str, default: Any = MISSING) -> Any:
+    """The same setting of another verb, perhaps with another default."""
+    there = next(row for row in fields(kind) if row.name == name)
+    return field(default=there.default if default is MISSING else default, metadata=there.metadata)
+
+
+def settings_of(kind: type) -> dict[str, Description]:
+    """The settings of a verb by name; fields that no user sets have none."""
+    return {row.name: row.metadata[_KEY] for row in fields(kind) if _KEY in row.metadata}
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    """The defaults of a verb's settings; those that are required have none."""
+    return {row.name: row.default for row in fields(kind) if _KEY in row.metadata and row.default is not MISSING}
