@@ -488,7 +488,7 @@ def test_an_output_that_cannot_be_written_is_noticed_before_the_work(
     [
         (["compile", "{m}", "-o", "{t}/b", "--dim", "batch=2"], "penstock.planning.model.from_onnx"),
         (["verify", "{m}", "--dim", "batch=2"], "penstock.verification.checks.verify_model"),
-        (["demo", "-o", "{t}/demo"], "penstock.commands.demo.run_demo"),
+        (["demo", "-o", "{t}/demo"], "penstock.commands.compiling.demo.run_demo"),
         (["inspect", "{d}/bundle/module.ir", "--measure"], "penstock.inspection.kernels.timing.measure_rows"),
     ],
 )

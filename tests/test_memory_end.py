@@ -88,7 +88,7 @@ def test_what_a_command_says(
     def fail(*given: object) -> None:
         raise error
 
-    monkeypatch.setattr("penstock.commands.passes.run", fail)
+    monkeypatch.setattr("penstock.commands.inspecting.passes.run", fail)
     code, said = main(["passes"]), capsys.readouterr().err
     if isinstance(error, KeyError):  # the control
         assert (code, said.splitlines()[0]) == (1, "penstock: internal error: KeyError: 'x'")

@@ -10,9 +10,11 @@ from dataclasses import dataclass, fields
 import pytest
 
 import penstock as ps
-from penstock.commands import demo, infer, simulate, verify
-from penstock.commands import inspect as inspecting
 from penstock.commands.arguments import add_settings, settings_from
+from penstock.commands.compiling import demo
+from penstock.commands.inspecting import inspect as inspecting
+from penstock.commands.inspecting import verify
+from penstock.commands.running import infer, simulate
 from penstock.planning.options import BuildOptions, PlanOptions, SearchOptions
 from penstock.support.settings import POSITIVE, SEED, WHOLE, defaults_of, required, setting, settings_of
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.commands.compiling.placement import _Patient
 from penstock.commands.parser import main
-from penstock.commands.placement import _Patient
 
 CHAIN = 6
 

@@ -1,4 +1,4 @@
-"""The command line: arguments, help, exit codes. A command has a module beside this one: its arguments, and what it does.
+"""The command line: arguments, help, exit codes. A command has a module of its name in the rooms beside this file: its arguments, and what it does.
 
 Data goes to stdout, words for people to stderr. Exit codes: 0 ok, 1 anything else, 2 usage, 3 unsupported model, 4 does not fit,
 5 verification failed, 6 peer lost or timeout.
@@ -24,14 +24,14 @@ from penstock.version import __version__
 
 
 class CommandModule(Protocol):
-    """A module beside this one, of the name of its command: its arguments, and what it does. `run` gives an exit code; None is 0."""
+    """A module of the name of its command: its arguments, and what it does. `run` gives an exit code; None is 0."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, arguments: argparse.Namespace) -> int | None: ...
 
 
-# What commands do, in the order of help. The module of a command is imported when it is named.
+# The help of every command, in the order of help.
 COMMANDS = {
     "demo": "export a small GPT, compile it for two local CPU devices, train it with 2bw, and show the loss fall",
     "plan": "choose stages and devices for a model, or for the graph of a placement file, and show the choice",
@@ -51,6 +51,26 @@ COMMANDS = {
     "completion": "print what makes a shell complete commands, options, passes and operations",
     "verify": "check a model against onnxruntime, a bundle against the interpreter, all of them pass by pass and kernel by kernel "
     "(--bisect), what passes do to an IR file (-p), or 2bw against plain training (--parity)",
+}
+# The module of a command is imported when it is named.
+MODULES = {
+    "demo": "penstock.commands.compiling.demo",
+    "plan": "penstock.commands.compiling.plan",
+    "compile": "penstock.commands.compiling.compile",
+    "run": "penstock.commands.running.run",
+    "infer": "penstock.commands.running.infer",
+    "export": "penstock.commands.compiling.export",
+    "sign": "penstock.commands.compiling.sign",
+    "checkpoint": "penstock.commands.running.checkpoint",
+    "inspect": "penstock.commands.inspecting.inspect",
+    "simulate": "penstock.commands.running.simulate",
+    "doctor": "penstock.commands.running.doctor",
+    "diff": "penstock.commands.inspecting.diff",
+    "opt": "penstock.commands.inspecting.opt",
+    "passes": "penstock.commands.inspecting.passes",
+    "ops": "penstock.commands.inspecting.ops",
+    "completion": "penstock.commands.completion",
+    "verify": "penstock.commands.inspecting.verify",
 }
 
 
@@ -177,7 +197,7 @@ def command_line(named: str | None = None) -> argparse.ArgumentParser:
         child = added.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         child.add_argument("-v", "--verbose", action="store_true", help="show the traceback of an error")
         if named in (None, name):
-            command = cast(CommandModule, import_module(f"penstock.commands.{name}"))
+            command = cast(CommandModule, import_module(MODULES[name]))
             child.set_defaults(explained_by=child, run=command.run)
             command.add_arguments(child)
     return parser

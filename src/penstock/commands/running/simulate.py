@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.commands.arguments import add_settings, settings_from
 from penstock.support.errors import UsageError
 from penstock.support.settings import POSITIVE, setting
 from penstock.support.terminal import say, table
 from penstock.support.words import counted, shown_bytes
-
-from .arguments import add_settings, settings_from
 
 if TYPE_CHECKING:
     from penstock.backends.bundle.format import Bundle

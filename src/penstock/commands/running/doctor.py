@@ -8,11 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.commands.types import positive_number
 from penstock.support.errors import UsageError
 from penstock.support.terminal import say, table
 from penstock.support.words import shown_bytes
-
-from .types import positive_number
 
 if TYPE_CHECKING:
     from penstock.doctor.examine import DoctorReport

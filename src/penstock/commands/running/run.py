@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from .arguments import RATE_HELP
-from .types import positive_number, seed_number, whole_number
+from penstock.commands.arguments import RATE_HELP
+from penstock.commands.types import positive_number, seed_number, whole_number
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -7,12 +7,11 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from penstock.commands.arguments import dims_of, known_of, settings_from
 from penstock.ir.schedule_names import SYNCHRONOUS, TRAINING
 from penstock.planning.options import PlanOptions, SearchOptions
 from penstock.support.errors import UsageError
 from penstock.support.terminal import Progress, say
-
-from .arguments import dims_of, known_of, settings_from
 
 if TYPE_CHECKING:
     from penstock.frontends.training import Training

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.commands.arguments import add_model_arguments, add_settings, dims_of, known_of, settings_from
+from penstock.commands.compiling.planned import plan_of
+from penstock.commands.types import positive_number
 from penstock.support.errors import UsageError
 from penstock.support.settings import POSITIVE, SEED, setting
-
-from .arguments import add_model_arguments, add_settings, dims_of, known_of, settings_from
-from .planned import plan_of
-from .types import positive_number
 
 if TYPE_CHECKING:
     from penstock.planning.model import Model

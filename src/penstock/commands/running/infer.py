@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.commands.arguments import add_settings, settings_from
 from penstock.support.errors import UsageError
 from penstock.support.settings import POSITIVE, SEED, required, setting
 from penstock.support.terminal import StatusLine, say
-
-from .arguments import add_settings, settings_from
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -6,9 +6,8 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from penstock.commands.arguments import add_dump_arguments, dump_of
 from penstock.support.errors import UsageError
-
-from .arguments import add_dump_arguments, dump_of
 
 
 def add_arguments(parser: ArgumentParser) -> None:

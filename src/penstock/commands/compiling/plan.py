@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from penstock.commands import grade, placement
+from penstock.commands.arguments import add_model_arguments, dump_of
+from penstock.commands.running import grade
 from penstock.support.errors import UsageError
 
-from .arguments import add_model_arguments, dump_of
+from . import placement
 from .planned import plan_of
 
 

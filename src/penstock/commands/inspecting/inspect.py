@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.commands.arguments import add_settings, settings_from
 from penstock.inspection.views import colours
 from penstock.inspection.views.plain import as_json
 from penstock.support.errors import UsageError
 from penstock.support.settings import POSITIVE, setting
 from penstock.support.terminal import Progress, say, terminal_width
 from penstock.support.words import shown_bytes
-
-from .arguments import add_settings, settings_from
 
 if TYPE_CHECKING:
     from penstock.inspection.kernels.kernels import KernelRow

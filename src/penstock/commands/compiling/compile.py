@@ -5,10 +5,10 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from penstock.commands.arguments import add_model_arguments, add_settings, dump_of, settings_from
 from penstock.planning.options import BuildOptions
 from penstock.support.terminal import Progress, say
 
-from .arguments import add_model_arguments, add_settings, dump_of, settings_from
 from .planned import plan_of
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from penstock.commands.arguments import add_settings, settings_from
 from penstock.ir.schedule_names import TRAINING
 from penstock.planning.options import BuildOptions, PlanOptions
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.settings import POSITIVE, setting
 from penstock.support.terminal import Progress, say
-
-from .arguments import add_settings, settings_from
 
 if TYPE_CHECKING:
     import numpy as np

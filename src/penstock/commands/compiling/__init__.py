@@ -1,0 +1,1 @@
+"""Commands that make plans and bundles, and take weights out of them."""

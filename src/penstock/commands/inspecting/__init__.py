@@ -1,0 +1,1 @@
+"""Commands that look into programs, run passes over them and judge results."""

@@ -1,0 +1,1 @@
+"""Commands that run bundles, and that measure and model runs."""
