@@ -1,7 +1,10 @@
-"""A training module of two stages that hand out gradients and norms (P, N), with weight gradients apart on one of them (W), written by hand.
+"""A hand-written training module of two stages that hand out gradients and norms (P, N).
 
-Both stages have @t, whose gradient is the sum of their parts; @u is of stage 0, @v, its state and @k of stage 1. Updates of parameters depend on both
-parts of the norm, %n0 and %n1. @count has a copy on both stages; @clock is of no stage and on stage 0 alone.
+One of the stages has separate weight gradients (W).
+
+Both stages have @t, whose gradient is the sum of their parts; @u is of stage 0, @v, its state and @k of stage 1.
+Updates of parameters depend on both parts of the norm, %n0 and %n1. @count has a copy on both stages; @clock is of no
+stage and on stage 0 alone.
 """
 
 from __future__ import annotations
@@ -120,7 +123,7 @@ AGREED = f"""module @m facts(differentiated, staged) {{
 
 
 def edited(*changes: tuple[str, str], graph: str = "") -> Module:
-    """The module with lines replaced: in one graph, or everywhere."""
+    """Return the module with lines replaced: in one graph, or everywhere."""
     text = AGREED
     begin = text.index(f"graph @{graph}(") if graph else 0
     end = text.index("  }\n", begin) if graph else len(text)

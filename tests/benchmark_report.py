@@ -1,4 +1,4 @@
-"""What a committed benchmark writes when it is run small, by itself, as a user would run it."""
+"""Runs of committed benchmarks: small, in a process of their own, as a user would run them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 def run_benchmark(
     name: str, words: Sequence[str], folder: Path, timeout: float = 300
 ) -> tuple[Any, subprocess.CompletedProcess[str]]:
-    """The report of benchmarks/NAME.py as it reads from its JSON file, and how the process ended."""
+    """Run benchmarks/NAME.py; return its report as read from its JSON file, and the completed process."""
     report = folder / "report.json"
     command = [sys.executable, str(FOLDER / f"{name}.py"), *words, "--json", str(report)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

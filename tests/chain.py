@@ -1,4 +1,4 @@
-"""Four layers, cut by the passes into any number of stages, and their training by torch in float64."""
+"""A model of four layers, cut by the passes into any number of stages, and its training by torch in float64."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ WIDTH, LAYERS, LR, BETA = 8, 4, 0.1, 0.9
 
 
 def chain_weights() -> dict[str, np.ndarray]:
+    """Return the initial weights of the layers, drawn from fixed seeds."""
     return {
         f"w{i}": np.random.default_rng(i).standard_normal((WIDTH, WIDTH)).astype(np.float32) * 0.5
         for i in range(LAYERS)
@@ -28,6 +29,7 @@ def chain_weights() -> dict[str, np.ndarray]:
 
 
 def chain_bundle(folder: Path, stages: int, kind: str, m: int = 4, rows: int = 4, backend: str = "numpy") -> Bundle:
+    """Write a bundle of the model, compiled for `stages` stages."""
     x, labels = f"f32[{rows},{WIDTH}]", f"i64[{rows}]"
     lines = ["module @chain {", f"  input %x : {x}", f"  input %labels : {labels}", "  output %loss"]
     lines += [f"  var @w{i} : f32[8,8] param" for i in range(LAYERS)] + [
@@ -61,23 +63,27 @@ def chain_bundle(folder: Path, stages: int, kind: str, m: int = 4, rows: int = 4
         return write_bundle(folder, module, {}, chain_weights(), backend=backend)
     with TemporaryDirectory() as place:
         names = backend_of(backend).compile_stages(module, range(stages), Path(place))
-        files = {stage: [Path(place) / name for name in found] for stage, found in names.items()}
+        files = {stage: [Path(place) / name for name in stage_files] for stage, stage_files in names.items()}
         return write_bundle(folder, module, files, chain_weights(), backend=backend)
 
 
 class Recurrence:
-    """W(t+1) = W(t) - upd(grad f(W(max(t - delay, first)))), where `first` is the oldest version that there is."""
+    """The recurrence W(t+1) = W(t) - upd(grad f(W(max(t - delay, first)))), where `first` is the oldest existing
+    version.
+    """
 
     def __init__(self) -> None:
         self.versions = [{n: torch.tensor(w, dtype=torch.float64) for n, w in chain_weights().items()}]
         self.momentum = {n: torch.zeros(WIDTH, WIDTH, dtype=torch.float64) for n in self.versions[0]}
 
     def copy(self) -> Recurrence:
+        """Return a copy that can be trained apart."""
         other = Recurrence()
         other.versions, other.momentum = list(self.versions), dict(self.momentum)
         return other
 
     def train(self, batches: Sequence[dict[str, np.ndarray]], delay: int, first: int) -> Iterator[float]:
+        """Train on batches and yield their losses."""
         for batch in batches:
             step = len(self.versions) - 1
             leaves = {n: w.clone().requires_grad_() for n, w in self.versions[max(step - delay, first)].items()}

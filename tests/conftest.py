@@ -1,4 +1,4 @@
-"""Shared by all tests: small pipelines built by hand, so that tests of late passes do not depend on the early ones."""
+"""Fixtures of all tests: small hand-built pipelines, so that tests of late passes do not depend on the early ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from penstock.backends.tvm.compile import pool
 from penstock.ir.graph import Module
 from penstock.ir.text import parse_module
 
-# What is imported while tests are collected stays: the collector looks through it neither then nor with every test.
+# Modules that are imported while tests are collected stay: the garbage collector need not scan them, then or in every
+# test.
 gc.disable()
 
 
@@ -37,18 +38,22 @@ def pytest_fixture_setup() -> None:
 
 
 def _forget_name_of_test() -> None:
-    """pytest puts it into the environment, and ranks are forked from a process with the environment of their launcher (forkserver.py): each test
-    would import torch anew for its own."""
+    """Remove the variable of pytest from the environment.
+
+    Ranks are forked from a process with the environment of their launcher (forkserver.py). With the variable, each test
+    would import torch anew for its own.
+    """
     os.environ.pop("PYTEST_CURRENT_TEST", None)
 
 
 # Makes samples, main_graph.py and torch_meaning.py importable: test folders are no packages.
 sys.path.insert(0, str(Path(__file__).parent))
-# A shell lets jobs in the background ignore interrupts, and so do their children; tests that interrupt some need the default.
+# A shell lets jobs in the background ignore interrupts, and so do their children; tests that interrupt children need
+# the default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# For laws that do not say how many examples they take.
+# For property tests that set no number of examples.
 settings.register_profile("quick", max_examples=40)
 settings.load_profile("quick")
 
@@ -64,7 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if (seed := config.getoption("--shuffle")) is not None:
-        # Files stay together, so that what the tests of one share is made once.
+        # Files stay together, so that the fixtures of a file are made once.
         draw = random.Random(seed)
         files: dict[Path, list[pytest.Item]] = {}
         for item in items:
@@ -74,10 +79,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if (times := config.getoption("--long")) is not None:
         laws = [item for item in items if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj)]
         for test in {item.function for item in laws}:
-            own = test._hypothesis_internal_use_settings
+            current = test._hypothesis_internal_use_settings
             test._hypothesis_internal_use_settings = settings(
-                own,
-                max_examples=own.max_examples * times,
+                current,
+                max_examples=current.max_examples * times,
                 derandomize=False,
                 database=None,
                 deadline=None,
@@ -87,8 +92,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def toy_text(stages: int, skip: bool = False, trains: bool = True, devices: Sequence[int] = ()) -> str:
-    """A chain of `stages` products h(i) = h(i-1) * w(i), h(-1) = x. With `skip`, h(0) is also added before the last stage. Each stage lies on one
-    device, or on as many as `devices` says."""
+    """Return a chain of `stages` products h(i) = h(i-1) * w(i), h(-1) = x.
+
+    With `skip`, h(0) is also added before the last stage. Each stage lies on one device, or on as many as `devices`
+    says.
+    """
     last, skip = stages - 1, skip and stages > 2
     lines = [f"module @toy facts({'differentiated, ' if trains else ''}staged) {{"]
     several = {i: count for i, count in enumerate(devices) if count > 1}
@@ -102,22 +110,22 @@ def toy_text(stages: int, skip: bool = False, trains: bool = True, devices: Sequ
         if trains:
             lines.append(f"  var @w{i}.grad : f32[4] stage {i} grad init zeros")
     for i in range(stages):
-        taken = ["x" if i == 0 else f"h{i - 1}"] + (["h0"] if skip and i == last else [])
-        lines.append(f"  graph @s{i}.F({', '.join(f'%{n} : f32[4]' for n in taken)}) {{")
-        source = taken[0]
-        if len(taken) > 1:
-            lines.append(f"    %t{i} : f32[4] = add(%{taken[0]}, %h0)")
+        operands = ["x" if i == 0 else f"h{i - 1}"] + (["h0"] if skip and i == last else [])
+        lines.append(f"  graph @s{i}.F({', '.join(f'%{n} : f32[4]' for n in operands)}) {{")
+        source = operands[0]
+        if len(operands) > 1:
+            lines.append(f"    %t{i} : f32[4] = add(%{operands[0]}, %h0)")
             source = f"t{i}"
         lines += [f"    %w : f32[4] = read(@w{i})", f"    %h{i} : f32[4] = mul(%{source}, %w)"]
         lines += ([f"    save %{source}"] if trains else []) + [f"    return %h{i}", "  }"]
         if not trains:
             continue
-        given = [source] + ([] if i == last else [f"h{i}.grad"]) + (["h0.skip.grad"] if skip and i == 0 else [])
-        lines.append(f"  graph @s{i}.B({', '.join(f'%{n} : f32[4]' for n in given)}) {{")
+        arguments = [source] + ([] if i == last else [f"h{i}.grad"]) + (["h0.skip.grad"] if skip and i == 0 else [])
+        lines.append(f"  graph @s{i}.B({', '.join(f'%{n} : f32[4]' for n in arguments)}) {{")
         grad = f"h{i}.grad"
         if i == last:
             lines.append(f"    %{grad} : f32[4] = const(value=1.0, shape=[4], dtype=f32)")
-        elif len(given) > 2:
+        elif len(arguments) > 2:
             lines.append(f"    %sum.grad : f32[4] = add(%{grad}, %h0.skip.grad)")
             grad = "sum.grad"
         lines += [
@@ -125,12 +133,12 @@ def toy_text(stages: int, skip: bool = False, trains: bool = True, devices: Sequ
             f"    %dw{i} : f32[4] = mul(%{source}, %{grad})",
             f"    accum(%dw{i}, @w{i}.grad)",
         ]
-        made = [] if i == 0 else [f"h{i - 1}.grad"]
-        lines += [f"    %{n} : f32[4] = mul(%{grad}, %w)" for n in made]
+        results = [] if i == 0 else [f"h{i - 1}.grad"]
+        lines += [f"    %{n} : f32[4] = mul(%{grad}, %w)" for n in results]
         if skip and i == last:
             lines.append(f"    %h0.skip.grad : f32[4] = mul(%{grad}, %w)")
-            made.append("h0.skip.grad")
-        lines += ["    return" + (" " + ", ".join("%" + n for n in made) if made else ""), "  }"]
+            results.append("h0.skip.grad")
+        lines += ["    return" + (" " + ", ".join("%" + n for n in results) if results else ""), "  }"]
         lines += [f"  graph @s{i}.U() {{", f"    %w : f32[4] = read(@w{i})", f"    %g : f32[4] = take(@w{i}.grad)"]
         lines += ["    %lr : f32[] = const(value=0.1, shape=[], dtype=f32)", "    %w1 : f32[4] = sgd(%w, %g, %lr)"]
         lines += [f"    write(%w1, @w{i})", "    return", "  }"]
@@ -139,8 +147,11 @@ def toy_text(stages: int, skip: bool = False, trains: bool = True, devices: Sequ
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests compile a few kernels each, which takes less than starting compiler processes does; those have tests of their own
-    (backends/test_tvm_processes.py). What is compiled is kept for this run alone, for all of its processes."""
+    """Compile in the test process, and keep kernels for this run alone, for all of its processes.
+
+    Tests compile a few kernels each, which takes less than starting compiler processes; those have tests in
+    backends/test_tvm_processes.py.
+    """
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
     with pytest.MonkeyPatch.context() as patch:
@@ -151,13 +162,13 @@ def _compiled_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def toy() -> Callable[..., Module]:
-    """toy(stages, skip=False, trains=True): a split module, ready for the schedule pass."""
-    return lambda *given, **named: parse_module(toy_text(*given, **named), "toy.ir")
+    """Return toy(stages, skip=False, trains=True): a split module, ready for the schedule pass."""
+    return lambda *args, **kwargs: parse_module(toy_text(*args, **kwargs), "toy.ir")
 
 
 @pytest.fixture(scope="module")
 def symbolic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose first dimension has a name."""
+    """Write a model whose first dimension has a name."""
     import onnx
     from planned_models import SIZES
 
@@ -173,5 +184,5 @@ def symbolic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that was measured before counts."""
+    """Use an empty cache, without earlier measurements."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""Modules of every part that the text form has, drawn at random: well-formed text, not programs that mean something."""
+"""Random modules with every part of the text form: well-formed text, not meaningful programs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def graphs(draw: st.DrawFn, name: str) -> Graph:
     pool = draw(st.lists(names, min_size=1, max_size=12, unique=True))
     values = [Value(n, draw(types())) for n in pool]
     count = draw(st.integers(0, len(values)))
-    known, rest, ops = list(values[:count]), list(values[count:]), []
-    while rest:
-        outs = [rest.pop() for _ in range(draw(st.integers(1, len(rest))))]
+    known, unused, ops = list(values[:count]), list(values[count:]), []
+    while unused:
+        outs = [unused.pop() for _ in range(draw(st.integers(1, len(unused))))]
         ins = draw(st.lists(st.sampled_from(known), max_size=3)) if known else []
         attrs = draw(st.dictionaries(words.filter(lambda w: w != "var"), literals, max_size=3))
         if draw(st.booleans()):

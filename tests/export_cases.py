@@ -1,4 +1,4 @@
-"""A model file with what files have, its training, and what tests of export compare."""
+"""A model file with unusual features, its training, and the comparisons in tests of export."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ TRAINED = {"first layer/weight", "half", "brain", "tied"}
 
 
 def write_rich(path: Path, seed: int = 0, external: bool = False) -> Path:
-    """A model with what files have: odd names, all ways to store elements, 16-bit weights, a tied one, a local function, constants, frozen and
-    unused tensors, a second output that no loss sees, documentation and metadata."""
+    """Write a model with unusual features.
+
+    It has odd names, all ways to store elements, 16-bit weights, a tied one, a local function and constants. It also
+    has frozen and unused tensors, a second output that no loss sees, documentation and metadata.
+    """
     random = np.random.default_rng(seed)
 
     def normal(*shape: int, dtype: object = np.float32) -> np.ndarray:
@@ -94,27 +97,30 @@ def write_rich(path: Path, seed: int = 0, external: bool = False) -> Path:
 def compiled(
     path: Path, out: Path, schedule: str = "1f1b", frozen: str | None = "frozen|corner", **options: object
 ) -> Path:
-    """For training on two stages."""
+    """Compile a model for training on two stages."""
     model = ps.from_onnx(path, dims={"rows": 4}, frozen=frozen)
     training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.05), microbatches=2)
     return ps.compile(ps.plan(model, ps.Cluster.local(2), training, schedule=schedule, **options), out, backend="numpy")
 
 
 def batches(count: int) -> list[dict[str, np.ndarray]]:
+    """Draw batches of inputs and labels."""
     random = np.random.default_rng(5)
     return [{name: random.standard_normal((8, 8)).astype(np.float32) for name in ("x", "labels")} for _ in range(count)]
 
 
 def tensors_of(path: Path) -> dict[str, np.ndarray]:
+    """Return the initializers of a file as arrays."""
     return {t.name: numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
 
 
 def bits(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
+    """Return the element type, shape and bytes of an array."""
     return array.dtype.name, array.shape, array.tobytes()
 
 
 def bones(path: Path) -> onnx.ModelProto:
-    """All of a file but the elements of its initializers."""
+    """Return a model without the elements of its initializers."""
     model = onnx.load(path, load_external_data=False)
     for tensor in model.graph.initializer:
         for name in structure._ELEMENTS:
@@ -124,4 +130,5 @@ def bones(path: Path) -> onnx.ModelProto:
 
 
 def outputs(path: Path, x: np.ndarray) -> list[np.ndarray]:
+    """Run a model in onnxruntime."""
     return list(onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, {"x": x}))

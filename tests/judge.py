@@ -1,4 +1,4 @@
-"""Judging a compiled graph by the interpreter: every result, in the element type it has."""
+"""The comparison of a compiled graph with the interpreter: every result, in its element type."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from penstock.ir.interpreter.interpreter import DictStore, run_graph
 from penstock.ir.types import dtype_of
 from penstock.runtime.state.store import TORCH_DTYPES, as_array, fill
 
-# Largest error allowed, as a part of the largest value of the result. Half precision is rounded once here, by every step in the interpreter.
+# Largest error allowed, relative to the largest value of the result. The compiled graph rounds half precision once, the
+# interpreter at every step.
 TOLERANCE = {"f32": 2e-5, "f64": 1e-12, "f16": 4e-3, "bf16": 3e-2}
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return an array as a tensor on a device."""
     return fill(torch.empty(array.shape, dtype=TORCH_DTYPES[dtype_of(array.dtype)], device=device), array)
 
 
 def wrong_results(program: StageProgram, graph: Graph, arrays: Sequence[np.ndarray]) -> list[str]:
-    """Everything that differs from the interpreter."""
-    found = program.call(graph.name, [to_tensor(a, program.device) for a in arrays])
+    """Return everything that differs from the interpreter."""
+    computed = program.call(graph.name, [to_tensor(a, program.device) for a in arrays])
     expected = [np.asarray(y) for y in run_graph(graph, list(arrays), DictStore({}))]
     problems = []
-    for v, x, y in zip(graph.results, found, expected, strict=True):
+    for v, x, y in zip(graph.results, computed, expected, strict=True):
         assert (x.dtype, tuple(x.shape)) == (TORCH_DTYPES[v.type.dtype], y.shape)
         a, b = as_array(x).astype(np.float64), y.astype(np.float64)
         if v.type.dtype not in TOLERANCE:

@@ -1,9 +1,10 @@
-"""Work that may crash, hang or take all memory, done in forked processes, one item each.
+"""Forked processes for work that may crash, hang or take all memory: one process for each item.
 
-In: items and a function from an item to text. Out: for each item in order the text, or how the process ended instead. A process gets `seconds`
-of time, then it is killed, and may grow by `growth` bytes of address space over what it has when it is forked.
+In: items and a function from an item to text. Out: for each item in order the text, or how the process ended instead. A
+process is killed after `seconds`, and may grow by `growth` bytes of address space over its size when it is forked.
 
-Limit: fork copies the calling thread alone. Call this from a program that has started no threads: tests run one of their own for it.
+Limit: fork copies the calling thread alone. Call this from a program that has started no threads: tests run one of
+their own for it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ANSWERED, CRASHED, HUNG, MEMORY = "answered", "crashed", "hung", "memory"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one item ended. `text` is the answer, or for a crash the signal or the exception."""
+    """The end of one item. `text` is the answer, or for a crash the signal or the exception."""
 
     ended: str
     text: str
@@ -34,6 +35,8 @@ class Outcome:
 
 @dataclass
 class _Child:
+    """A running process."""
+
     index: int
     pid: int
     pipe: int
@@ -44,7 +47,7 @@ class _Child:
 def each(
     work: Callable[[Item], str], items: Sequence[Item], *, seconds: float, growth: int, jobs: int = 1
 ) -> Iterator[tuple[int, Outcome]]:
-    """Outcomes with the index of their item, as they come."""
+    """Yield outcomes with the index of their item, in the order in which they end."""
     waiting = list(enumerate(items))[::-1]
     running: dict[int, _Child] = {}
     with selectors.DefaultSelector() as selector:
@@ -96,9 +99,9 @@ def _work(work: Callable[[Item], str], item: Item, writes: int, growth: int) -> 
             answer = MEMORY + str(error)
         except BaseException as error:
             answer = f"{CRASHED}{type(error).__name__}: {error}"
-        rest = answer.encode(errors="backslashreplace")
-        while rest:
-            rest = rest[os.write(writes, rest) :]
+        unwritten = answer.encode(errors="backslashreplace")
+        while unwritten:
+            unwritten = unwritten[os.write(writes, unwritten) :]
         code = 0
     finally:
         os._exit(code)
@@ -110,12 +113,12 @@ def _end(child: _Child, late: bool) -> Outcome:
             os.kill(child.pid, signal.SIGKILL)
     os.close(child.pipe)
     _, status = os.waitpid(child.pid, 0)
-    taken = time.monotonic() - child.began
+    duration = time.monotonic() - child.began
     if late:
-        return Outcome(HUNG, "", taken)
+        return Outcome(HUNG, "", duration)
     code = os.waitstatus_to_exitcode(status)
     if code:
-        return Outcome(CRASHED, signal.Signals(-code).name if code < 0 else f"exit code {code}", taken)
-    said = child.heard.decode()
-    ended = next(word for word in (ANSWERED, MEMORY, CRASHED) if said.startswith(word))
-    return Outcome(ended, said[len(ended) :], taken)
+        return Outcome(CRASHED, signal.Signals(-code).name if code < 0 else f"exit code {code}", duration)
+    answer = child.heard.decode()
+    ended = next(word for word in (ANSWERED, MEMORY, CRASHED) if answer.startswith(word))
+    return Outcome(ended, answer[len(ended) :], duration)

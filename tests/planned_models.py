@@ -1,4 +1,4 @@
-"""What tests of plans and of their grades share: the sizes of a small model, how it is trained, and words of a command."""
+"""Common data of tests of plans and of their grades: a small model, its training, and words of a command."""
 
 from __future__ import annotations
 
@@ -7,4 +7,5 @@ TRAIN = ("--loss", "mse", "--optimizer", "momentum", "--lr", "0.01")
 
 
 def command(*words):
+    """Return the words of a command as strings."""
     return [str(word) for word in words]

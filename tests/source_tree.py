@@ -102,7 +102,7 @@ def product() -> dict[str, SourceFile]:
 
 
 def made_up(**texts: str) -> dict[str, SourceFile]:
-    """Sources for controls: `ir__graph="import torch"` is the module penstock.ir.graph of that text."""
+    """Return sources for controls: `ir__graph="import torch"` is the module penstock.ir.graph of that text."""
     names = {key: ".".join((PACKAGE, *key.split("__"))) for key in texts}
     return {name: SourceFile(name, Path(name.replace(".", "/") + ".py"), texts[key]) for key, name in names.items()}
 

@@ -1,7 +1,7 @@
-"""What every row of the op table means, in torch: `MEANING[kind](*tensors, **attrs)` with complete attributes.
+"""The meaning of every row of the op table, in torch: `MEANING[kind](*tensors, **attrs)` with complete attributes.
 
-It shares nothing with the NumPy rules: forward rows are torch's own functions where there is one, gradient rows are torch's autograd of
-them, everything else is written out. Floats come in as float64.
+It shares nothing with the NumPy rules: forward rows are torch's own functions where there is one, gradient rows are
+torch's autograd of them, everything else is written out. Floats come in as float64.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ TORCH_DTYPES = {
 
 
 def grad(function: Callable[..., Tensor], which: int, dy: Tensor, *tensors: Tensor) -> Tensor:
-    """torch's gradient of sum(function(*tensors) * dy) for one tensor."""
+    """Return torch's gradient of sum(function(*tensors) * dy) for one tensor."""
     leaves = [t.clone().requires_grad_(i == which) for i, t in enumerate(tensors)]
-    (found,) = torch.autograd.grad((function(*leaves) * dy).sum(), leaves[which])
-    return found
+    (gradient,) = torch.autograd.grad((function(*leaves) * dy).sum(), leaves[which])
+    return gradient
 
 
 # ---------------------------------------------------------------------------------------- elementwise and layout
@@ -64,8 +64,8 @@ def _remainder(a: Tensor, b: Tensor) -> Tensor:
     if a.is_floating_point():
         return torch.fmod(a, b)
     whole = b.abs() == 1 if b.dtype != torch.uint8 else b == 1
-    rest = torch.fmod(a, torch.where((b == 0) | whole, 2, b))
-    return torch.where(b == 0, a, torch.where(whole, 0, rest))
+    remainder = torch.fmod(a, torch.where((b == 0) | whole, 2, b))
+    return torch.where(b == 0, a, torch.where(whole, 0, remainder))
 
 
 def _bitcast(x: Tensor, dtype: str) -> Tensor:
@@ -95,7 +95,7 @@ def _slice(x: Tensor, start: tuple[int, ...], stop: tuple[int, ...], step: tuple
 
 
 def _over(function: Callable[[Tensor, tuple[int, ...], bool], Tensor]) -> Callable[..., Tensor]:
-    """A reduction that is the operand itself when there is nothing to reduce: torch would reduce everything."""
+    """Return a reduction that yields its operand when there is nothing to reduce: torch would reduce everything."""
     return lambda x, axes, keep: function(x, axes, keep) if axes else x
 
 
@@ -113,7 +113,7 @@ def _mean(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
 
 
 def _argmax(x: Tensor, axis: int) -> Tensor:
-    """The first largest, or the first nan; torch itself may take any of several equal ones."""
+    """Return the first largest, or the first nan; torch itself may take any of several equal ones."""
     wins = x.isnan() if x.is_floating_point() else torch.zeros_like(x, dtype=torch.bool)
     hit = torch.where(wins.any(axis, keepdim=True), wins, x == x.amax(axis, keepdim=True))
     places = torch.arange(x.shape[axis]).reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
@@ -128,7 +128,7 @@ def _matmul(a: Tensor, b: Tensor, ta: bool, tb: bool) -> Tensor:
 
 
 def _border(x: Tensor, pads: tuple[int, ...], value: float = 0.0) -> Tensor:
-    """Padding before and after, as our `pads` say: all lows, then all highs."""
+    """Pad before and after by `pads` of the IR: all lows, then all highs."""
     rank = len(pads) // 2
     return F.pad(x, [p for i in reversed(range(rank)) for p in (pads[i], pads[rank + i])], value=value)
 
@@ -165,7 +165,10 @@ def _conv_grad_weight(x: Tensor, dy: Tensor, shape: tuple[int, ...], **a: Any) -
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result by torch's own attention, the statistics written out. What a bool mask hides has the lowest score of the element type."""
+    """Return the result of torch's own attention, and the statistics written out.
+
+    A score that a bool mask hides is the lowest of the element type.
+    """
     added = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
     if mask is not None:
         added = added + (
@@ -196,7 +199,7 @@ def _attention_grad(
 
 
 def _windows(x: Tensor, a: dict[str, Any], value: float) -> Tensor:
-    """[..., positions of a window] for every window, gathered position by position."""
+    """Return [..., positions of a window] for every window, gathered position by position."""
     kernel, rank = a["window"], len(a["window"])
     strides, dilations = a["strides"] or (1,) * rank, a["dilations"] or (1,) * rank
     x = _border(x, a["pads"], value) if a["pads"] else x
@@ -209,16 +212,16 @@ def _windows(x: Tensor, a: dict[str, Any], value: float) -> Tensor:
 
 def _max_pool(x: Tensor, **a: Any) -> Tensor:
     lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-    found = _windows(x, a, lowest)
-    return found.amax(-1)
+    windows = _windows(x, a, lowest)
+    return windows.amax(-1)
 
 
 def _max_pool_grad(x: Tensor, y: Tensor, dy: Tensor, **a: Any) -> Tensor:
-    """The first largest of each window, by its position."""
+    """Return the gradient of the first largest of each window, by its position."""
 
     def first(v: Tensor) -> Tensor:
-        found = _windows(v, a, -torch.inf)
-        return found.gather(-1, _argmax(found, -1)[..., None])[..., 0]
+        windows = _windows(v, a, -torch.inf)
+        return windows.gather(-1, _argmax(windows, -1)[..., None])[..., 0]
 
     return grad(first, 0, dy, x)
 
@@ -259,8 +262,8 @@ def _batch_norm(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: 
 
 
 def _gather(x: Tensor, indices: Tensor, axis: int) -> Tensor:
-    found = x.index_select(axis, torch.remainder(indices.long(), max(x.shape[axis], 1)).flatten())
-    return found.unflatten(axis, indices.shape) if indices.ndim else found.squeeze(axis)
+    picked = x.index_select(axis, torch.remainder(indices.long(), max(x.shape[axis], 1)).flatten())
+    return picked.unflatten(axis, indices.shape) if indices.ndim else picked.squeeze(axis)
 
 
 def _gather_grad(dy: Tensor, indices: Tensor, axis: int, shape: tuple[int, ...]) -> Tensor:
@@ -327,7 +330,7 @@ def _adamw(
 
 
 def _ramp(table: Tensor, step: Tensor) -> Tensor:
-    """All rows at once, then the one in force."""
+    """Compute all rows at once, then select the one in force."""
     start, length, first, last, shape = table.unbind(1)
     done = (step - start) / length
     part = done.clamp(0, 1)
@@ -340,7 +343,7 @@ _WORD = (1 << 32) - 1
 
 
 def _philox(first: Tensor, second: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """In i64, whose products keep their lower 64 bits."""
+    """Compute ten rounds of Philox in i64, whose products keep their lower 64 bits."""
     for turn in range(10):
         product = first * 0xD256D193
         first, second = ((product >> 32) & _WORD) ^ ((key + turn * 0x9E3779B9) & _WORD) ^ second, product & _WORD

@@ -1,7 +1,8 @@
 """Small model files of known shape, written straight as ONNX: for the demo, the tests and the benchmarks.
 
-In: sizes and a seed. Out: a valid ONNX file at `path` (opset 20) whose weights depend on the seed alone. `batch=None` leaves the batch
-size open as the symbolic dimension `batch`. Weights beyond 256 MB go to a file beside the model, which importers map instead of copying.
+In: sizes and a seed. Out: a valid ONNX file at `path` (opset 20) whose weights depend on the seed alone. `batch=None`
+leaves the batch size open as the symbolic dimension `batch`. Weights beyond 256 MB go to a file beside the model, which
+importers map instead of copying.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Batch = int | str
 
 
 class _Sheet:
-    """Nodes and initializers of a graph as they are written down."""
+    """The nodes and initializers of a graph while it is built."""
 
     def __init__(self, dtype: str, seed: int) -> None:
         if dtype not in _DTYPES:
@@ -36,18 +37,20 @@ class _Sheet:
         self.tensors: dict[str, np.ndarray] = {}
 
     def node(self, kind: str, ins: Sequence[str], name: str, outs: Sequence[str] = (), **attrs: Any) -> str:
-        """One node named `name`; its result is named `name` too unless `outs` says otherwise."""
+        """Add one node named `name`; its result has the same name unless `outs` is set."""
         from onnx import helper
 
         self.nodes.append(helper.make_node(kind, list(ins), list(outs) or [name], name=name, **attrs))
         return name
 
     def normal(self, name: str, shape: Sequence[int], scale: float) -> str:
+        """Add a tensor of normal random numbers."""
         drawn = self._random.standard_normal(tuple(shape), dtype=np.float32)
         self.tensors[name] = (drawn * np.float32(scale)).astype(self.dtype, copy=False)
         return name
 
     def full(self, name: str, shape: Sequence[int], value: float) -> str:
+        """Add a tensor of one value."""
         self.tensors[name] = np.full(tuple(shape), value, self.dtype)
         return name
 
@@ -59,29 +62,34 @@ class _Sheet:
         return name
 
     def linear(self, x: str, name: str, rows: int, columns: int, scale: float) -> str:
-        """x @ weight + bias."""
+        """Add the nodes of x @ weight + bias."""
         product = self.node("MatMul", (x, self.normal(f"{name}.weight", (rows, columns), scale)), f"{name}.product")
         return self.node("Add", (product, self.full(f"{name}.bias", (columns,), 0.0)), name)
 
     def norm(self, x: str, name: str, width: int) -> str:
+        """Add a layer norm."""
         parts = (x, self.full(f"{name}.weight", (width,), 1.0), self.full(f"{name}.bias", (width,), 0.0))
         return self.node("LayerNormalization", parts, name, axis=-1, epsilon=1e-5)
 
     def scaled(self, name: str, x: str, weight: float, spread: float = 0.1) -> str:
-        """Batch norm with stored statistics: parameters and statistics vary by `spread` from channel to channel, scales about `weight`."""
+        """Add a batch norm with stored statistics.
+
+        Parameters and statistics vary by `spread` from channel to channel, scales about `weight`.
+        """
         channels = self.tensors[f"{x}.weight"].shape[0]
         parts = [self.normal(f"{name}.{part}", (channels,), spread) for part in _NORM]
         for part, middle in zip(parts, (weight, 0.0, 0.0, 1.0), strict=True):
             self.tensors[part] = (self.tensors[part] * (weight if part == parts[0] else 1.0) + middle).astype(
                 self.dtype
             )
-        # A variance has to stay above zero however it is drawn.
+        # A drawn variance has to stay above zero.
         self.tensors[parts[3]] = np.abs(self.tensors[parts[3]]) + self.dtype.type(spread)
         return self.node("BatchNormalization", (x, *parts), name, epsilon=1e-5)
 
     def write(
         self, path: str | Path, name: str, x: tuple[str, np.dtype, Sequence[Batch]], y: tuple[str, Sequence[Batch]]
     ) -> Path:
+        """Write the model to a file, with inputs `x` and outputs `y`."""
         import onnx
         from onnx import helper, numpy_helper
 
@@ -112,7 +120,10 @@ class _Sheet:
 def write_mlp(
     path: str | Path, sizes: Sequence[int], batch: int | None = None, *, seed: int = 0, dtype: str = "f32"
 ) -> Path:
-    """Linear layers of the given sizes with relu between them: input `x` [batch, sizes[0]], output `y` [batch, sizes[-1]]."""
+    """Write linear layers of the given sizes with relu between them.
+
+    Input `x` [batch, sizes[0]], output `y` [batch, sizes[-1]].
+    """
     if len(sizes) < 2:
         raise ValueError(f"an MLP needs at least two sizes, got {list(sizes)}")
     sheet = _Sheet(dtype, seed)
@@ -137,10 +148,11 @@ def write_gpt(
     seed: int = 0,
     dtype: str = "f32",
 ) -> Path:
-    """A GPT-2-shaped decoder: learned positions, blocks with the norm in front, tanh gelu, an untied head.
+    """Write a GPT-2-shaped decoder: learned positions, blocks with the norm in front, tanh gelu, an untied head.
 
-    Input `tokens` i64 [batch, positions], output `logits` [batch, positions, vocab]. Weights are normal with deviation 0.02, those of
-    the two projections into the residual stream divided by sqrt(2 * layers), as in GPT-2; biases are zero.
+    Input `tokens` i64 [batch, positions], output `logits` [batch, positions, vocab]. Weights are normal with deviation
+    0.02, those of the two projections into the residual stream divided by sqrt(2 * layers), as in GPT-2; biases are
+    zero.
     """
     if width % heads:
         raise ValueError(f"width {width} does not divide into {heads} heads")
@@ -155,21 +167,7 @@ def write_gpt(
     sheet.node("Gather", (sheet.normal("wte.weight", (vocab, width), 0.02), "tokens"), "wte", axis=0)
     x = sheet.node("Add", ("wte", sheet.normal("wpe.weight", (positions, width), 0.02)), "embedding")
     for i in range(layers):
-        at = f"h.{i}"
-        merged = _gpt_attention(sheet, x, at, width)
-        x = sheet.node(
-            "Add", (x, sheet.linear(merged, f"{at}.attn.proj", width, width, residual)), f"{at}.attn.residual"
-        )
-        normed = sheet.norm(x, f"{at}.ln_2", width)
-        wide = sheet.node(
-            "Gelu",
-            (sheet.linear(normed, f"{at}.mlp.fc", width, 4 * width, 0.02),),
-            f"{at}.mlp.gelu",
-            approximate="tanh",
-        )
-        x = sheet.node(
-            "Add", (x, sheet.linear(wide, f"{at}.mlp.proj", 4 * width, width, residual)), f"{at}.mlp.residual"
-        )
+        x = _gpt_block(sheet, x, f"h.{i}", width, residual)
     x = sheet.norm(x, "ln_f", width)
     sheet.node("MatMul", (x, sheet.normal("lm_head.weight", (width, vocab), 0.02)), "logits")
     open_batch: Batch = "batch" if batch is None else batch
@@ -177,8 +175,8 @@ def write_gpt(
     return sheet.write(path, "gpt", tokens, ("logits", (open_batch, positions, vocab)))
 
 
-def _gpt_attention(sheet: _Sheet, x: str, at: str, width: int) -> str:
-    """Norm and attention of a block, before the projection back."""
+def _gpt_block(sheet: _Sheet, x: str, at: str, width: int, residual: float) -> str:
+    """Add one block of the decoder, named `at`; the shapes of its heads are in the sheet."""
     normed = sheet.norm(x, f"{at}.ln_1", width)
     joined = sheet.linear(normed, f"{at}.attn.qkv", width, 3 * width, 0.02)
     parts = [f"{at}.attn.{part}" for part in "qkv"]
@@ -195,7 +193,18 @@ def _gpt_attention(sheet: _Sheet, x: str, at: str, width: int) -> str:
     mixed = sheet.node(
         "Transpose", (sheet.node("MatMul", (weights, v), f"{at}.attn.mix"),), f"{at}.attn.turned", perm=(0, 2, 1, 3)
     )
-    return sheet.node("Reshape", (mixed, "merged.shape"), f"{at}.attn.merged")
+    merged = sheet.node("Reshape", (mixed, "merged.shape"), f"{at}.attn.merged")
+    x = sheet.node("Add", (x, sheet.linear(merged, f"{at}.attn.proj", width, width, residual)), f"{at}.attn.residual")
+    normed = sheet.norm(x, f"{at}.ln_2", width)
+    wide = sheet.node(
+        "Gelu",
+        (sheet.linear(normed, f"{at}.mlp.fc", width, 4 * width, 0.02),),
+        f"{at}.mlp.gelu",
+        approximate="tanh",
+    )
+    return sheet.node(
+        "Add", (x, sheet.linear(wide, f"{at}.mlp.proj", 4 * width, width, residual)), f"{at}.mlp.residual"
+    )
 
 
 def write_cnn(
@@ -208,7 +217,7 @@ def write_cnn(
     seed: int = 0,
     dtype: str = "f32",
 ) -> Path:
-    """Convolutions of 3x3 with batch norm, relu and pooling by 2, then a linear layer.
+    """Write convolutions of 3x3 with batch norm, relu and pooling by 2, then a linear layer.
 
     Input `x` [batch, channels[0], size, size], output `y` [batch, classes].
     """
@@ -247,11 +256,14 @@ def write_resnet(
     seed: int = 0,
     dtype: str = "f32",
 ) -> Path:
-    """A residual network of bottleneck blocks, ResNet-50 unless told otherwise: a 7x7 convolution with stride 2 and 3x3 max pooling, stages
-    of `blocks` blocks, the stride of a stage in the 3x3 convolution of its first block, the mean over space, a linear layer.
+    """Write a residual network of bottleneck blocks, by default ResNet-50.
 
-    Input `x` [batch, 3, size, size], output `y` [batch, classes]. Convolutions have He weights and no bias; batch norms have stored
-    statistics that vary over channels, and those in front of a sum have scales about 0.3, so that sums of many blocks stay small.
+    It has a 7x7 convolution with stride 2 and 3x3 max pooling, stages of `blocks` blocks, the mean over space, and a
+    linear layer. The stride of a stage is in the 3x3 convolution of its first block.
+
+    Input `x` [batch, 3, size, size], output `y` [batch, classes]. Convolutions have He weights and no bias. Batch norms
+    have stored statistics that vary over channels. Those in front of a sum have scales about 0.3, so that sums of many
+    blocks stay small.
     """
     sheet = _Sheet(dtype, seed)
 
@@ -302,11 +314,13 @@ def write_bert(
     seed: int = 0,
     dtype: str = "f32",
 ) -> Path:
-    """A BERT-shaped encoder, BERT-base unless told otherwise: learned positions, blocks with the norm behind, erf gelu,
-    attention in both directions, and a classification head: tanh of a linear layer on the first position, then a linear
-    layer. Sequences are full, there is no mask.
+    """Write a BERT-shaped encoder, by default BERT-base.
 
-    Input `tokens` i64 [batch, positions], output `y` [batch, classes]. Weights are normal with deviation 0.02, biases zero.
+    It has learned positions, blocks with the norm behind, erf gelu, attention in both directions, and a classification
+    head: tanh of a linear layer on the first position, then a linear layer. Sequences are full, there is no mask.
+
+    Input `tokens` i64 [batch, positions], output `y` [batch, classes]. Weights are normal with deviation 0.02, biases
+    zero.
     """
     if width % heads:
         raise ValueError(f"width {width} does not divide into {heads} heads")
@@ -322,31 +336,35 @@ def write_bert(
         sheet.node("Add", (x, sheet.normal("segment.weight", (1, width), 0.02)), "embedding"), "embedding.norm", width
     )
     for i in range(layers):
-        at = f"layer.{i}"
-        turned = []
-        # Keys are turned for the product in the same step that brings the heads forward.
-        for part, perm in (("query", (0, 2, 1, 3)), ("key", (0, 2, 3, 1)), ("value", (0, 2, 1, 3))):
-            y = sheet.linear(x, f"{at}.{part}", width, width, 0.02)
-            y = sheet.node("Reshape", (y, "heads.shape"), f"{at}.{part}.split")
-            turned.append(sheet.node("Transpose", (y,), f"{at}.{part}.heads", perm=perm))
-        q, k, v = turned
-        scores = sheet.node("Mul", (sheet.node("MatMul", (q, k), f"{at}.product"), "scale"), f"{at}.scores")
-        weights = sheet.node("Softmax", (scores,), f"{at}.softmax", axis=-1)
-        mixed = sheet.node(
-            "Transpose", (sheet.node("MatMul", (weights, v), f"{at}.mix"),), f"{at}.turned", perm=(0, 2, 1, 3)
-        )
-        merged = sheet.node("Reshape", (mixed, "merged.shape"), f"{at}.merged")
-        y = sheet.linear(merged, f"{at}.output", width, width, 0.02)
-        x = sheet.norm(sheet.node("Add", (x, y), f"{at}.sum1"), f"{at}.norm1", width)
-        wide = sheet.node("Gelu", (sheet.linear(x, f"{at}.up", width, 4 * width, 0.02),), f"{at}.gelu")
-        y = sheet.linear(wide, f"{at}.down", 4 * width, width, 0.02)
-        x = sheet.norm(sheet.node("Add", (x, y), f"{at}.sum2"), f"{at}.norm2", width)
+        x = _bert_block(sheet, x, f"layer.{i}", width)
     first = sheet.node("Gather", (x, "first"), "first.position", axis=1)
     pooled = sheet.node("Tanh", (sheet.linear(first, "pooler", width, width, 0.02),), "pooler.tanh")
     sheet.linear(pooled, "y", width, classes, 0.02)
     open_batch: Batch = "batch" if batch is None else batch
     tokens = ("tokens", np.dtype(np.int64), (open_batch, positions))
     return sheet.write(path, "bert", tokens, ("y", (open_batch, classes)))
+
+
+def _bert_block(sheet: _Sheet, x: str, at: str, width: int) -> str:
+    """Add one block of the encoder, named `at`; the shapes of its heads are in the sheet."""
+    turned = []
+    # Keys are turned for the product in the same step that brings the heads forward.
+    for part, perm in (("query", (0, 2, 1, 3)), ("key", (0, 2, 3, 1)), ("value", (0, 2, 1, 3))):
+        y = sheet.linear(x, f"{at}.{part}", width, width, 0.02)
+        y = sheet.node("Reshape", (y, "heads.shape"), f"{at}.{part}.split")
+        turned.append(sheet.node("Transpose", (y,), f"{at}.{part}.heads", perm=perm))
+    q, k, v = turned
+    scores = sheet.node("Mul", (sheet.node("MatMul", (q, k), f"{at}.product"), "scale"), f"{at}.scores")
+    weights = sheet.node("Softmax", (scores,), f"{at}.softmax", axis=-1)
+    mixed = sheet.node(
+        "Transpose", (sheet.node("MatMul", (weights, v), f"{at}.mix"),), f"{at}.turned", perm=(0, 2, 1, 3)
+    )
+    merged = sheet.node("Reshape", (mixed, "merged.shape"), f"{at}.merged")
+    y = sheet.linear(merged, f"{at}.output", width, width, 0.02)
+    x = sheet.norm(sheet.node("Add", (x, y), f"{at}.sum1"), f"{at}.norm1", width)
+    wide = sheet.node("Gelu", (sheet.linear(x, f"{at}.up", width, 4 * width, 0.02),), f"{at}.gelu")
+    y = sheet.linear(wide, f"{at}.down", 4 * width, width, 0.02)
+    return sheet.norm(sheet.node("Add", (x, y), f"{at}.sum2"), f"{at}.norm2", width)
 
 
 _NORM = {"weight": 1.0, "bias": 0.0, "mean": 0.0, "var": 1.0}

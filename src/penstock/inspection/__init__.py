@@ -1,15 +1,17 @@
-"""Looking into what was compiled: facts as data, and what shows them.
+"""Facts about a compiled program, and the views and files that show them.
 
-    subject                 what is looked at: a bundle, an IR file or a dump folder
-    finding                 a name that somebody knows -> operations of the program
-    history, why, reasons   what passes did to an operation, and why it is where it is
-    summary, memory, weights, kernels, kernel_timing, flow    facts of stages, ranks, variables, kernels and graphs
-    traced_memory           memory of a run as its trace tells it, beside the plan, and what lay idle
-    views, colours          the same as text for a terminal
-    traced_memory_view      and that of traced_memory
+    subject                 the bundle, IR file or dump folder that is inspected
+    finding                 a name that a user gives -> operations of the program
+    history, why, reasons   the changes passes made to an operation, and the reasons for its place
+    summary, memory, weights, kernels/, flow    facts of stages, ranks, variables, kernels and graphs
+    traces/                 measured runs: their actions, and their memory beside the plan's
+    views/                  facts as text for a terminal, as pictures and as plain data
+    report/                 the page index.html of a dump folder
+    dump/                   the folder of --dump-ir
     exports/                files for other programs: Graphviz, ONNX with stages, Chrome trace, CSV
-    notebook, traces        plans and measured runs as HTML for a notebook; modules and bundles do it themselves (src/penstock/inspection/html.py)
-    command                 the commands inspect and diff
+    reference/              the commands passes, ops and completion
+    html, notebook          modules, bundles, plans and measured runs as HTML for a notebook
+    command, diff           the commands inspect and diff
 
-Facts know nothing of how they are shown: they are frozen dataclasses, and `plain` makes JSON of any of them.
+Facts are frozen dataclasses that know nothing of how they are shown; `plain` makes JSON of any of them.
 """

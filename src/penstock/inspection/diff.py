@@ -1,11 +1,14 @@
-"""What differs between two modules, by name: every line is compared with the one of the same name, wherever either stands.
+"""The differences between two modules, by name.
 
-In: two modules. Out: what differs, as data (`compare`) or as lines of text (`differences`), part by part: cluster, stages, variables and
-edges; then graph after graph; schedule; notes. In the text `-` is gone, `+` is new, `~` has changed, with the words that did marked
-[-before-] {+after+}. Operations go by the names of their results, those that have none by what they do to which variable. What went from
-one graph into others, as where a model is cut into stages, is counted, and listed only where it changed on the way.
+Each line is compared with the line of the same name, wherever it stands.
 
-Limits: what was renamed is gone and new. Of lines that only stand elsewhere in their part the number is told, not which.
+In: two modules. Out: the differences as data (`compare`) or as lines of text (`differences`), part by part: cluster,
+stages, variables and edges; then graph after graph; schedule; notes. In the text `-` is gone, `+` is new, `~` has
+changed, and the changed words are marked [-before-] {+after+}. An operation goes by the names of its results; one
+without results goes by its kind and variable. Operations that moved to another graph, as where a model is cut into
+stages, are counted, and listed only where they also changed.
+
+Limits: a renamed line is gone and new. Lines that only stand elsewhere in their part are counted, not named.
 """
 
 from __future__ import annotations
@@ -24,19 +27,19 @@ from penstock.ir.text import print_frame, print_head, print_op, print_schedule, 
 from penstock.support.gc_pause import nothing_collected
 from penstock.support.words import counted
 
-# A word is a name or number, or what stands between two of them. Longer stretches of unchanged words are cut in the middle.
+# A word is a name or number, or the text between two of them. Longer runs of unchanged words are cut in the middle.
 _WORDS = re.compile(r"[(),]|\s+|[^\s(),]+")
 _SAME_WORDS = 40
-# So many lines that changed alike are shown as one.
+# This many lines that changed alike are shown as one.
 _ALIKE = 5
-# What names a line of a module's head, in words; two for what is not here.
+# The number of words that name a line of a module's head; two for kinds that are not here.
 _NAMED_BY = {"module": 1, "link": 3, "edge": 3}
 _MOST_WORDS = 2000
 
-# The lines of a part by what names them, in their order.
+# The lines of a part by name, in order.
 Named = Mapping[object, str]
 Operations = Mapping[object, Op]
-# One line for two, in parts: what both have (""), what only the first has (-), what only the second has (+).
+# Two lines as one, in parts: words that both have (""), that only the first has (-), that only the second has (+).
 Words = list[tuple[str, str]]
 
 T = TypeVar("T", str, Op)
@@ -44,7 +47,10 @@ T = TypeVar("T", str, Op)
 
 @dataclass(frozen=True, slots=True)
 class Lines(Generic[T]):
-    """What differs between the lines, or operations, of one part. Of `moved` it is known how many stand in another place, not which."""
+    """The differences between the lines, or operations, of one part.
+
+    `moved` counts those that stand in another place.
+    """
 
     gone: tuple[T, ...] = ()
     changed: tuple[tuple[T, T], ...] = ()
@@ -57,8 +63,11 @@ class Lines(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class GraphDifference:
-    """`mark` is ~ for a graph that both have, - for one that is gone, + for a new one. `went` and `came` are operations that are in another
-    graph now, or were: their numbers by the name of that graph."""
+    """The differences of one graph.
+
+    `mark` is ~ for a graph that both modules have, - for one that is gone, + for a new one. `went` and `came` count the
+    operations that moved to other graphs or came from them, by the name of that graph.
+    """
 
     name: str
     mark: str
@@ -73,7 +82,7 @@ class GraphDifference:
 
 @dataclass(frozen=True, slots=True)
 class ModuleDifference:
-    """How to get from one module to another. `moved_graphs` stand in another place."""
+    """The differences between two modules. `moved_graphs` counts the graphs that stand in another place."""
 
     head: Lines[str]
     graphs: tuple[GraphDifference, ...]
@@ -83,7 +92,7 @@ class ModuleDifference:
 
 
 def compare(a: Module, b: Module) -> ModuleDifference:
-    """What differs, as data. What the two modules share as objects is not looked into."""
+    """Compare two modules and return the differences as data. Objects that the modules share are skipped."""
     shared = a.schedule is b.schedule
     programs: list[Iterable[str]] = [
         print_schedule(m.schedule) if m.schedule is not None and not shared else [] for m in (a, b)
@@ -98,27 +107,27 @@ def compare(a: Module, b: Module) -> ModuleDifference:
 
 
 def differences(a: Module, b: Module) -> Iterator[str]:
-    """Lines that say how to get from one module to the other; none where they print alike."""
+    """Yield the lines that lead from one module to the other; none where they print alike."""
     with nothing_collected():
         lines = list(_listed(compare(a, b)))
     yield from lines
 
 
-def _listed(found: ModuleDifference) -> Iterator[str]:
-    yield from _told(found.head, str, "", "line")
-    for graph in found.graphs:
+def _listed(difference: ModuleDifference) -> Iterator[str]:
+    yield from _difference_lines(difference.head, str, "", "line")
+    for graph in difference.graphs:
         yield f"{graph.mark} graph @{graph.name}"
-        yield from _told(graph.frame, str, "  ", "line")
-        went = [f"  > {counted(count, 'operation')} now in @{target}" for target, count in graph.went.items()]
-        came = [f"  < {counted(count, 'operation')} before in @{source}" for source, count in graph.came.items()]
-        yield from _told(graph.ops, print_op, "  ", "operation", (*went, *came))
-    if found.moved_graphs:
-        yield f"~ {counted(found.moved_graphs, 'graph')} in another place"
-    yield from _told(found.schedule, str, "", "line")
-    yield from _told(found.notes, str, "", "line")
+        yield from _difference_lines(graph.frame, str, "  ", "line")
+        sent = [f"  > {counted(count, 'operation')} now in @{target}" for target, count in graph.went.items()]
+        received = [f"  < {counted(count, 'operation')} before in @{source}" for source, count in graph.came.items()]
+        yield from _difference_lines(graph.ops, print_op, "  ", "operation", (*sent, *received))
+    if difference.moved_graphs:
+        yield f"~ {counted(difference.moved_graphs, 'graph')} in another place"
+    yield from _difference_lines(difference.schedule, str, "", "line")
+    yield from _difference_lines(difference.notes, str, "", "line")
 
 
-def _told(
+def _difference_lines(
     lines: Lines[T], show: Callable[[T], str], indent: str, what: str, between: Iterable[str] = ()
 ) -> Iterator[str]:
     yield from (f"{indent}- {show(line)}" for line in lines.gone)
@@ -130,17 +139,17 @@ def _told(
 
 
 def _changed(pairs: Sequence[tuple[str, str]], indent: str, what: str) -> Iterator[str]:
-    """Lines before and after; those that changed alike together, where the first of them stands."""
+    """Yield changed lines, before and after; lines that changed alike are one, where the first of them stands."""
     parts = [words(*pair) for pair in pairs]
-    marks = ["".join(_marked(*part) for part in each if part[0]) for each in parts]
+    marks = ["".join(_marked(*part) for part in pieces if part[0]) for pieces in parts]
     times = Counter(marks)
     last = {mark: i for i, mark in enumerate(marks)}
-    told: set[str] = set()
-    for (line, _), each, mark in zip(pairs, parts, marks, strict=True):
+    shown: set[str] = set()
+    for (line, _), pieces, mark in zip(pairs, parts, marks, strict=True):
         if times[mark] < _ALIKE:
-            yield f"{indent}~ {''.join(_marked(*part) for part in each)}"
-        elif mark not in told:
-            told.add(mark)
+            yield f"{indent}~ {''.join(_marked(*part) for part in pieces)}"
+        elif mark not in shown:
+            shown.add(mark)
             yield f"{indent}~ {counted(times[mark], what)}, {_start(line)} to {_start(pairs[last[mark]][0])}: {mark}"
 
 
@@ -149,7 +158,7 @@ def _marked(mark: str, text: str) -> str:
 
 
 def _start(line: str) -> str:
-    """What a line begins with, to name it by: as far as its first type or argument."""
+    """Return the beginning of a line, up to its first type or argument, as a name for it."""
     return re.split(r" [:=] |[(,]", line, maxsplit=1)[0]
 
 
@@ -166,8 +175,11 @@ def _schedule_name(line: str) -> object:
 
 
 def _head(module: Module, other: Module) -> Named:
-    """What stands above the graphs. Of variables that both modules share as objects there is the name alone, or nothing where they share
-    all: modules have many, and passes change few."""
+    """Return the lines above the graphs.
+
+    A variable that both modules share as an object has its name alone, and none is listed where they share all: modules
+    have many, and passes change few.
+    """
     lines = _named(print_head(module), _head_name)
     if module.vars is not other.vars:
         for name, var in module.vars.items():
@@ -176,13 +188,13 @@ def _head(module: Module, other: Module) -> Named:
 
 
 def _named(lines: Iterable[str], name: Callable[[str], object]) -> dict[object, str]:
-    found: dict[object, str] = {}
+    named: dict[object, str] = {}
     times: Counter[object] = Counter()
     for line in lines:
         key = name(line)
         times[key] += 1
-        found[key, times[key]] = line.strip()
-    return found
+        named[key, times[key]] = line.strip()
+    return named
 
 
 def _lines(before: Named, after: Named) -> Lines[str]:
@@ -195,7 +207,7 @@ def _lines(before: Named, after: Named) -> Lines[str]:
 
 
 def _moved(before: Sequence[object], after: Sequence[object]) -> int:
-    """How many have to be moved: all but the longest run of those that stand in the same order."""
+    """Count the keys that have to be moved: all but the longest run of those that stand in the same order."""
     place = {key: i for i, key in enumerate(after)}
     common = [place[key] for key in before if key in place]
     if common == sorted(common):
@@ -211,7 +223,7 @@ def _moved(before: Sequence[object], after: Sequence[object]) -> int:
 
 
 def _graphs(before: Mapping[str, Graph], after: Mapping[str, Graph]) -> Iterator[GraphDifference]:
-    # Of graphs that both modules share nothing went, and nothing came into them; nor where all operations are in their places.
+    # No operation moved from or to a graph that both modules share, or one whose operations all kept their places.
     a, b = (
         {name: g for name, g in graphs.items() if before.get(name) is not after.get(name)} for graphs in (before, after)
     )
@@ -219,22 +231,22 @@ def _graphs(before: Mapping[str, Graph], after: Mapping[str, Graph]) -> Iterator
         name: pairs for name, graph in a.items() if name in b and (pairs := _in_place(graph, b[name])) is not None
     }
     old, new = ({name: _operations(graph) for name, graph in graphs.items() if name not in placed} for graphs in (a, b))
-    # Where operations may have come from, and gone to: graphs that have no more, or did not have yet, one of that name.
-    gone = _elsewhere(old, new)
-    come = _elsewhere(new, old)
+    # The graphs that operations may have come from and gone to: those that lost or gained one of that name.
+    sources = _elsewhere(old, new)
+    targets = _elsewhere(new, old)
     for name in {**a, **b}:
         mark = "-" if name not in b else "~" if name in a else "+"
         frame = _frames(a.get(name), b.get(name))
         if name in placed:
-            found = GraphDifference(name, mark, frame, Lines(changed=tuple(placed[name])), {}, {})
+            difference = GraphDifference(name, mark, frame, Lines(changed=tuple(placed[name])), {}, {})
         else:
-            found = GraphDifference(name, mark, frame, *_by_name(name, old, new, gone, come))
-        if found:
-            yield found
+            difference = GraphDifference(name, mark, frame, *_by_name(name, old, new, sources, targets))
+        if difference:
+            yield difference
 
 
 def _in_place(before: Graph, after: Graph) -> list[tuple[Op, Op]] | None:
-    """What operations that changed were; None where some have other names than what stood there."""
+    """Return the operations that changed, before and after; None where the graphs name different operations."""
     if len(before.ops) != len(after.ops):
         return None
     pairs = [(was, op) for was, op in zip(before.ops, after.ops, strict=True) if was is not op]
@@ -251,21 +263,21 @@ _OPERATIONS = Derived[Operations](__name__, "operations")
 
 
 def _operations(graph: Graph) -> Operations:
-    """What one pass made is what the next one is given."""
+    """Return the operations of a graph by name. The graph keeps them: a pass's output is the next pass's input."""
     return graph.keep(_OPERATIONS, _named_operations)
 
 
 def _named_operations(graph: Graph) -> Operations:
-    found: dict[object, Op] = {}
+    named: dict[object, Op] = {}
     times: Counter[object] = Counter()
     for op in graph.ops:
         if len(op.outs) == 1:
-            found[op.outs[0].name] = op
+            named[op.outs[0].name] = op
         else:
             name = _name(op)
             times[name] += 1
-            found[name, times[name]] = op
-    return found
+            named[name, times[name]] = op
+    return named
 
 
 def _frames(before: Graph | None, after: Graph | None) -> Lines[str]:
@@ -283,58 +295,66 @@ def _named_frame(graph: Graph) -> Named:
 
 
 def _prints_otherwise(a: Op, b: Op) -> bool:
-    """Operations that are not equal print otherwise; of those that are, text decides: to Python True is 1, and 0.0 is -0.0."""
+    """Say whether two operations print differently.
+
+    Equal ones are compared as text: in Python True is 1, and 0.0 is -0.0.
+    """
     if a.line is not None and b.line is not None:
         return a.line != b.line
     return a != b or print_op(a) != print_op(b)
 
 
 def _elsewhere(these: Mapping[str, Operations], others: Mapping[str, Operations]) -> dict[object, str]:
-    """Of operations that the graph of the same name on the other side has not: the first graph that has them."""
-    found: dict[object, str] = {}
+    """Return, for operations that the graph of the same name in `others` lacks, the first graph that has them."""
+    first_graph: dict[object, str] = {}
     for name, graph in these.items():
         for key in graph.keys() - others.get(name, {}).keys():
-            found.setdefault(key, name)
-    return found
+            first_graph.setdefault(key, name)
+    return first_graph
 
 
 def _by_name(
     name: str,
     old: Mapping[str, Operations],
     new: Mapping[str, Operations],
-    gone: Mapping[object, str],
-    come: Mapping[object, str],
+    sources: Mapping[object, str],
+    targets: Mapping[object, str],
 ) -> tuple[Lines[Op], Mapping[str, int], Mapping[str, int]]:
-    """What differs in the operations of a graph, where they went, and where they came from."""
+    """Return the differences in the operations of a graph, and counts of those that went to and
+    came from other graphs.
+    """
     before, after = old.get(name, {}), new.get(name, {})
     lost: list[Op] = []
     fresh: list[Op] = []
     changed: list[tuple[Op, Op]] = []
-    went, came = Counter[str](), Counter[str]()
+    sent, received = Counter[str](), Counter[str]()
     for key, op in before.items():
         if key not in after:
-            if key in come:
-                went[come[key]] += 1
+            if key in targets:
+                sent[targets[key]] += 1
             else:
                 lost.append(op)
     for key, op in after.items():
-        was = before.get(key)
-        if was is None and key in gone:
-            came[gone[key]] += 1
-            was = old[gone[key]][key]
-        if was is None:
+        previous = before.get(key)
+        if previous is None and key in sources:
+            received[sources[key]] += 1
+            previous = old[sources[key]][key]
+        if previous is None:
             fresh.append(op)
-        elif was is not op and _prints_otherwise(was, op):
-            changed.append((was, op))
-    return Lines(tuple(lost), tuple(changed), tuple(fresh), _moved(list(before), list(after))), went, came
+        elif previous is not op and _prints_otherwise(previous, op):
+            changed.append((previous, op))
+    return Lines(tuple(lost), tuple(changed), tuple(fresh), _moved(list(before), list(after))), sent, received
 
 
 # ------------------------------------------------------------------------------------------------ words
 
 
 def words(before: str, after: str, most: int = _MOST_WORDS) -> Words:
-    """One line for two, in parts. Of lines that differ in more words than `most`, words are not matched: that
-    takes up to the square of their number."""
+    """Return two lines as one, in parts.
+
+    Lines that differ in more words than `most` are not matched word by word: the time of that grows with the square of
+    their number.
+    """
     old, new = _WORDS.findall(before), _WORDS.findall(after)
     first = _alike(old, new)
     last = _alike(old[first:][::-1], new[first:][::-1])
@@ -343,7 +363,7 @@ def words(before: str, after: str, most: int = _MOST_WORDS) -> Words:
 
 
 def _alike(old: Sequence[str], new: Sequence[str]) -> int:
-    """How many words both begin with."""
+    """Count the words that both begin with."""
     return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
 
 

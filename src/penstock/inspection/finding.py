@@ -1,4 +1,6 @@
-"""Which operations somebody means. In: a module and a name. Out: a Target: the operations, and what kind of name it was.
+"""The lookup of operations by a name that a user gives.
+
+In: a module and a name. Out: a Target: the operations, and the kind of the name.
 
     %h             a value: the operations that make it, here and where it is computed again
     @fc1.w         a variable: the operations that read, write or add to it
@@ -6,9 +8,9 @@
     /fc1/MatMul    a node of the source: everything that came of it, forward, backward and update
     block.0.attn   a module of the source, or part of a path: everything below it
 
-Names of the source are taken as the source spells them, and `%` and `@` may be left out where only one thing is called so: a
-value comes before a variable, and that before a node. Limits: a name with characters that the IR cannot print is that of
-every node which is spelled alike in it.
+Names of the source are spelled as in the source. `%` and `@` may be left out: a value comes before a variable, and a
+variable before a node. Limit: a name with characters that the IR cannot print stands for every node that is spelled
+alike in the IR.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _ENOUGH = 3
 
 @dataclass(frozen=True)
 class OpPlace:
-    """Where an operation stands: its graph and its position in it."""
+    """The place of an operation: its graph and its position in it."""
 
     graph: str
     position: int
@@ -40,32 +42,39 @@ class OpPlace:
 
 @dataclass(frozen=True)
 class Target:
-    """What somebody asks about: `name` as the program spells it, and the operations it stands for."""
+    """A name as the program spells it, its kind, and the operations it stands for."""
 
     kind: str
     name: str
     places: tuple[OpPlace, ...]
 
     def within(self, module: Module) -> Target:
-        """The same in another module of the pipeline: by the name; where that is not known there, of a kernel by what its operations make,
-        and else by the nodes that the operations came from."""
-        found = tuple(_places(module, self.kind, self.name))
-        if not found and self.kind == KERNEL:
-            made = {(graph_kind(place.graph), v.name) for place in self.places for v in place.op.outs}
-            found = tuple(
-                place for place in _all(module) if any((graph_kind(place.graph), v.name) in made for v in place.op.outs)
+        """Find the same target in another module of the pipeline.
+
+        The name counts first. Where the module does not have it, a kernel is found by the results of its operations. A
+        value or kernel that is still not found is found by the nodes that its operations came from.
+        """
+        places = tuple(_places(module, self.kind, self.name))
+        if not places and self.kind == KERNEL:
+            results = {(graph_kind(place.graph), v.name) for place in self.places for v in place.op.outs}
+            places = tuple(
+                place
+                for place in _all(module)
+                if any((graph_kind(place.graph), v.name) in results for v in place.op.outs)
             )
-        if not found and self.kind in (VALUE, KERNEL):
+        if not places and self.kind in (VALUE, KERNEL):
             nodes = {place.op.loc for place in self.places if place.op.loc}
-            found = tuple(place for place in _all(module) if place.op.loc in nodes)
-        return Target(self.kind, self.name, found)
+            places = tuple(place for place in _all(module) if place.op.loc in nodes)
+        return Target(self.kind, self.name, places)
 
 
 def find(module: Module, text: str, spelled: Mapping[str, Sequence[str]] | None = None) -> Target:
-    """The operations that a name means; UsageError with names like it where it means none. `spelled` gives, by name of
-    the program, what the source calls it."""
-    found = look_up(module, text, spelled)
-    if found is None:
+    """Return the operations that a name means; raise UsageError, with similar names, where it means none.
+
+    `spelled` gives the source's names by the names of the program.
+    """
+    target = look_up(module, text, spelled)
+    if target is None:
         like = lookalikes(module, text)
         raise UsageError(
             f"nothing is called {text!r}",
@@ -74,15 +83,15 @@ def find(module: Module, text: str, spelled: Mapping[str, Sequence[str]] | None 
             if like
             else "`penstock inspect FILE --op REGEX` searches all operations",
         )
-    return found
+    return target
 
 
 def look_up(module: Module, text: str, spelled: Mapping[str, Sequence[str]] | None = None) -> Target | None:
-    """The same, or None."""
+    """Return the operations that a name means, or None."""
     kinds = {"%": (VALUE,), "@": (VARIABLE, KERNEL)}.get(text[:1], _KINDS)
     bare = text[1:] if text[:1] in ("%", "@") else text
     names = dict.fromkeys(
-        [bare, *(ours for ours, theirs in (spelled or {}).items() if bare in theirs), _printable(bare)]
+        [bare, *(key for key, spellings in (spelled or {}).items() if bare in spellings), _printable(bare)]
     )
     for kind in kinds:
         for name in names:
@@ -93,7 +102,7 @@ def look_up(module: Module, text: str, spelled: Mapping[str, Sequence[str]] | No
 
 
 def lookalikes(module: Module, text: str) -> list[str]:
-    """Some names like a wrong one: those it is a part of, then those that are spelled nearly so."""
+    """Return some names similar to a wrong one: those that contain it, and those that are spelled alike."""
     wanted = text.lstrip("%@")
     names = _names(module)
     inside = [name for name in names if wanted.lower() in name.lower()] if wanted else []
@@ -102,11 +111,11 @@ def lookalikes(module: Module, text: str) -> list[str]:
 
 
 def _names(module: Module) -> dict[str, str]:
-    """All names that can be asked for, with their kinds."""
-    found = {op.loc: NODE for graph in module.graphs.values() for op in graph.ops if op.loc}
-    found |= dict.fromkeys(module.vars, VARIABLE)
-    found |= {v.name: VALUE for graph in module.graphs.values() for op in graph.ops for v in op.outs}
-    return found
+    """Return all names that can be looked up, with their kinds."""
+    kinds = {op.loc: NODE for graph in module.graphs.values() for op in graph.ops if op.loc}
+    kinds |= dict.fromkeys(module.vars, VARIABLE)
+    kinds |= {v.name: VALUE for graph in module.graphs.values() for op in graph.ops for v in op.outs}
+    return kinds
 
 
 def _marked(name: str, kind: str) -> str:
@@ -114,7 +123,7 @@ def _marked(name: str, kind: str) -> str:
 
 
 def _printable(name: str) -> str:
-    """As the frontends write names of the source into the IR."""
+    """Spell a name of the source as the frontends write it into the IR."""
     return re.sub(r"[^A-Za-z0-9_./:-]", "_", name)
 
 

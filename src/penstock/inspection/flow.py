@@ -1,17 +1,19 @@
-"""A graph as a picture of text: one line per operation, and rails beside it along which its values flow.
+"""A graph as text: one line per operation, and beside it rails along which its values flow.
 
     ○      input  %x f32[32,64]
     ├─●    layer_norm  %h f32[32,64]  k0
     │ ●    matmul  %q f32[32,64]  @w  k1
     ●─╯    add  %y f32[32,64]  k1
 
-In: a graph. Out: Lines. `●` is an operation, `○` an input; a rail goes down from what makes a value to its last use. `├` and `┤` use a
-value that is used again below, `╯` and `╰` use it for the last time, `╮` and `╭` are further results; a rail that only passes behind is
-drawn through. `■` is an operation of which nothing goes on: it changes a variable, or its results are handed out. An operation goes on
-along the rail of an operand that ends in it, so a chain is one straight rail, and a residual connection the rail beside it.
+In: a graph. Out: FlowLines. `●` is an operation, `○` an input; a rail runs down from the operation that makes a value
+to its last use. `├` and `┤` use a value that is used again below, `╯` and `╰` use it for the last time, `╮` and `╭` are
+further results; a rail that only passes behind is drawn through. `■` is an operation without a rail below: it changes a
+variable, or its results leave the graph. An operation continues the rail of an operand that ends in it. So a chain is
+one straight rail, with a residual connection on the rail beside it.
 
-Operands without a rail are named: variables, constants, inputs where there are many, and values for which no rail was left (`most`), as in
-backward graphs, which take all that was saved. Reads of variables and constants have no lines of their own.
+Operands without a rail are named: variables, constants, inputs where there are many, and values for which no rail was
+left (`most`), as in backward graphs, which use everything that was saved. Reads of variables and constants have no
+lines of their own.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ _HIDDEN = ("var", "kernel", "of", "stage", "mesh", "sharding", "library", "packe
 
 @dataclass(frozen=True)
 class FlowLine:
-    """`op` is None for an input. `named` are operands without a rail, `result` what is made, `saved`
-    whether it is kept for the backward graph."""
+    """A line of the drawing.
+
+    `op` is None for an input. `named` are operands without a rail, `result` the values it makes. `saved` says whether
+    it is kept for the backward graph, `returned` whether it is an output.
+    """
 
     rails: str
     op: Op | None
@@ -45,7 +50,7 @@ class FlowLine:
 
 
 def draw(graph: Graph, most: int = MOST_RAILS) -> list[FlowLine]:
-    """The lines of a graph, in the order of its operations."""
+    """Return the lines of a graph, in the order of its operations."""
     quiet = {v: name for op in graph.ops if (name := told_operand(op)) is not None for v in op.outs}
     shown = [op for op in graph.ops if not all(v in quiet for v in op.outs) or not op.outs]
     uses: dict[Value, int] = {}
@@ -70,7 +75,9 @@ def draw(graph: Graph, most: int = MOST_RAILS) -> list[FlowLine]:
 
 
 def told_operand(op: Op) -> str | None:
-    """How an operation is told where it is used, if it has no line of its own: a read of a variable, or a single constant."""
+    """Return the label of a read of a variable or a single constant, which have no lines of their
+    own; None for others.
+    """
     if op.kind == "read":
         return f"@{op.var}"
     if op.kind == "const" and not isinstance(op.attrs["value"], tuple):
@@ -88,17 +95,18 @@ def _details(op: Op) -> Iterator[str]:
 
 
 class _Rails:
-    """Which value each rail carries at the moment; None where a rail is free."""
+    """The value that each rail carries; None where a rail is free."""
 
     def __init__(self, uses: Mapping[Value, int], most: int) -> None:
         self._uses, self._most = uses, most
         self._carried: list[Value | None] = []
 
     def has(self, value: Value) -> bool:
+        """Say whether a value has a rail."""
         return value in self._carried
 
     def begin(self, value: Value) -> str:
-        """The row of an input; it has a rail from here on, if it is used at all."""
+        """Draw the row of an input, which has a rail from here on, if it is used at all."""
         at = self._free(())
         flows = value in self._uses and at < self._most
         drawn = self._row(at, "○" if flows else "□", {})
@@ -107,7 +115,7 @@ class _Rails:
         return drawn
 
     def step(self, position: int, op: Op) -> str:
-        """The row of an operation; its results have rails from here on, where they are used below."""
+        """Draw the row of an operation, whose results have rails from here on, where they are used below."""
         carried = {i: value for i, value in enumerate(self._carried) if value is not None and value in op.ins}
         ended = [i for i, value in carried.items() if self._uses[value] == position]
         at = ended[0] if ended else self._free(())
@@ -127,17 +135,19 @@ class _Rails:
             self._carried.pop()
         return drawn
 
-    def _free(self, taken: Collection[int]) -> int:
-        """The first rail that carries nothing."""
-        return next(i for i in count() if i not in taken and (i >= len(self._carried) or self._carried[i] is None))
+    def _free(self, excluded: Collection[int]) -> int:
+        """Return the first rail that carries nothing."""
+        return next(i for i in count() if i not in excluded and (i >= len(self._carried) or self._carried[i] is None))
 
     def _take(self, rail: int, value: Value) -> None:
         self._carried += [None] * (rail + 1 - len(self._carried))
         self._carried[rail] = value
 
     def _row(self, at: int, mark: str, joints: Mapping[int, str]) -> str:
-        """One line of rails: the mark, and a bar from it to every rail that it has to do with. A joint is its shape at the left end of
-        the bar, within it and at the right end."""
+        """Draw one line of rails: the mark, and a bar from it to every rail it touches.
+
+        A joint is three characters: its shape at the left end of the bar, within it and at the right end.
+        """
         first, last = min([at, *joints]), max([at, *joints])
         cells = []
         for i in range(max(len(self._carried), last + 1)):

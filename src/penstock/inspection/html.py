@@ -1,7 +1,8 @@
-"""Fragments of HTML for notebooks, and the one that shows a module. In: data. Out: a fragment without scripts,
-styles of its own or links.
+"""Fragments of HTML for notebooks, and the one that shows a module.
 
-Every piece of text is escaped where it goes in, so that a name is a name whatever it looks like. Long parts are cut, and say by how much.
+In: data. Out: a fragment without scripts, styles of its own or links.
+
+All text is escaped. Long parts are cut, with the number of lines or rows that are left out.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from penstock.support.errors import PenstockError
 from penstock.support.words import counted
 
 _MOST_ROWS, _MOST_LINES = 60, 300
-# Schedules of more ranks or microbatches are no picture any more.
+# Schedules of more ranks or microbatches are too large for a picture.
 _MOST_RANKS, _MOST_MICROBATCHES = 32, 32
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Cells are text. Rows beyond some sixty are counted."""
+    """Return a table of text cells. Rows beyond sixty are only counted."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows[:_MOST_ROWS]
@@ -36,25 +37,30 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def title(text: str) -> str:
+    """Return a line in bold."""
     return f"<div><b>{escape(text)}</b></div>"
 
 
 def line(text: str) -> str:
+    """Return a line of text."""
     return f"<div>{escape(text)}</div>"
 
 
 def folded(summary: str, text: str) -> str:
-    """Text as it stands, to be unfolded."""
+    """Return preformatted text that is folded below a summary."""
     lines = text.split("\n")
     more = f"\n... {counted(len(lines) - _MOST_LINES, 'more line')}" if len(lines) > _MOST_LINES else ""
-    return f"<details><summary>{escape(summary)}</summary><pre>{escape(chr(10).join(lines[:_MOST_LINES]) + more)}</pre></details>"
+    return (
+        f"<details><summary>{escape(summary)}</summary>"
+        f"<pre>{escape(chr(10).join(lines[:_MOST_LINES]) + more)}</pre></details>"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ modules
 
 
 def describe(module: Module) -> str:
-    """A module in one line."""
+    """Describe a module in one line."""
     operations = sum(len(graph.ops) for graph in module.graphs.values())
     roles = Counter(var.role for var in module.vars.values())
     parts = [counted(len(module.stages), "stage")] if module.stages else []
@@ -66,7 +72,7 @@ def describe(module: Module) -> str:
 
 
 def module_html(module: Module) -> str:
-    """Stages, graphs, edges; the schedule and the text to be unfolded."""
+    """Return stages, graphs and edges of a module, and its schedule and text folded."""
     return f"<div>{''.join(_module(module))}</div>"
 
 
@@ -103,9 +109,12 @@ def _grid(module: Module) -> str:
     schedule = module.schedule
     assert schedule is not None
     if len(schedule.ranks) > _MOST_RANKS or schedule.microbatches > _MOST_MICROBATCHES:
-        return f"{counted(len(schedule.ranks), 'rank')}, {counted(schedule.microbatches, 'microbatch')} per batch: penstock inspect --schedule"
+        return (
+            f"{counted(len(schedule.ranks), 'rank')}, {counted(schedule.microbatches, 'microbatch')} per batch: "
+            "penstock inspect --schedule"
+        )
     try:
         return format_grid(schedule, 2)
     except PenstockError as error:
-        # A schedule that waits for ever is one that somebody looks at.
+        # The user may inspect a schedule because it waits for ever: its error is shown in its place.
         return str(error)

@@ -1,8 +1,10 @@
-"""Memory of every rank over a run, as the plan predicts it. In: a module with a schedule. Out: a Curve per rank.
+"""The memory of every rank over a run, as the plan predicts it.
 
-A point stands after each action of the rank's program: when that ends in the simulation, the bytes that live then, and those that the
-process holds (ir/memory/predict.py says what is counted). Times are those of the rates in the module's cluster; a module that cannot be simulated
-yet has its actions, one unit of time each.
+In: a module with a schedule. Out: a Curve per rank.
+
+A point stands after each action of the rank's program: the time at which the action ends in the simulation, the live
+bytes, and the bytes that the process holds (ir/memory/predict.py says what is counted). Times are those of the rates in
+the module's cluster. Where the module cannot be simulated yet, each action takes one unit of time.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from penstock.support.errors import UsageError
 
 @dataclass(frozen=True)
 class Point:
+    """The memory of a rank after one action."""
+
     seconds: float
     action: str
     live: int
@@ -26,7 +30,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """`budget` is the memory of the rank's device, where its cluster says it; `timed` is whether seconds are seconds."""
+    """The memory of a rank over a run.
+
+    `budget` is the memory of the rank's device, if its cluster states it; `timed` says whether seconds are seconds.
+    """
 
     rank: int
     stage: int
@@ -38,25 +45,26 @@ class Curve:
 
     @property
     def most_live(self) -> Point:
+        """The first point with the most live bytes."""
         return max(self.points, key=lambda point: point.live)
 
 
 def memory_curves(module: Module, batches: int = 3) -> tuple[Curve, ...]:
-    """One curve per rank, for a run of so many batches from an empty pipeline to an empty pipeline."""
+    """Return one curve per rank, for a run of `batches` batches from an empty pipeline to an empty pipeline."""
     if module.schedule is None:
         raise UsageError(
             "the module has no schedule yet", hint="inspect a dump after the pass `lifetimes`, or a bundle"
         )
     memory, times = measure_memory(module), _times(module, batches)
     devices, stages = module.rank_devices(), module.rank_stages()
-    found = []
+    curves = []
     for rank in module.schedule.ranks:
-        walked = list(memory_curve(module, rank, batches))
-        at = times[rank] if times is not None else [float(step + 1) for step in range(len(walked))]
+        states = list(memory_curve(module, rank, batches))
+        at = times[rank] if times is not None else [float(step + 1) for step in range(len(states))]
         points = tuple(
-            Point(seconds, str(action), live, held) for seconds, (action, live, held) in zip(at, walked, strict=True)
+            Point(seconds, str(action), live, held) for seconds, (action, live, held) in zip(at, states, strict=True)
         )
-        found.append(
+        curves.append(
             Curve(
                 rank,
                 stages[rank],
@@ -67,11 +75,11 @@ def memory_curves(module: Module, batches: int = 3) -> tuple[Curve, ...]:
                 times is not None,
             )
         )
-    return tuple(found)
+    return tuple(curves)
 
 
 def _times(module: Module, batches: int) -> dict[int, list[float]] | None:
-    """When every action ends; None where that is not known, as drops are not yet in the schedule, say."""
+    """Return the times at which actions end; None where they are unknown, as where the schedule has no drops yet."""
     drops = module.schedule is not None and any(
         action.kind == DROP for program in module.schedule.ranks.values() for action in program.batch
     )
@@ -79,8 +87,8 @@ def _times(module: Module, batches: int) -> dict[int, list[float]] | None:
         return None
     from penstock.passes.simulator.forecast import forecast, seconds_of
 
-    made = forecast(module, seconds_of(module, rank_seconds(module)), batches)
-    return {rank: list(line.finishes) for rank, line in made.found.lines.items()}
+    run = forecast(module, seconds_of(module, rank_seconds(module)), batches)
+    return {rank: list(line.finishes) for rank, line in run.found.lines.items()}
 
 
 def _budget(module: Module, name: str) -> int | None:

@@ -1,8 +1,9 @@
-"""plan.json as a bundle or a dump folder has it. In: the folder, or what was read. Out: plain data in which what is
-shown has the types that it should have.
+"""The reader of plan.json in a bundle or a dump folder.
 
-All that looks at plans takes them from here (`Subject.plan`), so damaged ones are one error. What nobody shows is not checked but for being
-JSON that can be written again: numbers are finite, texts are Unicode.
+In: the folder, or the parsed JSON. Out: plain data whose displayed fields have the right types.
+
+All readers of plans use it (`Subject.plan`), so a damaged plan is one error. Fields that are not displayed are checked
+only for being JSON that can be written again: numbers are finite, texts are Unicode.
 """
 
 from __future__ import annotations
@@ -55,25 +56,25 @@ class _Plan(msgspec.Struct):
 
 
 def plan_of_folder(folder: Path) -> dict[str, Any]:
-    """The plan of a dump folder; empty where it has none."""
+    """Return the plan of a dump folder; empty where it has none."""
     if not (folder / PLAN).is_file():
         return {}
     try:
-        found = json.loads(dumped_text(folder, PLAN))
+        data = json.loads(dumped_text(folder, PLAN))
     except (ValueError, RecursionError) as error:
         raise _refusal(error, folder) from error
-    return checked_plan(found, folder)
+    return checked_plan(data, folder)
 
 
-def checked_plan(found: Any, folder: Path) -> dict[str, Any]:
-    """What was read, if it is a plan."""
+def checked_plan(data: Any, folder: Path) -> dict[str, Any]:
+    """Return the data, if it is a plan."""
     try:
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-        msgspec.convert(found, _Plan)
+        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+        msgspec.convert(data, _Plan)
     except (ValueError, OverflowError, RecursionError) as error:
         raise _refusal(error, folder) from error
-    assert isinstance(found, dict)
-    return found
+    assert isinstance(data, dict)
+    return data
 
 
 def _refusal(error: Exception, folder: Path) -> VerifyError:

@@ -1,7 +1,10 @@
-"""Why a stage is what it is and where it is. In: a module, and plan.json if there is one. Out: sentences, with the numbers that the planner had.
+"""The reasons for a stage's cut and device.
 
-What is said comes from the notes that passes left, from what plan.json predicts of the stage's ranks, and from what the planner wrote down of the plans it
-did not choose. A plan that nobody searched for (`--stages`, `--split-at`) has no such alternatives, which is said.
+In: a module, and plan.json if there is one. Out: sentences, with the planner's numbers.
+
+They come from the notes of passes and from plan.json: its prediction for the stage's ranks, and the planner's record of
+the plans it did not choose. A plan without a search (`--stages`, `--split-at`) has no such alternatives, and a sentence
+says so.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ from penstock.passes.costs.prices import shown_seconds
 from penstock.support.errors import VerifyError
 from penstock.support.words import counted
 
-# The passes that decide where something is computed, and how.
+# The passes that decide where and how an operation is computed.
 _DECIDING = ("placement", "partition", "recompute", "libraries")
 
 
 def stage_reasons(module: Module, stage: int, plan: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the planner knew when it made a stage."""
+    """Return the planner's reasons for a stage."""
     try:
         return tuple(_reasons(module, stage, plan))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
@@ -29,9 +32,9 @@ def stage_reasons(module: Module, stage: int, plan: Mapping[str, Any]) -> tuple[
 
 
 def _reasons(module: Module, stage: int, plan: Mapping[str, Any]) -> Iterator[str]:
-    for told in plan.get("stages", ()):
-        if told["stage"] == stage and told["starts_at"] is not None:
-            yield f"stage {stage} begins with {told['starts_at']}"
+    for cut in plan.get("stages", ()):
+        if cut["stage"] == stage and cut["starts_at"] is not None:
+            yield f"stage {stage} begins with {cut['starts_at']}"
     if predicted := plan.get("predicted"):
         yield from _load(module, stage, predicted)
     yield from (f"{note.origin}: {note.text}" for note in module.notes if note.origin in _DECIDING)
@@ -49,19 +52,31 @@ def _load(module: Module, stage: int, predicted: Mapping[str, Any]) -> Iterator[
     slowest = max(busy.values(), default=0.0)
     for rank, home in enumerate(module.rank_stages()):
         if home == stage and slowest:
-            yield f"rank {rank} computes {shown_seconds(busy[rank])} per batch, {busy[rank] / slowest:.0%} of the busiest rank"
-    yield f"a batch is predicted to take {shown_seconds(float(predicted['step_s']))}, limited by {predicted['limited_by']}"
+            yield (
+                f"rank {rank} computes {shown_seconds(busy[rank])} per batch, {busy[rank] / slowest:.0%} of the "
+                "busiest rank"
+            )
+    yield (
+        f"a batch is predicted to take {shown_seconds(float(predicted['step_s']))}, limited by "
+        f"{predicted['limited_by']}"
+    )
 
 
 def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterator[str]:
     step, schedule = float(planner["step_s"]), plan.get("schedule", "")
-    # What was chosen by simulation may be slower by the formulas than the best by these, which all that is left is compared with.
+    # A plan chosen by simulation may be slower by the formulas than the best plan by them, which is compared below.
     usual = float(planner["schedules"].get(schedule, step))
     if planner["proven"]:
-        yield f"by the planner's formulas no plan of {schedule} for what was given is faster than its {shown_seconds(step)} per batch"
+        yield (
+            f"by the planner's formulas no plan of {schedule} for what was given is faster than its "
+            f"{shown_seconds(step)} per batch"
+        )
     else:
         bound = shown_seconds(float(planner["bound_s"]))
-        yield f"the planner's formulas give {shown_seconds(step)} per batch, and no plan of {schedule} takes less than {bound} by them"
+        yield (
+            f"the planner's formulas give {shown_seconds(step)} per batch, and no plan of {schedule} takes less "
+            f"than {bound} by them"
+        )
     if "passed_over" in planner:
         yield f"by these formulas another plan of {schedule} takes {shown_seconds(usual)}, {planner['passed_over']}"
     changes, simulated = planner.get("what_if", {}), planner.get("simulated", {})
@@ -75,10 +90,10 @@ def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterat
         kind = name.removeprefix("schedule ")
         if kind in planner["refused"]:
             continue
-        told = "nothing fits" if seconds is None else _against(float(seconds), usual)
+        outcome = "nothing fits" if seconds is None else _against(float(seconds), usual)
         if kind in simulated and seconds is not None and float(seconds) < usual:
-            told += f", but {shown_seconds(float(simulated[kind]))} simulated"
-        yield f"what if: {name}: {told}"
+            outcome += f", but {shown_seconds(float(simulated[kind]))} simulated"
+        yield f"what if: {name}: {outcome}"
     if planner["left_out"]:
         yield f"{counted(len(planner['left_out']), 'device')} left out: {', '.join(planner['left_out'])}"
 

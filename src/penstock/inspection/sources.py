@@ -1,8 +1,10 @@
-"""The node of a model that operations came from. In: a bundle and the `loc` of an operation. Out: a Source.
+"""The nodes of a model that operations came from.
 
-Of a bundle that was compiled from ONNX the node itself is read, out of the structure that the bundle keeps of its model; of one of
-torch the `loc` is the path of the module and the name of the call. Nodes inside of local functions and of subgraphs have their place
-before their name, and are told by that alone.
+In: a bundle and the `loc` of an operation. Out: a SourceNode.
+
+For a bundle compiled from ONNX the node itself is read, from the structure that the bundle keeps of its model. For one
+from torch the `loc` is the path of the module and the name of the call. Nodes inside local functions and subgraphs have
+their place before their name, and only that is known of them.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ ONNX, TORCH, VARIABLE = "ONNX node", "torch call", "variable"
 
 @dataclass(frozen=True)
 class SourceNode:
-    """`kind` is what the frontend read, empty where that is not known; the rest is what is known of the node.
-    `module` is the path of a torch module."""
+    """A node of the source model.
+
+    `kind` is the frontend's kind of node, empty where that is unknown; the other fields are what is known of the node.
+    `module` is the path of a torch module.
+    """
 
     name: str
     kind: str = ""
@@ -33,6 +38,7 @@ class SourceNode:
 
 
 def source_of(bundle: Bundle | None, module: Module, loc: str) -> SourceNode:
+    """Return the node that a `loc` names."""
     if loc in module.vars:
         return SourceNode(loc, VARIABLE)
     if bundle is not None and bundle.source_rest is not None:

@@ -1,7 +1,9 @@
-"""What is looked at. In: the path of a bundle, an IR file or a dump folder. Out: its module, with the bundle or the dumps if it is one.
+"""The thing that is inspected.
 
-The module of a dump folder is its last one. A bundle may come with the dump folder of the compilation
-that made it, which says what passes did.
+In: the path of a bundle, an IR file or a dump folder. Out: its module, with the bundle or the dumps if it is one.
+
+The module of a dump folder is its last one. A bundle may come with the dump folder of its compilation, which records
+the changes of passes.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ _EXPECTED = "expected a bundle directory, a dump folder or an IR file"
 
 @dataclass(frozen=True)
 class Subject:
+    """A module with the bundle or the dumps that it was read from."""
+
     path: Path
     module: Module
     bundle: Bundle | None = None
@@ -31,8 +35,8 @@ class Subject:
 
     @cached_property
     def plan(self) -> dict[str, Any]:
-        """plan.json of a bundle or a dump folder; empty for all else."""
-        # Here alone: what has no plan needs no reader of plans.
+        """The plan.json of a bundle or a dump folder; empty for all else."""
+        # Imported here: a subject without a plan needs no reader of plans.
         from .plan_reading import checked_plan, plan_of_folder
 
         return plan_of_folder(self.path) if self.bundle is None else checked_plan(self.bundle.plan, self.path)
@@ -44,7 +48,7 @@ class Subject:
 
 
 def open_subject(path: str | Path, dumps: str | Path | None = None) -> Subject:
-    """Open what a path names. `dumps` is a dump folder beside it. A bundle is checked as for a run."""
+    """Open the thing at a path. `dumps` is a dump folder beside it. A bundle is checked as for a run."""
     place = Path(path)
     if dumps is None and not place.is_dir():
         return Subject(place, read_module(place, _EXPECTED))
@@ -70,5 +74,5 @@ def open_subject(path: str | Path, dumps: str | Path | None = None) -> Subject:
 
 
 def load_module(path: str | Path) -> Module:
-    """The module of a bundle, of an IR file, or the last one of a dump folder."""
+    """Return the module of a bundle, of an IR file, or the last one of a dump folder."""
     return open_subject(path).module

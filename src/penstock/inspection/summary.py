@@ -1,7 +1,9 @@
-"""What a module is, in a few tables. In: a module. Out: a Summary: stages with their work and memory, graphs, messages, notes.
+"""The facts of a module in a few tables.
 
-Times are predicted by the rates of the module's cluster, per batch and of the rank that is busy longest; memory is the predicted peak of
-the rank that needs most. A module that is not cut into stages, or has no schedule, devices or messages yet, has no such numbers.
+In: a module. Out: a Summary: stages with their work and memory, graphs, messages, notes.
+
+Times are predicted by the rates of the module's cluster, per batch and for the busiest rank; memory is the predicted
+peak of the rank that needs most. A module without stages, schedule, devices or messages lacks these numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from penstock.passes.costs.prices import rank_seconds
 
 @dataclass(frozen=True)
 class StageFacts:
-    """`stored` are bytes of parameters, buffers and state with all their versions; `flops`, `seconds` and `sent` are of one batch."""
+    """The facts of a stage.
+
+    `stored` are bytes of parameters, buffers and state with all their versions; `flops`, `seconds` and `sent` are of
+    one batch.
+    """
 
     stage: int
     devices: tuple[str, ...]
@@ -35,6 +41,8 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class GraphFacts:
+    """The facts of a graph; `saved` are bytes."""
+
     name: str
     operations: int
     kernels: int
@@ -45,7 +53,7 @@ class GraphFacts:
 
 @dataclass(frozen=True)
 class MessageFacts:
-    """What goes from stage to stage in one message: `per` is microbatch or batch."""
+    """The values that go from stage to stage in one message: `per` is microbatch or batch."""
 
     source: int
     target: int
@@ -57,6 +65,8 @@ class MessageFacts:
 
 @dataclass(frozen=True)
 class Summary:
+    """The facts of a module."""
+
     name: str
     parameters: int
     tensors: int
@@ -73,6 +83,7 @@ class Summary:
 
 
 def summarize(module: Module) -> Summary:
+    """Collect the facts of a module."""
     params = [v for v in module.vars.values() if v.role == PARAM]
     schedule = module.schedule
     return Summary(
@@ -96,7 +107,7 @@ def summarize(module: Module) -> Summary:
 
 
 def busy_seconds(module: Module) -> dict[int, float]:
-    """Predicted seconds of a batch in which each rank computes, or is busy with an end of a message."""
+    """Predict the seconds of a batch in which each rank computes, or is busy with an end of a message."""
     from penstock.passes.simulator.forecast import seconds_of
 
     assert module.schedule is not None, "who computes how often is said by the schedule"
@@ -118,15 +129,15 @@ def _stages(module: Module) -> Iterator[StageFacts]:
     members = schedule.members() if schedule is not None else {}
     for stage in module.stages:
         graphs = {kind: graph for kind in COMPUTE if (graph := module.stage_graph(stage.index, kind)) is not None}
-        own = stage_vars(module, stage.index).values()
+        variables = stage_vars(module, stage.index).values()
         ranks = members.get(stage.index, ())
         yield StageFacts(
             stage.index,
             module.devices_of(stage.index),
             sum(len(graph.ops) for graph in graphs.values()),
             sum(map(_kernels, graphs.values())),
-            sum(v.type.size for v in own if v.role == PARAM),
-            sum(v.type.nbytes * v.versions for v in own if v.role != GRAD),
+            sum(v.type.size for v in variables if v.role == PARAM),
+            sum(v.type.nbytes * v.versions for v in variables if v.role != GRAD),
             sum(cost_of(op).flops * _times(module, kind) for kind, graph in graphs.items() for op in graph.ops),
             max((busy[rank] for rank in ranks if rank in busy), default=None),
             max((peaks[rank] for rank in ranks if rank in peaks), default=None),
@@ -139,7 +150,7 @@ def _stages(module: Module) -> Iterator[StageFacts]:
 
 
 def _times(module: Module, kind: str) -> int:
-    """How often a batch has it, all ranks of a stage together."""
+    """Return how often all ranks of a stage together run a kind of graph in a batch."""
     return 1 if kind in PER_BATCH or module.schedule is None else module.schedule.microbatches
 
 

@@ -1,10 +1,14 @@
-"""Statistics of weights. In: named arrays, of a bundle or a checkpoint. Out: Statistics of each, in one pass over its elements in float64.
+"""Statistics of weights.
 
-    mean, std, norm    of the finite elements; std is that of the elements themselves (divided by their number), norm the root of the sum of squares
-    zeros              elements equal to 0        nans, infinities    elements that are no numbers
+In: named arrays, of a bundle or a checkpoint. Out: Statistics of each, in one pass over its elements in float64.
 
-Means and squares are summed up part by part and joined by Chan, Golub and LeVeque's formula, so that a large mean does not swallow a small
-spread. Arrays are mapped into memory and read in parts: a file may be larger than memory.
+    mean, std, norm    of the finite elements; std is that of the elements themselves (divided by their number), norm
+                       the root of the sum of squares
+    zeros              elements equal to 0
+    nans, infinities   elements that are no numbers
+
+Means and squares are summed up part by part and joined by Chan, Golub and LeVeque's formula. So a large mean does not
+swallow a small spread. Arrays are mapped into memory and read in parts: a file may be larger than memory.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ _PART = 1 << 15
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of one array. What has no finite element has no least, most, mean and std."""
+    """The statistics of one array. Without finite elements it has no least, most, mean and std."""
 
     count: int
     least: float | None
@@ -46,37 +50,39 @@ class Statistics:
 
 
 def statistics(array: npt.NDArray[Any]) -> Statistics:
-    """One pass over an array of any element type: each part is read once, and all else of it happens in the processor's cache."""
+    """Compute statistics in one pass over an array of any element type: each part is read once and
+    stays in the cache.
+    """
     number, mean, spread = 0, 0.0, 0.0
     least, most, zeros, nans, infinities = math.inf, -math.inf, 0, 0, 0
     for part in _parts(array):
         low, high = float(part.min()), float(part.max())
         zeros += part.size - int(np.count_nonzero(part))
-        # What is no number shows in the least and the most: nan is both where there is one.
+        # Elements that are no numbers show in the least and the most: nan is both where there is one.
         if not (math.isfinite(low) and math.isfinite(high)):
-            lost = int(np.isnan(part).sum())
+            not_a_number = int(np.isnan(part).sum())
             finite = part[np.isfinite(part)]
-            nans, infinities = nans + lost, infinities + part.size - finite.size - lost
+            nans, infinities = nans + not_a_number, infinities + part.size - finite.size - not_a_number
             if not finite.size:
                 continue
             part, low, high = finite, float(finite.min()), float(finite.max())
         with np.errstate(over="ignore"):
-            own = float(part.mean())
-            apart, total = own - mean, number + part.size
-            around = part - own
-            spread += float(around @ around) + apart * apart * number * part.size / total
-        mean, number = mean + apart * part.size / total, total
+            part_mean = float(part.mean())
+            distance, total = part_mean - mean, number + part.size
+            around = part - part_mean
+            spread += float(around @ around) + distance * distance * number * part.size / total
+        mean, number = mean + distance * part.size / total, total
         least, most = min(least, low), max(most, high)
-    # The squares are those around the mean and that of the mean.
-    rest: dict[str, Any] = {
+    # The sum of squares is the one around the mean plus that of the mean.
+    others: dict[str, Any] = {
         "norm": math.sqrt(spread + number * mean * mean),
         "zeros": zeros,
         "nans": nans,
         "infinities": infinities,
     }
     if not number:
-        return Statistics(int(array.size), None, None, None, None, **rest)
-    return Statistics(int(array.size), least, most, mean, math.sqrt(spread / number), **rest)
+        return Statistics(int(array.size), None, None, None, None, **others)
+    return Statistics(int(array.size), least, most, mean, math.sqrt(spread / number), **others)
 
 
 def _parts(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.float64]]:
@@ -85,12 +91,14 @@ def _parts(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.float64]]:
         yield np.asarray(flat[start : start + _PART]).astype(np.float64)
 
 
-# ------------------------------------------------------------------------------------------------ where arrays come from
+# ------------------------------------------------------------------------------------------------ sources of arrays
 
 
 def checkpoint_arrays(path: str | Path, module: Module) -> tuple[dict[str, npt.NDArray[Any]], int]:
-    """The newest state in a checkpoint, or in the newest one of a directory, optimiser state and buffers among it; and its step.
-    VerifyError where it is of other variables."""
+    """Return the newest state of a checkpoint, or of the newest one of a directory, and its step.
+
+    Optimiser state and buffers are included. VerifyError is raised where it has other variables.
+    """
     from penstock.runtime.checkpoint.finding import find_checkpoint
     from penstock.runtime.checkpoint.format import read_index, read_tensors
 
@@ -103,8 +111,8 @@ def checkpoint_arrays(path: str | Path, module: Module) -> tuple[dict[str, npt.N
 
 
 def _strangers(types: Mapping[str, str], module: Module) -> Iterator[str]:
-    for name, found in types.items():
+    for name, type_text in types.items():
         if name not in module.vars:
             yield f"{name}: the program has no such variable"
-        elif str(module.vars[name].type) != found:
-            yield f"{name}: the program has {module.vars[name].type}, the checkpoint {found}"
+        elif str(module.vars[name].type) != type_text:
+            yield f"{name}: the program has {module.vars[name].type}, the checkpoint {type_text}"

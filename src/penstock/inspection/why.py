@@ -1,14 +1,17 @@
-"""Why an operation is what it is, where it is. In: what is looked at, and a name. Out: a Why: facts alone, which views.py prints.
+"""The explanation of an operation and its place.
+
+In: a Subject and a name. Out: a Why: facts alone, which views/text.py prints.
 
     sources     the nodes of the model that the operations came from
-    changes     what every pass did to them (history.py)
+    changes     the changes every pass made to them (history.py)
     parts       the operations as they are now: stage, devices, kernel with its work and time
     followers   operations of the backward pass that belong to them, by graph
-    crossings   what of theirs goes from stage to stage, with its bytes
+    crossings   values of theirs that go from stage to stage, with their bytes
     reasons     of the stages they are on (reasons.py)
 
-Times of a kernel are its roofline on the stage's device, and what it took where it was measured on this machine (`inspect --measure`). On
-the other devices of the cluster it would take their roofline: work over rate, bytes over bandwidth, whichever is more.
+The times of a kernel are its roofline on the stage's device, and its measured time if it was measured on this machine
+(`inspect --measure`). For the other devices of the cluster there is the roofline: work over rate, bytes over bandwidth,
+whichever is more.
 """
 
 from __future__ import annotations
@@ -32,8 +35,11 @@ from .subject import Subject
 
 @dataclass(frozen=True)
 class KernelUse:
-    """The kernel that an operation is a part of: `calls` per batch, of this kernel alone; seconds of one
-    call. `alike` others differ in names only."""
+    """The kernel that an operation is a part of.
+
+    `calls` are per batch, of this kernel alone; seconds are of one call. `alike` counts the other kernels that differ
+    in names only.
+    """
 
     label: str
     operations: tuple[str, ...]
@@ -48,8 +54,11 @@ class KernelUse:
 
 @dataclass(frozen=True)
 class OperationUse:
-    """One operation of the program. Without a kernel it is computed where it is read, or is a read of a variable; `fused` is whether
-    kernels were chosen. `follows` names the first result of the forward operation that an operation of the backward pass belongs to."""
+    """One operation of the program.
+
+    Without a kernel it is computed where it is read, or is a read of a variable; `fused` says whether kernels were
+    chosen. `follows` names the first result of the forward operation that an operation of the backward pass belongs to.
+    """
 
     graph: str
     position: int
@@ -63,7 +72,7 @@ class OperationUse:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value on its way to another stage: bytes of one message, and how often it goes in a batch."""
+    """A value that goes to another stage: the bytes of one message, and the messages per batch."""
 
     value: str
     type: str
@@ -76,6 +85,8 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Why:
+    """The explanation of a name."""
+
     kind: str
     name: str
     sources: tuple[SourceNode, ...]
@@ -88,18 +99,18 @@ class Why:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing of it is in the program any more."""
+        """Say whether the program has no operation of it."""
         return not self.parts
 
 
 def why(subject: Subject, name: str) -> Why:
-    """All there is to know about a name; UsageError where neither the program nor a module before it has it."""
+    """Explain a name; raise UsageError where neither the program nor a module before it has it."""
     spelled = subject.bundle.source_names if subject.bundle is not None else None
     target = look_up(subject.module, name, spelled)
     record = record_of(subject)
     if target is None:
         before = find_before(record, name)
-        # Asked again, this time for the error.
+        # `find` is called for its error.
         target = Target(before.kind, before.name, ()) if before is not None else find(subject.module, name, spelled)
         nodes = before.places if before is not None else ()
     else:
@@ -108,9 +119,9 @@ def why(subject: Subject, name: str) -> Why:
 
 
 def explain(subject: Subject, target: Target, record: PipelineRecord, nodes: Sequence[OpPlace]) -> Why:
-    """The same for operations that were found; `nodes` are those to name the sources of."""
+    """Explain operations that were found; `nodes` are those whose sources are named."""
     module = subject.module
-    # Of a node or of all below a path, what computes comes before what is only read.
+    # For a node or a path, operations that compute come before those that are only read.
     wide = target.kind in (NODE, PATH)
     parts = tuple(sorted(_parts(subject, target.places), key=lambda part: wide and part.kernel is None))
     stages = sorted({part.stage for part in parts if part.stage is not None})
@@ -130,7 +141,7 @@ def explain(subject: Subject, target: Target, record: PipelineRecord, nodes: Seq
     )
 
 
-# ------------------------------------------------------------------------------------------------ what there is now
+# ------------------------------------------------------------------------------------------------ the operations now
 
 
 def _parts(subject: Subject, places: Sequence[OpPlace]) -> Iterator[OperationUse]:
@@ -168,34 +179,36 @@ def _use(row: KernelRow, name: str, module: Module, measured: dict[str, float]) 
 
 
 def _measured(subject: Subject) -> dict[str, float]:
-    """Seconds of kernels that were timed on this machine, by the label of their row."""
+    """Return the seconds of kernels that were timed on this machine, by the label of their row."""
     from penstock.calibration.measured import Measured
     from penstock.passes.kernels.divide import Kernel
 
     table = Measured(subject.backend)
-    found = {
+    timed = {
         row.label: table.seconds(Kernel(row.names[0], row.ops, row.body), row.device)
         for row in kernel_rows(subject.module)
     }
-    return {label: seconds for label, seconds in found.items() if seconds is not None}
+    return {label: seconds for label, seconds in timed.items() if seconds is not None}
 
 
 def _followers(module: Module, places: Sequence[OpPlace]) -> Iterator[tuple[str, int]]:
-    made = {v.name for place in places for v in place.op.outs}
-    own = {(place.graph, place.position) for place in places}
+    results = {v.name for place in places for v in place.op.outs}
+    places_of_target = {(place.graph, place.position) for place in places}
     for graph in module.graphs.values():
-        found = sum(op.attrs.get("of") in made and (graph.name, i) not in own for i, op in enumerate(graph.ops))
-        if found:
-            yield graph.name, found
+        number = sum(
+            op.attrs.get("of") in results and (graph.name, i) not in places_of_target for i, op in enumerate(graph.ops)
+        )
+        if number:
+            yield graph.name, number
 
 
 def _crossings(module: Module, places: Sequence[OpPlace]) -> Iterator[Crossing]:
-    """What operations give to other stages or take from them."""
-    made = {v for place in places for v in place.op.outs}
-    taken = {(graph_stage(place.graph), v) for place in places for v in place.op.ins}
+    """Yield the values that operations send to other stages or receive from them."""
+    results = {v for place in places for v in place.op.outs}
+    operands = {(graph_stage(place.graph), v) for place in places for v in place.op.ins}
     microbatches = module.schedule.microbatches if module.schedule is not None else 1
     for edge in module.edges:
         for value in edge.values:
-            if value in made or (edge.dst, value) in taken:
+            if value in results or (edge.dst, value) in operands:
                 times = 1 if edge.phase in PER_BATCH else microbatches
                 yield Crossing(value.name, str(value.type), edge.src, edge.dst, edge.phase, value.type.nbytes, times)

@@ -1,1 +1,4 @@
-"""Support: what every part of the package may use, and what knows nothing of models."""
+"""The common base of all packages: errors, words, the terminal, files, processes, hardware.
+
+It knows nothing of models.
+"""

@@ -1,7 +1,8 @@
-"""Files that are there whole or not at all. In: a path. Out: a place beside it to write to, which comes to the path in one rename when
-the writing has gone well, and is removed when it has not.
+"""Files that are written whole or not at all.
 
-Nothing is flushed to the disk: who needs that does it before, and flushes the directory afterwards.
+In: a path. Out: a temporary path beside it, which is renamed to the path after a success and removed after an error.
+
+Nothing is flushed to the disk: a caller that needs that flushes the file before, and the directory afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file to what is given here, and the path has it afterwards, in place of what was there; or that stays, after an error."""
+    """Yield a temporary path that replaces `path` when the block ends; after an error the old file stays."""
     work = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield work

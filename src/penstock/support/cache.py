@@ -1,13 +1,14 @@
-"""The user's cache: entries by key in parts of the cache folder, each bounded in size, safe for several processes at
-once.
+"""The user's cache: entries by key in parts of the cache folder.
+
+Each part is bounded in size, and safe for several processes at once.
 
     folder   $PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock; PENSTOCK_CACHE=off turns it off
-    bound    $PENSTOCK_CACHE_SIZE: bytes, or a number with KiB, MiB or GiB; 1 GiB if not given
+    bound    $PENSTOCK_CACHE_SIZE: bytes, or a number with KiB, MiB or GiB; 1 GiB by default
 
 An entry is one file: the SHA-256 of the content, then the content. It is written under a temporary name and renamed, so
-readers see all of it or nothing. An entry whose hash does not fit counts as absent and is written again. A hit sets the
-file's time; `trim` deletes the files whose time is oldest until the rest fits. Deleting an entry that another process
-reads does no harm: that process has the file open.
+readers see all of it or nothing. An entry whose hash does not match counts as absent and is written again. A hit sets
+the file's time; `trim` deletes the files with the oldest times until the others fit. Deleting an entry that another
+process reads does no harm: that process has the file open.
 
 A folder that cannot be written to is no error: nothing is kept. `trouble` has the reason, which the last line of a
 build repeats (`told`).

@@ -1,11 +1,11 @@
-"""Errors a user can meet, each with the process exit code of the command-line contract.
+"""The errors that a user can meet, each with an exit code of the command line.
 
-An error says *where* it happened, *what* was found (and what was expected), and, when there is one, a *hint* that says what
-to do next. Our own bugs raise AssertionError and are not part of this hierarchy.
+An error says *where* it happened, *what* was found (and what was expected), and, when there is one, a *hint* on what to
+do next. Bugs of Penstock raise AssertionError and are not part of this hierarchy.
 
-What an error quotes comes from files and the command line, and may hold what a terminal would obey: `str` has escapes in the
-place of that. Ends of lines in `what` and `hint` stay, and what follows is indented, so that nothing quoted looks like a
-line of the program that prints the error.
+Quoted text comes from files and the command line, and may hold control characters of a terminal: `str` escapes them.
+Ends of lines in `what` and `hint` stay, and further lines are indented, so that no quoted text looks like a line of the
+program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class PenstockError(Exception):
     """Base of all errors that are meant for a user's eyes."""
 
     exit_code = 1
-    # The rank that is the cause, where there are ranks and it is known.
+    # The rank that is the cause, if it is known.
     rank: int | None = None
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
@@ -48,8 +48,10 @@ class UnsupportedModel(PenstockError):
 
 
 class DoesNotFit(PenstockError):
-    """No plan meets the memory or device limits. `excess` has, for stages that do not fit where that is known, how many times the memory of
-    their device they need."""
+    """No plan meets the memory or device limits.
+
+    `excess` says, for stages that do not fit, how many times the memory of their device they need, where that is known.
+    """
 
     exit_code = 4
 

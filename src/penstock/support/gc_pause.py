@@ -1,4 +1,7 @@
-"""Work that makes many objects and no cycles among them: looking for cycles meanwhile takes a third of the time, and finds none."""
+"""A pause of Python's garbage collector, for work that makes many objects and no cycles.
+
+Searching for cycles meanwhile takes a third of the time, and finds none.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Python's collector of cycles rests; what nobody refers to goes at once as ever."""
+    """Turn off the collector of cycles; objects without references are still freed at once."""
     collecting = gc.isenabled()
     gc.disable()
     try:

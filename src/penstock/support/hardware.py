@@ -1,7 +1,7 @@
-"""What this machine has: cores, threads, caches, memory within the limits of control groups, and NVIDIA devices.
+"""The hardware of this machine: cores, threads, caches, memory within the limits of control groups, and NVIDIA devices.
 
-Out: plain facts, read and not measured; a fact that the machine does not tell is None or empty. GPUs are asked through nvidia-ml-py when it
-is installed; why they cannot be is told, not guessed.
+Out: plain facts, read and not measured; an unknown fact is None or empty. GPUs are read through nvidia-ml-py when it is
+installed; otherwise the reason is returned, not guessed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`memory` and `free` in bytes; `bandwidth` (memory) and `pcie` in bytes per second, 0 where the driver does not say."""
+    """A GPU.
+
+    `memory` and `free` are in bytes; `bandwidth` (memory) and `pcie` in bytes per second, 0 where the driver does not
+    say.
+    """
 
     index: int
     name: str
@@ -30,12 +34,12 @@ class Gpu:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Count the cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def core_quota() -> float | None:
-    """Cores' worth of time that the control groups of this process allow, the narrowest of them; None without a limit."""
+    """Return the cores' worth of time that the narrowest control group of this process allows; None without a limit."""
     limits = []
     for path in _groups("cpu.max"):
         quota, _, period = _read(path).partition(" ")
@@ -49,7 +53,7 @@ def core_quota() -> float | None:
 
 
 def physical_memory() -> int:
-    """Bytes of the machine; 0 where it does not say."""
+    """Return the bytes of the machine; 0 where it does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
@@ -57,7 +61,7 @@ def physical_memory() -> int:
 
 
 def memory_limit() -> int | None:
-    """Bytes that the control group allows; None without a limit."""
+    """Return the bytes that the control group allows; None without a limit."""
     limits = []
     for path in (*_groups("memory.max"), *_groups("memory.limit_in_bytes", "memory")):
         with suppress(ValueError):
@@ -68,14 +72,14 @@ def memory_limit() -> int | None:
 
 
 def usable_memory() -> int:
-    """Bytes that programs here may use, all together; 0 where the machine does not say."""
+    """Return the bytes that all programs here may use together; 0 where the machine does not say."""
     return memory_limit() or physical_memory()
 
 
 def free_memory() -> int | None:
-    """Bytes that could be had now, within the limit."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", _read(Path("/proc/meminfo")))
-    free = int(found[1]) * 1024 if found else None
+    """Return the bytes that are free, within the limit."""
+    match = re.search(r"MemAvailable:\s+(\d+) kB", _read(Path("/proc/meminfo")))
+    free = int(match[1]) * 1024 if match else None
     limit, used = memory_limit(), _used_in_group()
     if limit is not None and used is not None:
         free = max(0, limit - used) if free is None else min(free, max(0, limit - used))
@@ -83,25 +87,26 @@ def free_memory() -> int | None:
 
 
 def processor_name() -> str:
-    found = re.search(r"^(?:model name|Model)\s*:\s*(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
-    return found[1].strip() if found else ""
+    """Return the name of the processor; empty where the machine does not say."""
+    match = re.search(r"^(?:model name|Model)\s*:\s*(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
 def caches() -> dict[str, int]:
-    """Bytes of each cache of the first core by level: L1d, L2, L3."""
-    found = {}
+    """Return the bytes of each cache of the first core by level: L1d, L2, L3."""
+    sizes = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         level, kind, size = (_read(folder / name) for name in ("level", "type", "size"))
         match = re.fullmatch(r"(\d+)([KM]?)", size)
         if level and match and kind != "Instruction":
-            found[f"L{level}{'d' if kind == 'Data' else ''}"] = (
+            sizes[f"L{level}{'d' if kind == 'Data' else ''}"] = (
                 int(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2]]
             )
-    return found
+    return sizes
 
 
 def gpus() -> tuple[list[Gpu], str]:
-    """NVIDIA devices, and why there are none or some facts are missing, if so."""
+    """Return the NVIDIA devices, and the reason why there are none, if so."""
     try:
         import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
@@ -113,21 +118,21 @@ def gpus() -> tuple[list[Gpu], str]:
     except pynvml.NVMLError as error:
         return [], f"no NVIDIA driver answers: {error}"
     try:
-        found = [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        devices = [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError as error:
         return [], f"the NVIDIA driver does not say what devices there are: {error}"
     finally:
         pynvml.nvmlShutdown()
-    return found, "" if found else "the NVIDIA driver has no devices"
+    return devices, "" if devices else "the NVIDIA driver has no devices"
 
 
 def _gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
 
-    def ask(question: str, *given: object) -> Any:
-        """None for what this device does not support."""
+    def ask(question: str, *arguments: object) -> Any:
+        """Query the device; return None for a query that it does not support."""
         try:
-            return getattr(nvml, question)(handle, *given)
+            return getattr(nvml, question)(handle, *arguments)
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_Unknown):
             return None
 
@@ -136,7 +141,8 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     clock, width = ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM), ask("nvmlDeviceGetMemoryBusWidth")
     generation, lanes = ask("nvmlDeviceGetMaxPcieLinkGeneration"), ask("nvmlDeviceGetMaxPcieLinkWidth")
-    # Memory moves twice per clock; a PCIe lane of generation 3 moves just under 1 GB/s, each later one twice that of the one before.
+    # Memory moves data twice per clock. A PCIe lane of generation 3 moves just under 1 GB/s, and each later generation
+    # doubles that.
     bandwidth = 2.0 * clock * 1e6 * width / 8 if clock and width else 0.0
     pcie = 0.985e9 * 2.0 ** (generation - 3) * lanes if generation and lanes else 0.0
     return Gpu(
@@ -154,8 +160,10 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def _groups(name: str, controller: str = "") -> list[Path]:
-    """A file of the control group of this process and of those above it, the nearest first: of
-    version 2, or of a controller of version 1."""
+    """Return a file of the control group of this process and of those above it, the nearest first.
+
+    The groups are those of version 2, or of a controller of version 1.
+    """
     named = rf"[0-9]+:(?:[^:\n]*,)?{controller}(?:,[^:\n]*)?" if controller else "0:"
     match = re.search(rf"^{named}:(/.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
     top = _CGROUP / controller
@@ -172,7 +180,7 @@ def _used_in_group() -> int | None:
 
 
 def _read(path: Path) -> str:
-    """The text of a file of the kernel; empty where there is none."""
+    """Return the text of a file of the kernel; empty where there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

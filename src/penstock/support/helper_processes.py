@@ -1,4 +1,4 @@
-"""Processes that end by themselves: wait for all of them, bounded, and leave none behind."""
+"""Helper processes that end by themselves: the caller waits for all of them, with a timeout, and leaves none behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Processes = Sequence[subprocess.Popen[bytes]]
 
 
 def outputs(running: Processes, timeout: float) -> list[tuple[bytes, bytes]] | None:
-    """Return the output of each, to stdout and to stderr; None if one took too long. None of them runs afterwards."""
+    """Return the stdout and stderr of each process; None if one took too long. None of them runs afterwards."""
     try:
         return [process.communicate(timeout=timeout) for process in running]
     except subprocess.TimeoutExpired:
@@ -21,12 +21,12 @@ def outputs(running: Processes, timeout: float) -> list[tuple[bytes, bytes]] | N
                 process.wait()
 
 
-def failure(ended: Processes, written: Sequence[tuple[bytes, bytes]]) -> str | None:
-    """Return the error output of the first one that failed."""
+def failure(ended: Processes, streams: Sequence[tuple[bytes, bytes]]) -> str | None:
+    """Return the stderr of the first process that failed."""
     return next(
         (
             text.decode(errors="replace").strip()
-            for process, (_, text) in zip(ended, written, strict=True)
+            for process, (_, text) in zip(ended, streams, strict=True)
             if process.returncode
         ),
         None,

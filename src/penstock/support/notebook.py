@@ -1,4 +1,4 @@
-"""Objects that show themselves in a notebook ask here how. The room that knows, inspection, is imported when it is asked."""
+"""The display of objects in a notebook. The inspection package, which knows all of them, is imported on demand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Whether an error says that the system gave no more memory. Python, torch, the C++ runtime of TVM, protobuf, the loader of libraries and
-the starter of threads say it in different ways, and what they say may be wrapped in errors of others."""
+"""The recognition of errors that mean the system had no more memory.
+
+Python, torch, the C++ runtime of TVM, protobuf, the loader of libraries and the starter of threads report it in
+different ways. Their errors may be wrapped in others.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,18 @@ _SAID = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether an error, or one that it was raised from, means that there was no more memory."""
     return any(_says_so(one) for one in _behind(error))
 
 
-def ended_out_of_memory(said: str) -> bool:
-    """Whether the last line that a process wrote before it ended says so: that of a traceback, or what C++ says of an exception that nobody caught.
-    What Python adds as it ends does not count: where its threads were, and in development mode what was left open."""
-    lines = said.partition("Fatal Python error: ")[0].splitlines()
-    # Behind a warning there may be the line of source that it is about.
+def ended_out_of_memory(output: str) -> bool:
+    """Say whether the last line that a process wrote before it ended means that there was no more memory.
+
+    It is the last line of a traceback, or C++'s report of an uncaught exception. Lines that Python adds as it ends do
+    not count: where its threads were, and in development mode what was left open.
+    """
+    lines = output.partition("Fatal Python error: ")[0].splitlines()
+    # After a warning there may be its line of source.
     warned = [number for number, line in enumerate(lines) if "ResourceWarning: " in line]
     added = {
         *warned,
@@ -44,7 +51,7 @@ def _says_so(error: BaseException) -> bool:
 
 
 def _behind(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and those that it was raised from."""
+    """Yield the error and those that it was raised from."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,6 +1,6 @@
-"""Checks that files can be written at a path, before the work that fills them.
+"""Checks of paths that files are to be written to, before the work that fills them.
 
-In: paths. Out: words for people, empty where nothing is wrong.
+In: paths. Out: words for users, empty where nothing is wrong.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tempfile
 
 
 def file_problem(path: str) -> str:
-    """Say why a file cannot be written at a path; empty when it can. A file that is there stays as it is."""
+    """Return the reason why a file cannot be written at a path; empty when it can. An existing file stays as it is."""
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
@@ -19,7 +19,7 @@ def file_problem(path: str) -> str:
         if stat.S_ISREG(mode):
             with open(path, "ab"):
                 return ""
-        # To open a pipe would wait for its reader.
+        # Opening a pipe would wait for its reader.
         return "" if os.access(path, os.W_OK) else "cannot be written to"
     except FileNotFoundError:
         return directory_problem(os.path.dirname(path) or os.curdir)
@@ -28,12 +28,12 @@ def file_problem(path: str) -> str:
 
 
 def directory_problem(path: str) -> str:
-    """Say why files cannot be written into a directory, which need not exist yet; empty when they can."""
+    """Return the reason why files cannot be written into a directory, which need not exist yet; empty when they can."""
     try:
         if not stat.S_ISDIR(os.stat(path).st_mode):
             return f"{path} is not a directory"
-        # Permissions do not tell all: a file system may be read-only or take no files. The file has no name, or loses
-        # it at once.
+        # Permissions are not enough: a file system may be read-only or take no files. The temporary file leaves no name
+        # behind.
         with tempfile.TemporaryFile(dir=path):
             return ""
     except FileNotFoundError as error:

@@ -1,5 +1,7 @@
-"""What people see while they wait: progress on stderr, one line that rewrites itself on a terminal, plain lines elsewhere; and tables.
-What is shown has escapes in the place of what a terminal would obey, as names in it come from files."""
+"""Output for people: progress on stderr, one line that is rewritten on a terminal, plain lines elsewhere; and tables.
+
+Control characters of a terminal are escaped, as names in the output come from files.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ PLAIN_EVERY = 5.0
 
 
 class StatusLine:
-    """A line on stderr that is written over on a terminal, at most every `rewrite_every` seconds;
-    elsewhere a plain line every few seconds."""
+    """A line on stderr, rewritten on a terminal at most every `rewrite_every` seconds; elsewhere a plain line every few
+    seconds.
+    """
 
     def __init__(self, quiet: bool = False, rewrite_every: float = 0.0) -> None:
         self.quiet = quiet
@@ -26,10 +29,11 @@ class StatusLine:
 
     @property
     def due(self) -> bool:
-        """Whether enough time has passed for another line."""
+        """Say whether enough time has passed for another line."""
         return not self.quiet and time.monotonic() - self._shown >= self._every
 
     def show(self, text: str) -> None:
+        """Show a text, unless quiet."""
         if self.quiet:
             return
         text = visible(text)
@@ -42,20 +46,23 @@ class StatusLine:
         self._open = self.terminal
 
     def interrupt(self, text: str) -> None:
-        """A line of its own in the place of the status, quiet or not."""
+        """Print a line in the place of the status, quiet or not."""
         text = visible_lines(text)
         print(f"\r\x1b[K{text}" if self._open else text, file=sys.stderr, flush=True)
         self._open = False
 
     def close(self) -> None:
-        """End a line that was left open, before something else is printed."""
+        """End a line that was left open, before other output."""
         if self._open:
             sys.stderr.write("\n")
             self._open = False
 
 
 class Progress:
-    """Call it with (done, total, what). On a terminal the line is rewritten; otherwise a line every few seconds, and the last one."""
+    """A progress line, called with (done, total, what).
+
+    On a terminal the line is rewritten; otherwise there is a line every few seconds, and the last one.
+    """
 
     def __init__(self, task: str, quiet: bool = False) -> None:
         self.task, self._line = task, StatusLine(quiet)
@@ -68,18 +75,19 @@ class Progress:
             self._line.close()
 
     def close(self) -> None:
-        """End a line that was left open, before something else is printed."""
+        """End a line that was left open, before other output."""
         self._line.close()
 
 
 def say(text: str) -> None:
-    """A line for people."""
+    """Print a line for people on stderr."""
     print(visible_lines(text), file=sys.stderr)
 
 
 def terminal_width() -> int | None:
-    """How wide lines may be: what COLUMNS says, else the terminal that standard output goes to; None
-    where it goes to a file or a program."""
+    """Return the width of lines: that in COLUMNS, else of the terminal of standard output; None for a file or a
+    program.
+    """
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns):
         return int(columns)
@@ -89,8 +97,10 @@ def terminal_width() -> int | None:
 def table(
     header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None, cut: Sequence[int] = ()
 ) -> str:
-    """Columns under a header; numbers to the right. Where lines would be longer than `width`, the
-    columns `cut` are, one after the other."""
+    """Return columns under a header, numbers to the right.
+
+    Where lines would be longer than `width`, the columns `cut` are cut, one after the other.
+    """
     cells = [[visible(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     for i in cut if width is not None else ():

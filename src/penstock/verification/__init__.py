@@ -1,1 +1,1 @@
-"""Judges of the product: comparisons with references that do not share its fast path."""
+"""Comparisons of what Penstock computes with references that do not share its fast path."""

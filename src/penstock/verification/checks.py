@@ -1,21 +1,21 @@
-"""`penstock verify`: compare what we compute with judges that do not share our fast path.
+"""`penstock verify`: compare results of Penstock with references that do not share its fast path.
 
-A model is run forward by onnxruntime, by the interpreter, and by compiled stages on one device. A training bundle is run by its real
-worker processes, and every microbatch loss is compared with the sequential recurrence W(t+1) = W(t) - upd(grad f(W(t - delay))) that the
-interpreter computes in float64 on the model before it was cut into stages. An inference bundle is compared with the interpreter.
-Errors are relative to the largest magnitude of the expected array.
+A model is run forward by onnxruntime, by the interpreter, and by compiled stages on one device. A training bundle is
+run by its real worker processes. Every microbatch loss is compared with the sequential recurrence W(t+1) = W(t) -
+upd(grad f(W(t - delay))). The interpreter computes it in float64 on the model before it was cut into stages. An
+inference bundle is compared with the interpreter. Errors are relative to the largest magnitude of the expected array.
 
-What passes: 1e-5 where everything is computed in f32 or f64. Where a model has 16-bit floats, of unit roundoff u (2^-8 for bf16, 2^-11 for
-f16), no fixed number would do, because roundings add up along the model. So the interpreter runs it twice, in float64 and rounding every
-result as the IR says; the distance of the two is what these roundings do to this model, and compiled stages, which round at no more places
-than that (values that travel in 16 bits are rounded there, too) but add up in another order, may be MARGIN times as far off, or u,
-whichever is more.
+The limit is 1e-5 where everything is computed in f32 or f64. For 16-bit floats, of unit roundoff u (2^-8 for bf16,
+2^-11 for f16), no fixed number would do, because roundings add up along the model. So the interpreter runs such a model
+twice: in float64, and rounding every result as the IR says. The distance of the two is the effect of these roundings on
+this model. Compiled stages round at no more places than that (values that travel in 16 bits are rounded there, too) but
+add up in another order. They may be MARGIN times as far off, or u, whichever is more.
 
-Training can make one rounding large: AdamW divides by what may be almost nothing, and a rate that is too high amplifies every difference.
-Where losses of a training in f32 or f64 do not pass, the interpreter runs the recurrence RUNS times more, in the declared types, with
-weights and inputs that are each changed by one rounding: how far off a loss is then, or one before it, is what rounding alone does, and
-MARGIN times that passes, up to WIDEST.
-A fault that shows before roundings have grown is found as before. `--tolerance` overrides all this.
+Training can make one rounding large: AdamW divides by what may be almost nothing, and a rate that is too high amplifies
+every difference. Where losses of a training in f32 or f64 exceed the limit, the interpreter runs the recurrence RUNS
+times more, in the declared types. Weights and inputs are then each changed by one rounding. The error of a loss, or of
+one before it, in these runs is the effect of rounding alone: MARGIN times that is allowed, up to WIDEST. A fault that
+shows before roundings have grown is found as before. `--tolerance` overrides all this.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ from penstock.verification.bisect.data import read_data
 
 Arrays = Mapping[str, np.ndarray]
 TOLERANCE = 1e-5
-# Two runs whose roundings differ in some places only may still differ by more than one of them from the exact result.
+# Two runs whose roundings differ only in some places may still differ by more than one of them from the exact result.
 MARGIN = 4.0
-# What rounding does to a training: runs to find it, and the most that is taken for it.
+# The runs that show the effect of rounding on a training, and the largest error that counts as such.
 RUNS, WIDEST = 8, 1e-2
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Largest difference over largest magnitude; infinite when shapes or non-finite elements differ, or when nothing is finite."""
-    a, b = np.asarray(found, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+def relative_error(computed: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference over the largest magnitude.
+
+    It is infinite when shapes or non-finite elements differ, or when nothing is finite.
+    """
+    a, b = np.asarray(computed, dtype=np.float64), np.asarray(expected, dtype=np.float64)
     if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
         return float("inf")
     finite = np.isfinite(b)
@@ -59,37 +62,41 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def coarsest_roundoff(module: Module) -> float | None:
-    """The unit roundoff of the shortest float of a module, if it has 16-bit floats."""
-    found = {v.type.dtype for graph in module.graphs.values() for op in graph.ops for v in (*op.ins, *op.outs)}
-    return max((UNIT_ROUNDOFF[dtype] for dtype in found & {"bf16", "f16"}), default=None)
+    """Return the unit roundoff of the shortest float of a module, if it has 16-bit floats."""
+    dtypes = {v.type.dtype for graph in module.graphs.values() for op in graph.ops for v in (*op.ins, *op.outs)}
+    return max((UNIT_ROUNDOFF[dtype] for dtype in dtypes & {"bf16", "f16"}), default=None)
 
 
-def allowed_error(module: Module, asked: float | None, roundings: Callable[[], list[float]]) -> float:
-    """The largest error that passes. `roundings` runs the interpreter in the declared types, and gives its errors."""
+def allowed_error(module: Module, tolerance: float | None, roundings: Callable[[], list[float]]) -> float:
+    """Return the largest error that passes.
+
+    `roundings` runs the interpreter in the declared types, and returns its errors.
+    """
     u = coarsest_roundoff(module)
-    if asked is not None or u is None:
-        return TOLERANCE if asked is None else asked
-    own = max(roundings(), default=0.0)
-    limit = max(u, MARGIN * own)
+    if tolerance is not None or u is None:
+        return TOLERANCE if tolerance is None else tolerance
+    rounding = max(roundings(), default=0.0)
+    limit = max(u, MARGIN * rounding)
     say(
-        f"16-bit floats, unit roundoff {u:.1e}: the interpreter, rounding as the IR says, is off by {own:.1e}; up to {limit:.1e} is allowed"
+        f"16-bit floats, unit roundoff {u:.1e}: the interpreter, rounding as the IR says, is off by "
+        f"{rounding:.1e}; up to {limit:.1e} is allowed"
     )
     return limit
 
 
 def synthetic_batch(module: Module, microbatches: int, seed: int, batch: int = 0) -> dict[str, np.ndarray]:
-    """One global batch of seeded noise, as `penstock run --data synthetic` feeds it."""
+    """Return one global batch of seeded noise, as `penstock run --data synthetic` feeds it."""
     from penstock.runtime.data.samples import SyntheticSamples
 
     samples = SyntheticSamples(module, seed)
     parts = range(batch * microbatches, (batch + 1) * microbatches)
     pieces = {v.name: [samples.microbatch(mb, v.name) for mb in parts] for v in module.data_inputs}
-    # A scalar input is given whole to every microbatch.
+    # Every microbatch gets the whole scalar input.
     return {name: np.concatenate(arrays) if arrays[0].ndim else arrays[0] for name, arrays in pieces.items()}
 
 
 def changed_by(roundoff: float, array: np.ndarray, source: np.random.Generator) -> np.ndarray:
-    """Each number a little more or less, in float64; what has no floats stays."""
+    """Return each number a little more or less, in float64; arrays without floats stay."""
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         return array
     moved: np.ndarray = array.astype(np.float64) * (1 + roundoff * source.choice([-1.0, 1.0], array.shape))
@@ -97,7 +104,7 @@ def changed_by(roundoff: float, array: np.ndarray, source: np.random.Generator) 
 
 
 def _report(rows: list[tuple[str, float]], limits: Sequence[float], hint: str = "") -> int:
-    """Print what was compared; VerifyError where one error is above its limit. Limits that differ are shown."""
+    """Print the comparisons; raise VerifyError where one error is above its limit. Limits that differ are shown."""
     verdicts = ["ok" if error <= limit else "FAILED" for (_, error), limit in zip(rows, limits, strict=True)]
     shown = [[f"{limit:.1e}"] for limit in limits] if len(set(limits)) > 1 else [[] for _ in limits]
     cells = [
@@ -127,8 +134,11 @@ def verify_model(
     backend: str,
     data: str | None = None,
 ) -> int:
-    """Compare the forward pass of an ONNX file: onnxruntime against the interpreter, and against a compiled bundle of one stage. `data` has
-    inputs as a reproducer has them; they are drawn otherwise."""
+    """Compare the forward pass of an ONNX file: onnxruntime against the interpreter, and against a compiled bundle of
+    one stage.
+
+    `data` has inputs as a reproducer has them; without it they are drawn.
+    """
     import onnxruntime
 
     from penstock.ir.cluster.cluster import Cluster
@@ -162,9 +172,10 @@ def verify_model(
     ]
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         bundle = build(plan_model(model, Cluster.local(1)), Path(folder) / "bundle", BuildOptions(backend))
-        found = _one_microbatch(open_bundle(bundle), inputs)
+        computed = _one_microbatch(open_bundle(bundle), inputs)
     rows += [
-        (f"{backend}: {name}", relative_error(found[name], b)) for name, b in zip(module.outputs, expected, strict=True)
+        (f"{backend}: {name}", relative_error(computed[name], b))
+        for name, b in zip(module.outputs, expected, strict=True)
     ]
 
     def roundings() -> list[float]:
@@ -176,16 +187,16 @@ def verify_model(
 
 
 def _one_microbatch(bundle: Bundle, inputs: Arrays) -> dict[str, np.ndarray]:
-    """What a bundle gives for the inputs of one microbatch, by our names and in the shapes of its module."""
+    """Return the outputs of a bundle for the inputs of one microbatch, by the names and in the shapes of its module."""
     from penstock.runtime.job.job import open as open_job
 
     with open_job(bundle.path) as job:
         answer = job.infer(inputs)
     outside = shown(bundle.module.outputs, bundle.renamed)
-    found = {name: answer[outside[name]] for name in bundle.module.outputs}
-    # A request is answered with the scalars of all its microbatches in a row, here of one.
+    arrays = {name: answer[outside[name]] for name in bundle.module.outputs}
+    # The answer to a request has the scalars of all its microbatches in a row, here of one.
     ranks = {v.name: v.type.rank for graph in bundle.module.graphs.values() for v in graph.outs}
-    return {name: array if ranks[name] else array.reshape(()) for name, array in found.items()}
+    return {name: array if ranks[name] else array.reshape(()) for name, array in arrays.items()}
 
 
 def _given_inputs(path: str) -> dict[str, np.ndarray]:
@@ -211,7 +222,7 @@ def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float | None) 
 
 
 def delay_of(module: Module) -> int:
-    """How many updates the weights of a microbatch are behind, as the schedule of the module says."""
+    """Return the number of updates that the weights of a microbatch are behind, by the schedule of the module."""
     from penstock.passes.schedules.schedule import SCHEDULES
 
     assert module.schedule is not None
@@ -228,17 +239,18 @@ def _verify_training(
     delay, rounding = delay_of(bundle.module), round_trips(reference, bundle.module)
     batches = [synthetic_batch(bundle.module, schedule.microbatches, seed, t) for t in range(steps)]
     say(
-        f"{bundle.module.name}: {steps} steps of {schedule.name}, every microbatch loss against the float64 recurrence with delay {delay}"
+        f"{bundle.module.name}: {steps} steps of {schedule.name}, every microbatch loss against the float64 "
+        f"recurrence with delay {delay}"
     )
     expected = run_recurrence(reference, weights, batches, delay=delay, precision=F64).losses
     with open_job(bundle.path) as job:
-        found = [loss for step in job.steps(batches) for loss in step.losses]
+        losses_of_run = [loss for step in job.steps(batches) for loss in step.losses]
     rows = [
         (
             f"step {i // schedule.microbatches} microbatch {i % schedule.microbatches} loss {b:.6f}",
             relative_error(np.array(a), np.array(b)),
         )
-        for i, (a, b) in enumerate(zip(found, expected, strict=True))
+        for i, (a, b) in enumerate(zip(losses_of_run, expected, strict=True))
     ]
 
     def roundings() -> list[float]:
@@ -249,7 +261,8 @@ def _verify_training(
     if tolerance is None and coarsest_roundoff(rounding) is None and any(not error <= limits[0] for _, error in rows):
         limits = _allowed_by_rounding(reference, weights, batches, expected, delay, seed)
     hint = (
-        "--bisect looks for the pass or the kernel; where it finds none, roundings grow in this training: look at --steps 2, or at "
+        "--bisect looks for the pass or the kernel; where it finds none, roundings grow in this training: look "
+        "at --steps 2, or at "
         "other seeds"
     )
     return _report(rows, limits, hint)
@@ -263,7 +276,7 @@ def _allowed_by_rounding(
     delay: int,
     seed: int,
 ) -> list[float]:
-    """What passes for each loss: the most that it, or one of its step or of steps before, is off in runs that round otherwise."""
+    """Return the limit of each loss: the largest error, up to its step, in runs that round otherwise."""
     moves = np.zeros(len(expected))
     for run in range(RUNS):
         source = np.random.default_rng([seed, run])
@@ -283,7 +296,8 @@ def _allowed_by_rounding(
     # All microbatches of a step have the same weights.
     of_steps = np.maximum.accumulate(moves.reshape(len(batches), -1).max(axis=1))
     say(
-        f"the interpreter, rounding as the IR says, is off by up to {of_steps[-1]:.1e} in {RUNS} runs from numbers changed by one rounding"
+        f"the interpreter, rounding as the IR says, is off by up to {of_steps[-1]:.1e} in {RUNS} runs from "
+        "numbers changed by one rounding"
     )
     return [
         min(max(TOLERANCE, MARGIN * float(move)), WIDEST) for move in of_steps.repeat(len(expected) // len(batches))
@@ -294,7 +308,7 @@ def _verify_inference(bundle: Bundle, reference: Module, weights: Arrays, seed: 
     inputs, rounding = synthetic_batch(bundle.module, 1, seed), round_trips(reference, bundle.module)
     store = DictStore(initial_arrays(reference, weights, list(reference.vars), F64))
     expected = run_graph(reference.graphs["main"], inputs, store, precision=F64)
-    found = _one_microbatch(bundle, inputs)
+    outputs = _one_microbatch(bundle, inputs)
     say(f"{bundle.module.name}: outputs of the pipeline against the interpreter in float64")
 
     def roundings() -> list[float]:
@@ -302,5 +316,5 @@ def _verify_inference(bundle: Bundle, reference: Module, weights: Arrays, seed: 
         rounded = run_graph(rounding.graphs["main"], inputs, typed, precision=TYPED)
         return [relative_error(a, b) for a, b in zip(rounded, expected, strict=True)]
 
-    rows = [(name, relative_error(found[name], b)) for name, b in zip(reference.outputs, expected, strict=True)]
+    rows = [(name, relative_error(outputs[name], b)) for name, b in zip(reference.outputs, expected, strict=True)]
     return _report(rows, [allowed_error(rounding, tolerance, roundings)] * len(rows))

@@ -1,13 +1,16 @@
-"""What the delay of one update costs: the same training under 1f1b, which is plain training, and under
-2bw, and the difference of the final losses.
+"""The cost of a delay of one update, measured by training.
 
-In: a model for every seed, optimisers by the names of their rows, data. Every run is one of real stages, so that what is compared is what
-users get; both schedules see the same samples in the same order from the same weights. Out: for every optimiser the final loss, the mean
-over the last steps (a tenth of them), for each seed and schedule; the gap 2bw - 1f1b of each seed; its mean and standard deviation over the
-seeds. The deviation of 1f1b's own final losses says what another seed changes: a gap within it is none that anybody could see in one run.
+It is the difference of the final losses of the same training under 1f1b, which is plain training, and under 2bw.
 
-A loss that is not finite at the end is a run that has diverged: its gap is said, too. Limits: a model from a file has the same weights for
-every seed, which then is that of dropout and of the order of samples; few seeds give a coarse deviation.
+In: a model for every seed, optimisers by the names of their rows, data. Every run uses real stages, so that the
+comparison is of what users get; both schedules see the same samples in the same order from the same weights. Out: for
+every optimiser the final loss, the mean over the last steps (a tenth of them), for each seed and schedule; the gap of
+each seed, 2bw less 1f1b; its mean and standard deviation over the seeds. The deviation of 1f1b's own final losses is
+the effect of another seed: a gap within it cannot be seen in one run.
+
+A loss that is not finite at the end is a run that has diverged: its gap is reported, too. Limits: a model from a file
+has the same weights for every seed, which then only seeds dropout and the order of samples; few seeds give a coarse
+deviation.
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ if TYPE_CHECKING:
     from penstock.planning.model import Model
 
 PLAIN, DELAYED = "1f1b", "2bw"
-# Which part of the steps, at the end, the final loss is the mean of.
+# The final loss is the mean of the last 1/TAIL of the steps.
 TAIL = 10
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How all runs are made. `data` is a file for `penstock run --data`, or `synthetic`."""
+    """The settings of all runs. `data` is a file for `penstock run --data`, or `synthetic`."""
 
     loss: str
     data: str = "synthetic"
@@ -56,7 +59,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Parity:
-    """One optimiser: the final loss of every seed under each schedule."""
+    """The final losses of one optimiser: one of every seed under each schedule."""
 
     name: str
     plain: tuple[float, ...]
@@ -87,24 +90,24 @@ class Parity:
 
 
 def spread(numbers: Sequence[float]) -> float:
-    """The standard deviation of a sample; nan where there is one number, or one that is not finite."""
+    """Return the standard deviation of a sample; nan where there is one number, or one that is not finite."""
     return statistics.stdev(numbers) if len(numbers) > 1 and all(map(math.isfinite, numbers)) else math.nan
 
 
 def final_loss(losses: Sequence[float]) -> float:
-    """The mean over the last tenth of the steps."""
+    """Return the mean over the last tenth of the steps."""
     return statistics.fmean(losses[-max(1, len(losses) // TAIL) :])
 
 
 def compare(
     models: Callable[[int], Model], optimizers: Mapping[str, Optimizer], setting: Setting, seeds: Sequence[int]
 ) -> list[Parity]:
-    """Train once per optimiser, seed and schedule; `models` gives the model of a seed."""
-    made = {seed: models(seed) for seed in seeds}
-    found = []
+    """Train once per optimiser, seed and schedule; `models` returns the model of a seed."""
+    by_seed = {seed: models(seed) for seed in seeds}
+    parities = []
     for name, optimizer in optimizers.items():
         losses: dict[tuple[str, int], Sequence[float]] = {}
-        for seed, model in made.items():
+        for seed, model in by_seed.items():
             for schedule in (PLAIN, DELAYED):
                 losses[schedule, seed] = train(model, optimizer, schedule, setting, seed)
                 say(
@@ -112,12 +115,12 @@ def compare(
                     f"{final_loss(losses[schedule, seed]):.4f} at the end"
                 )
         ends = {schedule: tuple(final_loss(losses[schedule, seed]) for seed in seeds) for schedule in (PLAIN, DELAYED)}
-        found.append(Parity(name, ends[PLAIN], ends[DELAYED], losses))
-    return found
+        parities.append(Parity(name, ends[PLAIN], ends[DELAYED], losses))
+    return parities
 
 
 def train(model: Model, optimizer: Optimizer, schedule: str, setting: Setting, seed: int) -> list[float]:
-    """The loss of every step of one run."""
+    """Return the loss of every step of one run."""
     from penstock.frontends.training import Training
     from penstock.ir.cluster.cluster import Cluster
     from penstock.planning.build import build
@@ -147,7 +150,7 @@ HEADER = (
 
 
 def report(rows: Sequence[Parity]) -> list[list[str]]:
-    """One line per optimiser, below `HEADER`."""
+    """Return one line per optimiser, below `HEADER`."""
     return [
         [
             row.name,
@@ -169,31 +172,32 @@ def _deviation(number: float) -> str:
 def verify_parity(
     models: Callable[[int], Model], optimizers: Mapping[str, Optimizer], setting: Setting, seeds: int
 ) -> int:
-    """The command: run, and print the table. A gap is no failure: whether it matters is for the user to say."""
+    """Run the command: train, and print the table. A gap is no failure: the user judges whether it matters."""
     rows = compare(models, optimizers, setting, range(seeds))
     print(table(list(HEADER), report(rows)))
     last = max(1, setting.steps // TAIL)
     print(
-        f"{counted(setting.steps, 'step')} of {counted(setting.microbatches, 'microbatch')} on {setting.devices} stages; "
+        f"{counted(setting.steps, 'step')} of {counted(setting.microbatches, 'microbatch')} on "
+        f"{setting.devices} stages; "
         f"a final loss is the mean of the last {last} steps; a gap is {DELAYED} less {PLAIN}"
     )
     return 0
 
 
 def optimizers_of(words: str) -> dict[str, Optimizer]:
-    """`momentum:0.05,adamw`: optimisers by kind, each with its learning rate if not the default."""
+    """Parse `momentum:0.05,adamw`: optimisers by kind, each with its learning rate if not the default."""
     from penstock.ir.training.optimizers import optimizer_of
 
-    found: dict[str, Optimizer] = {}
-    # A comma between braces is one between settings.
+    optimizers: dict[str, Optimizer] = {}
+    # A comma between braces separates settings.
     for word in filter(None, (part.strip() for part in re.split(r",(?![^{]*\})", words))):
         kind, colon, rate = word.partition(":")
         try:
-            found[word] = optimizer_of(kind, **({"lr": float(rate)} if colon else {}))
+            optimizers[word] = optimizer_of(kind, **({"lr": float(rate)} if colon else {}))
         except ValueError as error:
             raise UsageError(
                 f"bad learning rate {rate!r}", where=f"--optimizers {word}", hint="KIND or KIND:RATE, e.g. adamw:1e-3"
             ) from error
-    if not found:
+    if not optimizers:
         raise UsageError("names no optimiser", where="--optimizers")
-    return found
+    return optimizers

@@ -1,11 +1,12 @@
-"""The files of a dump. In: a folder, which may hold an older dump and files of the user. Out: files
-in it, and a list of them, dump-files.txt.
+"""The files of a dump.
 
-A new dump removes what the list of the older one names, and folders that this one made, once they are empty. Nothing else is removed, and
-nothing is written over: where another file has a name of ours, there is no dump.
+In: a folder, which may hold an older dump and files of the user. Out: files in it, and a list of them, dump-files.txt.
 
-The list may be a stranger's: of what it says counts only what has a name that dumps give, lies in
-the folder, and is reached through no link.
+A new dump removes the files that the older list names, and the folders of that dump once they are empty. It removes
+nothing else and overwrites nothing: where another file has the name of a dump's file, there is no dump.
+
+The list may be a stranger's. An entry counts only if it has a name that dumps use, lies in the folder and is reached
+through no link.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from penstock.support.errors import UsageError
 LIST = "dump-files.txt"
 _HEADER = "# what a dump of Penstock wrote here, and the next one removes\n"
 _FILE = re.compile(
-    r"\d\d+_[a-z0-9-]+\.(ir|diff)|repro\.ir|passes\.tsv|events\.jsonl|plan\.json|schedule\.svg|index\.html|dump-files\.txt"
-    r"|stages/s\d+/(module\.ir|relax\.py|kernels\.tsv|kernels\.cu|kernels/[^/]+\.py)|ranks/r\d+/(module\.ir|actions\.tsv)"
+    r"\d\d+_[a-z0-9-]+\.(ir|diff)|repro\.ir|passes\.tsv|events\.jsonl|plan\.json"
+    r"|schedule\.svg|index\.html|dump-files\.txt"
+    r"|stages/s\d+/(module\.ir|relax\.py|kernels\.tsv|kernels\.cu|kernels/[^/]+\.py)"
+    r"|ranks/r\d+/(module\.ir|actions\.tsv)"
 )
 _FOLDER = re.compile(r"stages(/s\d+(/kernels)?)?|ranks(/r\d+)?")
 _SHOWN = 3
@@ -65,7 +68,7 @@ class Files:
         self._remove(files, folders)
 
     def clear(self) -> None:
-        """Remove what was written until now."""
+        """Remove the files written so far."""
         self._remove(
             [name for name in self._own if name[-1] != "/"], [name[:-1] for name in self._own if name[-1] == "/"]
         )
@@ -80,7 +83,7 @@ class Files:
                 path.rmdir()
 
     def write(self, texts: Mapping[str, str]) -> None:
-        """Write files by their names, in folders as these say."""
+        """Write files by name, and the folders that the names need."""
         wanted = dict.fromkeys(
             folder for name in texts for folder in _folders_of(name) if f"{folder}/" not in self._own
         )
@@ -92,22 +95,22 @@ class Files:
             self._put(name, text, os.O_TRUNC)
 
     def append(self, name: str, text: str) -> None:
-        """Go on with a file."""
+        """Append text to a file."""
         self._list([name])
         self._put(name, text, os.O_APPEND)
 
-    def _put(self, name: str, text: str, how: int) -> None:
+    def _put(self, name: str, text: str, flag: int) -> None:
         # There are many files, and most are small.
-        file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | how, 0o666)
+        file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | flag, 0o666)
         try:
-            rest = memoryview(text.encode())
-            while rest:
-                rest = rest[os.write(file, rest) :]
+            unwritten = memoryview(text.encode())
+            while unwritten:
+                unwritten = unwritten[os.write(file, unwritten) :]
         finally:
             os.close(file)
 
     def _list(self, names: Iterable[str]) -> None:
-        """Before they are there: what is listed and was not written is of no harm."""
+        """Add names to the list before the files exist: an entry without a file does no harm."""
         new = [name for name in (names if self._own else [LIST, *names]) if name not in self._own]
         if new:
             self._put(LIST, ("" if self._own else _HEADER) + "".join(f"{name}\n" for name in new), os.O_APPEND)
@@ -115,13 +118,13 @@ class Files:
 
 
 def _folders_of(name: str) -> list[str]:
-    """`stages/s0/kernels` after `stages/s0` after `stages`."""
+    """Return the folders of a name, outermost first: `stages`, `stages/s0`, `stages/s0/kernels`."""
     parts = name.split("/")[:-1]
     return ["/".join(parts[:end]) for end in range(1, 1 + len(parts))]
 
 
 def _listed(folder: Path) -> set[str]:
-    """What the list of an older dump names; nothing where there is none."""
+    """Return the names in the list of an older dump; none where there is no list."""
     path = folder / LIST
     if path.is_symlink() or not path.is_file():
         return set()
@@ -130,7 +133,7 @@ def _listed(folder: Path) -> set[str]:
 
 
 def _named_as_ours(folder: Path, within: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Everything in a folder that has a name of a file or a folder of dumps, links themselves and not what they lead to."""
+    """Yield all entries of a folder that have a name of a dump's file or folder. Links are not followed."""
     with os.scandir(folder) as entries:
         for entry in entries:
             name = within + entry.name

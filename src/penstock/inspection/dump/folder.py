@@ -1,7 +1,9 @@
-"""Writes the dump folder as passes run and steps end. In: modules, and what passes and steps say. Out: files (penstock.inspection.dump lists them).
+"""The writer of the dump folder, as passes run and steps end.
 
-The folder may be missing: then changes are printed on stderr, and nothing is written. An older dump in it is
-removed first; other files stay (files.py).
+In: modules, and messages of passes and steps. Out: the files that penstock.inspection.dump lists.
+
+Without a folder, changes are printed on stderr and nothing is written. An older dump in the folder is removed first;
+other files stay (files.py).
 """
 
 from __future__ import annotations
@@ -31,18 +33,24 @@ from .parts import excerpt
 from .program import STAGES, dump_program
 
 EVENTS, PASSES, REPRO = "events.jsonl", "passes.tsv", "repro.ir"
-# Who notes in a module that it is a part of one.
+# The origin of the note that says a module is a part of another.
 EXCERPT = "excerpt"
 _HEADER = "number\tpass\tms\tops_before\tops_after\tchanged\trest\n"
 
 
 class Dump:
-    """A folder that `penstock.plan` and `penstock.compile` write what every pass and step made into, as `--dump-ir`
-    does; without one, changes are printed."""
+    """A folder into which `penstock.plan` and `penstock.compile` write the output of every pass and step.
+
+    `--dump-ir` uses it. Without a folder, changes are printed.
+    """
 
     # A watcher of planning (penstock.planning.watching), with its passes and back ends.
     def __init__(self, folder: str | Path | None, *, only: str | None = None, changed: bool = False) -> None:
-        """`only` is a pattern of lines FILE @GRAPH OPERATION; `changed` asks for what passes changed in place of modules."""
+        """Open a folder for a dump.
+
+        `only` is a pattern of lines FILE @GRAPH OPERATION; `changed` asks for the changes of passes in place of
+        modules.
+        """
         self.folder = None if folder is None else Path(folder)
         self._only = None if only is None else _pattern(only)
         self._changed = changed
@@ -50,8 +58,8 @@ class Dump:
         self._steps: list[str] = []
         self._files: Files | None = None
         self._printer = Printer()
-        # For index.html: number, call, ms and result (None where nothing changed) of each pass, sources of kernels by graph and
-        # kernel, and of whole stages by their file.
+        # For index.html: number, call, ms and result (None where nothing changed) of each pass; sources of kernels by
+        # graph and kernel, and of whole stages by file.
         self.passes: list[tuple[int, str, float | None, Module | None]] = []
         self.kernels: dict[str, str] = {}
         self.programs: dict[str, str] = {}
@@ -62,18 +70,18 @@ class Dump:
 
     @contextmanager
     def step(self, name: str) -> Iterator[list[str]]:
-        """A step of compiling; what is put into the list was said."""
-        said: list[str] = []
+        """Record a step of compiling; the caller puts its messages into the list."""
+        messages: list[str] = []
         started = time.perf_counter()
         try:
-            yield said
+            yield messages
         except Exception as error:
-            said.append(f"failed: {error}")
+            messages.append(f"failed: {error}")
             raise
         finally:
             took = time.perf_counter() - started
             self._steps.append(
-                self._log({"event": "step", "name": name} | self._times(started, took * 1e3) | {"said": said})
+                self._log({"event": "step", "name": name} | self._times(started, took * 1e3) | {"said": messages})
             )
 
     def _times(self, started: float, ms: float) -> dict[str, float]:
@@ -88,7 +96,7 @@ class Dump:
 
     @nothing_collected()
     def begin(self, module: Module, rest: str) -> None:
-        """Planning may begin again: the last time counts."""
+        """Start recording passes. Planning may begin again: then only the last time is kept."""
         self.passes = [(0, "input", None, module)]
         if self._files is None:
             return
@@ -101,16 +109,19 @@ class Dump:
     def passed(self, event: Event, name: str, before: Module, after: Module) -> None:
         self.passes.append((event.number, event.call, event.ms, after if event.changed else None))
         file = self._write_pass(f"{event.number:02d}_{name}", before, after) if event.changed else None
-        yes = "yes" if event.changed else "no"
+        changed = "yes" if event.changed else "no"
         self._append(
             PASSES,
-            f"{event.number}\t{event.call}\t{event.ms:.1f}\t{event.ops_before}\t{event.ops_after}\t{yes}\t{event.rest}\n",
+            f"{event.number}\t{event.call}\t{event.ms:.1f}\t{event.ops_before}\t{event.ops_after}\t"
+            f"{changed}\t{event.rest}\n",
         )
         facts = asdict(event)
-        said = [note.text for note in after.notes[len(before.notes) :]]
+        messages = [note.text for note in after.notes[len(before.notes) :]]
         times = self._times(facts.pop("started"), facts.pop("ms"))
-        rest = facts.pop("rest")
-        self._log({"event": "pass", "name": name} | times | {"said": said} | facts | {"file": file, "rest": rest})
+        remaining = facts.pop("rest")
+        self._log(
+            {"event": "pass", "name": name} | times | {"said": messages} | facts | {"file": file, "rest": remaining}
+        )
 
     def _write_pass(self, stem: str, before: Module, after: Module) -> str | None:
         if not self._changed:
@@ -124,7 +135,7 @@ class Dump:
         return self.write(f"{stem}.diff", "\n".join(lines) + "\n")
 
     def failed(self, module: Module, call: Call, error: Exception) -> None:
-        """The reproducer is the whole module, whatever is left out elsewhere."""
+        """Write the reproducer: the whole module, whatever the filter leaves out elsewhere."""
         quoted = str(call).replace("'", "'\\''")
         reason = "".join(f"// {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
         if self.folder is not None:
@@ -144,7 +155,7 @@ class Dump:
         predicted: Predicted | None = None,
         failure: str = "",
     ) -> None:
-        """Write index.html: what was seen until now, whatever is left out elsewhere."""
+        """Write index.html with everything recorded so far, whatever the filter leaves out elsewhere."""
         from penstock.inspection.report.material import Material, PassStep
         from penstock.inspection.report.page import page_of
 
@@ -165,7 +176,7 @@ class Dump:
 
     @nothing_collected()
     def sources(self, stage: str, found: StageSources) -> None:
-        """What a back end made of a stage."""
+        """Write the sources that a back end made for a stage."""
         home = f"{STAGES}/{stage}"
         self.kernels |= {
             f"{call.graph}/{call.kernel}": found.kernels[call.source]
@@ -185,7 +196,7 @@ class Dump:
             f"{call.graph}\t{call.kernel}\tkernels/{call.source}.py\t{', '.join(call.operations)}\n" for call in calls
         ]
         files = {f"{home}/kernels.tsv": "graph\tkernel\tfile\toperations\n" + "".join(rows)}
-        # What a library computes has no source.
+        # An operation that a library computes has no source.
         files |= {
             f"{home}/kernels/{call.source}.py": found.kernels[call.source]
             for call in calls
@@ -200,17 +211,17 @@ class Dump:
     # ------------------------------------------------------------------------------ files
 
     def wants(self, stem: str, graph: str, operation: str) -> bool:
-        """Whether the line of an operation in a file matches."""
+        """Say whether the line of an operation in a file matches the filter."""
         return self._only is None or self._only.search(f"{stem} @{graph} {operation}") is not None
 
     def filtered(self, stem: str, module: Module) -> Module:
-        """What of a module goes into a file."""
+        """Return the part of a module that goes into a file."""
         if self._only is None:
             return module
         return excerpt(module, lambda graph, op: self.wants(stem, graph, print_op(op)))
 
     def write_module(self, name: str, module: Module) -> str | None:
-        """Write what of a module matches; None where nothing does."""
+        """Write the part of a module that matches the filter; return None where nothing does."""
         if self.folder is None:
             return None
         part = self.filtered(name.removesuffix(".ir"), module)
@@ -218,11 +229,11 @@ class Dump:
             return self.write(name, self._printer.print(module))
         assert self._only is not None
         kept = count_ops(part)
-        told = f"{kept} of {counted(count_ops(module), 'operation')}, those that match {self._only.pattern}"
-        return self.write(name, self._printer.print(part.noted(EXCERPT, told))) if kept else None
+        summary = f"{kept} of {counted(count_ops(module), 'operation')}, those that match {self._only.pattern}"
+        return self.write(name, self._printer.print(part.noted(EXCERPT, summary))) if kept else None
 
     def write(self, name: str, text: str) -> str:
-        """Write a file, in folders as its name says."""
+        """Write a file, and the folders that its name needs."""
         if self._files is not None:
             self._files.write({name: text})
         return name
@@ -233,7 +244,7 @@ class Dump:
 
 
 def step_of(dump: Dump | None, name: str) -> AbstractContextManager[list[str]]:
-    """A step that is written down where somebody asked for a dump."""
+    """Return a step that is recorded in the dump, if there is one."""
     return nullcontext([]) if dump is None else dump.step(name)
 
 

@@ -1,5 +1,7 @@
-"""What a dump has of a planned module beside the modules of its passes: the parts of stages and ranks, what each rank
-does, and a picture of the run that is predicted. The prediction depends on the module alone, not on what was measured on this machine."""
+"""The files of a dump for a planned module: parts of stages and ranks, their actions, and a picture of the run.
+
+The prediction depends on the module alone, not on measurements of this machine.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from penstock.support.words import counted, shown_bytes
 from .parts import part_of_rank, part_of_stage
 
 STAGES, RANKS = "stages", "ranks"
-# Pictures of more are slow to open.
+# Pictures of more ranks are slow to open.
 _MOST_RANKS = 64
 
 
@@ -34,8 +36,10 @@ class _Files(Protocol):
 
 @nothing_collected()
 def dump_program(dump: _Files, module: Module, predicted: Callable[[], Predicted] | None = None) -> None:
-    """Write the parts of a module that has been cut into stages, as far as it is planned; `predicted`
-    gives the run where the caller knows it."""
+    """Write the parts of a module that has been cut into stages, as far as it is planned.
+
+    `predicted` returns the predicted run, if the caller has it.
+    """
     if dump.folder is None or not any(module.stage_graph(stage.index, "F") for stage in module.stages):
         return
     for stage in module.stages:
@@ -50,12 +54,12 @@ def dump_program(dump: _Files, module: Module, predicted: Callable[[], Predicted
         dump.write("schedule.svg", _picture(known.forecast))
 
 
-def _picture(made: Forecast) -> str:
-    return svg_gantt(made.found, f"{made.module.name}, {made.found.schedule.name}, predicted", made.curves())
+def _picture(run: Forecast) -> str:
+    return svg_gantt(run.found, f"{run.module.name}, {run.found.schedule.name}, predicted", run.curves())
 
 
 def action_rows(module: Module, rank: int) -> Iterator[tuple[str, str, str]]:
-    """Rows of when, action and what it does; numbers are those of batch 1, as in the module."""
+    """Yield rows of when, action and its meaning; numbers are those of batch 1, as in the module."""
     assert module.schedule is not None
     program = module.schedule.ranks[rank]
     yield "when", "action", "does"

@@ -1,13 +1,14 @@
-"""The modules of a compilation once more: out of its dump folder, or by running the passes that a plan names.
+"""The modules of a compilation, read from its dump folder or computed again with the passes that a plan names.
 
-    dumped_text     a dump folder and the name of a file in it -> its text; what lies elsewhere, as a link may name it, is refused
-    missing_dumps   a dump folder -> names of the modules that its table of passes has and that are not there
+    dumped_text     a dump folder and the name of a file in it -> its text; refuses a link that leads outside
+    missing_dumps   a dump folder -> names of the modules in its table of passes that are not there
     pass_rows       a dump folder -> call and time of all passes, also of those that changed nothing
-    dumped_passes   a dump folder -> the module after each pass that is dumped there, read when it is asked for
-    made_again      the model before `partition`, which bundles keep, and the pipeline that plan.json names -> the module after each pass from there on
+    dumped_passes   a dump folder -> the module after each pass that is dumped there, read on demand
+    made_again      the model before `partition`, which bundles keep, and the pipeline in plan.json -> the module after
+                    each pass from there on
 
-Limit: what passes make today need not be what they made when a bundle was written; who asks compares
-the last module with that of the bundle.
+Limit: passes may compute something else today than when a bundle was written. The caller compares the last module with
+that of the bundle.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ class PassResult:
 
 
 def dumped_text(folder: Path, name: str) -> str:
+    """Return the text of a file in a dump folder."""
     return read_text(_inside(folder, name))
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A dump may come from a stranger: nothing that lies outside it is read as if it were of it."""
+    """Return the path of a file, and refuse one outside the folder: a dump may come from a stranger."""
     path = folder / name
     try:
         inside = path.resolve(strict=True).is_relative_to(folder.resolve(strict=True))
@@ -68,18 +70,18 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def pass_rows(folder: Path) -> dict[int, tuple[str, float]]:
-    """Call and milliseconds by number, as passes.tsv has them; none where there is no such file."""
+    """Return call and milliseconds of passes by number, as in passes.tsv; empty where there is no such file."""
     return {number: (call, ms) for number, call, ms, _ in _rows(folder)}
 
 
 def missing_dumps(folder: Path) -> list[str]:
-    """Modules of passes that changed something; of a whole dump, without filters and with modules rather than changes."""
+    """Return the files that a whole dump (no filter, modules rather than changes) would have and this folder lacks."""
     names = [f"{number:02d}_{call.partition('{')[0]}.ir" for number, call, _, changed in _rows(folder) if changed]
     return [name for name in names if not (folder / name).exists()]
 
 
 def _rows(folder: Path) -> Iterator[tuple[int, str, float, bool]]:
-    """Number, call, milliseconds, and whether it changed anything."""
+    """Yield number, call, milliseconds, and whether the pass changed anything."""
     if not (folder / PASSES).is_file():
         return
     header, *lines = dumped_text(folder, PASSES).rstrip("\n").split("\n")
@@ -100,17 +102,20 @@ def _milliseconds(text: str) -> float:
 
 
 def dumped_passes(folder: str | Path) -> list[Dumped]:
-    """The modules of passes in the order of the passes; none where the folder holds no dump."""
+    """Return the modules of passes in the order of the passes; none where the folder holds no dump."""
     place = Path(folder)
-    found = sorted(
+    files = sorted(
         (int(match[1]), match[2], path) for path in place.glob("*.ir") if (match := _FILE.fullmatch(path.name))
     )
-    rows = pass_rows(place) if found else {}
-    return [Dumped(number, rows[number][0] if number in rows else name, path) for number, name, path in found]
+    rows = pass_rows(place) if files else {}
+    return [Dumped(number, rows[number][0] if number in rows else name, path) for number, name, path in files]
 
 
 def made_again(reference: Module, pipeline: str) -> list[PassResult]:
-    """Run the passes from `partition` on; none where the pipeline has no such pass. What they refuse is their error."""
+    """Run the passes from `partition` on; return none where the pipeline has no such pass.
+
+    Errors of passes are raised.
+    """
     from penstock.passes.pipelines import PASSES as TABLE
 
     calls = parse_pipeline(pipeline, TABLE)
@@ -120,11 +125,11 @@ def made_again(reference: Module, pipeline: str) -> list[PassResult]:
     start = names.index("partition")
     before: list[Module] = []
 
-    def look(call: Call, module: Module) -> Call:
+    def keep_input(call: Call, module: Module) -> Call:
         before.append(module)
         return call
 
-    last = run_passes(reference, calls[start:], TABLE, before=look)
+    last = run_passes(reference, calls[start:], TABLE, before=keep_input)
     return [
         PassResult(start + i, call, module)
         for i, (call, module) in enumerate(zip(calls[start:], [*before[1:], last], strict=True), 1)

@@ -1,6 +1,6 @@
-"""A picture of the model for Graphviz: operations as boxes, stages as clusters, what goes from stage to stage with its bytes.
+"""The model as a graph for Graphviz: operations as boxes, stages as clusters, values between stages with their bytes.
 
-In: a module. Out: text in the DOT language. What is drawn is the forward pass; the backward pass has the same shape, the other way round.
+In: a module. Out: text in the DOT language. Only the forward pass is drawn; the backward pass mirrors it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ _COLOURS = ("#dce8f6", "#fbe8cf", "#dff0d8", "#f3dcec", "#e8e4f5", "#f6f1cf", "#
 
 
 def write_dot(subject: Subject, path: Path, batches: int) -> list[Path]:
+    """Write the DOT file of a subject."""
     return write_whole(path, dot_text(subject.module))
 
 
 def dot_text(module: Module) -> str:
+    """Return the forward graphs of a module in the DOT language."""
     return "\n".join(_lines(module)) + "\n"
 
 
@@ -37,19 +39,20 @@ def _lines(module: Module) -> Iterator[str]:
     arrows: list[str] = []
     clusters: dict[int | None, list[str]] = {}
     for graph in forward_graphs(module):
-        told = told_operands(graph)
+        labels = told_operands(graph)
         for placed in placed_ops(module, graph):
-            if placed.op.outs and all(v.name in told for v in placed.op.outs):
+            if placed.op.outs and all(v.name in labels for v in placed.op.outs):
                 continue
-            clusters.setdefault(placed.stage, []).append(_box(placed, told))
+            clusters.setdefault(placed.stage, []).append(_box(placed, labels))
             for value in dict.fromkeys(placed.op.ins):
-                if value.name in told or value.name not in maker:
+                if value.name in labels or value.name not in maker:
                     continue
                 source = maker[value.name]
                 start = f"input {value.name}" if source is None else source.name
                 crosses = source is not None and source.stage != placed.stage
                 style = (
-                    f" [label={_quoted(f'%{value.name}', shown_bytes(value.type.nbytes))}, style=bold, color={_quoted('#b03a2e')}]"
+                    f" [label={_quoted(f'%{value.name}', shown_bytes(value.type.nbytes))}, style=bold, "
+                    f"color={_quoted('#b03a2e')}]"
                     if crosses
                     else ""
                 )
@@ -69,15 +72,18 @@ def _lines(module: Module) -> Iterator[str]:
     yield "}"
 
 
-def _box(placed: Placed, told: Mapping[str, str]) -> str:
+def _box(placed: Placed, labels: Mapping[str, str]) -> str:
     op = placed.op
     variables = [f"@{op.var}"] if "var" in op.attrs else []
-    operands = " ".join([*variables, *(told[v.name] for v in dict.fromkeys(op.ins) if v.name in told)])
+    operands = " ".join([*variables, *(labels[v.name] for v in dict.fromkeys(op.ins) if v.name in labels)])
     results = [f"%{v.name} {v.type}" for v in op.outs[:1]]
     label = _quoted(" ".join(filter(None, [op.kind, operands])), *results)
-    return f"{_quoted(placed.name)} [label={label}, tooltip={_quoted(' '.join(filter(None, [op.loc, placed.kernel])) or op.kind)}];"
+    return (
+        f"{_quoted(placed.name)} [label={label}, "
+        f"tooltip={_quoted(' '.join(filter(None, [op.loc, placed.kernel])) or op.kind)}];"
+    )
 
 
 def _quoted(*lines: str) -> str:
-    """A string of DOT, with lines under each other."""
+    """Return a string of DOT whose lines stand below each other."""
     return '"' + "\\n".join(line.replace("\\", "\\\\").replace('"', '\\"') for line in lines) + '"'

@@ -1,11 +1,11 @@
-"""Files for other programs, by their names' endings.
+"""Files for other programs, by the ending of their names.
 
     .dot .gv    the forward graphs for Graphviz, stages as clusters             dot.py
     .onnx       the model for Netron, with stage, device and kernel of nodes    onnx_file.py
     .json       the schedule as simulated, a Chrome trace                       schedule.py
     .csv        the schedule as a table, an action a row                        schedule.py
 
-Files are there whole or not at all, and replace files of the same name (outputs.py).
+A file is written whole or not at all, and replaces a file of the same name (outputs.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .dot import write_dot
 from .outputs import ENDINGS
 from .schedule import write_csv, write_trace_file
 
-# The caller hands over the subject, a path, and how many batches of a schedule to write.
+# The caller passes the subject, a path, and the number of batches of a schedule to write.
 Writer = Callable[[Subject, Path, int], Sequence[Path]]
 
 

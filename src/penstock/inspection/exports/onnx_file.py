@@ -1,13 +1,15 @@
-"""The model as an ONNX file that says where everything runs, for Netron and other readers of ONNX.
+"""The model as an ONNX file that names the place of every node, for Netron and other readers of ONNX.
 
-Every node has, in its `metadata_props`, `penstock.stage`, `penstock.device` and `penstock.kernel`: where what came of it runs in the
-forward pass, several with commas between. The model has `penstock.stages` and `penstock.schedule`.
+Every node has, in its `metadata_props`, `penstock.stage`, `penstock.device` and `penstock.kernel`: the places of its
+operations in the forward pass, separated by commas. The model has `penstock.stages` and `penstock.schedule`.
 
-    of a bundle that was compiled from ONNX    the model that was compiled, with its weights: what `penstock export --onnx` writes, and the metadata.
-                                               It computes what the model computes. A node that became part of the operation of
-                                               another, as those of an attention do, is where that runs: where all of its results are taken.
-                                               What does not depend on the inputs was folded away and has no metadata.
-    of anything else                           the operations of the forward pass as nodes of the domain `penstock`, variables as inputs: to be looked at
+    a bundle compiled from ONNX    the model that was compiled, with its weights, as `penstock export --onnx` writes it,
+                                   and the metadata. It computes the same as the model. A node that was fused into the
+                                   operation of another, as in attention, has the place of the operations that use all
+                                   of its results. Nodes that do not depend on the inputs were folded away and have no
+                                   metadata.
+    anything else                  the operations of the forward pass as nodes of the domain `penstock`, variables as
+                                   inputs: only for viewing
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ STAGE, DEVICE, KERNEL = "penstock.stage", "penstock.device", "penstock.kernel"
 
 
 def write_onnx(subject: Subject, path: Path, batches: int) -> list[Path]:
+    """Write the ONNX file of a subject."""
     if subject.bundle is not None and subject.bundle.source_structure is not None:
         return list(
             export(subject.bundle.path, onnx=path, annotate=lambda model: annotate(model, subject.module)).files
@@ -45,44 +48,50 @@ def write_onnx(subject: Subject, path: Path, batches: int) -> list[Path]:
 
 
 def annotate(model: onnx.ModelProto, module: Module) -> None:
-    """Write into the nodes of a model where they run. A node with a graph or function of its own runs where what is inside of it does."""
-    found: dict[str, list[Placed]] = {}
+    """Write into the nodes of a model where they run.
+
+    A node with graphs or a function inside has the places of these.
+    """
+    by_path: dict[str, list[Placed]] = {}
     for graph in forward_graphs(module):
         for placed in placed_ops(module, graph):
             path = placed.op.loc
             while path:
-                found.setdefault(path, []).append(placed)
+                by_path.setdefault(path, []).append(placed)
                 path = path.rpartition("/")[0]
-    places = [found.get(legal(node_name(node, index)), []) for index, node in enumerate(model.graph.node)]
+    places = [by_path.get(legal(node_name(node, index)), []) for index, node in enumerate(model.graph.node)]
     for node, ops in zip(model.graph.node, _absorbed(model.graph, places), strict=True):
         _set(node.metadata_props, _metadata(ops))
     _set(model.metadata_props, _model_metadata(module))
 
 
 def _absorbed(graph: onnx.GraphProto, places: Sequence[list[Placed]]) -> list[list[Placed]]:
-    """The operations of every node. One that has none of its own, though it depends on the inputs, has those of the nodes that take its
-    results, if these are of the same stages."""
-    takers: dict[str, list[int]] = {}
+    """Return the operations of every node.
+
+    A node without operations, though it depends on the inputs, gets those of the nodes that use its results. These must
+    be of the same stages.
+    """
+    users: dict[str, list[int]] = {}
     # Shapes are known when a model is compiled: what is computed from them is folded away.
     varies = {value.name for value in graph.input} - {tensor.name for tensor in graph.initializer}
     for index, node in enumerate(graph.node):
-        taken = _taken(node)
-        if node.op_type not in ("Shape", "Size") and any(name in varies for name in taken):
+        names = _taken(node)
+        if node.op_type not in ("Shape", "Size") and any(name in varies for name in names):
             varies.update(node.output)
-            for name in dict.fromkeys(taken):
-                takers.setdefault(name, []).append(index)
-    found = list(places)
-    # Nodes stand after those whose results they take.
-    for index in reversed(range(len(found))):
+            for name in dict.fromkeys(names):
+                users.setdefault(name, []).append(index)
+    ops_of = list(places)
+    # Nodes stand after those whose results they use.
+    for index in reversed(range(len(ops_of))):
         results = [name for name in graph.node[index].output if name in varies]
-        after = [found[taker] for name in results for taker in takers.get(name, ())]
-        if not found[index] and len({frozenset(op.stage for op in ops) for ops in after}) == 1:
-            found[index] = [op for ops in after for op in ops]
-    return found
+        after = [ops_of[user] for name in results for user in users.get(name, ())]
+        if not ops_of[index] and len({frozenset(op.stage for op in ops) for ops in after}) == 1:
+            ops_of[index] = [op for ops in after for op in ops]
+    return ops_of
 
 
 def _taken(node: onnx.NodeProto) -> list[str]:
-    """Names that a node takes, those of graphs inside of it among them."""
+    """Return the names of a node's operands, and of those of graphs inside it."""
     inner = (
         graph
         for attribute in node.attribute
@@ -95,12 +104,12 @@ def _taken(node: onnx.NodeProto) -> list[str]:
 
 def _metadata(ops: Iterable[Placed]) -> dict[str, str]:
     ops = list(ops)
-    told: dict[str, Iterable[str]] = {
+    places: dict[str, Iterable[str]] = {
         STAGE: (str(p.stage) for p in ops if p.stage is not None),
         DEVICE: (device for p in ops for device in p.devices),
         KERNEL: (p.kernel for p in ops if p.kernel),
     }
-    joined = {key: ", ".join(dict.fromkeys(values)) for key, values in told.items()}
+    joined = {key: ", ".join(dict.fromkeys(values)) for key, values in places.items()}
     return {key: text for key, text in joined.items() if text}
 
 
@@ -110,20 +119,20 @@ def _model_metadata(module: Module) -> dict[str, str]:
     return {key: text for key, text in (("penstock.stages", stages), ("penstock.schedule", schedule)) if text}
 
 
-def _set(props: Any, told: Mapping[str, str]) -> None:
-    kept = [(prop.key, prop.value) for prop in props if prop.key not in told]
+def _set(props: Any, metadata: Mapping[str, str]) -> None:
+    kept = [(prop.key, prop.value) for prop in props if prop.key not in metadata]
     del props[:]
-    props.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in [*kept, *told.items()])
+    props.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in [*kept, *metadata.items()])
 
 
-# ------------------------------------------------------------------------------------------------ programs without a source
+# ------------------------------------------------------------------------------------------------ without a source
 
 
 def program_model(module: Module) -> onnx.ModelProto:
-    """The forward pass as a model of operations that only we know."""
+    """Return the forward pass as a model of Penstock's own operations."""
     nodes: list[onnx.NodeProto] = []
     inputs: dict[str, Value | Var] = {value.name: value for value in module.inputs}
-    made: dict[str, Value] = {}
+    results: dict[str, Value] = {}
     for graph in forward_graphs(module):
         variables: dict[str, str] = {}
         for placed in placed_ops(module, graph):
@@ -134,7 +143,7 @@ def program_model(module: Module) -> onnx.ModelProto:
             if op.kind == "read":
                 variables[op.outs[0].name] = touched
                 continue
-            if op.outs and any(v.name in made for v in op.outs):
+            if op.outs and any(v.name in results for v in op.outs):
                 continue  # computed on several stages: drawn once
             operands = [variables.get(v.name, v.name) for v in op.ins] + [touched] * bool(touched)
             node = helper.make_node(
@@ -145,19 +154,19 @@ def program_model(module: Module) -> onnx.ModelProto:
             )
             _set(node.metadata_props, _metadata([placed]))
             nodes.append(node)
-            made |= {v.name: v for v in op.outs}
-    known = {*inputs, *made}
+            results |= {v.name: v for v in op.outs}
+    known = {*inputs, *results}
     strays = {v.name: v for graph in forward_graphs(module) for v in graph.ins if v.name not in known}
-    outputs = [made[name] for name in module.outputs if name in made]
+    outputs = [results[name] for name in module.outputs if name in results]
     if not outputs:
-        outputs = [v for graph in forward_graphs(module)[-1:] for v in graph.outs if v.name in made]
+        outputs = [v for graph in forward_graphs(module)[-1:] for v in graph.outs if v.name in results]
     infos = [_info(name, value.type) for name, value in {**inputs, **strays}.items()]
     body = helper.make_graph(
         nodes,
         module.name,
         infos,
         [_info(v.name, v.type) for v in outputs],
-        value_info=[_info(v.name, v.type) for v in made.values() if v not in outputs],
+        value_info=[_info(v.name, v.type) for v in results.values() if v not in outputs],
     )
     model = helper.make_model(
         body,
@@ -178,7 +187,9 @@ def _element(dtype: str) -> int:
 
 
 def _attribute(name: str, value: Attr) -> onnx.AttributeProto:
-    """Lists have one type in ONNX: numbers of both kinds become floats, and an empty one is of integers."""
+    """Return an attribute of ONNX, whose lists have one type: mixed numbers become floats, an empty list is of
+    integers.
+    """
     if not isinstance(value, tuple):
         return helper.make_attribute(name, int(value) if isinstance(value, bool) else value)
     if any(isinstance(x, str) for x in value):

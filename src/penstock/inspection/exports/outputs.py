@@ -1,7 +1,9 @@
-"""Files that `inspect` writes. In: what they are called, and what is read. Out: one error for all that is wrong with where they are to go,
-before anything is read; and files that are there whole or not at all.
+"""The files that `inspect` writes.
 
-Limit: a file that comes to be between the check and the writing is replaced as one that was there before.
+In: their names, and the paths that are read. Out: one error for all bad names, before anything is read; and files that
+are written whole or not at all.
+
+Limit: a file that appears between the check and the writing is replaced.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ ENDINGS = (".dot", ".gv", ".onnx", ".json", ".csv")
 
 
 def check_outputs(exports: Sequence[str], html: str | None, reads: Mapping[str, str | None]) -> None:
-    """UsageError where a file cannot be written, nobody knows as what, or where it would replace what is read or another
-    one of them. `reads` is by words for it."""
+    """Raise UsageError for files that cannot be written, have an unknown ending, or would replace an input or each
+    other.
+
+    `reads` gives the paths that are read, by a word for each.
+    """
     outs = [("--export", path) for path in exports]
     outs += [] if html is None else [("--html", html)]
-    given = {what: path for what, path in reads.items() if path}
-    problems = [f"{flag} {path}: {problem}" for flag, path in outs for problem in _problems(flag, path, given)]
+    inputs = {what: path for what, path in reads.items() if path}
+    problems = [f"{flag} {path}: {problem}" for flag, path in outs for problem in _problems(flag, path, inputs)]
     # Weights may go into a second file beside a model.
     places = [os.path.realpath(path) for _, path in outs] + [
         os.path.realpath(f"{path}.data") for path in exports if path.endswith(".onnx")
@@ -49,14 +54,14 @@ def _problems(flag: str, path: str, reads: Mapping[str, str]) -> Iterator[str]:
 
 
 def _lies_in(path: str, read: str) -> bool:
-    """Whether a path is what is read, by whatever name, or in it."""
+    """Say whether a path is the path that is read, by whatever name, or inside it."""
     if os.path.exists(path) and os.path.exists(read) and os.path.samefile(path, read):
         return True
     return is_inside(os.path.realpath(path), os.path.realpath(read))
 
 
 def write_whole(path: Path, data: str | bytes) -> list[Path]:
-    """A file, renamed into place when it is whole; what is there and is no file, a pipe or a terminal, is written to."""
+    """Write a file and rename it into place when it is whole. An existing pipe or terminal is written to directly."""
     data = data.encode() if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():

@@ -1,5 +1,7 @@
-"""The forward part of a module as nodes with their places: what pictures of the model show. Reads of variables and
-constants belong to those who use them."""
+"""The forward part of a module as nodes with their places, for pictures of the model.
+
+Reads of variables and constants belong to the operations that use them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from penstock.ir.memory.workspace import is_inline
 
 @dataclass(frozen=True)
 class Placed:
-    """An operation with a name that is its alone, and where it runs; `kernel` is empty where it has none."""
+    """An operation with a unique name and its place; `kernel` is empty where it has none."""
 
     name: str
     op: Op
@@ -23,19 +25,20 @@ class Placed:
 
 
 def forward_graphs(module: Module) -> list[Graph]:
-    """The graphs of the model itself, each after those whose values it takes: forward parts of stages, or the model before it was cut."""
+    """Return the forward graphs of stages, or the graph of the uncut model, in the order in which values flow."""
     left = [graph for name, graph in module.graphs.items() if graph_kind(name) == "F"]
     known = {v.name for v in module.inputs}
-    found: list[Graph] = []
+    ordered: list[Graph] = []
     while left:
         graph = next((g for g in left if all(v.name in known for v in g.ins)), left[0])
         left.remove(graph)
-        found.append(graph)
+        ordered.append(graph)
         known |= {v.name for op in graph.ops for v in op.outs}
-    return found
+    return ordered
 
 
 def placed_ops(module: Module, graph: Graph) -> Iterator[Placed]:
+    """Yield the operations of a graph with their places."""
     for position, op in enumerate(graph.ops):
         stage = graph_stage(graph.name)
         if stage is None and "stage" in op.attrs:
@@ -46,5 +49,5 @@ def placed_ops(module: Module, graph: Graph) -> Iterator[Placed]:
 
 
 def told_operands(graph: Graph) -> Mapping[str, str]:
-    """How operands are told that are no nodes: variables and single constants, by the name of their value."""
-    return {op.outs[0].name: told for op in graph.ops if (told := told_operand(op)) is not None}
+    """Return the labels of operands that are no nodes, variables and single constants, by the name of their value."""
+    return {op.outs[0].name: label for op in graph.ops if (label := told_operand(op)) is not None}

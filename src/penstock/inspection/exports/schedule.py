@@ -1,8 +1,10 @@
 """The schedule as files: a Chrome trace, which Perfetto opens, and a table of comma-separated values.
+
 In: a module with a schedule. Out: files.
 
-Both say what every rank does for some batches, from an empty pipeline to an empty one, with the times of the simulation by the rates of the
-module's cluster. The table has actions without times where the module cannot be simulated yet, a trace needs them.
+Both list the actions of every rank for some batches, from an empty pipeline to an empty one. Times come from a
+simulation with the rates of the module's cluster. Where the module cannot be simulated yet, the table has no times, and
+there is no trace.
 """
 
 from __future__ import annotations
@@ -37,18 +39,20 @@ COLUMNS = (
 
 
 def write_trace_file(subject: Subject, path: Path, batches: int) -> list[Path]:
+    """Write the Chrome trace of a subject."""
     from penstock.runtime.telemetry.trace import write_trace
 
-    made = simulated(subject.module, batches)
+    run = simulated(subject.module, batches)
     write_trace(
         path,
-        [[(str(a), start, end) for a, start, end in made.found.timed(rank)] for rank in made.found.lines],
+        [[(str(a), start, end) for a, start, end in run.found.timed(rank)] for rank in run.found.lines],
         module=subject.module,
     )
     return [path]
 
 
 def write_csv(subject: Subject, path: Path, batches: int) -> list[Path]:
+    """Write the table of a subject's schedule."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(COLUMNS)
@@ -57,19 +61,22 @@ def write_csv(subject: Subject, path: Path, batches: int) -> list[Path]:
 
 
 def simulated(module: Module, batches: int) -> Forecast:
-    """The run that a trace shows."""
+    """Simulate the run that a trace shows."""
     return forecast(module, seconds_of(module, rank_seconds(module)), batches)
 
 
 def rows(module: Module, batches: int) -> Iterator[tuple[object, ...]]:
-    """One row per action, by COLUMNS; what an action does not have is empty. Once per batch is what has no microbatch."""
+    """Yield one row per action, by COLUMNS.
+
+    Fields that an action lacks are empty: an action once per batch has no microbatch.
+    """
     schedule = module.schedule
     if schedule is None:
         raise UsageError("the module has no schedule yet", hint="inspect a dump after the pass `schedule`, or a bundle")
-    made = simulated(module, batches) if module.cluster is not None and "wired" in module.facts else None
+    run = simulated(module, batches) if module.cluster is not None and "wired" in module.facts else None
     devices = module.rank_devices()
     for rank in schedule.ranks:
-        line = made.found.lines[rank] if made is not None else None
+        line = run.found.lines[rank] if run is not None else None
         for step, action in enumerate(schedule.expand(rank, batches)):
             times = (line.starts[step], line.finishes[step]) if line is not None else ("", "")
             microbatch = action.mb if action.holder >= 0 else ""

@@ -1,17 +1,20 @@
-"""Weights back out of a bundle, under the names of the model it was compiled from.
+"""Export of weights from a bundle, under the names of the model it was compiled from.
 
 export              a bundle, or a checkpoint of one -> an ONNX file, a safetensors file, or both
 export_parameters   a checkpoint alone -> a safetensors file of what it says the model calls its tensors
 
-The ONNX file is the model that was compiled, with its own inputs and outputs (no loss), nodes and names; the elements of initializers that
-became variables are those of the bundle or the checkpoint, in the initializer's element type, and everything else is as it was, bit for bit.
-The safetensors file of a torch module is its whole state dict: tied weights under each of their names, and what no output depends on as it was.
-Of an ONNX model it has what the model stored of the bundle's variables, by its names, where several graphs have one with their place before it
-(`If_4/then/weight`), and in its element types: parameters, and constants too
-large to be written into the program; what the loss does not need is in no bundle's variables, only in the ONNX file. Weights are the newest of the checkpoint: under 2bw the older version, which only a resumed run needs, is
-not exported.
+The ONNX file is the model that was compiled, with its own inputs and outputs (no loss), nodes and names. Initializers
+that became variables have the elements of the bundle or the checkpoint, in the initializer's element type. Everything
+else is as it was, bit for bit.
 
-Files are there whole or not at all, and replace files of the same name, as those of `penstock infer` do.
+The safetensors file of a torch module is its whole state dict: tied weights under each of their names, and weights that
+no output depends on as they were. That of an ONNX model has the bundle's variables that the model stored, by its names
+and in its element types: parameters, and constants too large to be written into the program. Where several graphs have
+one, the place comes before the name (`If_4/then/weight`). Weights that the loss does not need are in no bundle's
+variables, only in the ONNX file.
+
+Weights are the newest of the checkpoint: the older version of 2bw, which only a resumed run needs, is not exported. A
+file is written whole or not at all, and replaces a file of the same name, as with `penstock infer`.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exported:
-    """The files that were written, the number of tensors whose elements were filled in, and the step of the checkpoint they are from."""
+    """The files that were written, the number of tensors that were filled in, and the step of their checkpoint."""
 
     files: tuple[Path, ...]
     tensors: int
@@ -52,10 +55,11 @@ def export(
     checkpoint: str | Path | None = None,
     annotate: Callable[[ModelProto], None] | None = None,
 ) -> Exported:
-    """Write the weights of a bundle, as compiled or as in a checkpoint, into the ONNX model it was compiled from, or into a safetensors file.
+    """Write the weights of a bundle, as compiled or as in a checkpoint, into its ONNX model or a safetensors file.
 
-    `source` is a bundle, or a checkpoint whose bundle stands where it stood. Of a directory of checkpoints the newest is taken.
-    `annotate` may write words into the ONNX model before it is written."""
+    `source` is a bundle, or a checkpoint whose bundle has not moved. From a directory of checkpoints the newest is
+    used. `annotate` may write metadata into the ONNX model before it is written.
+    """
     outs = {
         flag: Path(os.path.realpath(path))
         for flag, path in (("--onnx", onnx), ("--safetensors", safetensors))
@@ -70,20 +74,20 @@ def export(
             "was not compiled from an ONNX model", where=str(bundle.path), hint="--safetensors writes its weights"
         )
     arrays, step = _weights(bundle, place)
-    own = {name: arrays[variable] for variable, named in names.items() for name in named}
+    elements = {name: arrays[variable] for variable, named in names.items() for name in named}
     files: list[Path] = []
     if onnx is not None:
         from penstock.frontends.onnx.structure import write_model
 
         assert bundle.source_structure is not None
-        files += write_model(bundle.source_structure, own, outs["--onnx"], annotate)
+        files += write_model(bundle.source_structure, elements, outs["--onnx"], annotate)
     if safetensors is not None:
-        files.append(_write_safetensors(outs["--safetensors"], own, bundle))
+        files.append(_write_safetensors(outs["--safetensors"], elements, bundle))
     return Exported(tuple(files), len(names), step)
 
 
 def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:
-    """The bundle, and the checkpoint if there is one. A checkpoint that stands alone says where its bundle was."""
+    """Return the bundle, and the checkpoint if there is one. A checkpoint alone names the place of its bundle."""
     from penstock.runtime.checkpoint.finding import directory_meant, find_checkpoint
     from penstock.runtime.checkpoint.format import INDEX, LATEST, read_index
 
@@ -96,13 +100,15 @@ def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:
     place = find_checkpoint(source)
     there = read_index(place).bundle
     if not there or not Path(there).is_dir():
-        found = f"its bundle is no longer at {there}" if there else "does not say which bundle it is of"
-        raise UsageError(found, where=str(place), hint=f"penstock export BUNDLE --checkpoint {source}")
+        problem = f"its bundle is no longer at {there}" if there else "does not say which bundle it is of"
+        raise UsageError(problem, where=str(place), hint=f"penstock export BUNDLE --checkpoint {source}")
     return open_bundle(there), place
 
 
 def _check_places(outs: Mapping[str, Path], bundle: Bundle, changed: bool) -> None:
-    """Refuse places where nothing can be written, and that of the model itself where it would be `changed`, all of them at once, before the work."""
+    """Refuse, all at once and before the work, places that cannot be written, and the model's own place if it would be
+    `changed`.
+    """
     from penstock.frontends.onnx.structure import data_file
     from penstock.support.paths import file_problem, is_inside
 
@@ -118,7 +124,8 @@ def _check_places(outs: Mapping[str, Path], bundle: Bundle, changed: bool) -> No
     for flag, path in outs.items():
         if (changed or flag != "--onnx") and _is_source(path, bundle):
             problems.append(
-                f"{flag} {path}: is the model that the bundle was compiled from, or a copy of it; give the result another name"
+                f"{flag} {path}: is the model that the bundle was compiled from, or a copy of it; give the "
+                "result another name"
             )
     if len({path for _, path in places}) < len(places):
         problems.append(f"{' and '.join(outs)} name the same file")
@@ -129,7 +136,7 @@ def _check_places(outs: Mapping[str, Path], bundle: Bundle, changed: bool) -> No
 
 
 def _is_source(path: Path, bundle: Bundle) -> bool:
-    """Whether a file holds, with its external data, what the bundle was compiled from, whatever it is called."""
+    """Say whether a file, with its external data, is the model that the bundle was compiled from, whatever its name."""
     if bundle.source_structure is None or not path.is_file() or path.suffix == ".safetensors":
         return False
     from penstock.frontends.onnx.source import ModelFile
@@ -144,7 +151,11 @@ _HINT = "weights of graphs inside of functions may stand for several; --safetens
 
 
 def _names_of(bundle: Bundle, alone: bool) -> dict[str, list[str]]:
-    """The model's own names of its variables. A parameter of an ONNX model without one cannot be written back into it, but `alone`, by ours."""
+    """Return the model's names of its variables.
+
+    A parameter without one cannot be written back into an ONNX model; without the model (`alone`) it is written by
+    Penstock's name.
+    """
     names = bundle.source_names
     if names is None:
         raise UsageError(
@@ -174,7 +185,7 @@ def _names_of(bundle: Bundle, alone: bool) -> dict[str, list[str]]:
 
 
 def _weights(bundle: Bundle, place: Path | None) -> tuple[dict[str, np.ndarray], int | None]:
-    """Elements of all stored variables, memory-mapped; and the step they are of."""
+    """Return the elements of all stored variables, memory-mapped, and their step."""
     if place is None:
         files = [map_tensors(bundle.weights_file(entry.stage)) for entry in bundle.manifest.ranks]
         return {name: array for file in files for name, array in file.items()}, None

@@ -1,1 +1,1 @@
-"""The kernels of a compiled module: what they should cost, and what they do cost."""
+"""The kernels of a compiled module: their predicted and measured times."""

@@ -1,20 +1,23 @@
-"""What the kernels of a compiled module are, what they should cost, and what they do cost on this machine.
+"""The report on the kernels of a compiled module: their work, predicted times, and measured times on this machine.
 
-In: a module with stage graphs and kernels chosen (`fuse`). Out: one row per distinct kernel of a stage: its operations and shapes, work,
-time by the roofline of the stage's device, measured time, and how often it runs. Kernels of one graph that differ in names only are one row
-with several names. Each kernel also stands as a graph of its own, which any back end can compile and run: what it reads from other kernels
-are inputs, what others read of it are results, and variables stay variables.
+In: a module with stage graphs and kernels chosen (`fuse`). Out: one row per distinct kernel of a stage: its operations
+and shapes, work, time by the roofline of the stage's device, measured time, and calls. Kernels of one graph that differ
+only in names are one row with several names. Each row holds its kernel as a graph that any back end can compile and
+run: values read from other kernels are inputs, values that others read are results, and variables stay variables.
 
-    operations of a graph = operations in kernels + operations computed where they are read (or constant tables) + reads of variables
-    bytes of a kernel     = what it reads from memory, seen through layout changes, + what it stores; nothing in between
-    roofline              = max(flops / rate, bytes / bandwidth), by the rates of the plan; of measured rows, by those measured
-    share                 = calls * time of the whole stage's, per batch: forward and backward run once per microbatch, the update and what it
-                            needs once
+    operations of a graph = operations in kernels + operations computed where they are read (or constant tables)
+                            + reads of variables
+    bytes of a kernel     = the bytes it reads from memory, seen through layout changes, + those it stores; nothing in
+                            between
+    roofline              = max(flops / rate, bytes / bandwidth), by the rates of the plan; of measured rows, by those
+                            measured
+    share                 = calls * time of the whole stage's, per batch: forward and backward run once per microbatch,
+                            the update and its kernels once
 
-Measured times come from kernel_timing.py.
+Measured times come from timing.py.
 
-Limits: shows the choice in the IR; a back end may split a kernel that it cannot make in one, and is then measured with all its parts. A
-mesh counts as its first device. Sources are those for this machine's CPU.
+Limits: the report shows the choice in the IR. A back end may split a kernel that it cannot make in one, and then all
+parts are measured. A mesh counts as its first device. Sources are those for this machine's CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from penstock.support.words import shown_bytes
 
 @dataclass(frozen=True)
 class KernelRow:
-    """Kernels of one stage graph that are alike: `names` in the graph, `body` is the first of them as a graph of its own."""
+    """Kernels of one stage graph that are alike: `names` in the graph; `body` is the first of them as a graph."""
 
     stage: int
     graph: str
@@ -58,7 +61,7 @@ class KernelRow:
 
     @property
     def batch_s(self) -> float:
-        """Time of all calls in one batch."""
+        """The time of all calls in one batch."""
         return self.seconds * self.calls_per_batch
 
     @property
@@ -70,7 +73,7 @@ class KernelRow:
 
 
 def kernel_rows(module: Module) -> list[KernelRow]:
-    """All distinct kernels, stage by stage, in the order of their first call."""
+    """Return all distinct kernels, stage by stage, in the order of their first call."""
     if "fused" not in module.facts:
         raise UsageError(
             "no kernels are chosen yet", where=f"@{module.name}", hint="run the pass `fuse`, or inspect a bundle"
@@ -127,24 +130,27 @@ def _rows_of(graph: Graph, stage: int, device: Device, per: str, times: int) -> 
 
 
 def kernel_source(rows: Sequence[KernelRow], name: str) -> str:
-    """The TIR of a kernel, by `s0.F/k3`, or `k3` where only one graph has it."""
-    found = [row for row in rows if any(name in (n, f"{row.graph}/{n}") for n in row.names)]
-    if len(found) != 1:
-        which = f"{len(found)} graphs have a kernel {name!r}" if found else f"no kernel {name!r}"
-        labels = [f"{row.graph}/{n}" for row in (found or rows) for n in row.names if not found or n == name]
+    """Return the TIR of a kernel named `s0.F/k3`, or `k3` where only one graph has it."""
+    matches = [row for row in rows if any(name in (n, f"{row.graph}/{n}") for n in row.names)]
+    if len(matches) != 1:
+        problem = f"{len(matches)} graphs have a kernel {name!r}" if matches else f"no kernel {name!r}"
+        labels = [f"{row.graph}/{n}" for row in (matches or rows) for n in row.names if not matches or n == name]
         shown = ", ".join(labels[:8]) + (", ..." if len(labels) > 8 else "")
-        raise UsageError(which, where="--source", hint=f"there are {shown}" if labels else "the module has no kernels")
+        raise UsageError(
+            problem, where="--source", hint=f"there are {shown}" if labels else "the module has no kernels"
+        )
     from penstock.backends.tvm.lower.lower import plan_kernels
     from penstock.backends.tvm.target import machine_of
 
-    (row,) = found
+    (row,) = matches
     machine = machine_of("host")
     steps = plan_kernels(row.body, machine).steps
     parts = []
     for number, step in enumerate(steps, 1):
-        of = f", part {number} of {len(steps)}" if len(steps) > 1 else ""
+        part = f", part {number} of {len(steps)}" if len(steps) > 1 else ""
         parts.append(
-            f"# {row.graph}/{name.rpartition('/')[2]} for {machine.name}{of}: {' '.join(op.kind for op in step.group.ops)}"
+            f"# {row.graph}/{name.rpartition('/')[2]} for {machine.name}{part}: "
+            f"{' '.join(op.kind for op in step.group.ops)}"
         )
         parts.append(step.kernel.function.script())
     return "\n".join(parts)
@@ -154,29 +160,33 @@ def kernel_source(rows: Sequence[KernelRow], name: str) -> str:
 
 
 def rates_text(device: Device) -> str:
+    """Return the rates of a device as text."""
     return f"{device.flops / 1e9:.4g} GFLOP/s, {device.bandwidth / 1e9:.3g} GB/s"
 
 
 def format_report(rows: Sequence[KernelRow], module: Module, width: int | None = None) -> str:
-    """A table for each stage, largest share first, then what each graph's operations became. Lines are at most `width` wide, if given."""
+    """Return a table for each stage, largest share first, then a line on how each graph was divided.
+
+    Lines are at most `width` wide, if it is set.
+    """
     lines: list[str] = []
     for stage in module.stages:
-        own = sorted((row for row in rows if row.stage == stage.index), key=lambda row: -row.batch_s)
+        of_stage = sorted((row for row in rows if row.stage == stage.index), key=lambda row: -row.batch_s)
         device = _device_of(module, module.devices_of(stage.index)[0])
-        total = sum(row.batch_s for row in own)
-        what, origin = (
-            ("measured", "measured") if any(row.measured_s is not None for row in own) else ("roofline", "planned")
+        total = sum(row.batch_s for row in of_stage)
+        measure, origin = (
+            ("measured", "measured") if any(row.measured_s is not None for row in of_stage) else ("roofline", "planned")
         )
-        rates = rates_text(own[0].device if own else device)
+        rates = rates_text(of_stage[0].device if of_stage else device)
         lines += [
-            f"stage {stage.index} on {device.name} ({origin}: {rates}): {total * 1e3:.3f} ms per batch, {what}",
-            _table(own, total, width),
+            f"stage {stage.index} on {device.name} ({origin}: {rates}): {total * 1e3:.3f} ms per batch, {measure}",
+            _table(of_stage, total, width),
             "",
         ]
         for kind in COMPUTE:
             graph = module.stage_graph(stage.index, kind)
             if graph is not None:
-                lines.append(_division_line(graph, own))
+                lines.append(_division_line(graph, of_stage))
         lines.append("")
     return "\n".join(lines).rstrip()
 
@@ -198,12 +208,12 @@ def _table(rows: Sequence[KernelRow], total: float, width: int | None) -> str:
         if measured:
             line += [f"{row.seconds * 1e3:.4f}", f"{100 * row.roofline_s / row.seconds:.0f}%"]
         cells.append([*line, f"{100 * row.batch_s / total:.1f}%" if total else "-"])
-    # Shapes say least beside the operations: they are the first to be cut.
+    # Shapes say least beside the operations: they are cut first.
     return table([*heads, "share"], cells, width, cut=(4, 3))
 
 
 def report_json(rows: Sequence[KernelRow]) -> str:
-    """The rows as plain data, nothing cut: seconds and bytes of one call."""
+    """Return the rows as JSON, nothing cut: seconds and bytes of one call."""
     return json.dumps([_plain(row) for row in rows], indent=2)
 
 
@@ -231,7 +241,8 @@ def _division_line(graph: Graph, rows: Sequence[KernelRow]) -> str:
     inside = sum(map(len, division.kernels.values()))
     flops = sum(row.flops * len(row.names) for row in rows if row.graph == graph.name)
     return (
-        f"{graph.name}: {len(graph.ops)} operations = {inside} in {len(division.kernels)} kernels + {len(division.inline)} without "
+        f"{graph.name}: {len(graph.ops)} operations = {inside} in {len(division.kernels)} kernels + "
+        f"{len(division.inline)} without "
         f"memory or in tables + {len(division.reads)} reads; {flops / 1e6:.3f} MFLOP"
     )
 
@@ -241,19 +252,19 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _kinds(ops: Sequence[Op]) -> str:
-    """Kinds in order; a kind that follows itself is counted."""
-    found: list[tuple[str, int]] = []
+    """Return kinds in order; repeated kinds are counted."""
+    runs: list[tuple[str, int]] = []
     for op in ops:
-        if found and found[-1][0] == op.kind:
-            found[-1] = (op.kind, found[-1][1] + 1)
+        if runs and runs[-1][0] == op.kind:
+            runs[-1] = (op.kind, runs[-1][1] + 1)
         else:
-            found.append((op.kind, 1))
-    words = [kind if count == 1 else f"{count}*{kind}" for kind, count in found]
+            runs.append((op.kind, 1))
+    words = [kind if count == 1 else f"{count}*{kind}" for kind, count in runs]
     return " ".join(words if len(words) <= 6 else [*words[:4], f"+{len(words) - 4}"])
 
 
 def _shapes(row: KernelRow) -> str:
-    """Operand and result types of the operation with the most work."""
+    """Return the operand and result types of the operation with the most work."""
     main = max(row.ops, key=lambda op: (cost_of(op).flops, cost_of(op).bytes))
     ins, outs = (
         ", ".join(str(v.type) for v in values[:3]) + (", ..." if len(values) > 3 else "")

@@ -1,16 +1,19 @@
-"""What kernels cost on this machine: each compiled by itself, and called again and again with the same random operands.
+"""Measurement of kernels on this machine: each is compiled alone, and called repeatedly with the same random operands.
 
-In: rows of the report on kernels. Out: the rows with the median time of a call. With one thread that is processor time, which other work on
-the machine changes little; several threads, or a GPU, are timed by the clock, because their processor time is not the time that a call
-takes. What fits into a cache is found there: the sum over a stage is at most what the stage takes, up to noise.
+In: rows of the report on kernels. Out: the rows with the median time of a call. With one thread that is processor time,
+which other work on the machine changes little. Several threads, or a GPU, are timed by the clock, because their
+processor time is not the time of a call. Operands that fit into a cache stay there: the sum over a stage is at most the
+time of the stage, up to noise.
 
-The roofline of measured rows is that of this machine, not of the device in the plan: the rate of a large matrix product, and of a sum of
-two long lists, compiled and measured in the same way. A kernel whose operands fit into a cache can be faster than that.
+The roofline of measured rows is that of this machine, not of the device in the plan: the rate of a large matrix
+product, and of a sum of two long lists, compiled and measured in the same way. A kernel whose operands fit into a cache
+can be faster than that.
 
-Operands are legal by construction: indices are in range, and floats are positive, in [0.1, 1), where something that is computed from them
-has to be (a logarithm, a root, a divisor, a variance). All others lie around 0: in [-1, 1), and operands of products and convolutions
-closer, so that their sums of many terms have a variance of about 1, as in a trained model. Sums of positive numbers would be large, and
-functions of them flat: exponentials, gelu and softmax then take paths, and times, that they do not take in a model.
+Operands are legal by construction: indices are in range. Floats are positive, in [0.1, 1), where a logarithm, a root, a
+divisor or a variance is computed from them. All others lie around 0: in [-1, 1), and operands of products and
+convolutions closer, so that their sums of many terms have a variance of about 1, as in a trained model. Sums of
+positive numbers would be large, and functions of them flat: exponentials, gelu and softmax would then take paths, and
+times, that they do not take in a model.
 """
 
 from __future__ import annotations
@@ -36,11 +39,11 @@ from .kernels import KernelRow
 if TYPE_CHECKING:
     import torch
 
-# A measurement ends after so many calls or so many seconds, whichever is later, but never goes past the last number of calls.
+# A measurement ends after this many calls or seconds, whichever is later, but after _MOST_CALLS calls at the latest.
 _CALLS, _SECONDS, _MOST_CALLS = 5, 0.05, 500
-# Of the yardsticks: too large for caches, small enough for a glance.
+# Sizes of the yardsticks: too large for caches, small enough to measure quickly.
 _SIDE, _LENGTH = 1024, 1 << 24
-# Where floats are drawn, and operands (by position) that have to be positive for a result to be a number.
+# The ranges of floats, and the operands (by position) that have to be positive for a result to be a number.
 _AROUND, _ABOVE = (-1.0, 1.0), (0.1, 1.0)
 _POSITIVE = {
     "log": (0,), "sqrt": (0,), "rsqrt": (0,), "pow": (0,), "div": (1,), "rem": (1,), "batch_norm": (4,), "layer_norm_grad": (4,),
@@ -52,7 +55,7 @@ _SUMS = ("matmul", "conv", "conv_grad_input", "conv_grad_weight")
 
 
 def check_devices(rows: Sequence[KernelRow], module: Module, backend: str) -> None:
-    """UsageError where this host lacks the device of a stage that is to be measured: before minutes are spent on compiling."""
+    """Raise UsageError where this host lacks the device of a measured stage, before minutes are spent on compiling."""
     maker = backend_of(backend)
     for stage in sorted({row.stage for row in rows}):
         maker.check_host(module, stage)
@@ -61,7 +64,7 @@ def check_devices(rows: Sequence[KernelRow], module: Module, backend: str) -> No
 def measure_rows(
     rows: Sequence[KernelRow], module: Module, backend: str, threads: int, progress: Progress | None = None
 ) -> list[KernelRow]:
-    """The rows with measured times, and with rooflines by measured rates."""
+    """Return the rows with measured times, and with rooflines by measured rates."""
     report = progress or (lambda done, total, what: None)
     maker = backend_of(backend)
     graphs = {f"s{row.stage}.{i}": replace(row.body, name=f"s{row.stage}.{i}") for i, row in enumerate(rows)}
@@ -100,7 +103,7 @@ def measure_rows(
 
 
 def _yardsticks() -> dict[str, Graph]:
-    """Kernels that do nothing but multiply, and nothing but move."""
+    """Return a kernel that only multiplies and one that only moves data."""
     square, long = TensorType("f32", (_SIDE, _SIDE)), TensorType("f32", (_LENGTH,))
     graphs = {}
     for name, kind, operand in (("product", "matmul", square), ("stream", "add", long)):
@@ -137,7 +140,7 @@ def _median_call(program: StageProgram, graph: Graph, module: Module, clock: Cal
 
 
 def random_arguments(graph: Graph, module: Module) -> list[torch.Tensor]:
-    """Tensors for a call. `latest` and `next` of a variable with one version are one tensor, as at run time."""
+    """Draw tensors for a call. `latest` and `next` of a variable with one version are one tensor, as at run time."""
     import torch
 
     source = torch.Generator().manual_seed(0)
@@ -172,35 +175,35 @@ def _random(t: TensorType, below: int | None, within: tuple[float, float], sourc
 
 
 def _ranges(graph: Graph) -> dict[Value, tuple[float, float]]:
-    """Between what floats are drawn that are not just around 0, traced back from the operations that ask for it."""
-    found: dict[Value, tuple[float, float]] = {}
+    """Return the ranges of floats that are not just around 0, traced back from the operations that need them."""
+    ranges: dict[Value, tuple[float, float]] = {}
 
-    def draw(values: Iterable[Value], within: tuple[float, float]) -> None:
+    def restrict(values: Iterable[Value], within: tuple[float, float]) -> None:
         for v in values:
-            # Positive goes before near 0, and of the latter the nearest.
-            found[v] = (
+            # A positive range takes precedence, then the range nearest to 0.
+            ranges[v] = (
                 _ABOVE
-                if _ABOVE in (within, found.get(v))
-                else min(within, found.get(v, within), key=lambda ends: ends[1])
+                if _ABOVE in (within, ranges.get(v))
+                else min(within, ranges.get(v, within), key=lambda ends: ends[1])
             )
 
     for op in reversed(graph.ops):
-        draw((op.ins[i] for i in _POSITIVE.get(op.kind, ()) if i < len(op.ins)), _ABOVE)
-        asked = {found[v] for v in op.outs if v in found}
+        restrict((op.ins[i] for i in _POSITIVE.get(op.kind, ()) if i < len(op.ins)), _ABOVE)
+        needed = {ranges[v] for v in op.outs if v in ranges}
         square = op.kind == "mul" and len(set(op.ins)) == 1
-        if _ABOVE in asked:
-            draw(() if square or op.kind in _ALWAYS_POSITIVE else op.ins, _ABOVE)
+        if _ABOVE in needed:
+            restrict(() if square or op.kind in _ALWAYS_POSITIVE else op.ins, _ABOVE)
         elif op.kind in _SUMS:
             terms = cost_of(op).flops / 2 / max(op.outs[0].type.size, 1)
             most = min(1.0, (9 / max(terms, 1.0)) ** 0.25)
-            draw(op.ins, (-most, most))
-        elif asked and (op.kind == "cast" or OPS[op.kind].family == "layout"):
-            draw(op.ins, min(asked, key=lambda ends: ends[1]))
-    return found
+            restrict(op.ins, (-most, most))
+        elif needed and (op.kind == "cast" or OPS[op.kind].family == "layout"):
+            restrict(op.ins, min(needed, key=lambda ends: ends[1]))
+    return ranges
 
 
 def _index_limits(graph: Graph) -> dict[Value, int]:
-    """How large values may be that are used as indices, traced back through whatever is done to them first."""
+    """Return upper limits of values that are used as indices, traced back through the operations before."""
     limits: dict[Value, int] = {}
 
     def limit(value: Value, below: int) -> None:

@@ -1,4 +1,4 @@
-"""What the compiler has, told on the command line: passes and pipelines, operations and who supports them, and completions for shells.
+"""The compiler's reference on the command line: passes, pipelines, operations, and completions for shells.
 
-All of it is read from the tables themselves, so that it cannot say anything else than what is done.
+All of it is read from the tables themselves, so that it cannot deviate from them.
 """

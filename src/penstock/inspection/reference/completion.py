@@ -1,13 +1,16 @@
-"""`penstock completion SHELL`: a script that completes commands, options and their values, passes in pipelines, and operations.
+"""`penstock completion SHELL`: a script that completes the words of a command line.
 
-In: the parser of the command line, and the tables of passes and operations. Out: a script for bash, zsh or fish. It holds all words, so
-that a completion starts no Python; after an update it is printed anew (`source <(penstock completion bash)` does so with every shell).
+It completes commands, options and their values, passes in pipelines, and operations.
 
-What can come next is known from the command, and from the option before the word:
+In: the parser of the command line, and the tables of passes and operations. Out: a script for bash, zsh or fish. It
+holds all words, so that a completion starts no Python; after an update it is printed anew (`source <(penstock
+completion bash)` does so with every shell).
+
+The command, and the option before the word, decide what can come next:
 
     words    a choice, a command, a pass, an operation: one of a list
     parts    a pipeline: passes with commas between them, the last of which is completed
-    files    whatever names a file or folder
+    files    the name of a file or folder
     nothing  numbers, names and patterns
 
 Limit: options of passes inside braces are not completed.
@@ -24,14 +27,14 @@ from penstock.ir.ops import OPS
 from penstock.passes.pipelines import PASSES
 
 WORDS, PARTS, FILES, NOTHING = "words", "parts", "files", "nothing"
-# Placeholders of arguments that name files or folders; others are free text.
+# Placeholders of arguments that name files or folders; all others are free text.
 _FILES = re.compile(r"FILE|DIR|BUNDLE|CHECKPOINT|DUMPS|METRICS|[.][a-z]+|^[AB]$")
 _BY_PLACE = {"PASS": (WORDS, tuple(PASSES)), "OP": (WORDS, tuple(OPS)), "PIPELINE": (PARTS, tuple(PASSES))}
 
 
 @dataclass(frozen=True)
 class CompletionSlot:
-    """What can stand somewhere."""
+    """The words or files that can stand at one place of a command line."""
 
     kind: str
     words: tuple[str, ...] = ()
@@ -39,8 +42,10 @@ class CompletionSlot:
 
 @dataclass(frozen=True)
 class Command:
-    """A command (`checkpoint ls`; the empty one is penstock itself): its options, what follows those that
-    take a value, and what stands by itself."""
+    """A command: its options, the values of those that take one, and its positional argument.
+
+    The name is that after `penstock` (`checkpoint ls`); penstock itself has an empty one.
+    """
 
     name: str
     options: tuple[str, ...]
@@ -49,20 +54,20 @@ class Command:
 
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """The script that makes a shell complete what a parser takes."""
+    """Return the script that makes a shell complete the arguments of a parser."""
     return {"bash": bash, "zsh": zsh, "fish": fish}[shell](list(commands_of(parser)))
 
 
 def commands_of(parser: argparse.ArgumentParser, name: str = "") -> Iterator[Command]:
-    """A command, then those below it."""
-    below: dict[str, argparse.ArgumentParser] = {}
+    """Yield a command, then those below it."""
+    children: dict[str, argparse.ArgumentParser] = {}
     options: list[str] = []
     values: dict[str, CompletionSlot] = {}
     place = CompletionSlot(NOTHING)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            below = dict(action.choices)
-            place = CompletionSlot(WORDS, tuple(below))
+            children = dict(action.choices)
+            place = CompletionSlot(WORDS, tuple(children))
         elif not action.option_strings:
             place = place if place.kind != NOTHING else _slot(action)
         else:
@@ -70,7 +75,7 @@ def commands_of(parser: argparse.ArgumentParser, name: str = "") -> Iterator[Com
             if action.nargs != 0:
                 values |= dict.fromkeys(action.option_strings, _slot(action))
     yield Command(name, tuple(options), values, place)
-    for word, child in below.items():
+    for word, child in children.items():
         yield from commands_of(child, f"{name} {word}".strip())
 
 
@@ -87,7 +92,9 @@ def _slot(action: argparse.Action) -> CompletionSlot:
 
 
 def bash(commands: list[Command]) -> str:
-    """One function: which command it is, what the word before asks for, else options or what stands by itself."""
+    """Return one function: it finds the command, then completes the option's value, an option or the positional
+    argument.
+    """
     names = [c.name for c in commands if c.name]
     finding = "".join(f'            "{_above(name)} {_last(name)}") command="{name}" ;;\n' for name in names)
     values = "".join(
@@ -96,7 +103,8 @@ def bash(commands: list[Command]) -> str:
         for option, slot in c.values.items()
     )
     places = "".join(
-        f'            "{c.name}") kind={c.place.kind} words="{" ".join(c.place.words)}" options="{" ".join(c.options)}" ;;\n'
+        f'            "{c.name}") kind={c.place.kind} words="{" ".join(c.place.words)}" '
+        f'options="{" ".join(c.options)}" ;;\n'
         for c in commands
     )
     return f"""# bash completion of penstock: source <(penstock completion bash)
@@ -139,7 +147,7 @@ complete -F _penstock penstock
 
 
 def _above(name: str) -> str:
-    """The command that this one is below."""
+    """Return the command that this one is below."""
     return name.rpartition(" ")[0]
 
 
@@ -151,7 +159,7 @@ def _last(name: str) -> str:
 
 
 def zsh(commands: list[Command]) -> str:
-    """The same as for bash, in the words of zsh."""
+    """Return the function of bash, in the syntax of zsh."""
     names = [c.name for c in commands if c.name]
     finding = "".join(f'      "{_above(name)} {_last(name)}") command="{name}" ;;\n' for name in names)
     values = "".join(
@@ -204,7 +212,7 @@ fi
 
 
 def fish(commands: list[Command]) -> str:
-    """A function that says which command it is, and a line for every option and place."""
+    """Return a function that finds the command, and a line for every option and place."""
     finding = "".join(
         f"            case '{_above(c.name)} {_last(c.name)}'\n                set command '{c.name}'\n"
         for c in commands
@@ -212,14 +220,14 @@ def fish(commands: list[Command]) -> str:
     )
     lines = []
     for c in commands:
-        when = f"__penstock_is \\'{c.name}\\'"
-        lines += _fish_slot(when, "", c.place)
+        condition = f"__penstock_is \\'{c.name}\\'"
+        lines += _fish_slot(condition, "", c.place)
         for option in c.options:
             flag = f"-l {option[2:]}" if option.startswith("--") else f"-s {option[1:]}"
             lines += (
-                _fish_slot(when, flag, c.values[option])
+                _fish_slot(condition, flag, c.values[option])
                 if option in c.values
-                else [f"complete -c penstock -n '{when}' {flag}"]
+                else [f"complete -c penstock -n '{condition}' {flag}"]
             )
     return f"""# fish completion of penstock: penstock completion fish | source
 function __penstock_is
@@ -235,8 +243,8 @@ complete -c penstock -f
 """
 
 
-def _fish_slot(when: str, flag: str, slot: CompletionSlot) -> list[str]:
-    start = f"complete -c penstock -n '{when}'" + (f" {flag}" if flag else "")
+def _fish_slot(condition: str, flag: str, slot: CompletionSlot) -> list[str]:
+    start = f"complete -c penstock -n '{condition}'" + (f" {flag}" if flag else "")
     if slot.kind == WORDS:
         return [f"{start} {'-x ' if flag else ''}-a '{' '.join(slot.words)}'"]
     if slot.kind == PARTS:

@@ -1,5 +1,9 @@
-"""Which part of the compiler has a rule for which operation: one row per row of the op table, read from the tables themselves. That a
-rule is there does not show that it works: nothing is tried for this matrix."""
+"""The table of operations and the parts of the compiler that have a rule for them.
+
+It is read from the op table and the tables of rules.
+
+A rule in the table does not show that it works: nothing is tried for this matrix.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from penstock.passes.rewrite.decompose import DECOMPOSE
 from penstock.passes.training.vjp import FLAT, STOPS, VJP
 
 STATE = "state"
-# What stands in the columns.
+# The meanings of the words in the columns.
 MEANINGS = {
     "rule": "there is one, and it was not tried for this table; the tests try those that come with Penstock",
     "built in": "nothing to be tried: the interpreter and kernels take variables as they are",
@@ -20,7 +24,7 @@ MEANINGS = {
 
 
 def coverage() -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the matrix."""
+    """Return header and rows of the matrix."""
     from penstock.backends.tvm.kernels import MAIN
     from penstock.backends.tvm.kernels.tools.elements import INDEXED, POINTWISE
 

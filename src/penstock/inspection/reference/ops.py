@@ -1,4 +1,7 @@
-"""`penstock ops`: all operations with who supports them, or one in full. In: the op table and the tables beside it. Out: text."""
+"""`penstock ops`: all operations with their support, or one in full.
+
+In: the op table and the tables of rules. Out: text.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _DIMENSIONS = (
 
 
 def list_ops() -> Iterator[str]:
-    """All operations, and which parts of the compiler support them."""
+    """Yield lines about all operations, and which parts of the compiler support them."""
     yield table(*coverage())
     yield ""
     yield from (f"{word}: {meaning}" for word, meaning in MEANINGS.items())
@@ -33,7 +36,7 @@ def list_ops() -> Iterator[str]:
 
 
 def op_help(name: str) -> Iterator[str]:
-    """All there is to say about an operation."""
+    """Yield the lines of help for an operation."""
     row = OPS[name]
     yield f"{name}({_operands(row)})"
     yield f"    {row.doc}"
@@ -47,10 +50,7 @@ def op_help(name: str) -> Iterator[str]:
     else:
         yield "dimensions: those of all operands are the same, after broadcasting, and any of them may be split"
     yield f"gradient: {_gradient(name)}"
-    yield (
-        "interpreter: "
-        f"{_place(NUMPY.get(name)) if name in NUMPY else 'built in: reads and writes variables' if row.family == STATE else 'no'}"
-    )
+    yield f"interpreter: {_interpreter(row)}"
     for device, kinds in _kernels():
         yield f"{device}: {_kernel(row, kinds, tried=device == _CPUS)}"
     if name in DECOMPOSE:
@@ -94,6 +94,12 @@ def _gradient(name: str) -> str:
     return "that of what it is taken apart into" if name in DECOMPOSE else "none"
 
 
+def _interpreter(row: OpDef) -> str:
+    if row.name in NUMPY:
+        return _place(NUMPY[row.name])
+    return "built in: reads and writes variables" if row.family == STATE else "no"
+
+
 def _kernels() -> Iterator[tuple[str, frozenset[str]]]:
     from penstock.backends.tvm.cuda.kernels.generate import KINDS
     from penstock.backends.tvm.kernels import MAIN
@@ -115,13 +121,13 @@ def _kernel(row: OpDef, kinds: frozenset[str], tried: bool) -> str:
 
 
 def _functions_within(rule: object) -> list[object]:
-    """Functions that a helper made a rule with."""
+    """Return the functions in the closure of a rule."""
     values = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
     return [value for value in values if callable(value)]
 
 
 def _place(rule: object) -> str:
-    """Where a rule stands; of one that a helper made of a function, where that function does."""
+    """Return the place of a rule in the source; of a rule made from another function, the place of that function."""
     target = inspect.unwrap(rule) if callable(rule) else rule
     while len(made_of := _functions_within(target)) == 1:
         target = made_of[0]

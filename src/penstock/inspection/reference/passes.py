@@ -1,4 +1,7 @@
-"""`penstock passes`: all passes in short, one in full, or a pipeline as a file. In: the table of passes and the pipelines. Out: text."""
+"""`penstock passes`: all passes in short, one in full, or a pipeline as a file.
+
+In: the table of passes and the pipelines. Out: text.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from penstock.support.words import meant
 
 
 def list_passes() -> Iterator[str]:
-    """All passes with their options, two lines each."""
+    """Yield all passes with their options, two lines each."""
     for row in PASSES.values():
         facts = [f"{word} {', '.join(names)}" for word, names in (("needs", row.needs), ("gives", row.gives)) if names]
         yield _signature(row) + (f"  [{'; '.join(facts)}]" if facts else "")
@@ -26,28 +29,29 @@ def list_passes() -> Iterator[str]:
 
 
 def known(name: str, names: Iterable[str], what: str, command: str) -> str:
-    """The name, if there is such a one; `-` and `_` are the same. `command` lists them."""
-    spelled = {one.replace("_", "-"): one for one in names}
-    if (one := spelled.get(name.replace("_", "-"))) is not None:
+    """Return the name as the table spells it; `-` and `_` are the same. `command` lists the names."""
+    by_spelling = {one.replace("_", "-"): one for one in names}
+    if (one := by_spelling.get(name.replace("_", "-"))) is not None:
         return one
     raise UsageError(
-        f"there is no {what} {name!r}", hint=meant(name, spelled.values()) or f"`{command}` lists those there are"
+        f"there is no {what} {name!r}", hint=meant(name, by_spelling.values()) or f"`{command}` lists those there are"
     )
 
 
 def _signature(row: Pass) -> str:
-    return f"{row.name}{{{','.join(f.name if f.default is MISSING else f'{f.name}={_default(f)}' for f in fields(row.options))}}}"
+    options = (f.name if f.default is MISSING else f"{f.name}={_default(f)}" for f in fields(row.options))
+    return f"{row.name}{{{','.join(options)}}}"
 
 
 def _default(field: Field[Any]) -> str:
     if field.default is MISSING:
         return "must be given"
-    # A setting that is None is not given: the pass finds it.
+    # The default None means that the pass chooses the value.
     return "none" if field.default is None else print_literal(field.default)
 
 
 def pass_help(name: str) -> Iterator[str]:
-    """All there is to say about a pass."""
+    """Yield the lines of help for a pass."""
     row = PASSES[name]
     yield _signature(row)
     yield f"    {row.doc}"
@@ -71,18 +75,18 @@ def pass_help(name: str) -> Iterator[str]:
         names = ["the beginning", *(entry.name for entry in entries()), "the end"]
         for entry, (before, after) in zip(entries(), zip(names, names[2:], strict=False), strict=False):
             if entry.name == name:
-                asked = f", with {entry.asked}" if entry.asked else ""
-                yield f"in {pipeline}, between {before} and {after}{asked}: {entry.why}"
+                condition = f", with {entry.asked}" if entry.asked else ""
+                yield f"in {pipeline}, between {before} and {after}{condition}: {entry.why}"
 
 
 def _type_name(field: Field[Any]) -> str:
-    """The annotation in words of the text form."""
+    """Return the type of a field in the words of the IR text."""
     text = str(field.type).replace(" | None", "")
-    listed = re.fullmatch(r"tuple\[(\w+), \.\.\.\]", text)
-    return f"list of {listed[1]}" if listed else text
+    match = re.fullmatch(r"tuple\[(\w+), \.\.\.\]", text)
+    return f"list of {match[1]}" if match else text
 
 
 def fact_meanings() -> dict[str, str]:
-    """What the verifier checks for each fact, in its own words."""
+    """Return, for each fact, the verifier's description of its check."""
     rows = re.findall(r"^ {4}(\w+) {2,}(.+)$", verify.__doc__ or "", re.MULTILINE)
     return dict(rows)

@@ -1,7 +1,10 @@
-"""Whether the kernel of an operation can be made, tried on one example. In: a row of the op table. Out: words; empty where it could.
+"""A trial of the CPU kernel of an operation on one example.
 
-The example is the first of small operands that the type rule takes, with the attributes that the row gives. It shows that there is a
-kernel, not that it computes the right thing, nor that there is one for all element types: that is for the tests (docs/testing.md).
+In: a row of the op table. Out: the reason for a refusal; empty where there is a kernel.
+
+The example is the first of small operands that the type rule takes, with the default attributes of the row. It shows
+that there is a kernel, not that the kernel is right, nor that there is one for all element types: the tests do that
+(docs/testing.md).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ _SHAPES: tuple[tuple[int, ...], ...] = ((4,), (4, 4), (2, 4, 4, 4))
 
 
 def example_of(row: OpDef) -> Op | None:
-    """The operation on some operands that fit; None where attributes have to be given, or none of those that are tried fit."""
+    """Return the operation on some operands that fit; None where it has required attributes, or no operands fit."""
     if any(isinstance(spec, Required) for spec in row.attrs.values()):
         return None
     for dtype, shape in product(_DTYPES, _SHAPES):
@@ -33,7 +36,7 @@ def example_of(row: OpDef) -> Op | None:
 
 
 def trouble_with(op: Op) -> str:
-    """Why there is no kernel for an operation."""
+    """Return the reason why there is no kernel for an operation; empty where there is one."""
     from penstock.backends.tvm.compile.jobs import do
     from penstock.backends.tvm.group import Fusion, rename
     from penstock.backends.tvm.messages import GroupRefused, JobFailed, MakeKernel

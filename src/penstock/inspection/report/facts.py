@@ -1,13 +1,15 @@
-"""All facts of a report, section by section. In: material. Out: plain data that JSON can say; a
-section that the material cannot give is null.
+"""All facts of a report, section by section.
 
-    summary    what the model is, who runs it, and what is predicted         links      what travels between ranks
-    graph      the graphs (graph_facts)                                      schedule   timelines (schedule_facts)
-    passes     what every pass did (pass_facts)                              memory     what ranks hold over time (memory_facts)
-    placement  ranks with their share of time and memory, and the reasons    kernels    kernels and their source (kernel_facts)
+In: material. Out: plain data for JSON; a section that the material cannot fill is null.
 
-Predictions are those of the simulator. With `plain` they rest on the module alone, so that the same module has the same page; otherwise
-on what was measured on this machine, too.
+    summary    the model, its ranks, and predictions           links      messages between ranks
+    graph      the graphs (graph_facts)                        schedule   timelines (schedule_facts)
+    passes     the changes of every pass (pass_facts)          memory     memory of ranks over time (memory_facts)
+    placement  ranks with their share of time and memory,      kernels    kernels and their source (kernel_facts)
+               and the reasons
+
+Predictions are those of the simulator. With `plain` they rest on the module alone, so that the same module has the same
+page; otherwise on measurements of this machine, too.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from .strings import Strings
 
 
 def gather(material: Material, plain: bool = False) -> dict[str, Any]:
-    """Everything the page shows."""
+    """Collect all facts of the page."""
     module, strings = material.module, Strings({"": 0})
     known = material.predicted if plain else None
     predicted = (known or (predict if plain else predict_here)(module)) if _runs(module) else None
     memory = measure_memory(module) if predicted is not None else {}
-    found = {
+    facts = {
         "version": __version__,
         "failure": material.failure,
         "summary": _summary(material, predicted),
@@ -55,12 +57,12 @@ def gather(material: Material, plain: bool = False) -> dict[str, Any]:
         "kernels": None,
     }
     if "fused" in module.facts and module.cluster is not None and module.stages:
-        found["kernels"] = kernel_facts(module, material, strings, None if plain else Measured())
-    return found | {"strings": list(strings)}
+        facts["kernels"] = kernel_facts(module, material, strings, None if plain else Measured())
+    return facts | {"strings": list(strings)}
 
 
 def _runs(module: Module) -> bool:
-    """Whether it can be simulated: a schedule with its messages, on devices that are known."""
+    """Say whether a module can be simulated: it has a schedule with its messages, on known devices."""
     return (
         module.schedule is not None and module.cluster is not None and bool(module.stages) and "wired" in module.facts
     )
@@ -136,7 +138,7 @@ def _placement(material: Material, predicted: Predicted, memory: Mapping[int, Me
 
 
 def _first_node(module: Module, stage: int) -> str:
-    """The source node that a stage begins with."""
+    """Return the source node that a stage begins with."""
     graph = module.stage_graph(stage, "F")
     return (
         next((op.loc for op in graph.ops if op.kind not in ("read", "const") and op.loc), "")
@@ -146,21 +148,21 @@ def _first_node(module: Module, stage: int) -> str:
 
 
 def _schedule(material: Material, predicted: Predicted) -> dict[str, Any]:
-    found = predicted.forecast.found
+    run = predicted.forecast.found
     facts: dict[str, Any] = {
         "kinds": KINDS,
-        "microbatches": found.schedule.microbatches,
-        "planned": planned_facts(found),
+        "microbatches": run.schedule.microbatches,
+        "planned": planned_facts(run),
         "measured": None,
     }
     if material.trace is not None:
-        facts["measured"] = measured_facts(material.trace, found, facts["planned"])
-        facts["measured"]["held"] = measured_memory(material.trace, found, facts["measured"]["at"])
+        facts["measured"] = measured_facts(material.trace, run, facts["planned"])
+        facts["measured"]["held"] = measured_memory(material.trace, run, facts["measured"]["at"])
     return facts
 
 
 def _links(module: Module, predicted: Predicted, strings: Strings) -> dict[str, Any]:
-    found = predicted.forecast.found
+    run = predicted.forecast.found
     edges = [
         {
             "from": edge.src,
@@ -171,14 +173,14 @@ def _links(module: Module, predicted: Predicted, strings: Strings) -> dict[str, 
         }
         for edge in module.edges
     ]
-    # A link that is as fast as one likes has no rate that JSON could say.
+    # JSON has no number for the rate of an infinitely fast link.
     uses = [
         [
             use.name,
             use.bandwidth if math.isfinite(use.bandwidth) else None,
-            use.nbytes / found.batches,
-            use.busy / found.finish if found.finish else 0.0,
+            use.nbytes / run.batches,
+            use.busy / run.finish if run.finish else 0.0,
         ]
-        for use in found.links
+        for use in run.links
     ]
     return {"edges": edges, "links": uses}

@@ -1,9 +1,11 @@
-"""The kernels of every stage, as data: what they do, what they should cost and did cost, and their source.
+"""The kernels of every stage, as data: their operations, predicted and measured times, and source.
 
-    {"stage", "graph", "names", "calls", "per", "ops": [[kind, operands, results], ...], "flops", "bytes", "roofline", "measured", "share", "source"}
+    {"stage", "graph", "names", "calls", "per", "ops": [[kind, operands, results], ...], "flops", "bytes", "roofline",
+     "measured", "share", "source"}
 
-Seconds are those of one call; `measured` is null where nobody timed it (`penstock inspect --kernels --measure`); `share` is the part of the
-stage's time per batch; `source` is a number of `sources` (`_packed` says how they are written), -1 where there is none.
+Seconds are those of one call. `measured` is null where there is no measurement (`penstock inspect --kernels
+--measure`). `share` is the part of the stage's time per batch. `source` is a number of `sources` (`_packed` says how
+they are written), -1 where there is none.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from .strings import Strings
 
 
 def kernel_facts(module: Module, material: Material, strings: Strings, table: Measured | None) -> dict[str, Any]:
-    """All kernels; measured times are those of the table, if one is given. `programs` are [file, source] of whole stages."""
+    """Return all kernels.
+
+    Measured times are those of the table, if there is one; `programs` are [file, source] of whole stages.
+    """
     rows = [_timed(row, table) for row in kernel_rows(module)]
     texts, totals = Strings(), defaultdict[int, float](float)
     for row in rows:
@@ -38,7 +43,7 @@ def kernel_facts(module: Module, material: Material, strings: Strings, table: Me
 
 
 def _packed(texts: Sequence[str]) -> str:
-    """Sources repeat themselves, and few of them are looked at: a list as JSON, deflated, in base64."""
+    """Return a list as JSON, deflated, in base64: sources repeat themselves, and few of them are viewed."""
     return base64.b64encode(zlib.compress(msgspec.json.encode(texts), 1)).decode()
 
 
@@ -49,7 +54,7 @@ def _timed(row: KernelRow, table: Measured | None) -> KernelRow:
 
 
 def _row(row: KernelRow, total: float, sources: Mapping[str, str], strings: Strings, texts: Strings) -> dict[str, Any]:
-    found = next((sources[label] for name in row.names if (label := f"{row.graph}/{name}") in sources), None)
+    source = next((sources[label] for name in row.names if (label := f"{row.graph}/{name}") in sources), None)
     return {
         "stage": row.stage,
         "graph": row.graph,
@@ -66,5 +71,5 @@ def _row(row: KernelRow, total: float, sources: Mapping[str, str], strings: Stri
         "roofline": row.roofline_s,
         "measured": row.measured_s,
         "share": row.batch_s / total if total else 0.0,
-        "source": -1 if found is None else texts[found],
+        "source": -1 if source is None else texts[source],
     }

@@ -1,5 +1,7 @@
-"""What a report is made from: the program, its passes with their modules, plan, times, sources of kernels. A compile has all of that in
-hand; what lies in files is read by reading.py."""
+"""The input of a report: the program, its passes with their modules, plan, times, sources of kernels.
+
+A compile has all of it in memory; reading.py reads it from files.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PassStep:
-    """A pass of the pipeline, the first being what went into it; `module` is what came out of it, None where nothing changed;
-    so are ms where nobody measured them."""
+    """A pass of the pipeline; the first step is the pipeline's input.
+
+    `module` is the result, None where nothing changed; `ms` is None where it was not measured.
+    """
 
     number: int
     call: str
@@ -31,8 +35,10 @@ class PassStep:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """Of every rank: actions with start and duration, and (time, bytes held) where that was traced;
-    seconds from the first action of all."""
+    """A measured run, by rank: actions with start and duration, and (time, bytes held) where that was traced.
+
+    Times are seconds from the first action of all.
+    """
 
     actions: Mapping[int, list[tuple[Action, float, float]]]
     held: Mapping[int, list[tuple[float, int]]]
@@ -40,9 +46,12 @@ class RunTrace:
 
 @dataclass(frozen=True)
 class Material:
-    """`module` is the newest there is. `sources` are those of kernels by graph and name (`s0.F/k3`), `programs` those of
-    whole stages by file. `failure` is the error that ended the pipeline, `predicted` what the simulator says of the
-    module alone, where somebody knows it."""
+    """The input of a report.
+
+    `module` is the newest there is. `sources` are those of kernels by graph and name (`s0.F/k3`), `programs` those of
+    whole stages by file. `failure` is the error that ended the pipeline, `predicted` the simulator's prediction from
+    the module alone, if the caller has it.
+    """
 
     module: Module
     steps: tuple[PassStep, ...] = ()

@@ -1,14 +1,16 @@
-"""What every rank's memory holds over time, as data, at the simulator's times.
+"""The memory of every rank over time, as data, at the simulator's times.
 
-    {"rank", "fixed": {purpose: bytes}, "variables": [[name, role, versions, bytes], ...], "points": [time, activations, boundary, free, ... flat],
+    {"rank", "fixed": {purpose: bytes}, "variables": [[name, role, versions, bytes], ...],
+     "points": [time, activations, boundary, free, ... flat],
      "lives": [name, owner, purpose, bytes, from, to, ... flat]}
 
-`fixed` does not change: weights, gradients, optimiser state, buffers, and data that wait. The sum at a point is what memory_curve says the
-process holds; `free` are blocks that nobody uses between calls: temporaries of graphs, and memory kept for the next microbatch. `lives` are
-the blocks of values of microbatches (those of batch t under -1 - t), with the times between which they live; `to` is -1 where the run ends
-first. A message of several values has the name of the first, and their number. Times are ticks of schedule_facts.
+`fixed` does not change: weights, gradients, optimiser state, buffers, and waiting data. The sum at a point is the
+memory that the process holds by memory_curve. `free` are blocks that are unused between calls: temporaries of graphs,
+and memory kept for the next microbatch. `lives` are the blocks of values of microbatches (those of batch t under -1 -
+t), with the times between which they live; `to` is -1 where the run ends first. A message of several values has the
+name of the first, and their number. Times are ticks of schedule_facts.
 
-Limit: of a long program no more than so many lives are kept, those of its beginning, and the points until then.
+Limit: of a long program only the first lives are kept (`_MOST`), and the points until then.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from .strings import Strings
 
 PURPOSES = ("weights", "gradients", "state", "buffers", "data")
 _PASSING = ("activations", "boundary")
-# Lives of values, of all ranks together.
+# The most lives of values that are kept, of all ranks together.
 _MOST = 12000
 
 
 def memory_facts(rows: Mapping[int, Memory], forecast: Forecast, strings: Strings) -> list[dict[str, Any]]:
-    """One entry per rank; `rows` is what `measure_memory` says of them."""
+    """Return one entry per rank; `rows` are the results of `measure_memory`."""
     return [_rank_facts(rank, row, forecast, _MOST // len(rows), strings) for rank, row in rows.items()]
 
 
@@ -65,20 +67,21 @@ def _rank_facts(rank: int, row: Memory, forecast: Forecast, most: int, strings: 
 def _flat(life: Life, finishes: list[int], strings: Strings) -> tuple[int, ...]:
     assert life.owner is not None
     name = life.names[0] if len(life.names) == 1 else f"{life.names[0]} and {len(life.names) - 1} more"
-    given = -1 if life.given is None else finishes[life.given]
-    return strings[name], life.owner, _PASSING.index(life.purpose), life.nbytes, finishes[life.taken], given
+    end = -1 if life.given is None else finishes[life.given]
+    return strings[name], life.owner, _PASSING.index(life.purpose), life.nbytes, finishes[life.taken], end
 
 
 def measured_memory(trace: RunTrace, planned: Simulated, at: Sequence[int]) -> list[list[int]]:
-    """Bytes of values that each rank of a traced run held, [time, bytes, ... flat], laid out by action: times are those of the plan.
+    """Return the bytes of values that each rank of a traced run held, [time, bytes, ... flat], at times of the plan.
 
-    What the run held while an action ran is where the plan has that action, if batch at[0] of the run is batch at[1] of the plan; as far
-    around these as the run did the same actions in the same order."""
+    Memory held during an action stands where the plan has that action, if batch at[0] of the run is batch at[1] of the
+    plan. It reaches as far around that batch as the run did the same actions in the same order.
+    """
     return [_laid_out(trace.held.get(rank, ()), _stops(trace, planned, rank, at)) for rank in sorted(trace.actions)]
 
 
 def _stops(trace: RunTrace, planned: Simulated, rank: int, at: Sequence[int]) -> list[tuple[float, float]]:
-    """Times of the run and of the plan that belong together: beginnings and ends of computations."""
+    """Return pairs of times of the run and of the plan that belong together: beginnings and ends of computations."""
     run = [(action, start, start + seconds) for action, start, seconds in trace.actions[rank] if action.kind in COMPUTE]
     plan = [timed for timed in planned.timed(rank) if timed[0].kind in COMPUTE]
     per_batch = planned.schedule.microbatches
@@ -86,19 +89,21 @@ def _stops(trace: RunTrace, planned: Simulated, rank: int, at: Sequence[int]) ->
     def label(action: Action, batches: int) -> tuple[str, int]:
         return action.kind, action.shifted(batches, per_batch).mb
 
-    ours = [label(action, at[1] - at[0]) for action, _, _ in run]
-    theirs = [label(action, 0) for action, _, _ in plan]
+    run_labels = [label(action, at[1] - at[0]) for action, _, _ in run]
+    plan_labels = [label(action, 0) for action, _, _ in plan]
     begin = next((i for i, (action, _, _) in enumerate(run) if action.batch(per_batch) == at[0]), None)
-    if begin is None or ours[begin] not in theirs:
+    if begin is None or run_labels[begin] not in plan_labels:
         return []
-    ahead = theirs.index(ours[begin]) - begin
+    ahead = plan_labels.index(run_labels[begin]) - begin
     first = last = begin
-    while first > 0 and first + ahead > 0 and ours[first - 1] == theirs[first + ahead - 1]:
+    while first > 0 and first + ahead > 0 and run_labels[first - 1] == plan_labels[first + ahead - 1]:
         first -= 1
-    while last + 1 < len(run) and last + 1 + ahead < len(plan) and ours[last + 1] == theirs[last + 1 + ahead]:
+    while (
+        last + 1 < len(run) and last + 1 + ahead < len(plan) and run_labels[last + 1] == plan_labels[last + 1 + ahead]
+    ):
         last += 1
     pairs = zip(run[first : last + 1], plan[first + ahead : last + 1 + ahead], strict=True)
-    return [both for (_, *ours_at), (_, *plan_at) in pairs for both in zip(ours_at, plan_at, strict=True)]
+    return [pair for (_, *run_times), (_, *plan_times) in pairs for pair in zip(run_times, plan_times, strict=True)]
 
 
 def _laid_out(held: Sequence[tuple[float, int]], stops: Sequence[tuple[float, float]]) -> list[int]:

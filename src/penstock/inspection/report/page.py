@@ -1,8 +1,10 @@
-"""Facts as one file of HTML. In: facts, title. Out: the page, with its styles, scripts and data inside.
+"""The writer of the page: one file of HTML.
 
-The data are JSON in a script element that no browser runs; `<` is written as an escape there, so that no text can end the element, and a
-number that is not finite is null. The page's own script and styles are allowed by their hashes, and nothing else is: whatever were smuggled
-in would not run, and nothing can be loaded from anywhere.
+In: facts. Out: the page, with its styles, scripts and data inside.
+
+The data are JSON in a script element that no browser runs. `<` is written as an escape there, so that no text can end
+the element, and a number that is not finite is null. The page allows its own script and styles by their hashes, and
+nothing else: smuggled code would not run, and nothing can be loaded from anywhere.
 """
 
 from __future__ import annotations
@@ -44,11 +46,14 @@ SCRIPTS = (
 
 
 def render(facts: dict[str, Any]) -> str:
-    """The page that shows these facts."""
+    """Return the page that shows these facts."""
     script = "\n".join(['"use strict";', "(() => {", *(_part(f"{name}.js") for name in SCRIPTS), "})();"])
     style = _part("style.css")
-    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
-    # Numbers of NumPy are not those that msgspec knows.
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; base-uri "
+        "'none'; form-action 'none'"
+    )
+    # msgspec does not know the numbers of NumPy.
     data = msgspec.json.encode(facts, enc_hook=float).decode().replace("<", "\\u003c")
     parts = {
         "title": html.escape(facts["summary"]["model"]),
@@ -57,12 +62,15 @@ def render(facts: dict[str, Any]) -> str:
         "script": script,
         "data": data,
     }
-    # In one go: what is put in is not looked at again.
+    # One substitution for all parts: braces in an inserted part stay as they are.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
 
 
 def page_of(material: Material, *, plain: bool = False) -> str:
-    """The page of a report. With `plain` what is predicted depends on the module alone, not on what was measured on this machine."""
+    """Return the page of a report.
+
+    With `plain` predictions depend on the module alone, not on measurements of this machine.
+    """
     with nothing_collected():
         return render(gather(material, plain))
 

@@ -1,10 +1,11 @@
-"""What each pass did, by names, as data.
+"""The changes of each pass, by names, as data.
 
-    {"number", "name", "call", "does", "ms", "ops", "changed", "parts": [{"title", "mark", "rows", "went", "came", "moved"}, ...]}
-    row = [mark, names, text] of what is gone (-) or new (+), [~, names, [[mark, text], ...]] of what changed
+    {"number", "name", "call", "does", "ms", "ops", "changed",
+     "parts": [{"title", "mark", "rows", "went", "came", "moved"}, ...]}
+    row = [mark, names, text] of a line that is gone (-) or new (+), [~, names, [[mark, text], ...]] of a changed line
 
-`names` are the results of the operations that a row is about, so that one finds every pass that touched a value. Operations whose
-attributes alone changed say these and nothing else; what changed alike is one row.
+`names` are the results of the operations in a row, so that the page finds every pass that touched a value. Operations
+whose attributes alone changed show only these; lines that changed alike are one row.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from penstock.passes.pipelines import PASSES
 from .material import PassStep
 from .strings import Strings
 
-# Of lines of which more words changed, words are not matched: schedules have a view of their own.
+# Lines in which more words changed are not matched by words: schedules have a view of their own.
 _MOST_WORDS = 300
-# So many that changed alike are one row, as `penstock diff` has it.
+# This many lines that changed alike are one row, as in `penstock diff`.
 _ALIKE = 5
 
 
 def pass_facts(steps: Sequence[PassStep], strings: Strings) -> list[dict[str, Any]]:
-    """One entry per step; the first says what went in."""
-    found = []
+    """Return one entry per step; the first describes the pipeline's input."""
+    facts = []
     before: Module | None = None
     for step in steps:
         changed = step.module is not None and step.module is not before
         after = step.module if step.module is not None else before
-        known = PASSES.get(step.name)
-        found.append(
+        definition = PASSES.get(step.name)
+        facts.append(
             {
                 "number": step.number,
                 "name": step.name,
                 "call": step.call,
-                "does": known.doc if known is not None else "",
+                "does": definition.doc if definition is not None else "",
                 "ms": step.ms,
                 "ops": count_ops(after) if after is not None else 0,
                 "facts": list(after.facts) if after is not None else [],
@@ -52,19 +53,19 @@ def pass_facts(steps: Sequence[PassStep], strings: Strings) -> list[dict[str, An
             }
         )
         before = after
-    return found
+    return facts
 
 
-def _parts(found: ModuleDifference, strings: Strings) -> Iterator[dict[str, Any]]:
+def _parts(difference: ModuleDifference, strings: Strings) -> Iterator[dict[str, Any]]:
     def part(title: str, mark: str, rows: list[Any], moved: int, **more: Any) -> dict[str, Any]:
         return {"title": title, "mark": mark, "rows": rows, "moved": moved, "went": {}, "came": {}} | more
 
-    if found.head:
-        yield part("head", "~", list(_lines(found.head, strings)), found.head.moved)
-    for graph in found.graphs:
+    if difference.head:
+        yield part("head", "~", list(_lines(difference.head, strings)), difference.head.moved)
+    for graph in difference.graphs:
         rows = [*_lines(graph.frame, strings), *_ops(graph.ops, strings)]
         yield part(f"@{graph.name}", graph.mark, rows, graph.ops.moved, went=dict(graph.went), came=dict(graph.came))
-    for title, lines in (("schedule", found.schedule), ("notes", found.notes)):
+    for title, lines in (("schedule", difference.schedule), ("notes", difference.notes)):
         if lines:
             yield part(title, "~", list(_lines(lines, strings)), lines.moved)
 
@@ -111,22 +112,22 @@ def _called(op: Op) -> str:
 
 
 def _op_words(a: Op, b: Op) -> Words:
-    """Where nothing but attributes changed, those; else all words of the two lines."""
+    """Return the attributes that changed where nothing else did, and otherwise all words of the two lines."""
     if a.ins != b.ins or a.outs != b.outs or a.kind != b.kind or a.loc != b.loc:
         return words(print_op(a), print_op(b), _MOST_WORDS)
     old, new = a.attrs, b.attrs
-    # Most are the same object.
-    went = [
+    # Most attributes are the same object in both.
+    removed = [
         ("-", f"{k}={print_literal(v)}")
         for k, v in old.items()
         if new.get(k) is not v and not _is_printed(v, new.get(k))
     ]
-    came = [
+    added = [
         ("+", f"{k}={print_literal(v)}")
         for k, v in new.items()
         if old.get(k) is not v and not _is_printed(v, old.get(k))
     ]
-    return went + came
+    return removed + added
 
 
 def _is_printed(value: Attr, other: Attr | None) -> bool:
@@ -134,7 +135,7 @@ def _is_printed(value: Attr, other: Attr | None) -> bool:
 
 
 def _whole(op: Op, parts: Words) -> Words:
-    """Of attributes that changed: what operation they are of, and spaces between them."""
+    """Put the operation before its changed attributes, and spaces between them."""
     if parts and not parts[0][0]:
         return parts
     begin = f"{', '.join([f'%{v.name}' for v in op.outs])} = " if op.outs else ""

@@ -1,12 +1,14 @@
-"""Material of reports, read. In: what is looked at (a bundle, a dump folder, an IR file), and perhaps the trace of a run. Out: the program,
-its passes with their modules, plan, times, and sources of kernels.
+"""The reader of a report's material.
 
-A dump folder has the module after every pass, the plan, the sources, and if the pipeline failed, why. Of a bundle passes are
-run again from `partition` on, as `inspect --why` does, and kernels are planned again for this machine's CPU. A bundle with
-its dump folder beside it has all of that.
+In: a Subject (a bundle, a dump folder, an IR file), and perhaps the trace of a run. Out: the program, its passes with
+their modules, plan, times, and sources of kernels.
 
-Limit: `--dump-ir-filter` and `--dump-ir-changed` leave modules out of a dump folder, so a report made of
-it later knows less than its index.html.
+A dump folder has the module after every pass, the plan, the sources, and the error if the pipeline failed. For a
+bundle, passes are run again from `partition` on, as `inspect --why` does, and kernels are planned again for this
+machine's CPU. A bundle with its dump folder beside it has all of that.
+
+Limit: `--dump-ir-filter` and `--dump-ir-changed` leave modules out of a dump folder, so a report made from it later
+shows less than its index.html.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _SOURCE = re.compile(r"kernels/[\w.-]+\.py")
 
 
 def read_material(subject: Subject, trace: str | Path | None = None) -> Material:
-    """Everything that is there to be read."""
+    """Read all material there is."""
     folder = subject.dumps[0].path.parent if subject.dumps else None
     plan, sources, programs, failure = dict(subject.plan), dict[str, str](), dict[str, str](), ""
     if folder is not None:
@@ -59,7 +61,7 @@ def _steps(subject: Subject, folder: Path | None) -> Iterator[PassStep]:
 
 
 def _failure(folder: Path) -> str:
-    """What repro.ir says of the error, in its comments."""
+    """Return the error in the comments of repro.ir."""
     if not (folder / REPRO).is_file():
         return ""
     lines = dumped_text(folder, REPRO).splitlines()
@@ -67,7 +69,7 @@ def _failure(folder: Path) -> str:
 
 
 def _dumped_sources(folder: Path) -> Iterator[tuple[str, str]]:
-    """The sources of stages/sN/kernels.tsv by graph and kernel."""
+    """Yield the sources of stages/sN/kernels.tsv by graph and kernel."""
     for table in _files(folder, "stages/*/kernels.tsv"):
         home = table.rpartition("/")[0]
         for at, line in enumerate(dumped_text(folder, table).splitlines()[1:], 2):
@@ -75,7 +77,7 @@ def _dumped_sources(folder: Path) -> Iterator[tuple[str, str]]:
             if not graph or _SOURCE.fullmatch(file) is None:
                 what = f"expected a graph, a kernel and kernels/NAME.py, found {line[:80]!r}"
                 raise VerifyError(what, where=f"{folder / table}:{at}", hint="is this a dump folder?")
-            # What a library computes has no source.
+            # An operation that a library computes has no source.
             if (folder / home / file).is_file():
                 yield f"{graph}/{kernel}", dumped_text(folder, f"{home}/{file}")
 
@@ -85,45 +87,47 @@ def _files(folder: Path, pattern: str) -> list[str]:
 
 
 def _planned_sources(module: Module) -> dict[str, str]:
-    """The sources of all kernels as they are for this machine's CPU. Kernels of several stages that differ
-    in names only have that of the first."""
+    """Return the sources of all kernels for this machine's CPU.
+
+    Kernels of several stages that differ in names only have that of the first.
+    """
     from penstock.inspection.kernels.kernels import kernel_rows, kernel_source
 
     if "fused" not in module.facts or module.cluster is None:
         return {}
-    made: dict[str, str] = {}
-    found = {}
+    by_key: dict[str, str] = {}
+    sources = {}
     for row in kernel_rows(module):
         if row.device.kind == "cpu":
             key = Kernel(row.names[0], row.ops, row.body).key
-            if key not in made:
-                made[key] = kernel_source([row], row.label)
-            found[row.label] = made[key]
-    return found
+            if key not in by_key:
+                by_key[key] = kernel_source([row], row.label)
+            sources[row.label] = by_key[key]
+    return sources
 
 
 def trace_of(path: str | Path, module: Module) -> RunTrace:
-    """What `penstock run --trace` wrote of a run of this module."""
-    # Here alone: it loads torch, which takes longer than a report without a trace.
+    """Read a trace that `penstock run --trace` wrote of a run of this module."""
+    # Imported here: it loads torch, which takes longer than a report without a trace.
     from penstock.runtime.telemetry.memory_trace import read_trace
 
-    found = read_trace(path)
+    traces = read_trace(path)
     homes = module.rank_stages()
     actions = {
-        rank: [(Action.parse(name), start, end - start) for name, start, end in ranks.events]
-        for rank, ranks in enumerate(found)
+        rank: [(Action.parse(name), start, end - start) for name, start, end in trace.events]
+        for rank, trace in enumerate(traces)
     }
-    strangers = any(
+    foreign = any(
         rank >= len(homes) or action.stage != homes[rank] for rank, line in actions.items() for action, _, _ in line
     )
     times = [time for line in actions.values() for _, start, seconds in line for time in (start, seconds)]
-    if strangers or not times or not all(map(math.isfinite, times)):
+    if foreign or not times or not all(map(math.isfinite, times)):
         raise UsageError(
             "is not of a run of this program: its ranks, stages or times are none of its",
             where=str(path),
             hint="give a file that `penstock run --trace` wrote",
         )
-    return RunTrace(actions, {rank: list(_held(ranks.entries)) for rank, ranks in enumerate(found)})
+    return RunTrace(actions, {rank: list(_held(trace.entries)) for rank, trace in enumerate(traces)})
 
 
 def _held(entries: Iterable[LedgerEntry]) -> Iterator[tuple[float, int]]:

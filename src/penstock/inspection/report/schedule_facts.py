@@ -1,14 +1,17 @@
-"""When every rank does what, as data: planned, and measured where there is a trace, in the same form.
+"""The timelines of all ranks, as data: planned, and measured where there is a trace, in the same form.
 
-    planned   {"batches": [first, count], "lines": [[kind, number, version, peer, start, duration, ...] of each rank, flat], "anchors": [start of each batch]}
-    measured  the same; `compared` are [rank, kind, planned, measured] in seconds, the medians of all computations; `at` is [batch of the run, batch of the
-              plan]: what is laid over each other at first, from the middle of both, since a run's first batches warm up
+    planned   {"batches": [first, count], "anchors": [start of each batch],
+               "lines": [[kind, number, version, peer, start, duration, ...] of each rank, flat]}
+    measured  the same; `compared` are [rank, kind, planned, measured] in seconds, the medians of all computations;
+              `at` is [batch of the run, batch of the plan]: the two that the page aligns at first, from the middle of
+              both, since a run's first batches warm up
 
-Times are whole tenths of a microsecond. `kind` is a place in `kinds`, `number` that of the microbatch or batch; a version or peer that is
-not there is -1. A batch begins where its first forward does: there two timelines are laid over each other, whatever came before.
+Times are whole tenths of a microsecond. `kind` is a place in `kinds`, `number` that of the microbatch or batch; a
+missing version or peer is -1. A batch begins with its first forward: there two timelines are aligned, whatever came
+before.
 
-Limits: no more than so many actions are kept, whole batches in the order of time, of a trace those in the middle of the
-run; drops take no time and are left out.
+Limits: at most `_MOST` actions are kept, whole batches in the order of time, of a trace those in the middle of the run;
+drops take no time and are left out.
 """
 
 from __future__ import annotations
@@ -33,17 +36,20 @@ Timed = tuple[Action, float, float]
 
 
 def ticks(seconds: float) -> int:
+    """Return seconds as whole tenths of a microsecond."""
     return round(seconds * TICKS)
 
 
-def planned_facts(found: Simulated) -> dict[str, Any]:
-    """What the simulator found."""
-    lines = {rank: [(a, start, end - start) for a, start, end in found.timed(rank)] for rank in found.lines}
-    return _timeline(lines, found.schedule.microbatches, range(found.batches))
+def planned_facts(simulated: Simulated) -> dict[str, Any]:
+    """Return the timeline of a simulation."""
+    lines = {rank: [(a, start, end - start) for a, start, end in simulated.timed(rank)] for rank in simulated.lines}
+    return _timeline(lines, simulated.schedule.microbatches, range(simulated.batches))
 
 
 def measured_facts(trace: RunTrace, planned: Simulated, shown: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run did, and how long computations took beside what was planned; `shown` are the facts of that."""
+    """Return the timeline of a run, and its computation times beside the planned ones; `shown` are the facts of the
+    plan.
+    """
     per_batch = planned.schedule.microbatches
     batches = [action.batch(per_batch) for line in trace.actions.values() for action, _, _ in line]
     run = range(min(batches), 1 + max(batches))
@@ -56,10 +62,10 @@ def measured_facts(trace: RunTrace, planned: Simulated, shown: Mapping[str, Any]
 def _timeline(
     lines: Mapping[int, Iterable[Timed]], per_batch: int, batches: range, middle: bool = False
 ) -> dict[str, Any]:
-    """Some batches of a run: its first ones, or those in its middle."""
+    """Return some batches of a run: its first ones, or those in its middle."""
     shown = {rank: [timed for timed in line if timed[0].kind in KINDS] for rank, line in sorted(lines.items())}
-    every = sum(map(len, shown.values())) / max(len(batches), 1)
-    count = max(1, min(len(batches), _MOST_BATCHES, int(_MOST // max(every, 1))))
+    per_batch_actions = sum(map(len, shown.values())) / max(len(batches), 1)
+    count = max(1, min(len(batches), _MOST_BATCHES, int(_MOST // max(per_batch_actions, 1))))
     begin = batches.start + ((len(batches) - count) // 2 if middle else 0)
     run = range(begin, begin + count)
     kept = {rank: [timed for timed in line if timed[0].batch(per_batch) in run] for rank, line in shown.items()}
@@ -88,14 +94,14 @@ def _flat(timed: Timed, origin: float) -> tuple[int, ...]:
 
 def _compared(measured: Mapping[int, Iterable[Timed]], planned: Simulated) -> Iterable[list[Any]]:
     for rank, line in sorted(measured.items()):
-        took: dict[str, list[float]] = {}
+        measured_times: dict[str, list[float]] = {}
         for action, _, seconds in line:
-            took.setdefault(action.kind, []).append(seconds)
-        expected: dict[str, list[float]] = {}
+            measured_times.setdefault(action.kind, []).append(seconds)
+        planned_times: dict[str, list[float]] = {}
         for action, start, end in planned.timed(rank):
-            expected.setdefault(action.kind, []).append(end - start)
+            planned_times.setdefault(action.kind, []).append(end - start)
         yield from (
-            [rank, kind, median(expected[kind]), median(took[kind])]
+            [rank, kind, median(planned_times[kind]), median(measured_times[kind])]
             for kind in COMPUTE
-            if kind in took and kind in expected
+            if kind in measured_times and kind in planned_times
         )

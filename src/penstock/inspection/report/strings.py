@@ -1,10 +1,10 @@
-"""Texts that facts repeat: each is written once, and named by its number everywhere else."""
+"""The texts that facts repeat: each is written once, and referred to by its number."""
 
 from __future__ import annotations
 
 
 class Strings(dict[str, int]):
-    """Numbers of texts, in the order in which they were first asked for."""
+    """Numbers of texts, in the order of their first use."""
 
     def __missing__(self, text: str) -> int:
         number = self[text] = len(self)

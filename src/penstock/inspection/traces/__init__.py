@@ -1,1 +1,1 @@
-"""Traces of runs, read back: times and memory."""
+"""The readers of traces of runs: times and memory."""

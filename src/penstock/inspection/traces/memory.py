@@ -1,6 +1,8 @@
-"""Memory of a run as its trace tells it, beside the plan. In: the module that ran, and what `run --trace` wrote. Out: for every rank the
-live bytes after each action, planned and measured, and the first thing in which they differ; every block with its access intervals; blocks
-of the same kind together, and those among them that lie idle for longer than it takes to move them out and back.
+"""The traced memory of a run beside the plan.
+
+In: the module that ran, and the trace that `run --trace` wrote. Out: for every rank the live bytes after each action,
+planned and measured, and the first difference; every block with its access intervals; blocks of the same kind together,
+and those that lie idle for longer than it takes to move them out and back.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from penstock.support.errors import UsageError
 
 @dataclass(frozen=True)
 class TracedPoint:
-    """After an action that ended then: live bytes; None where the plan has no such action."""
+    """The live bytes after an action that ended at `seconds`; `planned` is None where the plan has no such action."""
 
     seconds: float
     action: str
@@ -29,8 +31,10 @@ class TracedPoint:
 
 @dataclass(frozen=True)
 class HeldVersion:
-    """A version of a parameter in a buffer, from the action that writes it (None: it was there before)
-    to the one after which nobody reads it."""
+    """A version of a parameter in a buffer.
+
+    It lives from the action that writes it (None: it was there before) to its last reader.
+    """
 
     version: int
     written: str | None
@@ -39,8 +43,12 @@ class HeldVersion:
 
 @dataclass(frozen=True)
 class TracedBlock:
-    """`taken` and `given` are actions, None before the first and after the last; times are seconds since the first action of all. `idle_s`
-    is the longest time between two uses, `after` and `before` the actions around it, `move_s` what moving out and back takes."""
+    """A block of memory in a traced run.
+
+    `taken` and `given` are the actions of its allocation and release, None before the first and after the last. Times
+    are seconds since the first action of all. `idle_s` is the longest time between two uses, `after` and `before` the
+    actions around it, `move_s` the time of moving it out and back.
+    """
 
     purpose: str
     what: str
@@ -63,8 +71,11 @@ class TracedBlock:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Blocks with the same values in them, of all microbatches or batches, or the buffers of a variable. Seconds are medians, `between` the
-    kinds of actions around the longest idle times. `at_peak` are the bytes of those that could be elsewhere when most lives."""
+    """Blocks with the same values in them, of all microbatches or batches, or the buffers of a variable.
+
+    Seconds are medians, `between` the kinds of actions around the longest idle times. `at_peak` are the bytes of those
+    that could be elsewhere at the peak.
+    """
 
     purpose: str
     names: tuple[str, ...]
@@ -81,8 +92,11 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class TracedMemory:
-    """`difference` is None where plan and trace agree in every block and action. `temporaries` are bytes of calls by kind of graph,
-    `on_the_way` the most that was held at once only because it had been sent and had not arrived."""
+    """The memory of one rank in a traced run.
+
+    `difference` is None where plan and trace agree in every block and action. `temporaries` are bytes of calls by kind
+    of graph. `on_the_way` is the most that was held at once only because it had been sent and had not arrived.
+    """
 
     rank: int
     stage: int
@@ -98,11 +112,12 @@ class TracedMemory:
 
     @property
     def most_live(self) -> TracedPoint:
+        """The first point with the most live bytes."""
         return max(self.points, key=lambda point: point.measured)
 
 
 def traced_memory(module: Module, traces: Sequence[RankTrace], where: str) -> tuple[TracedMemory, ...]:
-    """One for each rank; UsageError if the trace is not of this module."""
+    """Return the memory of each rank; raise UsageError if the trace is not of this module."""
     _check(module, traces, where)
     return tuple(_of_rank(module, rank, trace) for rank, trace in enumerate(traces))
 
@@ -116,10 +131,10 @@ def _check(module: Module, traces: Sequence[RankTrace], where: str) -> None:
         raise UsageError(f"the trace has {len(traces)} ranks, the module {len(ranks)}", where=where, hint=hint)
     for rank, trace in enumerate(traces):
         known = {(a.kind, a.stage, a.peer) for a in (*ranks[rank].start, *ranks[rank].batch)}
-        strange = next((a for a in trace.actions if (a.kind, a.stage, a.peer) not in known), None)
-        if strange is not None:
+        unknown = next((a for a in trace.actions if (a.kind, a.stage, a.peer) not in known), None)
+        if unknown is not None:
             raise UsageError(
-                f"rank {rank} of the trace runs {strange}, which it never does in the module", where=where, hint=hint
+                f"rank {rank} of the trace runs {unknown}, which it never does in the module", where=where, hint=hint
             )
         if trace.actions and not any(entry.what == "own" for entry in trace.entries):
             raise UsageError(
@@ -158,7 +173,7 @@ def _block(account: Account, life: Life, gap: Gap | None, way: Way, made_by: Map
     def action(step: int | None) -> str | None:
         return None if step is None or step < 0 else str(account.actions[step])
 
-    taken, given = _span(account, life)
+    begin, end = _span(account, life)
     held = [v for v in account.versions if life.owner is None and (v.name, v.copy) == (life.names[0], life.copy)]
     return TracedBlock(
         life.purpose,
@@ -167,9 +182,9 @@ def _block(account: Account, life: Life, gap: Gap | None, way: Way, made_by: Map
         life.block or str(life.copy),
         life.nbytes,
         action(life.taken),
-        taken,
+        begin,
         action(life.given),
-        given,
+        end,
         tuple(account.times[step] for step in life.uses),
         action(life.uses[0] if life.uses else None),
         action(life.uses[-1] if life.uses else None),
@@ -184,11 +199,11 @@ def _block(account: Account, life: Life, gap: Gap | None, way: Way, made_by: Map
 def _kinds(
     account: Account, gap_of: Mapping[int, Gap | None], way: Way, made_by: Mapping[str, str], peak: int
 ) -> list[BlockKind]:
-    """What could give most room when most lives comes first."""
+    """Return the kinds of blocks; the one that could free most at the peak comes first."""
     alike: dict[tuple[str, tuple[str, ...], int], list[Life]] = {}
     for life in account.lives:
         alike.setdefault((life.purpose, life.names, life.nbytes), []).append(life)
-    found = []
+    kinds = []
     for (purpose, names, nbytes), lives in alike.items():
         longest = [gap for life in lives if (gap := gap_of[id(life)]) is not None]
         idle = median([gap.seconds for gap in longest]) if longest else 0.0
@@ -198,7 +213,7 @@ def _kinds(
         move = way.seconds(nbytes)
         away = sum(nbytes for life in lives if idle_at(account, life, peak, way))
         live = median([end - begin for begin, end in spans])
-        found.append(
+        kinds.append(
             BlockKind(
                 purpose,
                 names,
@@ -213,11 +228,11 @@ def _kinds(
                 away,
             )
         )
-    return sorted(found, key=lambda kind: (-kind.at_peak, -kind.nbytes, kind.names))
+    return sorted(kinds, key=lambda kind: (-kind.at_peak, -kind.nbytes, kind.names))
 
 
 def _span(account: Account, life: Life) -> tuple[float, float]:
-    """Seconds from when to when a block is there."""
+    """Return the seconds at which a block is allocated and released."""
     if not account.times:
         return 0.0, 0.0
     begin = account.times[max(life.taken, 0)][0]

@@ -1,5 +1,8 @@
-"""A trace as something to look at. In: the file that `run --trace`, `simulate --trace` or `inspect --export` wrote.
-Out: a Trace: what every rank did, when."""
+"""The reader of a trace for display.
+
+In: the file that `run --trace`, `simulate --trace` or `inspect --export` wrote. Out: a Trace: the actions of every rank
+with their times.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +40,27 @@ class ActionSpan:
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank: its name says stage and device, where the trace does. Spans are in the order in which they began."""
+    """One rank. Its name says stage and device, if the trace does. Spans are in the order in which they began."""
 
     name: str
     spans: tuple[ActionSpan, ...]
 
     @property
     def computing(self) -> float:
-        """Seconds of its computations."""
+        """The seconds of its computations."""
         return sum(span.end - span.start for span in self.spans if span.kind in COMPUTE)
 
 
 @dataclass(frozen=True)
 class Trace:
+    """The actions of a run or a simulation, by rank."""
+
     path: Path
     rows: tuple[RankRow, ...]
 
     @property
     def seconds(self) -> float:
-        """When the last action ended, on the clock of the trace."""
+        """The end of the last action, on the clock of the trace."""
         return max((span.end for row in self.rows for span in row.spans), default=0.0)
 
     def __repr__(self) -> str:
@@ -67,7 +72,8 @@ class Trace:
         )
         more = f", and {counted(len(self.rows) - 8, 'more rank')}" if len(self.rows) > 8 else ""
         return (
-            f"<trace {self.path}: {counted(len(self.rows), 'rank')}, {counted(total, 'action')} in {shown_seconds(self.seconds)}; "
+            f"<trace {self.path}: {counted(len(self.rows), 'rank')}, {counted(total, 'action')} in "
+            f"{shown_seconds(self.seconds)}; "
             f"{busy}{more}>"
         )
 
@@ -76,7 +82,7 @@ class Trace:
 
 
 def load_trace(path: str | Path) -> Trace:
-    """Read a trace; UsageError where it is none."""
+    """Read a trace; raise UsageError where the file is not one."""
     try:
         events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
         names = {

@@ -1,5 +1,6 @@
-"""Colours for a terminal. In: text of ours. Out: the same text with escape sequences around its words;
-without them it is the text that came in.
+"""Colours for a terminal.
+
+In: Penstock's own text. Out: the same text with escape sequences around its words, or the text itself without colours.
 
 Colours are on where standard output is a terminal that has them. NO_COLOR turns them off, as everywhere (no-color.org).
 """
@@ -40,26 +41,27 @@ _ACTION = re.compile(r"\b(?:\d+)?[A-Z]{1,2}\d+@(\d+)")
 
 
 def wanted() -> bool:
-    """Whether what goes to standard output should have colours."""
+    """Say whether standard output should have colours."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def paint(text: str, style: str) -> str:
+    """Colour a text in a style."""
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if text else text
 
 
 def paint_ir(text: str) -> str:
-    """Lines of IR: values, variables, types, operations and where they came from."""
+    """Colour lines of IR: values, variables, types, operations and their source locations."""
     return "\n".join(_IR.sub(_painted, line) for line in text.split("\n"))
 
 
 def paint_changes(text: str) -> str:
-    """Lines as `penstock diff` prints them."""
+    """Colour lines as `penstock diff` prints them."""
     return "\n".join(_paint_change(line) for line in text.split("\n"))
 
 
 def paint_schedule(text: str) -> str:
-    """A grid or list of actions: each weight version has a colour."""
+    """Colour a grid or list of actions: each weight version has a colour."""
     return _ACTION.sub(lambda match: paint(match[0], f"version{int(match[1]) % 4}"), text)
 
 

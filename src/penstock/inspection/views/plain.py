@@ -1,4 +1,7 @@
-"""Facts as JSON. In: frozen dataclasses of numbers, words, tuples and mappings. Out: the same as text that any JSON reader takes."""
+"""Facts as JSON.
+
+In: frozen dataclasses of numbers, words, tuples and mappings. Out: the same as text that any JSON reader takes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 
 def plain(facts: object) -> Any:
-    """Dataclasses as objects, tuples as lists, keys as text."""
+    """Return dataclasses as objects, tuples as lists, keys as text."""
     if is_dataclass(facts) and not isinstance(facts, type):
         return {field.name: plain(getattr(facts, field.name)) for field in fields(facts)}
     if isinstance(facts, Mapping):
@@ -21,4 +24,5 @@ def plain(facts: object) -> Any:
 
 
 def as_json(facts: object) -> str:
+    """Return facts as JSON text."""
     return json.dumps(plain(facts), indent=2, allow_nan=False)

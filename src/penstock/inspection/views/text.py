@@ -1,7 +1,8 @@
-"""Facts as text for a terminal. In: what summary, memory, weights, flow and why found. Out: text,
-without colours but where they are asked for.
+"""Facts as text for a terminal.
 
-Lines are as wide as they need to be where the output is no terminal, and cut or wrapped to its width where it is one.
+In: the facts of summary, memory, weights, flow and why. Out: text, with colours only on request.
+
+Lines are cut or wrapped to the width of a terminal; elsewhere they are as long as they need to be.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .colours import paint, paint_changes, paint_ir
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PLOT_ROWS, _PLOT_WIDTH = 4, 100
-# So many parts of a module path are told in full; the others are counted.
+# This many parts and sources are printed in full; the others are counted.
 _MOST_PARTS, _MOST_SOURCES = 8, 6
 
 
@@ -32,6 +33,7 @@ _MOST_PARTS, _MOST_SOURCES = 8, 6
 
 
 def show_summary(facts: Summary, width: int | None = None) -> str:
+    """Return the tables of a module's facts."""
     return "\n".join(_summary(facts, width))
 
 
@@ -59,7 +61,10 @@ def _summary(facts: Summary, width: int | None) -> Iterator[str]:
         yield f"input {name}: {type}" + ("" if is_data else ", which the runtime gives")
     yield from (f"output {name}" for name in facts.outputs)
     if facts.schedule:
-        yield f"schedule {facts.schedule}: {counted(facts.microbatches, 'microbatch')} per batch, {counted(facts.ranks, 'rank')}"
+        yield (
+            f"schedule {facts.schedule}: {counted(facts.microbatches, 'microbatch')} per batch, "
+            f"{counted(facts.ranks, 'rank')}"
+        )
     if facts.stages:
         yield from _stages(facts.stages, width)
     yield ""
@@ -105,18 +110,18 @@ def _stages(stages: Sequence[StageFacts], width: int | None) -> Iterator[str]:
     yield ""
     yield table(_STAGES, rows, width, cut=(1,))
     yield (
-        "GFLOP, time (predicted, ends of messages among it) and what is sent are per batch; stored are parameters, state and "
-        "buffers with all their versions"
+        "GFLOP, time (predicted, ends of messages among it) and what is sent are per batch; stored are parameters, "
+        "state and buffers with all their versions"
     )
 
 
 # ------------------------------------------------------------------------------------------------ variables and memory
 
 
-def show_params(module: Module, found: Mapping[str, Statistics], width: int | None = None) -> str:
-    """One row per variable; statistics of those whose elements are at hand."""
+def show_params(module: Module, statistics: Mapping[str, Statistics], width: int | None = None) -> str:
+    """Return one row per variable, with statistics of those whose elements are available."""
     heads = ["variable", "role", "stage", "type", "versions", "size"]
-    heads += ["min", "max", "mean", "std", "norm", "zeros", "not finite"] if found else []
+    heads += ["min", "max", "mean", "std", "norm", "zeros", "not finite"] if statistics else []
     rows: list[list[object]] = []
     for v in module.vars.values():
         row = [
@@ -127,20 +132,22 @@ def show_params(module: Module, found: Mapping[str, Statistics], width: int | No
             v.versions,
             shown_bytes(v.type.nbytes * v.versions),
         ]
-        rows.append([*row, *(_statistics(found.get(v.name)) if found else ())])
+        rows.append([*row, *(_statistics(statistics.get(v.name)) if statistics else ())])
     return table(heads, rows, width, cut=(3,))
 
 
-def _statistics(found: Statistics | None) -> list[str]:
-    if found is None:
+def _statistics(statistics: Statistics | None) -> list[str]:
+    if statistics is None:
         return ["-"] * 7
-    numbers = (found.least, found.most, found.mean, found.std, found.norm)
-    bad = ", ".join(f"{count} {what}" for count, what in ((found.nans, "NaN"), (found.infinities, "inf")) if count)
-    return [*("-" if x is None else f"{x:.4g}" for x in numbers), f"{found.share_of_zeros:.1%}", bad or "0"]
+    numbers = (statistics.least, statistics.most, statistics.mean, statistics.std, statistics.norm)
+    bad = ", ".join(
+        f"{count} {what}" for count, what in ((statistics.nans, "NaN"), (statistics.infinities, "inf")) if count
+    )
+    return [*("-" if x is None else f"{x:.4g}" for x in numbers), f"{statistics.share_of_zeros:.1%}", bad or "0"]
 
 
 def show_memory(curves: Sequence[Curve], width: int | None = None) -> str:
-    """A table of what needs memory, and the curve of every rank."""
+    """Return a table of memory by purpose, and the curve of every rank."""
     rows = [
         [
             c.rank,
@@ -157,7 +164,7 @@ def show_memory(curves: Sequence[Curve], width: int | None = None) -> str:
 
 
 def _plot(curve: Curve, columns: int) -> Iterator[str]:
-    """Live bytes over time in blocks, from the least to the most; a column shows the most of its time."""
+    """Yield live bytes over time in blocks, from the least to the most; a column shows the maximum of its time."""
     end, most = curve.points[-1].seconds, curve.most_live
     least = min(point.live for point in curve.points)
     over = shown_seconds(end) if curve.timed else f"{len(curve.points)} actions"
@@ -176,24 +183,27 @@ def _plot(curve: Curve, columns: int) -> Iterator[str]:
 
 
 def _heights(curve: Curve, columns: int, end: float) -> list[int]:
-    """The most that lives during each of so many equal parts of the time. What lives after an action lives until the next one ends."""
-    found = [0] * columns
+    """Return the maximum of live bytes in each of `columns` equal parts of the time.
+
+    Bytes that live after an action live until the next one ends.
+    """
+    heights = [0] * columns
     start, live = 0.0, curve.points[0].live
     for point in curve.points:
         first = min(columns - 1, int(start / end * columns)) if end else 0
         last = min(columns - 1, int(point.seconds / end * columns)) if end else 0
         for column in range(first, last + 1):
-            found[column] = max(found[column], live)
-        found[last] = max(found[last], point.live)
+            heights[column] = max(heights[column], live)
+        heights[last] = max(heights[last], point.live)
         start, live = point.seconds, point.live
-    return found
+    return heights
 
 
 # ------------------------------------------------------------------------------------------------ the flow of a graph
 
 
 def show_flow(name: str, lines: Sequence[FlowLine], width: int | None = None, colours: bool = False) -> str:
-    """A graph with its rails, columns aligned."""
+    """Return a graph with its rails, columns aligned."""
     names = [_results(line) for line in lines]
     kinds = max((len(line.kind) for line in lines), default=0)
     kernels = max((len(line.kernel) for line in lines), default=0)
@@ -202,8 +212,8 @@ def show_flow(name: str, lines: Sequence[FlowLine], width: int | None = None, co
     for line, result in zip(lines, names, strict=True):
         marks = " ".join(word for word, holds in (("saved", line.saved), ("returned", line.returned)) if holds)
         loc = f"; {line.op.loc}" if line.op is not None and line.op.loc else ""
-        rest = " ".join(word for word in (", ".join(line.named), marks, loc) if word)
-        text = f"{line.kind:<{kinds}} {line.kernel:<{kernels}} {result:<{wide}} {rest}".rstrip()
+        details = " ".join(word for word in (", ".join(line.named), marks, loc) if word)
+        text = f"{line.kind:<{kinds}} {line.kernel:<{kernels}} {result:<{wide}} {details}".rstrip()
         if width is not None and len(line.rails) + 1 + len(text) > width:
             text = text[: max(0, width - len(line.rails) - 4)] + "..."
         shown.append(f"{paint(line.rails, 'rail')} {paint_ir(text)}" if colours else f"{line.rails} {text}".rstrip())
@@ -211,7 +221,7 @@ def show_flow(name: str, lines: Sequence[FlowLine], width: int | None = None, co
 
 
 def _results(line: FlowLine) -> str:
-    """What is made: the first result in full."""
+    """Return the first result in full and the number of further ones."""
     more = f" +{len(line.result) - 1}" if line.result[1:] else ""
     return "".join(f"%{v.name} {v.type}" for v in line.result[:1]) + more
 
@@ -219,62 +229,67 @@ def _results(line: FlowLine) -> str:
 # ------------------------------------------------------------------------------------------------ why
 
 
-def show_why(found: Why, colours: bool = False) -> str:
-    return "\n".join(_why(found, colours))
+def show_why(facts: Why, colours: bool = False) -> str:
+    """Return the explanation of a name as text."""
+    return "\n".join(_why(facts, colours))
 
 
-def _why(found: Why, colours: bool) -> Iterator[str]:
+def _why(facts: Why, colours: bool) -> Iterator[str]:
     def head(text: str) -> str:
         return paint(text, "head") if colours else text
 
-    mark = {"value": "%", "variable": "@"}.get(found.kind, "")
-    total = counted(len(found.parts), "operation") if found.parts else "nothing of it is in the program"
-    yield head(f"{found.kind} {mark}{visible(found.name)}: {total}")
-    for source in found.sources[:_MOST_SOURCES]:
+    mark = {"value": "%", "variable": "@"}.get(facts.kind, "")
+    total = counted(len(facts.parts), "operation") if facts.parts else "nothing of it is in the program"
+    yield head(f"{facts.kind} {mark}{visible(facts.name)}: {total}")
+    for source in facts.sources[:_MOST_SOURCES]:
         yield f"  from {visible(told_source(source))}"
-    if len(found.sources) > _MOST_SOURCES:
-        yield f"  and from {counted(len(found.sources) - _MOST_SOURCES, 'more node')}"
-    told = ""
-    for part in found.parts[:_MOST_PARTS]:
+    if len(facts.sources) > _MOST_SOURCES:
+        yield f"  and from {counted(len(facts.sources) - _MOST_SOURCES, 'more node')}"
+    last_label = ""
+    for part in facts.parts[:_MOST_PARTS]:
         yield ""
         yield head(f"@{part.graph}, operation {part.position}") + f", {_where(part)}"
         yield f"  {paint_ir(part.text) if colours else part.text}"
         label = part.kernel.label if part.kernel is not None else ""
         yield from (
-            f"  {line}" for line in (_kernel(part) if not label or label != told else [f"the same kernel {label}"])
+            f"  {line}"
+            for line in (_kernel(part) if not label or label != last_label else [f"the same kernel {label}"])
         )
-        told = label
-    if len(found.parts) > _MOST_PARTS:
-        kinds = ", ".join(f"@{part.graph} {part.position}" for part in found.parts[_MOST_PARTS:][:_MOST_PARTS])
+        last_label = label
+    if len(facts.parts) > _MOST_PARTS:
+        kinds = ", ".join(f"@{part.graph} {part.position}" for part in facts.parts[_MOST_PARTS:][:_MOST_PARTS])
         yield ""
-        yield f"and {counted(len(found.parts) - _MOST_PARTS, 'more operation')}: {kinds}" + (
-            ", ..." if len(found.parts) > 2 * _MOST_PARTS else ""
+        yield f"and {counted(len(facts.parts) - _MOST_PARTS, 'more operation')}: {kinds}" + (
+            ", ..." if len(facts.parts) > 2 * _MOST_PARTS else ""
         )
-    if found.followers:
+    if facts.followers:
         yield ""
         yield "backward pass: " + ", ".join(
-            f"{counted(number, 'operation')} of it in @{graph}" for graph, number in found.followers.items()
+            f"{counted(number, 'operation')} of it in @{graph}" for graph, number in facts.followers.items()
         )
-    if found.crossings:
+    if facts.crossings:
         yield ""
         yield head("on the wire")
-        for way in found.crossings:
+        for crossing in facts.crossings:
             per = (
-                f"{way.times} times per batch, {shown_bytes(way.nbytes * way.times)}"
-                if way.times > 1
+                f"{crossing.times} times per batch, {shown_bytes(crossing.nbytes * crossing.times)}"
+                if crossing.times > 1
                 else "once per batch"
             )
-            yield f"  stage {way.source} > {way.target}, {way.phase}: %{way.value} {way.type}, {shown_bytes(way.nbytes)}, {per}"
-    elif found.parts and any(part.stage is not None for part in found.parts):
+            yield (
+                f"  stage {crossing.source} > {crossing.target}, {crossing.phase}: %{crossing.value} "
+                f"{crossing.type}, {shown_bytes(crossing.nbytes)}, {per}"
+            )
+    elif facts.parts and any(part.stage is not None for part in facts.parts):
         yield ""
         yield "nothing of it goes to another stage"
-    for stage, reasons in found.reasons.items():
+    for stage, reasons in facts.reasons.items():
         yield ""
         yield head(f"why stage {stage}")
         yield from (f"  {reason}" for reason in reasons)
     yield ""
-    yield head("passes") + f": {found.record}"
-    for change in found.changes:
+    yield head("passes") + f": {facts.record}"
+    for change in facts.changes:
         did = "made it" if change.made else "removed it" if change.removed else "changed it"
         yield f"  {change.number:02d} {change.call}: {did}"
         text = "\n".join(f"    {line}" for line in change.lines)
@@ -282,13 +297,16 @@ def _why(found: Why, colours: bool) -> Iterator[str]:
 
 
 def told_source(source: SourceNode) -> str:
-    """A node in one line."""
+    """Describe a node of the source in one line."""
     if source.module:
         return f"{source.kind} {source.op_type} in module {source.module}"
     if not source.op_type or source.kind != ONNX:
         return f"{source.kind} {source.name}".strip()
     attributes = f" {{{', '.join(source.attributes)}}}" if source.attributes else ""
-    return f"{source.kind} {source.name}: {', '.join(source.outputs)} = {source.op_type}({', '.join(source.inputs)}){attributes}"
+    return (
+        f"{source.kind} {source.name}: {', '.join(source.outputs)} = "
+        f"{source.op_type}({', '.join(source.inputs)}){attributes}"
+    )
 
 
 def _where(part: OperationUse) -> str:
@@ -300,22 +318,23 @@ def _where(part: OperationUse) -> str:
 
 def _kernel(part: OperationUse) -> Iterator[str]:
     if part.kernel is not None:
-        yield from _told_kernel(part.kernel)
+        yield from _kernel_lines(part.kernel)
     elif part.fused:
         yield "no kernel: it is a read of a variable, or computed where it is read"
 
 
 def _short(seconds: float) -> str:
-    """Kernels take microseconds."""
+    """Return seconds as text, in microseconds where they are few, as for kernels."""
     return f"{seconds * 1e6:.2f} us" if seconds < 1e-3 else shown_seconds(seconds)
 
 
-def _told_kernel(kernel: KernelUse) -> Iterator[str]:
+def _kernel_lines(kernel: KernelUse) -> Iterator[str]:
     alike = f", {kernel.alike} alike" if kernel.alike else ""
     yield f"kernel {kernel.label}{alike}: {' '.join(kernel.operations)}"
-    took = f", {_short(kernel.measured_s)} measured on this machine" if kernel.measured_s is not None else ""
+    measured = f", {_short(kernel.measured_s)} measured on this machine" if kernel.measured_s is not None else ""
     yield (
-        f"{kernel.flops / 1e6:.3f} MFLOP, {shown_bytes(kernel.moved)} moved; {_short(kernel.roofline_s)} by the roofline{took}; "
+        f"{kernel.flops / 1e6:.3f} MFLOP, {shown_bytes(kernel.moved)} moved; {_short(kernel.roofline_s)} by "
+        f"the roofline{measured}; "
         f"{counted(kernel.calls, 'call')} per batch"
     )
     if kernel.elsewhere:

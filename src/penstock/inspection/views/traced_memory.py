@@ -1,4 +1,4 @@
-"""Memory of a traced run as text: whether it was as planned, what lived when most did, and what lay idle."""
+"""The memory of a traced run as text: its agreement with the plan, its peak, and its idle blocks."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ _HEADER = ("purpose", "what", "made by", "blocks", "bytes", "there", "idle", "be
 
 
 def show_traced_memory(ranks: Sequence[TracedMemory], width: int | None = None) -> str:
-    """A part for every rank."""
+    """Return a part for every rank."""
     return "\n\n".join("\n".join(_rank(rank, width)) for rank in ranks)
 
 
-def _rank(found: TracedMemory, width: int | None) -> Iterator[str]:
-    head = f"rank {found.rank}, stage {found.stage} on {found.device}"
-    if not found.points:
+def _rank(memory: TracedMemory, width: int | None) -> Iterator[str]:
+    head = f"rank {memory.rank}, stage {memory.stage} on {memory.device}"
+    if not memory.points:
         yield f"{head}: no action"
         return
-    most = found.most_live
+    most = memory.most_live
     yield (
         f"{head}: at most {shown_bytes(most.measured)} live, after {most.action} at {shown_seconds(most.seconds)}; "
-        f"{counted(len(found.blocks), 'block')}"
+        f"{counted(len(memory.blocks), 'block')}"
     )
-    if found.difference is None:
-        yield f"as planned in every block after each of {counted(len(found.points), 'action')}"
+    if memory.difference is None:
+        yield f"as planned in every block after each of {counted(len(memory.points), 'action')}"
     else:
-        yield f"not as planned: {found.difference}"
-    calls = [f"{graph} {shown_bytes(sum(sizes))}" for graph, sizes in found.temporaries.items() if sizes]
-    beside = [f"{', '.join(calls)} while a graph is called"] if calls else []
-    beside += [f"at most {shown_bytes(found.on_the_way)} that was sent and had not arrived"] if found.on_the_way else []
-    if beside:
-        yield f"beside that: {'; '.join(beside)}"
-    worth = [kind for kind in found.kinds if kind.candidate]
-    rest = sum(kind.count for kind in found.kinds) - sum(kind.count for kind in worth)
+        yield f"not as planned: {memory.difference}"
+    calls = [f"{graph} {shown_bytes(sum(sizes))}" for graph, sizes in memory.temporaries.items() if sizes]
+    also = [f"{', '.join(calls)} while a graph is called"] if calls else []
+    also += [f"at most {shown_bytes(memory.on_the_way)} that was sent and had not arrived"] if memory.on_the_way else []
+    if also:
+        yield f"beside that: {'; '.join(also)}"
+    candidates = [kind for kind in memory.kinds if kind.candidate]
+    others = sum(kind.count for kind in memory.kinds) - sum(kind.count for kind in candidates)
     yield (
-        f"to {found.place} and back at {shown_bytes(found.bandwidth)}/s: {counted(sum(kind.count for kind in worth), 'block')} of "
-        f"{len(worth)} kinds lie idle for longer than that takes, {rest} do not; when most lives, "
-        f"{shown_bytes(sum(kind.at_peak for kind in worth))} could be elsewhere"
+        f"to {memory.place} and back at {shown_bytes(memory.bandwidth)}/s: "
+        f"{counted(sum(kind.count for kind in candidates), 'block')} of "
+        f"{len(candidates)} kinds lie idle for longer than that takes, {others} do not; when most lives, "
+        f"{shown_bytes(sum(kind.at_peak for kind in candidates))} could be elsewhere"
     )
-    if worth:
-        yield table(_HEADER, [_row(kind) for kind in worth[:_ROWS]], width, cut=(2, 1))
-    if len(worth) > _ROWS:
-        yield f"and {len(worth) - _ROWS} more; --json has all"
+    if candidates:
+        yield table(_HEADER, [_row(kind) for kind in candidates[:_ROWS]], width, cut=(2, 1))
+    if len(candidates) > _ROWS:
+        yield f"and {len(candidates) - _ROWS} more; --json has all"
 
 
 def _row(kind: BlockKind) -> list[object]:

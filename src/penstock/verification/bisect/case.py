@@ -1,8 +1,10 @@
-"""A fault in hand: a module with what it is run on, as small as can be. What the shrinker makes
-smaller, and what a reproducer is written from.
+"""A fault as a case: a module with its weights and inputs.
 
-`module` is whole (`main`, or `F`, `B`, `N`, `U`), or has one graph `s0.F` that stands for a kernel.
-Weights are by variable, batches by input."""
+The shrinker makes it smaller, and a reproducer is written from it.
+
+`module` is whole (`main`, or `F`, `B`, `N`, `U`), or has one graph `s0.F` that stands for a kernel. Weights are by
+variable, batches by input.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +25,30 @@ KERNEL = "s0.F"
 
 @dataclass(frozen=True)
 class Case:
+    """A module with the weights and batches that show a fault."""
+
     module: Module
     weights: Mapping[str, Array]
     batches: Sequence[Mapping[str, Array]]
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Operations that compute something, names that come from outside, and elements: what is smaller is compared in this order."""
+        """The numbers of computing operations, of names from outside, and of elements; sizes are compared in this
+        order.
+        """
         graphs = self.module.graphs.values()
-        made = [v for graph in graphs for op in graph.ops for v in op.outs]
-        given: list[Value | Var] = [*self.module.inputs, *self.module.vars.values()]
+        results = [v for graph in graphs for op in graph.ops for v in op.outs]
+        sources: list[Value | Var] = [*self.module.inputs, *self.module.vars.values()]
         ops = sum(op.kind not in ("read", "const") for graph in graphs for op in graph.ops)
-        return ops, len(given) + len(self.module.outputs) + len(self.batches), sum(v.type.size for v in (*made, *given))
+        return (
+            ops,
+            len(sources) + len(self.module.outputs) + len(self.batches),
+            sum(v.type.size for v in (*results, *sources)),
+        )
 
     @cached_property
     def values(self) -> Mapping[Key, Array]:
-        """What every operation gives, of the first microbatch (of updates, the first batch)."""
+        """The results of every operation for the first microbatch (of updates, the first batch)."""
         seen = Seen()
         if "U" in self.module.graphs:
             run_recurrence(self.module, self.weights, self.batches[:1], watch=seen.watch)
@@ -51,6 +61,6 @@ class Case:
         graph = self.module.graphs.get("F") or self.module.graphs["main"]
         results = run_graph(graph, part, store, F64, partial(seen.watch, "F", 0))
         if "B" in self.module.graphs:
-            given = {**part, **{v.name: np.asarray(x) for v, x in zip(graph.results, results, strict=True)}}
-            run_graph(self.module.graphs["B"], given, store, F64, partial(seen.watch, "B", 0))
+            inputs = {**part, **{v.name: np.asarray(x) for v, x in zip(graph.results, results, strict=True)}}
+            run_graph(self.module.graphs["B"], inputs, store, F64, partial(seen.watch, "B", 0))
         return seen.values

@@ -1,15 +1,18 @@
-"""What the shrinker may do to a case: each family names its atoms, and makes a case without some of them, or None where that cannot be.
+"""The edits of the shrinker.
+
+Each family names its atoms, and makes a case without some of them, or None where that cannot be.
 
     batches     one step less of training
     outputs     one result less
-    sooner      what a result is made of, in its place
-    operations  a result stands as data in the place of the operation that made it: a constant, or a variable that holds what it was
-    shortcuts   who reads a result reads an operand of the same type instead
+    sooner      the operands of a result in its place
+    operations  a result stands as data in the place of the operation that made it: a constant, or a variable that holds
+                its elements
+    shortcuts   readers of a result read an operand of the same type instead
     parameters  no longer trained
     dimensions  a size, wherever it stands in inputs and variables, gets smaller; so do its multiples, or not
 
-Nothing here looks at what the fault is, and nothing is believed: the verifier decides what is legal.
-`tidied` drops what nobody needs any more.
+No edit looks at the fault, and none is trusted: the verifier decides whether its result is legal. `tidied` drops unused
+parts.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ _SIZES = ("shape", "stop")
 
 @dataclass(frozen=True)
 class Family:
-    """One way to make a case smaller. `together` is whether several atoms can be taken at once."""
+    """One way to make a case smaller. `together` says whether several atoms can be removed at once."""
 
     name: str
     atoms: Callable[[Case], Sequence[Any]]
@@ -43,11 +46,11 @@ class Family:
     together: bool = True
 
 
-# ------------------------------------------------------------------------------------------------ what nobody needs
+# ------------------------------------------------------------------------------------------------ unused parts
 
 
 def tidied(case: Case) -> Case:
-    """The case without operations, saved values, inputs and variables that nobody reads."""
+    """Return the case without unused operations, saved values, inputs and variables."""
     graphs = dict(case.module.graphs)
     for name in reversed(graphs):
         graphs[name] = _live(graphs[name])
@@ -81,7 +84,7 @@ def _live(graph: Graph) -> Graph:
 
 
 def _fitted(case: Case, module: Module) -> Case:
-    """The same data, as much of it as the module has a place for."""
+    """Return the same data, as much of it as the module has a place for."""
     weights = {name: array for name, array in case.weights.items() if name in module.vars}
     names = {v.name for v in module.inputs}
     return Case(
@@ -103,7 +106,7 @@ def _fewer_outputs(case: Case, chunk: Sequence[str]) -> Case | None:
 
 
 def _sooner(case: Case, chunk: Sequence[str]) -> Case | None:
-    """What a result is made of in its place."""
+    """Put the operands of a result in its place."""
     (name,) = chunk
     graph = next((case.module.graphs[n] for n in ("main", KERNEL) if n in case.module.graphs), None)
     op = None if graph is None else next((op for op in graph.ops if name in (v.name for v in op.outs)), None)
@@ -116,7 +119,7 @@ def _sooner(case: Case, chunk: Sequence[str]) -> Case | None:
 
 
 def with_outputs(case: Case, names: Sequence[str]) -> Case | None:
-    """The case of a model that is not trained, with some of its values for results."""
+    """Return the case of an untrained model with some of its values as results."""
     name = next((name for name in ("main", KERNEL) if name in case.module.graphs), None)
     if name is None:
         return None
@@ -163,7 +166,9 @@ def _as_data(case: Case, chunk: Sequence[At]) -> Case | None:
 
 
 def _datum(value: Value, array: Array, held: dict[str, Var], weights: dict[str, Array]) -> Op:
-    """What gives a value its elements: a constant where they are all the same, else a variable."""
+    """Return an operation that yields the elements of a value: a constant where they are all the
+    same, else a variable.
+    """
     first = array.reshape(-1)[:1]
     if array.size and (array == first).all() and np.isfinite(first.astype(np.float64)).all():
         number = first[0].item()
@@ -196,7 +201,7 @@ def _taken_short(case: Case, chunk: Sequence[At]) -> Case | None:
                 table[op.outs[0]] = same
             ops.append(op)
         if table.keys() & {*graph.outs, *graph.saved}:
-            # Results keep their names, which others know them by.
+            # Results keep their names, by which other graphs know them.
             return None
         module = module.with_graph(replace(graph, ops=tuple(ops)))
     return tidied(replace(case, module=module))
@@ -210,7 +215,7 @@ def _parameters(case: Case) -> list[str]:
 
 
 def _frozen(case: Case, chunk: Sequence[str]) -> Case | None:
-    """Without gradient, state and update; read as before."""
+    """Return the case with parameters that are read, but have no gradient, state and update."""
     chosen = set(chunk)
 
     def belongs(name: str) -> bool:
@@ -234,8 +239,8 @@ Resize = tuple[int, int, bool]
 
 
 def _resizes(case: Case) -> list[Resize]:
-    given: list[Value | Var] = [*case.module.inputs, *case.module.vars.values()]
-    sizes = sorted({n for v in given for n in v.type.dims if n > 1})
+    sources: list[Value | Var] = [*case.module.inputs, *case.module.vars.values()]
+    sizes = sorted({n for v in sources for n in v.type.dims if n > 1})
     return [
         (n, m, multiples)
         for n in sizes
@@ -262,18 +267,24 @@ def _resized(case: Case, chunk: Sequence[Resize]) -> Case | None:
     types = {v.name: v.type for v in inputs}
     try:
         graphs = {name: _retyped(graph, held, types, size) for name, graph in module.graphs.items()}
-    except (TypeError, ValueError, KeyError):  # what type rules raise for operands that do not fit
+    except (TypeError, ValueError, KeyError):  # type rules raise these for operands that do not fit
         return None
     module = module.but(vars=held, inputs=inputs, graphs=graphs)
     weights = {
         name: _corner(np.asarray(array), held[name].type.dims) for name, array in case.weights.items() if name in held
     }
-    batches = [{v.name: _rows(np.asarray(batch[v.name]), old, v, module) for v, old in zip(inputs, case.module.inputs, strict=True) if v.name in batch} for batch in case.batches]  # fmt: skip
+    pairs = list(zip(case.module.inputs, inputs, strict=True))
+    batches = [
+        {new.name: _rows(np.asarray(batch[new.name]), old, new, module) for old, new in pairs if new.name in batch}
+        for batch in case.batches
+    ]
     return Case(module, weights, batches)
 
 
 def _retyped(graph: Graph, held: Mapping[str, Var], types: dict[str, TensorType], size: Callable[[int], int]) -> Graph:
-    """The graph with the types that follow from those of inputs and variables; `types` are those of all values so far."""
+    """Return the graph with the types that follow from those of inputs and variables; `types` are those of all values
+    so far.
+    """
     known = {v: Value(v.name, types[v.name]) for v in graph.ins}
     var_types = {name: var.type for name, var in held.items()}
     ops = []
@@ -293,16 +304,16 @@ def _corner(array: Array, dims: Sequence[int]) -> Array:
 
 
 def _rows(array: Array, old: Value, new: Value, module: Module) -> Array:
-    """The first samples of every microbatch; indices stay within what they count."""
+    """Return the first samples of every microbatch; indices stay within their range."""
     if not old.type.dims:
         return array
     apart = array.reshape(-1, *old.type.dims)
-    found = _corner(apart, (len(apart), *new.type.dims)).reshape(-1, *new.type.dims[1:])
-    limit = integer_limit(module, new.name) if found.dtype.kind in "iu" else None
-    return found if limit is None else found % max(1, limit)
+    samples = _corner(apart, (len(apart), *new.type.dims)).reshape(-1, *new.type.dims[1:])
+    limit = integer_limit(module, new.name) if samples.dtype.kind in "iu" else None
+    return samples if limit is None else samples % max(1, limit)
 
 
-# In the order in which they pay: what takes much away with few attempts goes first.
+# In order of benefit: families that remove much with few attempts come first.
 FAMILIES = (
     Family("batches", lambda case: list(range(len(case.batches))), _fewer_batches),
     Family("outputs", lambda case: list(case.module.outputs), _fewer_outputs),

@@ -1,14 +1,17 @@
-"""Compiled kernels against the interpreter, stage by stage: the first kernel whose result differs.
+"""The comparison of compiled kernels with the interpreter, stage by stage.
 
-In: the program of all stages, its code, weights and batches. Every stage's graphs are called once as they are, with the values that
-they have in an interpreted run, rounded to their types: so an error of one graph is no error of the next. Of the first graph whose
-results are off, each kernel is compiled by itself and called with the values that the interpreter has at that point. Out: that
-kernel, its operations, its tensor and error.
+It finds the first kernel whose result differs.
 
-Expected is float64 on the same rounded operands. A result may be as far off as roundings of its type explain (allowed.py). What a gradient
-is added to is drawn, so that a sum that was overwritten shows.
+In: the program of all stages, its code, weights and batches. Every stage's graphs are called once as they are, with the
+values of an interpreted run, rounded to their types: so an error of one graph does not reach the next. Where results of
+a graph are off, each of its kernels is compiled alone and called with the interpreter's values at that point. Out: the
+first such kernel, its operations, its tensor and error.
 
-Limits: the first microbatch and the first batch; stages on GPUs that this host lacks are passed over, and said so.
+Expected results are float64 on the same rounded operands. A result may be as far off as roundings of its type explain
+(penstock.verification.tolerance). Accumulated gradients start from drawn values, so that a sum that was overwritten
+shows.
+
+Limits: the first microbatch and the first batch; stages on GPUs that this host lacks are skipped, and reported as such.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GraphCall:
-    """A graph and what it is called with: arrays of the declared types."""
+    """A graph and the arrays it is called with, of the declared types."""
 
     graph: Graph
     ins: Mapping[str, Array]
@@ -53,13 +56,13 @@ class GraphCall:
 
 @dataclass(frozen=True)
 class KernelVerdict:
-    """What a stage's graphs were found to be: how many were called, the errors of their results, and the first that is off."""
+    """The verdict on a stage: how many graphs were called, the errors of their results, and the first that is off."""
 
     stage: int
     graphs: int
     errors: Errors
     first: Spot | None
-    # Whether it is a kernel that differs when it is compiled by itself; then the graph with its operands that shows it.
+    # The call of the kernel that differs when it is compiled alone; None where no kernel does.
     alone: GraphCall | None = None
     passed_over: str = ""
 
@@ -71,20 +74,20 @@ def first_kernel(
     batches: Sequence[Mapping[str, Array]],
     tolerance: float | None,
 ) -> list[KernelVerdict]:
-    """One verdict per stage, up to the first with a kernel that is off."""
+    """Return one verdict per stage, up to the first with a kernel that is off."""
     calls = recorded_calls(module, weights, batches[0])
-    found: list[KernelVerdict] = []
+    verdicts: list[KernelVerdict] = []
     for stage in module.stages:
         try:
             loaded = program.load(stage.index)
         except UsageError as error:
-            found.append(KernelVerdict(stage.index, 0, Errors(), None, passed_over=error.what))
+            verdicts.append(KernelVerdict(stage.index, 0, Errors(), None, passed_over=error.what))
             continue
         verdict = _judge_stage(module, stage.index, loaded, program.backend, calls, tolerance)
-        found.append(verdict)
+        verdicts.append(verdict)
         if verdict.first is not None:
             break
-    return found
+    return verdicts
 
 
 def _judge_stage(
@@ -96,24 +99,24 @@ def _judge_stage(
     tolerance: float | None,
 ) -> KernelVerdict:
     errors = Errors()
-    own = [calls[graph.name] for graph in stage_graphs(module, stage) if graph.name in calls]
-    for count, call in enumerate(own, 1):
-        found, spot = compare(program, call, tolerance)
-        errors += found
+    calls_of_stage = [calls[graph.name] for graph in stage_graphs(module, stage) if graph.name in calls]
+    for count, call in enumerate(calls_of_stage, 1):
+        call_errors, spot = compare(program, call, tolerance)
+        errors += call_errors
         if spot is not None:
             say(f"stage {stage}: {spot.tensor} of @{call.graph.name} is off; comparing its kernels one by one")
             alone = first_alone(module, stage, call, backend, tolerance)
             return KernelVerdict(
                 stage, count, errors, spot if alone is None else alone[0], None if alone is None else alone[1]
             )
-    return KernelVerdict(stage, len(own), errors, None)
+    return KernelVerdict(stage, len(calls_of_stage), errors, None)
 
 
-# ------------------------------------------------------------------------------------------------ what graphs are called with
+# ------------------------------------------------------------------------------------------------ arguments of graphs
 
 
 def recorded_calls(module: Module, weights: Mapping[str, Array], batch: Mapping[str, Array]) -> dict[str, GraphCall]:
-    """The first call of every stage graph in an interpreted run of one batch."""
+    """Return the first call of every stage graph in an interpreted run of one batch."""
     values: dict[tuple[str, int], Array] = {}
     reads: dict[str, dict[Slot, Array]] = {}
     numbers: dict[str, int] = {}
@@ -128,26 +131,26 @@ def recorded_calls(module: Module, weights: Mapping[str, Array], batch: Mapping[
     run_schedule(module, weights, [batch], watch=watch)
     for k, part in enumerate(microbatches_of(module, batch)):
         values |= {(name, k): np.asarray(array) for name, array in part.items()} | {(MICROBATCH, k): np.array(k)}
-    found = {}
+    recorded = {}
     for name, graph in module.graphs.items():
         if name in numbers:
             ins = {v.name: _typed(values[v.name, numbers[name]], v.type) for v in graph.ins}
-            found[name] = GraphCall(graph, ins, recorded_slots(module, graph, reads.get(name, {})))
-    return found
+            recorded[name] = GraphCall(graph, ins, recorded_slots(module, graph, reads.get(name, {})))
+    return recorded
 
 
 def recorded_slots(module: Module, graph: Graph, reads: Mapping[Slot, Array]) -> dict[Slot, Array]:
-    """Buffers as a call finds them. A variable with one version has one buffer, which is read and written."""
-    found: dict[Slot, Array] = {}
+    """Return the buffers of a call. A variable with one version has one buffer, which is read and written."""
+    buffers: dict[Slot, Array] = {}
     shared: dict[str, Array] = {}
     for slot in signature(graph).slots:
         var = module.vars[slot.var]
         array = reads[slot] if slot in reads else _noise(var.type, slot.var)
         if slot.slot and var.versions == 1:
-            other = next((reads[s] for s in reads if s.var == slot.var and s.slot), array)
-            array = shared.setdefault(slot.var, _typed(other, var.type))
-        found[slot] = array if slot.slot and var.versions == 1 else _typed(array, var.type)
-    return found
+            read = next((reads[s] for s in reads if s.var == slot.var and s.slot), array)
+            array = shared.setdefault(slot.var, _typed(read, var.type))
+        buffers[slot] = array if slot.slot and var.versions == 1 else _typed(array, var.type)
+    return buffers
 
 
 def _noise(kind: TensorType, name: str) -> Array:
@@ -163,18 +166,18 @@ def _typed(array: Array, kind: TensorType) -> Array:
 
 
 def compare(program: StageProgram, call: GraphCall, tolerance: float | None) -> tuple[Errors, Spot | None]:
-    """Call a graph, and give the errors of its results and the first of these that is off."""
+    """Call a graph, and return the errors of its results and the first result that is off."""
     graph, sig = call.graph, signature(call.graph)
-    wide, own = _interpreted(call, F64), _interpreted(call, TYPED)
-    found = _called(program, call)
+    exact, rounded = _interpreted(call, F64), _interpreted(call, TYPED)
+    computed = _called(program, call)
     makers = graph.producers()
     named: list[tuple[str | Slot, str, Op | None]] = [(v.name, f"%{v.name}", makers.get(v)) for v in sig.results]
     named += [(slot, f"@{slot.var}", next(op for op in graph.ops if slot_of(op) == slot)) for slot in _changed(graph)]
     errors, first = Errors(), None
     for key, tensor, op in named:
-        error = relative_error(found[key], wide[key])
+        error = relative_error(computed[key], exact[key])
         allowed = (
-            asked(tolerance) if tolerance is not None else as_typed(graph, op, relative_error(own[key], wide[key]))
+            asked(tolerance) if tolerance is not None else as_typed(graph, op, relative_error(rounded[key], exact[key]))
         )
         errors += Errors.of(error, allowed)
         if first is None and not error <= allowed.error:
@@ -189,8 +192,8 @@ def _changed(graph: Graph) -> list[Slot]:
 
 
 def _interpreted(call: GraphCall, precision: str) -> dict[str | Slot, Array]:
-    """Results by name, and slots after the call."""
-    # One buffer stays one buffer.
+    """Return results by name, and slots after the call."""
+    # Slots that share a buffer share its copy.
     copies: dict[int, Array] = {}
     slots = {slot: copies.setdefault(id(array), _held(array, precision)) for slot, array in call.slots.items()}
     store = SlotStore(slots)
@@ -213,18 +216,22 @@ def _called(program: StageProgram, call: GraphCall) -> dict[str | Slot, Array]:
         for s in sig.slots
     ]
     results = program.call(call.graph.name, [*ins, *slots])
-    found: dict[str | Slot, Array] = {v.name: array_of(x.cpu()) for v, x in zip(sig.results, results, strict=True)}
-    return found | {slot: array_of(x.cpu()) for slot, x in zip(sig.slots, slots, strict=True)}
+    results_by_name: dict[str | Slot, Array] = {
+        v.name: array_of(x.cpu()) for v, x in zip(sig.results, results, strict=True)
+    }
+    return results_by_name | {slot: array_of(x.cpu()) for slot, x in zip(sig.slots, slots, strict=True)}
 
 
-# ------------------------------------------------------------------------------------------------ kernels by themselves
+# ------------------------------------------------------------------------------------------------ single kernels
 
 
 def first_alone(
     module: Module, stage: int, call: GraphCall, backend: str, tolerance: float | None
 ) -> tuple[Spot, GraphCall] | None:
-    """The first kernel of a graph that is off when it is compiled by itself, and its call; None where
-    it takes several of them to be wrong."""
+    """Return the first kernel of a graph that is off when it is compiled alone, and its call.
+
+    None means that the fault needs several kernels together.
+    """
     parts = dict(kernel_calls(call))
     calls = [replace(part, graph=replace(part.graph, name=f"s{stage}.{i}")) for i, part in enumerate(parts.values())]
     with compiled(module, stage, [part.graph for part in calls], backend) as program:
@@ -237,7 +244,7 @@ def first_alone(
 
 
 def kernel_calls(call: GraphCall) -> Iterator[tuple[str, GraphCall]]:
-    """Each kernel as a graph of its own, with the values that the interpreter has at that point."""
+    """Yield each kernel as a graph, with the interpreter's values at that point."""
     values: dict[str, Array] = dict(call.ins)
 
     def keep(op: Op, results: tuple[Array, ...]) -> None:
@@ -256,7 +263,7 @@ def kernel_calls(call: GraphCall) -> Iterator[tuple[str, GraphCall]]:
 
 @contextmanager
 def compiled(module: Module, stage: int, graphs: Sequence[Graph], backend: str) -> Iterator[StageProgram]:
-    """Graphs of a stage, compiled now for its device, under their own names."""
+    """Compile graphs of a stage for its device, under their own names."""
     apart = module.but(graphs={graph.name: graph for graph in graphs})
     maker = backend_of(backend)
     with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as folder:

@@ -1,7 +1,7 @@
-"""A part of an ONNX model as a model of its own: the reproducer of a wrong import.
+"""A part of an ONNX model as a model: the reproducer of a wrong import.
 
-In: a model, one of its values, what all values are on some inputs. Out: the node that makes the value, alone, or with as many of those
-before it as it takes for the import to be wrong; what it reads are inputs, in integers (shapes, axes) constants.
+In: a model, one of its values, all values for some inputs. Out: the node that makes the value, alone, or with as many
+nodes before it as the wrong import needs. Its operands are inputs; integers among them (shapes, axes) are constants.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Values = Mapping[str, Any]
 def smallest_part(
     model: onnx.ModelProto, name: str, values: Values, fails: Callable[[onnx.ModelProto, Values], bool]
 ) -> tuple[onnx.ModelProto, Values]:
-    """The first of ever larger parts that fails, and its inputs; else the whole model up to the value."""
+    """Return the first of ever larger parts that fails, and its inputs; else the whole model up to the value."""
     part, feeds = model, values
     for part, feeds in _parts(model, name, values):
         if fails(part, feeds):
@@ -48,12 +48,12 @@ def _parts(model: onnx.ModelProto, name: str, values: Values) -> Iterator[tuple[
 def _part(
     model: onnx.ModelProto, nodes: list[onnx.NodeProto], name: str, values: Values
 ) -> tuple[onnx.ModelProto, Values]:
-    made = {out for node in nodes for out in node.output}
-    read = dict.fromkeys(i for node in nodes for i in node.input if i and i not in made)
+    results = {out for node in nodes for out in node.output}
+    read = dict.fromkeys(i for node in nodes for i in node.input if i and i not in results)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
-    given = {value.name for value in model.graph.input}
+    inputs = {value.name for value in model.graph.input}
     arrays = {i: np.asarray(values[i]) for i in read if i not in stored}
-    feeds = {i: array for i, array in arrays.items() if array.dtype.kind == "f" or i in given}
+    feeds = {i: array for i, array in arrays.items() if array.dtype.kind == "f" or i in inputs}
     constants = [numpy_helper.from_array(array, i) for i, array in arrays.items() if i not in feeds]
     graph = helper.make_graph(
         nodes,
@@ -72,6 +72,7 @@ def _part(
 
 
 def save(part: onnx.ModelProto, path: Path) -> None:
+    """Write a model to a file."""
     onnx.save(part, path)
 
 

@@ -1,13 +1,13 @@
-"""The values of the framework a model came from, tensor by tensor: is it the import that is wrong?
+"""The comparison of an import with the framework of its model, tensor by tensor.
 
-OnnxOriginal runs an ONNX file in onnxruntime, without its optimiser, with the result of every node handed out; TorchOriginal
-(torch_original.py) does the same with a program of torch. `first_difference` compares them with the interpreter's values of the
-imported module, in the order of the framework.
+OnnxOriginal runs an ONNX file in onnxruntime, without its optimiser, with the result of every node as an output;
+TorchOriginal (torch_original.py) does the same with a program of torch. `first_difference` compares them with the
+interpreter's values of the imported module, in the order of the framework.
 
-Both round as the types say; how far they may be apart for that says allowed.py.
+Both round as the types say; penstock.verification.tolerance says how far they may be apart for that.
 
-Limits: what the importer gives another name, folds away or computes in another way inside of a node has no counterpart; results of nodes
-inside of loops and branches are not looked at; a model of 2 GiB or more is not compared.
+Limits: a value that the importer renames, folds away or computes otherwise inside a node has no counterpart; results of
+nodes inside loops and branches are not compared; nor is a model of 2 GiB or more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compared:
-    """How many values had a counterpart, their errors, and the first that is off."""
+    """The number of values with a counterpart, their errors, and the first that is off."""
 
     count: int
     errors: Errors
@@ -59,8 +59,8 @@ def first_difference(
     for name, array in original.values(inputs):
         if name not in rounded or array.shape != rounded[name].shape:
             continue
-        error, own = relative_error(rounded[name], array), relative_error(rounded[name], exact[name])
-        allowed = asked(tolerance) if tolerance is not None else as_typed(graph, ops.get(name), own)
+        error, drift = relative_error(rounded[name], array), relative_error(rounded[name], exact[name])
+        allowed = asked(tolerance) if tolerance is not None else as_typed(graph, ops.get(name), drift)
         count, errors = count + 1, errors + Errors.of(error, allowed)
         if not error <= allowed.error:
             return Compared(
@@ -72,17 +72,21 @@ def first_difference(
 def _values(
     module: Module, graph: Graph, weights: Mapping[str, Array], inputs: Mapping[str, Array], precision: str
 ) -> dict[str, Array]:
-    found: dict[str, Array] = {v.name: np.asarray(inputs[v.name]) for v in graph.ins if v.name in inputs}
+    values: dict[str, Array] = {v.name: np.asarray(inputs[v.name]) for v in graph.ins if v.name in inputs}
 
     def keep(op: Op, results: tuple[Array, ...]) -> None:
-        found.update((v.name, array) for v, array in zip(op.outs, results, strict=True))
+        values.update((v.name, array) for v, array in zip(op.outs, results, strict=True))
 
     run_graph(graph, inputs, DictStore(initial_arrays(module, weights, list(module.vars), precision)), precision, keep)
-    return found
+    return values
 
 
 class OnnxOriginal:
-    """An ONNX file. `names` are the file's names of what is spelled otherwise here, `bound` elements of inputs that are none here."""
+    """An ONNX file as the original of an import.
+
+    `names` are the file's names of values that the module spells otherwise, `bound` elements of inputs that the module
+    does not have.
+    """
 
     def __init__(self, path: Path, names: Mapping[str, str], bound: Mapping[str, object] | None = None) -> None:
         import onnxruntime
@@ -92,20 +96,21 @@ class OnnxOriginal:
         self.nodes: dict[str, Any] = {}
 
     def values(self, inputs: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
-        found = self.run({self.names.get(name, name): array for name, array in inputs.items()})
-        for theirs, array in found.items():
+        """Run the file, and yield its values by their names in the module."""
+        results = self.run({self.names.get(name, name): array for name, array in inputs.items()})
+        for name_in_file, array in results.items():
             if isinstance(array, np.ndarray):
-                yield legal(theirs), array
+                yield legal(name_in_file), array
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """All results of all nodes, in the order of the file."""
+        """Return all results of all nodes, in the order of the file."""
         import onnx
         import onnxruntime
 
         model = self.load()
         self.nodes = {name: node for node in model.graph.node for name in node.output if name}
-        given = {value.name for value in model.graph.output}
-        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self.nodes if name not in given)
+        outputs = {value.name for value in model.graph.output}
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self.nodes if name not in outputs)
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.log_severity_level = 3
@@ -113,26 +118,29 @@ class OnnxOriginal:
             session = onnxruntime.InferenceSession(
                 model.SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
-            wanted = {value.name for value in session.get_inputs()}
+            input_names = {value.name for value in session.get_inputs()}
             results = session.run(
-                list(self.nodes), {name: array for name, array in {**self.bound, **feeds}.items() if name in wanted}
+                list(self.nodes),
+                {name: array for name, array in {**self.bound, **feeds}.items() if name in input_names},
             )
-        except (ValueError, RuntimeError) as error:  # what protobuf and onnxruntime raise
+        except (ValueError, RuntimeError) as error:  # the errors of protobuf and onnxruntime
             say(f"{self.name} does not run the model with all of its values handed out: {str(error).splitlines()[0]}")
             return {}
         return dict(zip(self.nodes, results, strict=True))
 
     def load(self) -> onnx.ModelProto:
+        """Read the file."""
         import onnx
 
         return onnx.load(self.path)
 
     def theirs(self, name: str) -> str:
-        """The file's name of a value."""
-        return next((theirs for theirs in self.nodes if legal(theirs) == name), name)
+        """Return the file's name of a value."""
+        return next((name_in_file for name_in_file in self.nodes if legal(name_in_file) == name), name)
 
     def source_of(self, name: str) -> str:
-        node = next((node for theirs, node in self.nodes.items() if legal(theirs) == name), None)
+        """Describe the node that makes a value."""
+        node = next((node for name_in_file, node in self.nodes.items() if legal(name_in_file) == name), None)
         return "" if node is None else f"node {node.name or name} ({node.op_type})"
 
 

@@ -1,11 +1,14 @@
-"""The reproducer: a folder with the smallest module that shows a fault and what it is run on, and `penstock verify FILE.ir`, which runs it.
+"""The reproducer: a folder with the smallest module that shows a fault, and its inputs.
+
+`penstock verify FILE.ir` runs it.
 
     repro.ir            the module; its first line is the command that shows the fault
     inputs.safetensors  weights as `@name`, batches as `%name`, one batch after the other
     repro.onnx          in the place of repro.ir, where the import is at fault: the node by itself
 
-`verify FILE.ir -p PASSES` runs the passes, and compares what the module computes before and after them, in the interpreter in float64.
-Without `-p` its graphs are compiled, and compared with the interpreter. A fault that the verifier sees is shown by `penstock opt`.
+`verify FILE.ir -p PASSES` runs the passes, and compares the results of the module before and after them, in the
+interpreter in float64. Without `-p` its graphs are compiled, and compared with the interpreter. A fault that the
+verifier sees is shown by `penstock opt`.
 """
 
 from __future__ import annotations
@@ -48,13 +51,13 @@ if TYPE_CHECKING:
     import onnx
 
 MODULE, INPUTS, MODEL = "repro.ir", "inputs.safetensors", "repro.onnx"
-# What passes raise for modules that they were not made for: another fault than the one in hand.
+# Errors of passes on modules that they were not made for: another fault than the one that is sought.
 _CRASHES = (PenstockError, AssertionError, LookupError, TypeError, ValueError, StopIteration)
 
 
 @dataclass(frozen=True)
 class Written:
-    """Where a reproducer is, what it holds, and the command that shows the fault."""
+    """A reproducer: its place, its content, and the command that shows the fault."""
 
     folder: Path
     command: str
@@ -64,16 +67,17 @@ class Written:
 
     @property
     def shell(self) -> str:
-        """What to type where this was said, whatever the folder is called."""
+        """The command line that runs the reproducer from any folder."""
         return f"cd {shlex.quote(str(self.folder))} && {self.command}"
 
     def lines(self) -> list[str]:
+        """Return the lines that announce the reproducer."""
         shrunk = f"{counted(self.ops, 'operation')} of {self.before}, {counted(self.tried, 'case')} tried"
         return [f"reproducer in {self.folder}: {shrunk}", f"  {self.shell}"]
 
 
 def check_place(folder: Path) -> None:
-    """UsageError where something else than a reproducer stands: before the work."""
+    """Raise UsageError, before the work, where something else than a reproducer stands."""
     if folder.exists() and not (
         folder.is_dir() and {path.name for path in folder.iterdir()} <= {MODULE, INPUTS, MODEL}
     ):
@@ -97,17 +101,17 @@ def of_pass(
     tolerance: float | None,
     budget: Budget,
 ) -> Written:
-    """A pass that changes what a module computes: `passes` are those from `base` to it."""
+    """Write the reproducer of a pass that changes the results of a module: `passes` are those from `base` to it."""
     calls = parse_pipeline(passes, PASSES)
 
     def wrong(case: Case) -> bool:
         try:
             after = run_passes(case.module, calls, PASSES)
             steps = [TrailStep("before", "", case.module), TrailStep("after", passes, after)]
-            found = Trial(steps, 0, seed, tolerance, case.weights, case.batches).problem(after)
+            problem = Trial(steps, 0, seed, tolerance, case.weights, case.batches).problem(after)
         except _CRASHES:
             return False
-        return isinstance(found, Off)
+        return isinstance(problem, Off)
 
     words = ["penstock", "verify", MODULE, "-p", passes, "--data", INPUTS]
     words += [] if tolerance is None else ["--tolerance", str(tolerance)]
@@ -118,15 +122,15 @@ def of_pass(
 def of_refusal(
     folder: Path, base: Module, passes: str, weights: Mapping[str, Array], error: PenstockError, budget: Budget
 ) -> Written:
-    """A pass that the verifier refuses, or that raises an error."""
+    """Write the reproducer of a pass that the verifier refuses, or that raises an error."""
     calls = parse_pipeline(passes, PASSES)
-    wanted = _shape(error)
+    expected = _shape(error)
 
     def refused(case: Case) -> bool:
         try:
             run_passes(case.module, calls, PASSES)
-        except VerifyError as found:
-            return _shape(found) == wanted
+        except VerifyError as refusal:
+            return _shape(refusal) == expected
         except _CRASHES:
             return False
         return False
@@ -138,19 +142,19 @@ def of_refusal(
 
 
 def _shape(error: PenstockError) -> str:
-    """What an error says, without names and numbers; of a list the first item."""
+    """Return the message of an error without names and numbers; of a list the first item."""
     lines = str(error).splitlines()
-    told = lines[1] if len(lines) > 1 and re.match(r"\d+\. ", lines[1]) else error.what.splitlines()[0]
-    return re.sub(r"[%@][\w./:\-]+(, )?|\d+", "_", told.partition(": ")[2] or told)
+    message = lines[1] if len(lines) > 1 and re.match(r"\d+\. ", lines[1]) else error.what.splitlines()[0]
+    return re.sub(r"[%@][\w./:\-]+(, )?|\d+", "_", message.partition(": ")[2] or message)
 
 
 def of_kernel(
     folder: Path, module: Module, call: GraphCall, spot: Spot, backend: str, tolerance: float | None, budget: Budget
 ) -> Written:
-    """A kernel by itself, as the only graph of a stage."""
+    """Write the reproducer of a kernel: the only graph of a stage."""
     slots = {op.var for op in call.graph.ops if slot_of(op) is not None}
     held = {name: replace(module.vars[name], stage=0) for name in slots}
-    # What is read counts, not what stands where a new version will be written.
+    # The version that is read counts, not the buffer into which a new version will be written.
     weights = {slot.var: array for slot, array in sorted(call.slots.items(), key=lambda item: item[0].slot != "next")}
     graph = replace(call.graph, name=KERNEL)
     apart = Module(
@@ -181,7 +185,7 @@ def of_import(
     tolerance: float | None,
     budget: Budget,
 ) -> Written:
-    """A node of an ONNX model that is imported wrongly, with as many before it as it takes."""
+    """Write the reproducer of a wrongly imported ONNX node, with as many nodes before it as the fault needs."""
     from penstock.frontends.onnx import import_onnx
 
     from .onnx_part import save, smallest_part
@@ -190,21 +194,23 @@ def of_import(
     model, name = original.load(), original.theirs(spot.tensor.lstrip("%"))
     feeds = {original.names.get(n, n): array for n, array in inputs.items()}
 
-    def wrong(part: onnx.ModelProto, given: Mapping[str, Array]) -> bool:
+    def wrong(part: onnx.ModelProto, part_inputs: Mapping[str, Array]) -> bool:
         budget.spent += 1
         save(part, folder / MODEL)
         try:
             imported = import_onnx(folder / MODEL)
             alone = OnnxOriginal(folder / MODEL, imported.names)
-            ours = {legal(n): array for n, array in given.items()}
-            return first_difference(alone, imported.module, imported.weights, ours, tolerance).first is not None
+            inputs_by_name = {legal(n): array for n, array in part_inputs.items()}
+            return (
+                first_difference(alone, imported.module, imported.weights, inputs_by_name, tolerance).first is not None
+            )
         except _CRASHES:
             return False
 
-    part, given = smallest_part(model, name, {**original.bound, **feeds, **original.run(feeds)}, wrong)
+    part, part_inputs = smallest_part(model, name, {**original.bound, **feeds, **original.run(feeds)}, wrong)
     save(part, folder / MODEL)
     (folder / MODULE).unlink(missing_ok=True)
-    write_tensors(folder / INPUTS, {f"%{legal(n)}": np.asarray(array)[None] for n, array in given.items()})
+    write_tensors(folder / INPUTS, {f"%{legal(n)}": np.asarray(array)[None] for n, array in part_inputs.items()})
     words = ["penstock", "verify", MODEL, "--data", INPUTS, "--backend", "numpy"]
     words += [] if tolerance is None else ["--tolerance", str(tolerance)]
     return Written(folder, shlex.join(words), len(part.graph.node), len(model.graph.node), budget.spent)
@@ -227,9 +233,9 @@ def _shrunk(
         case = shrink(rooted if rooted is not None and fails(rooted) else case, fails, budget)
     folder.mkdir(parents=True, exist_ok=True)
     command = shlex.join(words)
-    told = [] if spot is None else [f"// {line.strip()}" for line in spot.lines()]
+    comments = [] if spot is None else [f"// {line.strip()}" for line in spot.lines()]
     text = print_module(case.module.but(notes=()))
-    (folder / MODULE).write_text("\n".join([f"// {command}", *told, text]), encoding="utf-8")
+    (folder / MODULE).write_text("\n".join([f"// {command}", *comments, text]), encoding="utf-8")
     for name in (INPUTS, MODEL):
         (folder / name).unlink(missing_ok=True)
     if data:
@@ -247,7 +253,9 @@ def _own(weights: Mapping[str, Array], module: Module) -> dict[str, Array]:
 def verify_ir(
     path: str, *, passes: str | None, data: str | None, steps: int, seed: int, tolerance: float | None, backend: str
 ) -> int:
-    """What passes do to what a module computes; or, without passes, what its kernels compute against the interpreter."""
+    """Compare the results of a module before and after passes; or, without passes, its compiled kernels with the
+    interpreter.
+    """
     module = read_module(Path(path))
     verify_read(module, path)
     weights, batches = read_data(data) if data is not None else ({}, [])
@@ -262,8 +270,8 @@ def verify_ir(
             where=path,
             hint="begin with a module in one piece, before `split`",
         )
-    made = [TrailStep(path, "", module), TrailStep("after the passes", passes, after)]
-    trial = Trial(made, steps, seed, tolerance, weights, batches)
+    steps_of_trial = [TrailStep(path, "", module), TrailStep("after the passes", passes, after)]
+    trial = Trial(steps_of_trial, steps, seed, tolerance, weights, batches)
     try:
         trial.run_first()
     except PenstockError as error:
@@ -277,14 +285,14 @@ def verify_ir(
     if isinstance(problem, PenstockError):
         raise VerifyError(f"{module.name} cannot be run after {passes}: {problem}", where=path) from problem
     if problem is None:
-        what = (
+        subject = (
             "outputs and variables"
             if trial.compares_training(after)
             else "derivatives"
             if "B" in after.graphs
             else "outputs"
         )
-        print(f"{passes}: {what} stay what they were")
+        print(f"{passes}: {subject} stay what they were")
         return 0
     spots = trial.spots(after, module)
     print("\n".join([f"{passes}: {problem}", *(spots[0].lines() if spots else [])]))
@@ -319,13 +327,13 @@ def _verify_graphs(
         raise UsageError(
             "has several graphs", where=path, hint="say with -p what is to be done with it, or give the bundle"
         )
-    # One source for all: of two with the same elements nobody would see that they are swapped.
+    # One source for all: with equal elements, two swapped variables would not show.
     source = np.random.default_rng(seed)
-    own = {
+    arrays = {
         name: weights.get(name, array)
         for name, array in [(name, drawn(var, source)) for name, var in module.vars.items()]
     }
-    case = Case(module, own, list(batches) or [synthetic_batch(module, 1, seed)])
+    case = Case(module, arrays, list(batches) or [synthetic_batch(module, 1, seed)])
     if problems := list(_unfit(case)):
         raise UsageError("; ".join(problems), where=data or path)
     spot = _graph_spot(case, KERNEL, backend, tolerance)
@@ -338,10 +346,10 @@ def _verify_graphs(
 
 
 def _unfit(case: Case) -> Iterator[str]:
-    """What of the data is not of the graph."""
-    wanted = [(f"%{v.name}", case.batches[0].get(v.name), v.type) for v in case.module.graphs[KERNEL].ins]
-    wanted += [(f"@{name}", case.weights[name], var.type) for name, var in case.module.vars.items()]
-    for name, array, kind in wanted:
+    """Yield the problems of data that do not fit the graph."""
+    expected = [(f"%{v.name}", case.batches[0].get(v.name), v.type) for v in case.module.graphs[KERNEL].ins]
+    expected += [(f"@{name}", case.weights[name], var.type) for name, var in case.module.vars.items()]
+    for name, array, kind in expected:
         if array is None:
             yield f"{name} is missing"
         elif array.shape != kind.dims:

@@ -1,8 +1,10 @@
-"""The search: first the import, then passes by halves, then kernels stage by stage; what is found
-first is printed, and left as a reproducer.
+"""The search for a fault: first the import, then passes by halves, then kernels stage by stage.
 
-In: a Trail (sources.py), options. Out: tables and lines on standard output, exit code 0, or VerifyError. What one pass breaks stays broken,
-so that log2(n) of n modules are run. Of the pass found, and of the one before it, all values are compared, graph by graph.
+It prints the first fault, and leaves it as a reproducer.
+
+In: a Trail (sources.py), options. Out: tables and lines on standard output, exit code 0, or VerifyError. A fault of one
+pass stays in later modules, so that log2(n) of n modules are run. All values after the faulty pass are compared with
+those before it, graph by graph.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ Problems = dict[int, Off | PenstockError | None]
 
 @dataclass(frozen=True)
 class Options:
-    """How to look. `repro` is where the reproducer goes, `shrink` for how many seconds it is made smaller."""
+    """The options of a search. `repro` is the place of the reproducer, `shrink` the seconds for making it smaller."""
 
     steps: int = 3
     seed: int = 0
@@ -43,7 +45,7 @@ class Options:
 
 
 def bisect(trail: Trail, options: Options) -> int:
-    """Say what the first thing is that goes wrong; VerifyError if there is one."""
+    """Report the first thing that goes wrong; raise VerifyError if there is one."""
     search = _Search(trail, options)
     search.look_at_import()
     search.look_at_passes()
@@ -55,12 +57,14 @@ def bisect(trail: Trail, options: Options) -> int:
 
 
 class _Search:
+    """The state of one search: the trail, the trials of its modules, and a record of what was compared."""
+
     def __init__(self, trail: Trail, options: Options) -> None:
         self.trail, self.options = trail, options
-        # Drawn weights show more than those of a fresh model, whose biases are zero and whose numbers
-        # are small; its own ones are what counts.
+        # Drawn weights show more than those of a fresh model, whose biases are zero and whose numbers are small; but
+        # the model's own weights decide.
         self.trial = Trial(trail.steps, options.steps, options.seed, options.tolerance)
-        self.own = (
+        self.model_trial = (
             Trial(trail.steps, options.steps, options.seed, options.tolerance, trail.weights)
             if trail.weights
             else self.trial
@@ -70,24 +74,31 @@ class _Search:
     # -------------------------------------------------------------------------------------------- import
 
     def look_at_import(self) -> None:
+        """Compare the import with its framework."""
         original, first = self.trail.original, self.trail.steps[0]
         if original is None:
             return
         part = {v.name: self.trial.parts[0][v.name] for v in first.module.data_inputs}
         names = {v.name for v in first.module.inputs} - part.keys()
-        found = first_difference(
+        compared = first_difference(
             original,
             first.module,
-            self.own.weights,
+            self.model_trial.weights,
             {**part, **{n: self.trial.parts[0][n] for n in names}},
             self.options.tolerance,
         )
         rows = [
-            [original.name, first.name, found.count, f"{found.errors.largest:.1e}", _judged(found.errors, found.first)]
+            [
+                original.name,
+                first.name,
+                compared.count,
+                f"{compared.errors.largest:.1e}",
+                _judged(compared.errors, compared.first),
+            ]
         ]
         print(table(["original", "import", "values", "largest error", "verdict"], rows))
-        self.looked.append(f"{counted(found.count, 'value')} as in {original.name}")
-        spot = found.first
+        self.looked.append(f"{counted(compared.count, 'value')} as in {original.name}")
+        spot = compared.first
         if spot is not None:
             print("\n".join(["first wrong: the import", *spot.lines()]))
             what = f"the import of {self.trail.name} computes something else than {original.name}"
@@ -104,12 +115,13 @@ class _Search:
     # -------------------------------------------------------------------------------------------- passes
 
     def look_at_passes(self) -> None:
+        """Search the passes with drawn weights, and with the model's own where these still show a fault."""
         self._look_at_passes(self.trial)
         last = [step.module for step in self.trail.steps if can_run(step.module)][-1]
-        if self.own is not self.trial and self.own.problem(last) is not None:
+        if self.model_trial is not self.trial and self.model_trial.problem(last) is not None:
             say("with drawn weights all is well, with the model's own weights it is not")
-            self.trial = self.own
-            self._look_at_passes(self.own)
+            self.trial = self.model_trial
+            self._look_at_passes(self.model_trial)
 
     def _look_at_passes(self, trial: Trial) -> None:
         steps = self.trail.steps
@@ -135,19 +147,24 @@ class _Search:
             print("\n".join(spots[0].lines()))
         elif isinstance(problem, Off):
             print(
-                "  all values that have the same name in the module before are right: what is wrong has a name of its own, or came later"
+                "  all values that have the same name in the module before are right: what is wrong has a name "
+                "of its own, or came later"
             )
         if edited := self._edited(high):
             what = f"{culprit.name} is not what {culprit.call} makes of {before.name} here"
             self._fail(f"{what}: {edited} was edited, or another version wrote it", None)
         self._fail(
-            f"{culprit.call if culprit.call == WRITTEN else f'pass {culprit.call}'} changes what {steps[0].module.name} computes",
+            f"{culprit.call if culprit.call == WRITTEN else f'pass {culprit.call}'} changes what "
+            f"{steps[0].module.name} computes",
             lambda budget: self._of_pass(high, problem, spots, budget),
         )
 
     def _edited(self, at: int) -> str:
-        """Which dump was not written by its pass, where the one at a place is not what its pass makes of the one before; nothing where it
-        is. One that was edited fits neither neighbour, so that the others say which of the two it is."""
+        """Name the dump that its pass did not write, where the one at `at` is not the result of its pass; else return
+        nothing.
+
+        A dump that was edited fits neither neighbour, so that the neighbours say which of the two it is.
+        """
         steps = self.trail.steps
         if not self._is_strange(at):
             return ""
@@ -157,38 +174,38 @@ class _Search:
         return f"{steps[0].name}, or all after it," if fits_next else "one of the two"
 
     def _is_strange(self, at: int) -> bool:
-        """Whether a pass does not make what stands in its dump: then nobody can say what the pass does."""
+        """Say whether a dump is not the result of its pass: then the effect of the pass is unknown."""
         before, step = self.trail.steps[at - 1 : at + 1]
         if step.call == WRITTEN:
             return False
         try:
-            made = run_passes(before.module, parse_pipeline(step.call, PASSES), PASSES)
+            result = run_passes(before.module, parse_pipeline(step.call, PASSES), PASSES)
         except PenstockError:
             return True
-        return replace(made, notes=()) != replace(step.module, notes=())
+        return replace(result, notes=()) != replace(step.module, notes=())
 
     def _halves(self, trial: Trial) -> tuple[int, Problems]:
-        """The first module that is wrong (the last one, if none is), and what was found on the way."""
+        """Return the first module that is wrong (the last one, if none is), and the verdicts on the way."""
         steps = self.trail.steps
-        # The others are passed over: what is wrong with them shows in the next one.
-        every = [i for i, step in enumerate(steps) if can_run(step.module)]
+        # The other modules are skipped: their faults show in the next one.
+        runnable = [i for i, step in enumerate(steps) if can_run(step.module)]
         problems: Problems = {}
 
         def is_bad(place: int) -> bool:
-            i = every[place]
+            i = runnable[place]
             if i not in problems:
                 say(f"running {steps[i].name}")
                 problems[i] = trial.problem(steps[i].module)
             return problems[i] is not None
 
-        # What everything later is compared with is judged first.
-        judge = next((place for place, i in enumerate(every) if steps[i].module is trial.trained), len(every) - 1)
-        high = judge if is_bad(judge) else len(every) - 1
+        # The module that all later ones are compared with is judged first.
+        judge = next((place for place, i in enumerate(runnable) if steps[i].module is trial.trained), len(runnable) - 1)
+        high = judge if is_bad(judge) else len(runnable) - 1
         low = -1 if is_bad(0) else 0
         while is_bad(high) and high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if is_bad(middle) else (middle, high)
-        return every[high], problems
+        return runnable[high], problems
 
     def _of_pass(self, at: int, problem: object, spots: list[Spot], budget: Budget) -> reproducer.Written | None:
         if not isinstance(problem, Off) or self.trail.steps[at].call == WRITTEN:
@@ -201,7 +218,7 @@ class _Search:
         )
 
     def _from_whole(self, at: int) -> tuple[Module, str]:
-        """The last module before a pass that nobody has cut into stages yet, and the passes from there."""
+        """Return the last module before a pass that is not cut into stages yet, and the passes from there."""
         steps = self.trail.steps
         start = max(i for i in range(at) if is_whole(steps[i].module) and not steps[i].module.stages)
         return steps[start].module, ",".join(step.call for step in steps[start + 1 : at + 1])
@@ -209,6 +226,7 @@ class _Search:
     # -------------------------------------------------------------------------------------------- refusals
 
     def tell_refusal(self, call: str, error: PenstockError) -> NoReturn:
+        """Report the refusal of a pass, and leave a reproducer."""
         print(f"refused by the verifier after: {call}\n  {str(error).splitlines()[0]}")
         if self.options.repro is not None:
             base, passes = self._from_whole(len(self.trail.steps))
@@ -222,12 +240,15 @@ class _Search:
     # -------------------------------------------------------------------------------------------- kernels
 
     def look_at_kernels(self) -> None:
+        """Compare the compiled kernels with the interpreter."""
         module, program = self.trail.steps[-1].module, self.trail.compiled
         if program is None or program.backend == "numpy" or module.schedule is None:
             return
         verdicts = first_kernel(module, program, self.trial.weights, self.trial.batches, self.options.tolerance)
-        if self.own is not self.trial and verdicts[-1].first is None:
-            verdicts = first_kernel(module, program, self.own.weights, self.trial.batches, self.options.tolerance)
+        if self.model_trial is not self.trial and verdicts[-1].first is None:
+            verdicts = first_kernel(
+                module, program, self.model_trial.weights, self.trial.batches, self.options.tolerance
+            )
         print(table(["stage", "graphs", "largest error", "verdict"], [_row(verdict) for verdict in verdicts]))
         self.looked.append(f"graphs of {counted(len(verdicts), 'stage')} compiled by {program.backend}")
         last = verdicts[-1]
@@ -236,7 +257,8 @@ class _Search:
         print("\n".join([f"first wrong: {last.first.kernel or 'the graph @' + last.first.graph}", *last.first.lines()]))
         if last.alone is None:
             print(
-                "  each kernel of it, compiled now by itself, is right: its code is older, or what is wrong is their order or memory"
+                "  each kernel of it, compiled now by itself, is right: its code is older, or what is wrong is "
+                "their order or memory"
             )
         self._fail(
             f"{last.first.tensor} of stage {last.stage} is not what the interpreter gives",
@@ -273,7 +295,7 @@ class _Search:
 
 
 def _tell_graphs(spots: list[Spot]) -> None:
-    """Stage by stage: what is the first wrong value of each graph."""
+    """Print, stage by stage, the first wrong value of each graph."""
     first: dict[str, Spot] = {}
     for spot in spots:
         first.setdefault(spot.graph, spot)
@@ -286,8 +308,8 @@ def _tell_graphs(spots: list[Spot]) -> None:
 
 
 def _row(verdict: KernelVerdict) -> list[object]:
-    told = verdict.passed_over or _judged(verdict.errors, verdict.first)
-    return [verdict.stage, verdict.graphs, f"{verdict.errors.largest:.1e}", told]
+    outcome = verdict.passed_over or _judged(verdict.errors, verdict.first)
+    return [verdict.stage, verdict.graphs, f"{verdict.errors.largest:.1e}", outcome]
 
 
 def _judged(errors: Errors, first: Spot | None) -> str:

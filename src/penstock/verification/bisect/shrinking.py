@@ -1,17 +1,17 @@
 """The shrinker: the smallest case that still fails, by delta debugging.
 
-In: a case, what may be tried (edits.py), and a test that says whether a case still shows the fault. Out: a case that still shows it, is no
-larger by `Case.size`, and passes the verifier. Every family of edits has atoms (operations, parameters, batches, sizes of dimensions); all
-of them are tried at once, then in halves, quarters, ... down to one by one, and what works is kept. Families take turns until none of them
-finds anything more, or the budget is spent.
+In: a case, edits to try (edits.py), and a test that says whether a case still shows the fault. Out: a case that still
+shows it, is no larger by `Case.size`, and passes the verifier. Every family of edits has atoms (operations, parameters,
+batches, sizes of dimensions). All of them are tried at once, then in halves, quarters, ... down to one by one, and
+edits that work are kept. Families take turns until none of them finds anything more, or the budget is spent.
 
-    tried in all, where nothing works:   about 2n per family of n atoms
+    cases tried, where nothing works:    about 2n per family of n atoms
     without a limit, at the end:         no single edit is left that could be made (1-minimal)
 
-Limit: a fault in operations that nobody reads stays with them, as edits drop what nobody reads.
+Limit: a fault in unread operations stays with them, as edits drop unread operations.
 
-Deterministic, but for the clock. The test decides what a fault is: one that accepts any failure may
-end with another fault than it began with.
+Deterministic, but for the clock. The test defines the fault: a test that accepts any failure may end with another fault
+than it began with.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Fails = Callable[[Case], bool]
 
 @dataclass
 class Budget:
-    """How many cases may be tried, and for how long."""
+    """The number of cases that may be tried, and the time for them."""
 
     seconds: float = 60.0
     tries: int = 2000
@@ -39,7 +39,7 @@ class Budget:
     began: float = field(default_factory=time.monotonic)
 
     def take(self) -> bool:
-        """One more, if there is one."""
+        """Spend one try; return whether there was one left."""
         if self.spent >= self.tries or time.monotonic() - self.began >= self.seconds:
             return False
         self.spent += 1
@@ -47,37 +47,40 @@ class Budget:
 
 
 def shrink(case: Case, fails: Fails, budget: Budget | None = None, families: Sequence[Family] = FAMILIES) -> Case:
-    """The smallest case found. `case` must fail."""
+    """Return the smallest case that fails. `case` must fail."""
     search = _Search(case, fails, budget or Budget())
     search.attempt(tidied(case))
-    found = True
-    while found:
-        found = False
+    progress = True
+    while progress:
+        progress = False
         for family in families:
-            found |= search.exhaust(family)
+            progress |= search.exhaust(family)
     return search.best
 
 
 class _Search:
+    """The search for a smaller case."""
+
     def __init__(self, case: Case, fails: Fails, budget: Budget) -> None:
         self.best, self.fails, self.budget = case, fails, budget
 
     def exhaust(self, family: Family) -> bool:
-        """Apply as many atoms of a family as possible; whether there were any."""
-        found = False
+        """Apply as many atoms of a family as possible; return whether there were any."""
+        progress = False
         atoms = list(family.atoms(self.best))
         size = len(atoms) if family.together else 1
         while size and atoms:
             kept: list[object] = []
             for chunk in _chunks(atoms, size):
                 if self.attempt(family.apply(self.best, chunk)):
-                    found = True
+                    progress = True
                 else:
                     kept += chunk
             atoms, size = kept, size // 2
-        return found
+        return progress
 
     def attempt(self, candidate: Case | None) -> bool:
+        """Keep a candidate if it is smaller, legal and still fails; return whether it was kept."""
         if candidate is None or candidate.size >= self.best.size or not _is_legal(candidate):
             return False
         if not self.budget.take() or not self.fails(candidate):
@@ -87,7 +90,7 @@ class _Search:
 
 
 def _chunks(atoms: list[object], size: int) -> Iterator[list[object]]:
-    # From the end: what is behind the fault goes first.
+    # From the end: operations after the fault go first.
     for stop in range(len(atoms), 0, -size):
         yield atoms[max(0, stop - size) : stop]
 

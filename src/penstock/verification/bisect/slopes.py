@@ -1,12 +1,13 @@
-"""Derivatives, judged by differences: along a drawn direction, a loss that was moved a little either way.
+"""The check of derivatives by differences: along a drawn direction, the loss is computed a little to either side.
 
-In: what `autodiff` made, whole, and a store of variables. Out: a derivative that is off. The derivative of the loss by a parameter
-is compared with what moving the parameter shows; inside the backward graph each derivative with what moving the value that it
-belongs to shows, first microbatch only.
+In: the whole output of `autodiff`, and a store of variables. Out: a derivative that is off. The derivative of the loss
+by a parameter is compared with the effect of moving the parameter. Inside the backward graph, each derivative is
+compared with the effect of moving its value, for the first microbatch only.
 
-The loss may have kinks nearby, many of them where a layer of ReLUs is wide: what is off is tried again with smaller steps, between which
-there are fewer. One may be where nothing moves (a ReLU of exactly zero): then differences to both sides differ, and by that much the
-derivative may be off. A derivative that has several parts (a value with several readers) is judged by their sum alone.
+The loss may have kinks nearby, many of them where a layer of ReLUs is wide: a derivative that is off is tried again
+with smaller steps, between which there are fewer. A kink may be where nothing moves (a ReLU of exactly zero): then
+differences to both sides differ, and by that much the derivative may be off. A derivative that has several parts (a
+value with several readers) is judged by their sum alone.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from penstock.verification.tolerance import Allowed
 
 from .values import Seen, Spot
 
-# How far a value is moved for a difference, of its own size: the error of the difference goes with the square, that of rounding with the
-# inverse. One that is right is right at one of these.
+# The move of a value for a difference, relative to its size: the error of the difference goes with the square, that of
+# rounding with the inverse. A right derivative is right at one of these.
 _MOVES = (1e-5, 1e-6, 1e-7)
-# Microbatches that are looked at: with two of them it shows whether they are added up.
+# The microbatches that are used: with two of them it shows whether they are added up.
 _MOST = 2
 ALLOWED = Allowed(
     1e-5,
-    f"central differences in float64 with steps of {_MOVES[0]:g}: their square and rounding over the step are the error, one step "
+    f"central differences in float64 with steps of {_MOVES[0]:g}: their square and rounding over the step are "
+    "the error, one step "
     "is allowed",
 )
 
@@ -62,7 +64,7 @@ class Slopes:
         self.forward = module.graphs["F"]
 
     def of_parameters(self) -> Iterator[tuple[str, float]]:
-        """The parameters whose derivative is off, and how far."""
+        """Yield the parameters whose derivative is off, with their errors."""
         start, store = self.trial.store(self.module), self.trial.backward(self.module, most=_MOST)
         for name, var in self.module.vars.items():
             gradient = store.arrays.get(f"{name}.grad")
@@ -73,17 +75,17 @@ class Slopes:
                     yield f"@{name}.grad", error
 
     def first(self) -> Spot | None:
-        """The first derivative in the order of the backward graph that is off."""
+        """Return the first derivative in the order of the backward graph that is off."""
         seen = Seen()
         self.trial.backward(self.module, seen.watch, most=1)
         values = {v.name: v for op in self.forward.ops for v in op.outs if v.type.dtype in FLOATS}
         for key, array in seen.values.items():
             name = key[2].removesuffix(".grad")
-            # Where a derivative has several parts, none of them is the whole.
+            # Where a derivative has several parts, no part is the whole.
             if key[1] or name not in values or not key[2].endswith(".grad") or ("B", 0, f"{key[2]}.1") in seen.values:
                 continue
             value = values[name]
-            # In the middle of the graph derivatives are those of the scaled loss; what is added up is not.
+            # In the middle of the graph derivatives are those of the scaled loss; accumulated gradients are not.
             error = self._error(
                 f"%{key[2]}",
                 array / self.trial.loss_scale,
@@ -98,7 +100,7 @@ class Slopes:
         direction: Array = np.asarray(
             np.random.default_rng([self.trial.seed, zlib.crc32(what.encode())]).standard_normal(at.shape)
         )
-        found, size, middle = (
+        predicted, size, middle = (
             float(np.sum(gradient * direction)),
             float(np.linalg.norm(gradient)),
             loss(0.0 * direction),
@@ -108,23 +110,25 @@ class Slopes:
             move *= max(1.0, float(np.abs(at).max(initial=0.0)))
             left, right = loss(-move * direction), loss(move * direction)
             slope, kink = (right - left) / (2 * move), abs(right - 2 * middle + left) / (2 * move)
-            difference = abs(found - slope) / max(abs(slope), size, 1e-8)
+            difference = abs(predicted - slope) / max(abs(slope), size, 1e-8)
             if difference <= ALLOWED.error:
                 return difference
         difference -= kink / max(abs(slope), size, 1e-8)
         return 0.0 if difference <= 0 else difference
 
     def _loss_with(self, name: str, at: Array, added: Array) -> float:
-        """What the first microbatches add to the mean over the first batch, something added to a variable."""
-        found = 0.0
+        """Return the share of the first microbatches in the mean loss of the first batch, with `added` added to a
+        variable.
+        """
+        total = 0.0
         for k in range(min(_MOST, self.trial.microbatches)):
             store = self.trial.store(self.module)
             store.arrays[name] = at + added
-            found += float(self.trial.forward(self.module, k, store)[self.module.outputs[0]])
-        return found / self.trial.microbatches
+            total += float(self.trial.forward(self.module, k, store)[self.module.outputs[0]])
+        return total / self.trial.microbatches
 
     def _loss_moving(self, value: Value, added: Array) -> float:
-        """That of the first microbatch, something added to a value in the middle; as it counts in a batch."""
+        """Return the share of the first microbatch in the mean loss, with `added` added to a value in the middle."""
         namer = Namer.of(self.forward)
         more = Value(namer.fresh("added"), value.type)
         moved = make("add", (value, more), [namer.fresh(value.name)])

@@ -1,8 +1,9 @@
-"""Where the modules of a compilation come from: a dump folder, a bundle, or a model that is compiled now.
+"""The sources of a compilation's modules: a dump folder, a bundle, or a model that is compiled now.
 
-A dump folder has modules and calls, no weights: these are drawn. A bundle has the model before it was cut into stages, and the program;
-what lies between is made again by the passes that its plan names, and must end in its program. Its weights and its source model are in it.
-A model is put through the passes here, with its dumps in a folder; a pass that does not finish is part of the answer.
+A dump folder has modules and calls but no weights: these are drawn. A bundle has the model before it was cut into
+stages, the program, its weights and its source model. The modules between are made again by the passes that its plan
+names, and must end in its program. A model is put through the passes here, with its dumps in a folder; a pass that does
+not finish is part of the answer.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 
 
 def read_dumps(folder: str | Path) -> list[TrailStep]:
-    """The modules of a dump folder in the order of the passes."""
-    found = dumped_passes(folder)
-    if not found or found[0].path.name != "00_input.ir":
+    """Return the modules of a dump folder in the order of the passes."""
+    dumps = dumped_passes(folder)
+    if not dumps or dumps[0].path.name != "00_input.ir":
         raise UsageError(
             "there is no 00_input.ir", where=str(folder), hint="give a folder that `penstock compile --dump-ir` wrote"
         )
@@ -44,16 +45,19 @@ def read_dumps(folder: str | Path) -> list[TrailStep]:
         raise UsageError(
             "has changes in place of modules", where=str(folder), hint="dump again without --dump-ir-changed"
         )
-    steps = [TrailStep(dump.path.name, dump.call, dump.module) for dump in found]
+    steps = [TrailStep(dump.path.name, dump.call, dump.module) for dump in dumps]
     if any(note.origin == EXCERPT for step in steps for note in step.module.notes):
         raise UsageError("has parts of modules alone", where=str(folder), hint="dump again without --dump-ir-filter")
-    if lost := missing_dumps(Path(folder)):
-        raise UsageError(f"{PASSES} lists what is not there: {', '.join(lost)}", where=str(folder), hint="dump again")
+    if missing := missing_dumps(Path(folder)):
+        raise UsageError(
+            f"{PASSES} lists what is not there: {', '.join(missing)}", where=str(folder), hint="dump again"
+        )
     return steps
 
 
 @contextmanager
 def dumps_trail(folder: Path, backend: str | None) -> Iterator[Trail]:
+    """Open the trail of a dump folder."""
     steps = read_dumps(folder)
     with _compiled_now(steps[-1].module, backend) as program:
         yield Trail(str(folder), steps, compiled=program, folder=folder)
@@ -64,6 +68,7 @@ def dumps_trail(folder: Path, backend: str | None) -> Iterator[Trail]:
 
 @contextmanager
 def bundle_trail(bundle: Bundle) -> Iterator[Trail]:
+    """Open the trail of a bundle."""
     if bundle.reference is None:
         raise UsageError(
             "the bundle holds no reference model to begin with", where=str(bundle.path), hint="compile it again"
@@ -75,21 +80,23 @@ def bundle_trail(bundle: Bundle) -> Iterator[Trail]:
 
 
 def _made_again(bundle: Bundle) -> Iterator[TrailStep]:
-    """The modules of the passes from `partition` on. The last one is that of the bundle, whether or
-    not these passes would make it today."""
+    """Yield the modules of the passes from `partition` on.
+
+    The last one is that of the bundle, whether or not these passes would make it today.
+    """
     assert bundle.reference is not None
     try:
-        made = made_again(bundle.reference, str(bundle.plan.get("pipeline", "")))
+        results = made_again(bundle.reference, str(bundle.plan.get("pipeline", "")))
     except PenstockError as error:
         say(f"the passes that the plan names do not run on its model today: {str(error).splitlines()[0]}")
-        made = []
+        results = []
     before = bundle.reference
-    for number, step in enumerate(made, 1):
+    for number, step in enumerate(results, 1):
         if step.module is not before:
             yield TrailStep(f"{number:02d}_{step.call.name} (made again)", str(step.call), step.module)
         before = step.module
-    if made:
-        # The plan's own notes are left out of what is compared.
+    if results:
+        # The plan's own notes are left out of the comparison.
         if replace(before, notes=()) == replace(bundle.module, notes=()):
             return
         say("the passes that the plan names make another program today than the one that the bundle has")
@@ -97,7 +104,7 @@ def _made_again(bundle: Bundle) -> Iterator[TrailStep]:
 
 
 def _original_of(bundle: Bundle, scratch: Path) -> Original | None:
-    """The ONNX model in the bundle, with its weights filled in again."""
+    """Return the ONNX model in the bundle, with its weights filled in again."""
     if bundle.source_structure is None:
         return None
     from penstock.inspection.exports.weights import export
@@ -136,7 +143,7 @@ class _Bundled:
 def model_trail(
     path: str, plan: Callable[[], Plan], load: Callable[[], Model], folder: Path, backend: str | None
 ) -> AbstractContextManager[Trail]:
-    """An ONNX file, whose original is onnxruntime."""
+    """Open the trail of an ONNX file, whose original is onnxruntime."""
 
     def original(model: Model) -> Original:
         from .original import OnnxOriginal
@@ -155,7 +162,10 @@ def planned_trail(
     folder: Path,
     backend: str | None,
 ) -> Iterator[Trail]:
-    """`plan` runs the passes with dumps in `folder`; `load` gives the model as it is where they did not get to the end."""
+    """Open the trail of a model that is planned now.
+
+    `plan` runs the passes with dumps in `folder`; `load` returns the model as it is where they did not get to the end.
+    """
     try:
         model, refusal = plan().model, None
     except VerifyError as error:
@@ -167,13 +177,14 @@ def planned_trail(
         compared = None if model.module.draws else original(model)
         if compared is None:
             say(
-                "the model draws random numbers (dropout), and no two runtimes draw the same: its import is not compared"
+                "the model draws random numbers (dropout), and no two runtimes draw the same: its import is "
+                "not compared"
             )
         yield Trail(name, steps, model.imported.weights, compared, refusal, program, folder)
 
 
 def _refused(folder: Path) -> str:
-    """The call of the pass that did not finish."""
+    """Return the call of the pass that did not finish."""
     try:
         first = (folder / "repro.ir").read_text(encoding="utf-8").splitlines()[0]
     except OSError:
@@ -184,7 +195,7 @@ def _refused(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """Code made now, in a folder that goes away. A library that is loaded must not be written again, so each stage is made once."""
+    """Code made now, in a temporary folder. A loaded library must not be written again, so each stage is made once."""
 
     module: Module
     backend: str
@@ -204,7 +215,7 @@ class _Compiled:
 
 @contextmanager
 def _compiled_now(module: Module, backend: str | None) -> Iterator[CompiledStages | None]:
-    """Nothing where kernels are not asked for, or not chosen yet."""
+    """Yield the compiled stages; None where kernels are not asked for, or not chosen yet."""
     if backend == "numpy" or "fused" not in module.facts:
         yield None
         return

@@ -1,4 +1,4 @@
-"""What is bisected: the modules of one compilation in the order of its passes, and what else is known of it."""
+"""The input of a bisection: the modules of one compilation in the order of its passes, and what else is known of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.backends.interface import StageProgram
 
 
-# In the place of a call: no pass made this module now.
+# The call of a module that no pass made now.
 WRITTEN = "the program of the bundle"
 
 
@@ -29,8 +29,11 @@ class TrailStep:
 
 
 class Original(Protocol):
-    """The framework a model came from. `values` are tensors in the order in which they are computed, by the names that they have in the IR;
-    those that have none there are left out. `source_of` says what makes one, in the framework's words."""
+    """The framework a model came from.
+
+    `values` are tensors in the order in which they are computed, by their names in the IR; those without a name there
+    are left out. `source_of` describes the maker of a value, in the framework's words.
+    """
 
     name: str
 
@@ -50,8 +53,11 @@ class CompiledStages(Protocol):
 
 @dataclass(frozen=True)
 class Trail:
-    """All that is known. `weights` are empty where only dumps are left of a model: then they are drawn. `refused` is the call of a pass
-    that did not finish, and its error; `compiled` is the code of the last module."""
+    """All that is known of a compilation.
+
+    `weights` are empty where only dumps are left of a model: then they are drawn. `refused` is the call of a pass that
+    did not finish, and its error; `compiled` is the code of the last module.
+    """
 
     name: str
     steps: Sequence[TrailStep]

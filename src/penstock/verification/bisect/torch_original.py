@@ -1,4 +1,5 @@
-"""A torch module as the original: its program is run call by call, as it is exported, and every result handed out.
+"""A torch module as the original: its exported program is run call by call, and every result is kept.
+
 For Python; the command line reads ONNX.
 
 bisect_torch(module, (x,), cluster=ps.Cluster.local(2), training=ps.Training(loss="mse"), schedule="2bw")
@@ -37,7 +38,10 @@ DEFAULTS = Options()
 
 
 class TorchOriginal:
-    """An exported program. `names` are its names of inputs that are spelled otherwise here, `outputs` those of its results here."""
+    """An exported program as the original of an import.
+
+    `names` are its names of inputs that the module spells otherwise, `outputs` the module's names of its results.
+    """
 
     def __init__(
         self,
@@ -53,32 +57,34 @@ class TorchOriginal:
         self.targets: dict[str, str] = {}
 
     def values(self, inputs: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
-        fed = {self.names.get(name, name): torch.from_numpy(np.array(array)) for name, array in inputs.items()}
+        """Run the program, and yield its values by their names in the module."""
+        tensors = {self.names.get(name, name): torch.from_numpy(np.array(array)) for name, array in inputs.items()}
         state: dict[str, Any] = {**self.program.constants, **self.program.state_dict}
-        given = [
-            fed[spec.arg.name] if spec.kind == InputKind.USER_INPUT else state[str(spec.target)]
+        arguments = [
+            tensors[spec.arg.name] if spec.kind == InputKind.USER_INPUT else state[str(spec.target)]
             for spec in self.program.graph_signature.input_specs
         ]
         recorder = _Recorder(self.program.graph_module)
         with torch.no_grad():
-            results = recorder.run(*given)
+            results = recorder.run(*arguments)
         self.targets = {legal(name): target for name, target in recorder.targets.items()}
-        yield from ((legal(name), array) for name, array in recorder.found)
-        # What forward gives has names of its own here; before it, a program hands out what buffers become.
-        last = [_array(x) for x in results[len(results) - len(self.outputs) :]]
-        yield from ((name, array) for name, array in zip(self.outputs, last, strict=False) if array is not None)
+        yield from ((legal(name), array) for name, array in recorder.results)
+        # Results of `forward` have other names in the module; before them, a program returns the new values of buffers.
+        final = [_array(x) for x in results[len(results) - len(self.outputs) :]]
+        yield from ((name, array) for name, array in zip(self.outputs, final, strict=False) if array is not None)
 
     def source_of(self, name: str) -> str:
+        """Describe the call that makes a value."""
         target = self.targets.get(name)
         return f"call {name} ({target})" if target else ""
 
 
 class _Recorder(torch.fx.Interpreter):
-    """Keeps the result of every call."""
+    """An interpreter of torch.fx that keeps the result of every call."""
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__(module)
-        self.found: list[tuple[str, Array]] = []
+        self.results: list[tuple[str, Array]] = []
         self.targets: dict[str, str] = {}
 
     def run_node(self, n: torch.fx.Node) -> Any:
@@ -88,7 +94,7 @@ class _Recorder(torch.fx.Interpreter):
             for i, one in enumerate(result if several else [result]):
                 name, array = f"{n.name}.{i}" if several else n.name, _array(one)
                 if array is not None:
-                    self.found.append((name, array))
+                    self.results.append((name, array))
                     self.targets[name] = str(n.target)
         return result
 
@@ -111,7 +117,9 @@ def bisect_torch(
     options: Options = DEFAULTS,
     **planned: Any,
 ) -> int:
-    """What `penstock verify MODEL --bisect` does, for a torch module and its example arguments; `planned` are arguments of `ps.plan`."""
+    """Do `penstock verify MODEL --bisect` for a torch module and its example arguments; `planned` are arguments of
+    `ps.plan`.
+    """
     model = from_torch(source, args, kwargs)
     original = TorchOriginal(source, args, kwargs, model.imported.names, model.module.outputs)
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:

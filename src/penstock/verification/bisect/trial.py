@@ -1,20 +1,21 @@
-"""What the modules of one compilation compute, in the interpreter in float64, and whether it is what it should be.
+"""The trial of modules: their results in the interpreter in float64, compared with those they should have.
 
-In: the modules, weights (drawn from a seed where there are none), batches. Out: for a module what is
-wrong with it, and the first value that is.
+In: the modules, weights (drawn from a seed where there are none), batches. Out: for a module its fault, and the first
+value that is off.
 
     forward alone      outputs are those of the first module
-    gradients          the derivative of the loss by every parameter is what moving the parameter a little shows (slopes.py); where the first module has
-                       derivatives already, those of the first
-    updates            outputs and variables of some steps are those of the recurrence of the first module with updates, at the schedule's delay;
-                       where that module is cut into stages already, those of its own schedule
+    gradients          the derivative of the loss by every parameter is the effect of moving the parameter a little
+                       (slopes.py); where the first module has derivatives already, those of the first
+    updates            outputs and variables of some steps are those of the recurrence of the first module with updates,
+                       at the schedule's delay; where that module is cut into stages already, those of its own schedule
 
-Every module is verified statically first: what the verifier refuses needs no numbers. All is computed in float64, so that only the order of
-sums may differ; allowed.py says by how much.
+Every module is verified statically first: a refusal by the verifier needs no numbers. All is computed in float64, so
+that only the order of sums may differ; penstock.verification.tolerance says by how much.
 
-Limits: a schedule with a delay is not run before weights have versions, so that what is wrong with it is found after `weight-versions`, if
-the verifier does not see it at once; the rule of an update, and what guards it, are not judged, only what passes make of them; a backward
-graph that was parted before it stood in one piece is judged by what it does to the variables.
+Limits: a schedule with a delay is not run before weights have versions. Its faults are found after `weight-versions`,
+if the verifier does not see them at once. The rule of an update, and its guard, are not judged, only the changes that
+passes make to them. A backward graph that was parted before it stood in one piece is judged by its effect on the
+variables.
 """
 
 from __future__ import annotations
@@ -58,17 +59,17 @@ from .slopes import Slopes
 from .steps import TrailStep
 from .values import Key, Seen, Spot, told
 
-# A pass that changes what an update does, and is meant to.
+# A pass that is meant to change the effect of an update.
 _MEANT = r"guard\b"
 
-# What a run gave: outputs by ("output", microbatch, name), variables at its end by ("variable", 0,
-# name), derivatives by ("gradient", 0, name).
+# The results of a run: outputs by ("output", microbatch, name), variables at its end by ("variable", 0, name),
+# derivatives by ("gradient", 0, name).
 Result = tuple[str, int, str]
 
 
 @dataclass(frozen=True)
 class Off:
-    """Something a module gives that is not what it should be."""
+    """A result of a module that is off."""
 
     what: str
     error: float
@@ -81,7 +82,7 @@ class Off:
 
 
 class Trial:
-    """Weights and batches, and what modules make of them. `weights` that are not given are drawn; `batches` too."""
+    """Weights and batches, and the results of modules with them. Missing `weights` are drawn; `batches` too."""
 
     def __init__(
         self,
@@ -94,8 +95,8 @@ class Trial:
     ) -> None:
         self.first, self.seed, self.tolerance = steps[0].module, seed, tolerance
         self.microbatches, self.loss_scale = _microbatches(steps), _loss_scale(steps)
-        # The first module that updates, as it means to: what all later ones are compared with. Those before it
-        # are judged by their derivatives alone.
+        # The first module with its final updates: all later ones are compared with it. Those before it are judged by
+        # their derivatives alone.
         begin = next((i for i, step in enumerate(steps) if updates(step.module)), len(steps))
         begin = next((i for i, step in enumerate(steps) if re.match(_MEANT, step.call)), begin)
         self.trained = steps[begin].module if begin < len(steps) else None
@@ -107,9 +108,10 @@ class Trial:
         self.batches = list(batches) or [synthetic_batch(self.first, self.microbatches, seed, t) for t in range(count)]
         self.parts = microbatches_of(self.first, self.batches[0])
 
-    # -------------------------------------------------------------------------------------------- what is wrong with a module
+    # -------------------------------------------------------------------------------------------- faults of a module
 
     def problem(self, module: Module) -> Off | PenstockError | None:
+        """Return the fault of a module, or None."""
         try:
             verify(module)
             return next(self._differences(module), None)
@@ -117,8 +119,10 @@ class Trial:
             return error
 
     def run_first(self) -> None:
-        """The first module with the weights and batches; PenstockError where these are not for it. One that
-        means nothing yet (can_run) is not run."""
+        """Run the first module; raise PenstockError where the weights and batches are not for it.
+
+        A module that cannot be run yet (can_run) is not run.
+        """
         if is_whole(self.first):
             self.store(self.first)
             self._wanted  # noqa: B018
@@ -134,25 +138,28 @@ class Trial:
             elif "B" in module.graphs:
                 yield from self._off(self._gradients(module), self._gradients(self.first), module=module)
         elif not updates(module):
-            found = _results(self.execute(module))
-            yield from self._off({key: array for key, array in found.items() if key[0] == "output"}, self._wanted)
+            results = _results(self.execute(module))
+            yield from self._off({key: array for key, array in results.items() if key[0] == "output"}, self._wanted)
         if self.compares_training(module):
             yield from self._off(
                 _results(self.execute(module)), _results(self.recurrence(_delay(module))), _delay(module), module
             )
 
     def _derives(self, module: Module) -> bool:
-        """Whether derivatives of this module were taken by passes that are looked at. Those that the first module came with may be by a
-        part of the loss, or of a multiple of it: then no slope says what they should be."""
+        """Say whether derivatives of this module were computed by passes of the trail.
+
+        Those that the first module came with may be by a part of the loss, or of a multiple of it: then no slope
+        predicts them.
+        """
         return "B" in module.graphs and (module is self.first or "B" not in self.first.graphs)
 
     def compares_training(self, module: Module) -> bool:
-        """Whether there is a module to compare its training with."""
+        """Say whether there is a module to compare its training with."""
         return id(module) in self._later and updates(module)
 
     def _off(
         self,
-        found: Mapping[Result, Array],
+        computed: Mapping[Result, Array],
         wanted: Mapping[Result, Array],
         delay: int | None = None,
         module: Module | None = None,
@@ -161,7 +168,7 @@ class Trial:
             kind, number, name = key
             if kind != "output" and module is not None and name not in module.vars:
                 continue
-            error = relative_error(found[key], array) if key in found else float("inf")
+            error = relative_error(computed[key], array) if key in computed else float("inf")
             allowed = self._allowed if error <= self._allowed.error else self._allowed_for(key, delay)
             if not error <= allowed.error:
                 yield Off(self._said(kind, number, name), error, allowed)
@@ -181,33 +188,39 @@ class Trial:
         return in_float64(module.graphs.values(), len(self.batches) if self.trained is not None else 1)
 
     def _allowed_for(self, key: Result | Key, delay: int | None) -> Allowed:
-        """Where that is not enough: what the reference does when its numbers are changed by one rounding."""
+        """Return the wider tolerance: the reference's error when its numbers are changed by one rounding."""
         if self.tolerance is not None:
             return self._allowed
-        own = self._moved(delay).get(key, 0.0)
+        movement = self._moved(delay).get(key, 0.0)
         return self._allowed.widened(
-            own, "what the reference moves by when all weights and inputs are changed by one rounding of float64"
+            movement, "what the reference moves by when all weights and inputs are changed by one rounding of float64"
         )
 
     def _moved(self, delay: int | None) -> Mapping[Result | Key, float]:
-        """How far each result and value of the reference moves."""
+        """Return how far each result and value of the reference moves."""
         if delay not in self._moves:
-            calm, shaken = Seen(), Seen()
+            plain_values, shaken_values = Seen(), Seen()
             shaker = self._shaken
             if delay is None:
                 pairs: dict[Result | Key, tuple[Array, Array]] = {}
-                for trial, seen in ((self, calm), (shaker, shaken)):
+                for trial, seen in ((self, plain_values), (shaker, shaken_values)):
                     trial._run(trial.first, seen)
-                others = shaker._outputs(shaker.first)
+                shaken_results = shaker._outputs(shaker.first)
                 wanted = self._wanted
                 if is_whole(self.first) and "B" in self.first.graphs:
-                    others, wanted = others | shaker._gradients(shaker.first), wanted | self._gradients(self.first)
-                pairs |= {key: (others[key], array) for key, array in wanted.items()}
+                    shaken_results, wanted = (
+                        shaken_results | shaker._gradients(shaker.first),
+                        wanted | self._gradients(self.first),
+                    )
+                pairs |= {key: (shaken_results[key], array) for key, array in wanted.items()}
             else:
-                one, other = self.recurrence(delay, calm.watch), shaker.recurrence(delay, shaken.watch)
-                others = _results(other)
-                pairs = {key: (others[key], array) for key, array in _results(one).items()}
-            pairs |= {key: (shaken.values[key], array) for key, array in calm.values.items()}
+                plain_run, shaken_run = (
+                    self.recurrence(delay, plain_values.watch),
+                    shaker.recurrence(delay, shaken_values.watch),
+                )
+                shaken_results = _results(shaken_run)
+                pairs = {key: (shaken_results[key], array) for key, array in _results(plain_run).items()}
+            pairs |= {key: (shaken_values.values[key], array) for key, array in plain_values.values.items()}
             self._moves[delay] = {key: relative_error(a, b) for key, (a, b) in pairs.items()}
         return self._moves[delay]
 
@@ -224,9 +237,9 @@ class Trial:
             return changed_by(2 * UNIT_ROUNDOFF["f64"], array, source)
 
         other = copy(self)
-        # What this one has found out is not true of the other.
-        for found in ("_wanted", "_moves"):
-            vars(other).pop(found, None)
+        # Cached results of this trial are not those of the other.
+        for cached in ("_wanted", "_moves"):
+            vars(other).pop(cached, None)
         other.weights = {name: shake(array) for name, array in self.weights.items()}
         other.batches = [{name: shake(np.asarray(array)) for name, array in batch.items()} for batch in self.batches]
         other.parts = microbatches_of(self.first, other.batches[0])
@@ -236,48 +249,53 @@ class Trial:
 
     @cached_property
     def _wanted(self) -> dict[Result, Array]:
-        """What the first module gives for the first batch."""
+        """The results of the first module for the first batch."""
         return self._outputs(self.first)
 
     def _outputs(self, module: Module) -> dict[Result, Array]:
         if not is_whole(module):
             return {key: array for key, array in _results(self.execute(module)).items() if key[0] == "output"}
-        found: dict[Result, Array] = {}
+        outputs: dict[Result, Array] = {}
         for k in range(self.microbatches):
             results = self.forward(module, k)
-            found |= {("output", k, name): results[name] for name in module.outputs if name in results}
-        return found
+            outputs |= {("output", k, name): results[name] for name in module.outputs if name in results}
+        return outputs
 
     def forward(self, module: Module, microbatch: int, store: DictStore | None = None) -> dict[str, Array]:
+        """Run the forward graph for one microbatch, and return its results by name."""
         graph = forward_graph(module)
         results = run_graph(graph, self.parts[microbatch], self.store(module) if store is None else store, F64)
         return {v.name: array for v, array in zip(graph.results, results, strict=True)}
 
     def backward(self, module: Module, watch: Watch | None = None, most: int | None = None) -> DictStore:
-        """The variables after forward and backward of the first batch, or of the first microbatches of it."""
+        """Return the variables after forward and backward of the first batch, or of its first microbatches."""
         store = self.store(module)
         for k, part in enumerate(self.parts[:most]):
-            given = {**part, **self.forward(module, k, store)}
-            run_graph(module.graphs["B"], given, store, F64, None if watch is None else partial(watch, "B", k))
+            inputs = {**part, **self.forward(module, k, store)}
+            run_graph(module.graphs["B"], inputs, store, F64, None if watch is None else partial(watch, "B", k))
         return store
 
     def _gradients(self, module: Module) -> dict[Result, Array]:
-        """What the backward graph of a module in one piece adds up over the first batch."""
+        """Return the gradients that the backward graph of a module in one piece adds up over the first batch."""
         arrays = self.backward(module).arrays
         return {("gradient", 0, name): arrays[name] for name, var in module.vars.items() if var.role == GRAD}
 
     def store(self, module: Module) -> DictStore:
+        """Return a store of the module's variables with the weights of the trial."""
         return DictStore(initial_arrays(module, self.weights, list(module.vars), F64))
 
     def recurrence(self, delay: int, watch: Watch | None = None) -> InterpretedRun:
-        """Plain training, as late as a schedule is. Stages do what their own schedule says, which has to be as late."""
+        """Run plain training with the delay of a schedule.
+
+        Stages run their own schedule, which has to have the same delay.
+        """
         assert self.trained is not None
         if not is_whole(self.trained):
             return self.execute(self.trained, watch)
         return run_recurrence(self.trained, self.weights, self.batches, delay=delay, watch=watch)
 
     def execute(self, module: Module, watch: Watch | None = None) -> InterpretedRun:
-        """Training as the module says; stages that have no schedule yet get one."""
+        """Train as the module says; stages that have no schedule yet get one."""
         if is_whole(module):
             return run_recurrence(module, self.weights, self.batches, watch=watch)
         if module.schedule is None:
@@ -285,7 +303,7 @@ class Trial:
         return run_schedule(module, self.weights, self.batches if updates(module) else self.batches[:1], watch=watch)
 
     def _run(self, module: Module, seen: Seen) -> None:
-        """The first batch, without updates where the module is in one piece."""
+        """Run the first batch, without updates where the module is in one piece."""
         if not is_whole(module):
             self.execute(module, seen.watch)
             return
@@ -295,12 +313,14 @@ class Trial:
         if "B" in module.graphs:
             self.backward(module, seen.watch)
 
-    # -------------------------------------------------------------------------------------------- where it shows first
+    # -------------------------------------------------------------------------------------------- first values
 
     def spots(self, bad: Module, before: Module | None) -> list[Spot]:
-        """The values that are not what those of their names should be, in the order of execution; none where no value is comparable."""
-        if is_whole(bad) and self._derives(bad) and (found := Slopes(self, bad).first()):
-            return [found]
+        """Return the values that differ from those of the same name, in the order of execution; none where nothing is
+        comparable.
+        """
+        if is_whole(bad) and self._derives(bad) and (spot := Slopes(self, bad).first()):
+            return [spot]
         right: dict[Key, Array] = {}
         if before is not None and (_delay(before) == _delay(bad) or not updates(bad)):
             right |= self._observe(before).values
@@ -320,7 +340,7 @@ class Trial:
         return list(self._observe(bad).off(right, judge))
 
     def _observe(self, module: Module) -> Seen:
-        """All values of a run, as far as it goes."""
+        """Return all values of a run, as far as it goes."""
         seen = Seen()
         with suppress(VerifyError):
             if updates(module):
@@ -331,27 +351,31 @@ class Trial:
 
 
 def is_whole(module: Module) -> bool:
+    """Say whether the model is in one piece."""
     return "main" in module.graphs or "F" in module.graphs
 
 
 def updates(module: Module) -> bool:
+    """Say whether a module has updates."""
     return any(graph_kind(name) == "U" for name in module.graphs)
 
 
 def can_run(module: Module) -> bool:
-    """Whether it can be run with its own delay: a schedule with one means little before weights have versions."""
+    """Say whether a module can be run with its own delay: a schedule with one means little before weights have
+    versions.
+    """
     return module.schedule is None or "versioned" in module.facts or not _delay(module)
 
 
 def _results(run: InterpretedRun) -> dict[Result, Array]:
-    found: dict[Result, Array] = {
+    outputs_by_key: dict[Result, Array] = {
         ("output", k, name): array for k, outputs in run.outputs.items() for name, array in outputs.items()
     }
-    return found | {("variable", 0, name): array for name, array in run.variables.items()}
+    return outputs_by_key | {("variable", 0, name): array for name, array in run.variables.items()}
 
 
 def _plainest(module: Module) -> str:
-    """A schedule without delay that stages can be run by which have none yet."""
+    """Return a schedule without delay for stages that have none yet."""
     if not updates(module):
         return INFERENCE
     split = any(module.stage_graph(stage.index, WEIGHTS) for stage in module.stages)
@@ -359,7 +383,9 @@ def _plainest(module: Module) -> str:
 
 
 def comparable(first: Module, module: Module) -> bool:
-    """Whether the first module can say what the other one should give: stages have but one delay, that of their schedule."""
+    """Say whether the first module predicts the results of the other: stages have only one delay, that of their
+    schedule.
+    """
     return is_whole(first) or not updates(module) or _delay(first) == _delay(module)
 
 
@@ -368,27 +394,27 @@ def _delay(module: Module) -> int:
 
 
 def _microbatches(steps: Sequence[TrailStep]) -> int:
-    """As the schedule says, or else as autodiff was told."""
+    """Return the microbatches of the schedule, or else those in the call of autodiff."""
     planned = [step.module.schedule.microbatches for step in steps if step.module.schedule is not None]
     return next(iter([*planned, *map(int, _options(steps, r"\bmicrobatches=(\d+)"))]), 1)
 
 
 def _loss_scale(steps: Sequence[TrailStep]) -> float:
-    """What autodiff was told to multiply the loss by, where 16 bits are too few for its gradients."""
+    """Return the loss scale in the call of autodiff, which it needs where 16 bits are too few for its gradients."""
     return next(map(float, _options(steps, r"\bloss_scale=([\d.e+]+)")), 0.0) or 1.0
 
 
 def _options(steps: Sequence[TrailStep], pattern: str) -> Iterable[str]:
-    return [found[1] for step in steps if (found := re.search(pattern, step.call))]
+    return [match[1] for step in steps if (match := re.search(pattern, step.call))]
 
 
 def drawn(var: Var, source: np.random.Generator) -> Array:
-    """Products keep the size of what goes through them; statistics, which nobody trains, are positive."""
+    """Draw a variable: products keep the size of their operands; statistics, which are not trained, are positive."""
     if var.type.dtype not in FLOATS:
         return np.zeros(var.type.dims, array_dtype(var.type.dtype, F64))
     normal = source.standard_normal(var.type.dims) * max(1, prod(var.type.dims)) ** -0.25
-    found: Array = (normal if var.role == PARAM else np.abs(normal) + 0.5).astype(np.float32)
-    return found
+    array: Array = (normal if var.role == PARAM else np.abs(normal) + 0.5).astype(np.float32)
+    return array
 
 
 __all__ = ["Off", "Trial", "can_run", "comparable", "drawn", "is_whole", "told", "updates"]

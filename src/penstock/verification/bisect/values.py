@@ -1,7 +1,10 @@
-"""Where two runs part: the first value, in the order of execution, that is not what the one of its name is in the other run.
+"""The place where two runs part: the first value that differs from the value of the same name.
 
-Values are compared by name, which passes keep: what has no counterpart is not judged. Of copies that several
-stages or ranks have, the first counts."""
+Values are taken in the order of execution.
+
+Values are compared by name, which passes keep: a value without a counterpart is not judged. Of copies that several
+stages or ranks have, the first counts.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ Key = tuple[str, int, str]
 
 @dataclass(frozen=True)
 class Spot:
-    """A value that is off, and where it is made. `kernel` is what computes it, where one does."""
+    """A value that is off, and where it is made. `kernel` computes it, where there is one."""
 
     graph: str
     op: Op | None
@@ -41,7 +44,9 @@ class Spot:
         return graph_stage(self.graph)
 
     def lines(self) -> list[str]:
-        """For people: stage, kernel, graph, operation, tensor, error, and what is allowed and why."""
+        """Return lines for people: stage, kernel, graph, operation, tensor, error, and the
+        tolerance with its reason.
+        """
         rows = [
             ("stage", "none: the model is whole" if self.stage is None else str(self.stage)),
             ("graph", f"@{self.graph}"),
@@ -56,14 +61,18 @@ class Spot:
 
 @dataclass(frozen=True)
 class Errors:
-    """What values are off by. Of `unjudged` ones nothing is asked: where the interpreter, rounding as the types say, has other elements
-    finite than in float64, or none, its own error is infinite."""
+    """The errors of values.
+
+    `unjudged` ones have no limit: where the interpreter, rounding as the types say, has other elements finite than in
+    float64, or none, its own error is infinite.
+    """
 
     largest: float = 0.0
     unjudged: int = 0
 
     @classmethod
     def of(cls, error: float, allowed: Allowed) -> Errors:
+        """Return the error of one value, unjudged where its limit is infinite."""
         return cls(error) if np.isfinite(allowed.error) else cls(unjudged=1)
 
     def __add__(self, other: Errors) -> Errors:
@@ -71,7 +80,7 @@ class Errors:
 
     @property
     def verdict(self) -> str:
-        """Where none is off."""
+        """The verdict where no value is off."""
         return (
             "ok"
             if not self.unjudged
@@ -80,34 +89,37 @@ class Errors:
 
 
 def told(error: float) -> str:
+    """Return an error as text."""
     return f"{error:.2g} of the largest element" if np.isfinite(error) else "another shape, or not finite"
 
 
 @dataclass
 class Seen:
-    """What the operations of a run gave, in the order in which they were done."""
+    """The results of the operations of a run, in the order in which they were done."""
 
     values: dict[Key, Array] = field(default_factory=dict)
     makers: dict[Key, tuple[str, Op]] = field(default_factory=dict)
 
     def watch(self, graph: str, number: int, op: Op, results: Sequence[Array]) -> None:
+        """Record the results of an operation."""
         kind = graph_kind(graph)
         for value, array in zip(op.outs, results, strict=True):
             self.values.setdefault((kind, number, value.name), np.array(array))
             self.makers.setdefault((kind, number, value.name), (graph, op))
 
     def spot(self, key: Key, error: float, allowed: Allowed) -> Spot:
+        """Return a recorded value that is off, with its maker."""
         graph, op = self.makers[key]
         unit = f"{'batch' if key[0] in PER_BATCH else 'microbatch'} {key[1]}"
         return Spot(graph, op, f"%{key[2]}", unit, error, allowed)
 
     def off(self, right: Mapping[Key, Array], judge: Callable[[Key, float], Allowed]) -> Iterator[Spot]:
-        """All values that are not what `right` says, in the order of execution."""
+        """Yield all values that differ from `right`, in the order of execution."""
         for key, array in self.values.items():
-            # What is computed again in a backward graph is what forward made.
+            # A value that a backward graph computes again is compared with that of the forward graph.
             twin = key if key in right else (FORWARD, *key[1:])
             if twin in right and (key[0] in READERS or twin == key):
                 error = relative_error(array, right[twin])
-                # nan, too, is off.
+                # nan is off, too.
                 if not error <= (allowed := judge(twin, error)).error:
                     yield self.spot(key, error, allowed)
