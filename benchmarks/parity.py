@@ -25,7 +25,7 @@ import numpy as np
 import penstock as ps
 from penstock.models import write_gpt
 from penstock.support.terminal import table
-from penstock.verification.parity import DELAYED, HEADER, PLAIN, Parity, Setting, compare, optimizers_of, report
+from penstock.verification.parity import DELAYED, HEADER, PLAIN, Parity, ParitySetting, compare, optimizers_of, report
 
 PROSE = Path(__file__).with_name("prose.txt")
 POSITIONS, WIDTH, LAYERS, HEADS, BATCH = 48, 48, 2, 4, 4
@@ -60,7 +60,7 @@ def _measured(arguments: argparse.Namespace) -> list[Parity]:
             )
             return ps.from_onnx(path)
 
-        setting = Setting("cross_entropy", str(data), arguments.steps, arguments.microbatches, arguments.devices)
+        setting = ParitySetting("cross_entropy", str(data), arguments.steps, arguments.microbatches, arguments.devices)
         return compare(model, optimizers_of(arguments.optimizers), setting, range(arguments.seeds))
 
 

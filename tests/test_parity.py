@@ -20,7 +20,7 @@ from penstock.verification.parity import (
     DELAYED,
     PLAIN,
     Parity,
-    Setting,
+    ParitySetting,
     compare,
     final_loss,
     optimizers_of,
@@ -51,7 +51,7 @@ def test_gaps_are_those_of_the_recurrence(mlp: Path, data: Path) -> None:
     from penstock.runtime.messages.control import DataSpec
 
     model = ps.from_onnx(mlp)
-    setting = Setting("mse", str(data), steps=12, microbatches=2, backend="numpy")
+    setting = ParitySetting("mse", str(data), steps=12, microbatches=2, backend="numpy")
     (row,) = compare(lambda seed: model, optimizers_of("momentum:0.05"), setting, (0, 3))
     plan = ps.plan(model, ps.Cluster.local(1), ps.Training("mse", ps.Momentum(lr=0.05), 2))
     for i, seed in enumerate((0, 3)):
@@ -93,7 +93,7 @@ def test_optimizers_by_their_words() -> None:
         with pytest.raises(UsageError, match=said):
             optimizers_of(words)
     with pytest.raises(UsageError, match="no pipeline to compare"):
-        Setting("mse", devices=1)
+        ParitySetting("mse", devices=1)
 
 
 def test_the_command(mlp: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:

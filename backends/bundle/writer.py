@@ -90,7 +90,7 @@ def write_bundle(
     key = key_in_use()
     _check_weights(module, weights)
     out.parent.mkdir(parents=True, exist_ok=True)
-    work = _Work(out.parent / f".{out.name}.{secrets.token_hex(4)}.tmp")
+    work = _FileWork(out.parent / f".{out.name}.{secrets.token_hex(4)}.tmp")
     work.folder.mkdir()
     try:
         _add_texts(work, module, plan or {}, provenance)
@@ -116,7 +116,7 @@ def write_bundle(
 
 
 @dataclass(slots=True)
-class _Work:
+class _FileWork:
     """The directory that becomes a bundle, and the files that it already has."""
 
     folder: Path
@@ -146,7 +146,7 @@ class _Work:
             flush_directory(folder)
 
 
-def _add_texts(work: _Work, module: Module, plan: Mapping[str, Any], provenance: Provenance) -> None:
+def _add_texts(work: _FileWork, module: Module, plan: Mapping[str, Any], provenance: Provenance) -> None:
     """Add the module, the plan, the cluster, and what is kept of the source model."""
     work.add_text(MODULE, print_module(module))
     work.add_text(PLAN, _json(plan))
@@ -162,7 +162,7 @@ def _add_texts(work: _Work, module: Module, plan: Mapping[str, Any], provenance:
 
 
 def _add_stages(
-    work: _Work, module: Module, stage_files: Mapping[int, Sequence[Path]], weights: Mapping[str, np.ndarray]
+    work: _FileWork, module: Module, stage_files: Mapping[int, Sequence[Path]], weights: Mapping[str, np.ndarray]
 ) -> dict[int, list[str]]:
     """Add the files of the back end and the weights; return their names, by stage."""
     stages = [stage.index for stage in module.stages]

@@ -18,7 +18,7 @@ from onnx.helper import tensor_dtype_to_np_dtype
 
 from penstock.support.errors import UsageError
 
-from .source import ModelFile, element_name
+from .source import OnnxFile, element_name
 
 # The value of an input: numbers; for a sequence a list of them; for an optional also None.
 Given = object
@@ -148,7 +148,7 @@ def open_dimensions(
     """
     first: set[str] = set()
     others: set[str] = set()
-    for value in _fed(ModelFile(path).model.graph):
+    for value in _fed(OnnxFile(path).model.graph):
         if value.name in known or not value.type.HasField("tensor_type"):
             continue
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):

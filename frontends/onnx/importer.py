@@ -39,7 +39,7 @@ from .hints import Marks
 from .inference import Promises, promised_by_node, promises_of, rounds_up
 from .node import OnnxBuilder, OnnxNode
 from .report import CannotImport, Findings, report, row
-from .source import ModelFile, node_name, our_dtype, stored_in
+from .source import OnnxFile, node_name, our_dtype, stored_in
 from .structure import take_structure
 from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of
 from .tensors import (
@@ -74,7 +74,7 @@ def import_onnx(
     `dims` gives sizes for symbolic dimensions by name, `known` elements for inputs. `frozen` and `trained` are patterns
     of names of initializers.
     """
-    source = ModelFile(path)
+    source = OnnxFile(path)
     where = str(source.path)
     opsets = opsets_of(source)
     graph = source.model.graph
@@ -100,7 +100,7 @@ def import_onnx(
 # ---------------------------------------------------------------------------------------- before the nodes
 
 
-def _check(source: ModelFile) -> None:
+def _check(source: OnnxFile) -> None:
     """Raise a usage error for an invalid model, or CannotImport if its only fault is an unknown operator."""
     problem = source.check()
     if not problem:
@@ -110,7 +110,7 @@ def _check(source: ModelFile) -> None:
     raise UsageError(f"not a valid ONNX model: {problem}", where=str(source.path))
 
 
-def _unknown_operators(source: ModelFile) -> list[str]:
+def _unknown_operators(source: OnnxFile) -> list[str]:
     """List the nodes whose operators are not supported on any operands."""
     functions = {identity(f) for f in source.model.functions}
     nodes = [(i, node) for i, node in enumerate(source.model.graph.node) if identity(node) not in functions]
@@ -138,7 +138,7 @@ class _Importer:
     `scope` holds the names of the model's own graph.
     """
 
-    def __init__(self, source: ModelFile, opsets: Mapping[str, int], findings: Findings, trained: Trained) -> None:
+    def __init__(self, source: OnnxFile, opsets: Mapping[str, int], findings: Findings, trained: Trained) -> None:
         graph = source.model.graph
         every = [v.name for v in graph.input] + [o for n in graph.node for o in n.output]
         every += [t.values.name for t in graph.sparse_initializer]

@@ -23,7 +23,7 @@ from penstock.frontends.writer import GraphWriter, Lost, Refused, Writer
 from penstock.ir.graph import BUFFER, PARAM, Value
 from penstock.ir.types import TensorType
 
-from .source import ModelFile, node_name
+from .source import OnnxFile, node_name
 from .tensors import Empty, KnownTensor, NeedsKnown, NodeUnfinished, OnnxWeight, Result, Scope, Tensor, TensorList
 
 # The most elements that a rule may create: a file of a few bytes can ask for any number.
@@ -36,7 +36,7 @@ Rule = Callable[["OnnxNode"], "Result | Sequence[Result]"]
 class OnnxBuilder(GraphWriter):
     """The program under construction. `inputs` gives the model's name of each of its inputs."""
 
-    source: ModelFile = field(kw_only=True)
+    source: OnnxFile = field(kw_only=True)
     inputs: dict[Value, str] = field(default_factory=dict)
     _values: dict[str, Value] = field(default_factory=dict)
     _standing: set[Value] = field(default_factory=set)

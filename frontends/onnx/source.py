@@ -52,7 +52,7 @@ def our_dtype(elem_type: int) -> str:
         raise ValueError(f"element type {element_name(elem_type)} has no counterpart here") from error
 
 
-class ModelFile:
+class OnnxFile:
     """A model file and its external data."""
 
     def __init__(self, path: str | Path) -> None:

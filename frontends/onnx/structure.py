@@ -31,7 +31,7 @@ from onnx.helper import tensor_dtype_to_np_dtype
 
 from penstock.support.errors import UsageError, VerifyError
 
-from .source import ModelFile, stored_in
+from .source import OnnxFile, stored_in
 
 MODEL = "model.onnx"
 # A protobuf message cannot be larger. Inline elements must leave room for the keys and lengths of its fields.
@@ -70,7 +70,7 @@ class Structure:
 
 
 def take_structure(
-    model: onnx.ModelProto, source: ModelFile, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str]
+    model: onnx.ModelProto, source: OnnxFile, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str]
 ) -> Structure:
     """Remove the elements of variables from `model`, which is of no other use afterwards.
 

@@ -19,7 +19,7 @@ from penstock.ir.types import FLOATS, TensorType
 from penstock.support.errors import UsageError
 
 from .report import Findings
-from .source import ModelFile, stored_in
+from .source import OnnxFile, stored_in
 
 # Metadata of the value of that name, as torch.onnx.export(dynamo=True) writes it.
 KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
@@ -28,7 +28,7 @@ KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 class Trained:
     """The decision by name whether an initializer is trained. Decisions that may surprise are added to the findings."""
 
-    def __init__(self, source: ModelFile, findings: Findings, frozen: str | None, trained: str | None) -> None:
+    def __init__(self, source: OnnxFile, findings: Findings, frozen: str | None, trained: str | None) -> None:
         self._findings = findings
         graph = source.model.graph
         self._said = {

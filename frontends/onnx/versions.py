@@ -19,7 +19,7 @@ from penstock.ir.types import numpy_dtype
 from penstock.support.errors import UnsupportedModel, UsageError
 
 from .node import OnnxNode
-from .source import ModelFile
+from .source import OnnxFile
 
 OPSETS = range(7, 29)
 IR_VERSIONS = range(3, 15)
@@ -28,7 +28,7 @@ DOMAINS = ("", "ai.onnx")
 OTHERS = {"com.microsoft": 1}
 
 
-def opsets_of(source: ModelFile) -> dict[str, int]:
+def opsets_of(source: OnnxFile) -> dict[str, int]:
     """Return the opset of each domain of a model. The default domain is called ''."""
     model, where = source.model, str(source.path)
     versions = {entry.domain: int(entry.version) for entry in model.opset_import}

@@ -50,7 +50,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StageLoad:
     """Bytes of a chain. `fixed`, `saved` and `fed` are those of items that some of its operations have, `fed` of inputs of the model, of
     which `waiting` microbatches wait; `values` those of what travels where operations are on several stages; `results` those of each
     operation."""
@@ -77,7 +77,7 @@ class StageNeeds:
     """Bytes and seconds of stages. `forward` are the seconds of operations by stage, `recompute` what may be computed again: auto, none
     or all."""
 
-    def __init__(self, rooms: Sequence[Room], load: Load, forward: Sequence[Array], recompute: str) -> None:
+    def __init__(self, rooms: Sequence[Room], load: StageLoad, forward: Sequence[Array], recompute: str) -> None:
         self.rooms, self.recompute = rooms, recompute
         self.fixed, self.saved, self.fed = load.fixed, load.saved, load.fed
         self.values, self.results = load.values, load.results
@@ -181,7 +181,7 @@ def needs_of(
     kind = SCHEDULES[outlook.schedule]
     bytes_of = _fixed_bytes(module, kind, max(map(len, devices)))
     users, fed, saved = _uses(module, chain)
-    load = Load(
+    load = StageLoad(
         [(tuple(where), bytes_of[name]) for name, where in readers.items()],
         [(tuple(where), float(v.type.nbytes)) for v, where in saved.items()],
         [(tuple(where), float(v.type.nbytes)) for v, where in fed.items()],

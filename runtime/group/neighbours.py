@@ -39,7 +39,7 @@ _HELLO, _HELLO_SECONDS = 256, 2.0
 _HINT = "PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk over sockets instead"
 
 
-class Meeting(Protocol):
+class MeetingPlace(Protocol):
     """The place where ranks that know each other by number exchange values, such as a Group."""
 
     rank: int
@@ -72,7 +72,7 @@ def identity(device: torch.device = CPU, environment: Mapping[str, str] = os.env
     return hashlib.sha256(f"{boot} {space.st_dev} {space.st_ino} {os.getuid()}".encode()).hexdigest()
 
 
-def connect(group: Meeting, ends: Iterable[End], host_key: str, key: str = "stages") -> dict[End, socket.socket]:
+def connect(group: MeetingPlace, ends: Iterable[End], host_key: str, key: str = "stages") -> dict[End, socket.socket]:
     """Open the sockets of channels whose other end has the same `identity`. All ranks that share a channel call this,
     each with its own. A group that does this more than once needs another `key` each time."""
     ends = sorted(ends)

@@ -49,7 +49,7 @@ _KEY = "setting"
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSetting:
     """The description of one field. It has a flag on the command line, with metavar, choices and help. Its check lists
     the problems of a value that is not None. `needs` names the setting without which this one says nothing. An empty
     flag: Python alone has it."""
@@ -62,12 +62,12 @@ class Setting:
     needs: str = ""
 
 
-def _about(flag: str = "", metavar: str | None = None, help: str = "", **described: Any) -> dict[str, Setting]:
+def _about(flag: str = "", metavar: str | None = None, help: str = "", **described: Any) -> dict[str, RunSetting]:
     """Return the metadata of a field that is a setting."""
-    return {_KEY: Setting(flag, metavar, help, **described)}
+    return {_KEY: RunSetting(flag, metavar, help, **described)}
 
 
-def settings(options: Any) -> dict[str, Setting]:
+def settings(options: Any) -> dict[str, RunSetting]:
     """Return the description of every setting of a class of options, or of an instance, by name."""
     return {item.name: item.metadata[_KEY] for item in fields(options) if _KEY in item.metadata}
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module
 from penstock.ir.schedule import RECEIVES, SENDS, Action
-from penstock.passes.simulator.machine import FREE, machine_of
 
 from .trace import Event
 
@@ -43,8 +43,7 @@ class Overlap:
 
 def overlap_of(ranks: Sequence[Sequence[Event]], module: Module) -> Overlap:
     """Measure the messages of a run; those whose other end is not in the trace are left out."""
-    stages, devices = module.rank_stages(), dict(enumerate(module.rank_devices()))
-    route = (FREE if module.cluster is None else machine_of(module.cluster, devices)).route
+    stages, devices = module.rank_stages(), module.rank_devices()
     nbytes = {(e.phase, e.src, e.dst): sum(v.type.nbytes for v in e.values) for e in module.edges}
     sent: dict[tuple[str, int, int, int], float] = {}
     received: list[tuple[tuple[str, int, int, int], float, float]] = []
@@ -62,9 +61,8 @@ def overlap_of(ranks: Sequence[Sequence[Event]], module: Module) -> Overlap:
         if key not in sent:
             continue
         phase, source, target, _ = key
-        way = route(source, target)
         size = nbytes[phase, stages[source], stages[target]]
-        link = way.latency + max((size / speed for _, speed in way.shares), default=0.0)
+        link = _seconds(module.cluster, devices[source], devices[target], size)
         under_way, wait = max(end - sent[key], 0.0), max(end - max(start, sent[key]), 0.0)
         count += 1
         if wait > _AT_ONCE:
@@ -72,6 +70,14 @@ def overlap_of(ranks: Sequence[Sequence[Event]], module: Module) -> Overlap:
         else:
             moving += min(under_way, link)
     return Overlap(count, moving, waited)
+
+
+def _seconds(cluster: Cluster | None, source: str, target: str, size: int) -> float:
+    """Return the time of a message by the description of its link."""
+    if cluster is None or source == target:
+        return 0.0
+    path = cluster.path(source, target)
+    return path.latency + max(size / speed for speed in (path.bandwidth, *(rate for _, rate in path.shares)))
 
 
 __all__ = ["Overlap", "overlap_of"]

@@ -38,7 +38,7 @@ TAIL = 10
 
 
 @dataclass(frozen=True)
-class Setting:
+class ParitySetting:
     """The settings of all runs. `data` is a file for `penstock run --data`, or `synthetic`."""
 
     loss: str
@@ -100,7 +100,7 @@ def final_loss(losses: Sequence[float]) -> float:
 
 
 def compare(
-    models: Callable[[int], Model], optimizers: Mapping[str, Optimizer], setting: Setting, seeds: Sequence[int]
+    models: Callable[[int], Model], optimizers: Mapping[str, Optimizer], setting: ParitySetting, seeds: Sequence[int]
 ) -> list[Parity]:
     """Train once per optimiser, seed and schedule; `models` returns the model of a seed."""
     by_seed = {seed: models(seed) for seed in seeds}
@@ -119,7 +119,7 @@ def compare(
     return parities
 
 
-def train(model: Model, optimizer: Optimizer, schedule: str, setting: Setting, seed: int) -> list[float]:
+def train(model: Model, optimizer: Optimizer, schedule: str, setting: ParitySetting, seed: int) -> list[float]:
     """Return the loss of every step of one run."""
     from penstock.frontends.training import Training
     from penstock.ir.cluster.cluster import Cluster
@@ -170,7 +170,7 @@ def _deviation(number: float) -> str:
 
 
 def verify_parity(
-    models: Callable[[int], Model], optimizers: Mapping[str, Optimizer], setting: Setting, seeds: int
+    models: Callable[[int], Model], optimizers: Mapping[str, Optimizer], setting: ParitySetting, seeds: int
 ) -> int:
     """Run the command: train, and print the table. A gap is no failure: the user judges whether it matters."""
     rows = compare(models, optimizers, setting, range(seeds))

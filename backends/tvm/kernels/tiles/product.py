@@ -88,7 +88,7 @@ def emit_tile_product(body: Body, p: Product) -> None:
 
 
 @dataclass(frozen=True)
-class _Part(SumSpan):
+class _SplitPart(SumSpan):
     """The sums over a span. With `add`, they go on top of `partial`; without `last`, they are left there."""
 
     partial: Buffer | None
@@ -163,23 +163,26 @@ class _TileProduct:
             return PackedB(ready, emit.bind(q * block, "at"), i32(0), self.strips) if ready is not None else None
 
         if self.k_blocks == 1:
-            self._part(_Part(lead, i32(0), p.k, None, add=False, last=True, b=packed(i32(0))), kind)
+            self._part(_SplitPart(lead, i32(0), p.k, None, add=False, last=True, b=packed(i32(0))), kind)
             return
         partial = emit.alloc(ceil_div(p.m, SIDE) * self.column_tiles * WORDS, "f32", "partial")
-        self._part(_Part(lead, i32(0), self.k_size, partial, add=False, last=False, b=packed(i32(0))), kind)
+        self._part(_SplitPart(lead, i32(0), self.k_size, partial, add=False, last=False, b=packed(i32(0))), kind)
         if self.k_blocks > 2:
             with emit.loop(self.k_blocks - 2, SERIAL, "q") as q, self.body.point():
                 self._part(
-                    _Part(lead, (q + 1) * self.k_size, self.k_size, partial, add=True, last=False, b=packed(q + 1)),
+                    _SplitPart(
+                        lead, (q + 1) * self.k_size, self.k_size, partial, add=True, last=False, b=packed(q + 1)
+                    ),
                     kind,
                 )
         done = (self.k_blocks - 1) * self.k_size
         with self.body.point():
             self._part(
-                _Part(lead, i32(done), p.k - done, partial, add=True, last=True, b=packed(i32(self.k_blocks - 1))), kind
+                _SplitPart(lead, i32(done), p.k - done, partial, add=True, last=True, b=packed(i32(self.k_blocks - 1))),
+                kind,
             )
 
-    def _part(self, part: _Part, kind: object) -> None:
+    def _part(self, part: _SplitPart, kind: object) -> None:
         p, emit = self.p, self.emit
         whole, tail = divmod(p.m, self.row_block)
         everything = part.b
@@ -210,7 +213,7 @@ class _TileProduct:
             with self.emit.loop(1), self.body.point():
                 action(Strips(i32(whole * STRIP), i32(whole), 1, tail))
 
-    def _rows(self, part: _Part, start: Expr, rows: int, everything: PackedB | None, kind: object) -> None:
+    def _rows(self, part: _SplitPart, start: Expr, rows: int, everything: PackedB | None, kind: object) -> None:
         emit = self.emit
         a = self.packing.a(part, start, rows)
         whole, tail = divmod(rows, STRIP)
@@ -240,7 +243,7 @@ class _TileProduct:
 
         self._each_group(part, kind, group)
 
-    def _block(self, part: _Part, a: PackedA, row: Expr, start: Expr, rows: int, strip: _ColumnStrip) -> None:
+    def _block(self, part: _SplitPart, a: PackedA, row: Expr, start: Expr, rows: int, strip: _ColumnStrip) -> None:
         """Multiply rows row .. row + rows of the packed block of A, which begins at row `start`, by a strip of B."""
         emit, p = self.emit, self.p
         if strip.too_large is None:
@@ -262,7 +265,7 @@ class _TileProduct:
         """Return the place of the tile of row i and column j among the sums kept between spans."""
         return (tirx.floordiv(i, SIDE) * self.column_tiles + tirx.floordiv(j, SIDE)) * WORDS
 
-    def _sums(self, part: _Part, a: PackedA, row: Expr, start: Expr, rows: int, strip: _ColumnStrip) -> None:
+    def _sums(self, part: _SplitPart, a: PackedA, row: Expr, start: Expr, rows: int, strip: _ColumnStrip) -> None:
         emit, p, registers, words = self.emit, self.p, self.registers, self.packing.words
         down, across = ceil_div(rows, SIDE), ceil_div(strip.columns, SIDE)
         sums = [(r, c) for r in range(down) for c in range(across)]
@@ -308,7 +311,7 @@ class _TileProduct:
             else:
                 registers.store(2 * r + c, part.partial, kept(r, c))
 
-    def _plain_sums(self, part: _Part, i: Expr, rows: int, strip: _ColumnStrip) -> None:
+    def _plain_sums(self, part: _SplitPart, i: Expr, rows: int, strip: _ColumnStrip) -> None:
         """Compute the sums without tiles, one multiply-add after the other."""
         emit, p = self.emit, self.p
         with emit.loop(rows, SERIAL, "r") as r:

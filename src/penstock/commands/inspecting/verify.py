@@ -211,7 +211,7 @@ def _verify_ir(arguments: Namespace, options: VerifyOptions) -> int:
 def _verify_parity(arguments: Namespace, options: VerifyOptions) -> int:
     from penstock.backends.registry import check_cache
     from penstock.planning.model import from_onnx  # lazy: heavy
-    from penstock.verification.parity import Setting, optimizers_of, verify_parity  # lazy: heavy
+    from penstock.verification.parity import ParitySetting, optimizers_of, verify_parity  # lazy: heavy
 
     if Path(arguments.model).is_dir():
         raise UsageError("--parity trains a model, not a bundle", where=arguments.model)
@@ -231,7 +231,7 @@ def _verify_parity(arguments: Namespace, options: VerifyOptions) -> int:
     check_cache(backend)
     optimizers = optimizers_of(arguments.optimizers or "momentum,adamw,muon")
     model = from_onnx(arguments.model, dims=dims_of(arguments.dim), known=known_of(arguments.known))
-    setting = Setting(
+    setting = ParitySetting(
         arguments.loss,
         arguments.data or "synthetic",
         options.steps or 200,

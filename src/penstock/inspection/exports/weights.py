@@ -139,10 +139,10 @@ def _is_source(path: Path, bundle: Bundle) -> bool:
     """Say whether a file, with its external data, is the model that the bundle was compiled from, whatever its name."""
     if bundle.source_structure is None or not path.is_file() or path.suffix == ".safetensors":
         return False
-    from penstock.frontends.onnx.source import ModelFile
+    from penstock.frontends.onnx.source import OnnxFile
 
     try:
-        return ModelFile(path).digest() == bundle.manifest.source_hash
+        return OnnxFile(path).digest() == bundle.manifest.source_hash
     except UsageError:  # it is no model
         return False
 
