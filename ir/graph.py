@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 # that its second operand never changes; the others are written by planners.
 ANNOTATIONS = ("of", "stage", "mesh", "sharding", "recompute", "kernel", "library", "packed")
 
-PARAM, GRAD, STATE, BUFFER, TABLE = "param", "grad", "state", "buffer", "table"
-ROLES = (PARAM, GRAD, STATE, BUFFER, TABLE)
+PARAM, GRAD, STATE, BUFFER, SETTING = "param", "grad", "state", "buffer", "setting"
+ROLES = (PARAM, GRAD, STATE, BUFFER, SETTING)
+# Words of module texts that were written before these: they are read until the format of bundles has another number.
+FORMER_ROLES = {"table": SETTING}
 
 
 @dataclass(frozen=True, slots=True)

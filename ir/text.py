@@ -38,7 +38,7 @@ from penstock.support.gc_pause import nothing_collected
 from penstock.support.words import visible
 
 from .attrs import Attr, Scalar, parse_literal, parse_scalar, print_literal, split_items
-from .graph import ROLES, Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
+from .graph import FORMER_ROLES, ROLES, Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
 from .schedule import Action, Program, Schedule
 from .types import parse_type
 
@@ -175,7 +175,7 @@ _CALL = re.compile(r'(?:(%.*?) = )?(\w+)\(([^")]*(?:"(?:[^"\\]|\\.)*"[^")]*)*)\)
 _MODULE = re.compile(rf"module @({NAME})(?: facts\(([\w\-, ]*)\))? \{{")
 _GRAPH = re.compile(rf"graph @({NAME})\((.*)\) \{{")
 _VAR = re.compile(
-    rf"var @({NAME}) : (\S+)(?: stage (\d+))? ({'|'.join(ROLES)})(?: versions (\d+))?(?: policy ({NAME}))?(?: init ({NAME}|\[.*\]))?"
+    rf"var @({NAME}) : (\S+)(?: stage (\d+))? ({'|'.join((*ROLES, *FORMER_ROLES))})(?: versions (\d+))?(?: policy ({NAME}))?(?: init ({NAME}|\[.*\]))?"
 )
 _MESH = re.compile(rf"mesh @({NAME}) \(([^)]*)\) (.+)")
 _STAGE = re.compile(rf"stage (\d+) on ({NAME})")
@@ -370,7 +370,7 @@ class _ModuleParser:
         self.vars[name] = Var(
             name,
             parse_type(type_text),
-            role,
+            FORMER_ROLES.get(role, role),
             None if stage is None else int(stage),
             int(versions or 1),
             policy or "",

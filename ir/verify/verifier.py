@@ -32,8 +32,8 @@ from penstock.ir.graph import (
     GRAD,
     PARAM,
     ROLES,
+    SETTING,
     STATE,
-    TABLE,
     Graph,
     Module,
     Op,
@@ -229,7 +229,7 @@ def _check_saved(stage: int | None, family: dict[str, Graph]) -> Iterator[Proble
 
 
 # What the graph of a computation may do to variables, by kind of operation, and of which roles these are.
-_READABLE = (PARAM, STATE, BUFFER, TABLE)
+_READABLE = (PARAM, STATE, BUFFER, SETTING)
 EFFECTS: dict[str, dict[str, tuple[str, ...]]] = {
     FORWARD: {"read": _READABLE, "write": (BUFFER,)},
     BACKWARD: {"read": _READABLE, "accum": (GRAD,)},

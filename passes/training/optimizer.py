@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from penstock.ir.attrs import Attr
-from penstock.ir.graph import PARAM, STATE, TABLE, Graph, Module, Namer, Op, Value, Var
+from penstock.ir.graph import PARAM, SETTING, STATE, Graph, Module, Namer, Op, Value, Var
 from penstock.ir.ops import OPS, make
 from penstock.ir.training.optimizers import (
     Adagrad,
@@ -332,7 +332,7 @@ class _Update:
     def _table(self, base: str, type: TensorType, elements: tuple[float, ...]) -> Value:
         """Make a table of that name; the second factor and those after it are numbered."""
         name = self.tables.fresh(base)
-        self._add_var(Var(name, type, TABLE, init=elements))
+        self._add_var(Var(name, type, SETTING, init=elements))
         return self._read("read", name, f"{name}.table", type)
 
     def _correction(self, beta: float, name: str, dtype: str) -> Value:

@@ -27,7 +27,7 @@ import numpy as np
 
 from penstock.backends.bundle.format import contained, file_problems, stored_vars
 from penstock.backends.bundle.tensor_file import map_tensors
-from penstock.ir.graph import GRAD, TABLE, Module, Var
+from penstock.ir.graph import GRAD, SETTING, Module, Var
 from penstock.runtime.messages.control import DataSpec
 from penstock.support.errors import UsageError, VerifyError
 
@@ -75,7 +75,7 @@ class Index(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 def is_kept(var: Var) -> bool:
     """Say whether a checkpoint holds a variable: gradients are zero in a drained pipeline, and tables stand in the
     index."""
-    return var.role not in (GRAD, TABLE)
+    return var.role not in (GRAD, SETTING)
 
 
 def random_seed(module: Module) -> int | None:

@@ -33,7 +33,7 @@ from penstock.ir.graph import PARAM, Module, Var, stage_vars, stepped_vars
 from penstock.ir.training.rates import Rate
 from penstock.runtime.messages.control import DataSpec
 from penstock.runtime.messages.defaults import WRAP
-from penstock.runtime.state.settings import tables_for_run
+from penstock.runtime.state.settings import settings_for_run
 from penstock.support.errors import VerifyError
 from penstock.support.words import counted, itemised
 
@@ -71,12 +71,12 @@ def start_from(
     """Return the start of a run of a bundle. VerifyError for a checkpoint that does not fit it."""
     module = bundle.module
     if chosen is None:
-        tables, changes = tables_for_run(module, None, lr, rate)
+        tables, changes = settings_for_run(module, None, lr, rate)
         return Start(None, 0, 0, 0, tables, changes)
     place = chosen.place
     index = read_index(place)
     warnings = chosen.words + check_resume(index, module, data, str(place), bundle.manifest.source_hash)
-    tables, changes = tables_for_run(module, index.tables, lr, rate)
+    tables, changes = settings_for_run(module, index.tables, lr, rate)
     assert module.schedule is not None
     batch = module.schedule.microbatches * microbatch_size(module)
     offset = 0 if index.samples is None else index.samples - index.step * batch

@@ -20,7 +20,7 @@ from penstock.runtime.group.clocks import measure_offset
 from penstock.runtime.group.group import RankGroup, time_span
 from penstock.runtime.messages.control import Done, Evaluated, Record, Step, TraceRecord
 from penstock.runtime.messages.ledger import LedgerEntry
-from penstock.runtime.state.settings import Tables, learning_rate
+from penstock.runtime.state.settings import Settings, learning_rate
 from penstock.runtime.telemetry.metrics import Metrics
 from penstock.runtime.telemetry.steps import StepsUnderWay
 from penstock.runtime.telemetry.trace import Event
@@ -37,7 +37,7 @@ _STEP_TIMEOUT = timedelta(days=7)
 class Reports:
     """Steps on their way from the ranks of the loss to rank 0."""
 
-    def __init__(self, worker_rank: int, module: Module, tables: Tables, metrics: Metrics | None) -> None:
+    def __init__(self, worker_rank: int, module: Module, tables: Settings, metrics: Metrics | None) -> None:
         self._rank, self._steps, self._tables, self._metrics = worker_rank, StepsUnderWay(module), tables, metrics
         self.failure: Exception | None = None
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []

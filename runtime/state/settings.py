@@ -1,10 +1,10 @@
-"""Tables: data that a compiled module reads, such as the learning rate. Every run may have its own elements; nothing is
-compiled anew.
+"""Values of the role `setting`: data that a compiled module reads, such as the learning rate. Every run may have its own;
+nothing is compiled anew.
 
-In: the module, the tables of a checkpoint, the wishes of the user. Out: elements by variable, for all ranks the same.
+In: the module, the settings of a checkpoint, the wishes of the user. Out: elements by variable, for all ranks the same.
 The wishes of the user count first, then the checkpoint, then the module. A checkpoint counts for the rate and its curve
 alone. Factors of groups are numbered in the order in which the module uses them, so a name says nothing about another
-module's groups.
+module's groups. Fields and keys in files call them tables, by their older name.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite
 
-from penstock.ir.graph import TABLE, Module
+from penstock.ir.graph import SETTING, Module
 from penstock.ir.training.rates import CURVE, LR, Rate, curve_at, parse_rate
 from penstock.support.errors import UsageError
 
-Tables = Mapping[str, tuple[float, ...]]
+Settings = Mapping[str, tuple[float, ...]]
 
 
-def tables_of(module: Module) -> dict[str, tuple[float, ...]]:
-    """Return the tables as the module was compiled with them."""
-    return {name: var.init for name, var in module.vars.items() if var.role == TABLE and isinstance(var.init, tuple)}
+def settings_of(module: Module) -> dict[str, tuple[float, ...]]:
+    """Return the settings as the module was compiled with them."""
+    return {name: var.init for name, var in module.vars.items() if var.role == SETTING and isinstance(var.init, tuple)}
 
 
-def tables_for_run(
-    module: Module, saved: Tables | None, lr: float | None, rate: Rate | str | None
+def settings_for_run(
+    module: Module, saved: Settings | None, lr: float | None, rate: Rate | str | None
 ) -> tuple[dict[str, tuple[float, ...]], list[str]]:
-    """Return the tables of a run, and what to warn of. `saved` are those of the checkpoint it goes on from."""
-    compiled = tables_of(module)
+    """Return the settings of a run, and what to warn of. `saved` are those of the checkpoint it goes on from."""
+    compiled = settings_of(module)
     wished: dict[str, tuple[float, ...]] = {}
     problems = []
     if lr is not None and not (isfinite(lr) and lr >= 0):
@@ -58,6 +58,6 @@ def tables_for_run(
     return {**compiled, **kept, **wished}, warnings
 
 
-def learning_rate(tables: Tables, step: int) -> float | None:
+def learning_rate(tables: Settings, step: int) -> float | None:
     """Return the learning rate of a step, from 0; None for a module that does not train."""
     return tables[LR][0] * curve_at(tables[CURVE], step) if LR in tables else None

@@ -42,7 +42,7 @@ from penstock.ir.schedule import (
 from penstock.runtime.messages.control import LogEntry, Output, Record, Step
 from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import Status
-from penstock.runtime.state.settings import Tables, learning_rate, tables_of
+from penstock.runtime.state.settings import Settings, learning_rate, settings_of
 from penstock.runtime.state.store import Recycled, Store, as_array, fill
 from penstock.runtime.transport.transport import RankTransport
 from penstock.support.errors import VerifyError
@@ -67,7 +67,7 @@ class Conduct:
     audit: bool = False
     trace: bool = False
     pace: Mapping[str, float] | None = None
-    tables: Tables | None = None
+    tables: Settings | None = None
     offset: int = 0
     key: int = 0
     stop_at_nan: bool = False
@@ -110,7 +110,7 @@ class Executor:
         }
         self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
         self._buffers = Recycled(store.device)
-        self.tables = tables_of(module) if conduct.tables is None else conduct.tables
+        self.tables = settings_of(module) if conduct.tables is None else conduct.tables
         self._check = conduct.check
         self._ahead, self._key = conduct.offset // microbatch_size(module), conduct.key
         self.pace = Pace(conduct.pace or {}, self.graphs)

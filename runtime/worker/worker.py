@@ -60,7 +60,7 @@ from penstock.runtime.messages.control import (
 )
 from penstock.runtime.messages.defaults import STOP
 from penstock.runtime.messages.status import Status
-from penstock.runtime.state.settings import tables_of
+from penstock.runtime.state.settings import settings_of
 from penstock.runtime.state.store import Store, as_array
 from penstock.runtime.transport.transport import RankTransport
 from penstock.support.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
@@ -109,7 +109,7 @@ class Worker:
         if len(mates) > 1:
             group.form_team(mates, program.device)
         self.base = resident_bytes()
-        self.tables = setup.tables or tables_of(self.module)
+        self.tables = setup.tables or settings_of(self.module)
         self.store = self._load_store(program.device)
         self.saver = Saver(bundle, rank, group, setup, self.store, status)
         homes = self.module.rank_stages()

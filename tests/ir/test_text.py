@@ -119,3 +119,12 @@ def test_a_truncated_module_is_refused() -> None:
     for end in range(0, len(whole), 7):
         with pytest.raises(ParseError):
             parse_module(whole[:end])
+
+
+def test_the_former_word_for_settings_is_read() -> None:
+    text = "module @m {\n  var @lr : f64[] WORD init [0.1]\n}\n"
+    module = parse_module(text.replace("WORD", "table"))
+    assert module == parse_module(text.replace("WORD", "setting"))
+    assert "f64[] setting init" in print_module(module)
+    with pytest.raises(ParseError):
+        parse_module(text.replace("WORD", "tables"))

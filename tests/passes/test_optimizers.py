@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as schedulers
 
-from penstock.ir.graph import PARAM, TABLE, Value
+from penstock.ir.graph import PARAM, SETTING, Value
 from penstock.ir.interpreter.interpreter import apply_op, run_recurrence
 from penstock.ir.ops import make
 from penstock.ir.text import parse_module, print_module
@@ -426,7 +426,7 @@ def test_the_rate_stands_in_tables_alone(rate):
     assert print_module(again) == text
     assert again.vars[LR].init == (0.7,)
     assert again.vars[CURVE].init == parse_rate(rate).table()
-    assert [name for name, var in again.vars.items() if var.role == TABLE] == [LR, CURVE, "lr.factor"]
+    assert [name for name, var in again.vars.items() if var.role == SETTING] == [LR, CURVE, "lr.factor"]
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adam", "adagrad", "lion"])

@@ -11,7 +11,7 @@ from main_graph import main_of
 from penstock import api
 from penstock.frontends.training import Training, attach_loss, load_training
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.graph import PARAM, STATE, TABLE, Module, Op, Var, rewrite
+from penstock.ir.graph import PARAM, SETTING, STATE, Module, Op, Var, rewrite
 from penstock.ir.interpreter.interpreter import F64, TYPED, DictStore, initial_arrays, run_graph, run_recurrence
 from penstock.ir.ops import make
 from penstock.ir.training.optimizers import AdamW
@@ -177,7 +177,7 @@ def test_weights_kept_in_16_bits_would_not_learn(gpt: api.Model) -> None:
 
 
 def without_state(module: Module) -> dict[str, Var]:
-    return {name: var for name, var in module.vars.items() if var.role not in (STATE, TABLE)}
+    return {name: var for name, var in module.vars.items() if var.role not in (STATE, SETTING)}
 
 
 def test_casts_that_undo_each_other_are_gone(gpt: api.Model) -> None:

@@ -45,9 +45,9 @@ def classifier_text(stages: int, m: int, trains: bool = True) -> str:
                 for role, kind in (("grad", "grad"), ("momentum", "state"))
             ]
     if trains:
-        lines += [f"  var @lr : f64[] table init {print_literal((RATE,))}"]
+        lines += [f"  var @lr : f64[] setting init {print_literal((RATE,))}"]
         lines += [
-            f"  var @lr.curve : f64[4,5] table init {print_literal(Constant().table())}",
+            f"  var @lr.curve : f64[4,5] setting init {print_literal(Constant().table())}",
             "  var @step : i64[] state init zeros",
         ]
     for i in range(stages):

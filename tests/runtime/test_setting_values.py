@@ -15,7 +15,7 @@ from penstock.runtime.checkpoint import format as checkpoints
 from penstock.runtime.checkpoint.finding import find_checkpoint
 from penstock.runtime.job.job import Job
 from penstock.runtime.job.run import run_bundle
-from penstock.runtime.state.settings import learning_rate, tables_for_run, tables_of
+from penstock.runtime.state.settings import learning_rate, settings_for_run, settings_of
 from penstock.support.errors import UsageError
 
 from .conftest import classifier, make_batches
@@ -26,29 +26,29 @@ COMPILED = {LR: (0.1,), CURVE: Constant().table()}
 
 def test_what_counts():
     module = classifier(2, "1f1b", 2)
-    assert tables_of(module) == COMPILED
-    assert tables_for_run(module, None, None, None) == (COMPILED, [])
-    assert tables_for_run(module, COMPILED, None, None) == (COMPILED, [])
+    assert settings_of(module) == COMPILED
+    assert settings_for_run(module, None, None, None) == (COMPILED, [])
+    assert settings_for_run(module, COMPILED, None, None) == (COMPILED, [])
     saved = {LR: (0.3,), CURVE: Linear(8).table()}
-    tables, (warning,) = tables_for_run(module, saved, None, None)
+    tables, (warning,) = settings_for_run(module, saved, None, None)
     assert tables == saved
     assert "@lr and @lr.curve go on as in the checkpoint" in warning
-    tables, (warning,) = tables_for_run(module, saved, 0.5, None)
+    tables, (warning,) = settings_for_run(module, saved, 0.5, None)
     assert tables == {**saved, LR: (0.5,)}
     assert "@lr.curve go on" in warning
-    assert tables_for_run(module, saved, 0.5, "constant") == ({LR: (0.5,), CURVE: Constant().table()}, [])
-    assert tables_for_run(module, None, None, Cosine(8)) == ({LR: (0.1,), CURVE: Cosine(8).table()}, [])
+    assert settings_for_run(module, saved, 0.5, "constant") == ({LR: (0.5,), CURVE: Constant().table()}, [])
+    assert settings_for_run(module, None, None, Cosine(8)) == ({LR: (0.1,), CURVE: Cosine(8).table()}, [])
 
 
 def test_what_is_refused():
     with pytest.raises(UsageError) as caught:
-        tables_for_run(classifier(2, "forward", 1), None, -1.0, "cosine")
+        settings_for_run(classifier(2, "forward", 1), None, -1.0, "cosine")
     for said in ("must be 0 or more, got -1.0", "steps is missing", "does not train"):
         assert said in str(caught.value)
 
 
 def test_the_rate_of_a_module_that_does_not_train():
-    assert learning_rate(tables_of(classifier(2, "forward", 1)), 3) is None
+    assert learning_rate(settings_of(classifier(2, "forward", 1)), 3) is None
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_factors_of_groups_are_those_of_the_bundle(tmp_path):
         return open_bundle(ps.compile(ps.plan(model, ps.Cluster.local(1), training), tmp_path / name, backend="numpy"))
 
     first, other = compiled("first", last), compiled("other", ps.Group("^fc1.weight", lr=10.0), last)
-    assert (tables_of(first.module)["lr.factor"], tables_of(other.module)["lr.factor"]) == ((0.1,), (10.0,))
+    assert (settings_of(first.module)["lr.factor"], settings_of(other.module)["lr.factor"]) == ((0.1,), (10.0,))
     rng = np.random.default_rng(0)
     batch = {"x": rng.standard_normal((rows * m, 6)).astype(np.float32), "labels": rng.integers(0, 5, rows * m)}
     with Job(first, timeout=TIMEOUT, lr=0.2) as job:
