@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from penstock.ir.cluster.cluster import Cluster, Device, Link
-from penstock.ir.graph import Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
+from penstock.ir.graph import ROLES, Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
 from penstock.ir.schedule import KINDS, RECEIVES, SENDS, Action, Program, Schedule
 from penstock.ir.types import DTYPES, TensorType
 
@@ -64,7 +64,7 @@ def modules(draw: st.DrawFn) -> Module:
             (Link("cpu:0", "b", nic="eth0"),),
         )
     vars = {
-        n: Var(n, draw(types()), draw(st.sampled_from(["param", "grad", "state", "buffer", "table"])), draw(st.none() | st.integers(0, 9)), draw(st.integers(1, 3)), draw(st.sampled_from(["", "2bw"])), draw(st.sampled_from(["file", "zeros"])))
+        n: Var(n, draw(types()), draw(st.sampled_from(ROLES)), draw(st.none() | st.integers(0, 9)), draw(st.integers(1, 3)), draw(st.sampled_from(["", "2bw"])), draw(st.sampled_from(["file", "zeros"])))
         for n in draw(unique)
     }  # fmt: skip
     schedule = None
