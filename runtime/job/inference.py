@@ -4,8 +4,8 @@
     for outputs in job.stream(requests): ...       many, in order, several in flight
     future = job.submit(inputs)                    from any thread; future.result(timeout) waits
 
-The run of requests (runtime/job/dispatcher.py) begins with the first of them. It ends when the job has to do something else:
-it is drained then, and begins anew with the next request.
+The run of requests (runtime/job/dispatcher.py) begins with the first of them. It ends when the job has to do something
+else: it is drained then, and begins anew with the next request.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class _LocalRun:
             replanned = replan(open_bundle(self.options.bundle), left, Path(self.options.checkpoint))
             message = (
                 f"penstock: {device} of rank {error.rank} failed again at once and is given up; planned anew: "
-                f"{replanned.told}; from "
+                f"{replanned.summary}; from "
                 f"{self._from}"
             )
             print(message, file=sys.stderr, flush=True)

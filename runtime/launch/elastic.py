@@ -36,7 +36,7 @@ class Replanned(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The bundle to go on with, and its description."""
 
     bundle: str
-    told: str
+    summary: str = msgspec.field(name="told")
 
 
 def devices_on(bundle: Bundle, hosts: Sequence[str]) -> list[str]:

@@ -288,7 +288,10 @@ def _plan_together(
     os.environ |= thread_environment(threads)
     torch.set_num_threads(threads)
     lost = lost_devices(bundle, devices)
-    return fewer, f"{group.world} of {bundle.world_size} ranks are there; planned anew without {lost}: {replanned.told}"
+    return (
+        fewer,
+        f"{group.world} of {bundle.world_size} ranks are there; planned anew without {lost}: {replanned.summary}",
+    )
 
 
 def _gather_keepers(group: RankGroup, here: Present, channel: Channel) -> list[Present]:

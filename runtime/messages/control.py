@@ -75,8 +75,8 @@ class Setup(Record, frozen=True):
     schedules. `tables` are the elements of the tables by variable. `prefetch` is how many microbatches are read ahead
     of the computation; with 0, data is read when it is asked for. `evaluation` is what Evaluate computes the loss of.
     `offset` is the sample that microbatch 0 would begin with, and `key` is what random draws are made from beside the
-    module's seed (runtime/checkpoint/resuming.py). `nan` says what a loss that is not finite does: `stop` ends the run, otherwise
-    it goes on. `secret` is what the ranks of this start seal the values of their meeting point with."""
+    module's seed (runtime/checkpoint/resuming.py). `nan` says what a loss that is not finite does: `stop` ends the run,
+    otherwise it goes on. `secret` is what the ranks of this start seal the values of their meeting point with."""
 
     bundle: str
     timeout: float
@@ -277,9 +277,9 @@ class Failed(Record, frozen=True):
 
 
 Message = (
-    Setup | Join | RunCommand | Batch | End | Serve | RequestBatch | SaveCommand | Evaluate | FetchParameters | FetchAudit | Stop | Alive
-    | Gathered | Planned | Hosting | Ready | Step | Output | Done | Parameters | Audit | Evaluated | TraceRecord | Wake |
-    Failed
+    Setup | Join | RunCommand | Batch | End | Serve | RequestBatch | SaveCommand | Evaluate | FetchParameters
+    | FetchAudit | Stop | Alive | Gathered | Planned | Hosting | Ready | Step | Output | Done | Parameters | Audit
+    | Evaluated | TraceRecord | Wake | Failed
 )  # fmt: skip
 
 

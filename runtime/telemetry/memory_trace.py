@@ -1,7 +1,7 @@
 """The memory of a run that was traced.
 
-In: a trace, as a job has it or as a file of `--trace`, and the module that ran. Out: an account per rank (ir/memory/account.py),
-and beside it the one that the plan has for the same batches.
+In: a trace, as a job has it or as a file of `--trace`, and the module that ran. Out: an account per rank
+(ir/memory/account.py), and beside it the one that the plan has for the same batches.
 """
 
 from __future__ import annotations

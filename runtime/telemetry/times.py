@@ -1,4 +1,4 @@
-"""The times of actions in a trace. In: a slice of a Chrome trace, as somebody wrote it. Out: its seconds."""
+"""The times of actions in a trace. In: a slice of a Chrome trace, from any writer. Out: its seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def seconds_of(entry: Mapping[str, Any]) -> tuple[float, float]:
-    """Begin and end; ValueError where the one is behind the other, or either is no time."""
+    """Return begin and end; ValueError where the one is behind the other, or either is no time."""
     start = float(entry["ts"]) / 1e6
     end = start + float(entry["dur"]) / 1e6
     if not (isfinite(start) and isfinite(end) and start <= end):

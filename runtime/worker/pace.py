@@ -29,7 +29,10 @@ def pace_problems(pace: Mapping[str, float], latency: float, timeout: float) -> 
     for part, whole in _PARTS:
         if pace.get(part, 0.0) > pace.get(whole, math.inf):
             words = ACTION_KINDS[whole].words
-            yield f"pace of {whole} is that of the whole {words}, {part} included: {pace[whole]:g} is less than {pace[part]:g}"
+            yield (
+                f"pace of {whole} is that of the whole {words}, {part} included: {pace[whole]:g} is less than "
+                f"{pace[part]:g}"
+            )
     if not 0 <= latency < timeout:
         yield f"latency must be a number of seconds from 0 to less than the timeout, got {latency}"
 

@@ -1,4 +1,6 @@
-"""Penstock compiles an ONNX or torch model into a multi-device pipeline bundle, and trains and runs it on unequal devices.
+"""Penstock compiles an ONNX or torch model into a multi-device pipeline bundle.
+
+It trains and runs the bundle on unequal devices.
 
     import penstock as ps
     model = ps.from_onnx("model.onnx", dims={"batch": 4})

@@ -1,4 +1,4 @@
-"""From a model to a bundle: the verbs of Python users. A facade: what they do stands in penstock.planning.
+"""The verbs of Python users, from a model to a bundle. A facade: the work is done in penstock.planning.
 
 from_onnx   file -> Model: the module and its weights
 from_torch  torch module or exported program -> Model
@@ -36,9 +36,9 @@ def from_onnx(
     known: Mapping[str, object] | None = None,
     trained: str | None = None,
 ) -> Model:
-    """Import an ONNX file. `dims` binds symbolic dimensions, `known` inputs to numbers or arrays (a shape, axes, repeats
-    that the model takes as inputs); `frozen` is a pattern of parameter names that are not trained, `trained` of those that
-    are although they hold a single number."""
+    """Import an ONNX file. `dims` binds symbolic dimensions, `known` inputs to numbers or arrays (a shape, axes,
+    repeats that the model takes as inputs). `frozen` is a pattern of parameter names that are not trained, `trained` of
+    those that are although they hold a single number."""
     return models.from_onnx(path, dims, frozen, known, trained)
 
 
@@ -50,10 +50,12 @@ def from_torch(
     dims: Mapping[str, int] | None = None,
     frozen: str | None = None,
 ) -> Model:
-    """Import a program of torch: an nn.Module or torch.fx.GraphModule with example arguments, whose sizes count, or an ExportedProgram.
+    """Import a program of torch: an nn.Module or torch.fx.GraphModule with example arguments, whose sizes count, or an
+    ExportedProgram.
 
-    `dims` binds symbolic dimensions of an ExportedProgram, by the symbol's name or as INPUT.AXIS; `frozen` is a pattern of parameter names
-    that are not trained, like those that do not require a gradient. Weights are copied."""
+    `dims` binds symbolic dimensions of an ExportedProgram, by the symbol's name or as INPUT.AXIS. `frozen` is a pattern
+    of parameter names that are not trained, like those that do not require a gradient. Weights are copied.
+    """
     return models.from_torch(source, args, kwargs, dims=dims, frozen=frozen)
 
 
@@ -77,13 +79,18 @@ def plan(
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Plan:
-    """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device. With `replicas` every stage lies on so
-    many devices, which share the microbatches of a batch out among them; or `devices` names those of each stage. `shares` are how many of
-    the microbatches each of them runs: such that they are done at about the same time if not given. `precision` is f32, bf16 or f16; if it
-    is not given, training settings say it. `recompute` says what stages compute again in the backward pass instead of saving it: auto (what
-    the memory of their devices asks for), none or all. `cuda_libraries` says who computes contractions on GPUs: torch, which calls the
-    vendor's libraries, or none. `wire` is the element type of float32 activations and gradients on their way between stages: f32, bf16 or
-    f16. `hints` is whether placement hints of the model are followed, where it has some and `split_at` is not given."""
+    """Run all passes. Without `training` the plan is for inference.
+
+    `stages` 0 means one per device. With `replicas` every stage lies on so many devices, which share the microbatches
+    of a batch out among them; or `devices` names those of each stage. `shares` are how many of the microbatches each of
+    them runs: such that they are done at about the same time if not given.
+
+    `precision` is f32, bf16 or f16; if it is not given, training settings say it. `recompute` says what stages compute
+    again in the backward pass instead of saving it: auto (what the memory of their devices asks for), none or all.
+    `cuda_libraries` names the maker of contractions on GPUs: torch, which calls the vendor's libraries, or none. `wire`
+    is the element type of float32 activations and gradients on their way between stages: f32, bf16 or f16. `hints` is
+    whether placement hints of the model are followed, where it has some and `split_at` is not given.
+    """
     options = PlanOptions(
         schedule=schedule,
         stages=stages,
@@ -116,11 +123,14 @@ def plan_best(
     progress: api.ProgressHook | None = None,
     **options: Any,
 ) -> api.Plan:
-    """The best plan for batches of so many samples: what `--batch` asks for. `load` gives the model with so many samples per microbatch,
-    for each of the `sizes` to choose from, or as it is for None. The fastest of `schedules` is taken, by default of those that compute
-    what plain training does; `replicas` is the most devices of a stage, 0 for any number; `recompute` is auto, none or all;
-    where nothing fits, the error says what would, unless it need not be `explained`, which takes longer than
-    finding that out; further options are `cuda_libraries`, `wire` and `dump`, as of `penstock.plan`."""
+    """Find the best plan for batches of so many samples, as `--batch` does.
+
+    `load` gives the model with so many samples per microbatch, for each of the `sizes` to choose from, or as it is for
+    None. The fastest of `schedules` is taken, by default of those that compute what plain training does. `replicas` is
+    the most devices of a stage, 0 for any number; `recompute` is auto, none or all. Where nothing fits, the error says
+    what would, if that shall be `explained`, which takes longer than finding out that nothing fits. Further options are
+    `cuda_libraries`, `wire` and `dump`, as of `penstock.plan`.
+    """
     feedback = Feedback(options.pop("dump", None), progress)
     settings = SearchOptions(
         batch=batch,
@@ -145,8 +155,8 @@ def compile(
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Path:
-    """Make machine code for every stage, and write the bundle. `jobs` is the most processes to compile with: one per core
-    if not given; `dump` is shown the code."""
+    """Make machine code for every stage, and write the bundle. `jobs` is the most processes to compile with: one per
+    core if not given; `dump` is shown the code."""
     return build.build(plan, out, BuildOptions(backend, target, jobs), Feedback(dump, progress))
 
 

@@ -1,7 +1,8 @@
 """Corrections of estimates: measured over predicted of the work that kernels do on this machine's processor.
 
-They lie in the user's cache folder, one for each run that was graded (grade.py), the last ones only. The median of them is what estimates for
-devices that are this machine are multiplied by. Launches, calls of graphs, messages and links are what the cluster file says.
+They lie in the user's cache folder, one for each run that was graded (grade.py), the last ones only. Estimates for
+devices that are this machine are multiplied by their median. Launches, calls of graphs, messages and links are what the
+cluster file says.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ class Corrected:
 
 
 def corrected(store: Cache | None = None) -> Corrected | None:
-    """The corrections of this machine, if any were kept."""
+    """Return the corrections of this machine, if any were kept."""
     factors = _factors(store if store is not None else known_times())
     return Corrected(median(factors.values()), len(factors)) if factors else None
 
 
 def known_times() -> Cache:
-    """The table of what was measured on this machine, to be read: that needs no bound of the cache's size."""
+    """Open the table of what was measured on this machine, to be read: that needs no bound of the cache's size."""
     return Cache(cache_folder(), 0, part="times")
 
 
 def best_prices() -> Prices:
-    """Prices by all that is known on this machine: times of kernels that were measured, else estimates, corrected by what runs showed."""
-    found = corrected()
-    return InTurn((Measured(store=known_times()),), ROOFLINE if found is None else Roofline(found.of))
+    """Return prices by all that is known on this machine: times of kernels that were measured, else estimates,
+    corrected by what runs showed."""
+    correction = corrected()
+    return InTurn((Measured(store=known_times()),), ROOFLINE if correction is None else Roofline(correction.of))
 
 
 def keep(store: Cache, run: str, factor: float) -> None:
@@ -58,15 +60,15 @@ def keep(store: Cache, run: str, factor: float) -> None:
 
 
 def _factors(store: Cache) -> dict[str, float]:
-    """Corrections by run, the oldest first."""
+    """Return corrections by run, the oldest first."""
     content = store.get(_key())
     try:
-        found = json.loads(content)["runs"] if content is not None else []
-        return {str(run): x for run, x in found if isinstance(x, float) and math.isfinite(x) and x > 0}
+        rows = json.loads(content)["runs"] if content is not None else []
+        return {str(run): x for run, x in rows if isinstance(x, float) and math.isfinite(x) and x > 0}
     except (ValueError, KeyError, TypeError):
         return {}
 
 
 def _key() -> str:
-    """The entry of plans that are for TVM: others are not what plans estimate."""
+    """Return the key of the entry for plans for TVM: other back ends are not what plans estimate."""
     return key_of("corrections", processor())

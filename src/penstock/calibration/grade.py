@@ -1,18 +1,20 @@
-"""The grade of a plan: what it promised against what a run took, and corrections for the next plan.
+"""The grade of a plan: its predictions against the times of a run, and corrections for the next plan.
 
-In: a bundle, whose plan.json says what was predicted, the metrics of a run of it, perhaps its trace. Out: a
-`Graded`, and, kept in the user's cache folder,
+In: a bundle, whose plan.json says what was predicted, the metrics of a run of it, perhaps its trace. Out: a `Graded`,
+and, kept in the user's cache folder,
 
     corrections   measured over predicted of the work that kernels do on this machine's processor (corrections.py)
-    stage times   with a trace: what F, B, W and U of each stage took, which is used wherever the same stage is planned or simulated again
+    stage times   with a trace: what F, B, W and U of each stage took, which is used wherever the same stage is planned
+                  or simulated again
 
-With a trace the work is what computations took beside launches and calls. Without one it is what the simulator needs to come to the
-measured step, all else being as predicted. A run says nothing of the work where the rest alone makes more than half of what was predicted
-or measured; then no correction is kept. A factor that is far from 1 is told, and not kept: it is of a run that was disturbed, or of a
-cluster file that is not of this machine. The first steps of a run are left out: they warm up caches and fill the pipeline. A run counts
-once: graded again, what it said before is replaced.
+With a trace the work is what computations took beside launches and calls. Without one it is what the simulator needs to
+come to the measured step, all else being as predicted. A run says nothing of the work where the rest alone makes more
+than half of what was predicted or measured; then no correction is kept. A factor that is far from 1 is reported, and
+not kept: it is of a run that was disturbed, or of a cluster file that is not of this machine. The first steps of a run
+are left out: they warm up caches and fill the pipeline. A run counts once: a second grade of it replaces the first.
 
-Limits: without a trace links that are slower than the cluster file says are taken for slow computing, as far as they are in the way.
+Limits: without a trace links that are slower than the cluster file says are taken for slow computing, as far as they
+are in the way.
 """
 
 from __future__ import annotations
@@ -56,8 +58,9 @@ def _run(bundle: Bundle, metrics: Path) -> str:
 
 @dataclass(frozen=True)
 class Graded:
-    """Seconds per batch; `computing` are (rank, kind of action, predicted, measured), with a trace only. `factor` is what work took over
-    what was predicted, None where the run does not say; `kept` whether it went into the corrections."""
+    """The seconds per batch, predicted and measured. `computing` are (rank, kind of action, predicted, measured), with
+    a trace only. `factor` is what work took over what was predicted, None where the run does not say; `kept` whether it
+    went into the corrections."""
 
     predicted: float
     measured: float
@@ -89,66 +92,68 @@ def grade(bundle: Bundle, metrics: Path, trace: Path | None = None, store: Cache
 
 
 def _promised(bundle: Bundle) -> tuple[dict[tuple[int, str], float], dict[tuple[int, str], float]]:
-    """Plain estimates by rank and kind, as in the plan of a bundle, whatever was known where it was made; and
-    what of them is no work of this machine."""
+    """Return plain estimates by rank and kind, as in the plan of a bundle, whatever was known where it was made; and
+    those parts of them that are no work of this machine."""
     return rank_seconds(bundle.module), rank_seconds(
         bundle.module, Roofline(lambda device: 0.0 if is_here(device) else 1.0)
     )
 
 
 def _from_computing(bundle: Bundle, rows: Sequence[Row]) -> float | None:
-    """Measured over predicted work, of all computations on this machine."""
+    """Return measured over predicted work, of all computations on this machine."""
     cluster = bundle.module.cluster
     assert cluster is not None
     here = {entry.rank for entry in bundle.manifest.ranks if is_here(cluster.device(entry.device))}
-    own = [row for row in rows if row[0] in here]
+    local = [row for row in rows if row[0] in here]
     _, beside = _promised(bundle)
-    rest = sum(beside[rank, kind] for rank, kind, *_ in own)
-    promised, came = sum(row[2] for row in own), sum(row[3] for row in own)
-    return (came - rest) / (promised - rest) if _says_enough(rest, promised, came) else None
+    beside_work = sum(beside[rank, kind] for rank, kind, *_ in local)
+    promised, measured = sum(row[2] for row in local), sum(row[3] for row in local)
+    return (
+        (measured - beside_work) / (promised - beside_work) if _says_enough(beside_work, promised, measured) else None
+    )
 
 
 def _from_step(bundle: Bundle, measured: float) -> float | None:
-    """How many times the predicted work makes the simulated step as long as the measured one."""
+    """Return the factor of the predicted work that makes the simulated step as long as the measured one."""
     plain, beside = _promised(bundle)
 
     def step(factor: float) -> float:
         times = {key: beside[key] + factor * (seconds - beside[key]) for key, seconds in plain.items()}
         return forecast(bundle.module, seconds_of(bundle.module, times), BATCHES).step
 
-    rest, promised = step(0.0), step(1.0)
-    if not _says_enough(rest, promised, measured):
+    beside_work, promised = step(0.0), step(1.0)
+    if not _says_enough(beside_work, promised, measured):
         return None
     # A step takes at most `factor` times as long, and at least so many times what work adds to the rest;
     # the other way round for factors below 1.
-    low, high = sorted((measured / promised, (measured - rest) / (promised - rest)))
+    low, high = sorted((measured / promised, (measured - beside_work) / (promised - beside_work)))
     while high > low * (1 + _CLOSE):
         middle = (low + high) / 2
         low, high = (middle, high) if step(middle) < measured else (low, middle)
     return (low + high) / 2
 
 
-def _says_enough(rest: float, promised: float, came: float) -> bool:
+def _says_enough(beside_work: float, promised: float, measured: float) -> bool:
     """Say whether work makes half of it: with less, the factor would be that of something else."""
-    return 2 * rest <= min(promised, came) > 0
+    return 2 * beside_work <= min(promised, measured) > 0
 
 
 def _samples(bundle: Bundle) -> int:
-    """The samples of a batch."""
+    """Return the samples of a batch."""
     schedule = bundle.module.schedule
     assert schedule is not None
     return microbatch_size(bundle.module) * schedule.microbatches
 
 
 def step_times(metrics: Path, samples: int | None = None) -> list[float]:
-    """Seconds of the steps of a metrics file, of so many samples each, without the first ones."""
+    """Read the seconds of the steps of a metrics file, of so many samples each, without the first ones."""
     strange: object = None
-    found: list[float] = []
+    times: list[float] = []
     try:
         for number, line in enumerate(metrics.read_text(encoding="utf-8").splitlines(), 1):
             row = json.loads(line)
             if not {"eval_loss", "hidden"} & row.keys():  # an evaluation is no step, nor is what was hidden of messages
-                found.append(_seconds(row["step_s"], f"line {number}: step_s"))
+                times.append(_seconds(row["step_s"], f"line {number}: step_s"))
                 if samples is not None and row.get("samples", samples) != samples:
                     strange = row["samples"]
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -157,18 +162,18 @@ def step_times(metrics: Path, samples: int | None = None) -> list[float]:
             where=str(metrics),
             hint="give a file that `penstock run --metrics` wrote",
         ) from error
-    if not found:
+    if not times:
         raise UsageError("has no steps", where=str(metrics))
     if strange is not None:
         raise UsageError(
             f"is not of a run of this bundle: its steps have {strange} samples, those of the plan {samples}",
             where=str(metrics),
         )
-    return found[_WARM:] if len(found) > 2 * _WARM else found[1:] or found
+    return times[_WARM:] if len(times) > 2 * _WARM else times[1:] or times
 
 
 def _seconds(given: object, what: str) -> float:
-    """A time of a file; ValueError for anything else."""
+    """Read a time of a file; ValueError for anything else."""
     if (
         isinstance(given, bool)
         or not isinstance(given, int | float)
@@ -179,7 +184,7 @@ def _seconds(given: object, what: str) -> float:
 
 
 def _computing(bundle: Bundle, trace: Path) -> list[Row]:
-    """Medians of every kind of computation of every rank, against plain estimates."""
+    """Return medians of every kind of computation of every rank, against plain estimates."""
     expected = rank_seconds(bundle.module)
     seen: dict[tuple[int, str], list[float]] = {}
     try:
@@ -203,15 +208,16 @@ def _computing(bundle: Bundle, trace: Path) -> list[Row]:
 
 
 def _keep_stages(bundle: Bundle, rows: Sequence[Row], store: Cache) -> None:
-    """Measured times of stages on devices that are this machine: of ranks that run the same code with as many threads, the median."""
+    """Keep measured times of stages on devices that are this machine: of ranks that run the same code with as many
+    threads, the median."""
     table_of_times = Measured(bundle.manifest.backend, store)
     cluster = bundle.module.cluster
     assert cluster is not None
     seen: dict[tuple[int, int], dict[str, list[float]]] = {}
     for entry in bundle.manifest.ranks:
         if is_here(cluster.device(entry.device)):
-            for kind, came in ((kind, came) for rank, kind, _, came in rows if rank == entry.rank):
-                seen.setdefault((entry.stage, entry.threads), {}).setdefault(kind, []).append(came)
+            for kind, seconds in ((kind, seconds) for rank, kind, _, seconds in rows if rank == entry.rank):
+                seen.setdefault((entry.stage, entry.threads), {}).setdefault(kind, []).append(seconds)
     for (stage, threads), by_kind in seen.items():
         table_of_times.keep_stage(
             bundle.module, stage, threads, {kind: median(times) for kind, times in by_kind.items()}

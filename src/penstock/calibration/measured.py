@@ -1,15 +1,16 @@
 """Measured times, kept between runs: of kernels, and of whole stage graphs as a worker runs them.
 
-    kernels   seconds of one call, from `penstock inspect --kernels --measure`; `Measured` is a source of prices for passes/costs/prices.py
+    kernels   seconds of one call, from `penstock inspect --kernels --measure`; `Measured` is a source of prices for
+              passes/costs/prices.py
     stages    seconds of each kind of action of a rank that is alone, from calibration/profile.py
 
-An entry is found again by what was timed (the kernel whatever its names, the graph by its text) and by what timed it: back end,
-threads, processor, and the sources that made the code. Entries lie in the user's cache folder, each in a file of its own, with a
-hash that is checked when it is read, written under a temporary name and renamed; one that is damaged or is no time counts as absent.
-With PENSTOCK_CACHE=off nothing is kept.
+An entry is looked up by what was timed (the kernel whatever its names, the graph by its text) and by what timed it:
+back end, threads, processor, and the sources that made the code. Entries lie in the user's cache folder, each in a file
+of its own. It has a hash that is checked when it is read, and is written under a temporary name and renamed. An entry
+that is damaged or is no time counts as absent. With PENSTOCK_CACHE=off nothing is kept.
 
-Limits: times are of this machine. A device of the cluster is taken to be this machine if its host is localhost or has this machine's name,
-and it is a CPU; a quota that one rank has and another has not is not seen.
+Limits: times are of this machine. A device of the cluster is taken to be this machine if its host is localhost or has
+this machine's name, and it is a CPU; a quota that one rank has and another has not is not seen.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ _CODE = ("packed", "library")
 
 
 def table_of_user() -> Cache:
-    """Where times are kept."""
+    """Open the table of times in the cache of the user."""
     return Cache(cache_folder(), cache_bound(), part="times")
 
 
 def is_here(device: Device) -> bool:
-    """Whether times of this machine's processor are those of the device."""
+    """Say whether times of this machine's processor are those of the device."""
     return device.kind == "cpu" and device.host in ("localhost", socket.gethostname())
 
 
@@ -62,11 +63,11 @@ class Measured:
         )
 
     def stage(self, module: Module, stage: int, device: Device) -> dict[str, float]:
-        """Seconds by kind of graph, as far as they were measured."""
+        """Return seconds by kind of graph, as far as they were measured."""
         if not is_here(device):
             return {}
-        found = {kind: self._get(key) for kind, key in self._stage_keys(module, stage, device.threads).items()}
-        return {kind: seconds for kind, seconds in found.items() if seconds is not None}
+        times = {kind: self._get(key) for kind, key in self._stage_keys(module, stage, device.threads).items()}
+        return {kind: seconds for kind, seconds in times.items() if seconds is not None}
 
     def keep_stage(self, module: Module, stage: int, threads: int, seconds: Mapping[str, float]) -> None:
         for kind, key in self._stage_keys(module, stage, threads).items():
@@ -74,7 +75,8 @@ class Measured:
                 self._put(key, seconds[kind], f"s{stage}.{kind}")
 
     def _stage_keys(self, module: Module, stage: int, threads: int) -> dict[str, str]:
-        """A graph's time depends on the others of its stage, which leave something in the caches, or not."""
+        """Return the key of each kind of graph. A graph's time depends on the other graphs of its stage, by what they
+        leave in the caches."""
         texts = {kind: print_graph(graph) for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None}
         whole = hashlib.sha256("\n".join(texts.values()).encode()).hexdigest()
         return {kind: key_of("stage", whole, kind, self.backend, str(threads), processor()) for kind in texts}
@@ -84,10 +86,10 @@ class Measured:
         if content is None:
             return None
         try:
-            found = json.loads(content)["seconds"]
+            seconds = json.loads(content)["seconds"]
         except (ValueError, KeyError, TypeError):
             return None
-        return found if isinstance(found, float) and math.isfinite(found) and found > 0 else None
+        return seconds if isinstance(seconds, float) and math.isfinite(seconds) and seconds > 0 else None
 
     def _put(self, key: str, seconds: float, what: str) -> None:
         self.store.put(key, json.dumps({"seconds": float(seconds), "what": what}).encode())
@@ -101,13 +103,14 @@ def _kernel_key(kernel: Kernel, backend: str, threads: int) -> str:
 def stage_times(
     module: Module, table: Measured | None = None, prices: Prices = ROOFLINE
 ) -> tuple[dict[tuple[int, str], float], int]:
-    """Seconds of the graphs of every rank: as measured where they were, else as estimated; and how many are estimates."""
+    """Return seconds of the graphs of every rank: as measured where they were, else as estimated; and how many are
+    estimates."""
     table = table or Measured()
-    found = rank_seconds(module, prices)
+    times = rank_seconds(module, prices)
     assert module.cluster is not None
-    estimated = set(found)
+    estimated = set(times)
     for rank, (stage, name) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True)):
         known = table.stage(module, stage, module.cluster.device(name))
-        found |= {(rank, kind): seconds for kind, seconds in known.items()}
+        times |= {(rank, kind): seconds for kind, seconds in known.items()}
         estimated -= {(rank, kind) for kind in known}
-    return found, len(estimated)
+    return times, len(estimated)

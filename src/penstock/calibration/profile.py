@@ -1,4 +1,4 @@
-"""Times of the ranks of a bundle on this machine: from the table of measured times, or measured now.
+"""Times of the ranks of a bundle on this machine: from the table of measured times, or measured for this call.
 
 In: a bundle, and what runs one of its ranks by itself. Out: the seconds of each kind of action of every rank.
 """
@@ -20,11 +20,15 @@ Rehearse = Callable[[Bundle, list[int]], list[dict[str, float]]]
 def profile(
     bundle: Bundle, rehearse: Rehearse, table: Measured | None = None, *, anew: bool = False
 ) -> dict[tuple[int, str], float]:
-    """Seconds of each kind of action of every rank, by rank and kind, as the ranks of the bundle would run them here: from the table, and
-    what is not there (everything, if `anew`) measured by `rehearse`, one rank after the other."""
+    """Return the seconds of each kind of action of every rank, by rank and kind, as the ranks of the bundle would run
+    them here.
+
+    They come from the table. What is not there (everything, if `anew`) is measured by `rehearse`, one rank after the
+    other.
+    """
     table = table or Measured(bundle.manifest.backend)
     module = bundle.module
-    found: dict[tuple[int, str], float] = {}
+    times: dict[tuple[int, str], float] = {}
     for entry in bundle.manifest.ranks:
         stage = entry.stage
         device = Device("here", threads=entry.threads)
@@ -33,5 +37,5 @@ def profile(
         if any(kind not in known for kind in wanted):
             (known,) = rehearse(bundle, [entry.rank])
             table.keep_stage(module, stage, entry.threads, known)
-        found |= {(entry.rank, kind): known[kind] for kind in wanted if kind in known}
-    return found
+        times |= {(entry.rank, kind): known[kind] for kind in wanted if kind in known}
+    return times

@@ -1,4 +1,5 @@
-"""Arguments that commands have in common: flags of settings, and those of a model, its inputs, devices, training and dumps.
+"""Arguments that commands have in common: flags of settings, and those of a model, its inputs, devices, training and
+dumps.
 
 Help texts and checks of single values are those of the settings. What arguments mean together is for the commands.
 """
@@ -23,14 +24,17 @@ if TYPE_CHECKING:
 Flags = argparse._ActionsContainer
 Kind = TypeVar("Kind")
 
-RATE_HELP = "how the learning rate changes, e.g. constant{warmup=100}, linear{steps=1000}, cosine{steps=1000,warmup=100,end=0.1} or step{every=300}"
+RATE_HELP = (
+    "how the learning rate changes, e.g. constant{warmup=100}, linear{steps=1000}, "
+    "cosine{steps=1000,warmup=100,end=0.1} or step{every=300}"
+)
 
 # ------------------------------------------------------------------------------------------------ settings
 
 
 def add_settings(parser: Flags, kind: type, *names: str, left_open: bool = False) -> None:
-    """Add a flag for each of these settings of a verb, or for all of them. Where they may be `left_open`, one that is not given is None
-    instead of its default."""
+    """Add a flag for each of these settings of a verb, or for all of them. Where they may be `left_open`, one that is
+    not given is None instead of its default."""
     defaults = {} if left_open else defaults_of(kind)
     for name, setting in settings_of(kind).items():
         if not names or name in names:
@@ -62,11 +66,11 @@ def _word(setting: Description, default: object) -> str | None:
 
 
 def settings_from(kind: type[Kind], arguments: argparse.Namespace, **known: Any) -> Kind:
-    """The settings of a verb: those that are `known`, those that arguments give, and defaults for the others."""
-    given = {name: (setting, getattr(arguments, name, None)) for name, setting in settings_of(kind).items()}
+    """Return the settings of a verb: those that are `known`, those that arguments give, and defaults for all others."""
+    described = {name: (setting, getattr(arguments, name, None)) for name, setting in settings_of(kind).items()}
     values = {
         name: value if setting.words is None else setting.words[value]
-        for name, (setting, value) in given.items()
+        for name, (setting, value) in described.items()
         if value is not None
     }
     return kind(**{**values, **known})
@@ -76,7 +80,7 @@ def settings_from(kind: type[Kind], arguments: argparse.Namespace, **known: Any)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False, metavar: str = "MODEL.onnx") -> None:
-    """Add what `plan` and `compile` take, and `verify`, which takes more than models."""
+    """Add the arguments of `plan` and `compile`, and of `verify`, which takes more than models."""
     _add_reading(parser, optional, metavar)
     _add_training(parser)
     _add_dividing(parser)
@@ -84,7 +88,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False,
 
 
 def _add_reading(parser: argparse.ArgumentParser, optional: bool, metavar: str) -> None:
-    """Add the model, what it is read with, and the devices."""
+    """Add the model, the settings of its import, and the devices."""
     parser.add_argument("model", metavar=metavar, nargs="?" if optional else None)
     devices = parser.add_mutually_exclusive_group()
     devices.add_argument("--cluster", metavar="FILE", help="cluster file, TOML or YAML (.yaml, .yml)")
@@ -92,7 +96,8 @@ def _add_reading(parser: argparse.ArgumentParser, optional: bool, metavar: str) 
         "--devices",
         type=device_list,
         metavar="N|LIST",
-        help="N equal CPU devices on this machine, or a list of `cpu` and CUDA architectures, e.g. cpu,sm_90 (default: 1)",
+        help="N equal CPU devices on this machine, or a list of `cpu` and CUDA architectures, e.g. cpu,sm_90 "
+        "(default: 1)",
     )
     parser.add_argument(
         "--dim",
@@ -106,7 +111,8 @@ def _add_reading(parser: argparse.ArgumentParser, optional: bool, metavar: str) 
         action="append",
         default=[],
         metavar="NAME=VALUES",
-        help="bind an input to numbers between commas or to FILE.npy, for models that take shapes, axes or counts as inputs",
+        help="bind an input to numbers between commas or to FILE.npy, for models that take shapes, axes or counts as "
+        "inputs",
     )
     parser.add_argument("--frozen", metavar="REGEX", help="parameters that are not trained")
     parser.add_argument(
@@ -122,7 +128,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--optimizer",
         metavar="O",
-        help="sgd, momentum, adam, adamw, adagrad, lion or muon, with settings e.g. 'momentum{nesterov=true}' (default: sgd)",
+        help="sgd, momentum, adam, adamw, adagrad, lion or muon, with settings e.g. 'momentum{nesterov=true}' "
+        "(default: sgd)",
     )
     training.add_argument("--lr", type=float, metavar="X", help="learning rate")
     training.add_argument("--lr-schedule", metavar="R", help=RATE_HELP + " (default: constant)")
@@ -131,8 +138,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="G",
-        help="parameters whose name matches a pattern, and what is different for them: kind, lr (a factor), weight_decay, frozen; "
-        "e.g. 'embed{kind=adamw,weight_decay=0}'; the first that matches counts",
+        help="parameters whose name matches a pattern, and what is different for them: kind, lr (a factor), "
+        "weight_decay, frozen; e.g. 'embed{kind=adamw,weight_decay=0}'; the first that matches counts",
     )
     training.add_argument("--weight-decay", type=float, metavar="X")
     training.add_argument(
@@ -151,7 +158,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_dividing(parser: argparse.ArgumentParser) -> None:
-    """Add who computes what: libraries, stages, their devices, and where stages begin."""
+    """Add the division of the work: libraries, stages, their devices, and where stages begin."""
     add_settings(parser, PlanOptions, "cuda_libraries")
     parser.add_argument(
         "--plan",
@@ -165,7 +172,7 @@ def _add_dividing(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dump_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add what commands take that run passes; `default` is the folder if none is named."""
+    """Add the arguments of commands that run passes; `default` is the folder if none is named."""
     dumping = parser.add_argument_group("dumps (docs/debugging.md)")
     dumping.add_argument(
         "--dump-ir",
@@ -177,7 +184,8 @@ def add_dump_arguments(parser: argparse.ArgumentParser, default: str | None = No
     dumping.add_argument(
         "--dump-ir-filter",
         metavar="REGEX",
-        help="dump only operations whose line FILE @GRAPH OPERATION matches, e.g. '_fuse @' for a pass, '@s0[.]F ' for a graph, '= matmul'",
+        help="dump only operations whose line FILE @GRAPH OPERATION matches, e.g. '_fuse @' for a pass, '@s0[.]F ' "
+        "for a graph, '= matmul'",
     )
     dumping.add_argument(
         "--dump-ir-changed",
@@ -233,7 +241,7 @@ def _number(text: str) -> bool | int | float:
 
 
 def dump_of(arguments: argparse.Namespace) -> Dump | None:
-    """The dump that was asked for."""
+    """Return the dump that was asked for."""
     from penstock.inspection.dump import Dump  # lazy: heavy
 
     if arguments.dump_ir or arguments.dump_ir_changed:

@@ -1,7 +1,8 @@
-"""The command line: arguments, help, exit codes. A command has a module of its name in the rooms beside this file: its arguments, and what it does.
+"""The command line: arguments, help, exit codes.
 
-Data goes to stdout, words for people to stderr. Exit codes: 0 ok, 1 anything else, 2 usage, 3 unsupported model, 4 does not fit,
-5 verification failed, 6 peer lost or timeout.
+A command has a module of its name in the rooms beside this file, with its arguments and its work. Data goes to stdout,
+words for people to stderr. Exit codes: 0 ok, 1 anything else, 2 usage, 3 unsupported model, 4 does not fit, 5
+verification failed, 6 peer lost or timeout.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from penstock.version import __version__
 
 
 class CommandModule(Protocol):
-    """A module of the name of its command: its arguments, and what it does. `run` gives an exit code; None is 0."""
+    """A module of the name of its command, with its arguments and its work. `run` gives an exit code; None is 0."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
@@ -49,7 +50,8 @@ COMMANDS = {
     "passes": "list the passes with their options, explain one, or print a pipeline",
     "ops": "list the operations and which parts of the compiler support them, or explain one",
     "completion": "print what makes a shell complete commands, options, passes and operations",
-    "verify": "check a model against onnxruntime, a bundle against the interpreter, all of them pass by pass and kernel by kernel "
+    "verify": "check a model against onnxruntime, a bundle against the interpreter, all of them pass by pass and "
+    "kernel by kernel "
     "(--bisect), what passes do to an IR file (-p), or 2bw against plain training (--parity)",
 }
 # The module of a command is imported when it is named.
@@ -75,7 +77,7 @@ MODULES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; gives the exit code."""
+    """Run one command; return the exit code."""
     words = [_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
     verbose = bool(os.environ.get("PENSTOCK_TRACEBACK")) or "-v" in words or "--verbose" in words
     with _terminated_in_order():
@@ -84,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _terminated_in_order() -> Iterator[None]:
-    """Being terminated ends a command like an exception, so that its processes and temporary files go with it."""
+    """Turn a termination into an exception, so that the processes and temporary files of a command go with it."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
@@ -116,7 +118,7 @@ def _run(words: list[str], verbose: bool) -> int:
         raise
     except Exception as error:
         if isinstance(error, BrokenPipeError):
-            # Whoever read our output has gone; give the interpreter nothing left to flush.
+            # The reader of our output is gone; give the interpreter nothing left to flush.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         if verbose:
@@ -127,12 +129,12 @@ def _run(words: list[str], verbose: bool) -> int:
 
 
 def _ended(how: str, error: BaseException) -> str:
-    """What is said of a command that was ended from outside; it may have left word of how far it came."""
+    """Return the message for a command that was ended from outside; notes of the error may say how far it came."""
     return " ".join([f"penstock: {how}", *map(visible_lines, getattr(error, "__notes__", ()))])
 
 
 def _told(error: Exception) -> tuple[int, str]:
-    """The exit code for an error that is none of ours, and what to say of it."""
+    """Return the exit code for an error that is none of ours, and the message for it."""
     said = visible(" ".join(str(error).split()))[:500]
     if is_out_of_memory(error):
         hint = "a smaller batch or microbatch, more stages, --recompute all and `compile --jobs 1` need less"
@@ -142,27 +144,31 @@ def _told(error: Exception) -> tuple[int, str]:
     if isinstance(error, OSError):
         place = f"{visible(str(error.filename))}: " if error.filename else ""
         return UsageError.exit_code, f"error: {place}{error.strerror or said}"
-    # A bug of ours: nobody else can do anything about where it happened.
+    # A bug of ours: the place where it happened is of use to us alone.
     return 1, f"internal error: {type(error).__name__}: {said}\n  hint: please report this; -v shows where it happened"
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """What the arguments say, and defaults for those that are not given. `run` is what carries them out, `given` the names of those that say
-    something else than their defaults, `command_line` gives the parser of all commands."""
+    """Parse the arguments, with defaults for those that are not given.
+
+    `run` is what carries them out, `given` the names of those that differ from their defaults, `command_line` gives the
+    parser of all commands.
+    """
     named = next((word for word in words if not word.startswith("-")), "")
     arguments, unknown = command_line(named).parse_known_args(words)
-    # argparse leaves what a command does not know to the parser above it, whose help has none of the command's arguments.
+    # argparse leaves what a command does not know to the parser above it, whose help has none of the command's
+    # arguments.
     command: argparse.ArgumentParser = vars(arguments).pop("explained_by")
     if unknown:
         command.error(f"unrecognized arguments: {' '.join(unknown)}")
-    own = (action.dest for action in command._actions if hasattr(arguments, action.dest))
-    arguments.given = [name for name in own if getattr(arguments, name) != command.get_default(name)]
+    dests = (action.dest for action in command._actions if hasattr(arguments, action.dest))
+    arguments.given = [name for name in dests if getattr(arguments, name) != command.get_default(name)]
     arguments.command_line = command_line
     return arguments
 
 
 def _dashes(word: str) -> str:
-    """`--dump_ir` and `--dump-ir` are the same flag."""
+    """Write a flag with dashes: `--dump_ir` and `--dump-ir` are the same."""
     if not word.startswith("--"):
         return word
     flag, equals, value = word.partition("=")
@@ -174,7 +180,7 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports usage errors through our own error class, so that they look and exit like all others."""
+    """A parser that reports usage errors through our own error class, so that they look and exit like all others."""
 
     def error(self, message: str) -> NoReturn:
         hint = f"`{self.prog} --help` explains the arguments"
@@ -186,7 +192,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def command_line(named: str | None = None) -> argparse.ArgumentParser:
-    """All commands with their arguments; where one is named, the others are there without theirs."""
+    """Return the parser of all commands with their arguments; where one is named, the others have no arguments."""
     parser = _Parser(
         prog="penstock",
         description="Compile an ONNX model into a multi-device pipeline bundle, train it, look into it.",

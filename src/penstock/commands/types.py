@@ -1,4 +1,7 @@
-"""Numbers and lists on the command line, as argparse takes them: text in, a value out, or what was expected."""
+"""Numbers and lists on the command line, as argparse takes them.
+
+In: text. Out: a value, or a message about what was expected.
+"""
 
 from __future__ import annotations
 

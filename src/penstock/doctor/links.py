@@ -1,5 +1,6 @@
-"""Measurements of a link: messages between two processes, as the runtime sends them: over gloo, and on one machine
-through memory that both share.
+"""Measurements of a link: messages between two processes, as the runtime sends them.
+
+They go over gloo, and on one machine through memory that both share.
 
 In: a connected group and pairs of its ranks. Out: for each pair the seconds of a message one way by its size, half
 of there and back, and the line through them:
@@ -8,11 +9,11 @@ of there and back, and the line through them:
 
 A pair on this machine also has the time that one end of a message takes of a rank, by size. The message goes through
 the runtime's own Transport, with caches full of other things. Over gloo it is posted ahead, held by a thread, and read
-by gloo's. The line through these times is `message_overhead` and `socket_bandwidth` of a device (ir/cluster/cluster.py).
-Through memory it is `shared_overhead`, and `copy_bandwidth`, as one of the two ends copies.
+by gloo's. The line through these times is `message_overhead` and `socket_bandwidth` of a device
+(ir/cluster/cluster.py). Through memory it is `shared_overhead`, and `copy_bandwidth`, as one of the two ends copies.
 
-    python -m penstock.support.processes wires --rank R --port P     one end of a pair on this machine; rank 0 prints the
-                                                                 times as JSON
+    python -m penstock.support.processes links --rank R --port P
+        one end of a pair on this machine; rank 0 prints the times as JSON
 
 Known limits: one message at a time in one direction; both ends do nothing else meanwhile.
 """

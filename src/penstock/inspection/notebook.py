@@ -1,9 +1,10 @@
-"""Objects as a notebook shows them. In: a module, a bundle, a planned module or a trace. Out: one line, or a fragment of
-HTML without scripts; text is escaped where it goes in (html.py).
+"""Objects as a notebook shows them.
 
-The classes themselves stand in lower rooms and ask penstock.support.notebook, which comes here.
+In: a module, a bundle, a planned module or a trace. Out: one line, or a fragment of HTML without scripts; text is
+escaped where it goes in (html.py).
 
-What is shown of a plan is what `penstock inspect` shows: the facts of summary.py. A trace is a picture: a row per rank, a box for every
+The classes themselves stand in lower rooms and ask penstock.support.notebook, which comes here. A plan is shown as
+`penstock inspect` shows it: by the facts of summary.py. A trace is a picture: a row per rank, a box for every
 computation that is wide enough to be seen, with the action and its time as its title.
 """
 
@@ -93,7 +94,7 @@ def _(plan: Plan) -> str:
 
 
 def plan_html(module: Module) -> str:
-    """What is predicted of stages, what passes that decide noted, and the module."""
+    """Show the predictions for stages, the notes of passes that decide, and the module."""
     facts = summarize(module)
     rows = [
         (
@@ -122,7 +123,10 @@ def trace_html(trace: Trace) -> str:
 def _picture(trace: Trace) -> Iterator[str]:
     scale = (_WIDTH - _LEFT) / (trace.seconds or 1.0)
     height = (_ROW + 4) * len(trace.rows)
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="100%" font-family="sans-serif" font-size="11">'
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="100%" '
+        'font-family="sans-serif" font-size="11">'
+    )
     for number, row in enumerate(trace.rows):
         top = number * (_ROW + 4)
         yield f'<text x="0" y="{top + 15}" fill="currentColor">{escape(row.name)}</text>'
@@ -130,6 +134,9 @@ def _picture(trace: Trace) -> Iterator[str]:
             width = (span.end - span.start) * scale
             if span.kind in COMPUTE and width >= _SEEN:
                 tip = f"{span.action}: {shown_seconds(span.start)} to {shown_seconds(span.end)}"
-                box = f'x="{_LEFT + span.start * scale:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" fill="{COLOURS[span.kind]}"'
+                box = (
+                    f'x="{_LEFT + span.start * scale:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" '
+                    f'fill="{COLOURS[span.kind]}"'
+                )
                 yield f"<rect {box}><title>{escape(tip)}</title></rect>"
     yield "</svg>"

@@ -1,5 +1,7 @@
-"""From a plan to a bundle: machine code for every stage, the weights, and what the bundle keeps of its model, so that weights can be written
-back into it."""
+"""From a plan to a bundle: machine code for every stage, the weights, and the source of the model.
+
+A bundle keeps as much of its source as is needed to write weights back into it.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ _DEFAULTS = BuildOptions()
 
 @dataclass(frozen=True)
 class Content:
-    """What goes into a bundle beside code: the program, the model before it was cut, weights, and the plan as data. `origin` writes what is
-    kept of the source into a folder."""
+    """The content of a bundle beside its code: the program, the model before it was cut, weights, and the plan as data.
+    `origin` writes what is kept of the source into a folder."""
 
     module: Module
     reference: Module
@@ -85,7 +87,8 @@ def assemble(out: str | Path, content: Content, backend: str, options: CompileOp
 
 
 def keep_source(imported: Imported, module: Module, folder: Path) -> Origin:
-    """Keep of the source of `module` its names for variables, and for inputs and outputs that are spelled otherwise; and its files."""
+    """Keep parts of the source of `module`: its files, its names for variables, and for inputs and outputs that are
+    spelled otherwise."""
     origin = _keep_variables(imported, module, folder)
     values = [*(value.name for value in module.data_inputs), *module.outputs]
     return Origin(
@@ -94,7 +97,8 @@ def keep_source(imported: Imported, module: Module, folder: Path) -> Origin:
 
 
 def _keep_variables(imported: Imported, module: Module, folder: Path) -> Origin:
-    """Elements that no stage holds stay with the structure, which is written into `folder`."""
+    """Keep the names of variables. Elements that no stage holds stay with the structure, which is written into
+    `folder`."""
     stored = stored_vars(module)
     structure, state = imported.structure, imported.state
     if state is not None:
@@ -112,9 +116,9 @@ def _keep_variables(imported: Imported, module: Module, folder: Path) -> Origin:
     from penstock.frontends.onnx.structure import save_structure  # lazy: heavy
 
     names = {variable: (theirs,) for variable, theirs in structure.initializers.items() if variable in stored}
-    rest = {
+    unstored = {
         theirs: imported.weights[variable]
         for variable, theirs in structure.initializers.items()
         if variable not in stored
     }
-    return Origin(names, save_structure(structure, folder, rest))
+    return Origin(names, save_structure(structure, folder, unstored))

@@ -1,4 +1,4 @@
-"""The choice of the planner: what led to a plan, and what would change it."""
+"""The choice of the planner: the search that led to a plan, and the changes that would lead to another."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from penstock.passes.planner.refine import Refined
 
 @dataclass(frozen=True)
 class Search:
-    """What led to a plan. `result` has the best plan of every schedule, `chosen` is the one that was carried out; `refused` are those that
-    the passes refused, with the reason; `little` says of devices that they help too little to be used. `refined` is what the simulator said
-    of the best plans near the planner's, by schedule; `more_memory` how many times the memory of the devices the formulas were given.
-    `in_bf16` makes the profile of the model in bfloat16, where the plan is in float32."""
+    """The search that led to a plan.
+
+    `result` has the best plan of every schedule, `chosen` is the one that was carried out. `refused` are those that the
+    passes refused, with the reason. `little` says of devices that they help too little to be used. `refined` is what
+    the simulator said of the best plans near the planner's, by schedule. `more_memory` is how many times the memory of
+    the devices the formulas were given. `in_bf16` makes the profile of the model in bfloat16, where the plan is in
+    float32.
+    """
 
     profile: Profile
     result: Result
@@ -30,12 +34,12 @@ class Search:
 
     @cached_property
     def what_if(self) -> list[PlanChange]:
-        """Plans with one thing changed in what was asked for, or in the devices of the plan that was
-        chosen, all the best by the formulas."""
+        """Plans with one change in the request, or in the devices of the plan that was chosen, all the best by the
+        formulas."""
         others = {}
         if self.in_bf16 is not None and (chain := self.in_bf16().chain).sizes == self.profile.chain.sizes:
             others["in bfloat16"] = chain
-        kinds = {kind: found for kind, found in self.result.outcomes.items() if kind != self.chosen.plan.schedule}
+        kinds = {kind: outcome for kind, outcome in self.result.outcomes.items() if kind != self.chosen.plan.schedule}
         return counterfactuals(replace(self.result, outcomes={self.chosen.plan.schedule: self.chosen} | kinds), others)
 
     @property
@@ -45,9 +49,9 @@ class Search:
 
 
 def first_reason(error: str) -> str:
-    """The first thing that an error says, which may be a list."""
-    first, *rest = error.splitlines()
-    return f"{first} {rest[0].strip(' -')}" if first.endswith(":") and rest else first
+    """Return the first thing that an error says, which may be a list."""
+    first, *more = error.splitlines()
+    return f"{first} {more[0].strip(' -')}" if first.endswith(":") and more else first
 
 
 def compare(other: float, chosen: float) -> str:

@@ -1,8 +1,8 @@
 """The reasons of a plan, for people.
 
-In: a plan, and if the planner chose it the search behind it. Out: lines: a table of ranks with their seconds and their share of the
-bottleneck, their memory by purpose, the step that the simulator predicts for the program, what limits it, how far it is from the bound, why
-devices were left out, and what would change it.
+In: a plan, and if the planner chose it the search behind it. Out: lines. They are a table of ranks with their seconds,
+their share of the bottleneck and their memory by purpose, then the step that the simulator predicts for the program,
+what limits it, how far it is from the bound, why devices were left out, and what would change it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .predict import Predicted, predict_here
 
 
 def plan_lines(plan: Plan, searched: bool = False) -> Iterator[str]:
-    """A plan and what is predicted of it on this machine; where it was `searched` for, all there is to say about that, too."""
+    """Describe a plan and its prediction on this machine; if it was `searched` for, add the reasons of the search."""
     module, predicted = plan.module, predict_here(plan.module, plan.predicted)
     yield from _ranks(module, predicted)
     for note in module.notes:
@@ -37,7 +37,7 @@ def plan_lines(plan: Plan, searched: bool = False) -> Iterator[str]:
 
 
 def as_json(plan: Plan) -> str:
-    """The plan with what is predicted of it on this machine, and what would change it."""
+    """Return the plan with its prediction on this machine, and what would change it."""
     facts = plan.as_dict() | {"predicted": predicted_facts(predict_here(plan.module, plan.predicted))}
     if plan.search is not None:
         facts["planner"]["what_if"] = changed_steps(plan.search)
@@ -52,12 +52,15 @@ def _pace(predicted: Predicted) -> Iterator[str]:
     )
     if predicted.measured:
         yield (
-            f"the {'time' if predicted.measured == 1 else 'times'} of {counted(predicted.measured, 'stage graph')} come from runs "
-            "on this machine"
+            f"the {'time' if predicted.measured == 1 else 'times'} of {counted(predicted.measured, 'stage graph')} "
+            "come from runs on this machine"
         )
     if predicted.correction is not None:
         runs = predicted.correction.runs
-        yield f"estimates of this machine are corrected by {predicted.correction.factor:.2f}, from {counted(runs, 'graded run')}"
+        yield (
+            f"estimates of this machine are corrected by {predicted.correction.factor:.2f}, from "
+            f"{counted(runs, 'graded run')}"
+        )
     yield f"limited by: {binding(predicted.forecast)}"
 
 
@@ -78,8 +81,8 @@ def _ranks(module: Module, predicted: Predicted) -> Iterator[str]:
         for rank, (stage, device) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True))
     ]
     yield (
-        f"{module.name}: schedule {schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch, predicted time per "
-        "batch and peak memory"
+        f"{module.name}: schedule {schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch, "
+        "predicted time per batch and peak memory"
     )
     yield table(["stage", "device", "microbatches", "time", "of slowest", *columns], rows)
 
@@ -90,7 +93,7 @@ def _busy(predicted: Predicted) -> float:
 
 
 def argument(search: Search) -> Iterator[str]:
-    """The planner's reasons, a line each."""
+    """Give the planner's reasons, a line each."""
     chosen, profile, result = search.chosen, search.profile, search.result
     plan = chosen.plan
     grain = (
@@ -105,21 +108,33 @@ def argument(search: Search) -> Iterator[str]:
     if profile.left_out:
         sizes = " or ".join(map(str, profile.left_out))
         yield f"planner: not tried: microbatches of {sizes} samples, with which the model has other operations"
-    yield f"planner: {shown_seconds(chosen.step)} per batch by its formulas, limited by {chosen.judged.binding}; {_bound(search)}"
-    if (found := search.refined.get(plan.schedule)) is not None and found.outcome.plan == plan:
-        yield f"planner: the fastest of {counted(found.tried, 'plan')} simulated: {shown_seconds(found.step)} per batch"
+    yield (
+        f"planner: {shown_seconds(chosen.step)} per batch by its formulas, limited by {chosen.judged.binding}; "
+        f"{_bound(search)}"
+    )
+    if (simulated := search.refined.get(plan.schedule)) is not None and simulated.outcome.plan == plan:
+        yield (
+            f"planner: the fastest of {counted(simulated.tried, 'plan')} simulated: {shown_seconds(simulated.step)} "
+            "per batch"
+        )
     if search.more_memory > 1:
         yield (
-            f"planner: its estimates of memory are up to {search.more_memory - 1:.0%} more than the devices have; by the exact count of "
-            "the passes the plan fits"
+            f"planner: its estimates of memory are up to {search.more_memory - 1:.0%} more than the devices have; by "
+            "the exact count of the passes the plan fits"
         )
     for schedule, reason in search.refused.items():
         if schedule not in result.outcomes:
             continue
         what = f"the fastest plan of {schedule}" if schedule == plan.schedule else schedule
-        yield f"planner: {what} would take {shown_seconds(result.outcomes[schedule].step)}, but it was refused: {first_reason(reason)}"
+        yield (
+            f"planner: {what} would take {shown_seconds(result.outcomes[schedule].step)}, but it was refused: "
+            f"{first_reason(reason)}"
+        )
     if plan.schedule not in SYNCHRONOUS:
-        yield f"planner: under {plan.schedule} gradients are one update late, which is not what plain training computes; --schedule 1f1b is"
+        yield (
+            f"planner: under {plan.schedule} gradients are one update late, which is not what plain training "
+            "computes; --schedule 1f1b is"
+        )
     yield from (f"planner: left out: {line}" for line in search.little)
     if chosen.plan.devices == result.best.plan.devices:
         yield from (f"planner: left out: {name}, because {reason}" for name, reason in result.left_out.items())
@@ -127,19 +142,27 @@ def argument(search: Search) -> Iterator[str]:
         yield f"planner: not used: {', '.join(others)}"
     usual = result.outcomes[plan.schedule].step
     if (same := compare(usual, chosen.step)) != "the same":
-        yield f"planner: by its formulas another plan of {plan.schedule} is {same}, {shown_seconds(usual)}, {passed_over(search)}"
+        yield (
+            f"planner: by its formulas another plan of {plan.schedule} is {same}, {shown_seconds(usual)}, "
+            f"{passed_over(search)}"
+        )
+    yield from _changes(search, usual)
+
+
+def _changes(search: Search, usual: float) -> Iterator[str]:
+    """Give the steps with one thing changed, a line each, against the `usual` one."""
     # Formulas are compared with formulas: what was chosen by simulation may be slower by them.
     yield f"planner: with one thing changed in what was given, by its formulas, against {shown_seconds(usual)}:"
     for change in search.what_if:
         if change.name.removeprefix("schedule ") in search.refused:
             continue
-        told = (
+        effect = (
             "nothing fits" if change.step is None else f"{shown_seconds(change.step)} ({compare(change.step, usual)})"
         )
         simulated = search.refined.get(change.name.removeprefix("schedule "))
         if simulated is not None and change.step is not None and change.step < usual:
-            told += f", but {shown_seconds(simulated.step)} simulated"
-        yield f"what if: {change.name}: {told}"
+            effect += f", but {shown_seconds(simulated.step)} simulated"
+        yield f"what if: {change.name}: {effect}"
 
 
 def _bound(search: Search) -> str:
@@ -149,8 +172,8 @@ def _bound(search: Search) -> str:
         return "not the fastest by these"
     if chosen.proven(search.result.wanted.tolerance):
         return f"by these no plan of {chosen.plan.schedule} for what was given is faster"
-    told = f"no plan takes less than {shown_seconds(chosen.bound)}, {chosen.gap():.1%} less"
-    return told + (
+    least = f"no plan takes less than {shown_seconds(chosen.bound)}, {chosen.gap():.1%} less"
+    return least + (
         ""
         if chosen.layout.complete
         else f"; of a fleet of this size not every choice was tried, {chosen.layout.name} were best"

@@ -1,4 +1,4 @@
-"""A plan as plain data: what plan.json of a bundle and `penstock plan --json` have."""
+"""A plan as plain data, as in plan.json of a bundle and `penstock plan --json`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .choice import Search, compare, passed_over
 from .hints import stage_starts
 from .predict import Predicted
 
-# Of more devices a bundle's plan says nothing of what would be otherwise: each change is a plan made anew.
+# For more devices than these a bundle's plan has no `what_if`: each change is planned anew.
 _FEW_DEVICES = 16
 
 
 def describe_plan(
     module: Module, reference: Module, calls: Sequence[Call], predicted: Predicted, search: Search | None = None
 ) -> dict[str, Any]:
-    """A planned module as plain data; `reference` is the model before `partition`, `calls` are all passes."""
+    """Return a planned module as plain data; `reference` is the model before `partition`, `calls` are all passes."""
     schedule, starts = module.schedule, stage_starts(reference, module)
     assert schedule is not None
     return {
@@ -56,7 +56,8 @@ def describe_plan(
 
 
 def predicted_facts(predicted: Predicted) -> dict[str, Any]:
-    """A prediction as plain data. In the plan of a bundle it is plain, so that a bundle depends on what it was made of alone."""
+    """Return a prediction as plain data. The plan of a bundle has a plain prediction, so that a bundle depends on its
+    sources alone."""
     return {
         "step_s": predicted.step,
         "samples_per_s": predicted.forecast.samples / predicted.step if predicted.step else None,
@@ -69,7 +70,7 @@ def predicted_facts(predicted: Predicted) -> dict[str, Any]:
 
 
 def planner_facts(search: Search) -> dict[str, Any]:
-    """The findings of the planner. `passed_over` is why another plan of the schedule that is faster by the
+    """Return the findings of the planner. `passed_over` is why another plan of the schedule that is faster by the
     formulas was not taken, if there is one."""
     chosen = search.chosen
     other = compare(search.result.outcomes[chosen.plan.schedule].step, chosen.step) != "the same"
@@ -83,11 +84,11 @@ def planner_facts(search: Search) -> dict[str, Any]:
         "refused": dict(search.refused),
         "left_out": search.left_out,
         **({"passed_over": passed_over(search)} if other else {}),
-        **({"simulated": {kind: found.step for kind, found in search.refined.items()}} if search.refined else {}),
+        **({"simulated": {kind: refined.step for kind, refined in search.refined.items()}} if search.refined else {}),
         **({"what_if": changed_steps(search)} if len(search.result.fleet.devices) <= _FEW_DEVICES else {}),
     }
 
 
 def changed_steps(search: Search) -> dict[str, float | None]:
-    """The seconds of a batch with one thing changed, by what that is."""
+    """Return the seconds of a batch with one thing changed, by what that is."""
     return {change.name: change.step for change in search.what_if}

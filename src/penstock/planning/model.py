@@ -38,8 +38,8 @@ class Model:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """An ONNX file, and what it is read with: `dims` binds symbolic dimensions, `known` inputs to numbers or arrays; `frozen` and `trained`
-    are patterns of names of parameters."""
+    """An ONNX file, and the settings it is read with: `dims` binds symbolic dimensions, `known` inputs to numbers or
+    arrays; `frozen` and `trained` are patterns of names of parameters."""
 
     path: str | Path
     dims: Mapping[str, int]
@@ -48,12 +48,12 @@ class ModelFile:
     trained: str | None = None
 
     def load(self, size: int | None = None) -> Model:
-        """The model, with so many samples per microbatch where its dimensions leave them open."""
+        """Import the model, with so many samples per microbatch where its dimensions leave them open."""
         dims = self.dims if size is None or self.open is None else {**self.dims, self.open: size}
         return from_onnx(self.path, dims, self.frozen, self.known, self.trained)
 
     def loader(self, feedback: Feedback) -> Load:
-        """`load`, each time a step that is shown."""
+        """Return `load` with each call shown as a step."""
 
         def load(size: int | None) -> Model:
             with feedback.step("import") as said:
@@ -76,7 +76,7 @@ class ModelFile:
         return first if first is not None and not others else None
 
     def without(self, dim: str) -> ModelFile:
-        """The same file with one dimension left open."""
+        """Return the same file with one dimension left open."""
         return replace(self, dims={name: size for name, size in self.dims.items() if name != dim})
 
 

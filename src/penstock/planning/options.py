@@ -1,7 +1,7 @@
-"""Settings of planning and compiling, each of them once: name, default, check and help.
+"""The settings of planning and compiling, each of them once: name, default, check and help.
 
-`plan` runs the passes as its settings say. `search` lets the planner choose what they leave open for batches of a size. `build` makes code.
-Imports nothing heavy, as the command line reads its flags from here.
+`plan` runs the passes as its settings say. `search` lets the planner choose what they leave open for batches of a size.
+`build` makes code. This module imports nothing heavy, as the command line reads its flags from here.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ FLOATS = ("f32", "bf16", "f16")
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Settings of a plan. `stages` 0 means one per device. `devices` names those of each stage, in place of `replicas`; `shares` are how
-    many microbatches each of them runs. A `precision` that is not given is that of the training settings."""
+    """Settings of a plan. `stages` 0 means one per device. `devices` names those of each stage, in place of `replicas`;
+    `shares` are how many microbatches each of them runs. A `precision` that is not given is that of the training
+    settings."""
 
     schedule: str = setting(
         "1f1b",
-        "default: 1f1b, which equals plain training; with --batch the fastest that does; auto, with --batch: the fastest of all",
+        "default: 1f1b, which equals plain training; with --batch the fastest that does; auto, with --batch: the "
+        "fastest of all",
         choices=(*TRAINING, "auto"),
     )
     stages: int = setting(0, "pipeline stages (default: as many as the devices make)", check=POSITIVE, shown="N")
@@ -32,8 +34,8 @@ class PlanOptions:
     microbatches: int = setting(1, "microbatches per batch (default: 1)", check=POSITIVE, shown="M")
     replicas: int = setting(
         1,
-        "devices per stage: they share the microbatches of a batch out among them, faster ones take more (default: 1; with --batch, "
-        "the most of one stage, by default any number)",
+        "devices per stage: they share the microbatches of a batch out among them, faster ones take more (default: 1; "
+        "with --batch, the most of one stage, by default any number)",
         check=POSITIVE,
         shown="N",
     )
@@ -41,44 +43,48 @@ class PlanOptions:
     shares: Sequence[Sequence[int]] = ()
     precision: str | None = setting(
         None,
-        "element type of activations and products; weights, sums and losses stay f32; with f16 the loss is scaled in training "
-        "(default: f32)",
+        "element type of activations and products; weights, sums and losses stay f32; with f16 the loss is scaled in "
+        "training (default: f32)",
         choices=FLOATS,
     )
     recompute: str = setting(
         "auto",
-        "what is computed again in the backward pass instead of saved: what the memory of the devices asks for, nothing, or all "
-        "(default: auto)",
+        "what is computed again in the backward pass instead of saved: what the memory of the devices asks for, "
+        "nothing, or all (default: auto)",
         choices=("auto", "none", "all"),
     )
     cuda_libraries: str = setting(
         "torch",
-        "who computes products, convolutions and attention on GPUs: the vendor's libraries through torch, or kernels of ours "
-        "(default: torch)",
+        "who computes products, convolutions and attention on GPUs: the vendor's libraries through torch, or kernels "
+        "of ours (default: torch)",
         choices=("torch", "none"),
     )
     wire: str = setting(
         "f32",
-        "element type of float32 activations and gradients on their way between stages: half the bytes for a rounding at each "
-        "boundary (default: f32)",
+        "element type of float32 activations and gradients on their way between stages: half the bytes for a rounding "
+        "at each boundary (default: f32)",
         choices=FLOATS,
     )
     hints: bool = setting(
         True,
-        "placement hints in the model (pipeline stages, layer_ann): follow them where they fit, or ignore them (default: use)",
+        "placement hints in the model (pipeline stages, layer_ann): follow them where they fit, or ignore them "
+        "(default: use)",
         words={"use": True, "ignore": False},
     )
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Settings of a search for the best plan of batches of `batch` samples. `sizes` are the samples per microbatch to choose from, None for
-    those of the model as it is; the fastest of `schedules` is taken; `replicas` is the most devices of a stage, 0 for any number. Where
-    nothing fits, the error says what would, unless it need not be `explained`, which takes longer than finding that out."""
+    """Settings of a search for the best plan of batches of `batch` samples.
+
+    `sizes` are the samples per microbatch to choose from, None for those of the model as it is. The fastest of
+    `schedules` is taken. `replicas` is the most devices of a stage, 0 for any number. Where nothing fits, the error
+    says what would, if that shall be `explained`, which takes longer than finding out that nothing fits.
+    """
 
     batch: int = required(
-        "samples per update: the planner then chooses stages, their devices and shares, microbatches, schedule and recomputation; a "
-        "symbolic first dimension of the inputs is left to it as well",
+        "samples per update: the planner then chooses stages, their devices and shares, microbatches, schedule and "
+        "recomputation; a symbolic first dimension of the inputs is left to it as well",
         check=POSITIVE,
         shown="N",
     )

@@ -57,7 +57,7 @@ def before_partition(
     options: PlanOptions = _DEFAULTS,
     feedback: Feedback = SILENT,
 ) -> Module:
-    """The whole model as `partition` sees it: with its loss, gradients and updates."""
+    """Return the whole model as `partition` sees it: with its loss, gradients and updates."""
     options = replace(options, microbatches=training.microbatches if training is not None else 1)
     module, calls = _pipeline(model, cluster, training, options, ())
     first = [call.name for call in calls].index("partition")
@@ -65,7 +65,8 @@ def before_partition(
 
 
 class _Steps:
-    """The calls of passes as they are made: hints of the model change that of `partition`, before which the model is kept."""
+    """The calls of passes, recorded as they happen. Hints of the model change the call of `partition`, before which the
+    model is kept."""
 
     def __init__(self, model: Model, options: PlanOptions, stages: int) -> None:
         self._hints = model.imported.hints if options.hints and not options.split_at and stages > 1 else None
@@ -75,7 +76,7 @@ class _Steps:
         self.notes: list[str] = []
 
     def look(self, call: Call, before: Module) -> Call:
-        """The call to be made of a pass, on this module."""
+        """Return the call of a pass for this module."""
         if call.name == "partition":
             self.reference = before
             if self._hints:
@@ -89,14 +90,14 @@ class _Steps:
 def _pipeline(
     model: Model, cluster: Cluster, training: Training | None, options: PlanOptions, shares: tuple[int, ...]
 ) -> tuple[Module, list[Call]]:
-    """The module that passes start from, and their calls."""
+    """Return the module that passes start from, and their calls."""
     cuts: dict[str, Attr] = {
         "stages": options.stages,
         "split_at": tuple(options.split_at),
         "devices": tuple(" ".join(names) for names in options.devices),
         "shares": shares,
     }
-    given = PipelineOptions(
+    settings = PipelineOptions(
         schedule=options.schedule,
         microbatches=options.microbatches,
         precision=options.precision or "f32",
@@ -107,27 +108,30 @@ def _pipeline(
     )
     module = model.module.but(cluster=cluster)
     if training is None:
-        return at_rest(module, pure=model.imported.structure is not None), inference_pipeline(cuts, given)
-    given = replace(given, precision=options.precision or training.precision, guard=training.guard_options())
+        return at_rest(module, pure=model.imported.structure is not None), inference_pipeline(cuts, settings)
+    settings = replace(settings, precision=options.precision or training.precision, guard=training.guard_options())
     module = attach_loss(module, training, model.imported.names)
-    return module, training_pipeline(training.pass_options(), cuts, given)
+    return module, training_pipeline(training.pass_options(), cuts, settings)
 
 
 def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...], ...]:
-    """The devices of every stage, in the order of the cluster; none are named where each stage has one."""
+    """Return the devices of every stage, in the order of the cluster; none are named where each stage has one."""
     stages, replicas = options.stages, options.replicas
     if replicas == 1:
         return ()
     names = [device.name for device in cluster.devices]
     count = stages or len(names) // replicas
     if replicas < 1 or count < 1 or count * replicas > len(names):
-        what = f"{counted(max(count, 1), 'stage')} of {replicas} devices each need {max(count, 1) * replicas}, the cluster has {len(names)}"
+        what = (
+            f"{counted(max(count, 1), 'stage')} of {replicas} devices each need {max(count, 1) * replicas}, the "
+            f"cluster has {len(names)}"
+        )
         raise UsageError(what, hint="add devices, or ask for fewer stages or replicas")
     return tuple(tuple(names[s * replicas : (s + 1) * replicas]) for s in range(count))
 
 
 def _shares(cluster: Cluster, options: PlanOptions) -> tuple[int, ...]:
-    """The microbatches of a batch that each device runs, stage by stage."""
+    """Return the microbatches of a batch that each device runs, stage by stage."""
     shares: Sequence[Sequence[int]] = options.shares or [
         fair_shares([cluster.device(name).flops for name in names], options.microbatches) for names in options.devices
     ]

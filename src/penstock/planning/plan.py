@@ -1,4 +1,4 @@
-"""A planned model: the program of every rank, how it came about, and what is predicted of it."""
+"""A planned model: the program of every rank, how it came about, and its predicted times."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .predict import Predicted, predict
 
 @dataclass(frozen=True)
 class Plan:
-    """A planned model. `module` is the program, `reference` the same model before it was cut into stages,
-    `search` what the planner did if it chose."""
+    """A planned model. `module` is the program, `reference` the same model before it was cut into stages, `search` what
+    the planner did if it chose."""
 
     model: Model
     module: Module
@@ -43,11 +43,11 @@ class Plan:
         return predict(self.module)
 
     def to_json(self) -> str:
-        """The plan as text that `penstock compile --plan` reads back."""
+        """Return the plan as text that `penstock compile --plan` reads back."""
         return json.dumps(self.as_dict(), indent=2, sort_keys=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as plain data: the same facts as `notes`, for programs, and what is predicted of it."""
+        """Return the plan as plain data: the same facts as `notes`, for programs, and its predicted times."""
         return describe_plan(self.module, self.reference, self.calls, self.predicted, self.search)
 
 

@@ -1,9 +1,10 @@
-"""A plan as a file that people may edit: what `penstock plan --json` prints, and plan.json of a
-bundle. In: a path. Out: options of `ps.plan`.
+"""A plan as a file that people may edit: what `penstock plan --json` prints, and plan.json of a bundle.
 
-Read are `schedule`, `microbatches`, `samples_per_microbatch`, `precision`, `wire`, `recompute` and of every stage its `devices`, their
-`shares` and what it `starts_at`: a node or value of the model (nothing for the first stage). Everything else in such a file says what was
-predicted, and is not read. All that is wrong is one error.
+In: a path. Out: options of `ps.plan`.
+
+Read are `schedule`, `microbatches`, `samples_per_microbatch`, `precision`, `wire`, `recompute` and of every stage its
+`devices`, their `shares` and what it `starts_at`: a node or value of the model (nothing for the first stage).
+Everything else in such a file says what was predicted, and is not read. All problems are reported in one error.
 """
 
 from __future__ import annotations
@@ -27,39 +28,40 @@ _STAGE = ("stage", "starts_at", "devices", "shares")
 
 
 def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, Any], int | None]:
-    """Options for `ps.plan` that carry the plan out on some of these devices, and the samples per microbatch if the file says how many."""
+    """Return options for `ps.plan` that carry the plan out on some of these devices, and the samples per microbatch if
+    the file says how many."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
+        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise UsageError(
             f"cannot read the plan: {error}", where=str(path), hint="`penstock plan --json` prints one"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UsageError("is not a plan: expected an object", where=str(path), hint="`penstock plan --json` prints one")
     problems = [
-        f"unknown key {key!r}, expected {', '.join((*_READ, *_TOLD))}" for key in found if key not in (*_READ, *_TOLD)
+        f"unknown key {key!r}, expected {', '.join((*_READ, *_TOLD))}" for key in content if key not in (*_READ, *_TOLD)
     ]
-    problems += [f"{key} is missing" for key in ("schedule", "microbatches", "stages") if key not in found]
-    if found.get("schedule", "1f1b") not in list(SCHEDULES):
-        problems.append(f"schedule {found['schedule']!r} is none of {', '.join(SCHEDULES)}")
-    if found.get("recompute", "auto") not in MODES:
-        problems.append(f"recompute {found['recompute']!r} is none of {', '.join(MODES)}")
-    count = found.get("microbatches", 1)
+    problems += [f"{key} is missing" for key in ("schedule", "microbatches", "stages") if key not in content]
+    if content.get("schedule", "1f1b") not in list(SCHEDULES):
+        problems.append(f"schedule {content['schedule']!r} is none of {', '.join(SCHEDULES)}")
+    if content.get("recompute", "auto") not in MODES:
+        problems.append(f"recompute {content['recompute']!r} is none of {', '.join(MODES)}")
+    count = content.get("microbatches", 1)
     counts = type(count) is int and 1 <= count <= MOST_MICROBATCHES
     if not counts:
         problems.append(f"microbatches must be a number from 1 to {MOST_MICROBATCHES}, got {count!r}")
-    samples = found.get("samples_per_microbatch")
+    samples = content.get("samples_per_microbatch")
     if samples is not None and (type(samples) is not int or not 1 <= samples < 2**31):
         problems.append(f"samples_per_microbatch must be a number from 1 on, got {samples!r}")
-    if found.get("precision", "f32") not in PRECISIONS:
-        problems.append(f"precision {found['precision']!r} is none of {', '.join(PRECISIONS)}")
-    if found.get("wire", "f32") not in list(WIRES):
-        problems.append(f"wire {found['wire']!r} is none of {', '.join(WIRES)}")
-    stages = found.get("stages", [])
+    if content.get("precision", "f32") not in PRECISIONS:
+        problems.append(f"precision {content['precision']!r} is none of {', '.join(PRECISIONS)}")
+    if content.get("wire", "f32") not in list(WIRES):
+        problems.append(f"wire {content['wire']!r} is none of {', '.join(WIRES)}")
+    stages = content.get("stages", [])
     if (
         not isinstance(stages, list)
         or not all(isinstance(stage, dict) for stage in stages)
-        or ("stages" in found and not stages)
+        or ("stages" in content and not stages)
     ):
         problems.append("stages must be a list of objects, one or more")
         stages = []
@@ -71,26 +73,26 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
     if problems:
         raise UsageError("the plan has problems:" + itemised(problems), where=str(path))
     options = {
-        "schedule": found["schedule"],
+        "schedule": content["schedule"],
         "microbatches": count,
-        "recompute": found.get("recompute", "auto"),
+        "recompute": content.get("recompute", "auto"),
         "split_at": [stage["starts_at"] for stage in stages[1:]],
         "devices": [stage["devices"] for stage in stages],
         "shares": [stage.get("shares", [count]) for stage in stages],
     }
-    return options | {name: found[name] for name in ("precision", "wire") if name in found}, samples
+    return options | {name: content[name] for name in ("precision", "wire") if name in content}, samples
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
-    return found
+    return content
 
 
 def _device_problems(stages: list[dict[str, Any]], known: Sequence[str]) -> list[str]:
-    """Devices that are not there, or run two ranks."""
+    """List devices that are not there, or run two ranks."""
     seats: dict[str, list[int]] = {}
     for number, stage in enumerate(stages):
         listed = stage.get("devices")
@@ -114,7 +116,7 @@ def _device_problems(stages: list[dict[str, Any]], known: Sequence[str]) -> list
 
 
 def _stage_problems(number: int, stage: dict[str, Any], microbatches: int | None) -> list[str]:
-    """`microbatches` is None where the file does not say."""
+    """List the problems of a stage. `microbatches` is None where the file does not say."""
     problems = [f"unknown key {key!r}, expected {', '.join(_STAGE)}" for key in stage if key not in _STAGE]
     if stage.get("stage", number) != number:
         problems.append(f"stands in the place of stage {number}, but says it is stage {stage['stage']!r}")

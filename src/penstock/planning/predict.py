@@ -1,7 +1,7 @@
-"""Predictions: what the simulator says of a planned program.
+"""Predictions of the simulator for a planned program.
 
-In: a planned module. Out: a `Predicted`: the simulated run, and the seconds of a batch that every rank computes. A plain prediction depends
-on the module alone; another one knows what was measured on this machine.
+In: a planned module. Out: a `Predicted`: the simulated run, and the seconds of a batch that every rank computes. A
+plain prediction depends on the module alone; another one knows what was measured on this machine.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from penstock.passes.simulator.forecast import BATCHES, Forecast, forecast, seco
 
 @dataclass(frozen=True)
 class Predicted:
-    """A simulated program. `times` are seconds of the computations of every rank by kind, of which so many were `measured`; `busy` are those
-    of a batch."""
+    """A simulated program. `times` are seconds of the computations of every rank by kind, of which so many were
+    `measured`; `busy` are those of a batch."""
 
     forecast: Forecast
     step: float
@@ -39,8 +39,8 @@ def predict(module: Module) -> Predicted:
 
 
 def predict_here(module: Module, plain: Predicted | None = None) -> Predicted:
-    """Simulate it with all that is known on this machine: times of its stages that were measured, else estimates. Where that is no more than
-    the `plain` prediction knew, it stands."""
+    """Simulate a planned module with all that is known on this machine: measured times of its stages, else estimates.
+    Where that is no more than the `plain` prediction knew, the plain one is returned."""
     times, estimated = stage_times(module, Measured(store=known_times()), best_prices())
     correction = corrected() if estimated else None
     if plain is not None and times == plain.times:

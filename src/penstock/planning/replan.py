@@ -1,17 +1,20 @@
-"""Plan a bundle anew for the devices that are left. In: a bundle, some of its devices, in the order of ranks.
-Out: a bundle of the same model for these.
+"""Plan a bundle anew for the devices that are left.
 
-    python -m penstock.planning.replan '{"bundle": ..., "devices": [...], "out": ..., "parent": process}'      prints {"bundle": ..., "told": ...} or the error as JSON
+In: a bundle, some of its devices, in the order of ranks. Out: a bundle of the same model for these.
 
-The bundle keeps the model before it was cut, with its loss, gradients and updates (reference.ir), and the passes that it went through
-(plan.json): all from `partition` on are run again, with the same schedule, microbatches and precision. Where every stage still has a
-device, stages keep the devices that they have left, else each device gets a stage; where to cut is searched for again, and shares are dealt
-again. Checkpoints of the model load under both plans.
+    python -m penstock.planning.replan '{"bundle": ..., "devices": [...], "out": ..., "parent": process}'
+        prints {"bundle": ..., "told": ...} or the error as JSON
 
-The runtime starts this as a process of its own: it may not import passes, and a launcher that lives for days has no use for them.
+The bundle keeps the model before it was cut, with its loss, gradients and updates (reference.ir), and the passes that
+it went through (plan.json). All passes from `partition` on are run again, with the same schedule, microbatches and
+precision. Where every stage still has a device, stages keep the devices that they have left, else each device gets a
+stage. Where to cut is searched for again, and shares are dealt again. Checkpoints of the model load under both plans.
 
-Known limits: cuts are searched for as `penstock plan` without --batch does it: the schedule and the microbatches
-stay. The code is compiled for this host.
+The runtime starts this as a process of its own: it may not import passes, and a launcher that lives for days has no use
+for them.
+
+Known limits: cuts are searched for as `penstock plan` without --batch does it: the schedule and the microbatches stay.
+The code is compiled for this host.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from .predict import predict
 
 
 def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
-    """Write the bundle for these devices; what was planned, in words."""
+    """Write the bundle for these devices; return the plan in words."""
     reference, pipeline = bundle.reference, bundle.plan.get("pipeline")
     if reference is None or reference.cluster is None or not isinstance(pipeline, str):
         raise UsageError(
@@ -61,11 +64,14 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
     content = Content(module, reference, weights, facts, bundle.manifest.source_hash, lambda folder: origin)
     assemble(out, content, bundle.manifest.backend, CompileOptions())
     used = " ".join("+".join(names) for names in groups)
-    return f"{counted(len(groups), 'stage')} on {used}, schedule {schedule.name} with {counted(schedule.microbatches, 'microbatch')}"
+    return (
+        f"{counted(len(groups), 'stage')} on {used}, schedule {schedule.name} with "
+        f"{counted(schedule.microbatches, 'microbatch')}"
+    )
 
 
 def _origin(bundle: Bundle) -> Origin | None:
-    """The source that a bundle keeps, to be kept again."""
+    """Return the source that a bundle keeps, to be kept again."""
     if NAMES not in bundle.manifest.files:
         return None
     files = sorted(name for name in bundle.manifest.files if name.startswith(f"{SOURCE}/") and name != NAMES)
@@ -73,13 +79,13 @@ def _origin(bundle: Bundle) -> Origin | None:
 
 
 def _without(cluster: Cluster, devices: Sequence[str]) -> Cluster:
-    """The cluster with these devices alone, in this order."""
+    """Return the cluster with these devices alone, in this order."""
     links = tuple(link for link in cluster.links if link.a in devices and link.b in devices)
     return replace(cluster, devices=tuple(cluster.device(name) for name in devices), links=links)
 
 
 def _groups(bundle: Bundle, devices: Sequence[str]) -> list[tuple[str, ...]]:
-    """The devices of every stage."""
+    """Return the devices of every stage."""
     stage_of = {entry.device: entry.stage for entry in bundle.manifest.ranks}
     kept = [tuple(name for name in devices if stage_of[name] == stage.index) for stage in bundle.module.stages]
     # The ranks of the plan have to be those of the devices as they are given.
@@ -89,7 +95,7 @@ def _groups(bundle: Bundle, devices: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _calls(pipeline: str, groups: Sequence[Sequence[str]], shares: tuple[int, ...]) -> list[Call]:
-    """The passes from `partition` on, for other devices."""
+    """Return the passes from `partition` on, for other devices."""
     calls = parse_pipeline(pipeline, PASSES)
     first = next(i for i, call in enumerate(calls) if call.name == "partition")
     placed: dict[str, Any] = {
@@ -109,19 +115,19 @@ def _end_with(parent: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    asked = json.loads(argv[0])
-    # Whoever asked may be killed, and nobody wants the answer then.
-    threading.Thread(target=_end_with, args=(asked["parent"],), daemon=True).start()
+    request = json.loads(argv[0])
+    # The launcher that started this process may be killed, and then there is no reader of the answer.
+    threading.Thread(target=_end_with, args=(request["parent"],), daemon=True).start()
     try:
-        found = {
-            "bundle": asked["out"],
-            "told": replan(open_bundle(asked["bundle"]), asked["devices"], Path(asked["out"])),
+        answer = {
+            "bundle": request["out"],
+            "told": replan(open_bundle(request["bundle"]), request["devices"], Path(request["out"])),
         }
         code = 0
     except PenstockError as error:
-        found = {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
+        answer = {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
         code = error.exit_code
-    print(json.dumps(found), flush=True)
+    print(json.dumps(answer), flush=True)
     return code
 
 

@@ -1,11 +1,11 @@
-"""The search for a plan: how many stages, on which devices, with which shares of how large microbatches, under which schedule.
+"""The search for a plan: stages, their devices and shares, the size of microbatches, and the schedule.
 
-In: a way to load the model at any size of a microbatch, a cluster, training settings, samples per batch. Out: a Plan, with the `Search` that
-led to it: what every schedule could do at best, and why one was not taken.
+In: a way to load the model at any size of a microbatch, a cluster, training settings, samples per batch. Out: a Plan,
+with the `Search` that led to it: what every schedule could do at best, and why one was not taken.
 
-The planner works on a chain of layers with formulas (passes/planner); what is best by these, and what is near it, is simulated
-(refine.py), and the fastest then goes through all passes, which check order, versions and memory exactly. A choice that they refuse is
-not lost in silence: the next best is tried (tries.py), and the reason is told.
+The planner works on a chain of layers with formulas (passes/planner). The plan that is best by these, and those near
+it, are simulated (passes/planner/refine.py). The fastest then goes through all passes, which check order, versions and
+memory exactly. Where they refuse a choice, the next best is tried (tries.py), and the reason is reported.
 """
 
 from __future__ import annotations
@@ -42,16 +42,19 @@ from .watching import SILENT, Feedback, ProgressHook
 def search(
     load: Load, cluster: Cluster, training: Training, options: SearchOptions, feedback: Feedback = SILENT
 ) -> Plan:
-    """The best plan for batches of so many samples. `load` gives the model with so many samples per microbatch, for each of the sizes to
-    choose from, or as it is for None."""
+    """Find the best plan for batches of so many samples. `load` gives the model with so many samples per microbatch,
+    for each of the sizes to choose from, or as it is for None."""
     return _Searching(cluster, training, options, feedback, _load_models(load, options)).plan()
 
 
 def search_file(
     source: ModelFile, cluster: Cluster, training: Training, options: SearchOptions, feedback: Feedback = SILENT
 ) -> Plan:
-    """The best plan of a model in a file. Where its dimensions leave the size of a microbatch open, some sizes are tried, and where none of
-    these fits, others. Where they do not, and nothing fits, the error says which smaller size would."""
+    """Find the best plan of a model in a file.
+
+    Where its dimensions leave the size of a microbatch open, some sizes are tried, and where none of these fits,
+    others. Where they do not, and nothing fits, the error says which smaller size would.
+    """
     load = source.loader(feedback)
     if source.open is None:
         try:
@@ -73,16 +76,18 @@ def search_file(
 
 
 def _smaller_size(source: ModelFile, cluster: Cluster, training: Training, options: SearchOptions) -> str:
-    """The option for smaller microbatches that there is a plan for, where an option gave their size; else nothing."""
-    for name, given in source.dims.items():
+    """Return the option for smaller microbatches that there is a plan for, where an option gave their size; else
+    nothing."""
+    for name, bound in source.dims.items():
         free = source.without(name)
-        sizes = [size for size in sizes_of(given, None) if size < given]
+        sizes = [size for size in sizes_of(bound, None) if size < bound]
         if not sizes or free.open != name:
             continue
         try:
             plan = search(free.load, cluster, training, replace(options, sizes=sizes, explained=False))
         except PenstockError:
-            return ""  # nothing is proposed that has not been planned; the error that is being told is of what was asked for
+            # A size without a plan is not proposed; the error of the first search is the one that is reported.
+            return ""
         assert plan.search is not None
         return f"--dim {name}={plan.search.chosen.plan.size}"
     return ""
@@ -90,7 +95,8 @@ def _smaller_size(source: ModelFile, cluster: Cluster, training: Training, optio
 
 @dataclass
 class _Searching:
-    """A search under way: the models by samples per microbatch, the plans that were tried, and what the passes said of them."""
+    """A search under way: the models by samples per microbatch, the plans that were tried, and the answers of the
+    passes."""
 
     cluster: Cluster
     training: Training
@@ -102,7 +108,7 @@ class _Searching:
     tried: set[Chosen] = field(default_factory=set)
 
     def plan(self) -> Plan:
-        """The first of the best plans that the passes accept."""
+        """Return the first of the best plans that the passes accept."""
         options, cluster = self.options, self.cluster
         profile = self._profile(options.precision, sorted(self.models), self.feedback)
         sizes = profile.chain.sizes
@@ -123,13 +129,13 @@ class _Searching:
             for kind, outcome in result.outcomes.items()
         }
         refined = self._refined(result, spared)
-        found = Search(profile, result, result.best, {}, refined=refined)
-        if (plan := self._first(found, tries(result, spared, refined, self.too_large))) is not None:
+        outline = Search(profile, result, result.best, {}, refined=refined)
+        if (plan := self._first(outline, tries(result, spared, refined, self.too_large))) is not None:
             return plan
         raise _all_refused(self.refused)
 
     def _refined(self, result: Result, spared: Mapping[str, tuple[Outcome, list[str]]]) -> dict[str, Refined]:
-        """The best plan of every schedule by simulation, where it is small enough for that."""
+        """Return the best plan of every schedule by simulation, where it is small enough for that."""
         refined = {}
         for kind, (outcome, little) in spared.items():
             # What was just left out for helping too little does not come back.
@@ -149,7 +155,7 @@ class _Searching:
         return profile_chain(modules, fastest, best_prices(), wire=options.wire, shared=self.cluster.is_shared)
 
     def _first(self, search: Search, tries: Iterable[Try]) -> Plan | None:
-        """The first that the passes accept, with the search that led to it."""
+        """Return the first plan that the passes accept, with the search that led to it."""
         for schedule, outcome, little in tries:
             if outcome.plan in self.tried:
                 continue
@@ -170,7 +176,7 @@ class _Searching:
         return None
 
     def _carried_out(self, outcome: Outcome, profile: Profile) -> Plan:
-        """The chosen plan through all passes."""
+        """Run all passes over the chosen plan."""
         plan, options = outcome.plan, self.options
         names = [device.name for device in self.cluster.devices]
         planned = PlanOptions(
@@ -189,13 +195,13 @@ class _Searching:
 
 
 def _of_planner(progress: ProgressHook) -> ProgressHook:
-    """Progress of the search, which is a part of planning like passes; its cases never count as all of it."""
+    """Show the progress of the search, which is a part of planning like passes; its cases never count as all of it."""
     return lambda done, total, what: progress(min(done, total - 1), total, f"planner: {what}")
 
 
 def _for_size(progress: ProgressHook, size: int) -> ProgressHook:
-    """Progress of the passes that a size is profiled with. They are a part of planning, which ends with all passes
-    over the plan, so their end is not told."""
+    """Show the progress of the passes that a size is profiled with. They are a part of planning, which ends with all
+    passes over the plan, so their end is not shown."""
 
     def tell(done: int, total: int, what: str) -> None:
         if done < total:
@@ -205,7 +211,8 @@ def _for_size(progress: ProgressHook, size: int) -> ProgressHook:
 
 
 def _load_models(load: Load, options: SearchOptions) -> dict[int, Model]:
-    """The model at each of the sizes, by samples per microbatch; UsageError where a batch cannot be made of such microbatches."""
+    """Load the model at each of the sizes, by samples per microbatch; UsageError where a batch cannot be made of such
+    microbatches."""
     models: dict[int, Model] = {}
     for size in options.sizes:
         model = load(size)
@@ -222,7 +229,7 @@ def _load_models(load: Load, options: SearchOptions) -> dict[int, Model]:
 
 
 def _all_refused(refused: Mapping[str, Exception]) -> PenstockError:
-    """The error where the passes take no plan, with the reason for each schedule."""
+    """Return the error where the passes take no plan, with the reason for each schedule."""
     reasons = itemised(f"{kind}: {first_reason(str(error))}" for kind, error in refused.items())
     what = f"what the planner chose was refused by the passes:{reasons}"
     if any(isinstance(error, VerifyError) for error in refused.values()):

@@ -1,8 +1,9 @@
 """The tries of a search: sizes of microbatches, and plans for the passes, one after another, until they accept one.
 
-The planner works with estimates. Where the passes refuse what is best by these, the next best is tried: other schedules, plans for somewhat
-less memory than there is, such without replicas, and plans with less memory for devices whose stages turned out too large. Where nothing fits
-by estimates, plans for more memory are tried, as what the passes count exactly may be less.
+The planner works with estimates. Where the passes refuse the plan that is best by these, the next best is tried: other
+schedules, plans for somewhat less memory than there is, plans without replicas, and plans with less memory for devices
+whose stages turned out too large. Where nothing fits by estimates, plans for more memory are tried, as what the passes
+count exactly may be less.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from penstock.support.errors import DoesNotFit, UsageError
 
 # Sizes of microbatches that are tried if none are given: each is one more import of the model.
 MOST_SIZES = 5
-# Where stages turn out too large, plans are tried for less memory on their devices, by what they lack and a little more: so many times, begun with
-# as much memory as there is, and with more, as what is estimated may be too much elsewhere.
+# Where stages turn out too large, plans are tried for less memory on their devices, by what they lack and a little
+# more: so many times, begun with as much memory as there is, and with more, as what is estimated may be too much
+# elsewhere.
 CORRECTIONS = 6
 _MARGIN = 1.005
 _BEGUN_WITH = (1.0, 1.1)
@@ -37,13 +39,15 @@ Try = tuple[str, Outcome, list[str]]
 
 
 def sizes_of(batch: int, fixed: int | None) -> tuple[int, ...]:
-    """Samples per microbatch to try: the size that the model has, or divisors of the batch, evenly among its powers of two and the like."""
+    """Return the samples per microbatch to try: the size that the model has, or divisors of the batch, evenly among its
+    powers of two and the like."""
     if fixed is not None:
         if batch % fixed:
             raise UsageError(
-                f"a batch of {batch} samples cannot be made of microbatches of {fixed}, the size that the model is read with",
-                hint=f"give a --batch that {fixed} divides, or another size by --dim; where the first dimension of the model is symbolic "
-                "and no --dim binds it, the planner chooses",
+                f"a batch of {batch} samples cannot be made of microbatches of {fixed}, the size that the model is "
+                "read with",
+                hint=f"give a --batch that {fixed} divides, or another size by --dim; where the first dimension of "
+                "the model is symbolic and no --dim binds it, the planner chooses",
             )
         return (fixed,)
     divisors = [b for b in range(1, batch + 1) if batch % b == 0]
@@ -54,14 +58,15 @@ def sizes_of(batch: int, fixed: int | None) -> tuple[int, ...]:
 
 
 def other_sizes(batch: int) -> tuple[int, ...]:
-    """Divisors of the batch that are not among those that are tried first: the small ones, where none of these fits into memory."""
+    """Return divisors of the batch that are not among those that are tried first: the small ones, where none of these
+    fits into memory."""
     first = sizes_of(batch, None)
     return tuple([b for b in range(1, batch + 1) if batch % b == 0 and b not in first][:MOST_SIZES])
 
 
 def with_more_memory(chain: Chain, fleet: Fleet, wanted: PlanRequest) -> Iterator[tuple[Result, float]]:
-    """The best plan of every schedule in the least of more memory in which there is one, the fastest first; and how many times the memory
-    that is."""
+    """Return the best plan of every schedule in the least of more memory in which there is one, the fastest first; and
+    how many times the memory that is."""
     results = list[tuple[Result, float]]()
     for schedule in wanted.schedules:
         for part in MORE_MEMORY:
@@ -78,10 +83,13 @@ def tries(
     refined: Mapping[str, Refined],
     too_large: Mapping[Chosen, DoesNotFit],
 ) -> Iterator[Try]:
-    """Plans to be carried out, until the passes accept one: of every schedule the best by simulation, where there is one, that of the
-    formulas, those for somewhat less memory than there is, since what the planner counts are estimates, and such without replicas, whose
-    rules are simpler. The fastest schedule comes first. Then, by schedule, plans with less memory for devices whose stages were found
-    `too_large` in those before."""
+    """Give plans to be carried out, until the passes accept one.
+
+    Of every schedule they are the best by simulation, where there is one, that of the formulas, those for somewhat less
+    memory than there is, since what the planner counts are estimates, and plans without replicas, whose rules are
+    simpler. The fastest schedule comes first. Then, by schedule, there are plans with less memory for devices whose
+    stages were `too_large` in those before.
+    """
     limited = any(device.memory for device in result.fleet.devices)
     every = len(refined) == len(spared)
     for schedule in sorted(spared, key=lambda kind: refined[kind].step if every else spared[kind][0].step):
@@ -114,7 +122,8 @@ def tries(
 
 
 def _corrected(fleet: Fleet, plan: Chosen, error: DoesNotFit) -> Fleet:
-    """A fleet with less memory on the devices of the stages that need more than they have, so that the formulas give them less."""
+    """Return a fleet with less memory on the devices of the stages that need more than they have, so that the formulas
+    give them less."""
     parts = {
         device: 1 / (error.excess[number] * _MARGIN)
         for number in error.excess

@@ -1,6 +1,7 @@
-"""Who is shown what planning does: a watcher of passes, code and results, progress, and words for people.
+"""The feedback that planning gives its caller: a watcher of passes, code and results, progress, and words for people.
 
-`penstock.inspection.dump.Dump` is such a watcher. It is not imported here: planning does not know what becomes of what it shows.
+`penstock.inspection.dump.Dump` is such a watcher. It is not imported here: planning does not know what becomes of what
+it shows.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ class PlanWatcher(Watcher, Viewer, Protocol):
         """Keep a text under a name."""
 
     def program(self, module: Module, predicted: Callable[[], Predicted] | None = None) -> None:
-        """A module went through all passes; `predicted` gives what the simulator says of it."""
+        """Keep a module that went through all passes; `predicted` gives what the simulator says of it."""
 
     def report(self, module: Module, plan: Mapping[str, Any] | None = None, predicted: Predicted | None = None) -> None:
-        """All is there that there will be."""
+        """Write the report, when all else is there."""
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """What a caller wants to see of planning: all of it, how far it is, and lines for people."""
+    """The feedback that a caller wants of planning: all of it, how far it is, and lines for people."""
 
     watcher: PlanWatcher | None = None
     progress: ProgressHook | None = None
     say: Callable[[str], None] = lambda line: None
 
     def step(self, name: str) -> AbstractContextManager[list[str]]:
-        """A step that a watcher writes down, where there is one; what is put into the list was said."""
+        """Begin a step that a watcher writes down, where there is one; the list takes the lines that are said in it."""
         return nullcontext([]) if self.watcher is None else self.watcher.step(name)
 
     def told(self, progress: Callable[[ProgressHook], ProgressHook]) -> Feedback:
-        """The same with progress told otherwise, where any is told."""
+        """Return the same with progress shown otherwise, where any is shown."""
         return self if self.progress is None else replace(self, progress=progress(self.progress))
 
 

@@ -1,5 +1,7 @@
-"""`penstock demo`: the whole way once, on this machine. A small GPT is written as ONNX, planned, compiled for two local CPU devices, and
-trained on the text that comes with the package; the loss must fall. Leaves model, bundle, dumps, data and metrics in one folder.
+"""`penstock demo`: the whole way once, on this machine.
+
+A small GPT is written as ONNX, planned, compiled for two local CPU devices, and trained on the text that comes with the
+package; the loss must fall. Model, bundle, dumps, data and metrics stay in one folder.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def run(arguments: Namespace) -> int:
 
 
 def text_samples(count: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """`count` stretches of the shipped text as byte values, and for each position the byte that follows."""
+    """Return `count` stretches of the shipped text as byte values, and for each position the byte that follows."""
     from importlib import resources  # lazy: heavy
 
     import numpy as np  # lazy: heavy
@@ -72,7 +74,7 @@ def text_samples(count: int, length: int, seed: int) -> tuple[np.ndarray, np.nda
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run it all; exit code 0 when the loss fell."""
+    """Run it all; return exit code 0 when the loss fell."""
     import shutil  # lazy: heavy
 
     import numpy as np  # lazy: heavy
@@ -97,7 +99,8 @@ def run_demo(options: DemoOptions) -> int:
         quote(str(next(dumps.glob(f"*_{name}.ir")))) for name in ("schedule", "weight-versions")
     )
     say(
-        f"look around:\n  {command} inspect {quote(str(out / 'bundle'))} --schedule\n  {command} diff {before_versions} {after_versions}"
+        f"look around:\n  {command} inspect {quote(str(out / 'bundle'))} --schedule\n  {command} diff "
+        f"{before_versions} {after_versions}"
     )
     if not after < before:
         raise VerifyError(
@@ -107,7 +110,7 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def _compiled(out: Path, options: DemoOptions) -> Path:
-    """Write the model and its bundle; the path of the model."""
+    """Write the model and its bundle; return the path of the model."""
     from penstock.frontends.training import Training  # lazy: heavy
     from penstock.inspection.dump import Dump  # lazy: heavy
     from penstock.ir.cluster.cluster import Cluster  # lazy: heavy
@@ -139,7 +142,7 @@ def _compiled(out: Path, options: DemoOptions) -> Path:
 
 
 def _trained(out: Path, options: DemoOptions) -> list[float]:
-    """Train the bundle, and give the loss of every step."""
+    """Train the bundle, and return the loss of every step."""
     import numpy as np  # lazy: heavy
 
     from penstock.runtime.job.run import run_bundle  # lazy: heavy

@@ -1,4 +1,4 @@
-"""`penstock export`: the weights of a bundle or a checkpoint, in files that others read."""
+"""`penstock export`: the weights of a bundle or a checkpoint, in files that other programs read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="DIR",
-        help="take the weights of this checkpoint, or of the newest one in this directory; with 2bw the newer of its two versions "
-        "(default: the weights that the model had when it was compiled)",
+        help="take the weights of this checkpoint, or of the newest one in this directory; with 2bw the newer of its "
+        "two versions (default: the weights that the model had when it was compiled)",
     )
 
 

@@ -1,7 +1,7 @@
-"""`penstock plan --workload FILE.json`: place the graph of a file in the public device-placement format, and print the placement.
+"""`penstock plan --workload FILE.json`: place the graph of a file in the public device-placement format.
 
-Out: the optimum (or what was found, and how far from the optimum it can be), what every device has, and which
-nodes are where, by the ids of the file.
+Out: the optimum (or the best placement that was reached, and how far from the optimum it can be), the load of every
+device, and which nodes are where, by the ids of the file.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from penstock.passes.placement.problem import Placement
     from penstock.passes.placement.workload import Workload
 
-# What a solver proves to a millionth is proven.
+# A gap of a millionth counts as proof of an optimum.
 PROVEN = 2e-6
 _OWN = ("workload", "objective", "contiguous", "any")
 _WAIT = 2.0
 
 
 def check(arguments: Namespace) -> None:
-    """UsageError unless a plan is one of a model or one of a workload."""
-    given = [f"--{name}" for name in _OWN if getattr(arguments, name)]
+    """Raise UsageError unless a plan is one of a model or one of a workload."""
+    flags = [f"--{name}" for name in _OWN if getattr(arguments, name)]
     if arguments.workload is None:
-        if given:
-            raise UsageError(f"{', '.join(given)} without --workload", hint="these are for placement files")
+        if flags:
+            raise UsageError(f"{', '.join(flags)} without --workload", hint="these are for placement files")
         if arguments.model is None:
             raise UsageError("nothing to plan: give MODEL.onnx, or --workload FILE.json")
         return
@@ -59,22 +59,22 @@ def run(arguments: Namespace) -> None:
     progress = _Patient()
     objective = arguments.objective or "throughput"
     if objective == "latency":
-        found = place_for_latency(workload.problem, progress=progress)
+        placement = place_for_latency(workload.problem, progress=progress)
     elif arguments.any:
-        found = split_freely(workload.problem, progress=progress)
+        placement = split_freely(workload.problem, progress=progress)
     else:
-        found = split_contiguously(workload.problem, progress=progress)
+        placement = split_contiguously(workload.problem, progress=progress)
     progress.close()
     if arguments.json:
-        print(json.dumps(as_json(workload, found, objective, not arguments.any)))
+        print(json.dumps(as_json(workload, placement, objective, not arguments.any)))
     else:
-        print(as_text(workload, found, objective, not arguments.any))
-        for note in found.notes:
+        print(as_text(workload, placement, objective, not arguments.any))
+        for note in placement.notes:
             say(note)
 
 
 class _Patient:
-    """Progress of what takes longer than two seconds."""
+    """The progress of work that takes longer than two seconds."""
 
     def __init__(self) -> None:
         self._begin, self._line, self._shown = time.monotonic(), Progress("plan"), False
@@ -88,37 +88,37 @@ class _Patient:
         self._line.close()
 
 
-def as_json(workload: Workload, found: Placement, objective: str, contiguous: bool) -> dict[str, object]:
-    """All of it; times and bytes in the units of the file."""
+def as_json(workload: Workload, placement: Placement, objective: str, contiguous: bool) -> dict[str, object]:
+    """Return all of a placement; times and bytes in the units of the file."""
     from penstock.passes.placement.problem import loads  # lazy: heavy
 
-    problem, optimal = found.problem, found.gap <= PROVEN
+    problem, optimal = placement.problem, placement.gap <= PROVEN
     rows = [
         {
             "name": name,
             "load": row.total,
             "transfer": row.transfer,
             "memory": row.memory,
-            "nodes": _nodes(workload, found, d),
+            "nodes": _nodes(workload, placement, d),
         }
-        for d, (name, row) in enumerate(zip(problem.device_names(), loads(problem, found.device_of), strict=True))
+        for d, (name, row) in enumerate(zip(problem.device_names(), loads(problem, placement.device_of), strict=True))
     ]
     about = {
         "objective": objective,
         "contiguous": contiguous,
-        "value": found.value,
-        "bound": found.bound,
-        "gap": found.gap,
+        "value": placement.value,
+        "bound": placement.bound,
+        "gap": placement.gap,
         "optimal": optimal,
     }
-    return about | {"devices": rows, "notes": list(found.notes)}
+    return about | {"devices": rows, "notes": list(placement.notes)}
 
 
-def as_text(workload: Workload, found: Placement, objective: str, contiguous: bool) -> str:
-    """A line that says what was found, a table of devices, and the nodes of each."""
+def as_text(workload: Workload, placement: Placement, objective: str, contiguous: bool) -> str:
+    """Return a line with the value of a placement, a table of devices, and the nodes of each."""
     from penstock.passes.placement.problem import loads  # lazy: heavy
 
-    problem, names = found.problem, found.problem.device_names()
+    problem, names = placement.problem, placement.problem.device_names()
     what = (
         "latency of one sample"
         if objective == "latency"
@@ -126,12 +126,12 @@ def as_text(workload: Workload, found: Placement, objective: str, contiguous: bo
     )
     sure = (
         "the optimum"
-        if found.gap <= PROVEN
-        else f"at most {found.gap:.2%} above the optimum, which is at least {found.bound:.9g}"
+        if placement.gap <= PROVEN
+        else f"at most {placement.gap:.2%} above the optimum, which is at least {placement.bound:.9g}"
     )
-    rows = loads(problem, found.device_of)
+    rows = loads(problem, placement.device_of)
     if objective == "latency":
-        header, cells = _calls(found)
+        header, cells = _calls(placement)
     else:
         header = ["device", "nodes", "load", "of which transfers", "share", "memory"]
         cells = [
@@ -140,7 +140,7 @@ def as_text(workload: Workload, found: Placement, objective: str, contiguous: bo
                 row.nodes,
                 f"{row.total:.9g}",
                 f"{row.transfer:.9g}",
-                f"{row.total / found.value:.0%}" if found.value else "-",
+                f"{row.total / placement.value:.0%}" if placement.value else "-",
                 shown_bytes(row.memory),
             ]
             for name, row in zip(names, rows, strict=True)
@@ -148,28 +148,31 @@ def as_text(workload: Workload, found: Placement, objective: str, contiguous: bo
     width = terminal_width() or 140
     lists = []
     for d, name in enumerate(names):
-        nodes = " ".join(map(str, _nodes(workload, found, d))) or "nothing"
+        nodes = " ".join(map(str, _nodes(workload, placement, d))) or "nothing"
         lists.append(textwrap.fill(f"{name}: {nodes}", width, subsequent_indent="    ", break_long_words=False))
-    return "\n".join([f"{what}: {found.value:.12g}, {sure}", table(header, cells), *lists])
+    return "\n".join([f"{what}: {placement.value:.12g}, {sure}", table(header, cells), *lists])
 
 
-def _calls(found: Placement) -> tuple[list[str], list[list[object]]]:
-    """Rows of when each accelerator runs; CPU nodes run one by one, as many at once as there are to run."""
+def _calls(placement: Placement) -> tuple[list[str], list[list[object]]]:
+    """Return the times when each accelerator runs, as rows; CPU nodes run one by one, as many at once as there are to
+    run."""
     from penstock.passes.placement.calls import ends  # lazy: heavy
 
-    times = ends(found.problem, found.device_of)
+    times = ends(placement.problem, placement.device_of)
     assert times is not None
-    kinds, cells = found.problem.devices, []
-    for d, name in enumerate(found.problem.device_names()):
-        mine = [times[n] for n, device in enumerate(found.device_of) if device == d]
+    kinds, cells = placement.problem.devices, []
+    for d, name in enumerate(placement.problem.device_names()):
+        mine = [times[n] for n, device in enumerate(placement.device_of) if device == d]
         memory = sum(
-            node.memory for node, device in zip(found.problem.nodes, found.device_of, strict=True) if device == d
+            node.memory
+            for node, device in zip(placement.problem.nodes, placement.device_of, strict=True)
+            if device == d
         )
-        if found.problem.kinds[kinds[d]].pays_transfers or mine:
+        if placement.problem.kinds[kinds[d]].pays_transfers or mine:
             begin, end = (f"{min(b for b, _ in mine):.9g}", f"{max(e for _, e in mine):.9g}") if mine else ("-", "-")
             cells.append([name, len(mine), begin, end, shown_bytes(memory)])
     return ["device", "nodes", "first start", "last end", "memory"], cells
 
 
-def _nodes(workload: Workload, found: Placement, device: int) -> list[int]:
-    return sorted(number for number, d in zip(workload.ids, found.device_of, strict=True) if d == device)
+def _nodes(workload: Workload, placement: Placement, device: int) -> list[int]:
+    return sorted(number for number, d in zip(workload.ids, placement.device_of, strict=True) if d == device)

@@ -1,5 +1,7 @@
-"""`penstock plan`: choose stages and devices for a model, and show the choice. With --grade (grade.py) and --workload (placement.py) it is
-about other things than models."""
+"""`penstock plan`: choose stages and devices for a model, and show the choice.
+
+With --grade (commands/running/grade.py) and --workload (placement.py) it is about other things than models.
+"""
 
 from __future__ import annotations
 

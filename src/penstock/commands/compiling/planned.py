@@ -1,4 +1,4 @@
-"""The plan that arguments ask for: what `plan` and `compile` have in common, and `verify --bisect`."""
+"""The plan that arguments ask for, as `plan`, `compile` and `verify --bisect` make it."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ def _cluster(arguments: Namespace) -> Cluster:
 def _searched(
     arguments: Namespace, source: ModelFile, cluster: Cluster, training: Training | None, feedback: Feedback
 ) -> Plan:
-    """The choice of the planner for batches of `--batch` samples."""
+    """Let the planner choose for batches of `--batch` samples."""
     from penstock.planning.search import search_file  # lazy: heavy
 
     source.check()
     if training is None:
         raise UsageError("--batch plans for training", hint="add --loss, or leave --batch out for an inference plan")
     fixed = {"--stages": arguments.stages, "--microbatches": arguments.microbatches, "--split-at": arguments.split_at}
-    given = [flag for flag, value in fixed.items() if value]
-    if given:
+    flags = [flag for flag, value in fixed.items() if value]
+    if flags:
         raise UsageError(
-            f"{', '.join(given)} with --batch: the planner chooses that",
+            f"{', '.join(flags)} with --batch: the planner chooses that",
             hint="leave out one or the other; --dim beside --batch gives the size of a microbatch",
         )
     schedules = {None: SYNCHRONOUS, "auto": TRAINING}.get(arguments.schedule, (arguments.schedule,))
@@ -93,7 +93,7 @@ def _searched(
 def _from_file(
     arguments: Namespace, source: ModelFile, cluster: Cluster, training: Training | None, feedback: Feedback
 ) -> Plan:
-    """The plan of a file, carried out."""
+    """Carry out the plan of a file."""
     from penstock.ir.batch_shares import microbatch_size
     from penstock.passes.schedules.schedule import SCHEDULES as KINDS  # lazy: heavy
     from penstock.planning.pipeline import plan_model  # lazy: heavy
@@ -101,10 +101,10 @@ def _from_file(
 
     source.check()
     fixed = ("batch", "stages", "microbatches", "split_at", "replicas", "schedule", "recompute")
-    given = [f"--{name.replace('_', '-')}" for name in fixed if getattr(arguments, name)]
-    if given:
+    flags = [f"--{name.replace('_', '-')}" for name in fixed if getattr(arguments, name)]
+    if flags:
         raise UsageError(
-            f"{', '.join(given)} with --plan: the file says that", where=arguments.plan, hint="edit the file"
+            f"{', '.join(flags)} with --plan: the file says that", where=arguments.plan, hint="edit the file"
         )
     settings, samples = load_plan_file(arguments.plan, [device.name for device in cluster.devices])
     options = replace(settings_from(PlanOptions, arguments), **settings, hints=False)
@@ -153,10 +153,10 @@ def training_of(arguments: Namespace) -> Training | None:
             "--schedule": arguments.schedule,
             "--recompute": arguments.recompute,
         }
-        given = [flag for flag, value in flags.items() if value is not None]
-        if given:
+        stray = [flag for flag, value in flags.items() if value is not None]
+        if stray:
             raise UsageError(
-                f"{', '.join(given)} without a loss to train on",
+                f"{', '.join(stray)} without a loss to train on",
                 hint="add --loss, or --train with a file that names one",
             )
         return None
@@ -175,11 +175,11 @@ def training_of(arguments: Namespace) -> Training | None:
 
 
 def _optimizer(arguments: Namespace, settings: Optimizer | None) -> Optimizer | None:
-    """The optimiser of the flags on top of that of a file."""
+    """Return the optimiser of the flags on top of that of a file."""
     from penstock.ir.training.optimizers import optimizer_of  # lazy: heavy
 
-    given = {"lr": arguments.lr, "weight_decay": arguments.weight_decay}
-    changes = {name: value for name, value in given.items() if value is not None}
+    flags = {"lr": arguments.lr, "weight_decay": arguments.weight_decay}
+    changes = {name: value for name, value in flags.items() if value is not None}
     if not arguments.optimizer and not changes:
         return settings
     if arguments.optimizer or settings is None:

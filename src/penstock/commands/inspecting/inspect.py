@@ -1,5 +1,7 @@
-"""`penstock inspect`: which facts of a bundle, a dump folder or an IR file are asked for, in which form. Data goes to stdout, words for
-people to stderr."""
+"""`penstock inspect`: show facts of a bundle, a dump folder or an IR file, in the form that is asked for.
+
+Data goes to stdout, words for people to stderr.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.ir.graph import Graph, Module
 
 
-# What can be shown, by the flag that asks for it; and what can be JSON.
+# The views, by the flag that asks for each; the files among them, those with a name, and those that can be JSON.
 _VIEWS = (
     "graph",
     "flow",
@@ -39,7 +41,7 @@ _VIEWS = (
     "export",
     "html",
 )
-# Of all ranks, in what is shown or written.
+# The most actions of all ranks that are shown or written.
 _MOST_ACTIONS = 1_000_000
 _FILES = ("export", "html")
 _NAMED = ("why", "graph", "flow", "op", "source", "export", "html", "dumps", "trace", "checkpoint")
@@ -85,8 +87,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--export",
         action="append",
         metavar="FILE",
-        help="write the model as .dot (Graphviz) or .onnx (Netron) with stages and devices, or the schedule as .json (Chrome trace, "
-        "simulated) or .csv; may be given several times",
+        help="write the model as .dot (Graphviz) or .onnx (Netron) with stages and devices, or the schedule as .json "
+        "(Chrome trace, simulated) or .csv; may be given several times",
     )
     parser.add_argument(
         "--html",
@@ -107,8 +109,8 @@ def _add_views(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
         metavar="FILE",
-        help="with --memory: what a run with --trace held, beside the plan, and which blocks lay idle; with --html: that run beside the "
-        "plan",
+        help="with --memory: what a run with --trace held, beside the plan, and which blocks lay idle; with --html: "
+        "that run beside the plan",
     )
     parser.add_argument(
         "--params",
@@ -140,15 +142,15 @@ def run(arguments: Namespace) -> None:
     from penstock.inspection.subject import open_subject  # lazy: heavy
     from penstock.ir.text import print_graph  # lazy: heavy
 
-    asked = [name for name in _VIEWS if getattr(arguments, name) not in (None, False)]
-    _check(arguments, asked)
+    wanted = [name for name in _VIEWS if getattr(arguments, name) not in (None, False)]
+    _check(arguments, wanted)
     reads = {"what is looked at": arguments.file} | {
         f"--{name}": getattr(arguments, name) for name in ("dumps", "trace", "checkpoint")
     }
     check_outputs(arguments.export or (), arguments.html, reads)
     subject = open_subject(arguments.file, arguments.dumps)
     batches = settings_from(InspectOptions, arguments).batches
-    _check_batches(subject.module, asked, batches)
+    _check_batches(subject.module, wanted, batches)
     if arguments.why:
         _show_why(subject, arguments)
     for name in arguments.graph or ():
@@ -174,14 +176,14 @@ def run(arguments: Namespace) -> None:
             say(f"wrote {path}")
     if arguments.html:
         _write_report(subject, arguments)
-    if not asked:
+    if not wanted:
         _show_summary(subject.module, arguments.json)
 
 
-def _check(arguments: Namespace, asked: Sequence[str]) -> None:
-    """Options that do not go together, all of them at once, before anything is read."""
+def _check(arguments: Namespace, wanted: Sequence[str]) -> None:
+    """Refuse options that do not go together, all of them at once, before anything is read."""
     problems = [f"--{name} without a name" for name in _NAMED if "" in _listed(getattr(arguments, name))]
-    views = {"kernels" if name == "measure" else name for name in asked if name not in _FILES}
+    views = {"kernels" if name == "measure" else name for name in wanted if name not in _FILES}
     if arguments.json and (len(views) > 1 or not views <= set(_AS_JSON)):
         problems.append(f"--json is of one thing: the summary, {', '.join(f'--{name}' for name in _AS_JSON)}")
     if arguments.checkpoint and not arguments.params:
@@ -194,9 +196,9 @@ def _check(arguments: Namespace, asked: Sequence[str]) -> None:
         raise UsageError("; ".join(problems))
 
 
-def _check_batches(module: Module, asked: Sequence[str], batches: int) -> None:
-    """UsageError where so many batches are asked for that nobody would see the end."""
-    if module.schedule is None or not {"schedule", "memory", "export"} & set(asked):
+def _check_batches(module: Module, wanted: Sequence[str], batches: int) -> None:
+    """Raise UsageError where so many batches are asked for that a reader would not come to the end."""
+    if module.schedule is None or not {"schedule", "memory", "export"} & set(wanted):
         return
     per_batch = sum(len(program.batch) for program in module.schedule.ranks.values())
     most = max(1, _MOST_ACTIONS // max(1, per_batch))
@@ -207,8 +209,8 @@ def _check_batches(module: Module, asked: Sequence[str], batches: int) -> None:
         )
 
 
-def _listed(given: str | Sequence[str] | None) -> Sequence[str]:
-    return () if given is None else [given] if isinstance(given, str) else given
+def _listed(words: str | Sequence[str] | None) -> Sequence[str]:
+    return () if words is None else [words] if isinstance(words, str) else words
 
 
 def _write_report(subject: Subject, arguments: Namespace) -> None:
@@ -236,26 +238,26 @@ def _show_why(subject: Subject, arguments: Namespace) -> None:
     from penstock.inspection.views.text import show_why  # lazy: heavy
     from penstock.inspection.why import why  # lazy: heavy
 
-    found = why(subject, arguments.why)
-    print(as_json(found) if arguments.json else show_why(found, colours.wanted()))
+    explanation = why(subject, arguments.why)
+    print(as_json(explanation) if arguments.json else show_why(explanation, colours.wanted()))
 
 
 def _graphs(module: Module, name: str) -> list[Graph]:
-    """One graph by its name, or those of a stage: `s0` and `0` are alike."""
+    """Return one graph by its name, or those of a stage: `s0` and `0` are alike."""
     stage = name.removeprefix("s")
-    found = [
+    graphs = [
         graph
         for graph in module.graphs.values()
         if graph.name == name or (stage.isdecimal() and graph.name.startswith(f"s{stage}."))
     ]
-    if not found:
+    if not graphs:
         stages = [
             f"s{stage.index}"
             for stage in module.stages
             if any(graph.startswith(f"s{stage.index}.") for graph in module.graphs)
         ]
         raise UsageError(f"no graph {name!r}", hint=f"there are {', '.join([*module.graphs, *stages])}")
-    return found
+    return graphs
 
 
 def _show_flow(module: Module, name: str) -> None:
@@ -313,8 +315,8 @@ def _show_traced_memory(module: Module, arguments: Namespace) -> None:
     from penstock.inspection.views.traced_memory import show_traced_memory  # lazy: heavy
     from penstock.runtime.telemetry.memory_trace import read_trace  # lazy: heavy
 
-    found = traced_memory(module, read_trace(arguments.trace), arguments.trace)
-    print(as_json(found) if arguments.json else show_traced_memory(found, terminal_width()))
+    memory = traced_memory(module, read_trace(arguments.trace), arguments.trace)
+    print(as_json(memory) if arguments.json else show_traced_memory(memory, terminal_width()))
 
 
 def _show_params(subject: Subject, arguments: Namespace) -> None:
@@ -325,8 +327,8 @@ def _show_params(subject: Subject, arguments: Namespace) -> None:
     if arguments.checkpoint:
         arrays, step = checkpoint_arrays(arguments.checkpoint, subject.module)
         say(f"elements after {step} steps")
-    found = {name: statistics(array) for name, array in arrays.items() if name in subject.module.vars}
-    print(as_json(found) if arguments.json else show_params(subject.module, found, terminal_width()))
+    numbers = {name: statistics(array) for name, array in arrays.items() if name in subject.module.vars}
+    print(as_json(numbers) if arguments.json else show_params(subject.module, numbers, terminal_width()))
 
 
 # ------------------------------------------------------------------------------------------------ kernels
@@ -356,7 +358,7 @@ def _show_kernels(subject: Subject, arguments: Namespace) -> None:
 
 
 def _keep_times(rows: Sequence[KernelRow], backend: str, threads: int) -> None:
-    """Measured kernels go into the table that plans may use."""
+    """Put measured kernels into the table that plans may use."""
     from penstock.calibration.measured import Measured  # lazy: heavy
     from penstock.passes.kernels.divide import Kernel  # lazy: heavy
 
@@ -369,6 +371,7 @@ def _keep_times(rows: Sequence[KernelRow], backend: str, threads: int) -> None:
 
 
 def _measured_with(subject: Subject) -> tuple[str, int]:
-    """The back end, and the smallest number of threads any rank of a bundle has, as this process has one number of them only."""
+    """Return the back end, and the smallest number of threads any rank of a bundle has, as this process has one number
+    of them only."""
     threads = [] if subject.bundle is None else [rank.threads for rank in subject.bundle.manifest.ranks]
     return subject.backend, min(threads, default=1)

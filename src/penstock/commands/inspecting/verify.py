@@ -1,5 +1,6 @@
-"""`penstock verify`: which of its questions is asked, and whether the options go together. In: parsed arguments. Out: the exit code
-of checks.py, parity.py or bisecting.
+"""`penstock verify`: choose one of its questions, and check that the options go together.
+
+In: parsed arguments. Out: the exit code of checks.py, parity.py or bisect in penstock.verification.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.verification.bisect.steps import Trail
 
 
-# What only a question of its own makes sense of.
+# Arguments that belong to one question alone.
 _OF_PARITY = ("optimizers", "seeds")
 _OF_BISECT = ("repro", "shrink")
 # Arguments of `compile`, which --bisect takes for a model; these three --parity takes, too.
@@ -48,7 +49,7 @@ _OF_COMPILE = (
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Settings of a check; those that are None are for each question to fill in."""
+    """Settings of a check; each question fills in those that are None."""
 
     steps: int | None = setting(
         None,
@@ -59,8 +60,8 @@ class VerifyOptions:
     seed: int | None = setting(None, "for the random inputs (default: 0)", check=SEED, shown="N")
     tolerance: float | None = setting(
         None,
-        "largest relative error that passes (default: 1e-5; with 16-bit floats what their roundings do to this model; with --bisect "
-        "and FILE.ir what rounding explains, which is printed)",
+        "largest relative error that passes (default: 1e-5; with 16-bit floats what their roundings do to this model; "
+        "with --bisect and FILE.ir what rounding explains, which is printed)",
         read=float,
         shown="X",
     )
@@ -70,20 +71,21 @@ class VerifyOptions:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add those of a model, and those of each question."""
+    """Add the arguments of a model, and those of each question."""
     add_model_arguments(parser, metavar="MODEL.onnx|BUNDLE|DUMPS|FILE.ir")
     add_settings(parser.add_argument_group("checking"), VerifyOptions)
     bisect = parser.add_argument_group("with --bisect (and the arguments of `compile`, for a model)")
     bisect.add_argument(
         "--bisect",
         action="store_true",
-        help="name the first pass, stage, operation and tensor that is wrong: the import against onnxruntime, the module after each "
-        "pass, then the kernels of each stage against the interpreter",
+        help="name the first pass, stage, operation and tensor that is wrong: the import against onnxruntime, the "
+        "module after each pass, then the kernels of each stage against the interpreter",
     )
     bisect.add_argument(
         "--repro",
         metavar="DIR",
-        help="where the smallest reproducer of what is wrong goes, or none (default: the name of what is checked, with .repro)",
+        help="where the smallest reproducer of what is wrong goes, or none (default: the name of what is checked, "
+        "with .repro)",
     )
     bisect.add_argument(
         "--shrink",
@@ -95,7 +97,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def _add_parity(parser: ArgumentParser) -> None:
-    """Add those of the questions after FILE.ir and after late updates."""
+    """Add the arguments of the questions after FILE.ir and after late updates."""
     files = parser.add_argument_group("with FILE.ir")
     files.add_argument(
         "-p",
@@ -112,7 +114,8 @@ def _add_parity(parser: ArgumentParser) -> None:
     parity.add_argument(
         "--data",
         metavar="FILE|synthetic",
-        help="npz with one array per input, shuffled (default: synthetic); with a model or FILE.ir the inputs.safetensors of a reproducer",
+        help="npz with one array per input, shuffled (default: synthetic); with a model or FILE.ir the "
+        "inputs.safetensors of a reproducer",
     )
     parity.add_argument(
         "--optimizers", metavar="LIST", help="kinds, each perhaps with its learning rate (default: momentum,adamw,muon)"
@@ -157,8 +160,8 @@ def _given(arguments: Namespace, names: tuple[str, ...]) -> list[str]:
 
 
 def _refuse(arguments: Namespace, names: tuple[str, ...], when: bool, why: str) -> None:
-    if when and (given := _given(arguments, names)):
-        raise UsageError(f"{', '.join(given)} {why}")
+    if when and (flags := _given(arguments, names)):
+        raise UsageError(f"{', '.join(flags)} {why}")
 
 
 def _verify_folder(arguments: Namespace, options: VerifyOptions) -> int:
@@ -215,10 +218,10 @@ def _verify_parity(arguments: Namespace, options: VerifyOptions) -> int:
 
     if Path(arguments.model).is_dir():
         raise UsageError("--parity trains a model, not a bundle", where=arguments.model)
-    given = [f"--{name}" for name in ("seed", "tolerance") if getattr(options, name) is not None]
-    if given:
+    flags = [f"--{name}" for name in ("seed", "tolerance") if getattr(options, name) is not None]
+    if flags:
         raise UsageError(
-            f"{', '.join(given)} with --parity",
+            f"{', '.join(flags)} with --parity",
             hint="--seeds says how many runs there are of each; a gap is reported, not judged",
         )
     if arguments.loss is None:
@@ -269,9 +272,9 @@ def _trail(arguments: Namespace, options: VerifyOptions) -> AbstractContextManag
     path = Path(arguments.model)
     if not path.is_dir():
         return _of_model(arguments, options)
-    given = _given(arguments, (*_SHARED, "dim", "known"))
-    if given:
-        raise UsageError(f"{', '.join(given)} are for models; a folder has them built in", where=str(path))
+    flags = _given(arguments, (*_SHARED, "dim", "known"))
+    if flags:
+        raise UsageError(f"{', '.join(flags)} are for models; a folder has them built in", where=str(path))
     if (path / MANIFEST).exists():
         if options.backend:
             raise UsageError("--backend is for models and dumps; a bundle has it built in", where=str(path))
@@ -291,9 +294,9 @@ def _of_model(arguments: Namespace, options: VerifyOptions) -> Iterator[Trail]:
 
     check_cache(options.backend or "tvm")
     names = {"frozen": arguments.frozen, "trained": arguments.trained}
-    given = _given(arguments, ("dump_ir_filter",)) + (["--dump-ir-changed"] if arguments.dump_ir_changed else [])
-    if given:
-        raise UsageError(f"{', '.join(given)} with --bisect, which reads whole modules")
+    flags = _given(arguments, ("dump_ir_filter",)) + (["--dump-ir-changed"] if arguments.dump_ir_changed else [])
+    if flags:
+        raise UsageError(f"{', '.join(flags)} with --bisect, which reads whole modules")
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         folder = Path(arguments.dump_ir or Path(scratch) / "dumps")
 

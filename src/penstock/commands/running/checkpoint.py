@@ -1,4 +1,6 @@
-"""`penstock checkpoint`: what is in a folder of checkpoints, whether it is whole, and the weights out of one. None of it needs the bundle.
+"""`penstock checkpoint`: list the checkpoints of a folder, check them, and take the weights out of one.
+
+None of it needs the bundle.
 
 ls       one row per checkpoint; sizes and the index are looked at, contents are not
 verify   every file is read and compared with its hash; exit code 5 when anything is wrong
@@ -75,23 +77,23 @@ def _list(arguments: Namespace) -> None:
             say(f"warning: {row['name']}: {problem}")
 
 
-def _places(given: str) -> list[Path]:
-    """The checkpoint of a path, or all of a directory, oldest first."""
+def _places(named: str) -> list[Path]:
+    """Return the checkpoint of a path, or all of a directory, oldest first."""
     from penstock.runtime.checkpoint.finding import directory_meant, find_checkpoint, is_place  # lazy: heavy
     from penstock.runtime.checkpoint.format import saved_steps  # lazy: heavy
 
-    path = directory_meant(given)
+    path = directory_meant(named)
     if is_place(path):
         return [path]
     places = list(reversed(saved_steps(path)))
     if not places:
         find_checkpoint(path)  # which says what is missing
-        raise UsageError("there is no checkpoint", where=given)
+        raise UsageError("there is no checkpoint", where=named)
     return places
 
 
 def _row(place: Path) -> dict[str, Any]:
-    """Read what the index of a checkpoint says, and what can be seen to be wrong without reading tensors."""
+    """Read the index of a checkpoint, and list the problems that can be seen without reading tensors."""
     from datetime import UTC, datetime  # lazy: heavy
 
     from penstock.runtime.checkpoint.finding import latest_name  # lazy: heavy

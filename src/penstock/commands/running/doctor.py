@@ -64,7 +64,8 @@ def _threads(text: str | None) -> tuple[int, ...]:
 
 
 def _check_place(path: Path) -> None:
-    """A minute of measuring should not end in a folder that is not there."""
+    """Raise UsageError where the file cannot be written: measuring takes a minute, and should not end in a folder that
+    is not there."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(
             "is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}",

@@ -1,4 +1,7 @@
-"""`penstock plan BUNDLE --grade METRICS`: a run against the plan of its bundle, as a table; corrections are kept (calibration/grade.py)."""
+"""`penstock plan BUNDLE --grade METRICS`: a run against the plan of its bundle, as a table.
+
+Corrections are kept (calibration/grade.py).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.backends.bundle.format import Bundle
     from penstock.calibration.grade import Graded
 
-# All that a grade needs to know.
+# The arguments of a grade.
 _OF_GRADES = ("command", "model", "grade", "trace", "json", "verbose")
 
 
@@ -59,37 +62,40 @@ def _row(what: str, kind: str, predicted: float, measured: float) -> list[str]:
     ]
 
 
-def _kept(found: Graded, trace: str | None, bundle: Bundle) -> str:
+def _kept(graded: Graded, trace: str | None, bundle: Bundle) -> str:
     from penstock.calibration.grade import PLAUSIBLE  # lazy: heavy
     from penstock.calibration.measured import is_here  # lazy: heavy
 
-    if found.kept:
-        return f"kept {found.factor:.2f} as a correction for this machine's processor"
-    if found.factor is not None and bundle.manifest.backend == "tvm":
+    if graded.kept:
+        return f"kept {graded.factor:.2f} as a correction for this machine's processor"
+    if graded.factor is not None and bundle.manifest.backend == "tvm":
         low, high = PLAUSIBLE
         return (
-            f"warning: work took {found.factor:.3g} times as long; that is not kept, as corrections are from {low:g} to {high:g}: was "
-            "the machine busy, is the cluster file of this machine?"
+            f"warning: work took {graded.factor:.3g} times as long; that is not kept, as corrections are from {low:g} "
+            f"to {high:g}: was the machine busy, is the cluster file of this machine?"
         )
-    if found.factor is not None:
-        return f"work took {found.factor:.2f} times as long; that is not kept, as it is of {bundle.manifest.backend}, not of compiled code"
+    if graded.factor is not None:
+        return (
+            f"work took {graded.factor:.2f} times as long; that is not kept, as it is of {bundle.manifest.backend}, "
+            "not of compiled code"
+        )
     cluster = bundle.module.cluster
     if cluster is None or not any(map(is_here, cluster.devices)):
         return "no correction is kept, as no device of the plan is this machine's processor"
-    rest = "launches and calls" if trace else "links, messages and calls"
+    others = "launches and calls" if trace else "links, messages and calls"
     more = "" if trace else "; a run with --trace tells them apart: give its trace, too"
-    return f"no correction is kept, as {rest} alone are more than half of the time{more}"
+    return f"no correction is kept, as {others} alone are more than half of the time{more}"
 
 
-def as_dict(found: Graded) -> dict[str, Any]:
-    """A grade as plain data."""
+def as_dict(graded: Graded) -> dict[str, Any]:
+    """Return a grade as plain data."""
     return {
-        "predicted_s": found.predicted,
-        "measured_s": found.measured,
-        "ratio": found.measured / found.predicted,
-        "steps": found.steps,
-        "correction": found.factor if found.kept else None,
+        "predicted_s": graded.predicted,
+        "measured_s": graded.measured,
+        "ratio": graded.measured / graded.predicted,
+        "steps": graded.steps,
+        "correction": graded.factor if graded.kept else None,
         "computing": [
-            {"rank": rank, "kind": kind, "predicted_s": a, "measured_s": b} for rank, kind, a, b in found.computing
+            {"rank": rank, "kind": kind, "predicted_s": a, "measured_s": b} for rank, kind, a, b in graded.computing
         ],
     }

@@ -1,8 +1,11 @@
-"""`penstock infer`: a file's samples as requests to an inference bundle. In: options. Out: a file of outputs, and how fast it went.
+"""`penstock infer`: a file's samples as requests to an inference bundle.
 
-The file is cut into requests of `request` samples (one microbatch unless told otherwise), which are handed over as fast as the queue takes
-them: that measures throughput. A request's latency is the time from its handing over until its outputs are there; in throughput mode that
-is mostly waiting behind the others, in latency mode each is handed over when the one before it is answered. Loading is no part of either.
+In: options. Out: a file of outputs, and the speed.
+
+The file is cut into requests of `request` samples (one microbatch by default), which are handed over as fast as the
+queue takes them: that measures throughput. A request's latency is the time from its handing over until its outputs are
+there. In throughput mode that is mostly waiting behind other requests; in latency mode each is handed over when the one
+before it is answered. Loading is no part of either.
 """
 
 from __future__ import annotations
@@ -62,11 +65,11 @@ class InferOptions:
     )
 
     def check(self) -> None:
-        """UsageError where the work would be for nothing."""
+        """Raise UsageError where the work would be for nothing."""
         from penstock.support.paths import file_problem  # lazy: heavy
 
         problems = []
-        # Now, not when the work is done.
+        # Checked before the work, not when it is done.
         if self.output is not None and (problem := file_problem(os.path.abspath(self.output))):
             problems.append(f"cannot write the outputs to {self.output}: {problem}")
         if self.samples is not None and self.data != "synthetic":
@@ -91,10 +94,10 @@ class InferReport:
     latency_s: dict[str, float]
 
     def text(self) -> str:
-        found = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in self.latency_s.items())
+        latencies = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in self.latency_s.items())
         return (
             f"{self.requests} requests of {self.samples_per_request} samples ({self.mode}): {self.samples} samples in "
-            f"{self.seconds:.2f} s, {self.samples_per_s:.1f} samples/s\nlatency {found}"
+            f"{self.seconds:.2f} s, {self.samples_per_s:.1f} samples/s\nlatency {latencies}"
         )
 
 
@@ -110,18 +113,18 @@ def run(arguments: Namespace) -> None:
 
 
 def infer(options: InferOptions) -> InferReport:
-    """Answer all requests, and write what they gave."""
+    """Answer all requests, and write their outputs."""
     from penstock.ir.batch_shares import microbatch_size
     from penstock.runtime.data.files import read_npz  # lazy: heavy
     from penstock.runtime.job.job import open as open_job  # lazy: heavy
 
     options.check()
-    given = None if options.data == "synthetic" else read_npz(Path(options.data))
+    inputs = None if options.data == "synthetic" else read_npz(Path(options.data))
     with open_job(options.bundle, timeout=options.timeout, mode=options.mode) as job:
-        if given is None:
-            given = synthetic(job.module, options.samples or 64 * microbatch_size(job.module), options.seed)
+        if inputs is None:
+            inputs = synthetic(job.module, options.samples or 64 * microbatch_size(job.module), options.seed)
         size = options.request or microbatch_size(job.module)
-        outputs, report = answer(job, given, size, options.mode, where=options.data, keep=options.output is not None)
+        outputs, report = answer(job, inputs, size, options.mode, where=options.data, keep=options.output is not None)
     if options.output is not None:
         _write(Path(options.output), outputs)
         for name, array in outputs.items():
@@ -133,7 +136,7 @@ def infer(options: InferOptions) -> InferReport:
 
 
 def synthetic(module: Module, samples: int, seed: int) -> Arrays:
-    """Seeded noise of the right types."""
+    """Return seeded noise of the right types."""
     import numpy as np  # lazy: heavy
 
     from penstock.ir.batch_shares import microbatch_size
@@ -149,9 +152,10 @@ def synthetic(module: Module, samples: int, seed: int) -> Arrays:
 
 
 def answer(
-    job: Job, given: Arrays, size: int, mode: str, *, where: str = "inputs", keep: bool = True
+    job: Job, inputs: Arrays, size: int, mode: str, *, where: str = "inputs", keep: bool = True
 ) -> tuple[Arrays, InferReport]:
-    """All samples as requests of up to `size` samples, and their outputs one after the other, where the caller keeps them."""
+    """Answer all samples as requests of up to `size` samples; return their outputs one after the other, where the
+    caller keeps them."""
     inference = job.inference
     if inference is None:
         raise UsageError(
@@ -159,7 +163,7 @@ def answer(
             where=str(job.bundle.path),
             hint="compile the model without a loss for inference",
         )
-    whole = inference.layout.request(given, where)
+    whole = inference.layout.request(inputs, where)
     requests = -(-whole.samples // size)
     # In latency mode no request waits behind another one.
     window = 1 if mode == "latency" else max(inference.queue, 4 * len(job.module.stages))

@@ -9,14 +9,14 @@ from penstock.commands.types import positive_number, seed_number, whole_number
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add what to train on and how; what is saved, what ends a run, and what is shown."""
+    """Add the data and how to train on it; saving, the ends of a run, and showing."""
     parser.add_argument("bundle", metavar="BUNDLE")
     parser.add_argument(
         "--data",
         default="synthetic",
         metavar="FILE|synthetic",
-        help="samples: .npz, .safetensors, .parquet, a folder of .npy, FILE:u16 of tokens, or INPUT=FILE,... (docs/data.md; default: "
-        "synthetic)",
+        help="samples: .npz, .safetensors, .parquet, a folder of .npy, FILE:u16 of tokens, or INPUT=FILE,... "
+        "(docs/data.md; default: synthetic)",
     )
     parser.add_argument(
         "--steps", type=positive_number, default=10, metavar="N", help="optimiser steps in this run (default: 10)"
@@ -29,8 +29,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--last-batch",
         choices=("wrap", "drop", "pad"),
         default="wrap",
-        help="where samples are no multiple of a batch: go on with the next epoch, drop the rest, or fill up from the same epoch "
-        "(default: wrap)",
+        help="where samples are no multiple of a batch: go on with the next epoch, drop the rest, or fill up from the "
+        "same epoch (default: wrap)",
     )
     parser.add_argument(
         "--eval-data",
@@ -52,7 +52,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def _add_saving(parser: ArgumentParser) -> None:
-    """Add what a run writes to go on from."""
+    """Add the files that a run writes to go on from."""
     parser.add_argument("--metrics", metavar="FILE", help="write one JSON object per step")
     parser.add_argument(
         "--checkpoint", metavar="DIR", help="write checkpoints here, at the end and every --checkpoint-every steps"
@@ -77,7 +77,7 @@ def _add_saving(parser: ArgumentParser) -> None:
 
 
 def _add_failing(parser: ArgumentParser) -> None:
-    """Add when a run gives up, and what it does then."""
+    """Add the reasons for which a run gives up, and its reaction."""
     parser.add_argument(
         "--heartbeat",
         type=float,
@@ -96,15 +96,16 @@ def _add_failing(parser: ArgumentParser) -> None:
         "--nan",
         choices=("stop", "skip", "warn"),
         default="warn",
-        help="a loss or gradient that is not finite: end the run, insist on a bundle that leaves such updates out, or warn (default: warn)",
+        help="a loss or gradient that is not finite: end the run, insist on a bundle that leaves such updates out, or "
+        "warn (default: warn)",
     )
     parser.add_argument(
         "--max-restarts",
         type=whole_number,
         default=0,
         metavar="N",
-        help="start the workers again after a failure, from the newest checkpoint, up to N times (default: 0; under torchrun that is its "
-        "option)",
+        help="start the workers again after a failure, from the newest checkpoint, up to N times (default: 0; under "
+        "torchrun that is its option)",
     )
     parser.add_argument(
         "--elastic",
@@ -114,22 +115,22 @@ def _add_failing(parser: ArgumentParser) -> None:
 
 
 def _add_showing(parser: ArgumentParser) -> None:
-    """Add where a run shows what it does, and who may hear."""
+    """Add the places where a run shows its work, and the secrets of a group."""
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of every action")
     parser.add_argument(
         "--log",
         action="append",
         default=[],
         metavar="KIND:WHERE",
-        help="send metrics there, too: tensorboard:DIR, wandb:PROJECT, mlflow:EXPERIMENT, prometheus:[HOST:]PORT or prometheus:FILE.prom; "
-        "may be given several times",
+        help="send metrics there, too: tensorboard:DIR, wandb:PROJECT, mlflow:EXPERIMENT, prometheus:[HOST:]PORT or "
+        "prometheus:FILE.prom; may be given several times",
     )
     parser.add_argument(
         "--log-ranks",
         default="0",
         metavar="LIST",
-        help="whose processes' own output to show, with rank and stage before each line: all, none, or numbers such as 0,2; "
-        "errors are shown in any case (default: 0)",
+        help="whose processes' own output to show, with rank and stage before each line: all, none, or numbers such "
+        "as 0,2; errors are shown in any case (default: 0)",
     )
     parser.add_argument(
         "--secret",

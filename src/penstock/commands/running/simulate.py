@@ -1,7 +1,7 @@
 """`penstock simulate`: the program of a bundle or IR file, run against modelled times, links, NICs, cores and memory.
 
-Times of computations come from the costs of passes/costs/prices.py, from the table of what was measured on this machine, or are measured now: each
-rank of the bundle by itself (src/penstock/calibration/rehearse.py).
+Times of computations come from the costs of passes/costs/prices.py, or from the table of what was measured on this
+machine. They can also be measured for this run: each rank of the bundle by itself (calibration/rehearse.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SimulateOptions:
     )
 
     def check(self) -> None:
-        """UsageError where a number is none that a link may have."""
+        """Raise UsageError where a number is none that a link may have."""
         if self.bandwidth is not None and not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
             raise UsageError(f"--bandwidth must be a positive number, got {self.bandwidth:g}")
         if self.latency is not None and not (math.isfinite(self.latency) and self.latency >= 0):
@@ -90,12 +90,12 @@ def run(arguments: Namespace) -> None:
         raise UsageError(
             "has no schedule", where=arguments.file, hint="simulate needs a bundle, or a dump after `communicate`"
         )
-    made = forecast(module, _times_of(module, Path(arguments.file), options.costs), options.batches, change)
+    predicted = forecast(module, _times_of(module, Path(arguments.file), options.costs), options.batches, change)
     if arguments.gantt:
         from penstock.inspection.views.gantt import svg_gantt  # lazy: heavy
 
         Path(arguments.gantt).write_text(
-            svg_gantt(made.found, f"{module.name}, {module.schedule.name}", made.curves()), encoding="utf-8"
+            svg_gantt(predicted.found, f"{module.name}, {module.schedule.name}", predicted.curves()), encoding="utf-8"
         )
         say(f"wrote {arguments.gantt}")
     if arguments.trace:
@@ -103,13 +103,13 @@ def run(arguments: Namespace) -> None:
 
         write_trace(
             Path(arguments.trace),
-            [[(str(a), start, end) for a, start, end in made.found.timed(rank)] for rank in made.found.lines],
+            [[(str(a), start, end) for a, start, end in predicted.found.timed(rank)] for rank in predicted.found.lines],
         )
         say(f"wrote {arguments.trace}")
     if arguments.json:
-        print(json.dumps(as_dict(made), indent=2))
+        print(json.dumps(as_dict(predicted), indent=2))
     else:
-        _print(made)
+        _print(predicted)
 
 
 def _other_cluster(module: Module, cluster: Cluster) -> Cluster:
@@ -123,25 +123,25 @@ def _other_cluster(module: Module, cluster: Cluster) -> Cluster:
     return cluster
 
 
-def as_dict(made: Forecast) -> dict[str, Any]:
-    """All that the table says, in seconds and bytes."""
+def as_dict(predicted: Forecast) -> dict[str, Any]:
+    """Return all that the table says, in seconds and bytes."""
     from penstock.ir.memory.predict import measure_memory  # lazy: heavy
     from penstock.passes.simulator.forecast import binding, share_of  # lazy: heavy
 
-    found, memory = made.found, measure_memory(made.module)
-    start, end, count = found.window
+    simulated, memory = predicted.found, measure_memory(predicted.module)
+    start, end, count = simulated.window
     return {
-        "module": made.module.name,
-        "schedule": found.schedule.name,
-        "batches": found.batches,
-        "step_s": found.step_seconds,
-        "drained_s": made.drained,
-        "finish_s": found.finish,
-        "samples_per_s": made.samples / found.step_seconds if found.step_seconds else None,
+        "module": predicted.module.name,
+        "schedule": simulated.schedule.name,
+        "batches": simulated.batches,
+        "step_s": simulated.step_seconds,
+        "drained_s": predicted.drained,
+        "finish_s": simulated.finish,
+        "samples_per_s": predicted.samples / simulated.step_seconds if simulated.step_seconds else None,
         "window": {"from_s": start, "to_s": end, "batches": count},
         "ranks": [
-            {**use._asdict(), "device": made.devices[use.rank], "peak_bytes": memory[use.rank].peak}
-            for use in found.ranks
+            {**use._asdict(), "device": predicted.devices[use.rank], "peak_bytes": memory[use.rank].peak}
+            for use in simulated.ranks
         ],
         "links": [
             {
@@ -149,65 +149,69 @@ def as_dict(made: Forecast) -> dict[str, Any]:
                 "bandwidth": use.bandwidth,
                 "bytes": use.nbytes,
                 "busy_s": use.busy,
-                "busy": share_of(use.busy, found.finish),
+                "busy": share_of(use.busy, simulated.finish),
             }
-            for use in found.links
+            for use in simulated.links
         ],
-        "critical_path": found.critical_path,
-        "bound_by": binding(made),
+        "critical_path": simulated.critical_path,
+        "bound_by": binding(predicted),
     }
 
 
-def _print(made: Forecast) -> None:
+def _print(predicted: Forecast) -> None:
     from penstock.inspection.views.gantt import text_gantt  # lazy: heavy
     from penstock.ir.memory.predict import measure_memory  # lazy: heavy
     from penstock.passes.costs.prices import shown_seconds  # lazy: heavy
     from penstock.passes.simulator.forecast import binding, share_of  # lazy: heavy
 
-    found, memory = made.found, measure_memory(made.module)
-    schedule = found.schedule
+    simulated, memory = predicted.found, measure_memory(predicted.module)
+    schedule = simulated.schedule
     print(
-        f"{made.module.name}: schedule {schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch, "
-        f"{counted(found.batches, 'batch')} simulated"
+        f"{predicted.module.name}: schedule {schedule.name}, {counted(schedule.microbatches, 'microbatch')} per "
+        f"batch, {counted(simulated.batches, 'batch')} simulated"
     )
-    step = found.step_seconds
+    step = simulated.step_seconds
     rows = [
         [
             u.rank,
             u.stage,
-            made.devices[u.rank],
+            predicted.devices[u.rank],
             *(f"{share_of(s, u.busy + u.waiting + u.idle):.1%}" for s in (u.busy, u.waiting, u.idle)),
             shown_bytes(memory[u.rank].peak),
         ]
-        for u in found.ranks
+        for u in simulated.ranks
     ]
     print(table(["rank", "stage", "device", "busy", "waiting", "idle", "peak memory"], rows))
-    if found.links:
+    if simulated.links:
         links = [
-            [u.name, f"{u.nbytes / found.batches / 1e6:.3f}", f"{share_of(u.busy, found.finish):.1%}"]
-            for u in found.links
+            [u.name, f"{u.nbytes / simulated.batches / 1e6:.3f}", f"{share_of(u.busy, simulated.finish):.1%}"]
+            for u in simulated.links
         ]
         print(table(["link", "MB per batch", "busy"], links))
     print(
-        text_gantt(found, until=found.ends[min(1, found.batches - 1)])
-        if len(found.lines) <= 64
-        else f"{len(found.lines)} ranks: --gantt draws them"
+        text_gantt(simulated, until=simulated.ends[min(1, simulated.batches - 1)])
+        if len(simulated.lines) <= 64
+        else f"{len(simulated.lines)} ranks: --gantt draws them"
     )
     print(
-        f"one batch takes {shown_seconds(step)} in steady state, {shown_seconds(made.drained)} by itself; {made.samples / step:.1f} "
-        "samples/s"
+        f"one batch takes {shown_seconds(step)} in steady state, {shown_seconds(predicted.drained)} by itself; "
+        f"{predicted.samples / step:.1f} samples/s"
         if step
         else "takes no time"
     )
-    print(f"bound by: {binding(made)}")
-    total = sum(found.critical_path.values())
-    parts = [f"{what} {share_of(spent, total):.0%}" for what, spent in list(found.critical_path.items())[:5]]
+    print(f"bound by: {binding(predicted)}")
+    total = sum(simulated.critical_path.values())
+    parts = [f"{what} {share_of(spent, total):.0%}" for what, spent in list(simulated.critical_path.items())[:5]]
     print(f"critical path: {', '.join(parts)}")
 
 
 def _times_of(module: Module, source: Path, costs: str) -> Seconds:
-    """Say how long actions take: `analytic`, passes/costs/prices.py with the rates of the cluster; `table`, what was measured on this machine before,
-    where it was; `measured`, every rank of a bundle now, one after another, which also goes into the table."""
+    """Return the times of actions by the source that `costs` names.
+
+    `analytic` is passes/costs/prices.py with the rates of the cluster. `table` is what was measured on this machine
+    before, where it was. `measured` is every rank of a bundle, measured one after another for this call, which also
+    goes into the table.
+    """
     from penstock.passes.simulator.forecast import seconds_of  # lazy: heavy
 
     return seconds_of(module, _computations(module, source, costs))
