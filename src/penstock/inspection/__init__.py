@@ -1,6 +1,7 @@
 """Facts about a compiled program, and the views and files that show them.
 
     subject                 the bundle, IR file or dump folder that is inspected
+    plan_reading, dump_reading    the plan of a bundle or dump, and the modules of a dump's passes
     finding                 a name that a user gives -> operations of the program
     history, why, reasons   the changes passes made to an operation, and the reasons for its place
     summary, memory, weights, kernels/, flow    facts of stages, ranks, variables, kernels and graphs

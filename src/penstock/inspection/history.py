@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from penstock.inspection.dump.reading import made_again
+from penstock.inspection.dump_reading import made_again
 from penstock.ir.graph import Edge, Graph, Module
 from penstock.ir.text import print_module
 from penstock.support.errors import PenstockError

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.inspection.dump.reading import dumped_text
+from penstock.inspection.dump_reading import dumped_text
 from penstock.support.errors import VerifyError
 
 PLAN = "plan.json"

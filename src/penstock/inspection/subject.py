@@ -19,7 +19,7 @@ from penstock.support.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.backends.bundle.format import Bundle
-    from penstock.inspection.dump.reading import Dumped
+    from penstock.inspection.dump_reading import Dumped
 
 _EXPECTED = "expected a bundle directory, a dump folder or an IR file"
 
@@ -52,7 +52,7 @@ def open_subject(path: str | Path, dumps: str | Path | None = None) -> Subject:
     place = Path(path)
     if dumps is None and not place.is_dir():
         return Subject(place, read_module(place, _EXPECTED))
-    from penstock.inspection.dump.reading import dumped_passes
+    from penstock.inspection.dump_reading import dumped_passes
 
     beside = tuple(dumped_passes(dumps)) if dumps is not None else ()
     if dumps is not None and not beside:

@@ -16,10 +16,10 @@ tile busy. So where B lies along j, the first tile of a panel reads B itself and
 for memory either way. A packed block of A is at most 1 MiB, half of the second cache. Short sums store more than they
 compute. Up to 256 steps the lines of the result are prefetched during the steps. From 512 on that costs more than it
 gives, unless the result is added to a variable, which is read there (up to 1024). Products of few rows have loops of
-their own, in product_few.py.
+their own, in few_rows.py.
 
 Ragged sizes: the last rows get a tile of just that many rows. A last panel of less than half a vector has loops of its
-own, in product_narrow.py. Any other last panel is padded with zeros to whole vectors. Its columns are finished one by
+own, in narrow_rest.py. Any other last panel is padded with zeros to whole vectors. Its columns are finished one by
 one from a copy of the tile, because indexing accumulators by a variable would force them out of registers.
 
 Long sums (k above 4096) are split into blocks of at most 1024, with partial sums in memory, so that blocks of both
@@ -40,19 +40,17 @@ from penstock.backends.tvm.kernels.tools.body import BIJECTIONS, Body, parallel_
 from penstock.backends.tvm.kernels.tools.elements import Index, bound_index, linear
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, compute_dtype, literal
 from penstock.backends.tvm.kernels.tools.product_terms import Product
-from penstock.backends.tvm.kernels.tools.transpose import transpose_block
 from penstock.ir.graph import slot_of
 from penstock.ir.types import ITEM_BYTES
 
 from .few_rows import DOT_ROWS, SHORT_K, STREAM_COLUMNS, emit_dots, emit_short, emit_streams, has_few_rows
 from .narrow_rest import Narrow, steps_together
+from .packing import ProductBlock, ProductPacking, ProductPanel
 
 _LONGEST_K = 4096
 _K_BLOCK = 1024
 # A packed block of A.
 _A_BYTES = 1 << 20
-# Tiles of A packed side by side, so that the lines they share are read once.
-_PACKED_TOGETHER = 8
 # Steps along k in one turn of the inner loop. Four are no faster, and take twice as long to compile.
 _UNROLLED = 2
 _LINE_BYTES = 64
@@ -68,41 +66,14 @@ _NEAR_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class _ProductBlock:
-    """A block of rows, start .. start + rows, and of k, k_from .. k_from + k_size, done in one pass over the columns.
-
-    With `first` given, sums are left in `partial`, added to those there unless `first` holds. Without it, they are
-    finished."""
-
-    lead: Index
-    start: Expr
-    rows: int
-    k_from: Expr
-    k_size: int
-    partial: Buffer | None = None
-    first: object = None
-    packed: Buffer | None = None
-
-
-@dataclass(frozen=True)
-class _ProductPanel:
-    """A packed panel of B [k, columns], which begins at element `at` of a buffer. With `fill`, the tile packs it while
-    it reads B in place."""
-
-    packed: Buffer
-    at: Expr | int = 0
-    fill: bool = False
-
-
-@dataclass(frozen=True)
 class _ProductTile:
     """A register tile: `height` rows from row `at` of a block on, times `columns` columns from `j` on, in vectors of
     `lanes`."""
 
-    block: _ProductBlock
+    block: ProductBlock
     at: Expr
     height: int
-    panel: _ProductPanel | None
+    panel: ProductPanel | None
     j: Expr
     columns: int
     lanes: int
@@ -156,11 +127,10 @@ class _TiledProduct:
             # Too few panels for threads to share.
             blocks = max(blocks, _TASKS)
         self.row_block = self._row_share(blocks) if blocks > 1 else p.m
-        # The packed tiles of A are copied in vectors that reach past a row of the tile into the next, which is written
-        # later.
-        self.reach = 1 << (self.rows - 1).bit_length() if p.a_along_i and self.rows > 1 else self.rows
+        reach = 1 << (self.rows - 1).bit_length() if p.a_along_i and self.rows > 1 else self.rows
+        self.packing = ProductPacking(body, p, self.dtype, self.lanes, self.rows, reach)
         self.zero = literal(0, self.dtype)
-        # Steps along k that the last columns take at once (product_narrow.py).
+        # Steps along k that the last columns take at once (narrow_rest.py).
         self.steps = 1
         if self.k_blocks == 1 and self.pack_b and not single:
             self.steps = steps_together(body, p, p.n % self.width, self.dtype, self.lanes)
@@ -180,7 +150,7 @@ class _TiledProduct:
         batches = prod(p.batch)
         work = batches * p.m * p.n * max(p.k, 1)
         if self.pack_b and batches == 1 and p.op is not None:
-            self.ready = self.body.packed_ahead(p.op, p.k * self._padded(p.n), self.dtype, self._fill)
+            self.ready = self.body.packed_ahead(p.op, p.k * self.packing.padded(p.n), self.dtype, self._fill)
         whole, tail = divmod(p.m, self.row_block)
         if batches > 1:
             with emit.loop(batches, parallel_if(self.body.machine, work // 8), "b") as b:
@@ -189,31 +159,28 @@ class _TiledProduct:
             kind = parallel_if(self.body.machine, work // 8)
             self._row_blocks((literal(0, "i32"),) * len(p.batch), whole, tail, kind)
 
-    def _padded(self, columns: int) -> int:
-        return ceil_div(columns, self.lanes) * self.lanes
-
     def _fill(self, packed: Buffer) -> None:
         """Pack all of B: for each block of k the panels, where `_panel` reads them."""
         p, emit, width = self.p, self.emit, self.width
         panels, tail = divmod(p.n, width)
         for q in range(self.k_blocks):
             k_from = q * self.k_size
-            block = _ProductBlock(
+            block = ProductBlock(
                 (literal(0, "i32"),) * len(p.batch), literal(0, "i32"), p.m, k_from, min(self.k_size, p.k - k_from)
             )
             with emit.loop(panels, parallel_if(self.body.machine, p.n * p.k), "jo") as jo, self.body.point():
-                self._pack_b(block, jo * width, width, _ProductPanel(packed, self._place(block, jo * width)))
+                self.packing.pack_b(block, jo * width, width, ProductPanel(packed, self._place(block, jo * width)))
             if tail:
                 with self.body.point():
                     j = literal(panels * width, "i32")
                     if self.steps > 1:
                         self._narrow(block, j, tail, packed, self._place(block, j)).pack()
                         continue
-                    self._pack_b(block, j, tail, _ProductPanel(packed, self._place(block, j)))
+                    self.packing.pack_b(block, j, tail, ProductPanel(packed, self._place(block, j)))
 
-    def _place(self, block: _ProductBlock, j: Expr) -> Expr:
+    def _place(self, block: ProductBlock, j: Expr) -> Expr:
         """Return the position of the panel at column j among the panels of all of B."""
-        return block.k_from * self._padded(self.p.n) + j * block.k_size
+        return block.k_from * self.packing.padded(self.p.n) + j * block.k_size
 
     def _row_blocks(self, lead: Index, whole: int, tail: int, kind: object) -> None:
         # Threads share the blocks of rows, with all that is packed for them, if there are enough. Else they share the
@@ -229,21 +196,21 @@ class _TiledProduct:
     def _row_block(self, lead: Index, start: Expr, rows: int, kind: object) -> None:
         emit = self.emit
         if self.k_blocks == 1:
-            self._panels(_ProductBlock(lead, start, rows, 0, self.k_size), kind)
+            self._panels(ProductBlock(lead, start, rows, 0, self.k_size), kind)
             return
         partial = emit.alloc(rows * self.p.n, self.dtype, "partial")
         last = self.p.k - (self.k_blocks - 1) * self.k_size
         with emit.loop(self.k_blocks - 1, SERIAL, "q") as q, self.body.point():
             first = tirx.EQ(q, 0) if self.k_blocks > 2 else True
-            self._panels(_ProductBlock(lead, start, rows, q * self.k_size, self.k_size, partial, first), kind)
+            self._panels(ProductBlock(lead, start, rows, q * self.k_size, self.k_size, partial, first), kind)
         with self.body.point():
-            self._panels(_ProductBlock(lead, start, rows, (self.k_blocks - 1) * self.k_size, last, partial), kind)
+            self._panels(ProductBlock(lead, start, rows, (self.k_blocks - 1) * self.k_size, last, partial), kind)
 
-    def _panels(self, block: _ProductBlock, kind: object) -> None:
+    def _panels(self, block: ProductBlock, kind: object) -> None:
         """Emit all columns of a block."""
         emit = self.emit
         if self.pack_a:
-            block = replace(block, packed=self._pack_a(block))
+            block = replace(block, packed=self.packing.pack_a(block))
         panels, tail = divmod(self.p.n, self.width)
         if panels:
             with emit.loop(panels, kind, "jo") as jo, self.body.point():
@@ -252,7 +219,7 @@ class _TiledProduct:
             with emit.loop(1), self.body.point():
                 self._panel(block, literal(panels * self.width, "i32"), tail)
 
-    def _panel(self, block: _ProductBlock, j: Expr, columns: int) -> None:
+    def _panel(self, block: ProductBlock, j: Expr, columns: int) -> None:
         """Emit some columns of all rows of a block. A whole panel of B that lies along j is packed by the first
         tile."""
         if columns < self.width and self.steps > 1:
@@ -261,19 +228,19 @@ class _TiledProduct:
         emit, height = self.emit, self._height(block, columns)
         count, odd = divmod(block.rows, height)
         first = 0
-        panel: _ProductPanel | None = None
+        panel: ProductPanel | None = None
         if self.ready is not None:
-            panel = _ProductPanel(self.ready, emit.bind(self._place(block, j), "at"))
+            panel = ProductPanel(self.ready, emit.bind(self._place(block, j), "at"))
         elif self.pack_first and columns == self.width:
-            panel = _ProductPanel(emit.alloc(block.k_size * columns, self.dtype, "bp"))
+            panel = ProductPanel(emit.alloc(block.k_size * columns, self.dtype, "bp"))
             with self.body.point():
                 # The lower tile at the end, if there is one: that saves code.
                 at = literal(count * height if odd else 0, "i32")
                 self._tile(_ProductTile(block, at, odd or height, replace(panel, fill=True), j, columns, self.lanes))
             first, odd = (0 if odd else 1), 0
         elif self.pack_b:
-            panel = _ProductPanel(emit.alloc(block.k_size * self._padded(columns), self.dtype, "bp"))
-            self._pack_b(block, j, columns, panel)
+            panel = ProductPanel(emit.alloc(block.k_size * self.packing.padded(columns), self.dtype, "bp"))
+            self.packing.pack_b(block, j, columns, panel)
         with emit.loop(count - first, SERIAL, "io") as io, self.body.point():
             self._tile(
                 _ProductTile(block, (io + first if first else io) * height, height, panel, j, columns, self.lanes)
@@ -282,10 +249,10 @@ class _TiledProduct:
             with self.body.point():
                 self._tile(_ProductTile(block, literal(count * height, "i32"), odd, panel, j, columns, self.lanes))
 
-    def _narrow(self, block: _ProductBlock, j: Expr, columns: int, packed: Buffer, at: Expr | int = 0) -> Narrow:
+    def _narrow(self, block: ProductBlock, j: Expr, columns: int, packed: Buffer, at: Expr | int = 0) -> Narrow:
         return Narrow(self.body, self.p, block.lead, j, columns, self.dtype, self.lanes, self.steps, packed, at)
 
-    def _narrow_panel(self, block: _ProductBlock, j: Expr, columns: int) -> None:
+    def _narrow_panel(self, block: ProductBlock, j: Expr, columns: int) -> None:
         """Emit the last columns, where they are few."""
         if self.ready is not None:
             panel = self._narrow(block, j, columns, self.ready, self.emit.bind(self._place(block, j), "at"))
@@ -297,96 +264,13 @@ class _TiledProduct:
             block.start, block.rows, max(self.body.machine.product_rows * self.body.machine.product_vectors // 2, 1)
         )
 
-    def _height(self, block: _ProductBlock, columns: int) -> int:
+    def _height(self, block: ProductBlock, columns: int) -> int:
         """Choose the rows of a tile: more for few columns, so that as many sums are in flight. Packed tiles of A fix
         them."""
         vectors = ceil_div(columns, self.lanes)
         if block.packed is not None or vectors >= self.vectors or not self.pack_b:
             return self.rows
         return max(min(self.rows * self.vectors // vectors, block.rows), 1)
-
-    # ------------------------------------------------------------------------------ packing
-
-    def _tile_size(self, k_size: int) -> int:
-        """Return the elements from one packed tile of A to the next, with room for vectors that reach past the last
-        row."""
-        return k_size * self.rows + self.reach - self.rows
-
-    def _pack_a(self, block: _ProductBlock) -> Buffer:
-        """Pack a block of A, [tiles, k, mi]: all full row tiles, then the rows left over, in the same layout."""
-        emit, mi, a = self.emit, self.rows, self.p.a
-        size = self._tile_size(block.k_size)
-        packed = emit.alloc(ceil_div(block.rows, mi) * size, self.dtype, "ap")
-        count, odd = divmod(block.rows, mi)
-        # A vector may read past the last row of its tile, not past the last row of A.
-        safe = max((block.rows - self.reach) // mi + 1, 0) if self.reach > mi else count
-
-        def copy(io: Expr, k: Expr, height: int, *, whole: bool) -> None:
-            if whole:
-                with emit.loop(self.reach, VECTOR, "ii") as ii, self.body.point():
-                    emit.store(
-                        packed, a(block.lead, block.start + io * mi + ii, block.k_from + k), io * size + k * mi + ii
-                    )
-                return
-            for r in range(height):
-                with self.body.point():
-                    emit.store(
-                        packed, a(block.lead, block.start + io * mi + r, block.k_from + k), io * size + k * mi + r
-                    )
-
-        vectors = self.p.a_along_i and mi > 1
-        together = _PACKED_TOGETHER if vectors else 1
-        groups, left = divmod(safe if vectors else count, together)
-        with emit.loop(groups, SERIAL, "ig") as ig, emit.loop(block.k_size, SERIAL, "k") as k:
-            for t in range(together):
-                copy(ig * together + t, k, mi, whole=vectors)
-        with emit.loop(left, SERIAL, "io") as io, emit.loop(block.k_size, SERIAL, "k") as k:
-            copy(io + groups * together, k, mi, whole=vectors)
-        for io in range(groups * together + left, count):
-            with emit.loop(block.k_size, SERIAL, "k") as k:
-                copy(literal(io, "i32"), k, mi, whole=False)
-        if odd:
-            with emit.loop(block.k_size, SERIAL, "k") as k:
-                copy(literal(count, "i32"), k, odd, whole=False)
-        return packed
-
-    def _pack_b(self, block: _ProductBlock, j: Expr, columns: int, panel: _ProductPanel) -> None:
-        """Pack a panel of B, [k, columns], with columns rounded up to whole vectors and padded with zeros."""
-        emit, p, lanes, k_size = self.emit, self.p, self.lanes, block.k_size
-        whole, tail = divmod(columns, lanes)
-        width = ceil_div(columns, lanes) * lanes
-        packed, at = panel.packed, panel.at
-        locate = p.b_address if p.b_along_k else None
-        turned = k_size // lanes * lanes if locate is not None else 0
-        if locate is not None:
-            with (
-                emit.loop(whole if turned else 0, SERIAL, "v") as v,
-                emit.loop(turned // lanes, SERIAL, "k") as k,
-                self.body.point(),
-            ):
-                addresses = [locate(block.lead, block.k_from + k * lanes, j + (v * lanes + r)) for r in range(lanes)]
-                places = [self.body.memory(address) for address in addresses if address is not None]
-                turned_rows = transpose_block(emit, self.dtype, lanes, lanes, places[0][0], [at for _, at in places])
-                for r, row in enumerate(turned_rows):
-                    emit.store(packed, row, tirx.Ramp(at + (k * lanes + r) * width + v * lanes, 1, lanes))
-        with emit.loop(k_size - turned if whole else 0, SERIAL, "k") as k:
-            for v in range(whole):
-                with emit.loop(lanes, VECTOR, "ji") as ji, self.body.point():
-                    emit.store(
-                        packed,
-                        p.b(block.lead, block.k_from + k + turned, j + (v * lanes + ji)),
-                        at + (k + turned) * width + (v * lanes + ji),
-                    )
-        if tail:
-            with emit.loop(k_size, SERIAL, "k") as k:
-                with emit.loop(tail, SERIAL, "ji") as ji, self.body.point():
-                    emit.store(
-                        packed,
-                        p.b(block.lead, block.k_from + k, j + (whole * lanes + ji)),
-                        at + k * width + (whole * lanes + ji),
-                    )
-                with emit.loop(lanes - tail, SERIAL, "ji") as ji:
-                    emit.store(packed, self.zero, at + k * width + (whole * lanes + tail + ji))
 
     # ------------------------------------------------------------------------------ tiles
 
@@ -441,7 +325,7 @@ class _TiledProduct:
                 emit.store(panel.packed, self._vector(line, *span), self._at(k * tile.width + span[0], span[1]))
         for r, acc in enumerate(accs):
             if block.packed is not None:
-                place = tirx.floordiv(tile.at, self.rows) * self._tile_size(block.k_size) + k * self.rows + r
+                place = tirx.floordiv(tile.at, self.rows) * self.packing.tile_size(block.k_size) + k * self.rows + r
                 x = emit.bind(tirx.BufferLoad(block.packed, [place]), "a")
             else:
                 x = p.a(block.lead, tile.row + r, block.k_from + k)
@@ -480,7 +364,7 @@ class _TiledProduct:
 
         self._over_tile(tile, len(direct) * self.lanes, finish)
 
-    def _hinted(self, block: _ProductBlock) -> list[Buffer]:
+    def _hinted(self, block: ProductBlock) -> list[Buffer]:
         """Return the buffers a tile is stored to, if the inner loop is too short for their lines to be in cache in time
         without hints."""
         p, body = self.p, self.body

@@ -19,17 +19,30 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
-import tvm_ffi
 from tvm import tirx
 
 from penstock.ir.attrs import Attr
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs, ints
 from penstock.ir.training.rates import COSINE, STEP
-from penstock.ir.types import ITEM_BYTES
 
+from .arithmetic import (
+    absolute,
+    bitcast,
+    convert,
+    divide,
+    equal,
+    guarded_shift,
+    negate,
+    number_like,
+    relu,
+    remainder_of,
+    sign,
+    subtract,
+    unfolded,
+)
 from .draws import random, random_key
-from .emit import HALVES, TVM_DTYPES, Emitter, Expr, cast, dtype_name, literal, rounded_literal
+from .emit import Emitter, Expr, dtype_name, rounded_literal
 from .functions import Functions
 
 Index = tuple[Expr, ...]
@@ -58,137 +71,14 @@ def axis_of(op: Op, value: Value) -> int:
     return axis % value.type.rank
 
 
-def _number(x: Expr, value: float) -> Expr:
-    return (
-        tirx.FloatImm(dtype_name(x), float(value))
-        if dtype_name(x).startswith("float")
-        else tirx.IntImm(dtype_name(x), int(value))
-    )
-
-
-def _same_float(x: Expr, y: Expr) -> bool:
-    """Return whether TVM would fold an operation on a float and itself, although the float may be nan or infinite."""
-    return dtype_name(x).startswith("float") and bool(tvm_ffi.structural_equal(x, y))
-
-
-def _sub(x: Expr, y: Expr) -> Expr:
-    return x + y * _unfolded(_number(x, -1)) if _same_float(x, y) else x - y
-
-
-def _equal(x: Expr, y: Expr) -> Expr:
-    if dtype_name(x).startswith("bool"):
-        return tirx.Not(_differ(x, y))
-    return x <= y if _same_float(x, y) else tirx.EQ(x, y)
-
-
-def _sign(x: Expr) -> Expr:
-    one, none = _number(x, 1), _number(x, 0)
-    if dtype_name(x).startswith("uint"):
-        return tirx.Select(x > none, one, none)
-    signed = tirx.Select(x > none, one, tirx.Select(x < none, none - one, none))
-    return tirx.Select(tirx.isnan(x), x, signed) if dtype_name(x).startswith("float") else signed
-
-
-def _abs(x: Expr) -> Expr:
-    return (
-        tirx.Select(x < _number(x, 0), _number(x, 0) - x, x) if not dtype_name(x).startswith("float") else tirx.abs(x)
-    )
-
-
-def _neg(x: Expr) -> Expr:
-    if dtype_name(x).startswith("uint"):  # TVM takes 0 - x of these for a number that cannot be
-        return tirx.bitwise_not(x) + _number(x, 1)
-    # -1 * x and not 0 - x: the negative of 0 is -0.
-    return x * _number(x, -1) if dtype_name(x).startswith("float") else _number(x, 0) - x
-
-
-def _cast(f: Functions, x: Expr, dtype: str) -> Expr:
-    if dtype in HALVES:
-        return f.rounded(_cast(f, x, "f32"), dtype)
-    if dtype == "bool":
-        return x if dtype_name(x).startswith("bool") else tirx.NE(x, _number(x, 0))
-    if dtype_name(x).startswith("bool"):
-        return tirx.Select(x, literal(1, dtype), literal(0, dtype))
-    return cast(x, dtype)
-
-
-def _div(f: Functions, a: Expr, b: Expr) -> Expr:
-    if dtype_name(a).startswith("float"):
-        return a / b
-    if isinstance(b, tirx.IntImm) and int(b.value) > 0:
-        return tirx.truncdiv(a, b)
-    # The processor stops at a division by zero, and of the smallest integer by -1: these are 0, and the smallest
-    # integer again.
-    a, b = f.bind(a), f.bind(b)
-    none = tirx.EQ(b, _number(b, 0))
-    if dtype_name(a).startswith("uint"):
-        return tirx.Select(none, _number(a, 0), tirx.truncdiv(a, tirx.Select(none, _number(b, 1), b)))
-    turned = tirx.EQ(b, _number(b, -1))
-    quotient = tirx.truncdiv(a, f.bind(tirx.Select(tirx.Or(none, turned), _number(b, 1), b)))
-    return tirx.Select(none, _number(a, 0), tirx.Select(turned, _number(a, 0) - a, quotient))
-
-
-def _remainder(f: Functions, a: Expr, b: Expr) -> Expr:
-    a, b = f.bind(a), f.bind(b)
-    name = dtype_name(a)
-    if not name.startswith("float"):
-        # Without signs, because the processor stops at the smallest integer over -1, as it does at a division by zero.
-        unsigned = f"uint{name.lstrip('uint')}"
-
-        def size(x: Expr) -> Expr:
-            return (
-                x
-                if name == unsigned
-                else f.bind(tirx.Cast(unsigned, tirx.Select(x < _number(x, 0), _number(x, 0) - x, x)))
-            )
-
-        none = tirx.EQ(b, _number(b, 0))
-        remainder = tirx.truncmod(size(a), f.bind(tirx.Select(none, tirx.IntImm(unsigned, 1), size(b))))
-        if name != unsigned:
-            remainder = f.bind(tirx.Cast(name, remainder))
-            remainder = tirx.Select(a < _number(a, 0), _number(a, 0) - remainder, remainder)
-        return tirx.Select(none, a, remainder)
-    return f.bind(tirx.call_pure_extern(name, "fmodf" if name == "float32" else "fmod", a, b))
-
-
-def _shifted(x: Expr, by: Expr, shifted: Expr, beyond: Expr) -> Expr:
-    """Guard a shift, which the processor takes modulo the width; a negative shift counts as one beyond the width."""
-    inside = by < _number(by, int(dtype_name(x).lstrip("uint")))
-    if not dtype_name(x).startswith("uint"):
-        inside = tirx.And(inside, by >= _number(by, 0))
-    return tirx.Select(inside, shifted, beyond)
-
-
-def _bits(x: Expr, dtype: str) -> Expr:
-    """Return the bits of a number of that type as an unsigned integer; 16-bit floats are f32 here."""
-    if dtype == "f16":
-        return tirx.reinterpret("uint16", tirx.Cast("float16", x))
-    if dtype == "bf16":
-        return tirx.Cast("uint16", tirx.reinterpret("uint32", x) >> tirx.IntImm("uint32", 16))
-    return tirx.reinterpret(f"uint{8 * ITEM_BYTES[dtype]}", x)
-
-
-def _bitcast(f: Functions, x: Expr, source: str, target: str) -> Expr:
-    bits = f.bind(_bits(f.rounded(x, source) if source == "bf16" else x, source))
-    if target == "f16":
-        return tirx.Cast("float32", tirx.reinterpret("float16", bits))
-    if target == "bf16":
-        return tirx.reinterpret("float32", tirx.Cast("uint32", bits) << tirx.IntImm("uint32", 16))
-    return tirx.reinterpret(TVM_DTYPES[target], bits)
-
-
-def _relu(x: Expr) -> Expr:
-    return tirx.Select(x < _number(x, 0), _number(x, 0), x)
-
-
 def _sgd(f: Functions, a: Attrs, w: Expr, g: Expr, lr: Expr) -> tuple[Expr, ...]:
     decay = number(a["weight_decay"])
-    return (w - lr * (g + _number(w, decay) * w if decay else g),)
+    return (w - lr * (g + number_like(w, decay) * w if decay else g),)
 
 
 def _momentum(f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, lr: Expr) -> tuple[Expr, ...]:
-    beta, decay = _number(w, number(a["beta"])), number(a["weight_decay"])
-    g = f.bind(g + _number(w, decay) * w) if decay else g
+    beta, decay = number_like(w, number(a["beta"])), number(a["weight_decay"])
+    g = f.bind(g + number_like(w, decay) * w) if decay else g
     m = f.bind(beta * m + g)
     return (w - lr * (g + beta * m) if a["nesterov"] else w - lr * m), m
 
@@ -197,17 +87,17 @@ def _adamw(f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, v: Expr, *factors:
     # The bias corrections of both moments, and the learning rate.
     c1, c2, lr = factors
     beta1, beta2, decay = number(a["beta1"]), number(a["beta2"]), number(a["weight_decay"])
-    m = f.bind(_number(w, beta1) * m + _number(w, 1 - beta1) * g)
-    v = f.bind(_number(w, beta2) * v + _number(w, 1 - beta2) * g * g)
-    kept = w - lr * _number(w, decay) * w if decay else w
-    return kept - lr * (m / c1) / (tirx.sqrt(v / c2) + _number(w, number(a["eps"]))), m, v
+    m = f.bind(number_like(w, beta1) * m + number_like(w, 1 - beta1) * g)
+    v = f.bind(number_like(w, beta2) * v + number_like(w, 1 - beta2) * g * g)
+    kept = w - lr * number_like(w, decay) * w if decay else w
+    return kept - lr * (m / c1) / (tirx.sqrt(v / c2) + number_like(w, number(a["eps"]))), m, v
 
 
 # kind -> (functions, attributes, operands) -> results
 POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
-    "neg": lambda f, a, x: _neg(x),
-    "abs": lambda f, a, x: _abs(x),
-    "sign": lambda f, a, x: _sign(x),
+    "neg": lambda f, a, x: negate(x),
+    "abs": lambda f, a, x: absolute(x),
+    "sign": lambda f, a, x: sign(x),
     "floor": lambda f, a, x: tirx.floor(x),
     "round": lambda f, a, x: tirx.nearbyint(x),
     "exp": lambda f, a, x: f.exp(x),
@@ -220,20 +110,20 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "tanh": lambda f, a, x: f.tanh(x),
     "sigmoid": lambda f, a, x: f.sigmoid(x),
     "erf": lambda f, a, x: f.erf(x),
-    "relu": lambda f, a, x: _relu(x),
+    "relu": lambda f, a, x: relu(x),
     "gelu": lambda f, a, x: f.gelu(x, str(a["approximate"])),
     "detach": lambda f, a, x: x,
     "not": lambda f, a, x: tirx.Not(x),
-    "cast": lambda f, a, x: _cast(f, x, str(a["dtype"])),
+    "cast": lambda f, a, x: convert(f, x, str(a["dtype"])),
     "add": lambda f, a, x, y: x + y,
-    "sub": lambda f, a, x, y: _sub(x, y),
+    "sub": lambda f, a, x, y: subtract(x, y),
     "mul": lambda f, a, x, y: x * y,
-    "div": lambda f, a, x, y: _div(f, x, y),
-    "rem": lambda f, a, x, y: _remainder(f, x, y),
+    "div": lambda f, a, x, y: divide(f, x, y),
+    "rem": lambda f, a, x, y: remainder_of(f, x, y),
     "pow": lambda f, a, x, y: f.pow(x, y),
     "minimum": lambda f, a, x, y: f.smaller(x, y),
     "maximum": lambda f, a, x, y: f.larger(x, y),
-    "equal": lambda f, a, x, y: _equal(x, y),
+    "equal": lambda f, a, x, y: equal(x, y),
     "less": lambda f, a, x, y: x < y if not dtype_name(x).startswith("bool") else tirx.And(tirx.Not(x), y),
     "less_equal": lambda f, a, x, y: x <= y if not dtype_name(x).startswith("bool") else tirx.Or(tirx.Not(x), y),
     "and": lambda f, a, x, y: tirx.And(x, y),
@@ -241,26 +131,24 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "bit_and": lambda f, a, x, y: tirx.bitwise_and(x, y),
     "bit_or": lambda f, a, x, y: tirx.bitwise_or(x, y),
     "bit_xor": lambda f, a, x, y: tirx.bitwise_xor(x, y),
-    "shift_left": lambda f, a, x, y: _shifted(x, y, x << y, _number(x, 0)),
-    "shift_right": lambda f, a, x, y: _shifted(
+    "shift_left": lambda f, a, x, y: guarded_shift(x, y, x << y, number_like(x, 0)),
+    "shift_right": lambda f, a, x, y: guarded_shift(
         x,
         y,
         x >> y,
-        _number(x, 0) if dtype_name(x)[0] == "u" else tirx.Select(x < _number(x, 0), _number(x, -1), _number(x, 0)),
+        number_like(x, 0)
+        if dtype_name(x)[0] == "u"
+        else tirx.Select(x < number_like(x, 0), number_like(x, -1), number_like(x, 0)),
     ),
     "random_key": lambda f, a, x: random_key(f, x, a["number"], a["seed"]),
     "random": lambda f, a, place, key: random(f, place, key),
     "where": lambda f, a, c, x, y: tirx.Select(c, x, y),
-    "relu_grad": lambda f, a, x, dy: tirx.Select(x > _number(x, 0), dy, _number(dy, 0)),
+    "relu_grad": lambda f, a, x, dy: tirx.Select(x > number_like(x, 0), dy, number_like(dy, 0)),
     "gelu_grad": lambda f, a, x, dy: dy * f.gelu_slope(x, str(a["approximate"])),
     "sgd": _sgd,
     "momentum": _momentum,
     "adamw": _adamw,
 }
-
-
-def _differ(x: Expr, y: Expr) -> Expr:
-    return tirx.Or(tirx.And(x, tirx.Not(y)), tirx.And(y, tirx.Not(x)))
 
 
 # ---------------------------------------------------------------------------------------- indices
@@ -382,7 +270,7 @@ def _concat(f: Functions, op: Op, read: Read, index: Index) -> Expr:
 
 def _iota(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     axis = axis_of(op, op.outs[0])
-    return _cast(f, index[axis], str(op.attrs["dtype"]))
+    return convert(f, index[axis], str(op.attrs["dtype"]))
 
 
 def _const(f: Functions, op: Op, read: Read, index: Index) -> Expr:
@@ -390,16 +278,8 @@ def _const(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     return (
         constant
         if not isinstance(constant, tirx.FloatImm) or (constant.value and math.isfinite(constant.value))
-        else _unfolded(constant)
+        else unfolded(constant)
     )
-
-
-def _unfolded(x: tirx.FloatImm) -> Expr:
-    """Return 0, 1 or infinity of either sign, or nan, as an expression that TVM cannot fold: it takes 0 * x and 0 / x
-    for 0, whatever x is, and cannot compile x / 0. The root of each of them is itself, which LLVM knows."""
-    negative = x.value < 0
-    root = tirx.sqrt(_number(x, -x.value if negative else x.value))
-    return root * _number(x, -1) if negative else root
 
 
 def table_row(at: Expr, rows: int) -> Expr:
@@ -432,20 +312,24 @@ def _ramp(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     done = f.bind((step - start) / length)
     part = f.bind(
         tirx.Select(
-            done < _number(done, 0), _number(done, 0), tirx.Select(done > _number(done, 1), _number(done, 1), done)
+            done < number_like(done, 0),
+            number_like(done, 0),
+            tirx.Select(done > number_like(done, 1), number_like(done, 1), done),
         )
     )
     line = first + (last - first) * part
-    wave = last + (first - last) * (_number(part, 1) + f.cos(part * _number(part, math.pi))) / _number(part, 2)
+    wave = last + (first - last) * (number_like(part, 1) + f.cos(part * number_like(part, math.pi))) / number_like(
+        part, 2
+    )
     stairs = first * f.pow(last, tirx.floor(done))
-    curve = tirx.Select(tirx.EQ(shape, _number(shape, COSINE)), wave, line)
-    return tirx.Select(tirx.EQ(shape, _number(shape, STEP)), stairs, curve)
+    curve = tirx.Select(tirx.EQ(shape, number_like(shape, COSINE)), wave, line)
+    return tirx.Select(tirx.EQ(shape, number_like(shape, STEP)), stairs, curve)
 
 
 def _batch_norm(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     x, channel = read(0, index), (index[1],)
     scale, bias, mean, variance = (read(k, channel) for k in (1, 2, 3, 4))
-    eps = _number(x, number(complete_attrs(op)["eps"]))
+    eps = number_like(x, number(complete_attrs(op)["eps"]))
     return (x - mean) / tirx.sqrt(variance + eps) * scale + bias
 
 
@@ -454,8 +338,8 @@ def _cross_entropy_grad(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     row, column = index[:-1], index[-1]
     x, lse, seed = read(0, index), read(2, row), read(3, ())
     label = table_row(read(1, row), logits.dims[-1])
-    hit = tirx.Select(tirx.EQ(column, label), _number(x, 1), _number(x, 0))
-    return (f.exp_down(x - lse) - hit) * (seed * _number(x, 1 / math.prod(logits.dims[:-1])))
+    hit = tirx.Select(tirx.EQ(column, label), number_like(x, 1), number_like(x, 0))
+    return (f.exp_down(x - lse) - hit) * (seed * number_like(x, 1 / math.prod(logits.dims[:-1])))
 
 
 INDEXED: dict[str, Callable[[Functions, Op, Read, Index], Expr]] = {
@@ -483,7 +367,7 @@ def forward_index(op: Op, index: Index) -> Index:
 
 
 def _same_bits(f: Functions, op: Op, read: Read, index: Index) -> Expr:
-    return _bitcast(f, read(0, index), op.ins[0].type.dtype, str(op.attrs["dtype"]))
+    return bitcast(f, read(0, index), op.ins[0].type.dtype, str(op.attrs["dtype"]))
 
 
 INDEXED["bitcast"] = _same_bits

@@ -33,7 +33,8 @@ filtered module is still a module (parts.py).
     parts.py    modules of parts of a module
     files.py    the files of a dump, and how they are told from others in its folder
     program.py  the files of a planned module: parts, actions, picture
-    reading.py  the modules of passes, read from a folder or computed again
+
+The reader of such a folder is penstock.inspection.dump_reading.
 """
 
 from .folder import Dump, step_of

@@ -20,6 +20,7 @@ from typing import Any
 
 from penstock.backends.interface import StageSources
 from penstock.inspection.diff import differences
+from penstock.inspection.dump_reading import EXCERPT, PASSES, REPRO
 from penstock.ir.graph import Module
 from penstock.ir.text import Printer, print_op
 from penstock.passes.manager import Call, Event, count_ops
@@ -32,9 +33,7 @@ from .files import Files
 from .parts import excerpt
 from .program import STAGES, dump_program
 
-EVENTS, PASSES, REPRO = "events.jsonl", "passes.tsv", "repro.ir"
-# The origin of the note that says a module is a part of another.
-EXCERPT = "excerpt"
+EVENTS = "events.jsonl"
 _HEADER = "number\tpass\tms\tops_before\tops_after\tchanged\trest\n"
 
 

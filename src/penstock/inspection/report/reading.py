@@ -19,8 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.inspection.dump.folder import REPRO
-from penstock.inspection.dump.reading import dumped_text, pass_rows
+from penstock.inspection.dump_reading import REPRO, dumped_text, pass_rows
 from penstock.inspection.history import record_of
 from penstock.inspection.plan_reading import plan_of_folder
 from penstock.inspection.subject import Subject

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.inspection.dump.folder import EXCERPT, PASSES
-from penstock.inspection.dump.reading import dumped_passes, made_again, missing_dumps
+from penstock.inspection.dump_reading import EXCERPT, PASSES, dumped_passes, made_again, missing_dumps
 from penstock.support.errors import PenstockError, UsageError, VerifyError
 from penstock.support.terminal import say
 

@@ -7,6 +7,9 @@
     made_again      the model before `partition`, which bundles keep, and the pipeline in plan.json -> the module after
                     each pass from there on
 
+The writer (penstock.inspection.dump) takes the names of these files from here: a report reads a dump, and a dump writes
+a report.
+
 Limit: passes may compute something else today than when a bundle was written. The caller compares the last module with
 that of the bundle.
 """
@@ -24,7 +27,8 @@ from penstock.ir.graph import Module
 from penstock.passes.manager import Call, parse_pipeline, run_passes
 from penstock.support.errors import VerifyError
 
-from .folder import PASSES
+# The names of files in the folder, and the origin of the note that says a module is a part of another.
+PASSES, REPRO, EXCERPT = "passes.tsv", "repro.ir", "excerpt"
 
 _FILE = re.compile(r"(\d+)_([a-z0-9\-]+)\.ir")
 _NUMBER = re.compile("[0-9]{1,9}")
