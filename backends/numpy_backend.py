@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.ir.graph import Graph, Module, Slot, signature
-from penstock.ir.interpreter.interpreter import run_graph
+from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.types import numpy_dtype
 
 from .interface import DEFAULTS, CompileOptions, StageProgram, stage_graphs

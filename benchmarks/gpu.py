@@ -35,8 +35,8 @@ from penstock.backends.interface import CompileOptions, target_of
 from penstock.backends.registry import backend_of
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module, signature
-from penstock.ir.interpreter.interpreter import initial_arrays
 from penstock.ir.interpreter.ops import TYPED
+from penstock.ir.interpreter.store import initial_arrays
 from penstock.ir.types import numpy_dtype
 from penstock.runtime.state.store import allocate, fill
 

@@ -51,8 +51,8 @@ from penstock import models as files
 from penstock.backends.registry import backend_of
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import PARAM, Module, signature
-from penstock.ir.interpreter.interpreter import initial_arrays
 from penstock.ir.interpreter.ops import TYPED
+from penstock.ir.interpreter.store import initial_arrays
 from penstock.ir.ops import cost_of
 
 # Losses after a few updates against eager torch's, relative to the first; results, relative to the largest of float64.

@@ -1,5 +1,5 @@
-"""Attributes of operations: their types, and their text form. In: a literal of the grammar (text.py): numbers, words, strings, lists of
-them. Out: the value, and back, exactly."""
+"""Attributes of operations: their types, and their text form. In: a literal of the grammar (text.py): numbers, words,
+strings, lists of them. Out: the value, and back, exactly."""
 
 from __future__ import annotations
 

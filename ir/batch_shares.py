@@ -30,7 +30,8 @@ def share_of(module: Module, rank: int) -> list[int]:
 
 
 def loss_stage(module: Module) -> int | None:
-    """Return the stage whose forward graph computes the module's first output; None for a module without a backward graph."""
+    """Return the stage whose forward graph computes the module's first output; None for a module without a backward
+    graph."""
     if not any(module.stage_graph(stage.index, BACKWARD) for stage in module.stages):
         return None
     for stage in module.stages:

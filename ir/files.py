@@ -1,5 +1,8 @@
-"""Files of text, and those that hold a module. In: a path. Out: the text, or the module, whose operations are rows of the op table with
-attributes that these have; one error for all that are not. What it means as a whole is for the verifier (verify.py)."""
+"""Files of text, and those that hold a module.
+
+In: a path. Out: the text, or the module, whose operations are rows of the op table with
+attributes that these have; one error for all that are not. What it means as a whole is for the verifier (ir/verify).
+"""
 
 from __future__ import annotations
 

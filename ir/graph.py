@@ -1,8 +1,9 @@
 """The module: values, operations, graphs, variables, stages and the edges between them.
 
-Everything is immutable by convention: a pass builds new objects and shares what it did not touch. A value's name is its identity
-inside a graph, and across the graphs of one module the same name means the same tensor: the forward graph of a stage saves `%h`,
-its backward graph takes `%h`; one stage returns `%h`, the next takes `%h`. So nothing but names wires stages together.
+Everything is immutable by convention: a pass builds new objects and shares what it did not touch. A value's name is its
+identity inside a graph, and across the graphs of one module the same name means the same tensor: the forward graph of a
+stage saves `%h`, its backward graph takes `%h`; one stage returns `%h`, the next takes `%h`. So nothing but names wires
+stages together.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from penstock.ir.cluster.cluster import Cluster
 
 
-# Attributes that passes may write on any operation. They never change what an operation computes. `of` names the first result of the
-# forward operation that a backward operation belongs to; `library` says whose library computes it instead of a kernel of ours; `packed`
-# that its second operand never changes; the others are written by planners.
+# Attributes that passes may write on any operation. They never change what an operation computes. `of` names the first
+# result of the forward operation that a backward operation belongs to; `library` says whose library computes it instead
+# of a kernel of ours; `packed` that its second operand never changes; the others are written by planners.
 ANNOTATIONS = ("of", "stage", "mesh", "sharding", "recompute", "kernel", "library", "packed")
 
 PARAM, GRAD, STATE, BUFFER, SETTING = "param", "grad", "state", "buffer", "setting"
@@ -72,7 +73,7 @@ class Op:
     outs: tuple[Value, ...]
     attrs: Attrs = field(default_factory=dict)
     loc: str = ""
-    # How text.py prints it, once it has.
+    # The line that ir/text.py prints of it, kept once it was printed.
     line: str | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -112,17 +113,18 @@ class Graph:
     outs: tuple[Value, ...]
     ops: tuple[Op, ...]
     saved: tuple[Value, ...] = ()
-    # What was derived from it and is needed again (storage.py).
+    # What was derived from it and is needed again (ir/memory/workspace.py).
     kept: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
 
     @property
     def results(self) -> tuple[Value, ...]:
-        """What a compiled graph hands back: its outputs, then the saved values that are neither inputs nor outputs."""
+        """Return what a compiled graph hands back: its outputs, then the saved values that are neither inputs nor
+        outputs."""
         known = {*self.ins, *self.outs}
         return self.outs + tuple(v for v in self.saved if v not in known)
 
     def keep(self, key: Derived[Result], find: Callable[[Graph], Result]) -> Result:
-        """What `find` says of this graph, asked once: graphs do not change."""
+        """Return what `find` says of this graph, which is computed once: graphs do not change."""
         return self.kept.once(key, lambda: find(self))
 
     def producers(self) -> dict[Value, Op]:
@@ -163,7 +165,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What travels from stage `src` to stage `dst` for each microbatch, in one message. `phase` is F or B."""
+    """The values that travel from stage `src` to stage `dst` for each microbatch, in one message. `phase` is F or B."""
 
     src: int
     dst: int
@@ -179,7 +181,8 @@ class Note:
     text: str
 
 
-# The input that no data gives: how many microbatches came before this one since training began. Random numbers depend on it.
+# The input that no data gives: how many microbatches came before this one since training began. Random numbers depend
+# on it.
 MICROBATCH = "microbatch.number"
 
 # What an update hands out if it looks at the whole gradient: its norm, before clipping. An update by a
@@ -203,7 +206,7 @@ class Module:
     schedule: Schedule | None = None
     facts: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
-    # What was derived from the program and is needed again (memory.py): it holds whatever the facts and notes are.
+    # What was derived from the program and is needed again (ir/memory): it holds whatever the facts and notes are.
     kept: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -219,7 +222,8 @@ class Module:
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers: they depend on the number of a microbatch, which is an input then."""
+        """Say whether the module draws random numbers: they depend on the number of a microbatch, which is an input
+        then."""
         return any(value.name == MICROBATCH for value in self.inputs)
 
     def but(self, **changed: Any) -> Module:
@@ -260,14 +264,15 @@ def graph_stage(name: str) -> int | None:
 
 
 def graph_kind(name: str) -> str:
-    """What a graph computes, of a stage or of the whole model: F, B, W, P, N or U; `main` is the F
+    """Name the computation of a graph, of a stage or of the whole model: F, B, W, P, N or U; `main` is the F
     of a model that is not differentiated."""
     return FORWARD if name == "main" else name.rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One buffer a compiled graph reads or writes: `slot` is mb, latest or next for versioned reads and writes, else empty."""
+    """One buffer a compiled graph reads or writes: `slot` is mb, latest or next for versioned reads and writes, else
+    empty."""
 
     var: str
     slot: str
@@ -275,7 +280,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The calling convention every backend follows: positional arguments are `ins` then `slots`, results are `results`."""
+    """The calling convention every backend follows: positional arguments are `ins` then `slots`, results are
+    `results`."""
 
     ins: tuple[Value, ...]
     slots: tuple[Slot, ...]
@@ -324,12 +330,14 @@ def summed_vars(module: Module, stage: int) -> list[str]:
 
 
 def written_vars(graph: Graph) -> set[str]:
-    """The variables that a graph makes new values of. In a forward graph these are buffers that move with every microbatch."""
+    """The variables that a graph makes new values of. In a forward graph these are buffers that move with every
+    microbatch."""
     return touched_vars(graph, "write")
 
 
 def stepped_vars(module: Module) -> set[str]:
-    """Variables that have versions: updates write them, and forward or backward read them. What nobody writes is version 0 for ever."""
+    """Variables that have versions: updates write them, and forward or backward read them. A variable that no update
+    writes is version 0 for ever."""
     updates = {name for name in module.graphs if graph_kind(name) == UPDATE}
     written = {var for name in updates for var in written_vars(module.graphs[name])}
     return written & {
@@ -338,7 +346,8 @@ def stepped_vars(module: Module) -> set[str]:
 
 
 def signature(graph: Graph) -> Signature:
-    """Buffers in order of first use. `take` and `accum` work on the buffer in place; `write` fills the slot it names."""
+    """Buffers in order of first use. `take` and `accum` work on the buffer in place; `write` fills the slot it
+    names."""
     slots = dict.fromkeys(s for s in map(slot_of, graph.ops) if s is not None)
     return Signature(graph.ins, tuple(slots), graph.results)
 
@@ -368,8 +377,9 @@ def substitute(values: Iterable[Value], table: Mapping[Value, Value]) -> tuple[V
 
 
 def rewrite(graph: Graph, rule: Callable[[Op], Sequence[Op] | None]) -> Graph:
-    """Replace operations one by one. `rule` gives None to keep an op, else the ops that stand in its place; the results of the
-    last of them replace the results of the old one, unless the names are kept. Returns the same object when nothing changed."""
+    """Replace operations one by one. `rule` gives None to keep an op, else the ops that stand in its place; the results
+    of the last of them replace the results of the old one, unless the names are kept. Returns the same object when
+    nothing changed."""
     table: dict[Value, Value] = {}
     ops: list[Op] = []
     changed = False

@@ -1,11 +1,13 @@
-"""Plays a schedule on paper. In: a schedule and how long computations take. Out: when every action
-starts and finishes, or who waits for whom.
+"""The play of a schedule on paper.
 
-Sends are buffered and take no time of their rank, receives wait for the message, computations of one rank run one after another. A
-sum over the ranks of a stage begins with AR and goes on in the background: what uses it (P, N, U) waits for all of them. In a
-schedule without sends and receives yet, the forward of a stage waits for the stage before it and the backward for the stage after it.
-`latency` is what a message takes on any link. Known limits: bandwidth, and links that are not a chain before `communicate`; the
-modelled cluster is the business of runtime/simulate.
+In: a schedule and how long computations take. Out: when every action starts and finishes, or which ranks wait for each
+other.
+
+Sends are buffered and take no time of their rank, receives wait for the message, computations of one rank run one after
+another. A sum over the ranks of a stage begins with AR and goes on in the background: what uses it (P, N, U) waits for
+all of them. In a schedule without sends and receives yet, the forward of a stage waits for the stage before it and the
+backward for the stage after it. `latency` is what a message takes on any link. Known limits: bandwidth, and links that
+are not a chain before `communicate`; the modelled cluster is the business of passes/simulator.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ Programs = Mapping[int, Sequence[Action]]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What an action of a rank waits for (`needs`), what holds once it is done (`gives`), and what
-    holds as soon as its turn comes (`meets`)."""
+    """The events that an action of a rank waits for (`needs`), those that hold once it is done (`gives`), and those
+    that hold as soon as its turn comes (`meets`)."""
 
     needs: Callable[[int, Action], Iterable[Event]]
     gives: Callable[[int, Action], Iterable[Event]]
@@ -43,7 +45,8 @@ class Rules:
 
 
 class Meeting(NamedTuple):
-    """The events of an action that ranks meet by: the message that it moves, the arrival of its rank at a sum, those of all ranks."""
+    """The events of an action that ranks meet by: the message that it moves, the arrival of its rank at a sum, those of
+    all ranks."""
 
     needs: str
     gives: str
@@ -88,7 +91,8 @@ class Played:
 
 
 def message_rules(schedule: Schedule) -> Rules:
-    """Rules of a schedule with sends and receives: an event is a message, or the arrival of a rank at a sum over its stage."""
+    """Rules of a schedule with sends and receives: an event is a message, or the arrival of a rank at a sum over its
+    stage."""
     members = schedule.members()
     summing = {a.stage for a in schedule.actions() if a.kind == SUM}
 
@@ -118,8 +122,8 @@ def value_rules(feeds: Mapping[tuple[str, int], Sequence[tuple[str, int]]], sche
     collective = message_rules(schedule)
 
     def needs(rank: int, action: Action) -> Iterable[Event]:
-        given = [(phase, source, action.mb) for phase, source in feeds.get((action.kind, action.stage), ())]
-        return [*given, *collective.needs(rank, action)] if action.kind in COMPUTE else ()
+        fed = [(phase, source, action.mb) for phase, source in feeds.get((action.kind, action.stage), ())]
+        return [*fed, *collective.needs(rank, action)] if action.kind in COMPUTE else ()
 
     return Rules(needs, lambda rank, a: ((a.kind, a.stage, a.mb),) if a.kind in PHASES else (), collective.meets)
 
@@ -162,7 +166,7 @@ def play(programs: Programs, rules: Rules, duration: Callable[[Action], float], 
 
 
 def chain(schedule: Schedule) -> dict[tuple[str, int], list[tuple[str, int]]]:
-    """Who feeds whom when each stage talks to its neighbours only."""
+    """List the computations that feed each computation when each stage talks to its neighbours only."""
     present = {(a.kind, a.stage) for a in schedule.actions()}
     return {
         (kind, stage): [(kind, source)]
@@ -181,8 +185,8 @@ def simulate(
     first: int = 0,
     latency: float = 0,
 ) -> Played:
-    """Start and finish of every action of a run. `weight_time` is the part of the backward's time that W takes on stages that have one.
-    VerifyError when the ranks wait for each other."""
+    """Start and finish of every action of a run. `weight_time` is the part of the backward's time that W takes on
+    stages that have one. VerifyError when the ranks wait for each other."""
     programs = schedule.expand_all(batches, first)
     wired = any(a.kind in SENDS for a in schedule.actions())
     rules = message_rules(schedule) if wired else value_rules(chain(schedule), schedule)
@@ -213,7 +217,7 @@ def time_per_batch(
     latency: float = 0,
     batches: int = 6,
 ) -> float:
-    """What one more batch costs in a long run."""
+    """Return the time of one more batch in a long run."""
     short, long = (
         simulate(schedule, n, forward_time, backward_time, weight_time, latency=latency).finish
         for n in (batches, 2 * batches)
@@ -222,7 +226,8 @@ def time_per_batch(
 
 
 def most_in_flight(actions: Iterable[Action]) -> int:
-    """The most microbatches of one rank's program that have run forward and not yet backward, W included, at one time."""
+    """The most microbatches of one rank's program that have run forward and not yet backward, W included, at one
+    time."""
     listed = list(actions)
     last = adder({action.kind for action in listed})
     now = most = 0
@@ -235,9 +240,9 @@ def most_in_flight(actions: Iterable[Action]) -> int:
 def format_grid(
     schedule: Schedule, batches: int, mark: tuple[int, int] | None = None, *, first: int = 0, width: int | None = None
 ) -> str:
-    """One row per rank, one column per unit of time, forwards one unit and backwards two, or one and W one; U and collectives stand after
-    the computation they follow. `mark` = (rank, step) puts that action of the expanded program into brackets. With a `width` the grid goes
-    on below where a line would be longer."""
+    """One row per rank, one column per unit of time, forwards one unit and backwards two, or one and W one; U and
+    collectives stand after the computation they follow. `mark` = (rank, step) puts that action of the expanded program
+    into brackets. With a `width` the grid goes on below where a line would be longer."""
     played = simulate(schedule, batches, first=first)
     columns = round(played.finish)
     cells = {rank: ["."] * columns for rank in played.ranks}

@@ -1,5 +1,4 @@
-"""What a graph does that somebody notices, and what in it no input changes: operations that results and
-effects need, values from state alone."""
+"""The operations of a graph that its results and effects need, and the values that come from state alone."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ def drop_dead(graph: Graph) -> Graph:
 
 
 def from_state_alone(graph: Graph) -> set[Value]:
-    """Values that depend on constants and variables, but on no input and on nothing that the graph itself changes: whoever wants them can
-    compute them, wherever and whenever that is."""
-    found: set[Value] = set()
+    """Values that depend on constants and variables, but on no input and on nothing that the graph itself changes. They
+    can be computed at any place and time."""
+    values: set[Value] = set()
     moving = written_vars(graph)
     for op in graph.ops:
-        if (op.kind == "read" and op.var not in moving) or (not OPS[op.kind].effect and found.issuperset(op.ins)):
-            found.update(op.outs)
-    return found
+        if (op.kind == "read" and op.var not in moving) or (not OPS[op.kind].effect and values.issuperset(op.ins)):
+            values.update(op.outs)
+    return values

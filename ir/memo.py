@@ -4,8 +4,8 @@ A result is kept under a key that is declared once, beside the function that com
 
     _BLOCKS = Derived[list[int]](__name__, "blocks")
 
-The type of the key is that of the result. The key holds the name of its file, so no two files share one by accident. Results
-are pickled with their object, under the names of their keys.
+The type of the key is that of the result. The key holds the name of its file, so no two files share one by accident.
+Results are pickled with their object, under the names of their keys.
 """
 
 from __future__ import annotations
@@ -44,5 +44,5 @@ class Memo:
         """The result under a key, computed by `find` where there is none yet."""
         if key.name not in self._results:
             self._results[key.name] = find()
-        found: Result = self._results[key.name]
-        return found
+        result: Result = self._results[key.name]
+        return result

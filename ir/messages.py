@@ -1,8 +1,11 @@
-"""Which values of an edge travel in one message. In: the values. Out: parcels, the same on both ends, as they follow from types alone.
+"""The split of the values of an edge into messages.
 
-A message costs its ends processor time whatever it carries; to put several values into one costs a copy of each where they are sent, and
-none where they arrive: they stay where they lie in the message. So values of at most TOGETHER bytes share a message, and each larger one
-has its own; a value without elements is not sent. In a shared message each value begins at a multiple of 64 bytes.
+In: the values. Out: parcels, the same on both ends, as they follow from types alone.
+
+A message costs its ends processor time whatever it carries; to put several values into one costs a copy of each where
+they are sent, and none where they arrive: they stay where they lie in the message. So values of at most TOGETHER bytes
+share a message, and each larger one has its own; a value without elements is not sent. In a shared message each value
+begins at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ def parcels(values: Sequence[Value]) -> tuple[Parcel, ...]:
     """The messages of an edge, in the order in which they are sent: shared ones last, as packing takes time."""
     small = [i for i, value in enumerate(values) if 0 < value.type.nbytes <= TOGETHER]
     alone = [i for i, value in enumerate(values) if value.type.nbytes > TOGETHER or (len(small) == 1 and i == small[0])]
-    made = [Parcel((i,), (0,), values[i].type.nbytes) for i in alone]
+    messages = [Parcel((i,), (0,), values[i].type.nbytes) for i in alone]
     if len(small) > 1:
         places, total = [], 0
         for i in small:
             places.append(total)
             total += -(-values[i].type.nbytes // _ALIGNMENT) * _ALIGNMENT
-        made.append(Parcel(tuple(small), tuple(places), total))
-    return tuple(made)
+        messages.append(Parcel(tuple(small), tuple(places), total))
+    return tuple(messages)

@@ -1,7 +1,8 @@
-"""What inputs and outputs are called by those who feed a module and read its results: as in the model it came from, or as in the IR.
+"""The names of inputs and outputs outside of a module: as in the model it came from, or as in the IR.
 
-In: our names of the inputs (or outputs), and the source's for those that had to be spelled otherwise. Out: tables from one to the other.
-The source's names go before ours where one string is both; a name that the source has twice among them means none of them, and ours stand.
+In: our names of the inputs (or outputs), and the source's for those that had to be spelled otherwise. Out: tables from
+one to the other. The source's names go before ours where one string is both; a name that the source has twice among
+them means none of them, and ours stand.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ def accepted(names: Iterable[str], renamed: Mapping[str, str]) -> dict[str, str]
 def by_our_names(
     given: Mapping[str, Any], names: Iterable[str], renamed: Mapping[str, str], where: str
 ) -> dict[str, Any]:
-    """What a caller gives, by our names; names that mean nothing stay, for whoever knows what to say of them."""
+    """Return what a caller gives, by our names; names that mean nothing stay, and the caller says what is wrong."""
     if not isinstance(given, Mapping):
         raise UsageError(f"expected a dict of arrays by the names of inputs, got {type(given).__name__}", where=where)
     table = accepted(names, renamed)
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for name, one in given.items():
         ours = table.get(name, str(name))
-        if ours in found:
+        if ours in arrays:
             raise UsageError(f"input {ours} is given twice, as {name} and by its other name", where=where)
-        found[ours] = one
-    return found
+        arrays[ours] = one
+    return arrays

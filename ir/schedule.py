@@ -1,21 +1,23 @@
-"""Who runs what, when, with which weight version: the program of every rank as a list of actions.
+"""The schedule: the program of every rank as a list of actions, in order and with weight versions.
 
     <stage><kind><microbatch>[@version][>peer|<peer]        0F3@1   0SF3>1   1RF3<0   0U1@2   0D3
 
-Kinds are the rows of action_kinds.py: F forward, B backward (W when the weight gradient is split off), SF RF SB RB send and receive of
-their boundary values, D drop of all a microbatch still holds. Once per batch, the number being that of the batch: P hands out this stage's
-part of gradients that several stages add to, N the part of this stage in what all stages have to agree on (the norm of the gradient), U
-update; SP RP SN RN move what P and N hand out to where N and U take it; AR sums the gradients of a batch over the ranks of the stage.
-`str(action)` and `Action.parse` are exact inverses.
+Kinds are the rows of ir/action_kinds.py: F forward, B backward (W when the weight gradient is split off), SF RF SB RB
+send and receive of their boundary values, D drop of all a microbatch still holds. Once per batch, the number being that
+of the batch: P hands out this stage's part of gradients that several stages add to, N the part of this stage in what
+all stages have to agree on (the norm of the gradient), U update; SP RP SN RN move what P and N hand out to where N and
+U take it; AR sums the gradients of a batch over the ranks of the stage. `str(action)` and `Action.parse` are exact
+inverses.
 
-A stage lies on one rank or on several, its replicas. Every microbatch of a batch is run by one rank of each stage, the same one in every
-batch, and the peer of a send or receive is a rank. With one rank per stage, rank r runs stage r.
+A stage lies on one rank or on several, its replicas. Every microbatch of a batch is run by one rank of each stage, the
+same one in every batch, and the peer of a send or receive is a rank. With one rank per stage, rank r runs stage r.
 
-Training has no fixed length, so a schedule is a *period*: for each rank a `start` list, run once, and a `batch` list, run once per
-batch. Both are written as for batch 1 (microbatches m .. 2m-1 of m per batch): weight versions are relative to the batch and clamped at
-0, and batch 1 is the first where no clamping hides them. `expand` turns the period into the concrete program of a run:
-shift everything by (t - 1) batches, and leave out actions of microbatches and batches that are not part of the run, which is what drains
-the pipeline. The list of one more batch is gone through at the end, because an update may stand in the list of the batch after its own.
+Training has no fixed length, so a schedule is a *period*: for each rank a `start` list, run once, and a `batch` list,
+run once per batch. Both are written as for batch 1 (microbatches m .. 2m-1 of m per batch): weight versions are
+relative to the batch and clamped at 0, and batch 1 is the first where no clamping hides them. `expand` turns the period
+into the concrete program of a run: shift everything by (t - 1) batches, and leave out actions of microbatches and
+batches that are not part of the run, which is what drains the pipeline. The list of one more batch is gone through at
+the end, because an update may stand in the list of the batch after its own.
 """
 
 from __future__ import annotations
@@ -98,7 +100,8 @@ class Action(NamedTuple):
 
     @property
     def holder(self) -> int:
-        """Whose values it works with: those of a microbatch under its number, those of batch t under -1 - t."""
+        """The number of the unit whose values it works with: those of a microbatch under its number, those of batch t
+        under -1 - t."""
         return -1 - self.mb if self.kind in PER_BATCH else self.mb
 
     def shifted(self, batches: int, per_batch: int) -> Action:
@@ -123,7 +126,7 @@ class Schedule:
     name: str
     microbatches: int
     ranks: Mapping[int, Program] = field(default_factory=dict)
-    # The runs that the verifier looks at, each several times (verify_schedule.py).
+    # The runs that the verifier looks at, each several times (ir/verify/runs.py).
     kept: dict[tuple[int, int], dict[int, list[Action]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -152,13 +155,13 @@ class Schedule:
 
     def members(self) -> dict[int, tuple[int, ...]]:
         """The ranks of every stage, in order."""
-        found: dict[int, tuple[int, ...]] = {}
+        ranks: dict[int, tuple[int, ...]] = {}
         for rank, stage in sorted(self.homes().items()):
-            found[stage] = (*found.get(stage, ()), rank)
-        return found
+            ranks[stage] = (*ranks.get(stage, ()), rank)
+        return ranks
 
     def runners(self) -> dict[tuple[int, int], int]:
-        """Which rank of a stage runs a microbatch: (stage, number in the batch) -> rank."""
+        """Return the rank of a stage that runs each microbatch: (stage, number in the batch) -> rank."""
         return {
             (a.stage, a.mb % self.microbatches): rank
             for rank, program in self.ranks.items()
@@ -167,7 +170,7 @@ class Schedule:
         }
 
     def shares(self, stage: int) -> list[int]:
-        """How many microbatches of a batch each rank of a stage runs."""
+        """Count the microbatches of a batch that each rank of a stage runs."""
         return [sum(a.kind == FORWARD for a in self.ranks[rank].batch) for rank in self.members()[stage]]
 
     def actions(self) -> Iterator[Action]:
@@ -190,8 +193,9 @@ class Schedule:
 
 
 class Routes:
-    """Between which ranks a message goes: from the rank that runs a microbatch on one stage to the one that runs it on the other. What is
-    handed out once per batch is the same on all ranks of a stage, so each rank takes it from one of them, in turn."""
+    """The ranks between which a message goes: from the rank that runs a microbatch on one stage to the one that runs it
+    on the other. What is handed out once per batch is the same on all ranks of a stage, so each rank takes it from one
+    of them, in turn."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.members, self._runners, self._per_batch = schedule.members(), schedule.runners(), schedule.microbatches

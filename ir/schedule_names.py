@@ -1,13 +1,14 @@
 """The names of schedules: the one list of them.
 
-What a schedule does is in its row of `passes/schedules`, which is asserted to have these names. The list stands here, and
-imports nothing, so that a command line is parsed before the table is loaded.
+What a schedule does is in its row of `passes/schedules`, which is asserted to have these names. The list stands here,
+and imports nothing, so that a command line is parsed before the table is loaded.
 """
 
 from __future__ import annotations
 
 TRAINING = ("1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b")
-# Schedules whose updates are one batch late; the others compute what plain training does. The table is asserted to agree.
+# Schedules whose updates are one batch late; the others compute what plain training does. The table is asserted to
+# agree.
 DELAYED = ("2bw", "eager-2bw")
 SYNCHRONOUS = tuple(name for name in TRAINING if name not in DELAYED)
 INFERENCE = "forward"

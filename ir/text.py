@@ -1,4 +1,6 @@
-"""Text form of a module: printer and parser, side by side. One operation per line, so that every error has a line number and `diff` works.
+"""The text form of a module: printer and parser, side by side.
+
+One operation per line, so that every error has a line number and `diff` works.
 
     module    = "module @" name [" facts(" name {", " name} ")"] " {" {line} "}"
     line      = links | host | device | link | mesh | stage | input | output | var | edge | graph | schedule | note
@@ -10,20 +12,22 @@
     stage     = "stage " index " on " place
     input     = "input " value                             value  = "%" name " : " type
     output    = "output %" name
-    var       = "var @" name " : " type [" stage " index] " " role [" versions " n] [" policy " name] [" init " (name | numbers)]
+    var       = "var @" name " : " type [" stage " index] " " role [" versions " n] [" policy " name] \
+[" init " (name | numbers)]
     edge      = "edge " src ">" dst " " phase " : " value {", " value}
     graph     = "graph @" name "(" [value {", " value}] ") {" {op} ["save " names] "return" [" " names] "}"
     op        = [value {", " value} " = "] kind "(" [argument {", " argument}] ")" [" ; " loc]
     argument  = "%" name | "@" name | key "=" literal      "@" name is the attribute `var`
     numbers   = "[" float {"," float} "]"                  the elements in order
     literal   = "true" | "false" | integer | float | word | JSON string | "[" [literal {"," literal}] "]"
-    schedule  = "schedule " name " microbatches " n " {" {"rank " r " start:" {" " action}  "rank " r " batch:" {" " action}} "}"
+    schedule  = "schedule " name " microbatches " n " {" {"rank " r " start:" {" " action}  \
+"rank " r " batch:" {" " action}} "}"
     note      = "note " origin ": " text                   text and loc have no control characters
     name      = letters, digits and _ . / : -              type   = see ir/types.py       action = see ir/schedule.py
 
-A module is printed in the order of this list; indentation and blank lines do not matter to the parser; a line that starts with `//` is a
-comment. `print_module(parse_module(t)) == t` for every printed t. There are no weights in the text, variables name them;
-the elements of tables are.
+A module is printed in the order of this list; indentation and blank lines do not matter to the parser; a line that
+starts with `//` is a comment. `print_module(parse_module(t)) == t` for every printed t. There are no weights in the
+text, variables name them; the elements of tables are.
 """
 
 from __future__ import annotations
@@ -78,7 +82,7 @@ def print_graph(graph: Graph) -> str:
 
 
 def print_frame(graph: Graph) -> Iterator[str]:
-    """What stands around the operations of a graph, but for the brace that closes it."""
+    """Yield the lines around the operations of a graph, but for the brace that closes it."""
     yield f"  graph @{graph.name}({', '.join(map(repr, graph.ins))}) {{"
     if graph.saved:
         yield f"    save {_names(graph.saved)}"
@@ -175,7 +179,8 @@ _CALL = re.compile(r'(?:(%.*?) = )?(\w+)\(([^")]*(?:"(?:[^"\\]|\\.)*"[^")]*)*)\)
 _MODULE = re.compile(rf"module @({NAME})(?: facts\(([\w\-, ]*)\))? \{{")
 _GRAPH = re.compile(rf"graph @({NAME})\((.*)\) \{{")
 _VAR = re.compile(
-    rf"var @({NAME}) : (\S+)(?: stage (\d+))? ({'|'.join((*ROLES, *FORMER_ROLES))})(?: versions (\d+))?(?: policy ({NAME}))?(?: init ({NAME}|\[.*\]))?"
+    rf"var @({NAME}) : (\S+)(?: stage (\d+))? ({'|'.join((*ROLES, *FORMER_ROLES))})(?: versions (\d+))?"
+    rf"(?: policy ({NAME}))?(?: init ({NAME}|\[.*\]))?"
 )
 _MESH = re.compile(rf"mesh @({NAME}) \(([^)]*)\) (.+)")
 _STAGE = re.compile(rf"stage (\d+) on ({NAME})")
@@ -189,10 +194,10 @@ _SPACE = re.compile(r"(\w+):(\d+)")
 
 
 def _parse_init(text: str) -> str | tuple[float, ...]:
-    found = parse_literal(text) if text.startswith("[") else text
-    if isinstance(found, tuple) and any(type(x) not in (int, float) for x in found):
+    first = parse_literal(text) if text.startswith("[") else text
+    if isinstance(first, tuple) and any(type(x) not in (int, float) for x in first):
         raise ValueError(f"a variable begins with numbers, got {text}")
-    return tuple(map(float, found)) if isinstance(found, tuple) else text
+    return tuple(map(float, first)) if isinstance(first, tuple) else text
 
 
 def _parse_values(text: str) -> tuple[Value, ...]:
@@ -419,8 +424,8 @@ class _ModuleParser:
             else None
         )
         return Module(
-            self.name, tuple(self.inputs), tuple(self.outputs), cluster, tuple(self.meshes), tuple(self.stages), self.vars,
-            self.graphs, tuple(self.edges), self.schedule, self.facts, tuple(self.notes),
+            self.name, tuple(self.inputs), tuple(self.outputs), cluster, tuple(self.meshes), tuple(self.stages),
+            self.vars, self.graphs, tuple(self.edges), self.schedule, self.facts, tuple(self.notes),
         )  # fmt: skip
 
 
@@ -451,8 +456,8 @@ def _parsed(text: str, path: str) -> Module:
         if not line or line.startswith("//"):
             continue
         try:
-            if strange and (found := _CONTROL.search(line)):
-                raise ValueError(f"there is the control character {visible(found[0])} in the line")
+            if strange and (control := _CONTROL.search(line)):
+                raise ValueError(f"there is the control character {visible(control[0])} in the line")
             parser.read(line)
         except ValueError as error:
             _fail(path, number, lines, str(error))

@@ -1,7 +1,7 @@
 """Tensor types: an element type, a shape, and how the shape is laid over mesh axes.
 
-Text form: `f32[64,512]`, symbolic dimensions `f32[B,512]`, a dimension split over mesh axes `f32[64/dp,512]`, a sum that is still
-partial over an axis `f32[64,512]+tp`. `str(t)` and `parse_type` are exact inverses.
+Text form: `f32[64,512]`, symbolic dimensions `f32[B,512]`, a dimension split over mesh axes `f32[64/dp,512]`, a sum
+that is still partial over an axis `f32[64,512]+tp`. `str(t)` and `parse_type` are exact inverses.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def dtype_of(array_dtype: object) -> str:
 
 
 class TensorType(NamedTuple):
-    """`axes[i]` are the mesh axes that split dimension i (empty: replicated); `partial` are axes with an unreduced sum."""
+    """`axes[i]` are the mesh axes that split dimension i (empty: replicated); `partial` are axes with an unreduced
+    sum."""
 
     dtype: str
     shape: tuple[Dim, ...]
@@ -80,7 +81,8 @@ class TensorType(NamedTuple):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The shape when every dimension is a number; AssertionError otherwise (symbols are bound before passes run)."""
+        """The shape when every dimension is a number; AssertionError otherwise (symbols are bound before passes
+        run)."""
         assert self.is_static, f"{self} has a symbolic dimension"
         return self.shape  # type: ignore[return-value]
 

@@ -9,7 +9,8 @@ import torch
 
 from penstock.backends.interface import StageProgram
 from penstock.ir.graph import Graph
-from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.store import DictStore
 from penstock.ir.types import dtype_of
 from penstock.runtime.state.store import TORCH_DTYPES, as_array, fill
 

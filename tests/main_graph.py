@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from penstock.ir.graph import Graph, Module
-from penstock.ir.interpreter.interpreter import run_graph
+from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.text import parse_module
 from penstock.ir.verify.verifier import check
 from penstock.passes.rewrite.simplify import SimplifyOptions, simplify

@@ -15,7 +15,8 @@ from onnx import TensorProto
 import penstock as ps
 from penstock.commands import parser as cli
 from penstock.frontends.onnx import import_onnx, structure
-from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.store import DictStore
 from penstock.models import write_cnn, write_gpt, write_mlp
 from penstock.support.errors import UsageError, VerifyError
 

@@ -14,7 +14,8 @@ import penstock as ps
 from penstock.backends.bundle.tensor_file import map_tensors
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.onnx.source import all_graphs
-from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.store import DictStore
 from penstock.support.errors import UsageError
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import penstock as ps
 from penstock.commands.parser import main
-from penstock.ir.interpreter.interpreter import run_recurrence
+from penstock.ir.interpreter.recurrence import run_recurrence
 from penstock.models import write_mlp
 from penstock.support.errors import UsageError
 from penstock.verification.parity import (

@@ -13,7 +13,9 @@ from onnx import helper
 import penstock as ps
 from penstock.commands import parser as cli
 from penstock.frontends.onnx import import_onnx
-from penstock.ir.interpreter.interpreter import DictStore, run_graph, run_schedule
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.schedules import run_schedule
+from penstock.ir.interpreter.store import DictStore
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_gpt, write_mlp
 from penstock.passes.partition.chain import chain_of

@@ -1,7 +1,7 @@
 """Variables while graphs are interpreted: what a graph may ask of a store, and stores with one version or with several.
 
-Invariant of `VersionStore`: version v of a parameter that is updated lives in slot v modulo its number of versions, and nowhere else; a
-read of a version that is not there is an error, never a silent read of another one.
+Invariant of `VersionStore`: version v of a parameter that is updated lives in slot v modulo its number of versions, and
+nowhere else; a read of a version that is not there is an error, never a silent read of another one.
 """
 
 from __future__ import annotations
@@ -54,43 +54,46 @@ class DictStore:
 
 def as_value(array: object, value: Value, precision: str = TYPED) -> Array:
     """`array` as the value's element type; VerifyError when shape or kind of element differ."""
-    found = np.asarray(array)
-    floating = found.dtype.kind == "f" or found.dtype.name == "bfloat16"
-    if found.shape != value.type.shape or floating != (value.type.dtype in FLOATS):
-        raise VerifyError(f"%{value.name} is {value.type}, got an array of {found.dtype}{list(found.shape)}")
-    return found.astype(array_dtype(value.type.dtype, precision), copy=False)
+    result = np.asarray(array)
+    floating = result.dtype.kind == "f" or result.dtype.name == "bfloat16"
+    if result.shape != value.type.shape or floating != (value.type.dtype in FLOATS):
+        raise VerifyError(f"%{value.name} is {value.type}, got an array of {result.dtype}{list(result.shape)}")
+    return result.astype(array_dtype(value.type.dtype, precision), copy=False)
 
 
 # ---------------------------------------------------------------------------------------- versions
 
 
 def initial_arrays(module: Module, weights: Arrays, names: Sequence[str], precision: str) -> dict[str, Array]:
-    """First values of variables: those given, else zeros where the variable says so. One VerifyError lists all that is missing or unfit."""
-    found, problems = {}, []
+    """First values of variables: those given, else zeros where the variable says so. One VerifyError lists all that is
+    missing or unfit."""
+    values, problems = {}, []
     for name in names:
         var = module.vars[name]
         value = Value(name, var.type)
         if var.init == "zeros" and name not in weights:
-            found[name] = np.zeros(var.type.dims, array_dtype(var.type.dtype, precision))
+            values[name] = np.zeros(var.type.dims, array_dtype(var.type.dtype, precision))
         elif isinstance(var.init, tuple) and name not in weights:
-            found[name] = np.array(var.init, array_dtype(var.type.dtype, precision)).reshape(var.type.dims)
+            values[name] = np.array(var.init, array_dtype(var.type.dtype, precision)).reshape(var.type.dims)
         elif name not in weights:
             problems.append(f"no weights for @{name}")
         else:
             try:
-                found[name] = as_value(weights[name], value, precision)
+                values[name] = as_value(weights[name], value, precision)
             except VerifyError as error:
                 problems.append(error.what.replace("%", "@", 1))
     if problems:
         raise VerifyError("; ".join(problems), where=f"weights of {module.name}")
-    return found
+    return values
 
 
 class VersionStore:
-    """Variables of one rank. Version v of a stepped parameter lives in slot v % versions, everything else has one buffer.
+    """Variables of one rank. Version v of a stepped parameter lives in slot v % versions, everything else has one
+    buffer.
 
-    Gradients may have several buffers, too: those of batch t are summed in buffer t % versions. `at(version, made, batch)` fixes what a
-    graph sees: reads of `mb` want `version`, a write makes version `made`; None means newest and newest + 1.
+    Gradients may have several buffers, too: those of batch t are summed in buffer t % versions. `at(version, made,
+    batch)` fixes what a graph sees: reads of `mb` want `version`, a write makes version `made`; None means newest and
+    newest + 1.
     """
 
     def __init__(self, variables: Mapping[str, Var], stepped: set[str], arrays: Arrays, first: int = 0) -> None:
@@ -122,7 +125,7 @@ class VersionStore:
         return self
 
     def buffers(self, var: str) -> int:
-        """How many buffers of a variable are alive."""
+        """Count the buffers of a variable that are alive."""
         return sum(slot is not None for slot in self.slots[var])
 
     def latest(self, var: str) -> Array:
@@ -139,13 +142,13 @@ class VersionStore:
             raise VerifyError(f"@{var} is not a variable of this rank")
         slots, held = self.slots[var], self.held[var]
         at = (version if var in self.newest else self._batch) % len(slots)
-        found = slots[at]
-        if found is None or (var in self.newest and held[at] != version):
+        held_array = slots[at]
+        if held_array is None or (var in self.newest and held[at] != version):
             alive = ", ".join(str(v) for v in sorted(v for v in held if v is not None))
             raise VerifyError(
                 f"version {version} of @{var} is asked for, its {len(slots)} slots hold {alive or 'nothing'}"
             )
-        return found
+        return held_array
 
     def read(self, var: str, slot: str) -> Array:
         newest = self.newest.get(var, 0)
@@ -154,14 +157,14 @@ class VersionStore:
         return self._version_of(var, newest if self._made is None or var not in self.newest else self._made - 1)
 
     def write(self, var: str, value: Array) -> None:
-        made = 0
+        version = 0
         if var in self.newest:
-            made = self.newest[var] + 1 if self._made is None else self._made
-            if made <= self.newest[var]:
-                raise VerifyError(f"version {made} of @{var} is written, the newest is {self.newest[var]} already")
-            self.newest[var] = made
-        at = made % len(self.slots[var])
-        self.slots[var][at], self.held[var][at] = value, made
+            version = self.newest[var] + 1 if self._made is None else self._made
+            if version <= self.newest[var]:
+                raise VerifyError(f"version {version} of @{var} is written, the newest is {self.newest[var]} already")
+            self.newest[var] = version
+        at = version % len(self.slots[var])
+        self.slots[var][at], self.held[var][at] = value, version
 
     def accumulate(self, var: str, value: Array) -> None:
         self.slots[var][self._batch % len(self.slots[var])] = self._version_of(var, 0) + value

@@ -1,12 +1,14 @@
-"""What a rank's memory holds over a run, block by block. In: blocks with the actions that take them, use them and give them
-back, planned (memory.py) or measured (runtime/messages/ledger.py). Out: live bytes after every action, by purpose; what happens when; the
-first thing in which two accounts differ.
+"""The account of a rank's memory over a run, block by block.
 
-Actions are counted from 0 in the order in which the rank runs them; what is there before the first of them was taken at BEFORE. A block is
-live after the action that takes it and no longer after the one that gives it back. Temporaries of a compiled graph come and go inside of
-one action, so that they are no blocks of this account, but sizes by graph (`workspace`).
-Not in it: batches that wait in host memory, what the transport still holds because a peer has not got it yet,
-and freed memory that is kept for later.
+In: blocks with the actions that take them, use them and give them back, planned (predict.py) or measured
+(runtime/messages/ledger.py). Out: live bytes after every action, by purpose; what happens when; the first thing in
+which two accounts differ.
+
+Actions are counted from 0 in the order in which the rank runs them; what is there before the first of them was taken at
+BEFORE. A block is live after the action that takes it and no longer after the one that gives it back. Temporaries of a
+compiled graph come and go inside of one action, so that they are no blocks of this account, but sizes by graph
+(`workspace`). Not in it: batches that wait in host memory, what the transport still holds because a peer has not got it
+yet, and freed memory that is kept for later.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ PURPOSES = ("weights", "gradients", "state", "buffers", "activations", "boundary
 
 
 class Life(NamedTuple):
-    """One stay in a block of memory. `owner` is the microbatch, -1 - t for batch t, None for a variable, of which it is buffer
-    number `copy`. `given` is None for what is there at the end. `uses` are the actions that make, write or read what is in it;
-    `block` is its address, where measured."""
+    """One stay in a block of memory. `owner` is the microbatch, -1 - t for batch t, None for a variable, of which it is
+    buffer number `copy`. `given_at` is None for what is there at the end. `uses` are the actions that make, write or
+    read what is in it; `block` is its address, where measured."""
 
     purpose: str
     names: tuple[str, ...]
     owner: int | None
     nbytes: int
-    taken: int
-    given: int | None
+    taken_at: int
+    given_at: int | None
     copy: int = 0
     uses: tuple[int, ...] = ()
     block: str = ""
@@ -48,7 +50,8 @@ class Life(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version of a parameter, from the update that writes it into buffer `copy` to the action after which nobody reads it."""
+    """A version of a parameter, from the update that writes it into buffer `copy` to the action after which no action
+    reads it."""
 
     name: str
     version: int
@@ -71,13 +74,16 @@ class Happening(NamedTuple):
     def __str__(self) -> str:
         if self.what in ("write", "retire"):
             return f"{self.what} version {self.version} of @{self.names[0]} in buffer {self.copy}"
-        return f"{self.what} {self.nbytes} bytes for {Life('', self.names, self.owner, self.nbytes, 0, None, self.copy).label}"
+        return (
+            f"{self.what} {self.nbytes} bytes for "
+            f"{Life('', self.names, self.owner, self.nbytes, 0, None, self.copy).label}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The memory of one rank in a run. `workspace` are the sizes of a call's temporaries by kind of graph, of graphs where they are known;
-    `times` the seconds at which actions began and ended, where measured."""
+    """The memory of one rank in a run. `workspace` are the sizes of a call's temporaries by kind of graph, of graphs
+    where they are known; `times` the seconds at which actions began and ended, where measured."""
 
     rank: int
     actions: tuple[Action, ...]
@@ -96,8 +102,10 @@ class Account:
 
     def live_at(self, step: int) -> list[Life]:
         """The blocks that live after an action, the largest first."""
-        found = (life for life in self.lives if life.taken <= step and (life.given is None or life.given > step))
-        return sorted(found, key=lambda life: (-life.nbytes, life.label))
+        lives = (
+            life for life in self.lives if life.taken_at <= step and (life.given_at is None or life.given_at > step)
+        )
+        return sorted(lives, key=lambda life: (-life.nbytes, life.label))
 
     def happenings(self) -> list[Happening]:
         """All that happens to memory, in the order of actions; what one action does, in the order of names."""
@@ -108,9 +116,9 @@ class Account:
 
     def _happenings(self) -> Iterator[Happening]:
         for life in self.lives:
-            yield Happening(life.taken, "take", life.names, life.owner, life.copy, 0, life.nbytes)
-            if life.given is not None:
-                yield Happening(life.given, "give", life.names, life.owner, life.copy, 0, life.nbytes)
+            yield Happening(life.taken_at, "take", life.names, life.owner, life.copy, 0, life.nbytes)
+            if life.given_at is not None:
+                yield Happening(life.given_at, "give", life.names, life.owner, life.copy, 0, life.nbytes)
         for version in self.versions:
             yield Happening(version.written, "write", (version.name,), None, version.copy, version.version, 0)
             if version.retired is not None:
@@ -119,9 +127,9 @@ class Account:
     def _sums(self, lives: Sequence[Life]) -> list[int]:
         changes = [0] * (len(self.actions) + 1)
         for life in lives:
-            changes[life.taken + 1] += life.nbytes
-            if life.given is not None:
-                changes[life.given + 1] -= life.nbytes
+            changes[life.taken_at + 1] += life.nbytes
+            if life.given_at is not None:
+                changes[life.given_at + 1] -= life.nbytes
         return list(accumulate(changes))[1:]
 
 
@@ -160,37 +168,39 @@ _SHOWN = 4
 
 
 def first_difference(planned: Account, measured: Account) -> AccountDifference | None:
-    """None where both ran the same actions, each of which took, gave, wrote and retired the same, and calls have the same temporaries."""
+    """None where both ran the same actions, each of which took, gave, wrote and retired the same, and calls have the
+    same temporaries."""
     rank = planned.rank
-    for step, (expected, found) in enumerate(zip(planned.actions, measured.actions, strict=False)):
-        if expected != found:
-            return AccountDifference(rank, step, found, 0, 0, (f"action {expected}",), (f"action {found}",))
+    for step, (expected, ran) in enumerate(zip(planned.actions, measured.actions, strict=False)):
+        if expected != ran:
+            return AccountDifference(rank, step, ran, 0, 0, (f"action {expected}",), (f"action {ran}",))
     if len(planned.actions) != len(measured.actions):
         return AccountDifference(
             rank, None, None, 0, 0, (f"{len(planned.actions)} actions",), (f"{len(measured.actions)} actions",)
         )
     by_step = [_by_step(account) for account in (planned, measured)]
     for step in range(BEFORE, len(planned.actions)):
-        expected_here, found_here = (account.get(step, Counter()) for account in by_step)
-        if expected_here != found_here:
-            expected_bytes, found_bytes = (
+        expected_here, measured_here = (account.get(step, Counter()) for account in by_step)
+        if expected_here != measured_here:
+            expected_bytes, measured_bytes = (
                 sum(life.nbytes for life in account.live_at(step)) for account in (planned, measured)
             )
             action = planned.actions[step] if step >= 0 else None
             missing, more = (
-                tuple(sorted(map(str, c.elements()))) for c in (expected_here - found_here, found_here - expected_here)
+                tuple(sorted(map(str, c.elements())))
+                for c in (expected_here - measured_here, measured_here - expected_here)
             )
-            return AccountDifference(rank, step, action, expected_bytes, found_bytes, missing, more)
+            return AccountDifference(rank, step, action, expected_bytes, measured_bytes, missing, more)
     for kind in planned.workspace.keys() & measured.workspace.keys():
         sizes = [sorted(account.workspace[kind]) for account in (planned, measured)]
         if sizes[0] != sizes[1]:
-            told = [f"temporaries of {kind} of {', '.join(map(str, found)) or 'no'} bytes" for found in sizes]
-            return AccountDifference(rank, None, None, sum(sizes[0]), sum(sizes[1]), (told[0],), (told[1],))
+            texts = [f"temporaries of {kind} of {', '.join(map(str, row)) or 'no'} bytes" for row in sizes]
+            return AccountDifference(rank, None, None, sum(sizes[0]), sum(sizes[1]), (texts[0],), (texts[1],))
     return None
 
 
 def _by_step(account: Account) -> dict[int, Counter[Happening]]:
-    found: dict[int, Counter[Happening]] = {}
+    table: dict[int, Counter[Happening]] = {}
     for happening in account.happenings():
-        found.setdefault(happening.step, Counter())[happening] += 1
-    return found
+        table.setdefault(happening.step, Counter())[happening] += 1
+    return table

@@ -1,9 +1,10 @@
-"""Blocks of memory that lie idle long enough to be elsewhere meanwhile. In: a measured account (lives.py), and how fast a
-device's memory is moved. Out: for every block its access intervals and the longest time between two uses, and whether that
-is more than moving it out and back takes.
+"""Blocks of memory that lie idle long enough to be elsewhere meanwhile.
 
-A use is an action that makes, writes or reads what is in the block, from its begin to its end. What moving would
-cost others who want the link is not in it.
+In: a measured account (account.py), and how fast a device's memory is moved. Out: for every block its access intervals
+and the longest time between two uses, and whether that is more than moving it out and back takes.
+
+A use is an action that makes, writes or reads what is in the block, from its begin to its end. What moving would cost
+other users of the link is not in it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from .account import Account, Life
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Where a block could wait; bytes per second on the way there, and seconds that a transfer takes beside that."""
+    """A place where a block could wait; bytes per second on the way there, and seconds that a transfer takes beside
+    that."""
 
     place: str
     bandwidth: float
@@ -32,7 +34,8 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Nobody uses a block from the end of action `after` to the begin of `before`, both by number."""
+    """The time in which no action uses a block, from the end of action `after` to the begin of `before`, both by
+    number."""
 
     after: int
     before: int
@@ -40,12 +43,12 @@ class Gap:
 
 
 def way_out(cluster: Cluster, device: str) -> Way:
-    """From a GPU over the link to a CPU of its host, or to where else the cluster's class of such links leads; on a CPU to another place in
-    host memory, where a copy reads and writes at the rate of the memory."""
-    found = cluster.device(device)
-    if found.kind == "cpu":
-        return Way("host memory", found.bandwidth / 2, 0.0)
-    hosts = [other for other in cluster.devices if (other.kind, other.host) == ("cpu", found.host)]
+    """From a GPU over the link to a CPU of its host, or to where else the cluster's class of such links leads; on a CPU
+    to another place in host memory, where a copy reads and writes at the rate of the memory."""
+    source = cluster.device(device)
+    if source.kind == "cpu":
+        return Way("host memory", source.bandwidth / 2, 0.0)
+    hosts = [other for other in cluster.devices if (other.kind, other.host) == ("cpu", source.host)]
     if hosts:
         link = cluster.link(device, hosts[0].name)
         return Way(f"memory of {hosts[0].name}", link.bandwidth, link.latency)
@@ -64,5 +67,5 @@ def longest_gap(account: Account, life: Life) -> Gap | None:
 
 
 def idle_at(account: Account, life: Life, step: int, way: Way) -> bool:
-    """Whether an action falls into a time in which the block could be elsewhere."""
+    """Say whether an action falls into a time in which the block could be elsewhere."""
     return any(gap.after < step < gap.before and gap.seconds > way.seconds(life.nbytes) for gap in gaps(account, life))

@@ -2,21 +2,22 @@
 
 What is counted, per stage:
     weights      parameters, times the versions kept              gradients, state, buffers    one copy each
-    activations  what the forward graph saves (inputs of the module among it), for each microbatch between its F and its D; where weight
-                 gradients are apart (W), what W takes of it and of B, until W
-    boundary     values that came from other stages or go to them, from their receive or computation until they are consumed or sent;
-                 what is exchanged once per batch, until the update
+    activations  what the forward graph saves (inputs of the module among it), for each microbatch between its F and its
+                 D; where weight gradients are apart (W), what W takes of it and of B, until W
+    boundary     values that came from other stages or go to them, from their receive or computation until they are
+                 consumed or sent; what is exchanged once per batch, until the update
     data         batches of the stage's inputs that wait in host memory; not counted for stages on GPUs
-    workspace    temporaries inside one graph (storage.py), and blocks that nobody uses at the moment
-After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W
-nothing: that is the contract with the runtime.
+    workspace    temporaries inside one graph (workspace.py), and blocks that are free at the moment
+After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W nothing: the
+runtime does the same.
 
-Results and temporaries of compiled graphs come from an allocator that keeps a freed block for the next one of exactly that size. So what it
-holds is, for each size, the most blocks of that size at once; the walk counts them. Memory of received values and of inputs is used again
-in the same way. Receives are posted ahead, and have their memory from then on; on a GPU it is pinned memory of the host, which is not
-counted, until they have come. What is sent stays until the next send of its channel, small messages until there are a few of them. Values
-that share a message (parcels.py) are one block. Known limits: scratch memory inside kernels and rounding to pages need more. The
-interpreter and its libraries are not counted: a worker measures them before it loads its variables. `planned_account` is exact, block by
+Results and temporaries of compiled graphs come from an allocator that keeps a freed block for the next one of exactly
+that size. So what it holds is, for each size, the most blocks of that size at once; the walk counts them. Memory of
+received values and of inputs is used again in the same way. Receives are posted ahead, and have their memory from then
+on; on a GPU it is pinned memory of the host, which is not counted, until they have come. What is sent stays until the
+next send of its channel, small messages until there are a few of them. Values that share a message (ir/messages.py) are
+one block. Known limits: scratch memory inside kernels and rounding to pages need more. The interpreter and its
+libraries are not counted: a worker measures them before it loads its variables. `planned_account` is exact, block by
 block and action by action, but for receives of batches that a program has yet to give.
 """
 
@@ -35,15 +36,16 @@ from .touches import Accesses
 from .walk import Walk, actions_of
 
 BATCHES = 3
-# Batches handed to the workers and not finished yet. Under 2bw the update of a batch needs the one after it; two more keep the pipe full.
+# Batches handed to the workers and not finished yet. Under 2bw the update of a batch needs the one after it; two more
+# keep the pipe full.
 BATCHES_AHEAD = 4
 _PURPOSES = {PARAM: "weights", GRAD: "gradients", STATE: "state"}
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one stage; `peak` is the largest sum at one moment, `in_flight` the most microbatches that hold activations. `workspace` is
-    what is held at that moment beside values of microbatches and variables."""
+    """Bytes of one stage; `peak` is the largest sum at one moment, `in_flight` the most microbatches that hold
+    activations. `workspace` is what is held at that moment beside values of microbatches and variables."""
 
     stage: int
     weights: int
@@ -62,21 +64,23 @@ class Memory:
         return self.weights + self.gradients + self.state + self.buffers
 
     def at_peak(self) -> dict[str, int]:
-        """What fills the memory at the peak, and adds up to it. Blocks that were given back are kept, so what activations take at most is
-        held then, too; what is left of all blocks beside them and messages counts as workspace."""
+        """Return what fills the memory at the peak, and adds up to it. Blocks that were given back are kept, so what
+        activations take at most is held then, too; what is left of all blocks beside them and messages counts as
+        workspace."""
         blocks = self.peak - self.fixed - self.data
         activations = min(self.activations, blocks)
         boundary = min(self.boundary, blocks - activations)
-        found = {"weights": self.weights, "gradients": self.gradients, "state": self.state, "buffers": self.buffers}
-        found |= {"activations": activations, "boundary": boundary, "data": self.data}
-        return found | {"workspace": blocks - activations - boundary}
+        bytes_of = {"weights": self.weights, "gradients": self.gradients, "state": self.state, "buffers": self.buffers}
+        bytes_of |= {"activations": activations, "boundary": boundary, "data": self.data}
+        return bytes_of | {"workspace": blocks - activations - boundary}
 
 
 _MEMORY = Derived[dict[int, Memory]](__name__, "memory")
 
 
 def measure_memory(module: Module) -> dict[int, Memory]:
-    """One row per rank. A schedule without drops counts as one that drops after the last computation of a microbatch."""
+    """One row per rank. A schedule without drops counts as one that drops after the last computation of a
+    microbatch."""
     assert module.schedule is not None, "memory needs a schedule"
     schedule = module.schedule
     rows = module.kept.once(_MEMORY, lambda: _measured(module, schedule))
@@ -98,9 +102,10 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     fixed = {"weights": 0, "gradients": 0, "state": 0, "buffers": 0}
     for var in stage_vars(module, stage).values():
         fixed[purpose_of(var)] += var.type.nbytes * var.versions
-    taken = {v.name for graph in graphs for v in graph.ins}
-    batch = module.schedule.microbatches * sum(v.type.nbytes for v in module.data_inputs if v.name in taken)
-    # One more than are ahead: a batch counts as finished when the loss is known, and stages before that one still work on it.
+    inputs = {v.name for graph in graphs for v in graph.ins}
+    batch = module.schedule.microbatches * sum(v.type.nbytes for v in module.data_inputs if v.name in inputs)
+    # One more than are ahead: a batch counts as finished when the loss is known, and stages before that one still work
+    # on it.
     data = 0 if _on_gpu(module, rank) else (BATCHES_AHEAD + 1) * batch
     walk = Walk(module, stage, posts=not _on_gpu(module, rank))
     for _ in walk.follow(actions_of(module.schedule, rank, BATCHES)):
@@ -119,8 +124,9 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What a rank holds over a run beside variables and data. `held` are, after each action, bytes of values that are saved, of those that
-    pass through, and of blocks that nobody uses then; `lives` are the blocks of values as they come and go."""
+    """The memory that a rank holds over a run beside variables and data. `held` are, after each action, bytes of values
+    that are saved, of those that pass through, and of blocks that are free then; `lives` are the blocks of values as
+    they come and go."""
 
     actions: tuple[Action, ...]
     held: tuple[tuple[int, int, int], ...]
@@ -141,8 +147,8 @@ def memory_course(module: Module, rank: int, batches: int) -> Course:
 
 def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Action, int, int]]:
     """After each action of a run: bytes that live then, and bytes that the process holds (freed blocks of results and
-    messages are kept for the next). With variables and data, as `measure_memory` counts them; temporaries of a graph are held
-    from its first call on, and live during it."""
+    messages are kept for the next). With variables and data, as `measure_memory` counts them; temporaries of a graph
+    are held from its first call on, and live during it."""
     row, course = measure_memory(module)[rank], memory_course(module, rank, batches)
     always = row.fixed + row.data
     for action, (saved, passing, free) in zip(course.actions, course.held, strict=True):
@@ -150,8 +156,8 @@ def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Acti
 
 
 def planned_account(module: Module, rank: int, runs: Sequence[tuple[int, int]]) -> Account:
-    """What lives in the memory of a rank, block by block. `runs` are first batch and number of batches, of runs from an empty pipeline to
-    an empty one that follow each other, which is what checkpoints make of a training."""
+    """Account for the memory of a rank, block by block. `runs` are first batch and number of batches, of runs from an
+    empty pipeline to an empty one that follow each other, which is what checkpoints make of a training."""
     assert module.schedule is not None, "memory needs a schedule"
     stage = module.rank_stages()[rank]
     walk, actions = Walk(module, stage, posts=not _on_gpu(module, rank), lives=True), list[Action]()
@@ -174,16 +180,16 @@ def with_uses(module: Module, stage: int, newest: int, actions: Sequence[Action]
             values.setdefault((access.owner, name), []).append(step)
         for buffer in access.buffers:
             buffers.setdefault(buffer, []).append(step)
-    found = []
+    result = []
     for life in lives:
         touched = (
             buffers.get((life.names[0], life.copy), [])
             if life.owner is None
             else [s for n in life.names for s in values.get((life.owner, n), ())]
         )
-        end = len(actions) if life.given is None else life.given
-        found.append(life._replace(uses=tuple(sorted({s for s in touched if life.taken <= s <= end}))))
-    return sorted(found, key=lambda life: (life.taken, life.names, life.copy, life.owner or 0))
+        end = len(actions) if life.given_at is None else life.given_at
+        result.append(life._replace(uses=tuple(sorted({s for s in touched if life.taken_at <= s <= end}))))
+    return sorted(result, key=lambda life: (life.taken_at, life.names, life.copy, life.owner or 0))
 
 
 def purpose_of(var: Var) -> str:
@@ -205,8 +211,8 @@ def _variable_lives(module: Module, stage: int) -> Iterator[Life]:
 
 
 def _versions(module: Module, rank: int, stage: int, newest: int, actions: Sequence[Action]) -> Iterator[Version]:
-    """Versions of the parameters that updates step: the one that a run begins with, and those that it makes. Batch t reads version t -
-    delay; the last action of that batch that does so retires it."""
+    """Versions of the parameters that updates step: the one that a run begins with, and those that it makes. Batch t
+    reads version t - delay; the last action of that batch that does so retires it."""
     assert module.schedule is not None
     per_batch = module.schedule.microbatches
     # As written for batch 1.
@@ -218,9 +224,9 @@ def _versions(module: Module, rank: int, stage: int, newest: int, actions: Seque
         for i, a in enumerate(actions)
         if a.kind in READERS and a.version == a.batch(per_batch) + oldest - 1
     }
-    made = {a.version: i for i, a in enumerate(actions) if a.kind == UPDATE}
+    written_at = {a.version: i for i, a in enumerate(actions) if a.kind == UPDATE}
     for name in sorted(stepped_vars(module) & stage_vars(module, stage).keys()):
-        for version, written in ((newest, BEFORE), *((v, i) for v, i in made.items() if v is not None)):
+        for version, written in ((newest, BEFORE), *((v, i) for v, i in written_at.items() if v is not None)):
             yield Version(name, version, version % module.vars[name].versions, written, last.get(version))
 
 

@@ -1,6 +1,8 @@
-"""Which memory each action of a rank reads or writes. In: a scheduled module, a stage, the actions of one of its ranks.
-Out: per action whose values it works with and their names, and buffers of variables: the tensors that the runtime gives to
-the compiled graph, or to the transport."""
+"""The memory that each action of a rank reads or writes.
+
+In: a scheduled module, a stage, the actions of one of its ranks. Out: per action whose values it works with and their
+names, and buffers of variables: the tensors that the runtime gives to the compiled graph, or to the transport.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class Access(NamedTuple):
 
 
 class Accesses:
-    """What the actions of a stage touch. `newest` is the version of parameters before the first of them."""
+    """The memory that the actions of a stage touch. `newest` is the version of parameters before the first of them."""
 
     def __init__(self, module: Module, stage: int, newest: int = 0) -> None:
         assert module.schedule is not None

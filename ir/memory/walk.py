@@ -1,5 +1,7 @@
-"""One rank's actions, followed block by block: what memory they take and give back. In: a module, a stage, actions. Out: blocks as they
-come and go (lives.py), and sums and peaks of them for memory.py, which says what is counted.
+"""One rank's actions, followed block by block: what memory they take and give back.
+
+In: a module, a stage, actions. Out: blocks as they
+come and go (account.py), and sums and peaks of them for predict.py, which says what is counted.
 
 The rules are those of the runtime, said a second time: a microbatch holds a value until no later action of it on this
 rank takes it; a message has its memory from when its receive is posted until the last value in it is let go of; what a
@@ -20,16 +22,19 @@ from penstock.ir.schedule import COMPUTE, PER_BATCH, PHASES, RECEIVES, SAVERS, S
 from .account import BEFORE, Life
 from .workspace import planned_blocks
 
-# The runtime posts the receives among the next so many actions (a batch action with its sends, receives and drop is at most five of them),
-# and at most so many of one channel: one that arrives while its predecessor is worked on, one to follow.
+# The runtime posts the receives among the next so many actions (a batch action with its sends, receives and drop is at
+# most five of them), and at most so many of one channel: one that arrives while its predecessor is worked on, one to
+# follow.
 LOOK_AHEAD = 10
 POSTED = 2
-# Sends of a channel that may be noticed to have arrived together, in messages and in bytes (runtime/transport/senders.py).
+# Sends of a channel that may be noticed to have arrived together, in messages and in bytes
+# (runtime/transport/senders.py).
 SENDS_TOGETHER, BYTES_TOGETHER = 8, 1 << 20
 
 
 def actions_of(schedule: Schedule, rank: int, batches: int, first: int = 0) -> list[Action]:
-    """What a rank does in a run. Where a schedule has no drops yet, each microbatch is dropped after its last action."""
+    """List what a rank does in a run. Where a schedule has no drops yet, each microbatch is dropped after its last
+    action."""
     actions = list(schedule.expand(rank, batches, first))
     if any(action.kind == DROP for action in actions):
         return actions
@@ -65,15 +70,15 @@ class _Block:
     nbytes: int
     pool: BlockPool
     names: tuple[str, ...]
-    taken: int
+    taken_at: int
     held: int = 0
     saved: bool = False
 
 
 @dataclass(slots=True)
-class _Line:
-    """What was sent over a channel and is still held: `leaving` until the next send, `waiting` until there
-    are enough, of so many sends and bytes."""
+class _SentMessages:
+    """The messages that were sent over a channel and are still held: `leaving` until the next send, `waiting` until
+    there are enough, of so many sends and bytes."""
 
     leaving: list[tuple[BlockPool, int]] = field(default_factory=list)
     waiting: list[tuple[BlockPool, int]] = field(default_factory=list)
@@ -82,8 +87,9 @@ class _Line:
 
 
 class Walk:
-    """Follows one rank's program. `now` are the bytes of values that are saved (True), and of those that are passing through; `coming`
-    those of messages that may come before their action. With `lives`, blocks are written down when they are given back."""
+    """Follows one rank's program. `now` are the bytes of values that are saved (True), and of those that are passing
+    through; `coming` those of messages that may come before their action. With `lives`, blocks are written down when
+    they are given back."""
 
     def __init__(self, module: Module, stage: int, *, posts: bool = True, lives: bool = False) -> None:
         self.graphs: dict[str, Graph] = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
@@ -121,13 +127,14 @@ class Walk:
         self._posts, self._sends = posts, Counter[tuple[str, int]]()
         self._posted: dict[tuple[str, int], dict[int, list[_Block]]] = {}
         self._expected: dict[tuple[str, int], deque[Action]] = {}
-        self._lingering: dict[tuple[str, int], _Line] = {}
+        self._lingering: dict[tuple[str, int], _SentMessages] = {}
         self.lives: list[Life] | None = [] if lives else None
         self.step = BEFORE
         self.coming = self.activations = self.boundary = self.workspace = self.peak = self.in_flight = 0
 
     def follow(self, actions: Iterable[Action]) -> Iterator[Action]:
-        """Run through what a rank does from an empty pipeline to an empty one; each action is handed out when it is done."""
+        """Run through what a rank does from an empty pipeline to an empty one; each action is handed out when it is
+        done."""
         actions = list(actions)
         ahead = 0
         for i, action in enumerate(actions):
@@ -231,10 +238,11 @@ class Walk:
             self._post(waiting.popleft())
 
     def _linger(self, action: Action) -> None:
-        """What was sent stays until somebody notices that the peer has it: small messages until there are a few of a channel, and those
-        until the next send of it, say. What is saved stays anyway; values that share a message were copied into it."""
+        """Hold what was sent until the transport notices that the peer has it: small messages until there are a few of
+        a channel, and those until the next send of it, say. What is saved stays anyway; values that share a message
+        were copied into it."""
         assert action.peer is not None
-        line = self._lingering.setdefault((action.kind, action.peer), _Line())
+        line = self._lingering.setdefault((action.kind, action.peer), _SentMessages())
         for pool, size in line.leaving:
             pool.change(size, -1)
         line.leaving = []
@@ -293,15 +301,18 @@ class Walk:
                 self.now[block.saved] -= block.nbytes
                 block.pool.change(block.nbytes, -1)
                 if self.lives is not None:
-                    self.lives.append(Life(_purpose(block), block.names, mb, block.nbytes, block.taken, self.step))
+                    self.lives.append(Life(_purpose(block), block.names, mb, block.nbytes, block.taken_at, self.step))
         if not held:
             self.held.pop(mb, None)
 
     def finish(self) -> list[Life]:
         """All blocks of the walk, with those that are still held."""
         assert self.lives is not None
-        rest = {id(block): (mb, block) for mb, held in self.held.items() for block in held.values()}
-        left = [Life(_purpose(block), block.names, mb, block.nbytes, block.taken, None) for mb, block in rest.values()]
+        remaining = {id(block): (mb, block) for mb, held in self.held.items() for block in held.values()}
+        left = [
+            Life(_purpose(block), block.names, mb, block.nbytes, block.taken_at, None)
+            for mb, block in remaining.values()
+        ]
         return [*self.lives, *left]
 
 

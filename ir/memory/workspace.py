@@ -1,10 +1,13 @@
-"""The blocks of memory that one call of a compiled graph takes for its temporaries. In: a graph, fused or not. Out: their sizes in bytes.
+"""The blocks of memory that one call of a compiled graph takes for its temporaries.
 
-Values live from the kernel that makes them to the last one that reads them; inside a kernel, and for operations computed where they are
-read, nothing is stored. Kernels run in the order the back end runs them in: as early as the last of their operations allows. Variables,
-inputs and results have memory elsewhere. A block is used again for a later value of the same element type: the smallest free one that is
-large enough and at most FAR times too large, else the largest smaller one, which grows. That is what TVM's planner does
-(StaticPlanBlockMemory), and blocks are held until the call ends.
+In: a graph, fused or not. Out: their sizes in bytes.
+
+Values live from the kernel that makes them to the last one that reads them; inside a kernel, and for operations
+computed where they are read, nothing is stored. Kernels run in the order the back end runs them in: as early as the
+last of their operations allows. Variables, inputs and results have memory elsewhere. A block is used again for a later
+value of the same element type: the smallest free one that is large enough and at most FAR times too large, else the
+largest smaller one, which grows. That is what TVM's planner does (StaticPlanBlockMemory), and blocks are held until the
+call ends.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ INLINE = "inline"
 
 
 def is_inline(op: Op) -> bool:
-    """Whether the result of an operation is computed where it is read, and never stored."""
+    """Say whether the result of an operation is computed where it is read, and never stored."""
     return str(op.attrs.get("kernel", "")).startswith(INLINE)
 
 
@@ -44,8 +47,8 @@ def planned_blocks(graph: Graph) -> list[int]:
 
 def _planned(graph: Graph) -> list[int]:
     kernels, makers = _kernels(graph)
-    taken = (v for op in graph.ops if op.kind in ("read", "take") for v in op.outs)
-    outside = {v.name for values in (graph.ins, graph.results, taken) for v in values}
+    buffers = (v for op in graph.ops if op.kind in ("read", "take") for v in op.outs)
+    outside = {v.name for values in (graph.ins, graph.results, buffers) for v in values}
     reads = [_reads(kernel, makers) for kernel in kernels]
     order = _order(graph, kernels, reads)
     last = {name: i for i, k in enumerate(order) for name in reads[k]}
@@ -101,21 +104,21 @@ def _kernels(graph: Graph) -> tuple[list[list[Op]], dict[str, Op]]:
 
 
 def _reads(kernel: Sequence[Op], inline: dict[str, Op]) -> dict[str, None]:
-    """What a kernel loads from memory, looking through what is computed where it is read."""
-    own = {v.name for op in kernel for v in op.outs}
-    found: dict[str, None] = {}
+    """List what a kernel loads from memory, looking through what is computed where it is read."""
+    inner = {v.name for op in kernel for v in op.outs}
+    loaded: dict[str, None] = {}
     seen: set[str] = set()
     waiting = [v.name for op in kernel for v in op.ins]
     while waiting:
         name = waiting.pop()
-        if name in seen or name in own:
+        if name in seen or name in inner:
             continue
         seen.add(name)
         if name in inline:
             waiting += [v.name for v in inline[name].ins]
         else:
-            found[name] = None
-    return found
+            loaded[name] = None
+    return loaded
 
 
 def _order(graph: Graph, kernels: Sequence[Sequence[Op]], reads: Sequence[Mapping[str, None]]) -> list[int]:

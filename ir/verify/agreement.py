@@ -1,12 +1,15 @@
-"""Part of the fact staged: stages that do the same thing do it with the same numbers. In: a module of stage graphs. Out: problems.
+"""Part of the fact staged: stages that do the same thing do it with the same numbers.
 
-Updates of several stages write copies of one variable (a tied parameter, the loss scale, counters), and all of them act on what they have
-agreed about (the norm of the whole gradient). That holds if
+In: a module of stage graphs. Out: problems.
 
-    equal names     what copies are computed from, and what follows from what stages hand out, is computed in the same way on all of them, from
-                    the same values in the same order
+Updates of several stages write copies of one variable (a tied parameter, the loss scale, counters), and all of them act
+on what they have agreed about (the norm of the whole gradient). That holds if
+
+    equal names     what copies are computed from, and what follows from what stages hand out, is computed in the same
+                    way on all of them, from the same values in the same order
     equal writes    a variable without a stage is written by every stage that touches it, with the same value
-    whole sums      the gradient of a parameter that several stages update contains the parts of all stages that add to it
+    whole sums      the gradient of a parameter that several stages update contains the parts of all stages that add
+                    to it
     one decision    every new value of a parameter or of its state depends on what N of every stage hands out
     own gradients   what P hands out is gone: N and U of that stage take it from P
     one copy        only what updates change and others read has versions, and gradients
@@ -49,7 +52,7 @@ def _definition(op: Op) -> tuple[object, ...]:
 
 def _check_names(module: Module, updates: Mapping[int, Graph]) -> Iterator[Problem]:
     """Compared are values behind copies, and what follows from the parts that N hands out alone."""
-    made: dict[str, tuple[Graph, tuple[object, ...]]] = {}
+    definitions: dict[str, tuple[Graph, tuple[object, ...]]] = {}
     handed_out = {
         v.name for s in module.stages if (graph := module.stage_graph(s.index, NORM_PARTS)) for v in graph.outs
     }
@@ -66,7 +69,7 @@ def _check_names(module: Module, updates: Mapping[int, Graph]) -> Iterator[Probl
                 if names & decided:
                     decided |= outs
             for name in outs & (alike | decided):
-                other, definition = made.setdefault(name, (graph, _definition(op)))
+                other, definition = definitions.setdefault(name, (graph, _definition(op)))
                 if definition != _definition(op):
                     what = f"%{name} is computed otherwise by @{other.name}; stages would not agree"
                     yield Problem(f"@{graph.name} op {i} ({op.kind})", what, op_window(graph, i))
@@ -115,7 +118,8 @@ def _check_sums(module: Module, updates: Mapping[int, Graph]) -> Iterator[Proble
             for source in added.get(f"{name}.grad", ()):
                 if not any(v.name in needed for v in _handed_out(module, source, f"{name}.grad")):
                     what = (
-                        f"updates @{name} without the part of its gradient from stage {source}; stages {stages} update it, and need the "
+                        f"updates @{name} without the part of its gradient from stage {source}; stages {stages} update "
+                        "it, and need the "
                         "same sum"
                     )
                     yield Problem(f"@s{stage}.U", what)
@@ -123,8 +127,8 @@ def _check_sums(module: Module, updates: Mapping[int, Graph]) -> Iterator[Proble
 
 def _handed_out(module: Module, stage: int, var: str) -> list[Value]:
     graph = module.stage_graph(stage, PARTS)
-    taken = {v for op in graph.ops if op.kind == "take" and op.var == var for v in op.outs} if graph else set()
-    return [v for v in graph.outs if v in taken] if graph else []
+    values = {v for op in graph.ops if op.kind == "take" and op.var == var for v in op.outs} if graph else set()
+    return [v for v in graph.outs if v in values] if graph else []
 
 
 def _check_decisions(module: Module, updates: Mapping[int, Graph]) -> Iterator[Problem]:
@@ -138,7 +142,10 @@ def _check_decisions(module: Module, updates: Mapping[int, Graph]) -> Iterator[P
             needed = _behind(graph, op.ins)
             for name, source in parts.items():
                 if name not in needed:
-                    what = f"writes @{op.var} without %{name}, which stage {source} hands out: stages would not decide alike"
+                    what = (
+                        f"writes @{op.var} without %{name}, which stage {source} hands out: stages would not decide "
+                        "alike"
+                    )
                     yield Problem(f"@{graph.name} op {i} (write)", what, op_window(graph, i))
 
 
@@ -154,8 +161,8 @@ def _check_parts(module: Module) -> Iterator[Problem]:
 
 def _behind(graph: Graph, values: Iterable[Value]) -> set[str]:
     """The names of all values that these are computed from, and their own."""
-    found = {v.name for v in values}
+    names = {v.name for v in values}
     for op in reversed(graph.ops):
-        if any(v.name in found for v in op.outs):
-            found |= {v.name for v in op.ins}
-    return found
+        if any(v.name in names for v in op.outs):
+            names |= {v.name for v in op.ins}
+    return names

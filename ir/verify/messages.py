@@ -1,8 +1,11 @@
-"""Checker of the fact wired: what travels between ranks. In: a module with edges and a schedule with sends and receives.
+"""The checker of the fact wired: the messages between ranks.
 
-Edges carry exactly what the graphs of one stage take from those of another. On every rank a computation runs after all its receives and
-before all its sends. Every message is sent once and received once, in the same order on both sides of a channel; the ranks of a stage
-sum up gradients in the same order; and nobody waits for ever, when sends are buffered and receives wait.
+In: a module with edges and a schedule with sends and receives.
+
+Edges carry exactly what the graphs of one stage take from those of another. On every rank a computation runs after all
+its receives and before all its sends. Every message is sent once and received once, in the same order on both sides of
+a channel; the ranks of a stage sum up gradients in the same order; and no rank waits for ever, when sends are buffered
+and receives wait.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from penstock.ir.grid import message_rules
 from penstock.ir.schedule import COMPUTE, PER_BATCH, RECEIVE_OF, RECEIVES, SEND_OF, SENDS, TAKERS, Action
 
 from .problems import Problem
-from .schedules import ConcreteRun, FirstOfEach, check_progress, over_runs, sources, taking
+from .runs import ConcreteRun, FirstOfEach, over_runs
+from .schedules import check_progress, sources, taking
 
 
 def check_wired(module: Module) -> Iterator[Problem]:
@@ -23,9 +27,9 @@ def check_wired(module: Module) -> Iterator[Problem]:
     if schedule is None:
         yield Problem("schedule", "there is none")
         return
-    found = list(_check_edges(module))
-    yield from found
-    if found:
+    problems = list(_check_edges(module))
+    yield from problems
+    if problems:
         return
     yield from over_runs(module, _check_messages)
 
@@ -71,9 +75,10 @@ def _check_messages(module: Module, run: ConcreteRun) -> Iterator[Problem]:
 
 
 class _Ends:
-    """On one rank: all that a computation takes has come before it, and all that it makes is sent after it, each exactly once. The peer of
-    a message is a rank, what it is of the stage: any rank of it will do, as the channels show that it has it. `into` are the sources of
-    what computations take, with their phases; `out` the stages that take the results of phases."""
+    """On one rank: all that a computation takes has come before it, and all that it makes is sent after it, each
+    exactly once. The peer of a message is a rank, what it is of the stage: any rank of it will do, as the channels show
+    that it has it. `into` are the sources of what computations take, with their phases; `out` the stages that take the
+    results of phases."""
 
     def __init__(
         self,
@@ -94,7 +99,8 @@ class _Ends:
                 yield from check(self, step, a)
             self._done.setdefault((a.kind, a.stage, a.mb, a.peer), step)
         for (kind, stage, mb, _), step in self._done.items():
-            # What is handed out once per batch is sent by one of the ranks of a stage; the receiver says whether it is missing.
+            # What is handed out once per batch is sent by one of the ranks of a stage; the receiver says whether it is
+            # missing.
             each = kind not in PER_BATCH or len(self._members[stage]) == 1
             for target in self._out.get((stage, kind), ()) if each else ():
                 peers, send = self._members[target], SEND_OF[kind]
@@ -134,7 +140,7 @@ class _Ends:
         return self._homes.get(a.peer) if a.peer is not None else None
 
 
-# The check of every kind; a sum is checked over all ranks of its stage, and drops in verify_schedule.py.
+# The check of every kind; a sum is checked over all ranks of its stage, and drops in schedules.py.
 ENDS: dict[str, Callable[[_Ends, int, Action], Iterator[Problem]] | None] = {
     **dict.fromkeys(COMPUTE, _Ends.compute),
     **dict.fromkeys(SENDS, _Ends.send),
@@ -145,7 +151,8 @@ ENDS: dict[str, Callable[[_Ends, int, Action], Iterator[Problem]] | None] = {
 
 
 def _check_channels(run: ConcreteRun) -> Iterator[Problem]:
-    """Between two ranks messages of one phase arrive in the order in which they are sent, and each one is sent and received once."""
+    """Between two ranks messages of one phase arrive in the order in which they are sent, and each one is sent and
+    received once."""
     sent: dict[tuple[int, int, str], list[tuple[str, int, int, int]]] = {}
     received: dict[tuple[int, int, str], list[tuple[str, int, int, int]]] = {}
     for rank, actions in run.programs.items():
@@ -166,7 +173,10 @@ def _check_channels(run: ConcreteRun) -> Iterator[Problem]:
         if lost is None and awaited is None:
             for x, y in zip(left, right, strict=False):
                 if x[:2] != y[:2]:
-                    what = f"receives {y[0]}{y[1]} where {run.place(*x[2:])} sends {x[0]}{x[1]}; the order on a channel must be the same"
+                    what = (
+                        f"receives {y[0]}{y[1]} where {run.place(*x[2:])} sends {x[0]}{x[1]}; the order on a channel "
+                        "must be the same"
+                    )
                     yield run.problem(*y[2:], what)
                     break
 
@@ -178,15 +188,16 @@ def _check_sums(run: ConcreteRun) -> Iterator[Problem]:
         for step, a in enumerate(actions):
             if a.kind == SUM:
                 orders.setdefault(a.stage, {}).setdefault(rank, []).append((a.mb, step))
-    for stage, found in orders.items():
+    for stage, by_rank in orders.items():
         members = run.schedule.members()[stage]
-        leader, order = members[0], found.get(members[0], [])
+        leader, order = members[0], by_rank.get(members[0], [])
         for rank in members[1:]:
-            other = found.get(rank, [])
+            other = by_rank.get(rank, [])
             if [x[0] for x in other] == [x[0] for x in order]:
                 continue
             what = (
-                f"ranks {', '.join(map(str, members))} sum in different orders: rank {leader} {[x[0] for x in order]}, rank {rank} "
+                f"ranks {', '.join(map(str, members))} sum in different orders: rank {leader} "
+                f"{[x[0] for x in order]}, rank {rank} "
                 f"{[x[0] for x in other]}"
             )
             at = next(

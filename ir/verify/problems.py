@@ -1,4 +1,5 @@
-"""What a checker reports, and how a list of it becomes one error: place, finding and expectation, lines around it, what would help."""
+"""The problems that a checker reports, and the one error that a list of them becomes: place, finding and expectation,
+lines around it, what would help."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ AROUND = 3
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`where` names file, graph and op, or rank, step and action; `what` says found and expected; `excerpt` shows the lines around."""
+    """`where` names file, graph and op, or rank, step and action; `what` says found and expected; `excerpt` shows the
+    lines around."""
 
     where: str
     what: str
@@ -47,14 +49,15 @@ def to_error(name: str, problems: Sequence[Problem]) -> VerifyError | DoesNotFit
 
 
 def window(lines: Iterable[str], at: int) -> str:
-    """The lines around number `at`, that one marked. Only those lines are looked at for long, so big graphs cost nothing."""
-    found = []
+    """The lines around number `at`, that one marked. Only those lines are looked at for long, so big graphs cost
+    nothing."""
+    shown = []
     for i, line in enumerate(lines):
         if i > at + AROUND:
             break
         if i >= at - AROUND:
-            found.append(f"  {'>' if i == at else ' '} {i:5d} | {line}")
-    return "\n".join(found)
+            shown.append(f"  {'>' if i == at else ' '} {i:5d} | {line}")
+    return "\n".join(shown)
 
 
 def op_window(graph: Graph, at: int) -> str:
@@ -69,3 +72,9 @@ def op_window(graph: Graph, at: int) -> str:
 def step_window(actions: Sequence[Action], at: int) -> str:
     """Step `at` of a rank's program and its neighbours."""
     return window(map(str, actions), at)
+
+
+def op_place(graph: Graph, i: int) -> str:
+    """Name the place of an operation: its graph, its number, its kind and its source."""
+    op = graph.ops[i]
+    return f"@{graph.name} op {i} ({op.kind}{f' from {op.loc}' if op.loc else ''})"

@@ -1,4 +1,6 @@
-"""Part of the fact scheduled: which rank runs what. In: a module with a schedule. Out: problems.
+"""Part of the fact scheduled: which rank runs what.
+
+In: a module with a schedule. Out: problems.
 
 A stage has one rank for each of its devices, and ranks are numbered stage by stage. Where it has several,
 they share its work out by microbatches.
@@ -19,18 +21,18 @@ def check_homes(module: Module, schedule: Schedule) -> Iterator[Problem]:
     """Every rank runs one stage, and every stage has a rank for each of its devices, numbered stage by stage."""
     homes: dict[int, set[int]] = {s.index: set() for s in module.stages}
     for rank, program in schedule.ranks.items():
-        found = {action.stage for action in (*program.start, *program.batch)}
-        for stage in sorted(found - homes.keys()):
+        stages = {action.stage for action in (*program.start, *program.batch)}
+        for stage in sorted(stages - homes.keys()):
             action = next(a for a in (*program.start, *program.batch) if a.stage == stage)
             yield Problem(
                 f"schedule {schedule.name}, rank {rank}", f"{action} is of stage {stage}, which does not exist"
             )
-        if len(found) > 1:
+        if len(stages) > 1:
             yield Problem(
                 f"schedule {schedule.name}, rank {rank}",
-                f"runs stages {', '.join(map(str, sorted(found)))}, expected one",
+                f"runs stages {', '.join(map(str, sorted(stages)))}, expected one",
             )
-        for stage in found & homes.keys():
+        for stage in stages & homes.keys():
             homes[stage].add(rank)
     first = 0
     for stage, ranks in homes.items():
@@ -50,7 +52,8 @@ def check_homes(module: Module, schedule: Schedule) -> Iterator[Problem]:
 
 
 def check_dealing(module: Module, schedule: Schedule) -> Iterator[Problem]:
-    """Every microbatch of a batch is run by one rank of each stage; what changes with every microbatch is on one rank only."""
+    """Every microbatch of a batch is run by one rank of each stage; what changes with every microbatch is on one rank
+    only."""
     for stage, ranks in schedule.members().items():
         dealt: dict[int, list[int]] = {k: [] for k in range(schedule.microbatches)}
         for rank in ranks:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.ir.interpreter.interpreter import run_recurrence
+from penstock.ir.interpreter.recurrence import run_recurrence
 from penstock.passes.schedules.schedule import SCHEDULES
 from penstock.runtime.messages.control import FetchParameters
 

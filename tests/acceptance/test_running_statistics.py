@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.ir.graph import BUFFER, Module, written_vars
-from penstock.ir.interpreter.interpreter import InterpretedRun, run_recurrence, run_schedule
+from penstock.ir.interpreter.recurrence import InterpretedRun, run_recurrence
+from penstock.ir.interpreter.schedules import run_schedule
 from penstock.passes.schedules.schedule import SCHEDULES
 from penstock.support.errors import UnsupportedModel, UsageError
 

@@ -11,7 +11,8 @@ import pytest
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
 from penstock.commands.parser import main
-from penstock.ir.interpreter.interpreter import TYPED, run_recurrence
+from penstock.ir.interpreter.ops import TYPED
+from penstock.ir.interpreter.recurrence import run_recurrence
 from penstock.models import write_mlp
 from penstock.runtime.job.job import Job
 

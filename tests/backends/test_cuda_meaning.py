@@ -32,8 +32,8 @@ from penstock.backends.tvm.target import PORTABLE
 from penstock.frontends.training import Training
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Graph, Value, signature
-from penstock.ir.interpreter.interpreter import initial_arrays
 from penstock.ir.interpreter.ops import TYPED
+from penstock.ir.interpreter.store import initial_arrays
 from penstock.ir.ops import OPS, make
 from penstock.ir.training.optimizers import Momentum
 from penstock.ir.types import FLOATS, parse_type

@@ -17,7 +17,7 @@ from penstock.backends.tvm.kernels.attention import gradient as attention_grad
 from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.backends.tvm.target import machine_of
 from penstock.ir.graph import Graph, Module, Op, Value
-from penstock.ir.interpreter.interpreter import run_graph
+from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.interpreter.ops import apply_op
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType, dtype_of, parse_type

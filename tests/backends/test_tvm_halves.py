@@ -28,7 +28,8 @@ from penstock.backends.tvm.target import machine_of
 from penstock.backends.tvm.tile_permission import allow_tiles
 from penstock.backends.tvm_backend import _needed
 from penstock.ir.graph import Graph, Op, signature
-from penstock.ir.interpreter.interpreter import F64, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.ops import F64
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, UNIT_ROUNDOFF, numpy_dtype
 from penstock.support.errors import UsageError

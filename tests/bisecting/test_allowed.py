@@ -11,7 +11,7 @@ import torch
 
 from penstock.backends.interface import StageProgram
 from penstock.ir.graph import Graph
-from penstock.ir.interpreter.interpreter import run_graph
+from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.text import parse_module
 from penstock.verification.bisect.kernels import GraphCall, compare
 from penstock.verification.bisect.values import Errors, Spot

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.ir.graph import PARAM, Graph, Module, Op, Value, Var
-from penstock.ir.interpreter.interpreter import run_graph
+from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.ops import make
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.types import TensorType
@@ -84,7 +84,7 @@ def differs(kind: str) -> Callable[[Case], bool]:
 
 
 def _results(case: Case, graph: Graph, rows: int) -> list[np.ndarray]:
-    from penstock.ir.interpreter.interpreter import DictStore, initial_arrays
+    from penstock.ir.interpreter.store import DictStore, initial_arrays
 
     store = DictStore(initial_arrays(case.module, case.weights, list(case.module.vars), "f64"))
     return run_graph(graph, {"x": case.batches[0]["x"][:rows]}, store, "f64")

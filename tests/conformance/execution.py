@@ -15,7 +15,8 @@ import numpy as np
 
 from penstock.frontends.onnx import Imported, import_onnx
 from penstock.ir.graph import MICROBATCH
-from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.store import DictStore
 from penstock.support.errors import PenstockError, UnsupportedModel, UsageError
 
 from .binding import attempts

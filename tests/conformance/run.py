@@ -42,7 +42,7 @@ LISTED = {INTERPRETER: NUMERIC, TVM: PLAIN}
 _TOLD = 100
 # Loaded before processes are forked, so that each need not load it by itself; none of it starts threads.
 _LOADED_FIRST = {
-    INTERPRETER: ("penstock.frontends.onnx", "penstock.ir.interpreter.interpreter"),
+    INTERPRETER: ("penstock.frontends.onnx", "penstock.ir.interpreter.schedules"),
     TVM: (
         "penstock.api",
         "penstock.passes.pipelines",

@@ -15,7 +15,8 @@ import pytest
 from onnx import numpy_helper
 
 from penstock.frontends.onnx import import_onnx
-from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.store import DictStore
 
 FOLDER = Path(next(iter(onnx.backend.test.__path__))) / "data" / "light"
 MODELS = (

@@ -14,7 +14,8 @@ import torch
 from torch._export import utils as torch_export
 
 from penstock.frontends.onnx import Imported, import_onnx
-from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.store import DictStore
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify.verifier import check
 

@@ -12,7 +12,8 @@ from onnx import TensorProto, helper
 
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.onnx.rules import quantised
-from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.store import DictStore
 from penstock.support.errors import UnsupportedModel
 
 from .conftest import compare, judge, run

@@ -19,8 +19,9 @@ from torch_meaning import MEANING
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.torch import import_torch
 from penstock.ir.graph import MICROBATCH
-from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.interpreter.ops.draws import philox
+from penstock.ir.interpreter.store import DictStore
 
 
 class Attention(nn.Module):

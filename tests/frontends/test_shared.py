@@ -12,7 +12,7 @@ from penstock.frontends.imported import refusal
 from penstock.frontends.names import Names, pattern_of
 from penstock.frontends.writer import GraphWriter, Refused, Writer
 from penstock.ir.graph import Value
-from penstock.ir.interpreter.interpreter import run_graph
+from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.torch import import_torch
 from penstock.ir.graph import written_vars
-from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.store import DictStore
 from penstock.support.errors import UnsupportedModel, UsageError
 
 from .torch_cases import compare, run

@@ -12,7 +12,8 @@ import torch
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.training import Training, attach_loss, load_training
 from penstock.ir.graph import Module
-from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.store import DictStore
 from penstock.ir.training.optimizers import SGD, AdamW, Group, Momentum, Muon, optimizer_of, parse_groups
 from penstock.ir.training.rates import Cosine
 from penstock.ir.verify.verifier import check

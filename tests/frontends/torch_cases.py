@@ -14,7 +14,8 @@ from penstock.frontends.torch import import_torch
 from penstock.frontends.torch.arrays import array_of
 from penstock.frontends.training import Training, attach_loss
 from penstock.ir.graph import Module
-from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.store import DictStore
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.training.optimizers import SGD
 from penstock.ir.verify.verifier import check

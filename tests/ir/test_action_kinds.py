@@ -13,7 +13,7 @@ from penstock.inspection.report import schedule_facts
 from penstock.inspection.views import gantt
 from penstock.ir import grid as simulate
 from penstock.ir.action_kinds import ACTION_KINDS, ActionKind, adder
-from penstock.ir.interpreter import interpreter as interp
+from penstock.ir.interpreter import schedules as interp
 from penstock.ir.memory import touches as accesses
 from penstock.ir.memory import walk as memory_walk
 from penstock.ir.schedule import BATCH_ORDER, COMPUTE, KINDS, PHASES, TAKERS, Action

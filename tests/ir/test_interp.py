@@ -9,14 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.ir.interpreter.interpreter import (
-    DictStore,
-    VersionStore,
-    microbatches_of,
-    run_graph,
-    run_recurrence,
-    run_schedule,
-)
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.recurrence import microbatches_of, run_recurrence
+from penstock.ir.interpreter.schedules import run_schedule
+from penstock.ir.interpreter.store import DictStore, VersionStore
 from penstock.ir.schedule import Program, Schedule
 from penstock.ir.text import parse_module
 from penstock.passes.communicate.communicate import CommunicateOptions, communicate

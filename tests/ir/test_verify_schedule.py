@@ -15,7 +15,7 @@ from penstock.ir.graph import Edge
 from penstock.ir.memory.predict import measure_memory
 from penstock.ir.schedule import Action, Program, Schedule
 from penstock.ir.text import parse_module
-from penstock.ir.verify import schedules as verify_schedule
+from penstock.ir.verify import runs as verify_runs
 from penstock.ir.verify.verifier import check, verify
 from penstock.passes.communicate.communicate import communicate
 from penstock.passes.memory.lifetimes import lifetimes
@@ -519,7 +519,7 @@ def test_the_shortest_run_that_shows_a_fault_is_told(toy, monkeypatch):
     for few, many, module in faults:
         count = sum(1 for _ in module.schedule.actions())
         for limit, (batches, first) in ((count, few), (count - 1, many)):
-            monkeypatch.setattr(verify_schedule, "MANY_ACTIONS", limit)
+            monkeypatch.setattr(verify_runs, "MANY_ACTIONS", limit)
             assert f"run of {batches} batch{'es' * (batches > 1)} from batch {first}, rank" in message(
                 module, "versioned"
             )

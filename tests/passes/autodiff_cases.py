@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from penstock.ir.graph import Graph, Module, Op, Value, Var
-from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.store import DictStore
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType, dtype_of
 from penstock.ir.verify.verifier import check

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Graph, Module, Op, Value, Var
-from penstock.ir.interpreter.interpreter import run_schedule
+from penstock.ir.interpreter.schedules import run_schedule
 from penstock.ir.liveness import drop_dead
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.interpreter.interpreter import run_graph
+from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.ops import OPS
 from penstock.ir.text import parse_module
 from penstock.ir.verify.verifier import check

@@ -12,7 +12,8 @@ from drawn_gradients import DRAWN, Drawn
 from hypothesis import HealthCheck, Phase, given, settings
 from samples import samples_of
 
-from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.store import DictStore
 from penstock.ir.ops import OPS
 from penstock.ir.types import FLOATS
 from penstock.passes.training.autodiff import AutodiffOptions, autodiff

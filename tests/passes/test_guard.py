@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Graph, Module, Op, Value, Var
 from penstock.ir.grid import time_per_batch
-from penstock.ir.interpreter.interpreter import InterpretedRun, run_recurrence, run_schedule
+from penstock.ir.interpreter.recurrence import InterpretedRun, run_recurrence
+from penstock.ir.interpreter.schedules import run_schedule
 from penstock.ir.ops import make
 from penstock.ir.schedule import Program, Schedule
 from penstock.ir.types import TensorType
@@ -135,7 +136,7 @@ def test_clipping_and_skipping_are_those_of_torch(clip: float, delay: int) -> No
     for name, array in last.items():
         np.testing.assert_allclose(found.variables[name], array, rtol=1e-9)
     np.testing.assert_allclose(
-        [float(found.told[t]["gradient.norm"]) for t in range(24) if t != 17],
+        [float(found.handed_out[t]["gradient.norm"]) for t in range(24) if t != 17],
         [n for i, n in enumerate(norms) if i != 17],
         rtol=1e-9,
     )
@@ -269,7 +270,8 @@ def test_stages_without_parameters_agree_too(frozen: tuple[str, ...], schedule: 
     found, expected, _ = run_staged(module, 4, schedule, 7, {"clip": 0.5})
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
     np.testing.assert_allclose(
-        [t["gradient.norm"] for t in found.told.values()], [t["gradient.norm"] for t in expected.told.values()]
+        [t["gradient.norm"] for t in found.handed_out.values()],
+        [t["gradient.norm"] for t in expected.handed_out.values()],
     )
 
 

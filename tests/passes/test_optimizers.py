@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler as schedulers
 
 from penstock.ir.graph import PARAM, SETTING, Value
-from penstock.ir.interpreter.interpreter import apply_op, run_recurrence
+from penstock.ir.interpreter.ops import apply_op
+from penstock.ir.interpreter.recurrence import run_recurrence
 from penstock.ir.ops import make
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.training.rates import COLUMNS, CURVE, LR, ROWS, Constant, Cosine, Linear, Steps, parse_rate

@@ -13,7 +13,9 @@ from trained_both_ways import train
 
 from penstock.ir.cluster.cluster import Cluster, Device, Link
 from penstock.ir.graph import Module
-from penstock.ir.interpreter.interpreter import DictStore, _Pipeline, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.schedules import _Pipeline
+from penstock.ir.interpreter.store import DictStore
 from penstock.passes.partition.partition import PartitionOptions, partition
 from penstock.passes.partition.split import SplitOptions, split
 from penstock.passes.pipelines import PipelineOptions, training_pipeline

@@ -12,7 +12,10 @@ from penstock import api
 from penstock.frontends.training import Training, attach_loss, load_training
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import PARAM, SETTING, STATE, Module, Op, Var, rewrite
-from penstock.ir.interpreter.interpreter import F64, TYPED, DictStore, initial_arrays, run_graph, run_recurrence
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.ops import F64, TYPED
+from penstock.ir.interpreter.recurrence import run_recurrence
+from penstock.ir.interpreter.store import DictStore, initial_arrays
 from penstock.ir.ops import make
 from penstock.ir.training.optimizers import AdamW
 from penstock.ir.types import UNIT_ROUNDOFF

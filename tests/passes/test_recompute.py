@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.ir.cluster.cluster import Link
 from penstock.ir.graph import Module, Op
-from penstock.ir.interpreter.interpreter import TYPED, run_schedule
+from penstock.ir.interpreter.ops import TYPED
+from penstock.ir.interpreter.schedules import run_schedule
 from penstock.ir.memory.predict import measure_memory
 from penstock.ir.ops import OPS
 from penstock.ir.verify.verifier import verify

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.ir.grid import simulate, time_per_batch
-from penstock.ir.interpreter.interpreter import run_schedule
+from penstock.ir.interpreter.schedules import run_schedule
 from penstock.ir.schedule import Action, Program, Schedule
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify.verifier import verify

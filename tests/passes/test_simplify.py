@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from main_graph import main_of
 
 from penstock.ir.graph import Graph, Module, Op, Value
-from penstock.ir.interpreter.interpreter import DictStore, run_graph
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.store import DictStore
 from penstock.ir.ops import make
 from penstock.ir.text import parse_module, print_graph
 from penstock.ir.types import TensorType

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.ir.graph import Graph, Module, Stage
-from penstock.ir.interpreter.interpreter import TYPED, DictStore, run_graph, run_schedule
+from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.ops import TYPED
+from penstock.ir.interpreter.schedules import run_schedule
+from penstock.ir.interpreter.store import DictStore
 from penstock.ir.memory.predict import measure_memory
 from penstock.ir.memory.workspace import planned_blocks
 from penstock.ir.text import parse_module, print_module

@@ -10,8 +10,9 @@ import torch
 
 import penstock as ps
 from penstock.ir.graph import Module
-from penstock.ir.interpreter.interpreter import run_recurrence, run_schedule
 from penstock.ir.interpreter.ops import TYPED
+from penstock.ir.interpreter.recurrence import run_recurrence
+from penstock.ir.interpreter.schedules import run_schedule
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify.verifier import check
 from penstock.models import write_gpt, write_mlp

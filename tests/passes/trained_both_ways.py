@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.ir.graph import Module
-from penstock.ir.interpreter.interpreter import InterpretedRun, run_recurrence, run_schedule
+from penstock.ir.interpreter.recurrence import InterpretedRun, run_recurrence
+from penstock.ir.interpreter.schedules import run_schedule
 from penstock.passes.manager import Call, run_passes
 from penstock.passes.pipelines import PASSES
 

@@ -54,7 +54,7 @@ def check(module, runs, store_kind=Store):
         assert planned.curve() == measured.curve()
         assert planned.by_purpose() == measured.by_purpose()
         assert list(planned.actions) == list(measured.actions)
-        assert all(life.given is not None for life in measured.lives if life.owner is not None)
+        assert all(life.given_at is not None for life in measured.lives if life.owner is not None)
 
 
 def scheduled_toy(kind, shares, skip):
@@ -122,7 +122,7 @@ def test_receives_of_a_gpu_wait_in_host_memory():
     far = Cluster(tuple(Device(device.name, "cuda") for device in module.cluster.devices))
     for place, early in ((module, True), (module.but(cluster=far), False)):
         account = planned_account(place, 1, [(0, 2)])
-        came = [life.taken < life.uses[0] for life in account.lives if life.names == ("h0",)]
+        came = [life.taken_at < life.uses[0] for life in account.lives if life.names == ("h0",)]
         assert len(came) == 8
         assert any(came) == early
 

@@ -28,8 +28,10 @@ import numpy as np
 
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.ir.graph import Module
-from penstock.ir.interpreter.interpreter import DictStore, initial_arrays, run_graph, run_recurrence
+from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.interpreter.ops import F64, TYPED
+from penstock.ir.interpreter.recurrence import run_recurrence
+from penstock.ir.interpreter.store import DictStore, initial_arrays
 from penstock.ir.names import shown
 from penstock.ir.types import UNIT_ROUNDOFF
 from penstock.ir.verify.verifier import check

@@ -50,9 +50,9 @@ def _rank_facts(rank: int, row: Memory, forecast: Forecast, most: int, strings: 
         if held != last:
             points += finish, *held
             last = held
-    lives = sorted(course.lives, key=lambda life: life.taken)
+    lives = sorted(course.lives, key=lambda life: life.taken_at)
     if len(lives) > most:
-        end = finishes[lives[most].taken]
+        end = finishes[lives[most].taken_at]
         points = points[: 4 * sum(time <= end for time in points[::4])]
     variables = stage_vars(module, module.rank_stages()[rank]).values()
     return {
@@ -67,8 +67,8 @@ def _rank_facts(rank: int, row: Memory, forecast: Forecast, most: int, strings: 
 def _flat(life: Life, finishes: list[int], strings: Strings) -> tuple[int, ...]:
     assert life.owner is not None
     name = life.names[0] if len(life.names) == 1 else f"{life.names[0]} and {len(life.names) - 1} more"
-    end = -1 if life.given is None else finishes[life.given]
-    return strings[name], life.owner, _PASSING.index(life.purpose), life.nbytes, finishes[life.taken], end
+    end = -1 if life.given_at is None else finishes[life.given_at]
+    return strings[name], life.owner, _PASSING.index(life.purpose), life.nbytes, finishes[life.taken_at], end
 
 
 def measured_memory(trace: RunTrace, planned: Simulated, at: Sequence[int]) -> list[list[int]]:

@@ -181,9 +181,9 @@ def _block(account: Account, life: Life, gap: Gap | None, way: Way, made_by: Map
         _maker(life, made_by),
         life.block or str(life.copy),
         life.nbytes,
-        action(life.taken),
+        action(life.taken_at),
         begin,
-        action(life.given),
+        action(life.given_at),
         end,
         tuple(account.times[step] for step in life.uses),
         action(life.uses[0] if life.uses else None),
@@ -235,8 +235,8 @@ def _span(account: Account, life: Life) -> tuple[float, float]:
     """Return the seconds at which a block is allocated and released."""
     if not account.times:
         return 0.0, 0.0
-    begin = account.times[max(life.taken, 0)][0]
-    return begin, account.times[-1 if life.given is None else life.given][1]
+    begin = account.times[max(life.taken_at, 0)][0]
+    return begin, account.times[-1 if life.given_at is None else life.given_at][1]
 
 
 def _maker(life: Life, made_by: Mapping[str, str]) -> str | None:

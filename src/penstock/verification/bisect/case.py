@@ -15,8 +15,10 @@ from functools import cached_property, partial
 import numpy as np
 
 from penstock.ir.graph import Module, Value, Var
-from penstock.ir.interpreter.interpreter import DictStore, initial_arrays, microbatches_of, run_graph, run_recurrence
+from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.interpreter.ops import F64, Array
+from penstock.ir.interpreter.recurrence import microbatches_of, run_recurrence
+from penstock.ir.interpreter.store import DictStore, initial_arrays
 
 from .values import Key, Seen
 

@@ -29,8 +29,10 @@ from penstock.backends.interface import StageProgram, stage_graphs
 from penstock.backends.numpy_backend import SlotStore, array_of, tensor_of
 from penstock.backends.registry import backend_of
 from penstock.ir.graph import MICROBATCH, Graph, Module, Op, Slot, signature, slot_of
-from penstock.ir.interpreter.interpreter import microbatches_of, run_graph, run_schedule
+from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.interpreter.ops import F64, TYPED, Array, array_dtype
+from penstock.ir.interpreter.recurrence import microbatches_of
+from penstock.ir.interpreter.schedules import run_schedule
 from penstock.ir.types import FLOATS, TensorType, numpy_dtype
 from penstock.passes.kernels.divide import kernels_of
 from penstock.support.errors import UsageError

@@ -21,8 +21,9 @@ import numpy as np
 
 from penstock.frontends.names import legal
 from penstock.ir.graph import Graph, Module, Op
-from penstock.ir.interpreter.interpreter import DictStore, initial_arrays, run_graph
+from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.interpreter.ops import F64, TYPED, Array
+from penstock.ir.interpreter.store import DictStore, initial_arrays
 from penstock.support.terminal import say
 from penstock.verification.checks import relative_error
 from penstock.verification.tolerance import as_typed, asked

@@ -20,8 +20,10 @@ from typing import Protocol
 import numpy as np
 
 from penstock.ir.graph import PARAM, Graph, Module, Namer, Value, substitute
-from penstock.ir.interpreter.interpreter import DictStore, Watch, run_graph
+from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.interpreter.ops import F64, Array
+from penstock.ir.interpreter.recurrence import Watch
+from penstock.ir.interpreter.store import DictStore
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS
 from penstock.verification.tolerance import Allowed

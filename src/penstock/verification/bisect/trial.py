@@ -33,17 +33,11 @@ import numpy as np
 
 from penstock.ir.action_kinds import WEIGHTS
 from penstock.ir.graph import GRAD, PARAM, Module, Var, graph_kind
-from penstock.ir.interpreter.interpreter import (
-    DictStore,
-    InterpretedRun,
-    Watch,
-    initial_arrays,
-    microbatches_of,
-    run_graph,
-    run_recurrence,
-    run_schedule,
-)
+from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.interpreter.ops import F64, Array, array_dtype
+from penstock.ir.interpreter.recurrence import InterpretedRun, Watch, microbatches_of, run_recurrence
+from penstock.ir.interpreter.schedules import run_schedule
+from penstock.ir.interpreter.store import DictStore, initial_arrays
 from penstock.ir.schedule_names import INFERENCE, TRAINING
 from penstock.ir.types import FLOATS, UNIT_ROUNDOFF
 from penstock.ir.verify.verifier import verify

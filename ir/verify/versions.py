@@ -1,0 +1,203 @@
+"""The checker of the fact versioned: forward and backward see one version, which exists and is not overwritten.
+
+In: a module with a schedule. The checker judges the expanded programs of all ranks (ir/verify/runs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, adder
+from penstock.ir.graph import Module, stepped_vars, summed_vars, touched_vars, touching_ops, written_vars
+from penstock.ir.schedule import BATCH_ORDER, COMPUTE, VERSIONED, Action, Schedule
+from penstock.support.words import counted
+
+from .problems import Problem, op_window
+from .runs import ConcreteRun, FirstOfEach, over_runs
+
+
+def check_versioned(module: Module) -> Iterator[Problem]:
+    stepped = stepped_vars(module)
+    written = {
+        s.index: [n for n in sorted(written_vars(g)) if n in stepped]
+        for s in module.stages
+        if (g := module.stage_graph(s.index, UPDATE))
+    }
+    sums = {s.index: _sums(module, s.index) for s in module.stages}
+    yield from _check_pins(module, stepped)
+    yield from over_runs(module, lambda module, run: _check_versions(module, run, written, sums))
+
+
+def _check_pins(module: Module, trained: set[str]) -> Iterator[Problem]:
+    """Forward and backward read what updates change in the microbatch's version, updates the latest."""
+    for stage in module.stages:
+        for kind in VERSIONED:
+            graph = module.stage_graph(stage.index, kind)
+            expected = "latest" if kind == UPDATE else "mb"
+            for i, op in touching_ops(graph):
+                version = op.attrs.get("version", "latest")
+                if op.kind == "read" and op.var in trained and version != expected:
+                    assert graph is not None
+                    what = f"reads @{op.var} in version {version}, expected version={expected}"
+                    yield Problem(f"@{graph.name} op {i}", what, op_window(graph, i))
+
+
+class _Sums(NamedTuple):
+    """Gradients of a stage: the kind of graph that adds to them, those that are added to, with how many buffers each
+    has, and those that each kind of graph takes. The first of those with as many buffers that the same graphs take
+    stands for all of them: what happens to one happens to all."""
+
+    adder: str
+    added: Mapping[str, int]
+    taken_by: Mapping[str, set[str]]
+
+
+def _sums(module: Module, stage: int) -> _Sums:
+    graphs = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
+    added = {name: module.vars[name].versions for name in summed_vars(module, stage)}
+    takes = {kind: touched_vars(graph, "take") for kind, graph in graphs.items()}
+    first: dict[tuple[int, frozenset[str]], str] = {}
+    for name, buffers in added.items():
+        first.setdefault((buffers, frozenset(kind for kind, names in takes.items() if name in names)), name)
+    shown = {name: added[name] for name in first.values()}
+    return _Sums(adder(graphs), shown, {kind: names & shown.keys() for kind, names in takes.items()})
+
+
+def _check_versions(
+    module: Module, run: ConcreteRun, stepped: Mapping[int, list[str]], sums: Mapping[int, _Sums]
+) -> Iterator[Problem]:
+    """`stepped` are the variables with versions that the update of each stage writes."""
+    if not any(a.kind == UPDATE for actions in run.programs.values() for a in actions):
+        return  # nothing ever changes
+    microbatch: dict[int, tuple[int, int, int]] = {}
+    for rank, actions in run.programs.items():
+        yield from _check_gradients(run, rank, actions, sums)
+        slots: dict[int, tuple[int, str]] = {}
+        for stage in {a.stage for a in actions}:
+            written = [module.vars[name] for name in stepped.get(stage, ())]
+            if written:
+                fewest = min(written, key=lambda var: var.versions)
+                slots[stage] = (fewest.versions, fewest.name)
+        yield from _check_rank_versions(run, rank, actions, slots, microbatch)
+
+
+def _check_gradients(
+    run: ConcreteRun, rank: int, actions: list[Action], sums: Mapping[int, _Sums]
+) -> Iterator[Problem]:
+    """The sum of a batch's gradients is taken before its buffer gets gradients of a later batch."""
+    waiting: dict[tuple[int, str, int], int] = {}
+    for step, a in enumerate(actions):
+        if a.kind == sums[a.stage].adder:
+            batch = a.batch(run.schedule.microbatches)
+            for name, buffers in sums[a.stage].added.items():
+                other = waiting.setdefault((a.stage, name, batch % buffers), batch)
+                if other != batch:
+                    kept = f"{buffers} buffer{'s are' if buffers > 1 else ' is'} kept"
+                    yield run.problem(
+                        rank,
+                        step,
+                        f"adds to @{name} before the sum of batch {other} was taken from that buffer; {kept}",
+                    )
+                    return
+        elif a.kind in BATCH_ORDER:
+            # AR works in the buffer, and leaves the sum there.
+            for name in sums[a.stage].taken_by.get(a.kind, ()):
+                waiting.pop((a.stage, name, a.mb % sums[a.stage].added[name]), None)
+
+
+def _check_rank_versions(
+    run: ConcreteRun,
+    rank: int,
+    actions: list[Action],
+    slots: Mapping[int, tuple[int, str]],
+    microbatch: dict[int, tuple[int, int, int]],
+) -> Iterator[Problem]:
+    """`slots` says how many versions the stage keeps, and of which parameter; `microbatch` collects versions over all
+    ranks, each with the rank and the step that has it first."""
+    last_use: dict[tuple[int, int], int] = {}
+    makers: dict[tuple[int, int | None], int] = {}
+    for step, a in enumerate(actions):
+        if a.kind == UPDATE:
+            makers[a.stage, a.version] = step
+        elif a.version is not None:
+            last_use[a.stage, a.version] = step
+    latest, problem = dict.fromkeys(slots, run.first), FirstOfEach(run, rank)
+
+    for step, a in enumerate(actions):
+        if a.kind not in VERSIONED:
+            continue
+        if a.version is None:
+            yield from problem("none", step, "has no version, expected @<version>")
+            continue
+        if a.kind != UPDATE:
+            version, *first = microbatch.setdefault(a.mb, (a.version, rank, step))
+            if version != a.version:
+                what = f"reads version {a.version}, but microbatch {a.mb} has version {version} in {run.place(*first)}"
+                yield from problem("mixed", step, what)
+        if a.stage not in slots:
+            continue
+        count, name = slots[a.stage]
+        if a.kind == UPDATE:
+            if a.version != latest[a.stage] + 1:
+                yield from problem("update", step, f"makes version {a.version}, expected {latest[a.stage] + 1}")
+            latest[a.stage] = a.version
+            old = a.version - count
+            reader = last_use.get((a.stage, old), step)
+            if reader > step:
+                what = (
+                    f"makes version {a.version} of @{name} in the slot of version {old}, which "
+                    f"{run.place(rank, reader)} still reads"
+                )
+                what += f"; {count} version{'s are' if count > 1 else ' is'} kept"
+                yield from problem("overwritten", step, what, _legal(run.schedule, f"keep {count + 1} versions"))
+        elif a.version > latest[a.stage]:
+            maker = makers.get((a.stage, a.version))
+            when = f"made only later by {run.place(rank, maker)}" if maker is not None else "never made"
+            what = f"reads version {a.version} of @{name}, which is {when}; the newest then is {latest[a.stage]}"
+            yield from problem("unmade", step, what + _live(run.schedule, rank), _legal(run.schedule))
+        elif a.version <= latest[a.stage] - count and "overwritten" not in problem.reported:
+            what = (
+                f"reads version {a.version} of @{name}, which version {a.version + count} has overwritten; {count} kept"
+            )
+            yield from problem("gone", step, what, _legal(run.schedule, f"keep {count + 1} versions"))
+
+
+def _lead(schedule: Schedule, rank: int) -> tuple[int, int]:
+    """Count the forwards that this rank runs ahead of its backwards, none if it has none, and tell the delay in batches
+    that its versions follow."""
+    ahead, delay = -1, 0
+    program = schedule.ranks[rank]
+    for a in (*program.start, *program.batch):
+        if a.kind == BACKWARD:
+            break
+        if a.kind == FORWARD:
+            ahead += 1
+            if a.version is not None:
+                delay = a.mb // schedule.microbatches - a.version
+    else:
+        ahead = 0
+    return ahead, delay
+
+
+def _live(schedule: Schedule, rank: int) -> str:
+    ahead, delay = _lead(schedule, rank)
+    if not delay:
+        return ""
+    m = schedule.microbatches
+    needed = -(-ahead // m) + 1
+    return (
+        f" ({ahead} forwards run ahead, a delay of {delay} at {counted(m, 'microbatch')} allows "
+        f"{delay * m}; this would need {needed} "
+        "live versions)"
+    )
+
+
+def _legal(schedule: Schedule, other: str = "") -> str:
+    """Say what would make the schedule legal: w forwards ahead are legal under delay n iff w <= n * microbatches."""
+    leads = [_lead(schedule, rank) for rank in schedule.ranks]
+    most, delay = max(ahead for ahead, _ in leads), max(delay for _, delay in leads)
+    ways = [f"microbatches >= {-(-most // delay)}"] if delay and most > delay * schedule.microbatches else []
+    ways += [other] if other else []
+    ways += ["schedule 1f1b"] if delay or any(program.start for program in schedule.ranks.values()) else []
+    return " or ".join(ways)
