@@ -27,8 +27,8 @@ A training file is TOML. Unknown keys, missing keys and wrong values are errors,
     name = "embed"
     kind = "adamw"
 
-Optimisers, schedules of the learning rate and groups of parameters with their settings are defined in ir/training/optimizers.py
-and ir/training/rates.py.
+Optimisers, schedules of the learning rate and groups of parameters with their settings are defined in
+ir/training/optimizers.py and ir/training/rates.py.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ P = ParamSpec("P")
 
 
 class PipelineEntry(NamedTuple):
-    """A pass in a pipeline, and why it stands there. Those that are not `wanted` are left out; `asked` says what wants them."""
+    """A pass in a pipeline, and why it stands there. Those that are not `wanted` are left out; `asked` says what wants
+    them."""
 
     name: str
     options: dict[str, Attr]
@@ -71,9 +72,10 @@ LOSS_SCALE = 65536.0
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """Settings of a pipeline. `precision` is the element type of activations, `wire` that of activations and gradients between stages;
-    `recompute` is what is computed again in the backward pass: auto, none or all; `shares` are how many microbatches each device of a stage
-    runs; `library`, where there are GPUs, is who computes contractions on them; `guard` what is done about the gradient before it is used."""
+    """Settings of a pipeline. `precision` is the element type of activations, `wire` that of activations and gradients
+    between stages; `recompute` is what is computed again in the backward pass: auto, none or all; `shares` are how many
+    microbatches each device of a stage runs; `library`, where there are GPUs, is who computes contractions on them;
+    `guard` what is done about the gradient before it is used."""
 
     schedule: str = "1f1b"
     microbatches: int = 1
@@ -244,7 +246,7 @@ def calls_of(entries: Iterable[PipelineEntry]) -> list[Call]:
 
 
 def _pipeline(entries: Callable[P, list[PipelineEntry]]) -> Callable[P, list[Call]]:
-    """What gives the calls that the entries come to."""
+    """Return a function that gives the calls of the entries."""
 
     def pipeline(*arguments: P.args, **options: P.kwargs) -> list[Call]:
         return calls_of(entries(*arguments, **options))
@@ -262,8 +264,8 @@ def pipeline_text(name: str) -> str:
     rows = []
     for entry in entries():
         (call,) = parse_pipeline(_text(entry), PASSES)
-        asked = f"with {entry.asked}: " if entry.asked else ""
-        rows.append((str(call) if entry.wanted else f"// {call}", f"// {asked}{entry.why}"))
+        condition = f"with {entry.asked}: " if entry.asked else ""
+        rows.append((str(call) if entry.wanted else f"// {call}", f"// {condition}{entry.why}"))
     width = max(len(call) for call, _ in rows)
     return f"// {name}: {meaning}\n" + "".join(f"{call:<{width}}  {why}\n" for call, why in rows)
 

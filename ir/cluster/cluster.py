@@ -1,12 +1,14 @@
 """The cluster: hosts, devices with their memory spaces and rates, and the links between them.
 
-    Device     where a stage runs, and what it can do; `flops` is the rate of a large float32 product, `efficiency` what families of work reach of it
+    Device     where a stage runs, and what it can do; `flops` is the rate of a large float32 product, `efficiency` what
+               families of work reach of it
     Link       a two-way connection between two devices
     Host       where devices are, and the network card through which its links go
     LinkClass  what a pair of devices without a link of its own gets, by kind: same-host, other-host, host-to-device
-    Path       what a transfer from one device to another goes through: rate, latency, and what it shares with other transfers
+    Path       what a transfer from one device to another goes through: rate, latency, and what it shares with other
+               transfers
 
-Files are read and written by cluster_file.py, which says what they look like.
+Files are read and written by file.py, which says what they look like.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from penstock.support.hardware import Gpu, gpus, usable_cores, usable_memory
 
 KINDS = {"cpu": "ram", "cuda": "hbm"}
 _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
-# Float32 operations and bytes per second by data sheet (A100, A40, L40S, H100): what a plan starts from when the file does not say.
+# Float32 operations and bytes per second by data sheet (A100, A40, L40S, H100): what a plan starts from when the file
+# does not say.
 CUDA_RATES = {
     "sm_80": (1.95e13, 1.55e12),
     "sm_86": (3.74e13, 6.96e11),
@@ -41,8 +44,8 @@ SAME_HOST, OTHER_HOST, HOST_TO_DEVICE = "same-host", "other-host", "host-to-devi
 CLASSES = {SAME_HOST: (7e9, 2e-5), OTHER_HOST: (1e9, 2e-4), HOST_TO_DEVICE: (1e10, 5e-5)}
 # Seconds of a kernel's launch, and of a call of a stage, where nothing was measured.
 KERNEL_OVERHEAD, CALL_OVERHEAD = 1e-6, 5e-5
-# Seconds of a rank for one end of a message, and bytes per second that a core moves into or out of a socket: gloo on one
-# host (benchmarks/truth.py --calibrate).
+# Seconds of a rank for one end of a message, and bytes per second that a core moves into or out of a socket: gloo on
+# one host (benchmarks/truth.py --calibrate).
 MESSAGE_OVERHEAD, SOCKET_BANDWIDTH = 6e-5, 2.2e9
 # The same of messages through memory that both ranks share, whose bytes the sender copies (penstock doctor,
 # on the machine of docs/performance.md).
@@ -52,12 +55,13 @@ EFFICIENCY_PREFIX = "efficiency."
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`spaces` are (name, bytes) pairs; the first one holds tensors. `flops` (of a large float32 product) and `bandwidth` are rates
-    of one device, all threads. What fits into `cache` bytes moves at `cache_bandwidth` (0: nothing does). `efficiency` are shares of
-    the rates that families of work reach (passes/costs/prices.py), by name. `overhead` are seconds that a kernel takes beside its work,
-    `call_overhead` those that a call of a stage takes beside its kernels. An end of a message takes `message_overhead`, and on a CPU
-    its bytes take processor time at `socket_bandwidth`. Between CPUs of one host an end takes `shared_overhead`, and the sender
-    copies its bytes at `copy_bandwidth`."""
+    """`spaces` are (name, bytes) pairs; the first one holds tensors. `flops` (of a large float32 product) and
+    `bandwidth` are rates of one device, all threads. What fits into `cache` bytes moves at `cache_bandwidth` (0:
+    nothing does). `efficiency` are shares of the rates that families of work reach (passes/costs/prices.py), by name.
+    `overhead` are seconds that a kernel takes beside its work, `call_overhead` those that a call of a stage takes
+    beside its kernels. An end of a message takes `message_overhead`, and on a CPU its bytes take processor time at
+    `socket_bandwidth`. Between CPUs of one host an end takes `shared_overhead`, and the sender copies its bytes at
+    `copy_bandwidth`."""
 
     name: str
     kind: str = "cpu"
@@ -78,11 +82,11 @@ class Device:
     copy_bandwidth: float = COPY_BANDWIDTH
 
     def fields(self) -> dict[str, Scalar]:
-        """What text says of a device; of what few devices have, only what is not usual."""
+        """Return what text says of a device; of what few devices have, only what is not usual."""
         always = ("kind", "host", "target", "threads", "flops", "bandwidth")
-        found = {key: getattr(self, key) for key in always}
-        found |= {key: getattr(self, key) for key in SELDOM if getattr(self, key) != _USUAL[key]}
-        return found | {f"{EFFICIENCY_PREFIX}{key}": share for key, share in self.efficiency}
+        settings = {key: getattr(self, key) for key in always}
+        settings |= {key: getattr(self, key) for key in SELDOM if getattr(self, key) != _USUAL[key]}
+        return settings | {f"{EFFICIENCY_PREFIX}{key}": share for key, share in self.efficiency}
 
     @staticmethod
     def from_fields(name: str, given: Mapping[str, Scalar], spaces: tuple[tuple[str, int], ...]) -> Device:
@@ -101,8 +105,15 @@ class Device:
 
 # What is written only where it is not usual.
 SELDOM = (
-    "cache", "cache_bandwidth", "overhead", "call_overhead", "message_overhead", "socket_bandwidth", "shared_overhead", "copy_bandwidth",
-)  # fmt: skip
+    "cache",
+    "cache_bandwidth",
+    "overhead",
+    "call_overhead",
+    "message_overhead",
+    "socket_bandwidth",
+    "shared_overhead",
+    "copy_bandwidth",
+)
 _USUAL = {f.name: f.default for f in fields(Device)}
 
 
@@ -127,8 +138,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine. `address` and `interface` say how other hosts reach it. Links to other hosts that no entry describes go
-    through its network card: `nic_bandwidth` (0: as fast as the links) is shared by all of them, in each direction;
+    """A machine. `address` and `interface` say how other hosts reach it. Links to other hosts that no entry describes
+    go through its network card: `nic_bandwidth` (0: as fast as the links) is shared by all of them, in each direction;
     `nic_latency` comes on top of that of the link."""
 
     name: str
@@ -152,7 +163,8 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class LinkClass:
-    """What pairs of devices of one kind get that have no link of their own: `same-host`, `other-host` or `host-to-device`."""
+    """The rates of pairs of devices of one kind that have no link of their own: `same-host`, `other-host` or
+    `host-to-device`."""
 
     kind: str
     bandwidth: float
@@ -170,9 +182,9 @@ class LinkClass:
 
 
 class Path(NamedTuple):
-    """What a transfer goes through. `shares` are (name, bytes per second) of what it has in common with other transfers: network cards,
-    those of hosts by direction, as they send and receive at once. Sums of gradients go through sockets, also where messages go through
-    memory: at `summing` bytes per second at most."""
+    """The way of a transfer through links and cards. `shares` are (name, bytes per second) of what it has in common
+    with other transfers: network cards, those of hosts by direction, as they send and receive at once. Sums of
+    gradients go through sockets, also where messages go through memory: at `summing` bytes per second at most."""
 
     bandwidth: float
     latency: float
@@ -189,7 +201,8 @@ def _refuse_unknown(given: Mapping[str, Scalar], kind: type) -> None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`classes` are those that differ from the usual ones. A host that no entry describes has no network card worth knowing."""
+    """`classes` are those that differ from the usual ones. A host that no entry describes has no network card worth
+    knowing."""
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
@@ -210,32 +223,33 @@ class Cluster:
 
     @cached_property
     def _cards(self) -> dict[str, tuple[float, frozenset[str]]]:
-        """Of each named network card its rate, that of the fastest of its links, and the hosts that all of its links touch."""
-        found: dict[str, tuple[float, frozenset[str]]] = {}
+        """Return the rate of each named network card, that of the fastest of its links, and the hosts that all of its
+        links touch."""
+        cards: dict[str, tuple[float, frozenset[str]]] = {}
         for link in self.links:
             if link.nic:
                 ends = frozenset(self.device(end).host for end in (link.a, link.b))
-                rate, owners = found.get(link.nic, (0.0, ends))
-                found[link.nic] = max(rate, link.bandwidth), owners & ends
-        return found
+                rate, owners = cards.get(link.nic, (0.0, ends))
+                cards[link.nic] = max(rate, link.bandwidth), owners & ends
+        return cards
 
     def device(self, name: str) -> Device:
         """The device of that name; UsageError where there is none."""
-        found = self._devices.get(name)
-        if found is None:
+        device = self._devices.get(name)
+        if device is None:
             raise UsageError(
                 f"no device {name!r} in the cluster", hint=f"it has {', '.join(d.name for d in self.devices)}"
             )
-        return found
+        return device
 
     def shares_memory(self, a: str, b: str) -> bool:
-        """Whether ranks on two devices hand messages over in memory, rather than through sockets."""
+        """Say whether ranks on two devices hand messages over in memory, rather than through sockets."""
         first, second = self.device(a), self.device(b)
         return first.kind == second.kind == "cpu" and first.host == second.host
 
     @property
     def is_shared(self) -> bool:
-        """Whether all messages go through memory."""
+        """Say whether all messages go through memory."""
         return all(self.shares_memory(self.devices[0].name, device.name) for device in self.devices)
 
     def message_overhead(self, a: str, b: str) -> float:
@@ -243,9 +257,10 @@ class Cluster:
         return self.device(a).shared_overhead if self.shares_memory(a, b) else self.device(a).message_overhead
 
     def link(self, a: str, b: str) -> Link:
-        """The connection between two devices, by entry or by class. That of a class is no faster than the network cards it goes through."""
-        found = self._links.get(frozenset((a, b)))
-        return found if found is not None else self._by_class(a, b)
+        """Return the connection between two devices, by entry or by class. That of a class is no faster than the
+        network cards it goes through."""
+        link = self._links.get(frozenset((a, b)))
+        return link if link is not None else self._by_class(a, b)
 
     def _by_class(self, a: str, b: str) -> Link:
         first, second = self.device(a), self.device(b)
@@ -264,8 +279,9 @@ class Cluster:
         return next(((c.bandwidth, c.latency) for c in self.classes if c.kind == kind), CLASSES[kind])
 
     def path(self, a: str, b: str) -> Path:
-        """What a transfer from `a` to `b` goes through. The card of a link is shared by direction where all its links have one host in
-        common and this one leaves it; otherwise it is one medium for all. Links by class share the cards of both hosts."""
+        """Return what a transfer from `a` to `b` goes through. The card of a link is shared by direction where all its
+        links have one host in common and this one leaves it; otherwise it is one medium for all. Links by class share
+        the cards of both hosts."""
         link, source, target = self.link(a, b), self.device(a), self.device(b)
         shares: list[tuple[str, float]] = []
         if link.nic:
@@ -282,8 +298,8 @@ class Cluster:
 
     @staticmethod
     def local(count: int | None = None, threads: Sequence[int] = ()) -> Cluster:
-        """CPU devices on this machine: `count` equal ones that share its threads and memory evenly, or one for each number of threads, with
-        memory in proportion to them. Rates are guesses; `penstock doctor` measures them."""
+        """CPU devices on this machine: `count` equal ones that share its threads and memory evenly, or one for each
+        number of threads, with memory in proportion to them. Rates are guesses; `penstock doctor` measures them."""
         if count is None:
             count = len(threads) or 1
         if not _whole(count) or count < 1:
@@ -306,7 +322,8 @@ class Cluster:
 
     @staticmethod
     def detect() -> Cluster:
-        """The devices of this machine, nothing measured: its NVIDIA devices where a driver answers, and one CPU device with all cores."""
+        """The devices of this machine, nothing measured: its NVIDIA devices where a driver answers, and one CPU device
+        with all cores."""
         return Cluster((*Cluster.local(1).devices, *(device_of_gpu(gpu) for gpu in gpus()[0])))
 
     @staticmethod
@@ -350,7 +367,7 @@ def _whole(number: object) -> bool:
 
 
 def is_architecture(name: str) -> bool:
-    """Whether a name has the form of NVIDIA's architectures: sm_90, sm_90a, sm_120."""
+    """Say whether a name has the form of NVIDIA's architectures: sm_90, sm_90a, sm_120."""
     return _ARCHITECTURE.fullmatch(name) is not None
 
 

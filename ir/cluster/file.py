@@ -19,13 +19,14 @@ A file is TOML, or YAML (`.yaml`, `.yml`) with the same tables as lists; every k
     nic_bandwidth = "25 Gbit/s"               [host.device]     # what its devices have that do not say otherwise
     nic_latency = "10 us"                     threads = 8
 
-Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Rates are from 1 to 1e24,
-seconds up to a million, bytes up to 2^60, threads up to 65536. Further keys of a device: `spaces`, a table of several memory spaces in
-place of `memory`, the first holding tensors; `cache` and `cache_bandwidth`; and what `penstock doctor` measures: `overhead`,
-`call_overhead`, `message_overhead`, `shared_overhead` (seconds), `socket_bandwidth`, `copy_bandwidth`, and the table `efficiency`. A
-device of kind cuda (or gpu) says `arch = "sm_90"` instead of a target, as NVIDIA names the architecture; its rates are by default those
-of the usual card of that architecture. Without `flops` a CPU has 50 GFLOP/s for each thread. A file with [[host]] tables names the host
-of every device among them, if there are several.
+Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Rates are from
+1 to 1e24, seconds up to a million, bytes up to 2^60, threads up to 65536. Further keys of a device: `spaces`, a table
+of several memory spaces in place of `memory`, the first holding tensors; `cache` and `cache_bandwidth`; and what
+`penstock doctor` measures: `overhead`, `call_overhead`, `message_overhead`, `shared_overhead` (seconds),
+`socket_bandwidth`, `copy_bandwidth`, and the table `efficiency`. A device of kind cuda (or gpu) says `arch = "sm_90"`
+instead of a target, as NVIDIA names the architecture; its rates are by default those of the usual card of that
+architecture. Without `flops` a CPU has 50 GFLOP/s for each thread. A file with [[host]] tables names the host of every
+device among them, if there are several.
 
 What is written says everything, so that reading it back gives the same cluster.
 """
@@ -86,24 +87,46 @@ _UNITS = {
 }
 # What can be: beyond it are slips, and numbers that no sum of times survives. Zero is another matter.
 _RANGES = {
-    "bytes": (1, 2**60), "bytes per second": (1.0, 1e24), "operations per second": (1.0, 1e24), "seconds": (0.0, 1e6), "share": (1e-6, 1e6),
+    "bytes": (1, 2**60),
+    "bytes per second": (1.0, 1e24),
+    "operations per second": (1.0, 1e24),
+    "seconds": (0.0, 1e6),
+    "share": (1e-6, 1e6),
     "count": (1, 65536),
-}  # fmt: skip
+}
 _EXAMPLES = {"bytes": "8 GiB", "bytes per second": "2 GB/s", "seconds": "50 us", "operations per second": "50 GFLOP/s"}
 # What each key must be: a word, a whole number, a share, or a quantity. Of those that end in ? zero is allowed.
 _DEVICE = {
-    "name": "name", "kind": "word", "host": "name", "target": "name", "arch": "name", "threads": "count", "memory": "bytes",
+    "name": "name",
+    "kind": "word",
+    "host": "name",
+    "target": "name",
+    "arch": "name",
+    "threads": "count",
+    "memory": "bytes",
     "spaces": "table",
-    "flops": "operations per second", "bandwidth": "bytes per second", "cache": "bytes?", "cache_bandwidth": "bytes per second?",
-    "overhead": "seconds?", "call_overhead": "seconds?", "message_overhead": "seconds?", "socket_bandwidth": "bytes per second",
-    "shared_overhead": "seconds?", "copy_bandwidth": "bytes per second", "efficiency": "table",
-}  # fmt: skip
+    "flops": "operations per second",
+    "bandwidth": "bytes per second",
+    "cache": "bytes?",
+    "cache_bandwidth": "bytes per second?",
+    "overhead": "seconds?",
+    "call_overhead": "seconds?",
+    "message_overhead": "seconds?",
+    "socket_bandwidth": "bytes per second",
+    "shared_overhead": "seconds?",
+    "copy_bandwidth": "bytes per second",
+    "efficiency": "table",
+}
 _LINK = {"a": "name", "b": "name", "bandwidth": "bytes per second", "latency": "seconds?", "nic": "name?"}
 _CLASS = {"bandwidth": "bytes per second", "latency": "seconds?"}
 _HOST = {
-    "name": "name", "address": "name?", "interface": "name?", "nic_bandwidth": "bytes per second?", "nic_latency": "seconds?",
+    "name": "name",
+    "address": "name?",
+    "interface": "name?",
+    "nic_bandwidth": "bytes per second?",
+    "nic_latency": "seconds?",
     "device": "table",
-}  # fmt: skip
+}
 
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
@@ -117,7 +140,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
 
 
 def cluster_text(cluster: Cluster, path: str | os.PathLike[str]) -> str:
-    """What to write into a cluster file: TOML or YAML by the name of the file."""
+    """Return the text of a cluster file: TOML or YAML by the name of the file."""
     return cluster_yaml(cluster) if _is_yaml(path) else cluster_toml(cluster)
 
 
@@ -138,8 +161,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
                     None, None, f"the key {key.value!r} stands twice", key.start_mark
                 )
             seen.add(key.value)
-        found: dict[Hashable, Any] = super().construct_mapping(node, deep)
-        return found
+        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def _load_yaml(text: str) -> object:
@@ -174,9 +197,9 @@ class _Reader:
 
     def _check_names(self, hosts: list[Host], devices: list[Device], links: list[Link]) -> None:
         names = {d.name for d in devices}
-        for what, found in (("device", [d.name for d in devices]), ("host", [h.name for h in hosts])):
+        for what, listed in (("device", [d.name for d in devices]), ("host", [h.name for h in hosts])):
             self.problems += [
-                f"{what} {n!r} is listed twice" for n in sorted({n for n in found if n and found.count(n) > 1})
+                f"{what} {n!r} is listed twice" for n in sorted({n for n in listed if n and listed.count(n) > 1})
             ]
         known = {h.name for h in hosts}
         for device in devices:
@@ -198,9 +221,9 @@ class _Reader:
             self.problems.append("there is no [[device]]")
 
     def _tables(self, data: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
-        found = data.get(key, [])
-        if isinstance(found, list) and all(isinstance(t, dict) for t in found):
-            return found
+        tables = data.get(key, [])
+        if isinstance(tables, list) and all(isinstance(t, dict) for t in tables):
+            return tables
         self.problems.append(f"[{key}] must be a list of tables, written [[{key}]]")
         return []
 
@@ -226,14 +249,15 @@ class _Reader:
             self.problems.append(f"{where}: needs a host, as there are several: {', '.join(sorted(hosts))}")
             host = next(iter(hosts))
         defaults = hosts.get(str(host), {})
-        own = {**({} if host is None else {"host": host}), **table}
-        # A device that says where its tensors are, what it is made for or what it is, does not mean the default of the other spelling.
+        settings = {**({} if host is None else {"host": host}), **table}
+        # A device that says where its tensors are, what it is made for or what it is, does not mean the default of the
+        # other spelling.
         for same in (("memory", "spaces"), ("arch", "target")):
             if any(key in table for key in same):
                 defaults = {k: v for k, v in defaults.items() if k not in same}
         problems = len(self.problems)
-        values = self._take(where, own, _DEVICE)
-        inherited = {k: v for k, v in defaults.items() if k not in own}
+        values = self._take(where, settings, _DEVICE)
+        inherited = {k: v for k, v in defaults.items() if k not in settings}
         quiet = _Reader(self.path)  # what is wrong with defaults was said of the host
         values |= quiet._take(where, inherited, {k: v for k, v in _DEVICE.items() if k not in ("name", "host")})
         self._need_name(where, values)
@@ -274,20 +298,21 @@ class _Reader:
             self.problems.append(f"{where}: says memory and spaces; memory is the first of the spaces")
         if not isinstance(spaces, dict):
             return ((KINDS.get(kind, "ram"), memory),) if memory is not None else ()
-        found = []
+        named_spaces = []
         for name, size in spaces.items():
             if not re.fullmatch(r"\w+", str(name)):
                 self.problems.append(f"{where}: a memory space needs a name of letters, digits and _, got {name!r}")
             number = self._value(f"{where}, spaces", str(name), size, "bytes")
             if number is not None:
-                found.append((str(name), int(number)))
-        return tuple(found)
+                named_spaces.append((str(name), int(number)))
+        return tuple(named_spaces)
 
     def _shares(self, where: str, table: Mapping[str, object]) -> Iterator[tuple[str, float]]:
         for key, share in table.items():
             if not re.fullmatch(r"[a-z]\w*(\.\w+)?", str(key)):
                 self.problems.append(
-                    f"{where}, efficiency: {key!r} is no family of work, such as products, products.bf16 or elements.bytes"
+                    f"{where}, efficiency: {key!r} is no family of work, "
+                    "such as products, products.bf16 or elements.bytes"
                 )
             number = self._value(f"{where}, efficiency", str(key), share, "share")
             if number is not None:
@@ -303,15 +328,16 @@ class _Reader:
         if not isinstance(table, dict):
             self.problems.append("[links] must be a table of classes of links: " + ", ".join(CLASSES))
             return
-        for kind, given in table.items():
+        for kind, settings in table.items():
             if kind not in CLASSES:
                 self.problems.append(f"[links]: unknown class {kind!r}, expected one of {', '.join(CLASSES)}")
-            elif not isinstance(given, dict):
-                self.problems.append(f"[links]: {kind} must be a table with bandwidth and latency, got {given!r}")
+            elif not isinstance(settings, dict):
+                self.problems.append(f"[links]: {kind} must be a table with bandwidth and latency, got {settings!r}")
             else:
                 bandwidth, latency = CLASSES[kind]
                 yield LinkClass(
-                    kind, **{"bandwidth": bandwidth, "latency": latency, **self._take(f"[links] {kind}", given, _CLASS)}
+                    kind,
+                    **{"bandwidth": bandwidth, "latency": latency, **self._take(f"[links] {kind}", settings, _CLASS)},
                 )
 
     # ------------------------------------------------------------------------------ values
@@ -327,9 +353,9 @@ class _Reader:
             if key not in spec:
                 self.problems.append(f"{where}: unknown key {key!r}, expected one of {', '.join(spec)}")
                 continue
-            found = self._value(where, key, value, spec[key])
-            if found is not None:
-                values[key] = found
+            taken_value = self._value(where, key, value, spec[key])
+            if taken_value is not None:
+                values[key] = taken_value
         return values
 
     def _value(self, where: str, key: str, value: object, kind: str) -> Any:

@@ -1,13 +1,15 @@
-"""The op table: every operation of the IR, as data. One row says its family, attributes, type rule, dimension string and cost.
+"""The op table: every operation of the IR, as data. One row says its family, attributes, type rule, dimension string
+and cost.
 
-Rules that belong to one concern live beside that concern, as dictionaries keyed by the names of this table: NumPy meaning in
-ir/numpy_ops, gradients in passes/vjp, ONNX in frontends/onnx, kernels in backends/tvm. `penstock ops` prints who has what.
+Rules that belong to one concern live beside that concern, as dictionaries keyed by the names of this table: NumPy
+meaning in ir/interpreter/ops, gradients in passes/training/vjp, ONNX in frontends/onnx, kernels in backends/tvm.
+`penstock ops` prints which of them each row has.
 
-Dimension strings read like einsum: one name per dimension, `...` for any leading dimensions; a plain name may be split over a mesh axis,
-`k+` splits into a partial sum, `n^` must stay whole. An empty string means that all dimensions of all operands are the same (after
-broadcasting) and any of them may be split.
+Dimension strings read like einsum: one name per dimension, `...` for any leading dimensions; a plain name may be split
+over a mesh axis, `k+` splits into a partial sum, `n^` must stay whole. An empty string means that all dimensions of all
+operands are the same (after broadcasting) and any of them may be split.
 
-The rows stand in one file per family; this file joins them and holds what everybody does with the table.
+The rows stand in one file per family; this file joins them and holds the functions of the table that all rooms use.
 """
 
 from __future__ import annotations
@@ -128,7 +130,14 @@ def cost_of(op: Op) -> OpCost:
     return OpCost(row.flops(x, y, complete_attrs(op)), moved)
 
 
-def make(kind: str, ins: Sequence, outs: Sequence[str], loc: str = "", /, **attrs: Attr) -> Op:  # type: ignore[type-arg]
+def make(
+    kind: str,
+    ins: Sequence,  # type: ignore[type-arg]
+    outs: Sequence[str],
+    loc: str = "",
+    /,
+    **attrs: Attr,
+) -> Op:
     """An op with its result types inferred; for state operations give the result Value yourself."""
     from penstock.ir.graph import Value
 

@@ -111,7 +111,7 @@ def _conv_grad_weight_flops(x: Types, y: Types, a: Values) -> float:
 
 
 def _seen(q: TensorType, k: TensorType, a: Values) -> float:
-    """How many scores of attention are looked at."""
+    """Count the scores of attention that are looked at."""
     return prod(q.dims[:3]) * k.dims[2] * (0.5 if a["causal"] else 1.0)
 
 
@@ -128,13 +128,72 @@ def _attention_grad_flops(x: Types, y: Types, a: Values) -> float:
 
 _CONV: dict[str, Attr | Required] = {**WINDOW, "groups": 1}
 
-# fmt: off
 ROWS = (
-    row("matmul", "contract", 2, _matmul, "matrix product over the last two dimensions, operands transposed by ta, tb; leading dimensions broadcast", ta=False, tb=False, flops=_matmul_flops, dims="... m k+, ... k+ n -> ... m n"),
-    row("conv", "contract", 2, _conv, "cross-correlation, x[n,c,...] with w[o,c/groups,...]", flops=_conv_flops, dims="n c+ ...^, o c+ ...^ -> n o ...^", **_CONV),  # type: ignore[arg-type]
-    row("conv_grad_input", "contract", 2, _conv_grad_input, "gradient of conv for x, from (dy, w); `shape` is x's", flops=_conv_grad_input_flops, shape=Required(tuple), dims="n o+ ...^, o+ c ...^ -> n c ...^", **_CONV),  # type: ignore[arg-type]
-    row("conv_grad_weight", "contract", 2, _conv_grad_weight, "gradient of conv for w, from (x, dy); `shape` is w's", flops=_conv_grad_weight_flops, shape=Required(tuple), dims="n+ c ...^, n+ o ...^ -> o c ...^", **_CONV),  # type: ignore[arg-type]
-    row("attention", "contract", (3, 4), _attention, "softmax(scale * q k^T) v on [batch, heads, positions, size]; `causal` looks at no later position; the optional mask is added to the scores, or (bool) where false hides by the lowest finite score; also gives per row the largest score and the sum of e^(score - largest)", causal=False, scale=Required(float), flops=_attention_flops, dims="n h s^ d^, n h t^ d^, n h t^ e^ -> n h s^ e^, n h s^, n h s^"),
-    row("attention_grad", "contract", (7, 8), _attention_grad, "gradients for q, k and v, from (dy, q, k, v, y, largest, sum) and the mask, if any", causal=False, scale=Required(float), flops=_attention_grad_flops, dims="n h s^ e^, n h s^ d^, n h t^ d^, n h t^ e^, n h s^ e^, n h s^, n h s^ -> n h s^ d^, n h t^ d^, n h t^ e^"),
+    row(
+        "matmul",
+        "contract",
+        2,
+        _matmul,
+        "matrix product over the last two dimensions, operands transposed by ta, tb; leading dimensions broadcast",
+        ta=False,
+        tb=False,
+        flops=_matmul_flops,
+        dims="... m k+, ... k+ n -> ... m n",
+    ),
+    row(
+        "conv",
+        "contract",
+        2,
+        _conv,
+        "cross-correlation, x[n,c,...] with w[o,c/groups,...]",
+        flops=_conv_flops,
+        dims="n c+ ...^, o c+ ...^ -> n o ...^",
+        **_CONV,  # type: ignore[arg-type]
+    ),
+    row(
+        "conv_grad_input",
+        "contract",
+        2,
+        _conv_grad_input,
+        "gradient of conv for x, from (dy, w); `shape` is x's",
+        flops=_conv_grad_input_flops,
+        shape=Required(tuple),
+        dims="n o+ ...^, o+ c ...^ -> n c ...^",
+        **_CONV,  # type: ignore[arg-type]
+    ),
+    row(
+        "conv_grad_weight",
+        "contract",
+        2,
+        _conv_grad_weight,
+        "gradient of conv for w, from (x, dy); `shape` is w's",
+        flops=_conv_grad_weight_flops,
+        shape=Required(tuple),
+        dims="n+ c ...^, n+ o ...^ -> o c ...^",
+        **_CONV,  # type: ignore[arg-type]
+    ),
+    row(
+        "attention",
+        "contract",
+        (3, 4),
+        _attention,
+        "softmax(scale * q k^T) v on [batch, heads, positions, size]; `causal` looks at no later "
+        "position; the optional mask is added to the scores, or (bool) where false hides by the "
+        "lowest finite score; also gives per row the largest score and the sum of e^(score - largest)",
+        causal=False,
+        scale=Required(float),
+        flops=_attention_flops,
+        dims="n h s^ d^, n h t^ d^, n h t^ e^ -> n h s^ e^, n h s^, n h s^",
+    ),
+    row(
+        "attention_grad",
+        "contract",
+        (7, 8),
+        _attention_grad,
+        "gradients for q, k and v, from (dy, q, k, v, y, largest, sum) and the mask, if any",
+        causal=False,
+        scale=Required(float),
+        flops=_attention_grad_flops,
+        dims="n h s^ e^, n h s^ d^, n h t^ d^, n h t^ e^, n h s^ e^, n h s^, n h s^ -> n h s^ d^, n h t^ d^, n h t^ e^",
+    ),
 )
-# fmt: on

@@ -1,9 +1,11 @@
-"""Rows for random numbers, which are functions of what they are drawn for: nothing is remembered from one draw to the next.
+"""Rows for random numbers, which are functions of what they are drawn for: nothing is remembered from one draw to the
+next.
 
-Both are Philox 2x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011): ten rounds turn a counter of two
-words of 32 bits and a key of one word into two words. `random_key` takes the number of a microbatch, xor `seed` in its upper word, under
-the key `number`; `random` takes a place and the upper word of that under its lower word. So what is drawn depends on the seed, the
-microbatch, the use and the element alone: not on stages, schedules, devices, nor on where training was interrupted.
+Both are Philox 2x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011): ten rounds
+turn a counter of two words of 32 bits and a key of one word into two words. `random_key` takes the number of a
+microbatch, xor `seed` in its upper word, under the key `number`; `random` takes a place and the upper word of that
+under its lower word. So what is drawn depends on the seed, the microbatch, the use and the element alone: not on
+stages, schedules, devices, nor on where training was interrupted.
 """
 
 from __future__ import annotations
@@ -30,9 +32,23 @@ def _random(x: Types, a: Values) -> tuple[TensorType, ...]:
     return (TensorType("f32", broadcast_shapes(x[0].shape, x[1].shape)),)
 
 
-# fmt: off
 ROWS = (
-    row("random_key", "elementwise", 1, _key, "the key of one use of random numbers in the microbatch of that number", number=Required(int), seed=0, flops=per_element(60)),
-    row("random", "elementwise", 2, _random, "a number in [0, 1), 24 bits of it, for each place, from (place, key)", flops=per_element(60)),
+    row(
+        "random_key",
+        "elementwise",
+        1,
+        _key,
+        "the key of one use of random numbers in the microbatch of that number",
+        number=Required(int),
+        seed=0,
+        flops=per_element(60),
+    ),
+    row(
+        "random",
+        "elementwise",
+        2,
+        _random,
+        "a number in [0, 1), 24 bits of it, for each place, from (place, key)",
+        flops=per_element(60),
+    ),
 )
-# fmt: on

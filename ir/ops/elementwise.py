@@ -32,9 +32,9 @@ def _const(x: Types, a: Values) -> tuple[TensorType, ...]:
 def _iota(x: Types, a: Values) -> tuple[TensorType, ...]:
     shape = ints(a["shape"])
     axis_of(a["axis"], len(shape))
-    found = TensorType(dtype_of(a["dtype"]), shape)
-    need_numbers([found])
-    return (found,)
+    result = TensorType(dtype_of(a["dtype"]), shape)
+    need_numbers([result])
+    return (result,)
 
 
 def _float(x: Types, a: Values) -> tuple[TensorType, ...]:
@@ -77,18 +77,25 @@ def _bits(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 
 def _bitcast(x: Types, a: Values) -> tuple[TensorType, ...]:
-    found = x[0].with_dtype(dtype_of(a["dtype"]))
-    need_numbers([x[0], found])
-    need(ITEM_BYTES[found.dtype] == ITEM_BYTES[x[0].dtype], f"{x[0].dtype} and {found.dtype} differ in width")
-    return (found,)
+    result = x[0].with_dtype(dtype_of(a["dtype"]))
+    need_numbers([x[0], result])
+    need(ITEM_BYTES[result.dtype] == ITEM_BYTES[x[0].dtype], f"{x[0].dtype} and {result.dtype} differ in width")
+    return (result,)
 
 
-# fmt: off
 ROWS = (
     # sources
-    row("const", "source", 0, _const, "`value` in every element, or a list of values in row-major order", value=Required(object), dtype=Required(str), shape=()),
+    row(
+        "const",
+        "source",
+        0,
+        _const,
+        "`value` in every element, or a list of values in row-major order",
+        value=Required(object),
+        dtype=Required(str),
+        shape=(),
+    ),
     row("iota", "source", 0, _iota, "0, 1, 2, ... along `axis`", dtype=Required(str), shape=Required(tuple), axis=0),
-
     # elementwise, one operand
     row("neg", "elementwise", 1, _number, "-x", flops=per_element(1)),
     row("abs", "elementwise", 1, _number, "|x|", flops=per_element(1)),
@@ -106,19 +113,39 @@ ROWS = (
     row("sigmoid", "elementwise", 1, _float, "1 / (1 + e^-x)", flops=per_element(12)),
     row("erf", "elementwise", 1, _float, "error function", flops=per_element(15)),
     row("relu", "elementwise", 1, _number, "max(x, 0); its gradient at 0 is 0", flops=per_element(1)),
-    row("gelu", "elementwise", 1, _gelu, "x * Phi(x); `approximate=tanh` uses the tanh form", flops=per_element(16), approximate="none"),
+    row(
+        "gelu",
+        "elementwise",
+        1,
+        _gelu,
+        "x * Phi(x); `approximate=tanh` uses the tanh form",
+        flops=per_element(16),
+        approximate="none",
+    ),
     row("detach", "elementwise", 1, _float, "x; gradients stop here"),
     row("not", "elementwise", 1, _logic, "logical negation"),
     row("cast", "elementwise", 1, _cast, "change of element type; float to integer truncates", dtype=Required(str)),
-
-    row("bitcast", "elementwise", 1, _bitcast, "the same bits as another element type of the same width", dtype=Required(str)),
-
+    row(
+        "bitcast",
+        "elementwise",
+        1,
+        _bitcast,
+        "the same bits as another element type of the same width",
+        dtype=Required(str),
+    ),
     # elementwise, several operands, broadcast as in NumPy
     row("add", "elementwise", 2, _number, "a + b", flops=per_element(1)),
     row("sub", "elementwise", 2, _number, "a - b", flops=per_element(1)),
     row("mul", "elementwise", 2, _number, "a * b", flops=per_element(1)),
     row("div", "elementwise", 2, _number, "a / b; integers truncate toward zero", flops=per_element(1)),
-    row("rem", "elementwise", 2, _number, "what a / b, truncated toward zero, leaves of a; exact, with the sign of a; of integers over 0 all of a", flops=per_element(4)),
+    row(
+        "rem",
+        "elementwise",
+        2,
+        _number,
+        "what a / b, truncated toward zero, leaves of a; exact, with the sign of a; of integers over 0 all of a",
+        flops=per_element(4),
+    ),
     row("pow", "elementwise", 2, _float, "a to the power b", flops=per_element(20)),
     row("minimum", "elementwise", 2, _number, "the smaller; nan if either is", flops=per_element(1)),
     row("maximum", "elementwise", 2, _number, "the larger; nan if either is", flops=per_element(1)),
@@ -130,12 +157,24 @@ ROWS = (
     row("bit_and", "elementwise", 2, _bits, "bits set in both", flops=per_element(1)),
     row("bit_or", "elementwise", 2, _bits, "bits set in either", flops=per_element(1)),
     row("bit_xor", "elementwise", 2, _bits, "bits set in one of both", flops=per_element(1)),
-    row("shift_left", "elementwise", 2, _bits, "a with its bits moved up by b; those past the end are lost, all of them if b is negative", flops=per_element(1)),
-    row("shift_right", "elementwise", 2, _bits, "a with its bits moved down by b, all of them if b is negative; the sign moves in from above", flops=per_element(1)),
+    row(
+        "shift_left",
+        "elementwise",
+        2,
+        _bits,
+        "a with its bits moved up by b; those past the end are lost, all of them if b is negative",
+        flops=per_element(1),
+    ),
+    row(
+        "shift_right",
+        "elementwise",
+        2,
+        _bits,
+        "a with its bits moved down by b, all of them if b is negative; the sign moves in from above",
+        flops=per_element(1),
+    ),
     row("where", "elementwise", 3, _where, "a where the condition holds, else b"),
-
     # gradients of elementwise ops that are worth one op: (x, dy)
     row("relu_grad", "elementwise", 2, _float, "dy where x > 0, else 0", flops=per_element(1)),
     row("gelu_grad", "elementwise", 2, _gelu, "dy * gelu'(x)", flops=per_element(24), approximate="none"),
 )
-# fmt: on

@@ -33,10 +33,37 @@ def _scatter(x: Types, a: Values) -> tuple[TensorType, ...]:
     return (data,)
 
 
-# fmt: off
 ROWS = (
-    row("gather", "gather", 2, _gather, "entries of x along `axis` at integer indices; negative ones count from the end", axis=0, dims="r^ ..., i -> i ..."),
-    row("gather_grad", "gather", 2, _gather_grad, "sum of dy into zeros of `shape` at the indices, from (dy, indices)", axis=0, shape=Required(tuple), flops=per_element(1), dims="i+ ..., i+ -> r^ ..."),
-    row("scatter", "gather", 3, _scatter, "x with its entries along `axis` at integer indices replaced, or with `add` added to, from (x, indices, updates); of replacements of one entry the last stays", axis=0, add=False, flops=per_element(1), dims="r^ ..., i^, i^ ... -> r^ ..."),
+    row(
+        "gather",
+        "gather",
+        2,
+        _gather,
+        "entries of x along `axis` at integer indices; negative ones count from the end",
+        axis=0,
+        dims="r^ ..., i -> i ...",
+    ),
+    row(
+        "gather_grad",
+        "gather",
+        2,
+        _gather_grad,
+        "sum of dy into zeros of `shape` at the indices, from (dy, indices)",
+        axis=0,
+        shape=Required(tuple),
+        flops=per_element(1),
+        dims="i+ ..., i+ -> r^ ...",
+    ),
+    row(
+        "scatter",
+        "gather",
+        3,
+        _scatter,
+        "x with its entries along `axis` at integer indices replaced, or with `add` added to, from "
+        "(x, indices, updates); of replacements of one entry the last stays",
+        axis=0,
+        add=False,
+        flops=per_element(1),
+        dims="r^ ..., i^, i^ ... -> r^ ...",
+    ),
 )
-# fmt: on

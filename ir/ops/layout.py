@@ -60,13 +60,62 @@ def _concat(x: Types, a: Values) -> tuple[TensorType, ...]:
     return (x[0].with_shape((*x[0].shape[:axis], total, *x[0].shape[axis + 1 :])),)
 
 
-# fmt: off
 ROWS = (
-    row("reshape", "layout", 1, _reshape, "same elements in row-major order, new shape", shape=Required(tuple), dims="...^ -> ...^"),
-    row("transpose", "layout", 1, _transpose, "dimension i of the result is dimension perm[i] of the operand", perm=Required(tuple)),
-    row("broadcast", "layout", 1, _broadcast_to, "repeat along dimensions of size 1 or missing in front", shape=Required(tuple)),
-    row("slice", "layout", 1, _slice, "start:stop:step in each dimension", start=Required(tuple), stop=Required(tuple), step=Required(tuple), dims="...^ -> ...^"),
-    row("pad", "layout", 1, _pad, "`value` before (low), after (high) and between (inner) the elements of each dimension", low=Required(tuple), high=Required(tuple), inner=(), value=0.0, dims="...^ -> ...^"),
-    row("concat", "layout", (1, ANY), _concat, "one after the other along `axis`", axis=Required(int), dims="...^ -> ...^"),
+    row(
+        "reshape",
+        "layout",
+        1,
+        _reshape,
+        "same elements in row-major order, new shape",
+        shape=Required(tuple),
+        dims="...^ -> ...^",
+    ),
+    row(
+        "transpose",
+        "layout",
+        1,
+        _transpose,
+        "dimension i of the result is dimension perm[i] of the operand",
+        perm=Required(tuple),
+    ),
+    row(
+        "broadcast",
+        "layout",
+        1,
+        _broadcast_to,
+        "repeat along dimensions of size 1 or missing in front",
+        shape=Required(tuple),
+    ),
+    row(
+        "slice",
+        "layout",
+        1,
+        _slice,
+        "start:stop:step in each dimension",
+        start=Required(tuple),
+        stop=Required(tuple),
+        step=Required(tuple),
+        dims="...^ -> ...^",
+    ),
+    row(
+        "pad",
+        "layout",
+        1,
+        _pad,
+        "`value` before (low), after (high) and between (inner) the elements of each dimension",
+        low=Required(tuple),
+        high=Required(tuple),
+        inner=(),
+        value=0.0,
+        dims="...^ -> ...^",
+    ),
+    row(
+        "concat",
+        "layout",
+        (1, ANY),
+        _concat,
+        "one after the other along `axis`",
+        axis=Required(int),
+        dims="...^ -> ...^",
+    ),
 )
-# fmt: on

@@ -16,21 +16,21 @@ def _reduce(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 
 def _mean(x: Types, a: Values) -> tuple[TensorType, ...]:
-    found = _reduce(x, a)
+    result = _reduce(x, a)
     need(
         x[0].dtype in FLOATS or not _is_empty(x[0], reduced_axes(x[0], a["axes"])),
         f"there is no mean of the integers of {x[0]}",
     )
-    return found
+    return result
 
 
 def _max(x: Types, a: Values) -> tuple[TensorType, ...]:
-    found = _reduce(x, a)
+    result = _reduce(x, a)
     need(
         not _is_empty(x[0], reduced_axes(x[0], a["axes"])),
         f"there is no largest element along axes {list(ints(a['axes']))} of {x[0]}",
     )
-    return found
+    return result
 
 
 def _is_empty(t: TensorType, axes: tuple[int, ...]) -> bool:
@@ -44,11 +44,48 @@ def _argmax(x: Types, a: Values) -> tuple[TensorType, ...]:
     return (TensorType("i64", x[0].shape[:axis] + x[0].shape[axis + 1 :]),)
 
 
-# fmt: off
 ROWS = (
-    row("sum", "reduce", 1, _reduce, "sum over `axes`", axes=Required(tuple), keep=False, flops=per_element(1), dims="...+ -> ..."),
-    row("mean", "reduce", 1, _mean, "mean over `axes`", axes=Required(tuple), keep=False, flops=per_element(1), dims="...^ -> ..."),
-    row("max", "reduce", 1, _max, "largest over `axes`", axes=Required(tuple), keep=False, flops=per_element(1), dims="...^ -> ..."),
-    row("argmax", "reduce", 1, _argmax, "index of the first largest along `axis`", axis=Required(int), flops=per_element(1), dims="...^ -> ..."),
+    row(
+        "sum",
+        "reduce",
+        1,
+        _reduce,
+        "sum over `axes`",
+        axes=Required(tuple),
+        keep=False,
+        flops=per_element(1),
+        dims="...+ -> ...",
+    ),
+    row(
+        "mean",
+        "reduce",
+        1,
+        _mean,
+        "mean over `axes`",
+        axes=Required(tuple),
+        keep=False,
+        flops=per_element(1),
+        dims="...^ -> ...",
+    ),
+    row(
+        "max",
+        "reduce",
+        1,
+        _max,
+        "largest over `axes`",
+        axes=Required(tuple),
+        keep=False,
+        flops=per_element(1),
+        dims="...^ -> ...",
+    ),
+    row(
+        "argmax",
+        "reduce",
+        1,
+        _argmax,
+        "index of the first largest along `axis`",
+        axis=Required(int),
+        flops=per_element(1),
+        dims="...^ -> ...",
+    ),
 )
-# fmt: on

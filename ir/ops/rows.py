@@ -27,8 +27,8 @@ def _topk(x: Types, a: Values) -> tuple[TensorType, ...]:
     axis, k = axis_of(a["axis"], x[0].rank), integer(a["k"])
     size = x[0].dims[axis]
     need(0 <= k <= size, f"k must lie in 0..{size}, the size of axis {axis} of {x[0]}, got {k}")
-    found = x[0].with_shape((*x[0].shape[:axis], k, *x[0].shape[axis + 1 :]))
-    return found, found.with_dtype("i64")
+    values = x[0].with_shape((*x[0].shape[:axis], k, *x[0].shape[axis + 1 :]))
+    return values, values.with_dtype("i64")
 
 
 def _norm_parts(x: TensorType, a: Values) -> tuple[TensorType, TensorType]:
@@ -79,17 +79,102 @@ def _batch_norm(x: Types, a: Values) -> tuple[TensorType, ...]:
     return (x[0],)
 
 
-# fmt: off
 ROWS = (
-    row("softmax", "row", 1, _row, "e^x over its sum along `axis`", axis=-1, flops=per_element(14), dims="... n^ -> ... n^"),
-    row("softmax_grad", "row", 2, _row, "from (y, dy): y * (dy - sum(dy * y))", axis=-1, flops=per_element(4), dims="... n^, ... n^ -> ... n^"),
+    row(
+        "softmax",
+        "row",
+        1,
+        _row,
+        "e^x over its sum along `axis`",
+        axis=-1,
+        flops=per_element(14),
+        dims="... n^ -> ... n^",
+    ),
+    row(
+        "softmax_grad",
+        "row",
+        2,
+        _row,
+        "from (y, dy): y * (dy - sum(dy * y))",
+        axis=-1,
+        flops=per_element(4),
+        dims="... n^, ... n^ -> ... n^",
+    ),
     row("log_softmax", "row", 1, _row, "logarithm of softmax", axis=-1, flops=per_element(14), dims="... n^ -> ... n^"),
-    row("log_softmax_grad", "row", 2, _row, "from (y, dy): dy - e^y * sum(dy)", axis=-1, flops=per_element(14), dims="... n^, ... n^ -> ... n^"),
-    row("cumsum", "row", 1, _cumsum, "sum of the elements up to here along `axis`; `exclusive` without the one here, `reverse` from the end", axis=Required(int), exclusive=False, reverse=False, flops=per_element(1), dims="... n^ -> ... n^"),
-    row("topk", "row", 1, _topk, "the `k` largest (or smallest) along `axis` in order, and their indices; of equal ones the first comes first, nan is above all", k=Required(int), axis=-1, largest=True, flops=per_element(8), dims="... n^ -> ... k^, ... k^"),
-    row("layer_norm", "row", 3, _layer_norm, "(x - mean) * rstd * scale + bias over dimensions `axis` and after; also gives mean and rstd", axis=-1, eps=1e-5, flops=per_element(8), dims="... n^, n^, n^ -> ... n^, ..., ..."),
-    row("layer_norm_grad", "row", 5, _layer_norm_grad, "gradient for x, from (dy, x, scale, mean, rstd)", axis=-1, flops=per_element(10), dims="... n^, ... n^, n^, ..., ... -> ... n^"),
-    row("layer_norm_grad_weight", "reduce", 4, _layer_norm_grad_weight, "gradients for scale and bias, from (dy, x, mean, rstd)", axis=-1, flops=per_element(5), dims="...+ n, ...+ n, ...+, ...+ -> n, n"),
-    row("batch_norm", "elementwise", 5, _batch_norm, "(x - mean) / sqrt(var + eps) * scale + bias per channel, from (x, scale, bias, mean, var)", eps=1e-5, flops=per_element(4), dims="n c ..., c, c, c, c -> n c ..."),
+    row(
+        "log_softmax_grad",
+        "row",
+        2,
+        _row,
+        "from (y, dy): dy - e^y * sum(dy)",
+        axis=-1,
+        flops=per_element(14),
+        dims="... n^, ... n^ -> ... n^",
+    ),
+    row(
+        "cumsum",
+        "row",
+        1,
+        _cumsum,
+        "sum of the elements up to here along `axis`; `exclusive` without the one here, `reverse` from the end",
+        axis=Required(int),
+        exclusive=False,
+        reverse=False,
+        flops=per_element(1),
+        dims="... n^ -> ... n^",
+    ),
+    row(
+        "topk",
+        "row",
+        1,
+        _topk,
+        "the `k` largest (or smallest) along `axis` in order, and their indices; of equal ones the "
+        "first comes first, nan is above all",
+        k=Required(int),
+        axis=-1,
+        largest=True,
+        flops=per_element(8),
+        dims="... n^ -> ... k^, ... k^",
+    ),
+    row(
+        "layer_norm",
+        "row",
+        3,
+        _layer_norm,
+        "(x - mean) * rstd * scale + bias over dimensions `axis` and after; also gives mean and rstd",
+        axis=-1,
+        eps=1e-5,
+        flops=per_element(8),
+        dims="... n^, n^, n^ -> ... n^, ..., ...",
+    ),
+    row(
+        "layer_norm_grad",
+        "row",
+        5,
+        _layer_norm_grad,
+        "gradient for x, from (dy, x, scale, mean, rstd)",
+        axis=-1,
+        flops=per_element(10),
+        dims="... n^, ... n^, n^, ..., ... -> ... n^",
+    ),
+    row(
+        "layer_norm_grad_weight",
+        "reduce",
+        4,
+        _layer_norm_grad_weight,
+        "gradients for scale and bias, from (dy, x, mean, rstd)",
+        axis=-1,
+        flops=per_element(5),
+        dims="...+ n, ...+ n, ...+, ...+ -> n, n",
+    ),
+    row(
+        "batch_norm",
+        "elementwise",
+        5,
+        _batch_norm,
+        "(x - mean) / sqrt(var + eps) * scale + bias per channel, from (x, scale, bias, mean, var)",
+        eps=1e-5,
+        flops=per_element(4),
+        dims="n c ..., c, c, c, c -> n c ...",
+    ),
 )
-# fmt: on

@@ -1,4 +1,4 @@
-"""What a row of the op table is, and what the type rules of all families share.
+"""The rows of the op table, and helpers that the type rules of all families share.
 
 A type rule takes operand types and complete attributes and gives the result types; TypeError says what does not fit.
 """
@@ -63,10 +63,10 @@ def axis_of(axis: Attr, rank: int) -> int:
 
 def ints(attr: Attr) -> tuple[int, ...]:
     """A list-of-integers attribute."""
-    found = tuple(n for n in attr if type(n) is int) if isinstance(attr, tuple) else None
-    if found is None or found != attr:
+    numbers = tuple(n for n in attr if type(n) is int) if isinstance(attr, tuple) else None
+    if numbers is None or numbers != attr:
         raise TypeError(f"expected a list of integers, got {attr!r}")
-    return found
+    return numbers
 
 
 def integer(attr: Attr) -> int:
@@ -100,9 +100,9 @@ def dtype_of(a: Attr) -> str:
 
 def reduced_axes(t: TensorType, axes: Attr) -> tuple[int, ...]:
     """The axes of a reduction, sorted and non-negative."""
-    found = tuple(sorted(axis_of(i, t.rank) for i in ints(axes)))
-    need(len(set(found)) == len(found), f"axes {axes} name a dimension twice")
-    return found
+    numbers = tuple(sorted(axis_of(i, t.rank) for i in ints(axes)))
+    need(len(set(numbers)) == len(numbers), f"axes {axes} name a dimension twice")
+    return numbers
 
 
 def broadcast(x: Types, a: Values) -> tuple[TensorType, ...]:

@@ -22,12 +22,12 @@ class Window(NamedTuple):
     dilations: tuple[int, ...]
 
     def out_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        found = []
+        extents = []
         for n, k, s, p, q, d in zip(sizes, self.kernel, self.strides, self.low, self.high, self.dilations, strict=True):
             extent = n + p + q - d * (k - 1) - 1
             need(extent >= 0, f"a window of {d * (k - 1) + 1} does not fit into {n} padded by {p} and {q}")
-            found.append(extent // s + 1)
-        return tuple(found)
+            extents.append(extent // s + 1)
+        return tuple(extents)
 
 
 def window_of(a: Values, kernel: tuple[int, ...]) -> Window:
@@ -85,11 +85,48 @@ def _pool_flops(x: Types, y: Types, a: Values) -> float:
 WINDOW: dict[str, Attr | Required] = {"strides": (), "pads": (), "dilations": ()}
 _POOL: dict[str, Attr | Required] = {"window": Required(tuple), **WINDOW}
 
-# fmt: off
 ROWS = (
-    row("max_pool", "window", 1, _max_pool, "largest in each window; padding never wins", flops=_pool_flops, dims="n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
-    row("max_pool_grad", "window", 3, _max_pool_grad, "from (x, y, dy): dy goes to the first largest of each window", flops=_pool_flops, dims="n c ...^, n c ...^, n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
-    row("avg_pool", "window", 1, _avg_pool, "mean of each window; `include_pad` counts padding", flops=_pool_flops, include_pad=False, dims="n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
-    row("avg_pool_grad", "window", 1, _avg_pool_grad, "from dy; `shape` is x's", flops=_pool_flops, include_pad=False, shape=Required(tuple), dims="n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
+    row(
+        "max_pool",
+        "window",
+        1,
+        _max_pool,
+        "largest in each window; padding never wins",
+        flops=_pool_flops,
+        dims="n c ...^ -> n c ...^",
+        **_POOL,  # type: ignore[arg-type]
+    ),
+    row(
+        "max_pool_grad",
+        "window",
+        3,
+        _max_pool_grad,
+        "from (x, y, dy): dy goes to the first largest of each window",
+        flops=_pool_flops,
+        dims="n c ...^, n c ...^, n c ...^ -> n c ...^",
+        **_POOL,  # type: ignore[arg-type]
+    ),
+    row(
+        "avg_pool",
+        "window",
+        1,
+        _avg_pool,
+        "mean of each window; `include_pad` counts padding",
+        flops=_pool_flops,
+        include_pad=False,
+        dims="n c ...^ -> n c ...^",
+        **_POOL,  # type: ignore[arg-type]
+    ),
+    row(
+        "avg_pool_grad",
+        "window",
+        1,
+        _avg_pool_grad,
+        "from dy; `shape` is x's",
+        flops=_pool_flops,
+        include_pad=False,
+        shape=Required(tuple),
+        dims="n c ...^ -> n c ...^",
+        **_POOL,  # type: ignore[arg-type]
+    ),
 )
-# fmt: on

@@ -1,13 +1,15 @@
-"""What optimisers there are, their settings, and which parameter gets which: groups of parameters by name.
+"""The optimisers, their settings, and which parameter gets which: groups of parameters by name.
 
-In: the optimiser of a training run, its groups, a parameter. Out: a `Choice`, the optimiser of that parameter and what the learning rate is
-multiplied by for it. Defaults are those of torch.optim, for lion and muon those of the publications.
+In: the optimiser of a training run, its groups, a parameter. Out: a `Choice`, the optimiser of that parameter and what
+the learning rate is multiplied by for it. Defaults are those of torch.optim, for lion and muon those of the
+publications.
 
     sgd momentum adam adamw adagrad lion     for every parameter
-    muon                                     for matrices; all other parameters get its adamw, with a rate and a decay of their own
+    muon                                     for matrices; all other parameters get its adamw, with a rate and a decay
+                                             of their own
 
-A group is a pattern with settings, `PATTERN{weight_decay=0.0,lr=0.1}`; of several that match a name anywhere the first one counts. What
-an optimiser does with a gradient stands in passes/training/optimizer.py.
+A group is a pattern with settings, `PATTERN{weight_decay=0.0,lr=0.1}`; of several that match a name anywhere the first
+one counts. What an optimiser does with a gradient stands in passes/training/optimizer.py.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def _range_problems(settings: Mapping[str, object]) -> list[str]:
 
 
 class _Settings:
-    """What all optimisers share: settings are the dataclass fields, `kind` is the name on the command line."""
+    """The base of all optimisers: settings are the dataclass fields, `kind` is the name on the command line."""
 
     kind: ClassVar[str]
     lr: float
@@ -54,7 +56,7 @@ class _Settings:
             raise UsageError("; ".join(wrong), where=f"optimizer {self.kind}")
 
     def problems(self) -> list[str]:
-        """What is wrong beyond the ranges."""
+        """List what is wrong beyond the ranges."""
         return []
 
     def __str__(self) -> str:
@@ -87,7 +89,7 @@ class Momentum(_Settings):
 
 @dataclass(frozen=True)
 class _Moments(_Settings):
-    """What the two forms of Adam share."""
+    """The base of the two forms of Adam."""
 
     lr: float = 1e-3
     beta1: float = 0.9
@@ -137,10 +139,12 @@ ADJUST = ("original", "match_rms_adamw")
 
 @dataclass(frozen=True)
 class Muon(_Settings):
-    """Momentum made orthogonal by five steps of Newton and Schulz, with decoupled weight decay, for matrices; adamw for the rest.
+    """Momentum made orthogonal by five steps of Newton and Schulz, with decoupled weight decay, for matrices; adamw for
+    the rest.
 
-    `adjust` as in torch.optim.Muon: `original` multiplies the rate by sqrt(max(1, rows / columns)), `match_rms_adamw` by 0.2 sqrt(max(rows,
-    columns)), so that one rate fits both. `adamw_lr`, `beta1`, `beta2`, `eps` and `adamw_weight_decay` are those of the adamw."""
+    `adjust` as in torch.optim.Muon: `original` multiplies the rate by sqrt(max(1, rows / columns)), `match_rms_adamw`
+    by 0.2 sqrt(max(rows, columns)), so that one rate fits both. `adamw_lr`, `beta1`, `beta2`, `eps` and
+    `adamw_weight_decay` are those of the adamw."""
 
     kind: ClassVar[str] = "muon"
     lr: float = 0.02
@@ -168,7 +172,8 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {c.kind: c for c in (SGD, Momentum, Ada
 
 
 def load_optimizer(given: Mapping[str, object], prefix: str, problems: list[str]) -> Optimizer | None:
-    """The optimiser that a table with `kind` describes; None, and an entry in `problems` for everything that is wrong."""
+    """The optimiser that a table with `kind` describes; None, and an entry in `problems` for everything that is
+    wrong."""
     return make_kind(OPTIMIZERS, given, prefix, problems)
 
 
@@ -176,15 +181,15 @@ def optimizer_of(text: str, **settings: float) -> Optimizer:
     """The optimiser of that name, be it with settings behind it, `momentum{nesterov=true}`; those
     that are not given have their defaults."""
     problems: list[str] = []
-    found = None
+    optimizer = None
     try:
-        kind, own = parse_call(text)
-        found = load_optimizer({**own, **settings, "kind": kind}, "optimizer.", problems)
+        kind, written = parse_call(text)
+        optimizer = load_optimizer({**written, **settings, "kind": kind}, "optimizer.", problems)
     except ValueError as error:
         problems.append(str(error))
-    if found is None:
+    if optimizer is None:
         raise UsageError("; ".join(problems))
-    return found
+    return optimizer
 
 
 # ---------------------------------------------------------------------------------------- groups
@@ -192,8 +197,9 @@ def optimizer_of(text: str, **settings: float) -> Optimizer:
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters whose name has a match of the regular expression `name`, and what is different for them: the kind of their optimiser, a
-    factor `lr` of the learning rate, the weight decay. Of a frozen parameter no gradient is computed."""
+    """Parameters whose name has a match of the regular expression `name`, and what is different for them: the kind of
+    their optimiser, a factor `lr` of the learning rate, the weight decay. Of a frozen parameter no gradient is
+    computed."""
 
     name: str
     kind: str | None = None
@@ -211,16 +217,16 @@ class Group:
             wrong.append(f"bad pattern {self.name!r}: {error}")
         if self.kind is not None and self.kind not in OPTIMIZERS:
             wrong.append(f"kind must be one of {', '.join(OPTIMIZERS)}, got {self.kind!r}")
-        given = self.settings()
-        if not given:
+        settings = self.settings()
+        if not settings:
             wrong.append("nothing is different in it, expected kind, lr, weight_decay or frozen")
-        if self.frozen and len(given) > 1:
+        if self.frozen and len(settings) > 1:
             wrong.append("frozen stands alone: nothing else matters of a parameter that is not trained")
         if wrong:
             raise UsageError("; ".join(wrong), where=f"group {self.name!r}")
 
     def settings(self) -> dict[str, Attr]:
-        """What is different in it."""
+        """Return the settings that are different in it."""
         return {name: value for name, value in changed(self).items() if name != "name"}
 
     def __str__(self) -> str:
@@ -235,26 +241,26 @@ def load_group(given: Mapping[str, object], prefix: str, problems: list[str]) ->
 def parse_groups(texts: Sequence[str]) -> tuple[Group, ...]:
     """The groups that print as `texts`; one UsageError lists all that is wrong with any of them."""
     problems: list[str] = []
-    found = []
+    groups = []
     for text in texts:
         try:
             name, settings = parse_call(text)
-            found.append(load_group({"name": name, **settings}, f"group {name!r}: ", problems))
+            groups.append(load_group({"name": name, **settings}, f"group {name!r}: ", problems))
         except ValueError as error:
             problems.append(str(error))
     if problems:
         raise UsageError("; ".join(problems), hint="e.g. 'embed{kind=adamw,weight_decay=0}'")
-    return tuple(group for group in found if group is not None)
+    return tuple(group for group in groups if group is not None)
 
 
 def sort_into(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Group]:
     """The group of each name that has one; a group that none is left for is an error."""
-    found = {
+    group_of = {
         name: group
         for name in names
         if (group := next((g for g in groups if re.search(g.name, name)), None)) is not None
     }
-    empty = [g for g in groups if all(g is not other for other in found.values())]
+    empty = [g for g in groups if all(g is not other for other in group_of.values())]
     if empty:
         idle = [
             f"{g.name!r} matches no parameter"
@@ -262,7 +268,7 @@ def sort_into(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Group]
             for g in empty
         ]
         raise UsageError("; ".join(idle), where="groups", hint=f"there are {', '.join(names)}"[:400])
-    return found
+    return group_of
 
 
 class OptimizerChoice(NamedTuple):
@@ -275,13 +281,14 @@ class OptimizerChoice(NamedTuple):
 def choose(base: Optimizer, group: Group | None, var: Var) -> OptimizerChoice:
     """The optimiser of a parameter; `group` is the one it is in."""
     kind = group.kind if group is not None and group.kind is not None else base.kind
-    # A group with a kind of its own has that kind's settings, and the rate of the run; the adamw beside a muon is that muon's.
-    found, factor = base if kind == base.kind else OPTIMIZERS[kind](), 1.0
-    muon = found if isinstance(found, Muon) else base
+    # A group with a kind of its own has that kind's settings, and the rate of the run; the adamw beside a muon is that
+    # muon's.
+    optimizer, factor = base if kind == base.kind else OPTIMIZERS[kind](), 1.0
+    muon = optimizer if isinstance(optimizer, Muon) else base
     if isinstance(muon, Muon) and (kind == "adamw" or (kind == "muon" and var.type.rank != 2)):
-        found, factor = muon.rest(), muon.adamw_lr / muon.lr
+        optimizer, factor = muon.rest(), muon.adamw_lr / muon.lr
     if group is None:
-        return OptimizerChoice(found, factor)
+        return OptimizerChoice(optimizer, factor)
     if group.weight_decay is not None:
-        found = replace(found, weight_decay=group.weight_decay)
-    return OptimizerChoice(found, factor * group.lr)
+        optimizer = replace(optimizer, weight_decay=group.weight_decay)
+    return OptimizerChoice(optimizer, factor * group.lr)

@@ -1,12 +1,12 @@
 """The learning rate as data: kinds of schedules, the table that each becomes, and what a table means.
 
-The update graph reads the rate from two variables of role `table`, so that no kernel knows it: @lr, the rate itself, and @lr.curve, what it
-is multiplied by. The curve has ROWS rows of five numbers, all float64:
+The update graph reads the rate from two variables of role `table`, so that no kernel knows it: @lr, the rate itself,
+and @lr.curve, what it is multiplied by. The curve has ROWS rows of five numbers, all float64:
 
     start, length, from, to, shape
 
-The row in force at step t (from 0, one per batch) is the last one whose start is not after t, or the first. With s = (t - start) / length,
-between 0 and 1,
+The row in force at step t (from 0, one per batch) is the last one whose start is not after t, or the first. With s = (t
+- start) / length, between 0 and 1,
 
     shape 0   from + (to - from) s                             shape 1   to + (from - to) (1 + cos(pi s)) / 2
     shape 2   from * to^floor((t - start) / length)            without an end
@@ -43,7 +43,8 @@ def _check(kind: str, *rules: tuple[str, float, str, bool]) -> None:
 
 
 class _Rate(ABC):
-    """What all kinds share: a linear warm-up of `warmup` steps, whose last one has the full rate, then a curve of the kind."""
+    """The base of all kinds: a linear warm-up of `warmup` steps, whose last one has the full rate, then a curve of the
+    kind."""
 
     kind: ClassVar[str]
     warmup: int
@@ -143,28 +144,29 @@ RATES: dict[str, type[Constant] | type[Linear] | type[Cosine] | type[Steps]] = {
 
 
 def rate_of(given: dict[str, object], prefix: str, problems: list[str]) -> Rate | None:
-    """The schedule that a table with `kind` describes; None, and an entry in `problems` for everything that is wrong."""
+    """The schedule that a table with `kind` describes; None, and an entry in `problems` for everything that is
+    wrong."""
     return make_kind(RATES, given, prefix, problems)
 
 
 def parse_rate(text: str) -> Rate:
     """The schedule that prints as `text`; one UsageError lists all that is wrong with it."""
     problems: list[str] = []
-    made = None
+    rate = None
     try:
         kind, settings = parse_call(text)
-        made = rate_of({**settings, "kind": kind}, "", problems)
+        rate = rate_of({**settings, "kind": kind}, "", problems)
     except ValueError as error:
         problems.append(str(error))
-    if made is None:
+    if rate is None:
         raise UsageError(
             "; ".join(problems), where=f"learning rate {text!r}", hint="e.g. cosine{steps=1000,warmup=100}"
         )
-    return made
+    return rate
 
 
 def curve_at(table: Sequence[float], step: float) -> float:
-    """What a curve is at a step: the meaning of the operation `ramp`, and what metrics report."""
+    """Return the value of a curve at a step: the meaning of the operation `ramp`, and what metrics report."""
     rows = [tuple(table[i : i + COLUMNS]) for i in range(0, len(table), COLUMNS)]
     start, length, first, last, shape = [row for i, row in enumerate(rows) if not i or row[0] <= step][-1]
     done = (step - start) / length

@@ -1,7 +1,8 @@
-"""Settings as text and as tables: `cosine{steps=1000,warmup=100}`, or the same in TOML, become a frozen dataclass, and print back.
+"""Settings as text and as tables: `cosine{steps=1000,warmup=100}`, or the same in TOML, become a frozen dataclass, and
+print back.
 
-The fields of the class are the settings, the first words of their annotations the types that are allowed. Problems are collected: whoever
-asks gets all of them, in the words of the one who wrote them.
+The fields of the class are the settings, the first words of their annotations the types that are allowed. Problems are
+collected: the caller gets all of them, in the words of the text.
 """
 
 from __future__ import annotations
@@ -48,27 +49,28 @@ def pick(given: Mapping[str, object], kinds: Mapping[str, str], prefix: str, pro
 
 def make(maker: type[T], given: Mapping[str, object], prefix: str, problems: list[str]) -> T | None:
     """An object of a class of settings; None, and an entry in `problems` for everything that is wrong."""
-    own = {f.name: f for f in fields(maker)}  # type: ignore[arg-type]
+    fields_by_name = {f.name: f for f in fields(maker)}  # type: ignore[arg-type]
     before = len(problems)
-    chosen = pick(given, {name: _kind(f) for name, f in own.items()}, prefix, problems)
-    missing = [name for name, f in own.items() if f.default is MISSING and name not in given]
+    chosen = pick(given, {name: _kind(f) for name, f in fields_by_name.items()}, prefix, problems)
+    missing = [name for name, f in fields_by_name.items() if f.default is MISSING and name not in given]
     problems += [f"{prefix}{name} is missing" for name in missing]
-    if missing or any(own[name].default is MISSING and name not in chosen for name in own):
+    if missing or any(fields_by_name[name].default is MISSING and name not in chosen for name in fields_by_name):
         return None
     try:
-        made = maker(**chosen)
+        result = maker(**chosen)
     except UsageError as error:
         problems += [f"{prefix}{what}" for what in error.what.split("; ")]
         return None
-    return made if len(problems) == before else None
+    return result if len(problems) == before else None
 
 
 def make_kind(makers: Mapping[str, type[T]], given: Mapping[str, object], prefix: str, problems: list[str]) -> T | None:
-    """An object of the class that `kind` in a table names; None, and an entry in `problems` for everything that is wrong."""
+    """An object of the class that `kind` in a table names; None, and an entry in `problems` for everything that is
+    wrong."""
     kind = given.get("kind")
     if not isinstance(kind, str) or kind not in makers:
-        found = f"got {kind!r}" if "kind" in given else "it is missing"
-        problems.append(f"{prefix}kind must be one of {', '.join(makers)}, {found}")
+        reason = f"got {kind!r}" if "kind" in given else "it is missing"
+        problems.append(f"{prefix}kind must be one of {', '.join(makers)}, {reason}")
         return None
     return make(makers[kind], {k: v for k, v in given.items() if k != "kind"}, prefix, problems)
 
@@ -78,24 +80,25 @@ def _kind(field: Field[Any]) -> str:
 
 
 def parse_call(text: str) -> tuple[str, dict[str, Attr]]:
-    """A name with its settings; ValueError says what cannot be read. The settings are the last braces, so that the name may be any text."""
+    """A name with its settings; ValueError says what cannot be read. The settings are the last braces, so that the name
+    may be any text."""
     if not text.endswith("}"):
         return text, {}
     name, brace, inside = text[:-1].rpartition("{")
     if not brace:
         raise ValueError(f"cannot read {text!r}, expected name{{setting=value,...}}")
-    found: dict[str, Attr] = {}
+    settings: dict[str, Attr] = {}
     at = 0
     while at < len(inside):
         match = _SETTING.match(inside, at)
         if match is None:
             raise ValueError(f"cannot read {inside[at:]!r} of {text!r}, expected setting=value")
         key = match[1].replace("-", "_")
-        if key in found:
+        if key in settings:
             raise ValueError(f"{key} is given twice in {text!r}")
-        found[key] = parse_literal(match[2].strip())
+        settings[key] = parse_literal(match[2].strip())
         at = match.end()
-    return name, found
+    return name, settings
 
 
 def print_call(name: str, settings: Mapping[str, Attr]) -> str:

@@ -1,20 +1,21 @@
-"""What stages would need of memory, so that cuts are found that fit.
+"""An estimate of the memory that stages need, so that cuts are found that fit.
 
-In: the chain of operations, what they read and save, the schedule. Out: for a stage and any set of operations the seconds that memory
-costs it: none where it fits as it is, those of the forward pass where it fits only if that is computed again (passes/memory/recompute.py),
-infinitely many where it does not fit at all.
+In: the chain of operations, what they read and save, the schedule. Out: for a stage and any set of operations the
+seconds that memory costs it: none where it fits as it is, those of the forward pass where it fits only if that is
+computed again (passes/memory/recompute.py), infinitely many where it does not fit at all.
 
-    bytes of a stage = parameters * versions + gradients (twice if they wait for other ranks) + optimiser state      of what its operations read
+    bytes of a stage = parameters * versions + gradients (twice if they wait for other ranks)
+                     + optimiser state      of what its operations read
                      + saved * in flight            values that the backward of its operations takes
                      + fed                          batches of its inputs that wait, on CPUs
                      + 3 * (bytes that cross its cuts) + 2 * (results of its largest operation)
     computed again   what comes in, inputs of the model too, * in flight + saved once, instead of saved * in flight
 
-In flight is counted in the schedule itself, for a pipeline in which every stage computes. A device without a limit needs nothing.
-With several devices the smallest counts.
+In flight is counted in the schedule itself, for a pipeline in which every stage computes. A device without a limit
+needs nothing. With several devices the smallest counts.
 
-Known limits: an estimate before there are kernels; recomputation is taken to be of a whole stage. What a plan really needs is counted at
-the end (ir/memory/predict.py), and refused there.
+Known limits: an estimate before there are kernels; recomputation is taken to be of a whole stage. What a plan really
+needs is counted at the end (ir/memory/predict.py), and refused there.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _MESSAGES, _RESULTS = 3.0, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a schedule makes of one stage: microbatches in flight, bytes it may need, and whether its inputs wait in that memory."""
+    """The demands of a schedule on one stage: microbatches in flight, bytes it may need, and whether its inputs wait in
+    that memory."""
 
     in_flight: int
     limit: int | None
@@ -51,9 +53,9 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """Bytes of a chain. `fixed`, `saved` and `fed` are those of items that some of its operations have, `fed` of inputs of the model, of
-    which `waiting` microbatches wait; `values` those of what travels where operations are on several stages; `results` those of each
-    operation."""
+    """Bytes of a chain. `fixed`, `saved` and `fed` are those of items that some of its operations have, `fed` of inputs
+    of the model, of which `waiting` microbatches wait; `values` those of what travels where operations are on several
+    stages; `results` those of each operation."""
 
     fixed: Items
     saved: Items
@@ -65,8 +67,8 @@ class StageLoad:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What later passes will do with stages: their schedule, what `recompute` computes again (auto, none or all), and the element type in which
-    float32 values travel."""
+    """The work of later passes on stages: their schedule, what `recompute` computes again (auto, none or all), and
+    the element type in which float32 values travel."""
 
     schedule: str
     recompute: str
@@ -74,8 +76,8 @@ class Outlook:
 
 
 class StageNeeds:
-    """Bytes and seconds of stages. `forward` are the seconds of operations by stage, `recompute` what may be computed again: auto, none
-    or all."""
+    """Bytes and seconds of stages. `forward` are the seconds of operations by stage, `recompute` what may be computed
+    again: auto, none or all."""
 
     def __init__(self, rooms: Sequence[Room], load: StageLoad, forward: Sequence[Array], recompute: str) -> None:
         self.rooms, self.recompute = rooms, recompute
@@ -96,21 +98,27 @@ class StageNeeds:
         comes = sum(nbytes for where, nbytes in parted if min(where) not in members)
         results = max((self.results[i] for i in members), default=0.0)
         forward = sum(float(self._forward[stage][i]) for i in members)
-        rest = held(self.fixed) + _MESSAGES * sum(nbytes for _, nbytes in parted) + _RESULTS * results
+        always = held(self.fixed) + _MESSAGES * sum(nbytes for _, nbytes in parted) + _RESULTS * results
         return float(
             self._seconds(
-                stage, np.array([rest]), *(np.array([x]) for x in (held(self.saved), held(self.fed), comes, forward))
+                stage, np.array([always]), *(np.array([x]) for x in (held(self.saved), held(self.fed), comes, forward))
             )[0]
         )
 
-    def _seconds(self, stage: int, rest: Array, saved: Array, fed: Array, comes: Array, forward: Array) -> Array:
+    def _seconds(self, stage: int, always: Array, saved: Array, fed: Array, comes: Array, forward: Array) -> Array:
         room = self.rooms[stage]
         if room.limit is None:
-            return np.zeros(len(rest))
-        rest = rest + fed * self._waiting if room.waits else rest
-        plain, again = rest + saved * room.in_flight, rest + saved + (comes + fed) * room.in_flight
-        found = np.where(plain <= room.limit, 0.0, np.inf) if self.recompute != "all" else np.full(len(rest), np.inf)
-        return found if self.recompute == "none" else np.where(again <= room.limit, np.minimum(found, forward), found)
+            return np.zeros(len(always))
+        always = always + fed * self._waiting if room.waits else always
+        plain, again = always + saved * room.in_flight, always + saved + (comes + fed) * room.in_flight
+        seconds = (
+            np.where(plain <= room.limit, 0.0, np.inf) if self.recompute != "all" else np.full(len(always), np.inf)
+        )
+        return (
+            seconds
+            if self.recompute == "none"
+            else np.where(again <= room.limit, np.minimum(seconds, forward), seconds)
+        )
 
     def rows(self) -> Iterable[list[Array]]:
         """For each `last` from 1 on, and each stage: entry `first` is `extra` of the operations first .. last-1."""
@@ -118,17 +126,17 @@ class StageNeeds:
         fixed, saved, fed = (_Rows(_touched(items), count) for items in (self.fixed, self.saved, self.fed))
         touched = _Rows(_touched((tuple(where), nbytes) for where, nbytes in self.values), count)
         inside = _Rows(((max(where), min(where), None, nbytes) for where, nbytes in self.values), count)
-        made = np.zeros(count + 1)
+        arriving = np.zeros(count + 1)
         for where, nbytes in self.values:
-            made[min(where) + 1] += nbytes
-        made = np.cumsum(made)
+            arriving[min(where) + 1] += nbytes
+        arriving = np.cumsum(arriving)
         for last in range(1, count + 1):
             travels = touched.up_to(last)
             largest = np.maximum.accumulate(results[:last][::-1])[::-1]
-            rest = fixed.up_to(last) + _MESSAGES * (travels - inside.up_to(last)) + _RESULTS * largest
-            comes, kept, waits = travels - (made[last] - made[:last]), saved.up_to(last), fed.up_to(last)
+            always = fixed.up_to(last) + _MESSAGES * (travels - inside.up_to(last)) + _RESULTS * largest
+            comes, kept, waits = travels - (arriving[last] - arriving[:last]), saved.up_to(last), fed.up_to(last)
             yield [
-                self._seconds(stage, rest, kept, waits, comes, ends[last] - ends[:last])
+                self._seconds(stage, always, kept, waits, comes, ends[last] - ends[:last])
                 for stage, ends in enumerate(self._ends)
             ]
 
@@ -174,8 +182,8 @@ def needs_of(
     forward: Sequence[Array],
     outlook: Outlook,
 ) -> StageNeeds | None:
-    """Needs of the stages that are cut from a chain; None where no device has a limit, or nobody says which schedule. `readers` are the
-    operations that read each parameter."""
+    """Needs of the stages that are cut from a chain; None where no device has a limit, or no schedule is named.
+    `readers` are the operations that read each parameter."""
     if outlook.schedule not in SCHEDULES or all(device.memory is None for ranks in devices for device in ranks):
         return None
     kind = SCHEDULES[outlook.schedule]
@@ -222,22 +230,23 @@ _Places = dict[Value, set[int]]
 
 
 def _uses(module: Module, chain: Sequence[Op]) -> tuple[_Places, _Places, _Places]:
-    """Who makes and takes each value of a chain, who takes each input of the model, and whose backward takes each of both."""
-    made = {v: i for i, op in enumerate(chain) for v in op.outs}
+    """Return the operations that make and take each value of a chain, those that take each input of the model, and
+    those whose backward takes each of both."""
+    maker = {v: i for i, op in enumerate(chain) for v in op.outs}
     users: _Places = {}
     fed: _Places = {}
     for i, op in enumerate(chain):
         for value in op.ins:
-            if value in made:
-                users.setdefault(value, {made[value]}).add(i)
+            if value in maker:
+                users.setdefault(value, {maker[value]}).add(i)
             elif value in module.data_inputs:
                 fed.setdefault(value, set()).add(i)
     saved: _Places = {}
-    position = {v.name: i for v, i in made.items()}
+    position = {v.name: i for v, i in maker.items()}
     backward = module.graphs.get(BACKWARD)
     for op in backward.ops if backward is not None else ():
         if "of" in op.attrs:
             for value in op.ins:
-                if value in made or value in module.data_inputs:
+                if value in maker or value in module.data_inputs:
                     saved.setdefault(value, set()).add(position[str(op.attrs["of"])])
     return users, fed, saved

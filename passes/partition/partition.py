@@ -1,32 +1,36 @@
-"""Choose which stage every operation runs in: a planner, so it only writes `stage=` annotations, `Var.stage` and the stage lines.
+"""Choose which stage every operation runs in: a planner, so it only writes `stage=` annotations, `Var.stage` and the
+stage lines.
 
-In: graph F (and B and U when training), and a cluster. Out: the same operations, annotated; stage i runs on device i of the cluster, or on
-those that `devices` names for it, which share the microbatches of a batch out among them and each have a copy of the stage's variables.
+In: graph F (and B and U when training), and a cluster. Out: the same operations, annotated; stage i runs on device i of
+the cluster, or on those that `devices` names for it, which share the microbatches of a batch out among them and each
+have a copy of the stage's variables.
 
-The operations of F, in their order, are cut into `stages` contiguous ranges. With comp(i, j, s) the time of operations i..j-1 and their
-backward operations on device s, and comm(i, s) the time to move what crosses the cut before operation i, as it travels (activations
-forward, their gradients back) from device s-1 to s, a dynamic programme finds the cuts that minimise
+The operations of F, in their order, are cut into `stages` contiguous ranges. With comp(i, j, s) the time of operations
+i..j-1 and their backward operations on device s, and comm(i, s) the time to move what crosses the cut before operation
+i, as it travels (activations forward, their gradients back) from device s-1 to s, a dynamic programme finds the cuts
+that minimise
 
     max over stages s of  comp(cut[s], cut[s+1], s) + comm(cut[s], s)
 
-Then sets of operations that are no ranges, but depend forward only, are looked for in the same terms (partition_ideals.py), and taken where
-they are faster: branches whose operations take turns in the graph need not be cut across. With `split_at` or `only_at` stages are ranges.
+Then sets of operations that are no ranges, but depend forward only, are looked for in the same terms
+(ideals.py), and taken where they are faster: branches whose operations take turns in the graph need not be
+cut across. With `split_at` or `only_at` stages are ranges.
 
-Seconds are those of passes/costs/prices.py: the kernels that `fuse` would choose, shared out over their operations. A parameter lives on the
-stage that reads it. Where several stages read it (tied weights), each has a copy, and they exchange their parts of its gradient once
-per batch (passes/training/shared_gradients.py). That is counted as transfer, spread over the `microbatches` of a batch, so that cuts keep such
-operations together where it costs too much.
-Backward operations follow the forward operation they belong to; sums of gradients run on the lowest stage among their operands, so that one
-tensor travels instead of several; updates run where the parameter lives. Operations that depend on constants only are not annotated: every
-stage that needs them computes them. A variable that F changes (a running statistic) is on one stage: no cut lies between the operations
-that read it and the one that writes it.
+Seconds are those of passes/costs/prices.py: the kernels that `fuse` would choose, shared out over their operations. A
+parameter lives on the stage that reads it. Where several stages read it (tied weights), each has a copy, and they
+exchange their parts of its gradient once per batch (passes/training/shared_gradients.py). That is counted as transfer,
+spread over the `microbatches` of a batch, so that cuts keep such operations together where it costs too much. Backward
+operations follow the forward operation they belong to; sums of gradients run on the lowest stage among their operands,
+so that one tensor travels instead of several; updates run where the parameter lives. Operations that depend on
+constants only are not annotated: every stage that needs them computes them. A variable that F changes (a running
+statistic) is on one stage: no cut lies between the operations that read it and the one that writes it.
 
 A stage on several devices takes as long per batch as the slowest of them for its share; its time per
 microbatch is that over all microbatches.
 
-Where stages do not fit into the memory of their devices (an estimate, partition_memory.py), cuts are looked for that do: a stage
-that fits only if its forward is computed again takes that much longer, and one that does not fit at all is no choice, unless
-there is no other. Nothing is refused here.
+Where stages do not fit into the memory of their devices (an estimate, memory.py), cuts are looked for that
+do: a stage that fits only if its forward is computed again takes that much longer, and one that does not fit at all is
+no choice, unless there is no other. Nothing is refused here.
 
 Known limits: sets that are no ranges are looked for without memory, and taken if they happen to fit.
 """
@@ -70,11 +74,12 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PartitionOptions:
-    """`split_at` overrides the search: names of values or locs; each starts a new stage. `only_at` are the same kind of names: if there are
-    any, the search starts stages at them only. `microbatches` is how many make a batch. `devices` names those of every stage, with blanks
-    between several, and `shares` says how many of the microbatches each of them runs, rank by rank (as many each as can be if not given).
-    `schedule`, `recompute` (auto, none or all) and `wire`, the element type of float32 values between stages, are what will be done:
-    without a schedule memory is not looked at."""
+    """`split_at` overrides the search: names of values or locs; each starts a new stage. `only_at` are the same kind of
+    names: if there are any, the search starts stages at them only. `microbatches` is how many make a batch. `devices`
+    names those of every stage, with blanks between several, and `shares` says how many of the microbatches each of them
+    runs, rank by rank (as many each as can be if not given). `schedule`, `recompute` (auto, none or all) and `wire`,
+    the element type of float32 values between stages, are what will be done: without a schedule memory is not looked
+    at."""
 
     stages: int = 0
     split_at: tuple[str, ...] = ()
@@ -100,7 +105,7 @@ def partition(module: Module, options: PartitionOptions) -> Module:
             f"{counted(count, 'stage')} need at least {counted(count, 'operation')}, the model has {len(chain)}",
             hint="ask for fewer stages",
         )
-    shares = shares_of(options.shares, [len(found) for found in devices], options.microbatches)
+    shares = shares_of(options.shares, [len(group) for group in devices], options.microbatches)
     costs = _Costs(module, chain, devices, shares, cluster, options.wire)
     if options.split_at:
         return _annotate(
@@ -118,11 +123,12 @@ def partition(module: Module, options: PartitionOptions) -> Module:
     if not fitting or fitting == stages:
         return placed
     slower, faster = (
-        shown_seconds(max(sum(costs.of_stage(s, found)) for s in range(count))) for found in (fitting, stages)
+        shown_seconds(max(sum(costs.of_stage(s, cut)) for s in range(count))) for cut in (fitting, stages)
     )
     return placed.noted(
         "partition",
-        f"cut so that stages fit into memory: the slowest takes {slower} per microbatch, without limits it would take {faster}",
+        f"cut so that stages fit into memory: the slowest takes {slower} per microbatch, "
+        f"without limits it would take {faster}",
     )
 
 
@@ -131,12 +137,13 @@ def _by_operation(cuts: Sequence[int], count: int) -> list[int]:
 
 
 def _extra(needs: StageNeeds, count: int, stages: Sequence[int]) -> list[float]:
-    """What memory costs each stage."""
+    """Return the seconds that memory costs each stage."""
     return [needs.extra(s, {i for i, stage in enumerate(stages) if stage == s}) for s in range(count)]
 
 
 def _chosen(costs: _Costs, count: int, only_at: Sequence[str], needs: StageNeeds | None) -> list[int]:
-    """The stage of every operation: of the best ranges, or of sets that are better. Nothing where memory is too small for all ranges."""
+    """The stage of every operation: of the best ranges, or of sets that are better. Nothing where memory is too small
+    for all ranges."""
 
     def slowest(stages: Sequence[int]) -> float:
         extra = _extra(needs, count, stages) if needs is not None else [0.0] * count
@@ -162,8 +169,8 @@ def _devices(options: PartitionOptions, cluster: Cluster) -> list[tuple[Device, 
     problems = [f"device {name!r} is named twice" for name in sorted({n for n in named if named.count(n) > 1})]
     problems += [f"stage {stage} has no device" for stage, names in enumerate(names_of) if not names]
     if options.stages not in (0, count) or (options.split_at and len(options.split_at) + 1 != count):
-        asked = options.stages if options.stages not in (0, count) else len(options.split_at) + 1
-        problems.append(f"devices are named for {counted(count, 'stage')}, {asked} are asked for")
+        wanted = options.stages if options.stages not in (0, count) else len(options.split_at) + 1
+        problems.append(f"devices are named for {counted(count, 'stage')}, {wanted} are asked for")
     if problems:
         raise UsageError("cannot use these devices:" + itemised(problems))
     return [tuple(map(cluster.device, names)) for names in names_of]
@@ -173,7 +180,8 @@ def _stage_count(options: PartitionOptions, cluster: Cluster) -> int:
     count = len(options.split_at) + 1 if options.split_at else options.stages or len(cluster.devices)
     if options.split_at and options.stages not in (0, count):
         raise UsageError(
-            f"{counted(len(options.split_at), 'split point')} make {counted(count, 'stage')}, but {options.stages} are asked for"
+            f"{counted(len(options.split_at), 'split point')} make {counted(count, 'stage')}, "
+            f"but {options.stages} are asked for"
         )
     if not 1 <= count <= len(cluster.devices):
         raise UsageError(
@@ -193,8 +201,9 @@ def _slowest_seconds(
     devices: Sequence[Sequence[Device]],
     shares: Sequence[Sequence[int]],
 ) -> list[list[Array]]:
-    """For every stage the seconds of each of `count` operations in the forward graph and in the backward graph. Of several devices the
-    one counts that the whole model would take longest on, for its share. `index` has the operation that makes a value."""
+    """For every stage the seconds of each of `count` operations in the forward graph and in the backward graph. Of
+    several devices the one counts that the whole model would take longest on, for its share. `index` has the operation
+    that makes a value."""
     forward, backward = forward_graph(module), module.graphs.get(BACKWARD)
     microbatches, position = sum(shares[0]), {v.name: i for v, i in index.items()}
     places = [(GraphCost(forward), [index.get(op.outs[0]) if op.outs else None for op in forward.ops])]
@@ -378,7 +387,8 @@ def _annotate(module: Module, devices: Sequence[Sequence[Device]], costs: _Costs
     for stage in range(len(devices)):
         compute, transfer = costs.of_stage(stage, stages)
         names = ", ".join(device.name for device in devices[stage])
-        text = f"stage {stage} on {names}: {stages.count(stage)} of {len(costs.chain)} operations, predicted {compute * 1e3:.3f} ms compute"
+        text = f"stage {stage} on {names}: {stages.count(stage)} of {len(costs.chain)} operations, "
+        text += f"predicted {compute * 1e3:.3f} ms compute"
         if stage:
             text += f" and {transfer * 1e3:.3f} ms transfer from stage {stage - 1}"
         notes.append(f"{text} per microbatch, starts at {_name(costs.chain[stages.index(stage)])}")
@@ -393,14 +403,14 @@ def _annotate(module: Module, devices: Sequence[Sequence[Device]], costs: _Costs
     # No mesh may be called like a device.
     known = module.cluster.devices if module.cluster is not None else ()
     namer = Namer(
-        [*(device.name for found in (*devices, known) for device in found), *(mesh.name for mesh in module.meshes)]
+        [*(device.name for group in (*devices, known) for device in group), *(mesh.name for mesh in module.meshes)]
     )
     meshes = {
-        i: Mesh(namer.fresh(f"s{i}"), (("dp", len(found)),), tuple(d.name for d in found))
-        for i, found in enumerate(devices)
-        if len(found) > 1
+        i: Mesh(namer.fresh(f"s{i}"), (("dp", len(group)),), tuple(d.name for d in group))
+        for i, group in enumerate(devices)
+        if len(group) > 1
     }
-    on = tuple(Stage(i, meshes[i].name if i in meshes else found[0].name) for i, found in enumerate(devices))
+    on = tuple(Stage(i, meshes[i].name if i in meshes else group[0].name) for i, group in enumerate(devices))
     placed = module.but(stages=on, vars=vars, graphs=graphs, meshes=(*module.meshes, *meshes.values()))
     return placed.noted("partition", *notes)
 
@@ -418,18 +428,18 @@ def _reading_stages(
     forward: Graph, stage_of: Mapping[int, int], params: Mapping[Value, frozenset[str]]
 ) -> dict[str, set[int]]:
     """On which stages each parameter is read."""
-    found: dict[str, set[int]] = {}
+    readers: dict[str, set[int]] = {}
     for op in forward.ops:
         for value in op.ins:
             if id(op) in stage_of:
                 for name in params.get(value, ()):
-                    found.setdefault(name, set()).add(stage_of[id(op)])
-    return found
+                    readers.setdefault(name, set()).add(stage_of[id(op)])
+    return readers
 
 
 def _place_vars(module: Module, readers: Mapping[str, set[int]]) -> dict[str, Var]:
-    """Parameters live where they are read, and what the forward graph changes where it does; gradients and optimiser state, named after
-    them, live with them. The rest is replicated, also what several stages read."""
+    """Parameters live where they are read, and what the forward graph changes where it does; gradients and optimiser
+    state, named after them, live with them. The rest is replicated, also what several stages read."""
     home = {name: min(stages) for name, stages in readers.items() if len(stages) == 1}
     vars: dict[str, Var] = {}
     for var in module.vars.values():
@@ -446,9 +456,9 @@ def _owner(var: Var) -> str:
 def _backward_stages(
     backward: Graph, by_name: Mapping[str, int], vars: Mapping[str, Var], again: set[Value], earliest: Mapping[str, int]
 ) -> dict[int, int]:
-    """The stage of the forward operation; for sums of gradients the lowest among the operands; for `accum` the parameter's stage if it
-    has one, the `earliest` of several where the gradient depends on variables only. Forward values that are computed again are computed
-    where they are used, so they get none."""
+    """The stage of the forward operation; for sums of gradients the lowest among the operands; for `accum` the
+    parameter's stage if it has one, the `earliest` of several where the gradient depends on variables only. Forward
+    values that are computed again are computed where they are used, so they get none."""
     anywhere = from_state_alone(backward) | again
     made_on: dict[Value, int] = {}
     stages: dict[int, int] = {}
@@ -467,14 +477,15 @@ def _backward_stages(
 
 
 def _update_stages(update: Graph, homes: Mapping[str, int | None]) -> dict[int, int]:
-    """Operations on a placed variable, or on values that come from one, run where it lives; the rest runs everywhere."""
+    """Operations on a placed variable, or on values that come from one, run where it lives; the rest runs
+    everywhere."""
     made_on: dict[Value, int] = {}
     stages: dict[int, int] = {}
     for op in update.ops:
         home = homes[op.var] if OPS[op.kind].effect else None
-        found = {made_on[v] for v in op.ins if v in made_on} | ({home} if home is not None else set())
-        assert len(found) <= 1, f"update {op.kind} mixes variables of stages {sorted(found)}"
-        if found:
-            stages[id(op)] = found.pop()
+        places = {made_on[v] for v in op.ins if v in made_on} | ({home} if home is not None else set())
+        assert len(places) <= 1, f"update {op.kind} mixes variables of stages {sorted(places)}"
+        if places:
+            stages[id(op)] = places.pop()
             made_on |= dict.fromkeys(op.outs, stages[id(op)])
     return stages

@@ -1,13 +1,13 @@
 """The last step of planning: the planner's plans, and others near them, judged by the simulator instead of formulas.
 
-In: a chain of layers, a cluster, and the best plan of each schedule by the formulas of passes/planner/cost.py, which are some
-percent off where stages are unequal. Out: for each schedule the plan that takes least when its program is run against the same
-costs by passes/simulator/simulate.py, with what it takes there. Tried are all devices that may be used in every order, one for each stage,
-with the best cuts by the formulas for that order; of other layouts (replicas) what the formulas think best; and from the fastest of
-these on cuts that are moved by some layers.
+In: a chain of layers, a cluster, and the best plan of each schedule by the formulas of passes/planner/cost.py, which
+are some percent off where stages are unequal. Out: for each schedule the plan that takes least when its program is run
+against the same costs by passes/simulator/simulate.py, with what it takes there. Tried are all devices that may be used
+in every order, one for each stage, with the best cuts by the formulas for that order; of other layouts (replicas) what
+the formulas think best; and from the fastest of these on cuts that are moved by some layers.
 
-Limits: small plans only (`_MOST_ACTIONS`, `_ENOUGH` in all; orders and layouts of up to `_MOST_ORDERED` devices); microbatches are as
-large as in a plan that the formulas found.
+Limits: small plans only (`_MOST_ACTIONS`, `_ENOUGH` in all; orders and layouts of up to `_MOST_ORDERED` devices);
+microbatches are as large as in a plan that the formulas found.
 """
 
 from __future__ import annotations
@@ -59,19 +59,20 @@ def refine(planner: Planner, cluster: Cluster, outcome: Outcome, devices: Sequen
     starts = sorted(dict.fromkeys((plan, *_others(planner, plan, devices))), key=judge_of.step)
     best = min((_moved(start, judge_of) for start in starts[:_STARTS]), key=judge_of.step)
     judged = judge(planner.table(best.size), planner.fleet, best, planner.wanted.base)
-    found = replace(outcome, plan=best, judged=judged, bound=min(outcome.bound, judged.step))
-    return Refined(found, judge_of.step(best), len(judge_of.known))
+    refined = replace(outcome, plan=best, judged=judged, bound=min(outcome.bound, judged.step))
+    return Refined(refined, judge_of.step(best), len(judge_of.known))
 
 
 def _others(planner: Planner, plan: PipelinePlan, devices: Sequence[int]) -> Iterator[PipelinePlan]:
-    """The best plans by the formulas of every layout and size of microbatches, and with one device for every stage, in every order."""
+    """The best plans by the formulas of every layout and size of microbatches, and with one device for every stage, in
+    every order."""
     if len(devices) > _MOST_ORDERED:
         return
-    found = [other.plan for other in planner.candidates(plan.schedule, _WITHIN) if {*other.plan.devices} <= {*devices}]
-    found = [other for other in found if other.count * len(other.devices) <= _MOST_ACTIONS][:_MOST_LAYOUTS]
-    yield from found
+    plans = [other.plan for other in planner.candidates(plan.schedule, _WITHIN) if {*other.plan.devices} <= {*devices}]
+    plans = [other for other in plans if other.count * len(other.devices) <= _MOST_ACTIONS][:_MOST_LAYOUTS]
+    yield from plans
     sizes = dict.fromkeys(
-        other.size for other in (plan, *(other for other in found if len(other.stages) == len(other.devices)))
+        other.size for other in (plan, *(other for other in plans if len(other.stages) == len(other.devices)))
     )
     for size in [*sizes][:_SIZES]:
         yield from _orders(planner, plan.schedule, size, devices)
@@ -83,19 +84,19 @@ def _orders(planner: Planner, schedule: str, size: int, devices: Sequence[int]) 
         names = tuple((planner.kinds[i], planner.fleet.devices[i].host) for i in order)
         if names not in seen:
             seen.add(names)
-            found = planner.in_order(schedule, size, order)
-            if found is not None:
-                yield found
+            plan = planner.in_order(schedule, size, order)
+            if plan is not None:
+                yield plan
 
 
 def _moved(start: PipelinePlan, judge_of: _Judge) -> PipelinePlan:
     """The best plan that moving one cut at a time leads to."""
     best = start
     while True:
-        found = min(_neighbours(best, judge_of.table(best)), key=judge_of.step, default=best)
-        if judge_of.step(found) >= judge_of.step(best):
+        moved = min(_neighbours(best, judge_of.table(best)), key=judge_of.step, default=best)
+        if judge_of.step(moved) >= judge_of.step(best):
             return best
-        best = found
+        best = moved
 
 
 def _neighbours(plan: PipelinePlan, table: Table) -> Iterator[PipelinePlan]:
@@ -109,7 +110,7 @@ def _neighbours(plan: PipelinePlan, table: Table) -> Iterator[PipelinePlan]:
 
 
 class _Judge:
-    """What the simulator says of plans, each of them once; infinity of those that are illegal, do not fit,
+    """The times of plans by the simulator, each of them once; infinity of those that are illegal, do not fit,
     or came when enough had been simulated."""
 
     def __init__(self, planner: Planner, cluster: Cluster) -> None:
@@ -156,8 +157,8 @@ class _Judge:
                 float(sums[stage.last] - sums[stage.first]) for sums in table.times(device)
             )
             back = backward + (recompute if stage.recompute else 0.0) - (weight if parted else 0.0)
-            found = {"F": forward, "B": back, "W": weight, "U": update}.get(action.kind)
-            return 0.0 if found is None else found + device.call_overhead
+            duration = {"F": forward, "B": back, "W": weight, "U": update}.get(action.kind)
+            return 0.0 if duration is None else duration + device.call_overhead
 
         def nbytes(phase: str, source: int, target: int) -> float:
             return float((table.out if phase == "F" else table.back)[plan.stages[max(source, target)].first])
@@ -171,12 +172,13 @@ class _Judge:
 
 
 def _reads_what_is_made(schedule: Schedule, delay: int) -> bool:
-    """Whether no rank begins a microbatch before the update that makes its weights, which the passes would refuse."""
+    """Say whether no rank begins a microbatch before the update that makes its weights, which the passes would
+    refuse."""
     for actions in schedule.expand_all(3).values():
-        made = -1
+        latest = -1
         for action in actions:
             if action.kind == "U":
-                made = action.mb
-            elif action.kind == "F" and action.batch(schedule.microbatches) - delay - 1 > made:
+                latest = action.mb
+            elif action.kind == "F" and action.batch(schedule.microbatches) - delay - 1 > latest:
                 return False
     return True

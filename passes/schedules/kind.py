@@ -1,4 +1,4 @@
-"""What a schedule is to the table, and the runs of actions that several of them are made of."""
+"""The rows of the table of schedules, and the runs of actions that several of them are made of."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from penstock.ir.schedule import Action, Program
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlace:
-    """Where a rank is in the pipeline: its stage, by how many microbatches its forwards should be ahead of its backwards, and how many
-    backwards later its weight gradients may come: w and s with one rank per stage (dealing.py)."""
+    """The place of a rank in the pipeline: its stage, by how many microbatches its forwards should be ahead of its
+    backwards, and how many backwards later its weight gradients may come: w and s with one rank per stage
+    (dealing.py)."""
 
     stage: int
     ahead: int
@@ -20,12 +21,13 @@ class PipelinePlace:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
-    """A schedule: `order(place, microbatches)` gives the program of one rank for all microbatches of its stage; `delay` says how
-    many updates the weights of a microbatch are behind (W(t+1) = W(t) - lr * g(W(t - delay))). A schedule with a delay never
-    drains, one without drains after every batch. With `splits` weight gradients run apart, as W, after split-backward. Forwards
-    run `eagerness` times as far ahead as the stages behind need. With `bounded` the warm-up limits what is in flight; without, a
-    rank holds all its microbatches of a batch, and no message is waited for. The methods are the formulas of the planner: `warm`
-    is a warm-up, `share` the microbatches of a batch that a replica runs, `earlier` the devices of the stages in front of it.
+    """A schedule: `order(place, microbatches)` gives the program of one rank for all microbatches of its stage; `delay`
+    says how many updates the weights of a microbatch are behind (W(t+1) = W(t) - lr * g(W(t - delay))). A schedule with
+    a delay never drains, one without drains after every batch. With `splits` weight gradients run apart, as W, after
+    split-backward. Forwards run `eagerness` times as far ahead as the stages behind need. With `bounded` the warm-up
+    limits what is in flight; without, a rank holds all its microbatches of a batch, and no message is waited for. The
+    methods are the formulas of the planner: `warm` is a warm-up, `share` the microbatches of a batch that a replica
+    runs, `earlier` the devices of the stages in front of it.
     """
 
     order: Callable[[PipelinePlace, int], Program]

@@ -1,14 +1,17 @@
-"""schedule: choose who computes which microbatch when. In: a module split into stage graphs. Out: the same with a Schedule of F, B, W, U.
+"""schedule: choose who computes which microbatch when. In: a module split into stage graphs. Out: the same with a
+Schedule of F, B, W, U.
 
-A schedule is data: for every stage the list of computations run once at the start and the list run once per batch, both written as for
-batch 1, where the m microbatches of the batch are m .. 2m-1 (ir/schedule.py). In the files beside this one, one schedule each, d is the
-number of stages, s the stage, w = d-1-s, and tf and tb the times of a forward and a backward (of which tw is that of W, where it is apart).
+A schedule is data: for every stage the list of computations run once at the start and the list run once per batch, both
+written as for batch 1, where the m microbatches of the batch are m .. 2m-1 (ir/schedule.py). In the files beside this
+one, one schedule each, d is the number of stages, s the stage, w = d-1-s, and tf and tb the times of a forward and a
+backward (of which tw is that of W, where it is apart).
 
-Backwards run in microbatch order in all of them, so that gradients are summed in the same order and results can be compared bit by bit.
-A new schedule is one file, one row of SCHEDULES, and one name in ir/schedule_names.py. Whether order and delay fit together is not decided here but by the checker.
+Backwards run in microbatch order in all of them, so that gradients are summed in the same order and results can be
+compared bit by bit. A new schedule is one file, one row of SCHEDULES, and one name in ir/schedule_names.py. Whether
+order and delay fit together is not decided here but by the checker.
 
-A stage on several devices has a rank for each, and the microbatches of a batch are shared out among them (dealing.py): each of them runs
-the order of the schedule, and leaves out what is not its own.
+A stage on several devices has a rank for each, and the microbatches of a batch are shared out among them (dealing.py):
+each of them runs the order of the schedule, and leaves out what is not its own.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ assert all(kind.trains == (name in TRAINING) for name, kind in SCHEDULES.items()
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
-    """`kind` is a row of SCHEDULES; `microbatches` per batch must be the number that autodiff averaged over. `shares` are how many of
-    them each rank runs, stage by stage: as many each as can be if not given."""
+    """`kind` is a row of SCHEDULES; `microbatches` per batch must be the number that autodiff averaged over. `shares`
+    are how many of them each rank runs, stage by stage: as many each as can be if not given."""
 
     kind: str = "1f1b"
     microbatches: int = 1
@@ -59,9 +62,9 @@ def build_schedule(kind: str, stages: int, microbatches: int, shares: Shares = (
     _check_size(stages, microbatches)
     dealt = [deal(share) for share in shares or [(microbatches,)] * stages]
     programs = [
-        _own_part(row.order(PipelinePlace(stage, ahead, behind), microbatches), set(own), microbatches)
+        _own_part(row.order(PipelinePlace(stage, ahead, behind), microbatches), set(numbers), microbatches)
         for stage, columns in enumerate(zip(dealt, forwards_ahead(dealt), weights_behind(dealt), strict=True))
-        for own, ahead, behind in zip(*columns, strict=True)
+        for numbers, ahead, behind in zip(*columns, strict=True)
     ]
     return Schedule(kind, microbatches, dict(enumerate(programs)))
 
@@ -76,7 +79,8 @@ def _check_size(stages: int, microbatches: int) -> None:
 
 
 def _own_part(program: Program, own: Set[int], microbatches: int) -> Program:
-    """What one rank does of the program of its stage; the update of a batch comes as soon as its own part of the batch is done."""
+    """Return what one rank does of the program of its stage; the update of a batch comes as soon as its own part of the
+    batch is done."""
 
     def kept(actions: Iterable[Action]) -> list[Action]:
         return [a for a in actions if a.kind not in PER_BATCH and a.mb % microbatches in own]
@@ -88,11 +92,12 @@ def _own_part(program: Program, own: Set[int], microbatches: int) -> Program:
 
 
 def schedule(module: Module, options: ScheduleOptions) -> Module:
-    """Give every rank its computations. A stage without a backward, weight gradient or update graph gets no such action."""
+    """Give every rank its computations. A stage without a backward, weight gradient or update graph gets no such
+    action."""
     ranks = [len(module.devices_of(s.index)) for s in module.stages]
     _check_size(len(ranks), options.microbatches)
     shares = shares_of(options.shares, ranks, options.microbatches)
-    found = build_schedule(options.kind, len(ranks), options.microbatches, shares)
+    result = build_schedule(options.kind, len(ranks), options.microbatches, shares)
     trainable = any(module.stage_graph(s.index, BACKWARD) for s in module.stages)
     if SCHEDULES[options.kind].trains and not trainable:
         raise UsageError(
@@ -113,5 +118,5 @@ def schedule(module: Module, options: ScheduleOptions) -> Module:
             where="schedule",
             hint="leave out autodiff for inference, or use kind=1f1b",
         )
-    found = found.rewrite(lambda a: (a,) if module.stage_graph(a.stage, a.kind) else ())
-    return module.but(schedule=update_late(module, found, SCHEDULES[options.kind].delay))
+    result = result.rewrite(lambda a: (a,) if module.stage_graph(a.stage, a.kind) else ())
+    return module.but(schedule=update_late(module, result, SCHEDULES[options.kind].delay))

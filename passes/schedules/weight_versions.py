@@ -1,15 +1,16 @@
-"""weight-versions: say which version of the weights every computation uses. In: a scheduled module. Out: versions on F, B and U, `versions`
-on trained parameters, `version=mb` on their reads in forward and backward graphs; and `versions` on gradients where a stage begins to sum
-those of the next batch before the update.
+"""weight-versions: say which version of the weights every computation uses. In: a scheduled module. Out: versions on F,
+B and U, `versions` on trained parameters, `version=mb` on their reads in forward and backward graphs; and `versions` on
+gradients where a stage begins to sum those of the next batch before the update.
 
-Microbatch k of m per batch, under a schedule with delay n, uses version max(k // m - n, 0) in its forward and its backward, on every
-stage; update t makes version t + 1. So W(t+1) = W(t) - lr * g(W(t - n)), and n + 1 versions are alive; version v lives in slot
-v mod (n + 1). Update graphs go on reading the latest version: optimiser state needs one copy only.
+Microbatch k of m per batch, under a schedule with delay n, uses version max(k // m - n, 0) in its forward and its
+backward, on every stage; update t makes version t + 1. So W(t+1) = W(t) - lr * g(W(t - n)), and n + 1 versions are
+alive; version v lives in slot v mod (n + 1). Update graphs go on reading the latest version: optimiser state needs one
+copy only.
 
-Whether the order of computations allows that is decided by the checker, which this pass runs at its end: a forward may come before the
-update that makes its version (2bw with m < d - 1), or an update may overwrite what a backward still needs. Parameters that no update
-writes never change and are left alone; so is a schedule without updates.
-Known limit: a schedule is written as for batch 1, so a delay above 1 has no text form.
+Whether the order of computations allows that is decided by the checker, which this pass runs at its end: a forward may
+come before the update that makes its version (2bw with m < d - 1), or an update may overwrite what a backward still
+needs. Parameters that no update writes never change and are left alone; so is a schedule without updates. Known limit:
+a schedule is written as for batch 1, so a delay above 1 has no text form.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from .schedule import SCHEDULES
 
 @dataclass(frozen=True, slots=True)
 class WeightVersionsOptions:
-    """`delay` and `versions` come from the schedule when not given; `checked=false` hands out an illegal module for experiments."""
+    """`delay` and `versions` come from the schedule when not given; `checked=false` hands out an illegal module for
+    experiments."""
 
     delay: int | None = None
     versions: int | None = None
@@ -35,18 +37,18 @@ class WeightVersionsOptions:
 
 def weight_versions(module: Module, options: WeightVersionsOptions = WeightVersionsOptions()) -> Module:
     """Say which version of the weights every computation uses, and how many versions each parameter keeps."""
-    found = module.schedule
-    if found is None:
+    schedule = module.schedule
+    if schedule is None:
         raise UsageError("the module has no schedule", where="weight-versions", hint="run the schedule pass first")
-    if not any(a.kind == UPDATE for a in found.actions()):
+    if not any(a.kind == UPDATE for a in schedule.actions()):
         return module
-    if options.delay is None and found.name not in SCHEDULES:
+    if options.delay is None and schedule.name not in SCHEDULES:
         raise UsageError(
-            f"schedule {found.name!r} is not known, so its delay must be given",
+            f"schedule {schedule.name!r} is not known, so its delay must be given",
             where="weight-versions",
             hint="delay=0 or 1",
         )
-    delay = SCHEDULES[found.name].delay if options.delay is None else options.delay
+    delay = SCHEDULES[schedule.name].delay if options.delay is None else options.delay
     if not 0 <= delay <= 1:
         raise UsageError(f"delay must be 0 or 1, got {delay}", where="weight-versions")
     versions = delay + 1 if options.versions is None else options.versions
@@ -57,14 +59,14 @@ def weight_versions(module: Module, options: WeightVersionsOptions = WeightVersi
         if action.kind == UPDATE:
             return (action._replace(version=action.mb + 1),)
         if action.kind in READERS:
-            return (action._replace(version=action.mb // found.microbatches - delay),)
+            return (action._replace(version=action.mb // schedule.microbatches - delay),)
         return (action,)
 
     trained = stepped_vars(module)
     updates = {f"s{s.index}.U" for s in module.stages}
     kept = dict.fromkeys(trained, versions) | _gradient_buffers(module)
     result = module.but(
-        schedule=found.rewrite(number),
+        schedule=schedule.rewrite(number),
         vars={name: replace(var, versions=kept[name]) if name in kept else var for name, var in module.vars.items()},
         graphs={name: graph if name in updates else _pin(graph, trained) for name, graph in module.graphs.items()},
     )
@@ -78,18 +80,20 @@ def weight_versions(module: Module, options: WeightVersionsOptions = WeightVersi
 def _gradient_buffers(module: Module) -> dict[str, int]:
     """Gradients that need two buffers: between the first addition of a batch and the update of the batch before."""
     assert module.schedule is not None
-    found: dict[str, int] = {}
+    buffers: dict[str, int] = {}
     for program in module.schedule.ranks.values():
-        taken: dict[int, set[str]] = {}
+        summed: dict[int, set[str]] = {}
         for action in reversed(program.batch):
             graph = module.stage_graph(action.stage, action.kind)
             if graph is None:
                 continue
             if action.kind in PER_BATCH and action.mb == 0:
-                taken.setdefault(action.stage, set()).update(op.var for op in graph.ops if op.kind == "take")
+                summed.setdefault(action.stage, set()).update(op.var for op in graph.ops if op.kind == "take")
             elif action.kind in ADDERS:
-                found |= {op.var: 2 for op in graph.ops if op.kind == "accum" and op.var in taken.get(action.stage, ())}
-    return found
+                buffers |= {
+                    op.var: 2 for op in graph.ops if op.kind == "accum" and op.var in summed.get(action.stage, ())
+                }
+    return buffers
 
 
 def _pin(graph: Graph, trained: set[str]) -> Graph:

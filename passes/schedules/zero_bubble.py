@@ -1,11 +1,12 @@
-"""zb-1f1b, ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): 1f1b with weight gradients (W) apart, which run where it waits.
+"""zb-1f1b, ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): 1f1b with weight gradients (W) apart, which run
+where it waits.
 
-w forwards, then (F, B) pairs, then w backwards, as 1f1b; the W of a microbatch comes after the backward of the microbatch s later, so that
-stage s holds at most min(d, m) microbatches, what 1f1b holds on stage 0; what is left of W comes at the end, then U. Synchronous, one
-weight version, gradients summed in the order of 1f1b.
+w forwards, then (F, B) pairs, then w backwards, as 1f1b; the W of a microbatch comes after the backward of the
+microbatch s later, so that stage s holds at most min(d, m) microbatches, what 1f1b holds on stage 0; what is left of W
+comes at the end, then U. Synchronous, one weight version, gradients summed in the order of 1f1b.
 
-m(tf+tb) + (d-1)(tf+tb-2tw) per batch if m >= d, where tb counts W, and W takes no longer than a forward nor than the rest of a backward:
-with equal times of the three a third of the bubble of 1f1b.
+m(tf+tb) + (d-1)(tf+tb-2tw) per batch if m >= d, where tb counts W, and W takes no longer than a forward nor than the
+rest of a backward: with equal times of the three a third of the bubble of 1f1b.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The forecast of a module: its program run against modelled times, links, NICs, cores and memory.
 
-In: a module with a schedule, and the seconds of its computations. Messages take the links of the cluster. Out: a `Forecast`: the simulated
-run, the seconds of a step, and what limits it. Ranks on CPU devices of this machine share its cores; of other hosts a cluster file does not
-say how many they have.
+In: a module with a schedule, and the seconds of its computations. Messages take the links of the cluster. Out: a
+`Forecast`: the simulated run, the seconds of a step, and what limits it. Ranks on CPU devices of this machine share its
+cores; of other hosts a cluster file does not say how many they have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .result import Simulated
 from .simulate import Seconds, simulate
 
 LOCAL = "localhost"
-# Batches that predictions simulate: enough for a steady state, also where unequal replicas and late updates take some to come to it.
+# Batches that predictions simulate: enough for a steady state, also where unequal replicas and late updates take some
+# to come to it.
 BATCHES = 6
 
 
@@ -49,23 +50,23 @@ class Forecast:
 
     def curves(self) -> dict[int, list[tuple[float, float]]]:
         """Live bytes of every rank over time."""
-        found = {}
+        points = {}
         for rank, row in measure_memory(self.module).items():
             always, line = (
                 row.fixed + row.data,
                 zip(self.found.lines[rank].finishes, self.courses[rank].held, strict=True),
             )
-            found[rank] = [(time, float(always + saved + passing)) for time, (saved, passing, _) in line]
-        return found
+            points[rank] = [(time, float(always + saved + passing)) for time, (saved, passing, _) in line]
+        return points
 
     @cached_property
     def courses(self) -> dict[int, Course]:
-        """What the memory of every rank holds, action by action."""
+        """Return what the memory of every rank holds, action by action."""
         return {rank: memory_course(self.module, rank, self.found.batches) for rank in self.found.lines}
 
 
 def _waits_for_others(module: Module) -> bool:
-    """Whether a stage takes values that are no data: stages may also have nothing to do with each other."""
+    """Say whether a stage takes values that are no data: stages may also have nothing to do with each other."""
     graphs = [graph for stage in module.stages if (graph := module.stage_graph(stage.index, "F")) is not None]
     return len(module.stages) > 1 and any(value not in module.inputs for graph in graphs for value in graph.ins)
 
@@ -108,7 +109,8 @@ def forecast(
 
 
 def seat_of(cluster: Cluster, name: str) -> Seat | None:
-    """CPU devices take cores of their host, for messages, too; a GPU has itself, and its host's part in messages is not modelled."""
+    """CPU devices take cores of their host, for messages, too; a GPU has itself, and its host's part in messages is not
+    modelled."""
     device = cluster.device(name)
     if device.kind != "cpu":
         return None
@@ -118,7 +120,8 @@ def seat_of(cluster: Cluster, name: str) -> Seat | None:
 
 
 def seconds_of(module: Module, computations: Mapping[tuple[int, str], float]) -> Seconds:
-    """Times of all actions, from those of computations by rank and kind; ends of messages take what the devices of the ranks say."""
+    """Times of all actions, from those of computations by rank and kind; ends of messages take what the devices of the
+    ranks say."""
     cluster, devices = module.cluster, module.rank_devices()
 
     def seconds(rank: int, action: Action) -> float:
@@ -135,21 +138,22 @@ def share_of(part: float, whole: float) -> float:
 
 
 def binding(made: Forecast) -> str:
-    """Name what limits the pace: a rank or a link that is busy nearly all the time, else the largest part of the critical path."""
-    found = made.found
-    start, end, _ = found.window
-    rank = max(found.ranks, key=lambda use: use.busy, default=None)
-    link = max(found.links, key=lambda use: use.busy, default=None)
+    """Name what limits the pace: a rank or a link that is busy nearly all the time, else the largest part of the
+    critical path."""
+    run = made.found
+    start, end, _ = run.window
+    rank = max(run.ranks, key=lambda use: use.busy, default=None)
+    link = max(run.links, key=lambda use: use.busy, default=None)
     busy = share_of(rank.busy, end - start) if rank is not None else 0.0
-    moving = share_of(link.busy, found.finish) if link is not None else 0.0
+    moving = share_of(link.busy, run.finish) if link is not None else 0.0
     if link is not None and moving >= 0.9 and moving > busy:
         return f"link {link.name}: busy {moving:.0%} of the time"
     if rank is not None and busy >= 0.9:
         return f"rank {rank.rank} (stage {rank.stage} on {made.devices[rank.rank]}): busy {busy:.0%} of the time"
-    path = found.critical_path
+    path = run.critical_path
     computing = share_of(sum(s for what, s in path.items() if what.startswith("computing")), sum(path.values()))
-    told = f"nobody is busy all the time (at most {busy:.0%}): the critical path is {computing:.0%} computing"
+    text = f"nobody is busy all the time (at most {busy:.0%}): the critical path is {computing:.0%} computing"
     if computing < 1:
         worst = next(what for what in path if not what.startswith("computing"))
-        told += f", then {worst} with {share_of(path[worst], sum(path.values())):.0%}"
-    return told
+        text += f", then {worst} with {share_of(path[worst], sum(path.values())):.0%}"
+    return text

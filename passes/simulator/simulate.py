@@ -8,10 +8,10 @@ Out: `Simulated` (simulated.py): when every action ran, and why not earlier. The
 * Actions of a rank run one after another. Sends take no time of it (unless `seconds` says so) and never block; a
   receive waits for its message.
 * A receive is posted at the earliest `look_ahead` actions before its turn, and at most `posted` of one channel are
-  under way (ir/memory/predict.py). A message starts to move when it was sent and its receive is posted. The word of that takes
-  the latency of the link, too. Messages from one rank to another move one after another, as they do on one connection;
-  those of different pairs share links and NICs (sharing.py). It arrives `latency` after its last byte has left. With
-  `late`, the start of each is put off that long, any number at once, as Job(latency=) does for measurements.
+  under way (ir/memory/predict.py). A message starts to move when it was sent and its receive is posted. The word of
+  that takes the latency of the link, too. Messages from one rank to another move one after another, as they do on one
+  connection; those of different pairs share links and NICs (sharing.py). It arrives `latency` after its last byte has
+  left. With `late`, the start of each is put off that long, any number at once, as Job(latency=) does for measurements.
 * AR starts when all ranks of the stage are there. It is a ring, in which every rank sends and receives 2(n-1)/n of the
   bytes over its link to the next one. It takes 2(n-1) latencies. The ranks go on meanwhile; the first U, P or N of that
   batch waits for it.
@@ -30,7 +30,7 @@ import math
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import pairwise
 
@@ -53,6 +53,7 @@ from penstock.support.errors import UsageError, VerifyError
 
 from .cores import Burst, Core, Cores
 from .machine import FREE, Route, Seat, SimulatedMachine, TransportModel, machine_of
+from .moving import MessageChannel, RankPair, move
 from .result import LinkUse, Message, RankTimeline, Simulated, SimulatedStep
 from .sharing import Resource, Sharing
 
@@ -105,8 +106,7 @@ def simulate(
     return _Simulation(schedule, batches, seconds, nbytes, machine, reduced or (lambda stage: 0.0)).run()
 
 
-# ------------------------------------------------------------------------------------------------ what the events work
-# on
+# ------------------------------------------------------------------------------------------------ events
 
 _RECEIVE, _SEND, _REDUCE, _COMPUTE, _TAKE, _OTHER = range(6)
 CODES = {
@@ -119,39 +119,6 @@ CODES = {
 _WAKE, _READY, _END, _REDUCED, _COMPUTED = range(5)
 # The first number of the key of a ring, whose ranks follow; that of a pair is its source.
 _RING = -1
-
-
-@dataclass(slots=True, eq=False)
-class _Pair:
-    """The way from one rank to another, or around a ring. One thing moves at a time, up to `cap` bytes per second, and
-    shares `demands`."""
-
-    latency: float
-    cap: float
-    demands: tuple[tuple[Resource, float], ...]
-    uses: tuple[tuple[LinkUse, int], ...]
-    free: float = 0.0
-    moving: bool = False
-    queue: deque[Callable[[float], None]] = field(default_factory=deque)
-
-
-@dataclass(slots=True, eq=False)
-class _Channel:
-    """Messages of one phase between two ranks, by microbatch. A send in `sent` has no posted receive yet, a receive in
-    `posted` no send."""
-
-    source: int
-    target: int
-    nbytes: float
-    pair: _Pair
-    # The time that a send takes of its rank, whose message moves already; None if it moves when the send is over. And
-    # whether to read it takes time.
-    writing: float | None
-    reads: bool
-    sent: dict[int, tuple[float, int]] = field(default_factory=dict)
-    posted: dict[int, float] = field(default_factory=dict)
-    arrived: dict[int, Message] = field(default_factory=dict)
-    awaited: int = -1
 
 
 def _for_sums(route: Route) -> Route:
@@ -179,10 +146,10 @@ class _Simulation:
         self.rings: dict[int, tuple[int, ...]] = {}
         for rank, stage in self.stage_of.items():
             self.rings[stage] = (*self.rings.get(stage, ()), rank)
-        self.channels: dict[tuple[str, int, int], _Channel] = {}
+        self.channels: dict[tuple[str, int, int], MessageChannel] = {}
         self.resources: dict[str, Resource] = {}
         self.uses: dict[str, LinkUse] = {}
-        self.pairs: dict[tuple[int, ...], _Pair] = {}
+        self.pairs: dict[tuple[int, ...], RankPair] = {}
         self.messages: dict[tuple[int, int], Message] = {}
         self.reductions: dict[tuple[int, int], float] = {}
         self.arrivals: dict[tuple[int, int], int] = {}
@@ -198,8 +165,7 @@ class _Simulation:
         self.number += 1
         heappush(self.heap, (time, self.number, code, what, extra))
 
-    # -------------------------------------------------------------------------------------------- before the first
-    # event
+    # ------------------------------------------------------------------------------------ before the first event
 
     def _take_routes(self) -> None:
         """Note pairs and rings with the links that they go through; only a link that several of them use is a shared
@@ -231,7 +197,7 @@ class _Simulation:
             cap = min((speed / times[name] for name, speed in speeds.items() if name not in shared), default=math.inf)
             rounds = 2 * (len(hops) - 1) if key[0] == _RING else 1
             latency = rounds * max(hop.latency for hop in hops)
-            self.pairs[key] = _Pair(latency, cap, demands, tuple((self.uses[name], times[name]) for name in speeds))
+            self.pairs[key] = RankPair(latency, cap, demands, tuple((self.uses[name], times[name]) for name in speeds))
 
     def _ring(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of a stage, which sum together."""
@@ -264,13 +230,13 @@ class _Simulation:
         line.finishes.extend([0.0] * len(line.steps))
         return line
 
-    def _channel(self, rank: int, action: Action) -> _Channel:
+    def _channel(self, rank: int, action: Action) -> MessageChannel:
         assert action.peer is not None
         source, target = (rank, action.peer) if action.kind in SENDS else (action.peer, rank)
         key = (action.phase, source, target)
         if key not in self.channels:
             size = self.nbytes(action.phase, self.stage_of[source], self.stage_of[target])
-            self.channels[key] = _Channel(
+            self.channels[key] = MessageChannel(
                 source, target, size, self.pairs[source, target], *self._ends(source, target, size)
             )
         return self.channels[key]
@@ -288,7 +254,7 @@ class _Simulation:
         the one after each receive."""
         first, after = array("i", [-1]) * len(line.steps), array("i", [-1]) * len(line.steps)
         limit, ahead = self.transport.posted or 0, self.transport.look_ahead
-        recent: dict[_Channel, deque[int]] = {}
+        recent: dict[MessageChannel, deque[int]] = {}
         places: list[tuple[int, int]] = []
         for position, step in enumerate(line.steps):
             if step.code != _RECEIVE:
@@ -419,7 +385,7 @@ class _Simulation:
 
     # -------------------------------------------------------------------------------------------- messages
 
-    def _arrived(self, rank: int, position: int, channel: _Channel, mb: int, now: float) -> bool:
+    def _arrived(self, rank: int, position: int, channel: MessageChannel, mb: int, now: float) -> bool:
         message = channel.arrived.get(mb)
         if message is None:
             channel.awaited = mb
@@ -433,21 +399,21 @@ class _Simulation:
             self.messages[rank, position] = message
         return True
 
-    def _send(self, channel: _Channel, mb: int, now: float, position: int) -> None:
+    def _send(self, channel: MessageChannel, mb: int, now: float, position: int) -> None:
         posted = 0.0 if self.transport.posted is None else channel.posted.pop(mb, None)
         if posted is None:
             channel.sent[mb] = (now, position)
         else:
             self._meet(channel, mb, now, now, position, posted)
 
-    def _post(self, channel: _Channel, mb: int, now: float) -> None:
+    def _post(self, channel: MessageChannel, mb: int, now: float) -> None:
         sent = channel.sent.pop(mb, None)
         if sent is None:
             channel.posted[mb] = now
         else:
             self._meet(channel, mb, now, *sent, now)
 
-    def _meet(self, channel: _Channel, mb: int, now: float, sent: float, position: int, posted: float) -> None:
+    def _meet(self, channel: MessageChannel, mb: int, now: float, sent: float, position: int, posted: float) -> None:
         """Move a message that is sent and posted, as soon as the sender knows."""
         known = posted + channel.pair.latency if posted > 0 else 0.0
         ready = max(sent + self.transport.late, known)
@@ -456,7 +422,7 @@ class _Simulation:
         else:
             self._ready((channel, mb, sent, position, posted), 0, now)
 
-    def _ready(self, what: tuple[_Channel, int, float, int, float], _: int, now: float) -> None:
+    def _ready(self, what: tuple[MessageChannel, int, float, int, float], _: int, now: float) -> None:
         channel, mb, sent, position, posted = what
         reader = self.cores.get(channel.target) if channel.reads else None
         size = channel.nbytes
@@ -468,60 +434,14 @@ class _Simulation:
                 channel.awaited = -1
                 self.push(end, _WAKE, channel.target)
 
-        self._move(
-            channel.pair, size, now, arrive, (channel.target, *reader) if reader and reader[1].reading > 0 else None
+        move(
+            self.sharing,
+            channel.pair,
+            size,
+            now,
+            arrive,
+            (channel.target, *reader) if reader and reader[1].reading > 0 else None,
         )
-
-    def _move(
-        self,
-        pair: _Pair,
-        size: float,
-        now: float,
-        arrive: Callable[[float, float], None],
-        reader: tuple[int, Cores, Seat] | None = None,
-    ) -> None:
-        """Let bytes go through a pair when it is free. `arrive` is called with the times when they began to move and
-        when they are there."""
-        if not pair.demands and reader is None:
-            begun = max(now, pair.free)
-            pair.free = begun + size / pair.cap
-            for use, times in pair.uses:
-                use.nbytes += size * times
-                use.busy += pair.free - begun
-            arrive(begun, pair.free + pair.latency)
-            return
-
-        def begin(time: float) -> None:
-            left = 2
-
-            def finish(at: float) -> None:
-                nonlocal left
-                left -= 1
-                if not left:
-                    pair.moving = False
-                    arrive(time, at + pair.latency)
-                    if pair.queue:
-                        pair.queue.popleft()(at)
-
-            for use, times in pair.uses:
-                use.nbytes += size * times
-                if not pair.demands:
-                    use.busy += size / pair.cap
-            pair.moving = True
-            if reader is not None and size > 0:
-                target, cores, seat = reader
-                cores.begin(time, target, size * seat.reading, finish, 1, seat.quota, alone=1.0)
-            else:
-                finish(time)
-            if size > 0 and (pair.demands or pair.cap < math.inf):
-                self.sharing.begin(time, size, pair.demands, finish, cap=pair.cap)
-            else:
-                finish(time)
-
-        if pair.moving:
-            pair.queue.append(begin)
-        else:
-            begin(now)
 
     # -------------------------------------------------------------------------------------------- sums over replicas
 
@@ -539,7 +459,7 @@ class _Simulation:
             self.push(end, _REDUCED, (ring, batch, message))
 
         if len(ring) > 1:
-            self._move(self.pairs[_RING, *ring], size, now, arrive)
+            move(self.sharing, self.pairs[_RING, *ring], size, now, arrive)
         else:
             arrive(now, now)
 

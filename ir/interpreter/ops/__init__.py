@@ -1,8 +1,10 @@
-"""What each row of the op table means, in NumPy: `NUMPY[kind](inputs, attrs) -> results`, for every row but the state operations.
+"""The meaning of each row of the op table in NumPy: `NUMPY[kind](inputs, attrs) -> results`, for every row but the
+state operations.
 
-`attrs` are complete (see `complete_attrs`). Each function is the definition that kernels are tested against, so it is written to be
-obviously right, not to be fast. Arithmetic is done in the element type of the operands, long sums in float64; a result may be wider than
-its declared type, and `apply_op` rounds it. Half-precision operands are widened to float32 first, as real kernels do.
+`attrs` are complete (see `complete_attrs`). Each function is the definition that kernels are tested against, so it is
+written to be obviously right, not to be fast. Arithmetic is done in the element type of the operands, long sums in
+float64; a result may be wider than its declared type, and `apply_op` rounds it. Half-precision operands are widened to
+float32 first, as real kernels do.
 
 Known limits: `div` of the smallest integer by -1 wraps, and integer division by zero gives 0.
 """
@@ -47,8 +49,8 @@ def array_dtype(dtype: str, precision: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What an op says of its results, whatever its operands are: complete attributes, which operands are widened, and the element types that
-    hold its results."""
+    """The facts of an op that do not depend on its operands: complete attributes, which operands are widened, and
+    the element types that hold its results."""
 
     attrs: dict[str, Attr]
     widened: tuple[bool, ...]
@@ -74,8 +76,8 @@ def apply_op(
         return (bits.astype(ready.dtypes[0], copy=False),)
     wide = [x.astype(np.float32) if half else x for x, half in zip(inputs, ready.widened, strict=True)]
     with np.errstate(all="ignore"):  # inf and nan are results like any other
-        found = NUMPY[op.kind](wide, ready.attrs)
-    return tuple([np.asarray(x).astype(dtype, copy=False) for x, dtype in zip(found, ready.dtypes, strict=True)])
+        results = NUMPY[op.kind](wide, ready.attrs)
+    return tuple([np.asarray(x).astype(dtype, copy=False) for x, dtype in zip(results, ready.dtypes, strict=True)])
 
 
 __all__ = ["F64", "NUMPY", "PRECISIONS", "TYPED", "Array", "Prepared", "apply_op", "array_dtype", "erf", "prepare_op"]

@@ -1,4 +1,4 @@
-"""What the NumPy rules of several families share."""
+"""Helpers that the NumPy rules of several families share."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ _ALL = slice(None)
 
 
 def positions(window: Window, out_sizes: Sequence[int]) -> Iterator[tuple[Index, Index]]:
-    """Every kernel position, as an index into a weight, with the part of the padded input that it meets: one entry per output position."""
+    """Every kernel position, as an index into a weight, with the part of the padded input that it meets: one entry per
+    output position."""
     for position in product(*map(range, window.kernel)):
         parts = zip(position, window.dilations, window.strides, out_sizes, strict=True)
         yield (_ALL, _ALL, *position), (_ALL, _ALL, *(slice(k * d, k * d + s * (n - 1) + 1, s) for k, d, s, n in parts))
@@ -54,7 +55,7 @@ def _max_pool_grad(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
 
 
 def _counts(a: Values, sizes: Sequence[int], dtype: np.dtype[Any]) -> Array:
-    """How many elements each window averages over."""
+    """Count the elements that each window averages over."""
     window = window_of(a, a["window"])
     ones = with_border(np.ones((1, 1, *sizes), dtype), window, 1 if a["include_pad"] else 0)
     return np.asarray(np.sum([ones[where] for _, where in positions(window, window.out_sizes(sizes))], axis=0))

@@ -1,7 +1,7 @@
 """The modules that are named by strings: those that processes begin in, and what a lower room asks a higher one for.
 
-An import is an arrow that tests of the layout see; a string is none. So every module that is named by a string stands in
-this table, and nowhere else.
+An import is an arrow that tests of the layout see; a string is none. So every module that is named by a string stands
+in this table, and nowhere else.
 
 In: a name. Out: the module path, for a command line (`command_line`) or for an import in a process that runs (`load`).
 """

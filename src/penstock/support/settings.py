@@ -4,8 +4,8 @@
     class Options:
         steps: int = setting(10, "optimiser steps (default: 10)", check=POSITIVE, shown="N")
 
-Flags of the command line, defaults of Python arguments and keys of files are read from the fields. Two verbs that share a setting share its
-field: `shared(Options, "steps")`, with another default where they differ in that.
+Flags of the command line, defaults of Python arguments and keys of files are read from the fields. Two verbs that share
+a setting share its field: `shared(Options, "steps")`, with another default where they differ in that.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ SEED = Check(f"a whole number from 0 to {2**63 - 1}", _whole(0, 2**63))
 
 @dataclass(frozen=True)
 class Description:
-    """A setting beside its name and default: `help`, the words to choose from, the check of its values or what reads them, and the placeholder `shown` for a
-    value. `words` are what flags call values that are no text. `flags` are its spellings as a flag where these are not its name; `many` says that it may be given several times."""
+    """A setting beside its name and default: `help`, the words to choose from, the check of its values or what reads
+    them, and the placeholder `shown` for a value. `words` are what flags call values that are no text. `flags` are its
+    spellings as a flag where these are not its name; `many` says that it may be given several times."""
 
     help: str
     choices: tuple[str, ...] = ()
