@@ -56,7 +56,7 @@ def _wheel(held: dict[str, str]) -> zipfile.ZipFile:
 
 
 def _whole_wheel() -> dict[str, str]:
-    held = dict.fromkeys(("penstock/ir/graph.py", "penstock/py.typed", "penstock/report/page/main.js"), "")
+    held = dict.fromkeys(("penstock/ir/graph.py", "penstock/py.typed", "penstock/inspection/report/page/main.js"), "")
     return held | {f"penstock-0.1.0.dist-info/{name}": METADATA if name == "METADATA" else "" for name in ABOUT}
 
 
@@ -68,7 +68,7 @@ def test_a_wheel_that_is_whole() -> None:
     ("name", "text", "told"),
     [
         ("penstock/py.typed", None, "penstock/py.typed is missing"),
-        ("penstock/report/page/main.js", None, "main.js is missing"),
+        ("penstock/inspection/report/page/main.js", None, "main.js is missing"),
         ("penstock-0.1.0.dist-info/licenses/NOTICE", None, "NOTICE is missing"),
         ("tests/test_x.py", "", "tests/test_x.py does not belong there"),
         ("ir/graph.py", "", "ir/graph.py does not belong there"),

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
+from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, WEIGHTS
 from penstock.ir.cluster.cluster import Cluster, usable_cores
 from penstock.ir.schedule import RECEIVES, SENDS, Action, Schedule
 from penstock.passes.schedules.late_updates import sum_late
@@ -157,11 +158,11 @@ class _Judge:
                 float(sums[stage.last] - sums[stage.first]) for sums in table.times(device)
             )
             back = backward + (recompute if stage.recompute else 0.0) - (weight if parted else 0.0)
-            duration = {"F": forward, "B": back, "W": weight, "U": update}.get(action.kind)
+            duration = {FORWARD: forward, BACKWARD: back, WEIGHTS: weight, UPDATE: update}.get(action.kind)
             return 0.0 if duration is None else duration + device.call_overhead
 
         def nbytes(phase: str, source: int, target: int) -> float:
-            return float((table.out if phase == "F" else table.back)[plan.stages[max(source, target)].first])
+            return float((table.out if phase == FORWARD else table.back)[plan.stages[max(source, target)].first])
 
         def reduced(stage: int) -> float:
             return float(table.grads[plan.stages[stage].last] - table.grads[plan.stages[stage].first])
@@ -177,8 +178,8 @@ def _reads_what_is_made(schedule: Schedule, delay: int) -> bool:
     for actions in schedule.expand_all(3).values():
         latest = -1
         for action in actions:
-            if action.kind == "U":
+            if action.kind == UPDATE:
                 latest = action.mb
-            elif action.kind == "F" and action.batch(schedule.microbatches) - delay - 1 > latest:
+            elif action.kind == FORWARD and action.batch(schedule.microbatches) - delay - 1 > latest:
                 return False
     return True

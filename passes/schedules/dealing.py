@@ -13,7 +13,7 @@ one would wait for each other's turns: 1.5 times the time.
 
 That is why no rank waits for ever. On rank r, F of microbatch k stands before B of microbatch j if k <= j + ahead(r).
 Give a rank that waits to run B(j) the value j, and one that waits to run F(k) the value k - ahead(r). Along the chain
-of those who wait for each other values never grow: whoever stands behind is at a microbatch no later. From an F to a B
+of ranks that wait for each other values never grow: the rank behind is at a microbatch no later. From an F to a B
 they shrink, because the rank that has not run F(k) yet waits for a B(i) with i < k - ahead. A circle of Bs alone would
 go to ever later stages, one of Fs alone to ever earlier ones; so there is no circle.
 """

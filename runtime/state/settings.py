@@ -1,5 +1,5 @@
-"""Values of the role `setting`: data that a compiled module reads, such as the learning rate. Every run may have its own;
-nothing is compiled anew.
+"""Values of the role `setting`: data that a compiled module reads, such as the learning rate. Every run may have its
+own; nothing is compiled anew.
 
 In: the module, the settings of a checkpoint, the wishes of the user. Out: elements by variable, for all ranks the same.
 The wishes of the user count first, then the checkpoint, then the module. A checkpoint counts for the rate and its curve

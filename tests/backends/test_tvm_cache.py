@@ -345,7 +345,7 @@ def test_the_same_graph_gives_the_same_bytes(kept: Path, tmp_path: Path, monkeyp
 
 def test_the_kept_name_of_the_host_depends_on_leave_to_use_tiles(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for leave in (True, False, True):
-        for module in ("build", "target"):
+        for module in ("compile.build", "target"):
             monkeypatch.setattr(f"penstock.backends.tvm.{module}.allow_tiles", lambda leave=leave: leave)
         with LibraryBuilder(CompileOptions()) as builder:
             assert ("+amx" in builder.cpu) == leave

@@ -97,7 +97,7 @@ def test_one_core_means_at_most_one_process(
         WorkerPool(0)
 
 
-SAY_HELLO = "import json,sys; print(json.dumps({'type':'Hello','fingerprint':sys.argv[1]}),flush=True);"
+SAY_HELLO = "import json,sys; print(json.dumps({'type':'CompilerHello','fingerprint':sys.argv[1]}),flush=True);"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_worker_that_hangs_is_ended(
 
 def test_control_patience_is_for_each_job(workers: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers take longer for all jobs than they may for one."""
-    answer = json.dumps({"type": "Refused", "reason": "slowly"})
+    answer = json.dumps({"type": "GroupRefused", "reason": "slowly"})
     code = f"import time; {SAY_HELLO}\nfor line in sys.stdin: time.sleep(0.4); print({answer!r}, flush=True)"
     monkeypatch.setattr(pool, "_COMPILES_S", 3.0)
     with WorkerPool(command=[sys.executable, "-c", code, fingerprint.source_fingerprint()]) as crew:

@@ -31,7 +31,7 @@ JUDGED = (
     "passes",
     "backends",
     "runtime",
-    *(f"src/penstock/{name}" for name in ("bisecting", "dumping", "inspecting", "report")),
+    *(f"src/penstock/{name}" for name in ("planning", "calibration", "inspection", "verification")),
 )
 
 

@@ -34,7 +34,7 @@ from mutation.mutants import Mutant, mutants
 from mutation.results import table, write_results
 from mutation.trial import KILLED, ROOT, SURVIVED, Target, Tests, Verdict, preload, try_mutants
 
-_IR, _PASSES, _SCHEDULES = "ir/{}.py", "tests/passes/test_{}.py", "passes/schedules/{}.py"
+_VERIFY, _PASSES, _SCHEDULES = "ir/verify/{}.py", "tests/passes/test_{}.py", "passes/schedules/{}.py"
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ def _files(pattern: str, *names: str) -> tuple[str, ...]:
 
 PARTS = {
     "graphs": Part(
-        tuple(map(Target, _files(_IR, "verify", "verify_agreement"))),
+        tuple(map(Target, _files(_VERIFY, "verifier", "stages", "agreement"))),
         ("tests/ir/test_verify.py", "tests/ir/test_verify_agreement.py", "tests/ir/test_verify_moving.py"),
     ),
     "programs": Part(
-        tuple(map(Target, _files(_IR, "verify_schedule", "verify_messages", "verify_ranks"))),
+        tuple(map(Target, _files(_VERIFY, "schedules", "runs", "versions", "messages", "ranks"))),
         (
             "tests/ir/test_verify_schedule.py",
             "tests/ir/test_verify_moving.py",
@@ -71,7 +71,7 @@ PARTS = {
                 (
                     "ir/grid.py",
                     *_files(
-                        _SCHEDULES, "__init__", "dealing", "delayed_2bw", "eager_2bw", "flush_1f1b", "forward", "gpipe"
+                        _SCHEDULES, "schedule", "dealing", "delayed_2bw", "eager_2bw", "flush_1f1b", "forward", "gpipe"
                     ),
                     *_files(_SCHEDULES, "kind", "zero_bubble"),
                 ),

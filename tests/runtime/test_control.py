@@ -57,9 +57,9 @@ def test_messages_and_arrays_round_trip():
 
 def test_unknown_messages_and_fields_are_refused():
     decode = msgspec.msgpack.Decoder(control.Message).decode
-    good = {"type": "Run", "first": 0, "batches": 2}
+    good = {"type": "RunCommand", "first": 0, "batches": 2}
     assert decode(msgspec.msgpack.encode(good)) == RunCommand(0, 2)
-    for bad in (good | {"more": 1}, {"type": "Format", "disk": "c"}, {"type": "Run"}, good | {"first": "0"}):
+    for bad in (good | {"more": 1}, {"type": "Format", "disk": "c"}, {"type": "RunCommand"}, good | {"first": "0"}):
         with pytest.raises(msgspec.ValidationError):
             decode(msgspec.msgpack.encode(bad))
 

@@ -8,8 +8,8 @@ from dataclasses import MISSING, fields
 
 import msgspec
 import pytest
-from penstock.cli import command_line
 
+from penstock.commands.parser import command_line
 from penstock.runtime.job.job import Job
 from penstock.runtime.job.job import open as open_job
 from penstock.runtime.job.run import run_bundle

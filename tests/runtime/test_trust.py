@@ -364,10 +364,10 @@ gc.disable()
 from datetime import timedelta
 from torch.distributed import TCPStore
 from penstock.runtime.group.sealed import SealedStore
-from penstock.runtime.group.group import Group
+from penstock.runtime.group.group import RankGroup
 rank, port, secret = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode()
 store = SealedStore(TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False), secret)
-group = Group(store, rank, 2, 5.0)
+group = RankGroup(store, rank, 2, 5.0)
 group.connect()
 group.agree("module.ir", "same")
 group.leave()

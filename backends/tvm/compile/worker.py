@@ -1,5 +1,5 @@
-"""A process that compiles: `python -m penstock.backends.tvm.compile.worker`. Jobs come in on standard input, answers go out on
-standard output.
+"""A process that compiles: `python -m penstock.backends.tvm.compile.worker`. Jobs come in on standard input, answers
+go out on standard output.
 
 It ends when its input ends, so it never outlives the process that started it by more than one job. TVM loads torch
 where it finds it, for tensors that this process has none of: without torch, a worker starts in a third of the time.

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.inspection.views.gantt import svg_gantt
+from penstock.ir.action_kinds import ACTION_KINDS, DROP, FORWARD, SUM
 from penstock.ir.graph import Module, Value, summed_vars
-from penstock.ir.schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, Action
+from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action
 from penstock.passes.simulator.forecast import Forecast
 from penstock.planning.predict import Predicted, predict
 from penstock.support.gc_pause import nothing_collected
@@ -40,7 +41,7 @@ def dump_program(dump: _Files, module: Module, predicted: Callable[[], Predicted
 
     `predicted` returns the predicted run, if the caller has it.
     """
-    if dump.folder is None or not any(module.stage_graph(stage.index, "F") for stage in module.stages):
+    if dump.folder is None or not any(module.stage_graph(stage.index, FORWARD) for stage in module.stages):
         return
     for stage in module.stages:
         dump.write_module(f"{STAGES}/s{stage.index}/module.ir", part_of_stage(module, stage.index))
@@ -64,27 +65,53 @@ def action_rows(module: Module, rank: int) -> Iterator[tuple[str, str, str]]:
     program = module.schedule.ranks[rank]
     yield "when", "action", "does"
     for when, actions in (("start", program.start), ("batch", program.batch)):
-        yield from ((when, str(action), _does(module, rank, action)) for action in actions)
+        yield from ((when, str(action), DOES[action.kind](module, action)) for action in actions)
 
 
-def _does(module: Module, rank: int, action: Action) -> str:
-    kind, stage = action.kind, action.stage
-    unit = "batch" if kind in PER_BATCH else "microbatch"
-    if kind in COMPUTE:
-        version = "" if action.version is None else f", version {action.version} of the weights"
-        return f"run @s{stage}.{kind} for {unit} {action.mb}{version}"
-    if kind == "D":
-        return f"drop what is left of microbatch {action.mb}"
-    if kind == "AR":
-        grads = summed_vars(module, stage)
-        total = sum(module.vars[name].type.nbytes for name in grads)
-        return f"sum {counted(len(grads), 'gradient')} over the ranks of the stage, {shown_bytes(total)}"
+def _unit(action: Action) -> str:
+    return f"{ACTION_KINDS[action.kind].per} {action.mb}"
+
+
+def _computes(module: Module, action: Action) -> str:
+    version = "" if action.version is None else f", version {action.version} of the weights"
+    return f"run @s{action.stage}.{action.kind} for {_unit(action)}{version}"
+
+
+def _drops(module: Module, action: Action) -> str:
+    return f"drop what is left of {_unit(action)}"
+
+
+def _sums(module: Module, action: Action) -> str:
+    grads = summed_vars(module, action.stage)
+    total = sum(module.vars[name].type.nbytes for name in grads)
+    return f"sum {counted(len(grads), 'gradient')} over the ranks of the stage, {shown_bytes(total)}"
+
+
+def _sends(module: Module, action: Action) -> str:
     assert action.peer is not None
-    peer = module.rank_stages()[action.peer]
-    src, dst = (stage, peer) if kind in SENDS else (peer, stage)
-    values = [v for e in module.edges if (e.src, e.dst, e.phase) == (src, dst, kind[1]) for v in e.values]
-    way = f"receive from rank {action.peer}" if kind in RECEIVES else f"send to rank {action.peer}"
-    return f"{way}: {_listed(values)} of {unit} {action.mb}, {shown_bytes(sum(v.type.nbytes for v in values))}"
+    ends = action.stage, module.rank_stages()[action.peer]
+    return f"send to rank {action.peer}: {_message(module, action, *ends)}"
+
+
+def _receives(module: Module, action: Action) -> str:
+    assert action.peer is not None
+    ends = module.rank_stages()[action.peer], action.stage
+    return f"receive from rank {action.peer}: {_message(module, action, *ends)}"
+
+
+def _message(module: Module, action: Action, src: int, dst: int) -> str:
+    values = [v for e in module.edges if (e.src, e.dst, e.phase) == (src, dst, action.phase) for v in e.values]
+    return f"{_listed(values)} of {_unit(action)}, {shown_bytes(sum(v.type.nbytes for v in values))}"
+
+
+# What an action does, in words.
+DOES: dict[str, Callable[[Module, Action], str]] = {
+    **dict.fromkeys(COMPUTE, _computes),
+    **dict.fromkeys(SENDS, _sends),
+    **dict.fromkeys(RECEIVES, _receives),
+    SUM: _sums,
+    DROP: _drops,
+}
 
 
 def _listed(values: Iterable[Value]) -> str:

@@ -46,8 +46,8 @@ _SIDE, _LENGTH = 1024, 1 << 24
 # The ranges of floats, and the operands (by position) that have to be positive for a result to be a number.
 _AROUND, _ABOVE = (-1.0, 1.0), (0.1, 1.0)
 _POSITIVE = {
-    "log": (0,), "sqrt": (0,), "rsqrt": (0,), "pow": (0,), "div": (1,), "rem": (1,), "batch_norm": (4,), "layer_norm_grad": (4,),
-    "layer_norm_grad_weight": (3,),
+    "log": (0,), "sqrt": (0,), "rsqrt": (0,), "pow": (0,), "div": (1,), "rem": (1,), "batch_norm": (4,),
+    "layer_norm_grad": (4,), "layer_norm_grad_weight": (3,),
     "attention_grad": (6,), "sgd": (2,), "momentum": (3,), "adamw": (3, 4, 5, 6),
 }  # fmt: skip
 _ALWAYS_POSITIVE = ("exp", "sigmoid", "softmax", "abs")

@@ -34,7 +34,8 @@ _IR = re.compile(
     |(?P<variable>@[\w./:\-]+)
     |(?P<type>\b(?:bool|[fiu]\d+|bf16)\[[\w,/]*\](?:\+\w+)*)
     |(?P<op>\b[a-z]\w*(?=\())
-    |(?P<keyword>^\s*(?:module|links|host|device|link|mesh|stage|input|output|var|edge|graph|schedule|note|save|return|rank)\b)""",
+    |(?P<keyword>^\s*(?:module|links|host|device|link|mesh|stage|input|output|var|edge|graph|schedule|note|save|return
+        |rank)\b)""",
     re.VERBOSE,
 )
 _ACTION = re.compile(r"\b(?:\d+)?[A-Z]{1,2}\d+@(\d+)")

@@ -1,4 +1,7 @@
-"""The data of a reproducer: one safetensors file of weights, `@variable`, and of inputs, `%input`, with an axis of batches in front."""
+"""The data of a reproducer: one safetensors file of weights, `@variable`, and of inputs, `%input`.
+
+Inputs have an axis of batches in front.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +33,16 @@ def read_data(path: str) -> tuple[dict[str, Array], list[dict[str, Array]]]:
         raise UsageError(
             f"{strange[0]!r} is neither @variable nor %input", where=path, hint="expected a file as a reproducer has it"
         )
-    given = {name[1:]: array for name, array in arrays.items() if name[0] == "%"}
-    if single := [name for name, array in given.items() if not array.ndim]:
+    inputs = {name[1:]: array for name, array in arrays.items() if name[0] == "%"}
+    if single := [name for name, array in inputs.items() if not array.ndim]:
         raise UsageError(
             f"%{', %'.join(single)} without an axis of batches", where=path, hint="expected one batch after the other"
         )
-    counts = {len(array) for array in given.values()}
+    counts = {len(array) for array in inputs.values()}
     if len(counts) > 1:
         raise UsageError("inputs have different numbers of batches", where=path)
     if counts == {0}:
         raise UsageError("inputs have no batch", where=path)
     count = counts.pop() if counts else 0
-    batches = [{name: array[t] for name, array in given.items()} for t in range(count)]
+    batches = [{name: array[t] for name, array in inputs.items()} for t in range(count)]
     return {name[1:]: array for name, array in arrays.items() if name[0] == "@"}, batches

@@ -289,7 +289,10 @@ def _retyped(graph: Graph, held: Mapping[str, Var], types: dict[str, TensorType]
     var_types = {name: var.type for name, var in held.items()}
     ops = []
     for op in graph.ops:
-        attrs = {k: tuple(map(size, x)) if k in _SIZES and isinstance(x, tuple) else x for k, x in op.attrs.items()}  # type: ignore[arg-type]
+        attrs = {
+            key: tuple(map(size, value)) if key in _SIZES and isinstance(value, tuple) else value  # type: ignore[arg-type]
+            for key, value in op.attrs.items()
+        }
         probe = Op(op.kind, tuple(known[v] for v in op.ins), (), attrs, op.loc)
         outs = tuple(Value(v.name, t) for v, t in zip(op.outs, infer_op(probe, var_types), strict=True))
         known.update(zip(op.outs, outs, strict=True))
