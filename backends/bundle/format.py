@@ -18,7 +18,7 @@
 
 `open_bundle` checks names, sizes and hashes of all files before any of them is parsed or loaded, and reports all
 problems in one error. Names in a manifest are relative, contain no `..`, and links are refused. Bundles are written by
-bundle_writer.py.
+writer.py.
 
 A bundle is code: hashes find damage, they do not make a stranger's bundle safe to run.
 """

@@ -1,4 +1,4 @@
-"""Writing a bundle (bundle.py says what is in one). In: a module, files of the back end, weights. Out: a directory.
+"""Writing a bundle (format.py says what is in one). In: a module, files of the back end, weights. Out: a directory.
 
 `write_bundle` fills a sibling directory, flushes it and renames it into place: a bundle is there whole or not at all.
 The same inputs give the same bytes; the bundle has no time, path or host name of the build in it. It is signed where

@@ -6,7 +6,7 @@
     DIR/step-000100/rank0.safetensors          newest parameters, optimiser state, buffers (no gradients); by IR names
     DIR/step-000100/rank0.older.safetensors    the version before, when it is still needed (2bw), by the same names
 
-A checkpoint is there whole or not at all (saving.py). choosing.py finds the newest one that is whole. Tensors are
+A checkpoint is there whole or not at all (saving.py). finding.py finds the newest one that is whole. Tensors are
 found by name over all files. So a bundle of the same model may load it with other stages, schedule, devices and
 microbatches (resuming.py). Two versions of the weights are kept under 2bw. So a run that is resumed on the same bundle
 computes bit for bit what an uninterrupted one does.

@@ -20,7 +20,7 @@ there, as long as it gets on (`status.await_saves`).
     .step-000100.<token>.gone    being removed
     .latest.<token>.tmp          the pointer, being written
 
-One run at a time may save into a directory (claims.py): the next save takes files under these names for left over.
+One run at a time may save into a directory (lock.py): the next save takes files under these names for left over.
 """
 
 from __future__ import annotations

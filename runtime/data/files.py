@@ -7,7 +7,7 @@ rows can be taken.
     FILE.npy                        the array of the only input
     FOLDER                          NAME.npy for every input
     FILE.parquet                    one column per input, a row per sample: numbers, or lists of as many numbers as a
-                                    sample has (data_parquet.py)
+                                    sample has (parquet.py)
     FILE:u16  FILE:u32              tokens without a header, little-endian: samples are windows of the input's length,
                                     one after the other
     NAME=FILE.npy  NAME=FILE:u16+1  the array of one input; +1 lets its windows start one token later

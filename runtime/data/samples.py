@@ -1,6 +1,6 @@
 """Samples for the inputs of a module.
 
-In: files (data_files.py), or the word `synthetic`. Out: one array per microbatch and input.
+In: files (files.py), or the word `synthetic`. Out: one array per microbatch and input.
 
 The first axis of an array counts samples. b, the samples of a microbatch, is the greatest common divisor of the inputs'
 first dimensions. An input with r times as many rows has r rows per sample. A scalar input is given whole to every
@@ -8,7 +8,7 @@ microbatch. Batch t of B = b·m samples takes positions t·B .. t·B+B-1 of an e
 contents of a microbatch are a function of its number alone, the same on every rank and after a resume. A run that goes
 on from a checkpoint made with other batches has an `offset`: the position that microbatch 0 would begin with.
 
-Integers that the module indexes a table with, or takes for classes, must lie in its range (data_ranges.py). A file is
+Integers that the module indexes a table with, or takes for classes, must lie in its range (ranges.py). A file is
 checked microbatch by microbatch as it is read, so that no update sees a value out of range.
 
 Synthetic data: normal floats; integers below the smallest number of rows or classes that the module uses them for; both

@@ -1,7 +1,7 @@
 """The keeper of one rank of a group: the process that torchrun or srun started.
 
 In: options, a place. Out: an exit code, and one message of the whole group when something fails. The keeper starts
-the rank's worker (join.py), watches it, and speaks with the keepers of the other ranks (mesh.py).
+the rank's worker (joined.py), watches it, and speaks with the keepers of the other ranks (peers.py).
 
 A keeper imports nothing heavy and does nothing but wait, so it lives when its worker does not. It sees how the
 worker died, that it stopped, what it reports. Keepers tell each other, and find out which ranks cannot be reached.

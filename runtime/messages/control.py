@@ -1,7 +1,7 @@
 """Messages between a job and its workers: typed records with raw array bytes behind them, over an inherited socket
 pair.
 
-    4 bytes: length of the record · 4 bytes: length of the list of arrays · record · list of arrays · the arrays' bytes
+4 bytes: length of the record · 4 bytes: length of the list of arrays · record · list of arrays · the arrays' bytes
 
 Records are msgspec Structs that refuse unknown fields; arrays travel as dtype, shape and bytes. There is no pickle. A
 channel is used by one receiving thread at each end. A message goes out whole, from whichever thread.
@@ -37,7 +37,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=True):
 
 
 class DataSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The source of samples: files (data_files.py) or `synthetic`. `last` says what happens where samples are no
+    """The source of samples: files (data/files.py) or `synthetic`. `last` says what happens where samples are no
     multiple of a batch: wrap, drop or pad (data.py)."""
 
     source: str = SYNTHETIC

@@ -14,7 +14,7 @@ AHEAD = 4
 # What a loss or gradient that is not finite does: end the run, demand a bundle that leaves such updates out, or warn.
 STOP, SKIP, WARN = "stop", "skip", "warn"
 NAN_POLICIES = (STOP, SKIP, WARN)
-# How requests to an inference bundle share microbatches (serving.py), and how many may wait.
+# How requests to an inference bundle share microbatches (job/dispatcher.py), and how many may wait.
 THROUGHPUT, LATENCY = "throughput", "latency"
 MODES = (THROUGHPUT, LATENCY)
 QUEUE = 64

@@ -1,4 +1,4 @@
-"""The choice of the kernel generator: that for CPUs (kernels/) or that for GPUs (cuda/generate.py).
+"""The choice of the kernel generator: that for CPUs (kernels/) or that for GPUs (cuda/kernels/generate.py).
 
 In: a group and the machine that its code is for. Out: a Kernel with its TIR.
 """

@@ -5,9 +5,9 @@ torchrun sets them) also the group. Out: a `Report`: versions, facts of every ho
 problems in plain words.
 
     devices    each in a process of its own with its threads, all at once: they compute at once in a pipeline, too
-               (yardsticks.py)
+               (kernels.py)
     links      messages between two processes of this machine, and what their ends take of them; of several hosts, every
-               pair (wires.py): the median is their class, a pair that is more than a fifth off gets links of its own,
+               pair (links.py): the median is their class, a pair that is more than a fifth off gets links of its own,
                and a host's network card has the rate of its fastest pair
     GPUs       by nvidia-ml-py, with the rates of their data sheets; copies to and from them by torch, where it can
 

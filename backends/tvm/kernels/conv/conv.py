@@ -2,18 +2,18 @@
 
 In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, padding and groups. Out: the loops of one of
 
-  * a direct correlation (correlation.py; conv_tiles.py, or conv_lines.py for few output channels): convolutions, and
+  * a direct correlation (correlation.py; register_tiles.py, or lines.py for few output channels): convolutions, and
     gradients for the input, which are correlations of the output's gradient with the flipped weight. With stride s they
     fall apart into s phases per dimension, each with the taps that meet its positions:
         dx[h] = sum of dy[(h + low - r * dilation) / stride] * w[r]
     over the taps r for which this divides without remainder,
     and in a phase, h = first mod stride, these taps are every (stride / gcd(stride, dilation))-th;
   * the direct sums on tile registers (tile_conv.py), where the machine has them and there is enough to do;
-  * squares of 2x2 outputs with fewer multiplications (conv_winograd.py): else, of 3x3 taps side by side, where there is
+  * squares of 2x2 outputs with fewer multiplications (winograd.py): else, of 3x3 taps side by side, where there is
     enough to do;
-  * a product per image (conv_points.py): one tap, every position once, and not a small image;
-  * sums over positions: gradients for the weight (conv_weight_tiles.py with tile registers, conv_weight.py without),
-    and conv_depth.py for small groups;
+  * a product per image (points.py): one tap, every position once, and not a small image;
+  * sums over positions: gradients for the weight (weight/tiles.py with tile registers, weight/direct.py without),
+    and weight/depthwise.py for small groups;
   * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, convolutions with
     one tap that leave positions out, and integers.
 """

@@ -3,7 +3,7 @@ which do not fill lanes.
 
 In: a Correlation. Out: for each image and group, strips of rows. The copy of the source keeps columns apart by their
 remainder modulo the stride, so that neighbouring windows read neighbouring elements. Sums of all phases of a strip lie
-interleaved, as in conv_tiles.py.
+interleaved, as in register_tiles.py.
 """
 
 from __future__ import annotations

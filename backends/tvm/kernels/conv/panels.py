@@ -1,7 +1,7 @@
 """Panels of a correlation: output channels in lanes, so many vectors of them as the registers allow.
 
 In: a Correlation, and sums with channels beside each other, position after position. Out: `Panels.finish` turns them,
-so that `Body.finish` gets vectors of neighbouring positions. conv_tiles.py and conv_winograd.py make the sums.
+so that `Body.finish` gets vectors of neighbouring positions. register_tiles.py and winograd.py make the sums.
 """
 
 from __future__ import annotations

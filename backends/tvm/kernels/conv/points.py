@@ -10,7 +10,7 @@ In: weight and source of out[n, g, o, p] = sum over c of weight[g, o, c] * sourc
 
 Weights are packed once, tile by tile, because rows a power of two apart would share few sets of the first-level cache.
 Parts are as equal as whole panels allow, so that threads which take as many of them take as long. Limit: small images
-leave lanes empty; conv_tiles.py has positions of several rows there.
+leave lanes empty; register_tiles.py has positions of several rows there.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ the positions summed at once, each
 A piece holds the rows and columns that have the same remainder modulo the strides, so that neighbouring windows read
 neighbouring words. Number q of a step is paired with number q + 16.
 
-Limits: few channels leave most of a step empty; those of tile_registers.py for f32 in parts.
+Limits: few channels leave most of a step empty; those of tiles/registers.py for f32 in parts.
 """
 
 from __future__ import annotations

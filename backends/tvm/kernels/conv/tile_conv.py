@@ -18,7 +18,7 @@ leave their sums side by side, and are interleaved where the gaps are closed.
 Where a block of f32 weights, or a band, has a number that is too large for parts, infinities and nans among them, these
 sums are computed one by one, slowly, as f32 has them.
 
-Limits: those of tile_registers.py for denormals.
+Limits: those of tiles/registers.py for denormals.
 """
 
 from __future__ import annotations

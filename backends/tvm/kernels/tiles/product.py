@@ -1,4 +1,4 @@
-"""Products on tile registers (Intel AMX): of bf16, and of f32 as sums of products of their parts (tile_registers.py).
+"""Products on tile registers (Intel AMX): of bf16, and of f32 as sums of products of their parts (registers.py).
 
 In: a Product of bf16 or f32, as for product.py, which serves all other machines and sizes. Out: loops
 
@@ -10,10 +10,10 @@ In: a Product of bf16 or f32, as for product.py, which serves all other machines
 
 A B that fits that cache as a whole is packed before, and then A goes by in blocks that fit beside it.
 
-The order of packed operands is defined in tile_packing.py. Where a block of f32 operands has a number that is too large
+The order of packed operands is defined in packing.py. Where a block of f32 operands has a number that is too large
 for parts, infinities and nans among them, its sums are computed one by one, slowly, as f32 has them.
 
-Limits: few rows are left to product.py, for packing B costs as much as 20 rows save; those of tile_registers.py for
+Limits: few rows are left to product.py, for packing B costs as much as 20 rows save; those of registers.py for
 denormals.
 """
 

@@ -1,7 +1,7 @@
 """The gradient of a convolution for its weight on tile registers (Intel AMX), in bf16 and, as parts of it, in f32
-(tile_registers.py).
+(tiles/registers.py).
 
-In: as for conv_weight.py, which serves all other machines and sizes. Out: loops
+In: as for direct.py, which serves all other machines and sizes. Out: loops
 
     for block of pairs of units:      (a sum over positions and images, cut so that packed operands stay
                                        in the second cache)
@@ -11,13 +11,13 @@ In: as for conv_weight.py, which serves all other machines and sizes. Out: loops
           after the last block        turn sums of all taps into runs of the weight, and `Body.finish`
 
 Each block has sums of its own, added in memory to those before. Lines, units and blocks, and their sizes, are defined
-in conv_weight_lines.py.
+in lines.py.
 
 Where 32 filters or channels have a number that is too large for parts, infinities and nans among them, their sums are
 computed one by one, slowly, as f32 has them.
 
 Limits: few channels or filters (with one tap as many as 64, for which packing costs too much), and images of fewer than
-16 positions, are left to conv_weight.py; a single image of one row has half of each word empty.
+16 positions, are left to direct.py; a single image of one row has half of each word empty.
 """
 
 from __future__ import annotations
