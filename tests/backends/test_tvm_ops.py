@@ -14,7 +14,7 @@ from samples import HALF, SAMPLES, Sample, touched
 from tvm_cases import OpCase, build, compare, difference, make_args, value
 
 from penstock.backends.tvm.kernels import MAIN
-from penstock.backends.tvm.kernels.tools import elements
+from penstock.backends.tvm.kernels.tools import arithmetic
 from penstock.backends.tvm.kernels.tools.elements import INDEXED, POINTWISE
 from penstock.ir.graph import Graph, Value
 from penstock.ir.interpreter.ops import NUMPY
@@ -165,7 +165,7 @@ def test_nothing_is_settled_before_the_operands_are_known(dtype: str, tmp_path: 
 
 @pytest.mark.parametrize("kind", ["equal", "sub"])
 def test_control_what_tvm_settles_is_noticed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elements, "_same_float", lambda x, y: False)
+    monkeypatch.setattr(arithmetic, "_same_float", lambda x, y: False)
     x = value("x", "f32[2]")
     op = make(kind, [x, x], ["y"])
     graph = Graph("s0.F", (x,), op.outs, (op,))

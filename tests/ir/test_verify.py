@@ -271,7 +271,7 @@ EFFECTS = [
         "F",
         0,
         Op("read", (), (Value("w", parse_type("f32[3,4]")),), {"var": "w.grad"}),
-        "@w.grad is a grad, expected param or state or buffer or table",
+        "@w.grad is a grad, expected param or state or buffer or setting",
     ),
     (
         "B",

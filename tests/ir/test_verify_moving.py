@@ -71,7 +71,7 @@ def test_forward_alone_touches_it(toy):
 
 
 def test_only_buffers_move_forward(toy):
-    for role in ("state", "table"):
+    for role in ("state", "setting"):
         assert f"@s is a {role}, expected buffer" in message(moving(toy(2), role=role))
     parameter = with_ops(toy(2), "s0.F", Op("write", (toy(2).graphs["s0.F"].outs[0],), (), {"var": "w0"}))
     assert "@w0 is a param, expected buffer" in message(parameter)

@@ -109,8 +109,8 @@ def bash(commands: list[Command]) -> str:
     )
     return f"""# bash completion of penstock: source <(penstock completion bash)
 _penstock() {{
-    local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" command="" kind="" words="" options=""
-    local head="" i
+    local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" command="" kind=""
+    local words="" options="" head="" i
     for ((i = 1; i < COMP_CWORD; i++)); do
         case "$command ${{COMP_WORDS[i]}}" in
 {finding}        esac

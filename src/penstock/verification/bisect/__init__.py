@@ -1,4 +1,4 @@
-"""`penstock verify --bisect`: find where the results of a model go wrong, from its framework to the last kernel.
+"""The search for the place where results of a model go wrong, from its framework to the last kernel.
 
 In: a model with the options of `compile`, a bundle, or a dump folder (sources.py). Out: the first thing that is wrong,
 and a reproducer of it.

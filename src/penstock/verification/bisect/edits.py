@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.ir.attrs import Attr, Scalar
 from penstock.ir.graph import BUFFER, PARAM, Graph, Module, Op, Value, Var, graph_kind, substitute
 from penstock.ir.interpreter.ops import Array
 from penstock.ir.ops import infer_op
@@ -281,6 +282,10 @@ def _resized(case: Case, chunk: Sequence[Resize]) -> Case | None:
     return Case(module, weights, batches)
 
 
+def _sizes_anew(sizes: tuple[Scalar, ...], size: Callable[[int], int]) -> Attr:
+    return tuple(size(n) for n in sizes if isinstance(n, int))
+
+
 def _retyped(graph: Graph, held: Mapping[str, Var], types: dict[str, TensorType], size: Callable[[int], int]) -> Graph:
     """Return the graph with the types that follow from those of inputs and variables; `types` are those of all values
     so far.
@@ -289,10 +294,7 @@ def _retyped(graph: Graph, held: Mapping[str, Var], types: dict[str, TensorType]
     var_types = {name: var.type for name, var in held.items()}
     ops = []
     for op in graph.ops:
-        attrs = {
-            key: tuple(map(size, value)) if key in _SIZES and isinstance(value, tuple) else value  # type: ignore[arg-type]
-            for key, value in op.attrs.items()
-        }
+        attrs = {k: _sizes_anew(x, size) if k in _SIZES and isinstance(x, tuple) else x for k, x in op.attrs.items()}
         probe = Op(op.kind, tuple(known[v] for v in op.ins), (), attrs, op.loc)
         outs = tuple(Value(v.name, t) for v, t in zip(op.outs, infer_op(probe, var_types), strict=True))
         known.update(zip(op.outs, outs, strict=True))
