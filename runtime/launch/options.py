@@ -2,9 +2,8 @@
 each, once.
 
 A setting is a field of a frozen dataclass. RunOptions, OpenOptions and JobOptions are put together from one class per
-subject. RunOptions travels to the rank of a group as JSON in its argument list; its paths are absolute then. `settings`
-returns the description of every field, `problems_of` the problems of the values. Checks that look at files or at the
-group are those of preflight.py.
+subject. RunOptions travels to the rank of a group as JSON in its argument list; its paths are absolute then. Checks
+that look at files or at the group are those of preflight.py.
 
 Nothing heavy is imported here, so that help texts and defaults of the command line can be read from these classes.
 """
@@ -14,9 +13,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from penstock.ir.training.rates import EXAMPLES
 from penstock.runtime.messages.defaults import (
     AHEAD,
     HEARTBEAT,
@@ -30,6 +30,7 @@ from penstock.runtime.messages.defaults import (
     WARN,
     WRAP,
 )
+from penstock.support.settings import POSITIVE, SEED, WHOLE, setting, shared
 
 from .logs import DEFAULT, log_ranks_problems
 
@@ -45,51 +46,11 @@ _MOST_STEPS = 10**12
 SHORTEST_HEARTBEAT = 1.0
 MOST_RESTARTS = 1000
 _MOST_REQUESTS = 10**6
-_KEY = "setting"
-
-
-@dataclass(frozen=True)
-class RunSetting:
-    """The description of one field. It has a flag on the command line, with metavar, choices and help. Its check lists
-    the problems of a value that is not None. `needs` names the setting without which this one says nothing. An empty
-    flag: Python alone has it."""
-
-    flag: str = ""
-    metavar: str | None = None
-    help: str = ""
-    choices: tuple[str, ...] = ()
-    check: Callable[[Any], list[str]] | None = None
-    needs: str = ""
-
-
-def _about(flag: str = "", metavar: str | None = None, help: str = "", **described: Any) -> dict[str, RunSetting]:
-    """Return the metadata of a field that is a setting."""
-    return {_KEY: RunSetting(flag, metavar, help, **described)}
-
-
-def settings(options: Any) -> dict[str, RunSetting]:
-    """Return the description of every setting of a class of options, or of an instance, by name."""
-    return {item.name: item.metadata[_KEY] for item in fields(options) if _KEY in item.metadata}
 
 
 def keywords(options: Any) -> dict[str, Any]:
     """Return the values of options by name, as arguments of a function that takes them one by one."""
     return {item.name: getattr(options, item.name) for item in fields(options)}
-
-
-def problems_of(options: Any) -> list[str]:
-    """List the problems of the values, each seen by itself and with the one it needs, in the order of the fields."""
-    problems: list[str] = []
-    described = settings(options)
-    defaults = {item.name: item.default for item in fields(options)}
-    for name, setting in described.items():
-        value = getattr(options, name)
-        if setting.needs and value != defaults[name] and getattr(options, setting.needs) is None:
-            needed = described[setting.needs]
-            problems.append(f"{setting.flag} needs {needed.flag} {needed.metavar}")
-        if setting.check is not None and value is not None:
-            problems += setting.check(value)
-    return problems
 
 
 # ------------------------------------------------------------------------------------------------ checks of single
@@ -147,11 +108,12 @@ class LengthOptions:
     """The bundle to train with, and how long."""
 
     bundle: str
-    steps: int = field(
-        default=10,
-        metadata=_about(
-            "--steps", "N", "optimiser steps in this run (default: 10)", check=_between("steps", 1, _MOST_STEPS)
-        ),
+    steps: int = setting(
+        10,
+        "optimiser steps in this run (default: 10)",
+        shown="N",
+        check=POSITIVE,
+        problems=_between("steps", 1, _MOST_STEPS),
     )
 
 
@@ -159,23 +121,19 @@ class LengthOptions:
 class DeadlineOptions:
     """The limits of waiting."""
 
-    timeout: float = field(
-        default=TIMEOUT,
-        metadata=_about(
-            "--timeout",
-            "S",
-            "give up when a peer that lives keeps a rank waiting this long (default: 600)",
-            check=_timeout_problems,
-        ),
+    timeout: float = setting(
+        TIMEOUT,
+        "give up when a peer that lives keeps a rank waiting this long (default: 600)",
+        shown="S",
+        read=float,
+        problems=_timeout_problems,
     )
-    heartbeat: float = field(
-        default=HEARTBEAT,
-        metadata=_about(
-            "--heartbeat",
-            "S",
-            "a rank without a sign of life for so long is lost; 0: never (default: 10)",
-            check=_heartbeat_problems,
-        ),
+    heartbeat: float = setting(
+        HEARTBEAT,
+        "a rank without a sign of life for so long is lost; 0: never (default: 10)",
+        shown="S",
+        read=float,
+        problems=_heartbeat_problems,
     )
 
 
@@ -183,36 +141,26 @@ class DeadlineOptions:
 class SampleOptions:
     """The samples that are read, and their order."""
 
-    data: str | None = field(
-        default=None,
-        metadata=_about(
-            "--data",
-            "FILE|synthetic",
-            "samples: .npz, .safetensors, .parquet, a folder of .npy, FILE:u16 of tokens, or INPUT=FILE,... "
-            "(docs/data.md; default: "
-            "synthetic)",
-        ),
+    data: str | None = setting(
+        None,
+        "samples: .npz, .safetensors, .parquet, a folder of .npy, FILE:u16 of tokens, or INPUT=FILE,... "
+        "(docs/data.md; default: synthetic)",
+        shown="FILE|synthetic",
     )
-    shuffle: bool = field(default=False, metadata=_about("--shuffle", help="visit samples in a new order every epoch"))
-    seed: int = field(
-        default=0, metadata=_about("--seed", "N", "for --shuffle and synthetic data (default: 0)", check=_seed_problems)
+    shuffle: bool = setting(False, "visit samples in a new order every epoch")
+    seed: int = setting(
+        0, "for --shuffle and synthetic data (default: 0)", shown="N", check=SEED, problems=_seed_problems
     )
-    last: str = field(
-        default=WRAP,
-        metadata=_about(
-            "--last-batch",
-            help="where samples are no multiple of a batch: go on with the next epoch, drop the rest, or fill up from "
-            "the same epoch "
-            "(default: wrap)",
-            choices=LAST,
-            check=_last_problems,
-        ),
+    last: str = setting(
+        WRAP,
+        "where samples are no multiple of a batch: go on with the next epoch, drop the rest, or fill up from the "
+        "same epoch (default: wrap)",
+        flags=("--last-batch",),
+        choices=LAST,
+        problems=_last_problems,
     )
-    eval_data: str | None = field(
-        default=None,
-        metadata=_about(
-            "--eval-data", "FILE", "samples to compute the mean loss of, without training on them (docs/data.md)"
-        ),
+    eval_data: str | None = setting(
+        None, "samples to compute the mean loss of, without training on them (docs/data.md)", shown="FILE"
     )
 
 
@@ -220,18 +168,14 @@ class SampleOptions:
 class RateOptions:
     """A learning rate, and a schedule of it, that stand in for those the bundle was compiled with."""
 
-    lr: float | None = field(
-        default=None, metadata=_about("--lr", "X", "learning rate, in place of the one the bundle was compiled with")
+    lr: float | None = setting(
+        None, "learning rate, in place of the one the bundle was compiled with", shown="X", read=float
     )
-    rate: Rate | str | None = field(
-        default=None,
-        metadata=_about(
-            "--lr-schedule",
-            "R",
-            "how the learning rate changes, e.g. constant{warmup=100}, linear{steps=1000}, "
-            "cosine{steps=1000,warmup=100,end=0.1} or "
-            "step{every=300}, in place of the one the bundle was compiled with",
-        ),
+    rate: Rate | str | None = setting(
+        None,
+        f"how the learning rate changes, e.g. {EXAMPLES}, in place of the one the bundle was compiled with",
+        shown="R",
+        flags=("--lr-schedule",),
     )
 
 
@@ -239,43 +183,32 @@ class RateOptions:
 class CheckpointOptions:
     """The checkpoints that a run writes, and the one it begins with."""
 
-    checkpoint: str | None = field(
-        default=None,
-        metadata=_about("--checkpoint", "DIR", "write checkpoints here, at the end and every --checkpoint-every steps"),
+    checkpoint: str | None = setting(
+        None, "write checkpoints here, at the end and every --checkpoint-every steps", shown="DIR"
     )
-    checkpoint_every: int | None = field(
-        default=None,
-        metadata=_about(
-            "--checkpoint-every",
-            "N",
-            "steps between checkpoints",
-            needs="checkpoint",
-            check=_between("--checkpoint-every", 1, _MOST_STEPS),
-        ),
+    checkpoint_every: int | None = setting(
+        None,
+        "steps between checkpoints",
+        shown="N",
+        check=POSITIVE,
+        needs="checkpoint",
+        problems=_between("--checkpoint-every", 1, _MOST_STEPS),
     )
-    keep_last: int | None = field(
-        default=None,
-        metadata=_about(
-            "--keep-last",
-            "N",
-            "remove older checkpoints, but for the newest N (default: keep all)",
-            needs="checkpoint",
-            check=_between("--keep-last", 1, _MOST_STEPS),
-        ),
+    keep_last: int | None = setting(
+        None,
+        "remove older checkpoints, but for the newest N (default: keep all)",
+        shown="N",
+        check=POSITIVE,
+        needs="checkpoint",
+        problems=_between("--keep-last", 1, _MOST_STEPS),
     )
-    checkpoint_wait: bool = field(
-        default=False,
-        metadata=_about(
-            "--checkpoint-wait",
-            help="let training wait while a checkpoint is written, which needs no memory for a copy of the state",
-            needs="checkpoint",
-        ),
+    checkpoint_wait: bool = setting(
+        False,
+        "let training wait while a checkpoint is written, which needs no memory for a copy of the state",
+        needs="checkpoint",
     )
-    resume: str | None = field(
-        default=None,
-        metadata=_about(
-            "--resume", "DIR", "go on from the newest whole checkpoint in this directory, or from this checkpoint"
-        ),
+    resume: str | None = setting(
+        None, "go on from the newest whole checkpoint in this directory, or from this checkpoint", shown="DIR"
     )
 
 
@@ -283,39 +216,25 @@ class CheckpointOptions:
 class FailureOptions:
     """The conduct of a run when losses are not finite, ranks fail or devices are gone."""
 
-    nan: str = field(
-        default=WARN,
-        metadata=_about(
-            "--nan",
-            help=(
-                "a loss or gradient that is not finite: end the run, insist on a bundle that leaves such updates "
-                "out, or warn (default: warn)"
-            ),
-            choices=NAN_POLICIES,
-            check=_nan_problems,
-        ),
+    nan: str = setting(
+        WARN,
+        "a loss or gradient that is not finite: end the run, insist on a bundle that leaves such updates out, or "
+        "warn (default: warn)",
+        choices=NAN_POLICIES,
+        problems=_nan_problems,
     )
-    max_restarts: int = field(
-        default=0,
-        metadata=_about(
-            "--max-restarts",
-            "N",
-            "start the workers again after a failure, from the newest checkpoint, up to N times (default: 0; under "
-            "torchrun that is its "
-            "option)",
-            check=_between("--max-restarts", 0, MOST_RESTARTS),
-        ),
+    max_restarts: int = setting(
+        0,
+        "start the workers again after a failure, from the newest checkpoint, up to N times (default: 0; under "
+        "torchrun that is its option)",
+        shown="N",
+        check=WHOLE,
+        problems=_between("--max-restarts", 0, MOST_RESTARTS),
     )
-    elastic: bool = field(
-        default=False,
-        metadata=_about(
-            "--elastic",
-            help=(
-                "with fewer devices than before plan anew on those that are left, and go on (default: end "
-                "with an error)"
-            ),
-            needs="checkpoint",
-        ),
+    elastic: bool = setting(
+        False,
+        "with fewer devices than before plan anew on those that are left, and go on (default: end with an error)",
+        needs="checkpoint",
     )
 
 
@@ -323,29 +242,22 @@ class FailureOptions:
 class TelemetryOptions:
     """The files and lines in which a run shows itself."""
 
-    metrics: str | None = field(default=None, metadata=_about("--metrics", "FILE", "write one JSON object per step"))
-    trace: str | None = field(default=None, metadata=_about("--trace", "FILE", "write a Chrome trace of every action"))
+    metrics: str | None = setting(None, "write one JSON object per step", shown="FILE")
+    trace: str | None = setting(None, "write a Chrome trace of every action", shown="FILE")
     progress: bool = True
-    log: tuple[str, ...] = field(
-        default=(),
-        metadata=_about(
-            "--log",
-            "KIND:WHERE",
-            "send metrics there, too: tensorboard:DIR, wandb:PROJECT, mlflow:EXPERIMENT, prometheus:[HOST:]PORT or "
-            "prometheus:FILE.prom; "
-            "may be given several times",
-        ),
+    log: tuple[str, ...] = setting(
+        (),
+        "send metrics there, too: tensorboard:DIR, wandb:PROJECT, mlflow:EXPERIMENT, prometheus:[HOST:]PORT or "
+        "prometheus:FILE.prom; may be given several times",
+        shown="KIND:WHERE",
+        many=True,
     )
-    log_ranks: str = field(
-        default=DEFAULT,
-        metadata=_about(
-            "--log-ranks",
-            "LIST",
-            "whose processes' own output to show, with rank and stage before each line: all, none, or numbers such as "
-            "0,2; "
-            "errors are shown in any case (default: 0)",
-            check=log_ranks_problems,
-        ),
+    log_ranks: str = setting(
+        DEFAULT,
+        "whose processes' own output to show, with rank and stage before each line: all, none, or numbers such as "
+        "0,2; errors are shown in any case (default: 0)",
+        shown="LIST",
+        problems=log_ranks_problems,
     )
 
 
@@ -353,21 +265,15 @@ class TelemetryOptions:
 class GroupOptions:
     """The files that show who belongs to a group."""
 
-    secret: str | None = field(
-        default=None,
-        metadata=_about(
-            "--secret",
-            "FILE",
-            "in a group: what its ranks have in common and nobody else has, at least 32 bytes (docs/security.md)",
-        ),
+    secret: str | None = setting(
+        None,
+        "in a group: what its ranks have in common and nobody else has, at least 32 bytes (docs/security.md)",
+        shown="FILE",
     )
-    tls: str | None = field(
-        default=None,
-        metadata=_about(
-            "--tls",
-            "DIR",
-            "in a group: let the keepers of the ranks speak over TLS, with cert.pem and key.pem of this directory",
-        ),
+    tls: str | None = setting(
+        None,
+        "in a group: let the keepers of the ranks speak over TLS, with cert.pem and key.pem of this directory",
+        shown="DIR",
     )
 
 
@@ -375,8 +281,8 @@ class GroupOptions:
 class RequestOptions:
     """The way requests to an inference bundle are answered."""
 
-    mode: str = field(default=THROUGHPUT, metadata=_about(choices=MODES, check=_mode_problems))
-    queue: int = field(default=QUEUE, metadata=_about(check=_queue_problems))
+    mode: str = setting(THROUGHPUT, choices=MODES, problems=_mode_problems)
+    queue: int = setting(QUEUE, problems=_queue_problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,17 +312,15 @@ class RunOptions(
 ):
     """The settings of `penstock run`."""
 
-    data: str = field(default=SYNTHETIC, metadata={_KEY: settings(SampleOptions)["data"]})
-    rate: str | None = field(default=None, metadata={_KEY: settings(RateOptions)["rate"]})
-    eval_every: int | None = field(
-        default=None,
-        metadata=_about(
-            "--eval-every",
-            "N",
-            "steps between evaluations (default: one at the end)",
-            needs="eval_data",
-            check=_between("--eval-every", 1, _MOST_STEPS),
-        ),
+    data: str = shared(SampleOptions, "data", SYNTHETIC)
+    rate: str | None = shared(RateOptions, "rate", None)
+    eval_every: int | None = setting(
+        None,
+        "steps between evaluations (default: one at the end)",
+        shown="N",
+        check=POSITIVE,
+        needs="eval_data",
+        problems=_between("--eval-every", 1, _MOST_STEPS),
     )
 
     def chunks(self, first: int, end: int) -> Iterator[int]:
@@ -429,7 +333,7 @@ class RunOptions(
             done += count
 
     def saves_after(self, done: int, end: int) -> bool:
-        """Say whether there is a checkpoint of so many steps."""
+        """Return whether there is a checkpoint of so many steps."""
         return self.checkpoint is not None and (
             done == end or bool(self.checkpoint_every and done % self.checkpoint_every == 0)
         )
@@ -450,10 +354,10 @@ class JobOptions(MeasuringOptions, RequestOptions, RateOptions, DeadlineOptions)
     """The settings of a Job. `retire` is off only in tests that show what retirement is for; `log_ranks` are those
     whose output is shown."""
 
-    data: DataSpec | None = field(default=None, metadata=_about(check=_spec_problems))
+    data: DataSpec | None = setting(None, problems=_spec_problems)
     evaluation: DataSpec | None = None
     resume: str | os.PathLike[str] | None = None
-    nan: str = field(default=WARN, metadata=_about(check=_nan_problems))
+    nan: str = setting(WARN, problems=_nan_problems)
     retire: bool = True
     trace: bool = False
     prefetch: int = AHEAD

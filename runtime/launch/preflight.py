@@ -6,8 +6,10 @@ write to are tried without leaving a trace.
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 
+from penstock.backends.bundle.format import Bundle
 from penstock.ir.graph import NORM, Module
 from penstock.runtime.data.samples import data_spec
 from penstock.runtime.group.hosts import in_group, place_of
@@ -16,25 +18,35 @@ from penstock.runtime.messages.control import DataSpec, SaveCommand
 from penstock.runtime.telemetry.sinks import sink_problems
 from penstock.runtime.worker.pace import pace_problems
 from penstock.support.errors import UsageError
-from penstock.support.paths import directory_problem, file_problem, is_inside
+from penstock.support.paths import directory_problem, file_problem, is_inside, name_problem
+from penstock.support.settings import flags_of, problems_of, settings_of
+from penstock.support.words import visible
 
-from .options import JobOptions, OpenOptions, RunOptions, problems_of
+from .options import JobOptions, OpenOptions, RunOptions
 
 
 def check_run(options: RunOptions) -> None:
     """Refuse a run whose options cannot be carried out."""
-    problems = problems_of(options) + _group_problems(options) + _path_problems(options)
+    problems = problems_of(options) + _group_problems(options) + _path_problems(options) + _name_problems(options)
     # Rank 0 writes them, and other hosts need no packages for it.
     problems += sink_problems(options.log) if not in_group() or place_of().rank == 0 else []
     if problems:
         raise UsageError("; ".join(problems), where="run")
 
 
-def check_job(options: JobOptions, module: Module) -> None:
+def check_job(options: JobOptions, bundle: Bundle) -> None:
     """Refuse a job whose options cannot be carried out."""
-    problems = problems_of(options) + _guard_problems(options.nan, module)
+    check_names(bundle.path, *([] if options.resume is None else [options.resume]))
+    problems = problems_of(options) + _guard_problems(options.nan, bundle.module)
     if problems := problems + list(pace_problems(options.pace or {}, options.latency, options.timeout)):
         raise UsageError("; ".join(problems))
+
+
+def check_names(*paths: str | os.PathLike[str]) -> None:
+    """Refuse paths that ranks cannot be told."""
+    for path in paths:
+        if problem := name_problem(os.path.abspath(path)):
+            raise UsageError(problem, where=visible(os.fspath(path)))
 
 
 def job_options(options: OpenOptions) -> JobOptions:
@@ -86,6 +98,17 @@ def _group_problems(options: RunOptions) -> list[str]:
             "--elastic needs --max-restarts N: a device is given up when a start after a failure fails on it, too"
         )
     return problems
+
+
+def _name_problems(options: RunOptions) -> list[str]:
+    """List the paths that ranks, files and messages cannot name."""
+    names = ("bundle", "data", "eval_data", "checkpoint", "resume")
+    paths = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    described = settings_of(RunOptions)
+    shown = {name: flags_of(name, described[name])[0] + " " if name in described else "" for name in paths}
+    return [
+        f"{shown[name]}{visible(path)}: {problem}" for name, path in paths.items() if (problem := name_problem(path))
+    ]
 
 
 def _path_problems(options: RunOptions) -> list[str]:

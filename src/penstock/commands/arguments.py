@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.planning.options import PlanOptions, SearchOptions
+from penstock.planning.options import PlanOptions, ReadingOptions, SearchOptions, TrainingOptions
 from penstock.support.errors import UsageError
-from penstock.support.settings import Description, defaults_of, settings_of
+from penstock.support.settings import Description, defaults_of, flags_of, settings_of
 
 from .types import device_list, reader
 
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 
 Flags = argparse._ActionsContainer
 Kind = TypeVar("Kind")
-
-RATE_HELP = (
-    "how the learning rate changes, e.g. constant{warmup=100}, linear{steps=1000}, "
-    "cosine{steps=1000,warmup=100,end=0.1} or step{every=300}"
-)
 
 # ------------------------------------------------------------------------------------------------ settings
 
@@ -57,8 +52,7 @@ def _add_setting(parser: Flags, name: str, setting: Description, needed: bool, d
         about["type"] = setting.read
     if needed:
         about["required"] = True
-    flags = setting.flags or (f"--{name.replace('_', '-')}",)
-    parser.add_argument(*flags, dest=name, **about)
+    parser.add_argument(*flags_of(name, setting), dest=name, **about)
 
 
 def _word(setting: Description, default: object) -> str | None:
@@ -99,58 +93,13 @@ def _add_reading(parser: argparse.ArgumentParser, optional: bool, metavar: str) 
         help="N equal CPU devices on this machine, or a list of `cpu` and CUDA architectures, e.g. cpu,sm_90 "
         "(default: 1)",
     )
-    parser.add_argument(
-        "--dim",
-        action="append",
-        default=[],
-        metavar="NAME=INT",
-        help="bind a symbolic dimension; the batch dimension is one microbatch",
-    )
-    parser.add_argument(
-        "--known",
-        action="append",
-        default=[],
-        metavar="NAME=VALUES",
-        help="bind an input to numbers between commas or to FILE.npy, for models that take shapes, axes or counts as "
-        "inputs",
-    )
-    parser.add_argument("--frozen", metavar="REGEX", help="parameters that are not trained")
-    parser.add_argument(
-        "--trained", metavar="REGEX", help="initializers that are trained although they hold a single number"
-    )
+    add_settings(parser, ReadingOptions)
     add_settings(parser, PlanOptions, "precision", "wire", left_open=True)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     training = parser.add_argument_group("training (without a loss, the bundle is for inference)")
-    training.add_argument("--train", metavar="FILE", help="training settings (TOML); the flags below override it")
-    training.add_argument("--loss", metavar="L", help="cross_entropy or mse on the first output, or output:NAME")
-    training.add_argument(
-        "--optimizer",
-        metavar="O",
-        help="sgd, momentum, adam, adamw, adagrad, lion or muon, with settings e.g. 'momentum{nesterov=true}' "
-        "(default: sgd)",
-    )
-    training.add_argument("--lr", type=float, metavar="X", help="learning rate")
-    training.add_argument("--lr-schedule", metavar="R", help=RATE_HELP + " (default: constant)")
-    training.add_argument(
-        "--group",
-        action="append",
-        default=[],
-        metavar="G",
-        help="parameters whose name matches a pattern, and what is different for them: kind, lr (a factor), "
-        "weight_decay, frozen; e.g. 'embed{kind=adamw,weight_decay=0}'; the first that matches counts",
-    )
-    training.add_argument("--weight-decay", type=float, metavar="X")
-    training.add_argument(
-        "--clip", type=float, metavar="X", help="scale the gradient down to this norm where it is longer"
-    )
-    training.add_argument(
-        "--skip-nonfinite",
-        action="store_true",
-        default=None,
-        help="leave out updates whose gradient is infinite or nan (with --clip and in f16 that is done in any case)",
-    )
+    add_settings(training, TrainingOptions)
     add_settings(training, PlanOptions, "microbatches", left_open=True)
     add_settings(training, SearchOptions, "batch", left_open=True)
     add_settings(training, PlanOptions, "schedule", left_open=True)

@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
+from penstock.support.atomic_files import DISK_ERRORS
 from penstock.support.errors import DoesNotFit, PenstockError, UsageError
 from penstock.support.out_of_memory import is_out_of_memory
+from penstock.support.terminal import open_standard_streams, say_as_is
 from penstock.support.words import meant, visible, visible_lines
 from penstock.version import __version__
 
@@ -78,6 +80,7 @@ MODULES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
+    open_standard_streams()
     words = [_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
     verbose = bool(os.environ.get("PENSTOCK_TRACEBACK")) or "-v" in words or "--verbose" in words
     with _terminated_in_order():
@@ -86,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _terminated_in_order() -> Iterator[None]:
-    """Turn a termination into an exception, so that the processes and temporary files of a command go with it."""
+    """Convert a termination into an exception, so that the processes and temporary files of a command go with it."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
@@ -107,24 +110,24 @@ def _run(words: list[str], verbose: bool) -> int:
     except PenstockError as error:
         if verbose:
             raise
-        print(f"penstock: error: {error}", file=sys.stderr)
+        say_as_is(f"penstock: error: {error}")
         return error.exit_code
     except KeyboardInterrupt as error:
-        print(_ended("interrupted", error), file=sys.stderr)
+        say_as_is(_ended("interrupted", error))
         return 130
     except SystemExit as error:
         if hasattr(error, "__notes__"):
-            print(_ended("terminated", error), file=sys.stderr)
+            say_as_is(_ended("terminated", error))
         raise
     except Exception as error:
         if isinstance(error, BrokenPipeError):
-            # The reader of our output is gone; give the interpreter nothing left to flush.
+            # The reader of the output is gone. The interpreter must have nothing to flush at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         if verbose:
             raise
         code, said = _told(error)
-        print(f"penstock: {said}", file=sys.stderr)
+        say_as_is(f"penstock: {said}")
         return code
 
 
@@ -138,13 +141,14 @@ def _told(error: Exception) -> tuple[int, str]:
     said = visible(" ".join(str(error).split()))[:500]
     if is_out_of_memory(error):
         hint = "a smaller batch or microbatch, more stages, --recompute all and `compile --jobs 1` need less"
-        # What cannot be imported for want of memory says much, and of other causes.
+        # An import that fails for want of memory raises many kinds of errors, with messages about other causes.
         more = f": {said}" if said and not isinstance(error, ImportError) else ""
         return DoesNotFit.exit_code, f"error: the system gave no more memory{more}\n  hint: {hint}"
     if isinstance(error, OSError):
         place = f"{visible(str(error.filename))}: " if error.filename else ""
-        return UsageError.exit_code, f"error: {place}{error.strerror or said}"
-    # A bug of ours: the place where it happened is of use to us alone.
+        code = PenstockError.exit_code if error.errno in DISK_ERRORS else UsageError.exit_code
+        return code, f"error: {place}{error.strerror or said}"
+    # A bug of Penstock: only its developers can use the place where it happened.
     return 1, f"internal error: {type(error).__name__}: {said}\n  hint: please report this; -v shows where it happened"
 
 
@@ -175,7 +179,7 @@ def _dashes(word: str) -> str:
     return flag.replace("_", "-") + equals + value
 
 
-# What argparse says of a word that is none of its choices; newer versions of Python leave the quotes out.
+# The message of argparse for a word that is none of its choices; newer versions of Python leave the quotes out.
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 

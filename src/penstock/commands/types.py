@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from penstock.support.settings import POSITIVE, SEED, WHOLE, Check
+from penstock.support.settings import POSITIVE, Check
 
 
 def reader(check: Check) -> Callable[[str], Any]:
@@ -24,7 +24,7 @@ def reader(check: Check) -> Callable[[str], Any]:
     return read
 
 
-positive_number, whole_number, seed_number = reader(POSITIVE), reader(WHOLE), reader(SEED)
+positive_number = reader(POSITIVE)
 
 
 def device_list(text: str) -> int | str:

@@ -43,7 +43,7 @@ class Content:
 
 
 def build(plan: Plan, out: str | Path, options: BuildOptions = _DEFAULTS, feedback: Feedback = SILENT) -> Path:
-    """Make machine code for every stage, and write the bundle."""
+    """Compile machine code for every stage, and write the bundle."""
     imported, facts, watcher = plan.model.imported, plan.as_dict(), feedback.watcher
     if watcher is not None:
         watcher.write("plan.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
@@ -87,7 +87,7 @@ def assemble(out: str | Path, content: Content, backend: str, options: CompileOp
 
 
 def keep_source(imported: Imported, module: Module, folder: Path) -> Origin:
-    """Keep parts of the source of `module`: its files, its names for variables, and for inputs and outputs that are
+    """Store parts of the source of `module`: its files, its names for variables, and for inputs and outputs that are
     spelled otherwise."""
     origin = _keep_variables(imported, module, folder)
     values = [*(value.name for value in module.data_inputs), *module.outputs]
@@ -97,7 +97,7 @@ def keep_source(imported: Imported, module: Module, folder: Path) -> Origin:
 
 
 def _keep_variables(imported: Imported, module: Module, folder: Path) -> Origin:
-    """Keep the names of variables. Elements that no stage holds stay with the structure, which is written into
+    """Store the names of variables. Elements that no stage holds stay with the structure, which is written into
     `folder`."""
     stored = stored_vars(module)
     structure, state = imported.structure, imported.state
@@ -109,7 +109,7 @@ def _keep_variables(imported: Imported, module: Module, folder: Path) -> Origin:
             for name in names
         }
         path = folder / PurePosixPath(REST).name
-        write_tensors(path, {**state.rest, **lost})
+        write_tensors(path, {**state.unused, **lost})
         return Origin({variable: names for variable, names in state.names.items() if variable in stored}, [path])
     if structure is None:
         return Origin({name: (imported.names.get(name, name),) for name in stored})

@@ -55,7 +55,7 @@ def first_reason(error: str) -> str:
 
 
 def compare(other: float, chosen: float) -> str:
-    """Say how much slower or faster another step is than the chosen one."""
+    """Describe how much slower or faster another step is than the chosen one."""
     ratio = other / chosen
     if abs(ratio - 1) < 5e-4:
         return "the same"
@@ -63,7 +63,7 @@ def compare(other: float, chosen: float) -> str:
 
 
 def passed_over(search: Search) -> str:
-    """Say why the best plan by the formulas was not taken."""
+    """Explain why the best plan by the formulas was not taken."""
     simulated = search.refined.get(search.chosen.plan.schedule)
     if simulated is not None and simulated.outcome.plan == search.chosen.plan:
         return "but not when it is simulated"

@@ -1,8 +1,9 @@
 """The reasons of a plan, for people.
 
-In: a plan, and if the planner chose it the search behind it. Out: lines. They are a table of ranks with their seconds,
-their share of the bottleneck and their memory by purpose, then the step that the simulator predicts for the program,
-what limits it, how far it is from the bound, why devices were left out, and what would change it.
+In: a plan, and the search behind it if the planner chose it. Out: lines. First comes a table of ranks with their
+seconds, their share of the bottleneck and their memory by purpose. Then come the step that the simulator predicts for
+the program, what limits it, and how far it is from the bound. The last lines say why devices were left out, and what
+would change the plan.
 """
 
 from __future__ import annotations
@@ -88,12 +89,12 @@ def _ranks(module: Module, predicted: Predicted) -> Iterator[str]:
 
 
 def _busy(predicted: Predicted) -> float:
-    whole = sum(u.busy + u.waiting + u.idle for u in predicted.forecast.found.ranks)
-    return sum(u.busy for u in predicted.forecast.found.ranks) / whole if whole else 1.0
+    whole = sum(u.busy + u.waiting + u.idle for u in predicted.forecast.simulated.ranks)
+    return sum(u.busy for u in predicted.forecast.simulated.ranks) / whole if whole else 1.0
 
 
 def argument(search: Search) -> Iterator[str]:
-    """Give the planner's reasons, a line each."""
+    """Yield the planner's reasons, a line each."""
     chosen, profile, result = search.chosen, search.profile, search.result
     plan = chosen.plan
     grain = (
@@ -150,7 +151,7 @@ def argument(search: Search) -> Iterator[str]:
 
 
 def _changes(search: Search, usual: float) -> Iterator[str]:
-    """Give the steps with one thing changed, a line each, against the `usual` one."""
+    """Yield the steps with one setting changed, a line each, against the `usual` one."""
     # Formulas are compared with formulas: what was chosen by simulation may be slower by them.
     yield f"planner: with one thing changed in what was given, by its formulas, against {shown_seconds(usual)}:"
     for change in search.what_if:

@@ -1,4 +1,4 @@
-"""The settings of planning and compiling, each of them once: name, default, check and help.
+"""The settings of reading, training, planning and compiling, each of them once: name, default, check and help.
 
 `plan` runs the passes as its settings say. `search` lets the planner choose what they leave open for batches of a size.
 `build` makes code. This module imports nothing heavy, as the command line reads its flags from here.
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.ir.schedule_names import SYNCHRONOUS, TRAINING
+from penstock.ir.training.rates import EXAMPLES
 from penstock.support.settings import POSITIVE, required, setting, shared
 
 FLOATS = ("f32", "bf16", "f16")
@@ -96,6 +97,58 @@ class SearchOptions:
     cuda_libraries: str = shared(PlanOptions, "cuda_libraries")
     wire: str = shared(PlanOptions, "wire")
     explained: bool = True
+
+
+@dataclass(frozen=True)
+class ReadingOptions:
+    """Settings of reading a model file: sizes and values of inputs, and which parameters are trained."""
+
+    dim: Sequence[str] = setting(
+        (), "bind a symbolic dimension; the batch dimension is one microbatch", shown="NAME=INT", many=True
+    )
+    known: Sequence[str] = setting(
+        (),
+        "bind an input to numbers between commas or to FILE.npy, for models that take shapes, axes or counts as inputs",
+        shown="NAME=VALUES",
+        many=True,
+    )
+    frozen: str | None = setting(None, "parameters that are not trained", shown="REGEX")
+    trained: str | None = setting(
+        None, "initializers that are trained although they hold a single number", shown="REGEX"
+    )
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Settings of a training, over those of the file `train`. What is None is left to the file or to the defaults."""
+
+    train: str | None = setting(None, "training settings (TOML); the flags below override it", shown="FILE")
+    loss: str | None = setting(None, "cross_entropy or mse on the first output, or output:NAME", shown="L")
+    optimizer: str | None = setting(
+        None,
+        "sgd, momentum, adam, adamw, adagrad, lion or muon, with settings e.g. 'momentum{nesterov=true}' "
+        "(default: sgd)",
+        shown="O",
+    )
+    lr: float | None = setting(None, "learning rate", shown="X", read=float)
+    lr_schedule: str | None = setting(
+        None, f"how the learning rate changes, e.g. {EXAMPLES} (default: constant)", shown="R"
+    )
+    group: Sequence[str] = setting(
+        (),
+        "parameters whose name matches a pattern, and what is different for them: kind, lr (a factor), weight_decay, "
+        "frozen; e.g. 'embed{kind=adamw,weight_decay=0}'; the first that matches counts",
+        shown="G",
+        many=True,
+    )
+    weight_decay: float | None = setting(
+        None, "decay of the weights, of optimisers that have one", shown="X", read=float
+    )
+    clip: float | None = setting(None, "scale the gradient down to this norm where it is longer", shown="X", read=float)
+    skip_nonfinite: bool = setting(
+        False,
+        "leave out updates whose gradient is infinite or nan (with --clip and in f16 that is done in any case)",
+    )
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class _Searching:
         """Return the best plan of every schedule by simulation, where it is small enough for that."""
         refined = {}
         for kind, (outcome, little) in spared.items():
-            # What was just left out for helping too little does not come back.
+            # A device that was just left out because it helps too little does not come back.
             usable = outcome.plan.devices if little else range(len(result.fleet))
             if (near := refine(result.planner, self.cluster, outcome, usable)) is not None:
                 refined[kind] = near

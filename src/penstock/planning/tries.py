@@ -1,9 +1,9 @@
 """The tries of a search: sizes of microbatches, and plans for the passes, one after another, until they accept one.
 
-The planner works with estimates. Where the passes refuse the plan that is best by these, the next best is tried: other
-schedules, plans for somewhat less memory than there is, plans without replicas, and plans with less memory for devices
-whose stages turned out too large. Where nothing fits by estimates, plans for more memory are tried, as what the passes
-count exactly may be less.
+The planner works with estimates. Where the passes refuse the plan that is best by these, the next best is tried. These
+are other schedules, plans for somewhat less memory than there is, and plans without replicas. Then come plans with less
+memory for devices whose stages turned out too large. Where nothing fits by estimates, plans for more memory are tried,
+because the exact count of the passes may be less.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from penstock.support.errors import DoesNotFit, UsageError
 
 # Sizes of microbatches that are tried if none are given: each is one more import of the model.
 MOST_SIZES = 5
-# Where stages turn out too large, plans are tried for less memory on their devices, by what they lack and a little
-# more: so many times, begun with as much memory as there is, and with more, as what is estimated may be too much
-# elsewhere.
+# Where stages turn out too large, plans are tried for less memory on their devices, by the missing bytes and a little
+# more. That happens so many times from the memory that there is, and from more memory, because an estimate may be too
+# large elsewhere.
 CORRECTIONS = 6
 _MARGIN = 1.005
 _BEGUN_WITH = (1.0, 1.1)
-# Parts of the memory that a plan is tried again for, where what was planned for all of it does not fit after all.
+# Parts of the memory that a plan is tried again for, where the plan for all of it does not fit.
 LESS_MEMORY = (0.95, 0.85, 0.7)
-# And how many times the memory, where nothing fits by estimates: what the passes count exactly may be less.
+# Multiples of the memory that plans are tried for, where nothing fits by estimates: the exact count of the passes may
+# be less.
 MORE_MEMORY = (1.05, 1.1, 1.2)
 
 # A schedule, a plan of it, and devices that it does without although they would help a little.
@@ -83,12 +84,12 @@ def tries(
     refined: Mapping[str, Refined],
     too_large: Mapping[Chosen, DoesNotFit],
 ) -> Iterator[Try]:
-    """Give plans to be carried out, until the passes accept one.
+    """Yield plans to be carried out, until the passes accept one.
 
-    Of every schedule they are the best by simulation, where there is one, that of the formulas, those for somewhat less
-    memory than there is, since what the planner counts are estimates, and plans without replicas, whose rules are
-    simpler. The fastest schedule comes first. Then, by schedule, there are plans with less memory for devices whose
-    stages were `too_large` in those before.
+    Each schedule contributes the best plan by simulation, where there is one, and the best by the formulas. Plans for
+    somewhat less memory follow, because the planner works with estimates. Plans without replicas come last, because
+    their rules are simpler. The fastest schedule comes first. Then, by schedule, there are plans with less memory for
+    devices whose stages were `too_large` in those before.
     """
     limited = any(device.memory for device in result.fleet.devices)
     every = len(refined) == len(spared)

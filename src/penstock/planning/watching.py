@@ -17,7 +17,7 @@ from penstock.passes.manager import Watcher
 
 from .predict import Predicted
 
-# done, total, what is being worked on
+# done, total, the current case
 ProgressHook = Callable[[int, int, str], None]
 
 
@@ -25,10 +25,10 @@ class PlanWatcher(Watcher, Viewer, Protocol):
     """A watcher of passes and of back ends that is shown the results of planning, too."""
 
     def write(self, name: str, text: str) -> str:
-        """Keep a text under a name."""
+        """Store a text under a name."""
 
     def program(self, module: Module, predicted: Callable[[], Predicted] | None = None) -> None:
-        """Keep a module that went through all passes; `predicted` gives what the simulator says of it."""
+        """Store a module that went through all passes; `predicted` returns the prediction of the simulator."""
 
     def report(self, module: Module, plan: Mapping[str, Any] | None = None, predicted: Predicted | None = None) -> None:
         """Write the report, when all else is there."""

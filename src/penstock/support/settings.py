@@ -36,7 +36,7 @@ def _whole(low: int, end: int) -> Callable[[str], int]:
 
 
 POSITIVE = Check("a whole number from 1 on", _whole(1, 2**31))
-# Zero is a number, too; of what is none, what is expected is the same.
+# Zero is a number, too. Values that are no numbers get the same message.
 WHOLE = Check(POSITIVE.expected, lambda text: 0 if text == "0" else POSITIVE.read(text))
 SEED = Check(f"a whole number from 0 to {2**63 - 1}", _whole(0, 2**63))
 
@@ -45,7 +45,8 @@ SEED = Check(f"a whole number from 0 to {2**63 - 1}", _whole(0, 2**63))
 class Description:
     """A setting beside its name and default: `help`, the words to choose from, the check of its values or what reads
     them, and the placeholder `shown` for a value. `words` are what flags call values that are no text. `flags` are its
-    spellings as a flag where these are not its name; `many` says that it may be given several times."""
+    spellings as a flag where these are not its name; `many` says that it may be given several times. `problems` lists
+    what is wrong with a value that is not None, and `needs` names the setting without which this one says nothing."""
 
     help: str
     choices: tuple[str, ...] = ()
@@ -55,29 +56,65 @@ class Description:
     words: Mapping[str, object] | None = None
     flags: tuple[str, ...] = ()
     many: bool = False
+    problems: Callable[[Any], list[str]] | None = None
+    needs: str = ""
 
 
 def setting(default: Any, help: str = "", **about: Any) -> Any:
-    """The field of a setting. `about` are fields of `Description`."""
+    """Return the field of a setting. `about` are fields of `Description`."""
     return field(default=default, metadata={_KEY: Description(help, **about)})
 
 
 def required(help: str = "", **about: Any) -> Any:
-    """The field of a setting without a default."""
+    """Return the field of a setting without a default."""
     return field(metadata={_KEY: Description(help, **about)})
 
 
 def shared(kind: type, name: str, default: Any = MISSING) -> Any:
-    """The same setting of another verb, perhaps with another default."""
+    """Return the same setting of another verb, perhaps with another default."""
     there = next(row for row in fields(kind) if row.name == name)
     return field(default=there.default if default is MISSING else default, metadata=there.metadata)
 
 
 def settings_of(kind: type) -> dict[str, Description]:
-    """The settings of a verb by name; fields that no user sets have none."""
+    """Return the settings of a verb by name. Fields that no user sets are left out."""
     return {row.name: row.metadata[_KEY] for row in fields(kind) if _KEY in row.metadata}
 
 
 def defaults_of(kind: type) -> dict[str, Any]:
-    """The defaults of a verb's settings; those that are required have none."""
+    """Return the defaults of a verb's settings. Required settings are left out."""
     return {row.name: row.default for row in fields(kind) if _KEY in row.metadata and row.default is not MISSING}
+
+
+def flags_of(name: str, setting: Description) -> tuple[str, ...]:
+    """Return the spellings of a setting on the command line."""
+    return setting.flags or (f"--{name.replace('_', '-')}",)
+
+
+def problems_of(options: Any) -> list[str]:
+    """List the problems of the values, each seen by itself and with the one it needs, in the order of the fields."""
+    problems: list[str] = []
+    described = settings_of(type(options))
+    defaults = defaults_of(type(options))
+    for name, about in described.items():
+        value = getattr(options, name)
+        if about.needs and value != defaults[name] and getattr(options, about.needs) is None:
+            needed = described[about.needs]
+            problems.append(f"{flags_of(name, about)[0]} needs {flags_of(about.needs, needed)[0]} {needed.shown}")
+        if about.problems is not None and value is not None:
+            problems += about.problems(value)
+    return problems
+
+
+def given(options: Any) -> list[str]:
+    """Return the flags of the settings that are not at their defaults."""
+
+    def plain(value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    defaults = defaults_of(type(options))
+    return [
+        flags_of(name, about)[0]
+        for name, about in settings_of(type(options)).items()
+        if name not in defaults or plain(getattr(options, name)) != defaults[name]
+    ]

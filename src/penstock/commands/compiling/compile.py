@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> None:
     """Compile, and print the plan."""
     from penstock.backends.bundle.writer import check_replaceable  # lazy: heavy
-    from penstock.backends.registry import check_cache
+    from penstock.backends.registry import check_cache  # lazy: heavy
     from penstock.planning.build import build  # lazy: heavy
     from penstock.planning.explain import plan_lines  # lazy: heavy
     from penstock.planning.watching import Feedback  # lazy: heavy

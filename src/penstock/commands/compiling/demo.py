@@ -52,7 +52,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Check the settings of the compiler's cache, then run it all."""
-    from penstock.backends.registry import check_cache
+    from penstock.backends.registry import check_cache  # lazy: heavy
 
     options = settings_from(DemoOptions, arguments)
     check_cache(options.backend)

@@ -1,7 +1,7 @@
 """`penstock plan --workload FILE.json`: place the graph of a file in the public device-placement format.
 
-Out: the optimum (or the best placement that was reached, and how far from the optimum it can be), the load of every
-device, and which nodes are where, by the ids of the file.
+Out: the best placement that the search reached, and how far from the optimum it can be. It comes with the load of every
+device and its nodes, by the ids of the file.
 """
 
 from __future__ import annotations

@@ -5,12 +5,13 @@ from __future__ import annotations
 from argparse import Namespace
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.commands.arguments import dims_of, known_of, settings_from
 from penstock.ir.schedule_names import SYNCHRONOUS, TRAINING
-from penstock.planning.options import PlanOptions, SearchOptions
+from penstock.planning.options import PlanOptions, ReadingOptions, SearchOptions, TrainingOptions
 from penstock.support.errors import UsageError
+from penstock.support.settings import given
 from penstock.support.terminal import Progress, say
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
     from penstock.planning.pipeline import plan_model  # lazy: heavy
 
     training, cluster = training_of(arguments), _cluster(arguments)
-    dims, known = dims_of(arguments.dim), known_of(arguments.known)
-    source = ModelFile(arguments.model, dims, known, arguments.frozen, arguments.trained)
+    reading = settings_from(ReadingOptions, arguments)
+    source = ModelFile(arguments.model, dims_of(reading.dim), known_of(reading.known), reading.frozen, reading.trained)
     if arguments.batch is not None:
         plan = _searched(arguments, source, cluster, training, feedback)
         _report(plan.model)
@@ -71,7 +72,7 @@ def _cluster(arguments: Namespace) -> Cluster:
 def _searched(
     arguments: Namespace, source: ModelFile, cluster: Cluster, training: Training | None, feedback: Feedback
 ) -> Plan:
-    """Let the planner choose for batches of `--batch` samples."""
+    """Choose a plan by the planner for batches of `--batch` samples."""
     from penstock.planning.search import search_file  # lazy: heavy
 
     source.check()
@@ -93,8 +94,8 @@ def _searched(
 def _from_file(
     arguments: Namespace, source: ModelFile, cluster: Cluster, training: Training | None, feedback: Feedback
 ) -> Plan:
-    """Carry out the plan of a file."""
-    from penstock.ir.batch_shares import microbatch_size
+    """Execute the plan of a file."""
+    from penstock.ir.batch_shares import microbatch_size  # lazy: heavy
     from penstock.passes.schedules.schedule import SCHEDULES as KINDS  # lazy: heavy
     from penstock.planning.pipeline import plan_model  # lazy: heavy
     from penstock.planning.plan_file import load_plan_file  # lazy: heavy
@@ -140,48 +141,45 @@ def training_of(arguments: Namespace) -> Training | None:
     from penstock.ir.training.optimizers import parse_groups  # lazy: heavy
     from penstock.ir.training.rates import parse_rate  # lazy: heavy
 
-    settings = load_training(arguments.train, arguments.loss) if arguments.train else None
-    if settings is None and arguments.loss is None:
-        flags = {
-            "--optimizer": arguments.optimizer,
-            "--lr": arguments.lr,
-            "--weight-decay": arguments.weight_decay,
-            "--lr-schedule": arguments.lr_schedule,
-            "--group": arguments.group or None,
-            "--clip": arguments.clip,
-            "--skip-nonfinite": arguments.skip_nonfinite,
-            "--schedule": arguments.schedule,
-            "--recompute": arguments.recompute,
-        }
-        stray = [flag for flag, value in flags.items() if value is not None]
-        if stray:
-            raise UsageError(
-                f"{', '.join(stray)} without a loss to train on",
-                hint="add --loss, or --train with a file that names one",
-            )
-        return None
-    settings = settings or Training(loss=arguments.loss)
-    if (optimizer := _optimizer(arguments, settings.optimizer if arguments.train else None)) is not None:
+    options = settings_from(TrainingOptions, arguments)
+    settings = load_training(options.train, options.loss) if options.train else None
+    if settings is None:
+        if options.loss is None:
+            _refuse_without_loss(arguments, options)
+            return None
+        settings = Training(loss=options.loss)
+    if (optimizer := _optimizer(options, settings.optimizer if options.train else None)) is not None:
         settings = replace(settings, optimizer=optimizer)
-    if arguments.lr_schedule is not None:
-        settings = replace(settings, rate=parse_rate(arguments.lr_schedule))
-    if arguments.group:
-        settings = replace(settings, groups=(*parse_groups(arguments.group), *settings.groups))
-    guards = {"clip": arguments.clip, "skip_nonfinite": arguments.skip_nonfinite}
-    settings = replace(settings, **{k: v for k, v in guards.items() if v is not None})
+    if options.lr_schedule is not None:
+        settings = replace(settings, rate=parse_rate(options.lr_schedule))
+    if options.group:
+        settings = replace(settings, groups=(*parse_groups(options.group), *settings.groups))
+    if options.clip is not None:
+        settings = replace(settings, clip=options.clip)
+    if options.skip_nonfinite:
+        settings = replace(settings, skip_nonfinite=True)
     if arguments.microbatches is not None:
         settings = replace(settings, microbatches=arguments.microbatches)
     return settings
 
 
-def _optimizer(arguments: Namespace, settings: Optimizer | None) -> Optimizer | None:
+def _refuse_without_loss(arguments: Namespace, options: TrainingOptions) -> None:
+    stray = given(options)
+    stray += [f"--{name}" for name in ("schedule", "recompute") if getattr(arguments, name) is not None]
+    if stray:
+        raise UsageError(
+            f"{', '.join(stray)} without a loss to train on", hint="add --loss, or --train with a file that names one"
+        )
+
+
+def _optimizer(options: TrainingOptions, settings: Optimizer | None) -> Optimizer | None:
     """Return the optimiser of the flags on top of that of a file."""
     from penstock.ir.training.optimizers import optimizer_of  # lazy: heavy
 
-    flags = {"lr": arguments.lr, "weight_decay": arguments.weight_decay}
-    changes = {name: value for name, value in flags.items() if value is not None}
-    if not arguments.optimizer and not changes:
+    flags = {"lr": options.lr, "weight_decay": options.weight_decay}
+    changes: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    if not options.optimizer and not changes:
         return settings
-    if arguments.optimizer or settings is None:
-        return optimizer_of(arguments.optimizer or "sgd", **changes)
+    if options.optimizer or settings is None:
+        return optimizer_of(options.optimizer or "sgd", **changes)
     return replace(settings, **changes)

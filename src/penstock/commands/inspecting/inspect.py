@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.ir.graph import Graph, Module
 
 
-# The views, by the flag that asks for each; the files among them, those with a name, and those that can be JSON.
+# The views by their flags; the files among them, those with a name, and those that can be JSON.
 _VIEWS = (
     "graph",
     "flow",
@@ -340,7 +340,7 @@ def _show_kernels(subject: Subject, arguments: Namespace) -> None:
     module = subject.module
     rows = kernels.kernel_rows(module)
     if arguments.measure:
-        from penstock.backends.registry import check_cache
+        from penstock.backends.registry import check_cache  # lazy: heavy
         from penstock.inspection.kernels.timing import check_devices, measure_rows  # lazy: heavy
 
         backend, threads = _measured_with(subject)
@@ -358,7 +358,7 @@ def _show_kernels(subject: Subject, arguments: Namespace) -> None:
 
 
 def _keep_times(rows: Sequence[KernelRow], backend: str, threads: int) -> None:
-    """Put measured kernels into the table that plans may use."""
+    """Store measured kernels in the table that plans may use."""
     from penstock.calibration.measured import Measured  # lazy: heavy
     from penstock.passes.kernels.divide import Kernel  # lazy: heavy
 

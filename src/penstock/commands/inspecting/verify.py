@@ -14,36 +14,21 @@ from typing import TYPE_CHECKING
 
 from penstock.commands.arguments import add_model_arguments, add_settings, dims_of, known_of, settings_from
 from penstock.commands.compiling.planned import plan_of
-from penstock.commands.types import positive_number
+from penstock.planning.options import TrainingOptions
 from penstock.support.errors import UsageError
-from penstock.support.settings import POSITIVE, SEED, setting
+from penstock.support.settings import POSITIVE, SEED, given, setting, settings_of
 
 if TYPE_CHECKING:
     from penstock.planning.model import Model
     from penstock.verification.bisect.steps import Trail
 
 
-# Arguments that belong to one question alone.
-_OF_PARITY = ("optimizers", "seeds")
-_OF_BISECT = ("repro", "shrink")
 # Arguments of `compile`, which --bisect takes for a model; these three --parity takes, too.
 _SHARED = ("loss", "microbatches", "devices")
 _OF_COMPILE = (
-    *(
-        "cluster",
-        "frozen",
-        "trained",
-        "precision",
-        "wire",
-        "train",
-        "optimizer",
-        "lr",
-        "lr_schedule",
-        "group",
-        "weight_decay",
-        "clip",
-    ),
-    *("skip_nonfinite", "batch", "schedule", "recompute", "plan", "stages", "replicas", "split_at"),
+    *("cluster", "frozen", "trained", "precision", "wire"),
+    *(name for name in settings_of(TrainingOptions) if name not in _SHARED),
+    *("batch", "schedule", "recompute", "plan", "stages", "replicas", "split_at"),
 )
 
 
@@ -70,6 +55,42 @@ class VerifyOptions:
     )
 
 
+@dataclass(frozen=True)
+class BisectOptions:
+    """Settings of the search for what is wrong."""
+
+    repro: str | None = setting(
+        None,
+        "where the smallest reproducer of what is wrong goes, or none (default: the name of what is checked, with "
+        ".repro)",
+        shown="DIR",
+    )
+    shrink: float = setting(
+        60.0,
+        "how many seconds to make the reproducer smaller (default: 60; 0: leave it as it is)",
+        read=float,
+        shown="S",
+    )
+
+
+@dataclass(frozen=True)
+class ParityOptions:
+    """Settings of the comparison of late updates with plain training."""
+
+    data: str | None = setting(
+        None,
+        "npz with one array per input, shuffled (default: synthetic); with a model or FILE.ir the inputs.safetensors "
+        "of a reproducer",
+        shown="FILE|synthetic",
+    )
+    optimizers: str | None = setting(
+        None, "kinds, each perhaps with its learning rate (default: momentum,adamw,muon)", shown="LIST"
+    )
+    seeds: int | None = setting(
+        None, "runs of each, with other dropout and orders of samples (default: 3)", check=POSITIVE, shown="N"
+    )
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of a model, and those of each question."""
     add_model_arguments(parser, metavar="MODEL.onnx|BUNDLE|DUMPS|FILE.ir")
@@ -81,18 +102,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="name the first pass, stage, operation and tensor that is wrong: the import against onnxruntime, the "
         "module after each pass, then the kernels of each stage against the interpreter",
     )
-    bisect.add_argument(
-        "--repro",
-        metavar="DIR",
-        help="where the smallest reproducer of what is wrong goes, or none (default: the name of what is checked, "
-        "with .repro)",
-    )
-    bisect.add_argument(
-        "--shrink",
-        type=float,
-        metavar="S",
-        help="how many seconds to make the reproducer smaller (default: 60; 0: leave it as it is)",
-    )
+    add_settings(bisect, BisectOptions)
     _add_parity(parser)
 
 
@@ -111,31 +121,18 @@ def _add_parity(parser: ArgumentParser) -> None:
         action="store_true",
         help="train a model under 1f1b and under 2bw, several times, and print the gap between the final losses",
     )
-    parity.add_argument(
-        "--data",
-        metavar="FILE|synthetic",
-        help="npz with one array per input, shuffled (default: synthetic); with a model or FILE.ir the "
-        "inputs.safetensors of a reproducer",
-    )
-    parity.add_argument(
-        "--optimizers", metavar="LIST", help="kinds, each perhaps with its learning rate (default: momentum,adamw,muon)"
-    )
-    parity.add_argument(
-        "--seeds",
-        type=positive_number,
-        metavar="N",
-        help="runs of each, with other dropout and orders of samples (default: 3)",
-    )
+    add_settings(parity, ParityOptions)
 
 
 def run(arguments: Namespace) -> int:
-    """Ask the question, and give its exit code."""
+    """Run the check that the arguments name, and return its exit code."""
     if arguments.parity and arguments.bisect:
         raise UsageError("--parity and --bisect are two questions: ask one of them")
     path, options = Path(arguments.model), settings_from(VerifyOptions, arguments)
     kind = "FILE.ir" if path.suffix == ".ir" else "a folder" if path.is_dir() else "a model"
-    _refuse(arguments, _OF_PARITY, not arguments.parity, "without --parity")
-    _refuse(arguments, _OF_BISECT, not arguments.bisect, "without --bisect")
+    _refuse(arguments, ("optimizers", "seeds"), not arguments.parity, "without --parity")
+    if not arguments.bisect and (flags := given(settings_from(BisectOptions, arguments))):
+        raise UsageError(f"{', '.join(flags)} without --bisect")
     _refuse(arguments, _SHARED, not (arguments.parity or arguments.bisect), "without --parity or --bisect")
     _refuse(arguments, _OF_COMPILE, not arguments.bisect or kind != "a model", "without --bisect of a model")
     _refuse(arguments, ("passes",), kind != "FILE.ir", "without FILE.ir")
@@ -150,12 +147,12 @@ def run(arguments: Namespace) -> int:
 
 
 def _given(arguments: Namespace, names: tuple[str, ...]) -> list[str]:
-    """Name the flags of those that were given: counts that were not are 0, lists empty, all others None."""
+    """Name the flags of those that were given: counts that were not are 0, lists empty, all others None or False."""
     values = {name: getattr(arguments, name) for name in names}
     return [
         f"--{name.replace('_', '-')}"
         for name, value in values.items()
-        if value not in (None, []) and not (type(value) is int and value == 0)
+        if value not in (None, []) and not (type(value) in (int, bool) and not value)
     ]
 
 
@@ -173,7 +170,7 @@ def _verify_folder(arguments: Namespace, options: VerifyOptions) -> int:
 
 
 def _verify_model(arguments: Namespace, options: VerifyOptions) -> int:
-    from penstock.backends.registry import check_cache
+    from penstock.backends.registry import check_cache  # lazy: heavy
     from penstock.verification.checks import verify_model  # lazy: heavy
 
     backend = options.backend or "tvm"
@@ -190,7 +187,7 @@ def _verify_model(arguments: Namespace, options: VerifyOptions) -> int:
 
 
 def _verify_ir(arguments: Namespace, options: VerifyOptions) -> int:
-    from penstock.backends.registry import check_cache
+    from penstock.backends.registry import check_cache  # lazy: heavy
     from penstock.verification.bisect.reproducer import verify_ir  # lazy: heavy
 
     if arguments.bisect or arguments.dim or arguments.known:
@@ -212,7 +209,7 @@ def _verify_ir(arguments: Namespace, options: VerifyOptions) -> int:
 
 
 def _verify_parity(arguments: Namespace, options: VerifyOptions) -> int:
-    from penstock.backends.registry import check_cache
+    from penstock.backends.registry import check_cache  # lazy: heavy
     from penstock.planning.model import from_onnx  # lazy: heavy
     from penstock.verification.parity import ParitySetting, optimizers_of, verify_parity  # lazy: heavy
 
@@ -252,21 +249,22 @@ def _bisect(arguments: Namespace, options: VerifyOptions) -> int:
     from penstock.verification.bisect.reproducer import check_place  # lazy: heavy
     from penstock.verification.bisect.search import Options, bisect  # lazy: heavy
 
-    path = Path(arguments.model)
-    place = path.with_name(f"{path.name}.repro") if arguments.repro is None else Path(arguments.repro)
-    repro = None if arguments.repro == "none" else place
+    path, reproducer = Path(arguments.model), settings_from(BisectOptions, arguments)
+    place = path.with_name(f"{path.name}.repro") if reproducer.repro is None else Path(reproducer.repro)
+    repro = None if reproducer.repro == "none" else place
     if repro is not None:
         check_place(repro)
-    if arguments.shrink is not None and not arguments.shrink >= 0:
-        raise UsageError(f"--shrink {arguments.shrink}", hint="a number of seconds, from 0 on")
-    seconds = 60.0 if arguments.shrink is None else arguments.shrink
+    if not reproducer.shrink >= 0:
+        raise UsageError(f"--shrink {reproducer.shrink}", hint="a number of seconds, from 0 on")
     with _trail(arguments, options) as trail:
-        return bisect(trail, Options(options.steps or 3, options.seed or 0, options.tolerance, repro, seconds))
+        return bisect(
+            trail, Options(options.steps or 3, options.seed or 0, options.tolerance, repro, reproducer.shrink)
+        )
 
 
 def _trail(arguments: Namespace, options: VerifyOptions) -> AbstractContextManager[Trail]:
     from penstock.backends.bundle.format import MANIFEST, open_bundle  # lazy: heavy
-    from penstock.backends.registry import check_cache
+    from penstock.backends.registry import check_cache  # lazy: heavy
     from penstock.verification.bisect.sources import bundle_trail, dumps_trail  # lazy: heavy
 
     path = Path(arguments.model)
@@ -287,7 +285,7 @@ def _trail(arguments: Namespace, options: VerifyOptions) -> AbstractContextManag
 def _of_model(arguments: Namespace, options: VerifyOptions) -> Iterator[Trail]:
     import tempfile  # lazy: heavy
 
-    from penstock.backends.registry import check_cache
+    from penstock.backends.registry import check_cache  # lazy: heavy
     from penstock.inspection.dump import Dump  # lazy: heavy
     from penstock.planning.model import from_onnx  # lazy: heavy
     from penstock.verification.bisect.sources import model_trail  # lazy: heavy

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.support.errors import PenstockError, UsageError, VerifyError
+from penstock.support.paths import file_problem, is_inside
 from penstock.support.terminal import say, table
 from penstock.support.words import shown_bytes
 
@@ -87,7 +88,7 @@ def _places(named: str) -> list[Path]:
         return [path]
     places = list(reversed(saved_steps(path)))
     if not places:
-        find_checkpoint(path)  # which says what is missing
+        find_checkpoint(path)  # its error names the missing argument
         raise UsageError("there is no checkpoint", where=named)
     return places
 
@@ -175,7 +176,6 @@ def _damage(place: Path) -> list[str]:
 def _export(arguments: Namespace) -> None:
     from penstock.inspection.exports.weights import export_parameters  # lazy: heavy
     from penstock.runtime.checkpoint.finding import find_checkpoint  # lazy: heavy
-    from penstock.support.paths import file_problem, is_inside  # lazy: heavy
 
     place, out = find_checkpoint(arguments.place), Path(os.path.abspath(arguments.to))
     problem = file_problem(str(out))

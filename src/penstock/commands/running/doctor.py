@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.commands.types import positive_number
+from penstock.commands.arguments import add_settings, settings_from
+from penstock.support.atomic_files import replacing
 from penstock.support.errors import UsageError
+from penstock.support.settings import POSITIVE, setting
 from penstock.support.terminal import say, table
 from penstock.support.words import shown_bytes
 
@@ -17,41 +19,48 @@ if TYPE_CHECKING:
     from penstock.doctor.examine import DoctorReport
 
 
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Settings of an examination of this machine."""
+
+    cluster_out: str | None = setting(None, "cluster file to write, TOML or YAML (.yaml)", shown="FILE")
+    devices: int | None = setting(
+        None, "equal CPU devices to divide the machine into (default: 1)", check=POSITIVE, shown="N"
+    )
+    threads: str | None = setting(None, "threads of each CPU device, e.g. 3,1", shown="LIST")
+    json: bool = setting(False, "print everything as JSON")
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the devices to make of it, and where the cluster file goes."""
-    parser.add_argument("--cluster-out", metavar="FILE", help="cluster file to write, TOML or YAML (.yaml)")
-    parser.add_argument(
-        "--devices", type=positive_number, metavar="N", help="equal CPU devices to divide the machine into (default: 1)"
-    )
-    parser.add_argument("--threads", metavar="LIST", help="threads of each CPU device, e.g. 3,1")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_settings(parser, DoctorOptions)
 
 
 def run(arguments: Namespace) -> None:
     """Measure, print what there is, and write the cluster file."""
     from penstock.doctor.examine import examine  # lazy: heavy
     from penstock.ir.cluster.file import cluster_text  # lazy: heavy
-    from penstock.support.atomic_files import replacing  # lazy: heavy
 
-    if arguments.cluster_out:
-        _check_place(Path(arguments.cluster_out))
-    threads = _threads(arguments.threads)
-    if threads and arguments.devices not in (None, len(threads)):
-        raise UsageError(f"--threads has {len(threads)} numbers, --devices is {arguments.devices}")
-    report = examine(threads, arguments.devices, say)
+    options = settings_from(DoctorOptions, arguments)
+    if options.cluster_out:
+        _check_place(Path(options.cluster_out))
+    threads = _threads(options.threads)
+    if threads and options.devices not in (None, len(threads)):
+        raise UsageError(f"--threads has {len(threads)} numbers, --devices is {options.devices}")
+    report = examine(threads, options.devices, say)
     if report is None:
         return
-    if arguments.json:
+    if options.json:
         print(json.dumps(_plain(report), indent=2))
     else:
         print("\n".join(_lines(report)))
     for problem in report.problems:
         say(f"problem: {problem}")
-    if arguments.cluster_out:
-        path = Path(arguments.cluster_out)
+    if options.cluster_out:
+        path = Path(options.cluster_out)
         with replacing(path) as work:
             work.write_text(cluster_text(report.cluster, path), encoding="utf-8")
-        say(f"wrote {arguments.cluster_out}")
+        say(f"wrote {options.cluster_out}")
 
 
 def _threads(text: str | None) -> tuple[int, ...]:

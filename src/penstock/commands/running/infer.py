@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.commands.arguments import add_settings, settings_from
+from penstock.support.atomic_files import naming, replacing
 from penstock.support.errors import UsageError
+from penstock.support.paths import file_problem
 from penstock.support.settings import POSITIVE, SEED, required, setting
 from penstock.support.terminal import StatusLine, say
 
@@ -66,8 +68,6 @@ class InferOptions:
 
     def check(self) -> None:
         """Raise UsageError where the work would be for nothing."""
-        from penstock.support.paths import file_problem  # lazy: heavy
-
         problems = []
         # Checked before the work, not when it is done.
         if self.output is not None and (problem := file_problem(os.path.abspath(self.output))):
@@ -108,13 +108,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> None:
-    """Answer the requests of a file, and say how fast that went."""
+    """Answer the requests of a file, and report the speed."""
     infer(settings_from(InferOptions, arguments, bundle=arguments.bundle))
 
 
 def infer(options: InferOptions) -> InferReport:
     """Answer all requests, and write their outputs."""
-    from penstock.ir.batch_shares import microbatch_size
+    from penstock.ir.batch_shares import microbatch_size  # lazy: heavy
     from penstock.runtime.data.files import read_npz  # lazy: heavy
     from penstock.runtime.job.job import open as open_job  # lazy: heavy
 
@@ -139,7 +139,7 @@ def synthetic(module: Module, samples: int, seed: int) -> Arrays:
     """Return seeded noise of the right types."""
     import numpy as np  # lazy: heavy
 
-    from penstock.ir.batch_shares import microbatch_size
+    from penstock.ir.batch_shares import microbatch_size  # lazy: heavy
     from penstock.runtime.data.samples import SyntheticSamples  # lazy: heavy
 
     source, rows = SyntheticSamples(module, seed), microbatch_size(module)
@@ -228,9 +228,10 @@ def _joined(pieces: list[np.ndarray]) -> np.ndarray:
 def _write(path: Path, outputs: Arrays) -> None:
     from penstock.runtime.data.files import write_npz  # lazy: heavy
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # a pipe has its reader, who waits for it
+        with naming(path), path.open("wb") as file:
             write_npz(file, outputs)
-    except OSError as error:
-        raise UsageError(f"cannot write the outputs: {error}", where=str(path)) from error
+        return
+    with replacing(path) as work, work.open("wb") as file:
+        write_npz(file, outputs)

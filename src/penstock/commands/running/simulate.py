@@ -68,11 +68,13 @@ def run(arguments: Namespace) -> None:
     """Simulate, and print when everything ran."""
     from penstock.inspection.subject import load_module  # lazy: heavy
     from penstock.ir.cluster.cluster import Cluster  # lazy: heavy
+    from penstock.ir.files import verify_read  # lazy: heavy
     from penstock.passes.simulator.forecast import forecast  # lazy: heavy
     from penstock.passes.simulator.machine import Route  # lazy: heavy
 
     options = settings_from(SimulateOptions, arguments)
     module = load_module(arguments.file)
+    verify_read(module, arguments.file)
     if arguments.cluster:
         module = module.but(cluster=_other_cluster(module, Cluster.load(arguments.cluster)))
     if options.costs == "measured" and not Path(arguments.file).is_dir():
@@ -95,7 +97,8 @@ def run(arguments: Namespace) -> None:
         from penstock.inspection.views.gantt import svg_gantt  # lazy: heavy
 
         Path(arguments.gantt).write_text(
-            svg_gantt(predicted.found, f"{module.name}, {module.schedule.name}", predicted.curves()), encoding="utf-8"
+            svg_gantt(predicted.simulated, f"{module.name}, {module.schedule.name}", predicted.curves()),
+            encoding="utf-8",
         )
         say(f"wrote {arguments.gantt}")
     if arguments.trace:
@@ -103,7 +106,10 @@ def run(arguments: Namespace) -> None:
 
         write_trace(
             Path(arguments.trace),
-            [[(str(a), start, end) for a, start, end in predicted.found.timed(rank)] for rank in predicted.found.lines],
+            [
+                [(str(a), start, end) for a, start, end in predicted.simulated.timed(rank)]
+                for rank in predicted.simulated.lines
+            ],
         )
         say(f"wrote {arguments.trace}")
     if arguments.json:
@@ -128,7 +134,7 @@ def as_dict(predicted: Forecast) -> dict[str, Any]:
     from penstock.ir.memory.predict import measure_memory  # lazy: heavy
     from penstock.passes.simulator.forecast import binding, share_of  # lazy: heavy
 
-    simulated, memory = predicted.found, measure_memory(predicted.module)
+    simulated, memory = predicted.simulated, measure_memory(predicted.module)
     start, end, count = simulated.window
     return {
         "module": predicted.module.name,
@@ -164,7 +170,7 @@ def _print(predicted: Forecast) -> None:
     from penstock.passes.costs.prices import shown_seconds  # lazy: heavy
     from penstock.passes.simulator.forecast import binding, share_of  # lazy: heavy
 
-    simulated, memory = predicted.found, measure_memory(predicted.module)
+    simulated, memory = predicted.simulated, measure_memory(predicted.module)
     schedule = simulated.schedule
     print(
         f"{predicted.module.name}: schedule {schedule.name}, {counted(schedule.microbatches, 'microbatch')} per "
