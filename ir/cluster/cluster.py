@@ -28,19 +28,19 @@ from penstock.support.hardware import Gpu, gpus, usable_cores, usable_memory
 
 KINDS = {"cpu": "ram", "cuda": "hbm"}
 _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
-# Float32 operations and bytes per second by data sheet (A100, A40, L40S, H100): what a plan starts from when the file
-# does not say.
+# Float32 operations and bytes per second by data sheet (A100, A40, L40S, H100): the defaults of a plan when the file
+# has none.
 CUDA_RATES = {
     "sm_80": (1.95e13, 1.55e12),
     "sm_86": (3.74e13, 6.96e11),
     "sm_89": (9.16e13, 8.64e11),
     "sm_90": (6.7e13, 3.35e12),
 }
-# Operations per second of one thread of a processor, and bytes per second of its memory, where nothing is said.
+# Operations per second of one thread of a processor, and bytes per second of its memory, where the file has none.
 THREAD_FLOPS, CPU_BANDWIDTH = 5e10, 1e10
 SAME_HOST, OTHER_HOST, HOST_TO_DEVICE = "same-host", "other-host", "host-to-device"
-# Bytes per second and seconds of pairs of devices that neither a link nor the cluster says anything
-# of: shared memory, a fast network, PCIe.
+# Bytes per second and seconds of pairs of devices without a link or a class of links in the cluster: shared memory, a
+# fast network, PCIe.
 CLASSES = {SAME_HOST: (7e9, 2e-5), OTHER_HOST: (1e9, 2e-4), HOST_TO_DEVICE: (1e10, 5e-5)}
 # Seconds of a kernel's launch, and of a call of a stage, where nothing was measured.
 KERNEL_OVERHEAD, CALL_OVERHEAD = 1e-6, 5e-5
@@ -51,6 +51,8 @@ MESSAGE_OVERHEAD, SOCKET_BANDWIDTH = 6e-5, 2.2e9
 # on the machine of docs/performance.md).
 SHARED_OVERHEAD, COPY_BANDWIDTH = 2e-5, 7e9
 EFFICIENCY_PREFIX = "efficiency."
+# The simulator shares every one of them out.
+MOST_THREADS = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class Device:
         )
         plain = {k: v for k, v in given.items() if not k.startswith(EFFICIENCY_PREFIX)}
         _refuse_unknown(plain, Device)
+        if (threads := plain.get("threads", 1)) not in range(1, MOST_THREADS + 1):
+            raise ValueError(f"threads must be 1 to {MOST_THREADS}, got {threads}")
         return Device(name, **plain, spaces=spaces, efficiency=shares)  # type: ignore[arg-type]
 
     @property
@@ -103,7 +107,7 @@ class Device:
         return self.spaces[0][1] if self.spaces else None
 
 
-# What is written only where it is not usual.
+# Settings that are written only where they differ from the default.
 SELDOM = (
     "cache",
     "cache_bandwidth",
@@ -234,7 +238,7 @@ class Cluster:
         return cards
 
     def device(self, name: str) -> Device:
-        """The device of that name; UsageError where there is none."""
+        """Return the device of that name; UsageError where there is none."""
         device = self._devices.get(name)
         if device is None:
             raise UsageError(
@@ -243,17 +247,17 @@ class Cluster:
         return device
 
     def shares_memory(self, a: str, b: str) -> bool:
-        """Say whether ranks on two devices hand messages over in memory, rather than through sockets."""
+        """Return whether ranks on two devices hand messages over in memory, rather than through sockets."""
         first, second = self.device(a), self.device(b)
         return first.kind == second.kind == "cpu" and first.host == second.host
 
     @property
     def is_shared(self) -> bool:
-        """Say whether all messages go through memory."""
+        """Return whether all messages go through memory."""
         return all(self.shares_memory(self.devices[0].name, device.name) for device in self.devices)
 
     def message_overhead(self, a: str, b: str) -> float:
-        """Seconds of a rank on `a` for its end of a message to or from `b`."""
+        """Return the seconds of a rank on `a` for its end of a message to or from `b`."""
         return self.device(a).shared_overhead if self.shares_memory(a, b) else self.device(a).message_overhead
 
     def link(self, a: str, b: str) -> Link:
@@ -275,7 +279,7 @@ class Cluster:
         return Link(a, b, min((bandwidth, *rates)), latency + sum(card.nic_latency for card in cards))
 
     def link_class(self, kind: str) -> tuple[float, float]:
-        """Bandwidth and latency of a class of links."""
+        """Return the bandwidth and latency of a class of links."""
         return next(((c.bandwidth, c.latency) for c in self.classes if c.kind == kind), CLASSES[kind])
 
     def path(self, a: str, b: str) -> Path:
@@ -298,8 +302,9 @@ class Cluster:
 
     @staticmethod
     def local(count: int | None = None, threads: Sequence[int] = ()) -> Cluster:
-        """CPU devices on this machine: `count` equal ones that share its threads and memory evenly, or one for each
-        number of threads, with memory in proportion to them. Rates are guesses; `penstock doctor` measures them."""
+        """Return a cluster of CPU devices on this machine. `count` equal ones share its threads and memory evenly. With
+        numbers of threads there is one device for each, with memory in proportion. Rates are guesses; `penstock doctor`
+        measures them."""
         if count is None:
             count = len(threads) or 1
         if not _whole(count) or count < 1:
@@ -322,13 +327,13 @@ class Cluster:
 
     @staticmethod
     def detect() -> Cluster:
-        """The devices of this machine, nothing measured: its NVIDIA devices where a driver answers, and one CPU device
-        with all cores."""
+        """Return the devices of this machine without measuring them: its NVIDIA devices where a driver answers, and one
+        CPU device with all cores."""
         return Cluster((*Cluster.local(1).devices, *(device_of_gpu(gpu) for gpu in gpus()[0])))
 
     @staticmethod
     def listed(names: str) -> Cluster:
-        """Devices of this machine, by a list such as `cpu,sm_90,sm_90`: CPU devices share its threads,
+        """Return devices of this machine by a list such as `cpu,sm_90,sm_90`: CPU devices share its threads,
         architectures stand for its GPUs in order."""
         words = [word.strip() for word in names.split(",")]
         bad = [word for word in words if word != "cpu" and not is_architecture(word)]
@@ -347,7 +352,7 @@ class Cluster:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Cluster:
         """Read a cluster file, TOML or YAML; one UsageError lists everything that is wrong with it."""
-        from .file import read_cluster
+        from .file import read_cluster  # lazy: heavy
 
         if not isinstance(path, str | os.PathLike):
             raise UsageError(
@@ -356,8 +361,8 @@ class Cluster:
         return read_cluster(path)
 
     def to_toml(self) -> str:
-        """The cluster file that `load` reads back as this cluster."""
-        from .file import cluster_toml
+        """Return the cluster file that `load` reads back as this cluster."""
+        from .file import cluster_toml  # lazy: heavy
 
         return cluster_toml(self)
 
@@ -367,12 +372,12 @@ def _whole(number: object) -> bool:
 
 
 def is_architecture(name: str) -> bool:
-    """Say whether a name has the form of NVIDIA's architectures: sm_90, sm_90a, sm_120."""
+    """Return whether a name has the form of NVIDIA's architectures: sm_90, sm_90a, sm_120."""
     return _ARCHITECTURE.fullmatch(name) is not None
 
 
 def cuda_rates(target: str) -> tuple[float, float]:
-    """Operations and bytes per second of the usual card of an architecture."""
+    """Return the operations and bytes per second of the usual card of an architecture."""
     return CUDA_RATES.get(target, CUDA_RATES["sm_80"])
 
 
@@ -382,24 +387,9 @@ def _cuda_device(name: str, target: str) -> Device:
 
 
 def device_of_gpu(gpu: Gpu) -> Device:
-    """A device for a GPU of this machine, with the rates of its architecture and what its driver says."""
+    """Return a device for a GPU of this machine, with the rates of its architecture and what its driver says."""
     flops, bandwidth = cuda_rates(gpu.arch)
     spaces = (("hbm", gpu.memory),) if gpu.memory else ()
     return Device(
         f"cuda:{gpu.index}", "cuda", target=gpu.arch, flops=flops, bandwidth=gpu.bandwidth or bandwidth, spaces=spaces
     )
-
-
-__all__ = [
-    "CLASSES",
-    "Cluster",
-    "Device",
-    "Host",
-    "Link",
-    "LinkClass",
-    "Path",
-    "cuda_rates",
-    "device_of_gpu",
-    "is_architecture",
-    "usable_cores",
-]

@@ -53,6 +53,7 @@ from .cluster import (
     CLASSES,
     EFFICIENCY_PREFIX,
     KINDS,
+    MOST_THREADS,
     THREAD_FLOPS,
     Cluster,
     Device,
@@ -85,17 +86,18 @@ _UNITS = {
     },
     "operations per second": {f"{scale}{unit}": f for scale, f in _SCALE.items() for unit in ("flop/s", "flops")},
 }
-# What can be: beyond it are slips, and numbers that no sum of times survives. Zero is another matter.
+# The range of plausible values. Values outside of it are slips, or would overflow sums of times. Zero has a rule of its
+# own.
 _RANGES = {
     "bytes": (1, 2**60),
     "bytes per second": (1.0, 1e24),
     "operations per second": (1.0, 1e24),
     "seconds": (0.0, 1e6),
     "share": (1e-6, 1e6),
-    "count": (1, 65536),
+    "count": (1, MOST_THREADS),
 }
 _EXAMPLES = {"bytes": "8 GiB", "bytes per second": "2 GB/s", "seconds": "50 us", "operations per second": "50 GFLOP/s"}
-# What each key must be: a word, a whole number, a share, or a quantity. Of those that end in ? zero is allowed.
+# The type of each key: a word, a whole number, a share, or a quantity. Types that end in ? allow zero.
 _DEVICE = {
     "name": "name",
     "kind": "word",
@@ -134,9 +136,9 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     try:
         text = Path(path).read_text(encoding="utf-8")
         data = _load_yaml(text) if _is_yaml(path) else tomllib.loads(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # of numbers with thousands of digits, too
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # also long numbers
         raise UsageError(f"cannot read the cluster: {error}", where=str(path)) from error
-    return _Reader(str(path)).read(data)
+    return _ClusterReader(str(path)).read(data)
 
 
 def cluster_text(cluster: Cluster, path: str | os.PathLike[str]) -> str:
@@ -170,7 +172,7 @@ def _load_yaml(text: str) -> object:
     return yaml.load(text, _Loader)
 
 
-class _Reader:
+class _ClusterReader:
     """Checks a parsed cluster file and collects every problem before complaining."""
 
     def __init__(self, path: str) -> None:
@@ -250,15 +252,14 @@ class _Reader:
             host = next(iter(hosts))
         defaults = hosts.get(str(host), {})
         settings = {**({} if host is None else {"host": host}), **table}
-        # A device that says where its tensors are, what it is made for or what it is, does not mean the default of the
-        # other spelling.
+        # A device with one spelling of a setting overrides the default of the other spelling.
         for same in (("memory", "spaces"), ("arch", "target")):
             if any(key in table for key in same):
                 defaults = {k: v for k, v in defaults.items() if k not in same}
         problems = len(self.problems)
         values = self._take(where, settings, _DEVICE)
         inherited = {k: v for k, v in defaults.items() if k not in settings}
-        quiet = _Reader(self.path)  # what is wrong with defaults was said of the host
+        quiet = _ClusterReader(self.path)  # errors in defaults were reported for the host
         values |= quiet._take(where, inherited, {k: v for k, v in _DEVICE.items() if k not in ("name", "host")})
         self._need_name(where, values)
         kind = str(values.setdefault("kind", "cpu"))
@@ -280,7 +281,7 @@ class _Reader:
         return Device(**values, spaces=spaces, efficiency=shares)
 
     def _settle_target(self, where: str, kind: str, values: dict[str, Any], given: Mapping[str, object]) -> None:
-        """`arch` of a GPU is its target; a processor has a target."""
+        """Make `arch` of a GPU its target, and require a target of a processor."""
         arch = values.pop("arch", None)
         if kind == "cuda":
             target = given.get("arch", given.get("target"))
@@ -347,7 +348,7 @@ class _Reader:
             self.problems.append(f"{where}: needs a name without blanks")
 
     def _take(self, where: str, table: Mapping[str, object], spec: Mapping[str, str]) -> dict[str, Any]:
-        """The keys of a table that are in order, as plain values; problems with the others."""
+        """Return the valid keys of a table as plain values, and report problems with the other keys."""
         values: dict[str, Any] = {}
         for key, value in table.items():
             if key not in spec:
@@ -359,7 +360,7 @@ class _Reader:
         return values
 
     def _value(self, where: str, key: str, value: object, kind: str) -> Any:
-        """The value as what it must be; None and a problem if it is not."""
+        """Return the value in the type that it must have. Report a problem and return None if it has another."""
         plain = kind.rstrip("?")
         if plain in ("name", "word"):
             if isinstance(value, str) and (_NAME.fullmatch(value) or (value == "" and kind.endswith("?"))):
@@ -426,7 +427,7 @@ class _Reader:
 
 
 def _plain(cluster: Cluster) -> dict[str, Any]:
-    """The cluster as tables."""
+    """Return the cluster as tables."""
     data: dict[str, Any] = {}
     if cluster.classes:
         data["links"] = {c.kind: dict(c.fields()) for c in cluster.classes}
@@ -451,7 +452,7 @@ def _plain_device(device: Device) -> dict[str, Any]:
 
 
 def cluster_toml(cluster: Cluster) -> str:
-    """The cluster file that `read_cluster` reads back as this cluster."""
+    """Return the cluster file that `read_cluster` reads back as this cluster."""
     data = _plain(cluster)
     lines: list[str] = []
     for kind, table in data.pop("links", {}).items():
@@ -469,6 +470,6 @@ def _toml(value: Scalar | Mapping[str, Scalar]) -> str:
 
 
 def cluster_yaml(cluster: Cluster) -> str:
-    """The same in YAML."""
+    """Return the cluster file in YAML."""
     text: str = yaml.safe_dump(_plain(cluster), sort_keys=False, allow_unicode=True)
     return text

@@ -149,7 +149,7 @@ class Cores:
             rates[burst] = min(rates[burst], part / burst.alone)
 
         for core in self._cores:
-            # The most modest first: the remaining ones share what one leaves.
+            # The least demand first: the remaining ones share the unused part.
             free, waiting = 1.0, sorted(core.steady, key=lambda burst: burst.limit / threads[burst.rank])
             while waiting:
                 burst = waiting.pop(0)

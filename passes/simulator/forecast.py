@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.ir.batch_shares import microbatch_size
-from penstock.ir.cluster.cluster import Cluster, usable_cores
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module, summed_vars
 from penstock.ir.memory.predict import Course, measure_memory, memory_course
 from penstock.ir.schedule import Action
 from penstock.support.errors import UsageError
+from penstock.support.hardware import usable_cores
 
 from .machine import Route, Seat, machine_of, with_messages
 from .result import Simulated
@@ -34,27 +35,27 @@ class Forecast:
     """A simulated module. `drained` is the time of one batch from an empty pipeline to an empty pipeline."""
 
     module: Module
-    found: Simulated
+    simulated: Simulated
     devices: Mapping[int, str]
     drained: float
 
     @property
     def step(self) -> float:
         """Seconds of a batch in a long run."""
-        return self.found.step_seconds or self.drained
+        return self.simulated.step_seconds or self.drained
 
     @property
     def samples(self) -> int:
         """The samples of one batch."""
-        return microbatch_size(self.module) * self.found.schedule.microbatches
+        return microbatch_size(self.module) * self.simulated.schedule.microbatches
 
     def curves(self) -> dict[int, list[tuple[float, float]]]:
-        """Live bytes of every rank over time."""
+        """Return the live bytes of every rank over time."""
         points = {}
         for rank, row in measure_memory(self.module).items():
             always, line = (
                 row.fixed + row.data,
-                zip(self.found.lines[rank].finishes, self.courses[rank].held, strict=True),
+                zip(self.simulated.lines[rank].finishes, self.courses[rank].held, strict=True),
             )
             points[rank] = [(time, float(always + saved + passing)) for time, (saved, passing, _) in line]
         return points
@@ -62,11 +63,11 @@ class Forecast:
     @cached_property
     def courses(self) -> dict[int, Course]:
         """Return what the memory of every rank holds, action by action."""
-        return {rank: memory_course(self.module, rank, self.found.batches) for rank in self.found.lines}
+        return {rank: memory_course(self.module, rank, self.simulated.batches) for rank in self.simulated.lines}
 
 
 def _waits_for_others(module: Module) -> bool:
-    """Say whether a stage takes values that are no data: stages may also have nothing to do with each other."""
+    """Return whether a stage takes values that are no data: stages may also have nothing to do with each other."""
     graphs = [graph for stage in module.stages if (graph := module.stage_graph(stage.index, "F")) is not None]
     return len(module.stages) > 1 and any(value not in module.inputs for graph in graphs for value in graph.ins)
 
@@ -109,8 +110,8 @@ def forecast(
 
 
 def seat_of(cluster: Cluster, name: str) -> Seat | None:
-    """CPU devices take cores of their host, for messages, too; a GPU has itself, and its host's part in messages is not
-    modelled."""
+    """Return the seat of a device. CPU devices take cores of their host, for messages, too. A GPU needs no seat; its
+    host's part in messages is not modelled."""
     device = cluster.device(name)
     if device.kind != "cpu":
         return None
@@ -120,8 +121,8 @@ def seat_of(cluster: Cluster, name: str) -> Seat | None:
 
 
 def seconds_of(module: Module, computations: Mapping[tuple[int, str], float]) -> Seconds:
-    """Times of all actions, from those of computations by rank and kind; ends of messages take what the devices of the
-    ranks say."""
+    """Return the times of all actions, from those of computations by rank and kind. Ends of messages take the times of
+    the ranks' devices."""
     cluster, devices = module.cluster, module.rank_devices()
 
     def seconds(rank: int, action: Action) -> float:
@@ -140,7 +141,7 @@ def share_of(part: float, whole: float) -> float:
 def binding(made: Forecast) -> str:
     """Name what limits the pace: a rank or a link that is busy nearly all the time, else the largest part of the
     critical path."""
-    run = made.found
+    run = made.simulated
     start, end, _ = run.window
     rank = max(run.ranks, key=lambda use: use.busy, default=None)
     link = max(run.links, key=lambda use: use.busy, default=None)

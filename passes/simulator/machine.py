@@ -14,7 +14,7 @@ from functools import cache
 from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.memory.walk import LOOK_AHEAD, POSTED
 
-# How many bytes a send of gloo writes before it returns, where it was measured (benchmarks/truth.py --calibrate).
+# The bytes that a send of gloo writes before it returns, where they were measured (benchmarks/truth.py --calibrate).
 SOCKET_BUFFER = 4e6
 
 

@@ -40,8 +40,8 @@ class MessageChannel:
     target: int
     nbytes: float
     pair: RankPair
-    # The time that a send takes of its rank, whose message moves already; None if it moves when the send is over. And
-    # whether to read it takes time.
+    # The time of the rank for a send whose message moves already; None if it moves after the send. The second field is
+    # true if reading the message takes time.
     writing: float | None
     reads: bool
     sent: dict[int, tuple[float, int]] = field(default_factory=dict)
@@ -58,8 +58,8 @@ def move(
     arrive: Callable[[float, float], None],
     reader: tuple[int, Cores, Seat] | None = None,
 ) -> None:
-    """Let bytes go through a pair when it is free. `arrive` is called with the times when they began to move and
-    when they are there."""
+    """Move bytes through a pair when it is free. `arrive` is called with the times when they began to move and when
+    they are there."""
     if not pair.demands and reader is None:
         begun = max(now, pair.free)
         pair.free = begun + size / pair.cap

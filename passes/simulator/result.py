@@ -2,9 +2,9 @@
 
 Times of a step in steady state are taken from a window. It goes from the end of a batch in the middle of the run to
 that of the last batch but one. The last one drains the pipeline and has no successor to share time with. In the window
-a rank is *busy* (its actions take time), *waiting* (for a message or a sum over replicas) or *idle* (it has nothing
-left to do). The bubble is 1 - busy / window. Runs of one or two batches have no steady state: the window is the whole
-run.
+a rank is in one of three states: *busy* (its actions take time), *waiting* (for a message or a sum over replicas) or
+*idle* (it has nothing left to do). The bubble is 1 - busy / window. Runs of one or two batches have no steady state:
+the window is the whole run.
 
 The critical path goes back from the last action of the window. An action starts when the one before it on its rank
 ends, or when the message that it waited for arrived. That was sent by an action of another rank, and so on. Its seconds

@@ -52,7 +52,7 @@ from penstock.ir.schedule import (
 from penstock.support.errors import UsageError, VerifyError
 
 from .cores import Burst, Core, Cores
-from .machine import FREE, Route, Seat, SimulatedMachine, TransportModel, machine_of
+from .machine import FREE, Route, Seat, SimulatedMachine
 from .moving import MessageChannel, RankPair, move
 from .result import LinkUse, Message, RankTimeline, Simulated, SimulatedStep
 from .sharing import Resource, Sharing
@@ -62,7 +62,7 @@ Bytes = Callable[[str, int, int], float]
 
 
 def wire_chain(schedule: Schedule) -> Schedule:
-    """Put sends and receives around the computations of a plain chain, as `communicate` does. Each stage takes the
+    """Add sends and receives around the computations of a plain chain, as `communicate` does. Each stage takes the
     values of the stage before it, and the gradient of the stage after it. Where stages lie on several ranks,
     `passes.late_updates.sum_late` comes first."""
     present = {(a.kind, a.stage) for a in schedule.actions()}
@@ -168,7 +168,7 @@ class _Simulation:
     # ------------------------------------------------------------------------------------ before the first event
 
     def _take_routes(self) -> None:
-        """Note pairs and rings with the links that they go through; only a link that several of them use is a shared
+        """Record pairs and rings with the links that they go through. Only a link that several of them use is a shared
         resource."""
         routes: dict[tuple[int, ...], list[Route]] = {}
         for rank, program in self.schedule.ranks.items():
@@ -267,8 +267,8 @@ class _Simulation:
         return first, after
 
     def _take_seats(self) -> None:
-        """Give hosts whose cores may run short a resource. On other hosts computations take their time, whatever runs
-        beside them."""
+        """Create a resource for each host whose cores may run short. On other hosts computations take their time,
+        whatever runs beside them."""
         wanted: dict[str, float] = {}
         seats: dict[str, Seat] = {}
         reading = {channel.target for channel in self.channels.values() if channel.reads}
@@ -476,17 +476,3 @@ class _Simulation:
             return True
         self.awaiting[rank, batch] = 1
         return False
-
-
-__all__ = [
-    "Bytes",
-    "Route",
-    "Seat",
-    "Seconds",
-    "Simulated",
-    "SimulatedMachine",
-    "TransportModel",
-    "machine_of",
-    "simulate",
-    "wire_chain",
-]

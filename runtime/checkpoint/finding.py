@@ -19,6 +19,7 @@ import msgspec
 from penstock.backends.bundle.format import file_problems
 from penstock.support import errors
 from penstock.support.errors import PeerLost, PenstockError, UsageError, VerifyError
+from penstock.support.paths import read_plain
 from penstock.support.words import itemised
 
 from .format import INDEX, LATEST, is_saved, left_behind, read_index, saved_step, saved_steps
@@ -64,7 +65,7 @@ def candidates(directory: Path) -> list[Path]:
     """Return the checkpoints of a directory that a run may go on from, newest first."""
     places = saved_steps(directory)
     there = {place.name for place in places}
-    # Replaced by a checkpoint that did not come into its place.
+    # A save replaced it, but did not rename the new checkpoint to its name.
     places += [
         path for path, kind in left_behind(directory) if kind == "old" and path.name[1:].partition(".")[0] not in there
     ]
@@ -76,7 +77,7 @@ def candidates(directory: Path) -> list[Path]:
 def latest_name(directory: Path) -> str:
     """Return the name in the pointer to the newest checkpoint; empty when there is no pointer."""
     try:
-        return (directory / LATEST).read_bytes().decode("ascii", "replace").strip()
+        return read_plain(directory / LATEST, 1 << 10).decode("ascii", "replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
@@ -84,7 +85,7 @@ def latest_name(directory: Path) -> str:
 
 
 def is_place(path: Path) -> bool:
-    """Say whether a path is that of a checkpoint, rather than of a directory of them."""
+    """Return whether a path is that of a checkpoint, rather than of a directory of them."""
     return (path / INDEX).exists() or (is_saved(path.name) and path.is_dir())
 
 
@@ -153,8 +154,8 @@ def choose(path: str | os.PathLike[str]) -> Chosen:
 
 
 def decide_together(group: RankGroup, what: str, decide: Callable[[], Decision], kind: type[Decision]) -> Decision:
-    """Let rank 0 decide, which may mean to read whole checkpoints, and tell the other ranks. Each file is checked once,
-    and all do the same."""
+    """Decide on rank 0, which may read whole checkpoints, and send the decision to the other ranks. So each file is
+    checked once, and all ranks do the same."""
     if group.rank == 0:
         try:
             decision = decide()

@@ -30,9 +30,12 @@ from penstock.backends.bundle.tensor_file import map_tensors
 from penstock.ir.graph import GRAD, SETTING, Module, Var
 from penstock.runtime.messages.control import DataSpec
 from penstock.support.errors import UsageError, VerifyError
+from penstock.support.paths import read_plain
 
 # Format 1 did not say how many samples were read, nor seeds and names of the model; it is read, too.
 FORMAT, READABLE = 2, (1, 2)
+# An entry of the index takes some hundreds of bytes.
+LONGEST_INDEX = 1 << 28
 INDEX, INDEX_HASH, LATEST = "index.json", "index.sha256", "latest"
 
 
@@ -73,7 +76,7 @@ class Index(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def is_kept(var: Var) -> bool:
-    """Say whether a checkpoint holds a variable: gradients are zero in a drained pipeline, and tables stand in the
+    """Return whether a checkpoint holds a variable: gradients are zero in a drained pipeline, and tables stand in the
     index."""
     return var.role not in (GRAD, SETTING)
 
@@ -124,7 +127,7 @@ def read_index(checkpoint: Path) -> Index:
     """Read the index of a checkpoint and check it. VerifyError for a damaged one, UsageError for one of another
     version's format."""
     try:
-        text, listed = (checkpoint / INDEX).read_bytes(), (checkpoint / INDEX_HASH).read_bytes()
+        text, listed = read_plain(checkpoint / INDEX, LONGEST_INDEX), read_plain(checkpoint / INDEX_HASH, 1 << 10)
     except OSError as error:
         raise VerifyError(f"cannot read the checkpoint: {error}", where=str(checkpoint)) from error
     computed = f"{hashlib.sha256(text).hexdigest()}  {INDEX}\n".encode()
@@ -151,7 +154,18 @@ def read_index(checkpoint: Path) -> Index:
         raise VerifyError(f"{INDEX}: {outside[0]!r} is not a name inside the checkpoint", where=str(checkpoint))
     if index.step < 0 or (index.samples or 0) < 0 or index.microbatches < 1:
         raise VerifyError(f"{INDEX}: step, samples or microbatches is out of range", where=str(checkpoint))
+    if problem := _version_problem(index):
+        raise VerifyError(f"{INDEX}: {problem}", where=str(checkpoint), hint="resume from an older checkpoint")
     return index
+
+
+def _version_problem(index: Index) -> str:
+    """Return the contradiction between the step of an index and the versions of its files, or nothing."""
+    late = [name for name, file in index.files.items() if file.version > index.step]
+    if late:
+        return f"{late[0]} is of version {index.files[late[0]].version}, and the checkpoint of step {index.step}"
+    lost = sorted(index.types().keys() - index.types(index.step).keys())
+    return f"{lost[0]} is in no file of step {index.step}, only in older ones" if lost else ""
 
 
 def another_model(index: Index, module: Module, source_hash: str, where: str) -> VerifyError | None:

@@ -83,8 +83,8 @@ class Claims:
         return claims
 
     def hold(self, directory: str | os.PathLike[str]) -> list[str]:
-        """Make sure of a directory, before anything is written into it; it is made where there is none. Return what
-        users should hear of it."""
+        """Claim a directory before the first write into it, and make it where there is none. Return the warnings for
+        users."""
         place = os.path.realpath(directory)
         try:
             if place in self._held:
@@ -102,7 +102,7 @@ class Claims:
         )
 
     def close(self) -> None:
-        """Give all of them up."""
+        """Release all claims."""
         while self._held and not self._lent:
             self._held.popitem()[1].close()
 
@@ -127,11 +127,11 @@ class _Claim:
 
     @property
     def locked(self) -> bool:
-        """Say whether there is a claim: not where the file system has no locks."""
+        """Return whether there is a claim: not where the file system has no locks."""
         return self._descriptor >= 0
 
     def check(self) -> None:
-        """Make sure that the claim is still there, and try to get one back that was lost."""
+        """Check that the claim is still there, and try to get one back that was lost."""
         if not self._has_locks or (self.locked and _is_at(self._descriptor, self._path)):
             return
         if not self.locked:
@@ -155,19 +155,19 @@ class _Claim:
         self._beat.join()
         if self.locked:
             if _is_at(self._descriptor, self._path):
-                # A run that opened it before finds that it is gone when it gets the lock.
+                # A run that opened it before notices when it gets the lock that the file is gone.
                 self._path.unlink()
             os.close(self._descriptor)
         self._remove_made()
 
     def _remove_made(self) -> None:
         for folder in reversed(self._made):
-            with suppress(OSError):  # something was put into it
+            with suppress(OSError):  # the directory is not empty
                 folder.rmdir()
 
     def _touch(self) -> None:
         while not self._end.wait(_BEAT_SECONDS):
-            # A file server may be away for a while: other runs take that for the end only when it lasts.
+            # A file server may be away for a while. Other runs conclude that this run has ended only when that lasts.
             with self._swap, suppress(OSError):
                 if self.locked:
                     os.utime(self._descriptor)
@@ -212,8 +212,8 @@ class _Claim:
             time.sleep(_LOOK_SECONDS)
 
     def _replace(self, inode: int) -> int:
-        """Put a file of our own in the place of one whose holder is gone; -1 where another run was faster. Of several
-        that do so at once the last one gets it."""
+        """Replace a file whose holder is gone by a file of this process. Return -1 where another run was faster. Of
+        several processes that do so at once the last one gets it."""
         fresh = self._path.with_name(f"{FILE}.{secrets.token_hex(4)}.tmp")
         descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -249,7 +249,7 @@ class _Claim:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Lock an open file and say whether that worked; None where there are no locks."""
+    """Lock an open file. Return whether that worked, or None where there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -262,7 +262,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Say whether an open file is the one at a path."""
+    """Return whether an open file is the one at a path."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

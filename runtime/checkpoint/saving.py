@@ -68,7 +68,7 @@ from .format import (
 )
 from .lock import make_directories
 
-# How long a save may get no further. Flushing a large file to a slow disk is one step.
+# The longest time without progress of a save. Flushing a large file to a slow disk is one step.
 _STALLED = 600.0
 _LOOK_SECONDS = 0.02
 _SHOW_SECONDS = 0.5
@@ -174,7 +174,7 @@ class Saver:
                 )
                 raise PeerLost(what, where=f"rank {self._rank}, {writing.directory}", hint="is the disk full, or gone?")
             if writing.thread.is_alive():
-                # The launcher takes a line that stands still for a rank that hangs.
+                # To the launcher, a rank whose line does not change hangs.
                 self._status.show(
                     f"saving step {writing.step}: {writing.written >> 20} of {writing.total >> 20} MiB, "
                     f"{now - started:.0f} s"
@@ -240,7 +240,7 @@ class Saver:
                 types = {tensor: str(self._bundle.module.vars[tensor].type) for tensor in arrays}
                 files[name] = SavedFile(digest, size, version, types)
             self._exchange.set(f"{key}/part/{self._rank}", msgspec.json.encode(files).decode())
-            # In this order: a rank that is told to end may do so as soon as it has told its part.
+            # The order matters: a rank that gets the order to end may end as soon as it has reported its part.
             self._status.save(writing.written, done=self._rank != 0)
             writing.reported = True
             if self._rank == 0:
@@ -255,7 +255,7 @@ class Saver:
                 writing.whole = True
                 self._status.end_save()
                 self._exchange.set(f"{key}/done", "")
-                # Their messages live in this process, which may end when this thread has.
+                # The store with the messages of other ranks lives in this process, which may end when this thread has.
                 for rank in range(1, self._group.world):
                     self._await(f"{key}/heard/{rank}")
             else:
@@ -358,8 +358,8 @@ def finish_save(work: Path, directory: Path, index: Index, keep_last: int | None
 
 
 def _remove_older(directory: Path, step: int, keep_last: int) -> None:
-    """Leave the checkpoint of a step and the newest complete ones before it, `keep_last` in all. A damaged one does not
-    count, and stays."""
+    """Remove old checkpoints except that of a step and the newest complete ones before it, `keep_last` in all. A
+    damaged one does not count, and stays."""
     assert keep_last >= 1
     complete = []
     for place in saved_steps(directory):

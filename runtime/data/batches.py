@@ -71,7 +71,7 @@ def _is_torch(one: Any) -> bool:
 
 def _as_array(one: Any) -> np.ndarray:
     if _is_torch(one):
-        from penstock.runtime.state.store import as_array
+        from penstock.runtime.state.store import as_array  # lazy: heavy
 
         return as_array(one)
     return np.asarray(one)

@@ -46,6 +46,7 @@ from penstock.support.errors import PenstockError, UsageError
 from penstock.support.words import itemised
 
 from .batches import NONE
+from .parquet import open_parquet
 from .ranges import CLASSES, INDEX, uses
 
 TOKENS = {"u16": "<u2", "u32": "<u4"}
@@ -191,7 +192,6 @@ def _members(part: DataPlace, module: Module, table: Mapping[str, str]) -> Mappi
     if kind == "safetensors":
         arrays = map_tensors(part.path)
         return _ours({name: partial(arrays.__getitem__, name) for name in arrays}, table, part)
-    from .parquet import open_parquet
 
     # Tables have columns for other purposes, too.
     columns = open_parquet(

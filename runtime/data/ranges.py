@@ -71,7 +71,7 @@ def uses(module: Module, name: str, *, sliced: bool) -> set[Use]:
 
 
 def _follow(graph: Graph, carriers: set[str], all_uses: set[Use], sliced: bool) -> None:
-    # Layout changes and casts hand the numbers on.
+    # Layout changes and casts return the numbers that they take.
     for op in graph.ops:
         if not any(value.name in carriers for value in op.ins):
             continue

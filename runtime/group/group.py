@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from penstock.ir.schedule import Schedule
-from penstock.support.errors import PeerLost, VerifyError
+from penstock.support.errors import PeerLost, UsageError, VerifyError
 from penstock.support.words import itemised
 
 from .neighbours import End, connect, ends_of, identity
 
 Result = TypeVar("Result")
+_LOOPBACK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class RankGroup:
         share memory, and gloo, unless nothing would go over it."""
         key = identity(device)
         needed = self._reports or any(len(ranks) > 1 for ranks in schedule.members().values())
-        # All ranks answer, and all come to the same end.
+        # All ranks answer, and all decide the same.
         keys = {value.decode() for value in self.gather("near", key.encode())}
         if needed or keys != {key} or not key:
             self.connect()
@@ -148,6 +149,7 @@ def host_store(world: int, timeout: float) -> TCPStore:
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
     port = listener.getsockname()[1]
+    _check_loopback(port)
     try:
         return TCPStore(
             "127.0.0.1",
@@ -160,6 +162,17 @@ def host_store(world: int, timeout: float) -> TCPStore:
         )
     except RuntimeError as error:
         raise not_met(f"127.0.0.1:{port}", timeout, error) from error
+
+
+def _check_loopback(port: int) -> None:
+    """Refuse a host that cannot reach itself: the store would try for as long as its timeout."""
+    try:
+        socket.create_connection(("127.0.0.1", port), _LOOPBACK_SECONDS).close()
+    except OSError as error:
+        raise UsageError(
+            f"ranks of one host meet at 127.0.0.1, which cannot be reached: {error.strerror or error}",
+            hint="the loopback interface of this host or container must be up: ip link set lo up",
+        ) from error
 
 
 def join_store(port: int, world: int, timeout: float) -> TCPStore:

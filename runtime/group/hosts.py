@@ -74,7 +74,7 @@ class Present(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def in_group(environment: Mapping[str, str] = os.environ) -> bool:
-    """Say whether a launcher started this process as one of several."""
+    """Return whether a launcher started this process as one of several."""
     return ("RANK" in environment and "WORLD_SIZE" in environment) or _under_srun(environment)
 
 
@@ -286,7 +286,7 @@ def check_hosts(bundle: Bundle, present: Sequence[Present]) -> list[str]:
 
 
 def describe_hosts(present: Sequence[Present]) -> str:
-    """Say in one line which rank is on which host."""
+    """Describe in one line which rank is on which host."""
     ranks: dict[tuple[str, str, str], list[str]] = {}
     for rank, one in enumerate(present):
         ranks.setdefault((one.host, one.interface, one.address), []).append(str(rank))
@@ -297,7 +297,7 @@ def describe_hosts(present: Sequence[Present]) -> str:
 
 
 def same_host(a: str, b: str) -> bool:
-    """Say whether two names are of one host, with or without a domain behind them."""
+    """Return whether two names are of one host, with or without a domain behind them."""
     return _short(a) == _short(b)
 
 

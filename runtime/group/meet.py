@@ -80,5 +80,5 @@ def _serve(place: ProcessPlace, interface: Interface, timeout: float) -> TCPStor
 
 
 def _stays_here(address: str, interface: Interface) -> bool:
-    """Say whether a meeting point could be reached by this host alone, though the other hosts are elsewhere."""
+    """Return whether a meeting point could be reached by this host alone, though the other hosts are elsewhere."""
     return address.startswith("127.") and not interface.address.startswith("127.")

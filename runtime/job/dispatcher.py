@@ -115,8 +115,8 @@ class Serving:
             self._workers.wake()
 
     def finish(self) -> int:
-        """Answer everything that was accepted, empty the pipeline, and return the number of the batch after it. Raises
-        the error that ended the job."""
+        """Answer all accepted requests, empty the pipeline, and return the number of the batch after it. Raises the
+        error that ended the job."""
         with self._changed:
             self._closing = True
         self._workers.wake()
@@ -126,7 +126,7 @@ class Serving:
         return -(-self._next // self._per_batch)
 
     def abort(self) -> None:
-        """Give up: requests that are not answered get an error. The workers may be in the middle of something then."""
+        """Abort: requests that are not answered get an error. The workers may be in the middle of a batch then."""
         self._aborted = True
         self._workers.wake()
         self._thread.join(_ABORT_SECONDS)

@@ -25,7 +25,7 @@ from penstock.support.errors import UsageError
 from .dispatcher import Drained, Note, Serving
 from .requests import Request, SampleLayout
 
-# As in runtime/data/batches.py: a dict, or arrays in the order of the inputs.
+# A dict, or arrays in the order of the inputs, as in runtime/data/batches.py.
 Inputs = Mapping[str, Any] | Sequence[Any]
 _NO_MORE: Inputs = {}
 
@@ -52,7 +52,7 @@ class Inference:
         return self.send(self.layout.request(inputs, where, copy=True), timeout)
 
     def send(self, request: Request, timeout: float | None = None) -> Future[Arrays]:
-        """Hand over a request that was checked and will not change, as `submit` does."""
+        """Queue a request that was checked and will not change, as `submit` does."""
         while True:
             serving = self._open()
             # If another command came in between, the request begins with the run after it.
@@ -73,7 +73,7 @@ class Inference:
                         else:
                             window.append(self.submit(inputs, None, f"request {number}"))
                             number += 1
-                    # Of one request, or of the caller's iterable: those before it are answered first.
+                    # The error of one request, or of the caller's iterable. Requests before it are answered first.
                     except Exception as error:
                         failed: Future[Arrays] = Future()
                         failed.set_exception(error)
@@ -108,7 +108,7 @@ class Inference:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Answer everything accepted and empty the pipeline, until the block is left."""
+        """Answer all accepted requests and keep the pipeline empty until the block is left."""
         with self._lock:
             serving, self._serving = self._serving, None
             if serving is not None:
@@ -116,14 +116,14 @@ class Inference:
             yield
 
     def close(self) -> None:
-        """Answer what was accepted; no more requests. Raise the error that ended the run."""
+        """Answer all accepted requests, and accept no more. Raise the error that ended the run."""
         with self._lock:
             self._closed = True
             with self.paused():
                 pass
 
     def abort(self) -> None:
-        """Give requests that are not answered an error."""
+        """Fail all requests that are not answered."""
         self._closed = True
         serving = self._serving
         if serving is not None:

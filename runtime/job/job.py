@@ -37,7 +37,7 @@ from penstock.runtime.data.batches import check_batch, share_of_batch, take_batc
 from penstock.runtime.data.samples import check_data
 from penstock.runtime.launch.local import Workers
 from penstock.runtime.launch.options import JobOptions, OpenOptions, keywords
-from penstock.runtime.launch.preflight import check_job, job_options
+from penstock.runtime.launch.preflight import check_job, check_names, job_options
 from penstock.runtime.messages.control import (
     Arrays,
     Audit,
@@ -105,7 +105,7 @@ class Job:
             pace=pace, latency=latency, lr=lr, rate=rate, prefetch=prefetch, evaluation=evaluation, nan=nan, mode=mode,
             queue=queue, log_ranks=log_ranks,
         )  # fmt: skip
-        check_job(options, bundle.module)
+        check_job(options, bundle)
         self.bundle = bundle
         self.module: Module = bundle.module
         assert self.module.schedule is not None
@@ -226,8 +226,8 @@ class Job:
         return self._requests().stream(requests)
 
     def submit(self, inputs: Inputs, timeout: float | None = None) -> Future[Arrays]:
-        """Hand over a request and go on; any thread may. The future gets its outputs. Inputs that do not fit are an
-        error at once; QueueFull where the queue of `open` has no room for `timeout` seconds."""
+        """Queue a request and return at once; any thread may call it. The future gets its outputs. Inputs that do not
+        fit are an error at once; QueueFull where the queue of `open` has no room for `timeout` seconds."""
         return self._requests().submit(inputs, timeout)
 
     def _requests(self) -> Inference:
@@ -266,6 +266,7 @@ class Job:
         that is closed: no other may save there."""
         if keep_last is not None and keep_last < 1:
             raise UsageError(f"keep_last must be 1 or more, got {keep_last}")
+        check_names(directory)
         place = Path(os.path.abspath(directory))
         with self._paused():
             self._begin()
@@ -355,7 +356,7 @@ class Job:
             self.save_waited = max(self.save_waited, message.waited)
 
     def _paused(self) -> AbstractContextManager[None]:
-        """Keep requests from being under way."""
+        """Exclude requests until the block is left."""
         return nullcontext() if self.inference is None else self.inference.paused()
 
     def _begin(self) -> None:
@@ -415,7 +416,7 @@ class Job:
                         if value is not _NO_MORE:
                             batch = take_batch(self.module, value, f"batch {sent}", self.bundle.renamed)
                             check_batch(self.module, batch, f"batch {sent}", self.bundle.renamed)
-                    except Exception as problem:  # of the caller's iterable: the batches before it are finished first
+                    except Exception as problem:  # of the caller's iterable: earlier batches are finished first
                         batch, error = None, problem
                     if batch is None:
                         open_ = False
@@ -442,7 +443,7 @@ class Job:
             raise error
 
     def _take(self, waiting: set[int]) -> Step | None:
-        """Take one message of a run; return the step that it completes."""
+        """Handle one message of a run, and return the step that it completes."""
         rank, message, _ = self.workers.receive()
         if isinstance(message, Done | TraceRecord):
             self._note(rank, message)
@@ -481,9 +482,9 @@ def open(
     schedule of it that stand in for those the bundle was compiled with. `mode` (throughput or latency,
     runtime/job/dispatcher.py) and the length of the `queue` are for requests to an inference bundle.
 
-    `pace` and `latency` are for measuring schedules apart from kernels and networks. They are the least seconds of a
-    computation of each kind (F, B with W included, W, U), and the seconds from a send until its message arrives. They
-    do not change what is computed.
+    `pace` and `latency` are for measuring schedules apart from kernels and networks. `pace` are the least seconds of a
+    computation of each kind: F, B with W included, W, and U. `latency` are the seconds from a send until its message
+    arrives. They do not change what is computed.
     """
     options = OpenOptions(
         timeout=timeout, heartbeat=heartbeat, data=None if data is None else os.fspath(data), shuffle=shuffle,

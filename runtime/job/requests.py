@@ -99,7 +99,7 @@ class SampleLayout:
         return inputs | {name: array for name, array in parts[0].ticket.request.inputs.items() if name not in self.rows}
 
     def alike(self, a: Request, b: Request) -> bool:
-        """Say whether two requests may share a microbatch."""
+        """Return whether two requests may share a microbatch."""
         return self.packs and all(
             np.array_equal(a.inputs[name], b.inputs[name]) for name in self.inputs.keys() - self.rows.keys()
         )
@@ -134,7 +134,7 @@ class Ticket:
         return self.request.samples - self.sent
 
     def take(self, part: RequestPart, outputs: Arrays) -> bool:
-        """Take results of a microbatch that the request has a part in; say whether they were the last ones."""
+        """Accept the results of a microbatch that the request has a part in. Return whether they were the last ones."""
         for name, array in outputs.items():
             rows = self._layout.output_rows[name]
             self._missing -= part.samples
@@ -192,7 +192,7 @@ class Packer:
         self.waiting = deque(ticket for ticket in self.waiting if not ticket.future.cancelled())
 
     def full(self) -> bool:
-        """Say whether the next microbatch has no room for a request that has not arrived yet."""
+        """Return whether the next microbatch has no room for a request that has not arrived yet."""
         samples, first = 0, self.waiting[0]
         for ticket in self.waiting:
             if ticket is not first and not self._joins(ticket, first):

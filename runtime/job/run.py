@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +34,12 @@ from penstock.runtime.launch.options import JobOptions, RunOptions, keywords
 from penstock.runtime.launch.preflight import check_run, evaluation_data, save_after, training_data
 from penstock.runtime.launch.restarts import finished_saves, identity
 from penstock.runtime.messages.defaults import HEARTBEAT, SYNTHETIC, TIMEOUT, WARN, WRAP
+from penstock.runtime.telemetry.metrics import Metrics
+from penstock.runtime.telemetry.overlap import overlap_of
 from penstock.runtime.telemetry.trace import write_trace
 from penstock.runtime.telemetry.utilisation import Utilisation
 from penstock.support.errors import PenstockError, UsageError
+from penstock.support.terminal import say_as_is
 from penstock.support.words import counted
 
 if TYPE_CHECKING:
@@ -146,10 +148,7 @@ class _LocalRun:
 
     def go_on(self) -> RunSummary:
         """Start workers and train to the end."""
-        # lazy: a keeper needs none of it.
-        from penstock.runtime.telemetry.overlap import overlap_of
-
-        from .job import Job
+        from .job import Job  # lazy: heavy
 
         options, saved = self.options, self.saved
         self._done = 0
@@ -162,7 +161,7 @@ class _LocalRun:
         job.workers.checkpoints = options.checkpoint if saved is not None else None
         with job:
             for warning in [*job.warnings, *claimed] if not self.restarts else ():
-                print(f"warning: {warning}", file=sys.stderr)
+                say_as_is(f"warning: {warning}")
             start = job.steps_done
             self._first = start if self._first is None else self._first
             del self._losses[start - self._first :]
@@ -201,8 +200,6 @@ class _LocalRun:
         )
 
     def _open_metrics(self, job: Job, samples: int, end: int) -> Metrics:
-        from penstock.runtime.telemetry.metrics import Metrics
-
         options = self.options
         return Metrics(
             options.metrics,
@@ -231,10 +228,10 @@ class _LocalRun:
                 record.tell_wait(job.save_waited)
 
     def recover(self, error: PenstockError) -> None:
-        """Say what happened, and what happens next; raise the error where nothing does."""
+        """Report a failure and the restart that follows; raise the error where there is none."""
         bundle = open_bundle(self._bundle)
         device = None if error.rank is None else bundle.rank(error.rank).device
-        # Twice in a row, and the second time before anything was done: it does not come back.
+        # The device failed twice in a row, the second time before any step was done: it does not come back.
         lost = (
             device is not None
             and device == self._failed_on
@@ -245,14 +242,14 @@ class _LocalRun:
         left = [entry.device for entry in bundle.manifest.ranks if entry.device != device]
         if lost and left and self.options.elastic:
             assert self.options.checkpoint is not None
-            print(f"penstock: error: {error}", file=sys.stderr, flush=True)
+            say_as_is(f"penstock: error: {error}")
             replanned = replan(open_bundle(self.options.bundle), left, Path(self.options.checkpoint))
             message = (
                 f"penstock: {device} of rank {error.rank} failed again at once and is given up; planned anew: "
                 f"{replanned.summary}; from "
                 f"{self._from}"
             )
-            print(message, file=sys.stderr, flush=True)
+            say_as_is(message)
             self._bundle, self._failed_on = replanned.bundle, None
             return
         if self.restarts == self.options.max_restarts or not is_passing(error):
@@ -262,15 +259,11 @@ class _LocalRun:
                 )
             raise error
         self.restarts += 1
-        print(f"penstock: error: {error}", file=sys.stderr)
-        print(
-            f"penstock: restart {self.restarts} of {self.options.max_restarts}, from {self._from}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say_as_is(f"penstock: error: {error}")
+        say_as_is(f"penstock: restart {self.restarts} of {self.options.max_restarts}, from {self._from}")
 
     def state_at_end(self) -> str:
-        """Say how far a run came that is ended from outside, what is saved of it, and how to go on."""
+        """Describe a run that a signal ended: how far it came, what is saved of it, and how to go on."""
         options, saved = self.options, self.saved
         done = (
             f"after {len(self._losses)} of {counted(options.steps, 'step')}"

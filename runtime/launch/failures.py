@@ -38,7 +38,7 @@ def named(rank: int, stage: int, process: int, host: str) -> str:
 
 
 def ending(code: int) -> str:
-    """Say how a process ended, by its exit code as subprocess gives it."""
+    """Describe how a process ended, by its exit code as subprocess gives it."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -99,6 +99,6 @@ def error_of(failed: Failed, where: str, doing: Mapping[int, str], rank: int, no
 
 
 def is_passing(error: PenstockError) -> bool:
-    """Say whether another try may go well: a lost rank, or an exception of an unknown kind. An error of the inputs
+    """Return whether another try may go well: a lost rank, or an exception of an unknown kind. An error of the inputs
     stays."""
     return isinstance(error, PeerLost) or type(error) is PenstockError

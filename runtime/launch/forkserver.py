@@ -18,6 +18,7 @@ has one thread and touches no device, since neither threads nor CUDA survive a f
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -37,7 +38,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from penstock.backends.registry import backend_of
 from penstock.runtime.messages.control import Rank
+from penstock.runtime.messages.status import is_stopped
 from penstock.support.entry_points import ENTRY_POINTS, command_line, load
 from penstock.support.errors import DoesNotFit, PeerLost, PenstockError
 from penstock.support.out_of_memory import ended_out_of_memory
@@ -45,9 +48,10 @@ from penstock.support.out_of_memory import ended_out_of_memory
 from .failures import ending
 from .logs import tail
 
-# More than importing, and forking, take where there is much else to do.
+# Longer than imports and forks take on a busy machine.
 _IMPORT_SECONDS, _FORK_SECONDS = 120.0, 30.0
-# How long a server waits for another run, and how often it looks whether its launcher is there.
+_STOPPED_SECONDS, _TICK_SECONDS = 10.0, 0.5
+# The seconds that a server waits for another run, and those between two looks for its launcher.
 _IDLE_SECONDS, _LOOK_SECONDS = 30.0, 1.0
 _LONGEST_MESSAGE = 1 << 12
 _PR_SET_PDEATHSIG = 1
@@ -63,7 +67,7 @@ class Process:
     def __init__(self) -> None:
         self.pid = 0
         self.refusal = ""
-        # How its server ended, if it ended with that.
+        # A description of the server's end, if the process ended with the server.
         self.orphaned = ""
         self._code: int | None = None
         self._began, self._ended = threading.Event(), threading.Event()
@@ -148,8 +152,7 @@ class Server:
                     f"the system passes no connections on to rank {rank.rank}: {error.strerror}", where="launch"
                 ) from error
         try:
-            if not self._ready.wait(_IMPORT_SECONDS):
-                raise PeerLost(f"imports took longer than {_IMPORT_SECONDS:g} s", where="launch")
+            self._await_ready()
             if not process.has_begun(_FORK_SECONDS):
                 raise PeerLost(f"no process for rank {rank.rank} within {_FORK_SECONDS:g} s", where="launch")
         except BaseException:  # an interrupt, too: its caller does not wait for it
@@ -160,6 +163,27 @@ class Server:
         if process.refusal:
             raise DoesNotFit(f"the system starts no process for rank {rank.rank}: {process.refusal}", where="launch")
         return process if process.pid else None
+
+    def _await_ready(self) -> None:
+        """Wait for the imports, which take any time on a busy machine; a process that is stopped gets on with none."""
+        started = ran = time.monotonic()
+        while not self._ready.wait(_TICK_SECONDS):
+            now = time.monotonic()
+            if not is_stopped(self.pid):
+                ran = now
+            if now - ran > _STOPPED_SECONDS:
+                raise PeerLost(f"{self._named()} has been stopped for {now - ran:.0f} s", where="launch")
+            if now - started > _IMPORT_SECONDS:
+                raise PeerLost(f"imports took longer than {_IMPORT_SECONDS:g} s", where="launch")
+
+    def _named(self) -> str:
+        return f"the process that ranks are forked from (process {self.pid} on {socket.gethostname()})"
+
+    def wake(self) -> None:
+        """Let a server go on that was stopped: it has ended ranks to bury, and an end of its own to come to."""
+        if not self.lost and is_stopped(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGCONT)
 
     def _read(self) -> None:
         while said := self._receive():
@@ -182,9 +206,8 @@ class Server:
             self.lost = True
             said = tail(self._log)
             self.failure = _describe_end(code, self._log)
-            named = f"the process that ranks are forked from (process {self.pid} on {socket.gethostname()})"
             for process in self._processes.values():
-                process.end(code, f"{named} {ending(code)}, and all ranks with it\n{said}".rstrip())
+                process.end(code, f"{self._named()} {ending(code)}, and all ranks with it\n{said}".rstrip())
             self._processes.clear()
             self._log.close()
             self._socket.close()
@@ -203,6 +226,13 @@ _servers: dict[object, Server] = {}
 _servers_lock = threading.Lock()
 
 
+@atexit.register
+def wake_servers() -> None:
+    """Let all servers go on that were stopped. Nothing else would end them."""
+    for server in list(_servers.values()):
+        server.wake()
+
+
 def fork_rank(rank: Rank, backend: str, environment: Mapping[str, str]) -> Process:
     """Start a process for a rank, from a server that hands down what this process would, with that environment."""
     key = (backend, *sorted(environment.items()), *_inherited())
@@ -214,7 +244,7 @@ def fork_rank(rank: Rank, backend: str, environment: Mapping[str, str]) -> Proce
             server = _servers[key] = known or Server(backend, environment)
         if (process := server.fork(rank)) is not None:
             return process
-        # One that was there already may have ended for want of work before it read of this rank.
+        # A server that was there already may have ended for want of work before it read the message about this rank.
         if known is None:
             assert server.failure is not None
             raise server.failure
@@ -279,9 +309,8 @@ class _Children:
             return
         if not pid:
             try:
-                # A group of its own before the launcher knows of it: signals go to groups. And no process could end it
-                # when the
-                # server is gone.
+                # The process gets a group of its own before the launcher knows of it, because signals go to groups. No
+                # process could end it when the server is gone.
                 os.setsid()
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 self._connection.close()
@@ -332,8 +361,6 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
 
-    from penstock.backends.registry import backend_of
-
     load("rank")
     with contextlib.suppress(PenstockError):  # the rank that loads a stage meets it again, and reports it
         backend_of(arguments.backend).prepare()
@@ -376,7 +403,7 @@ def _name(role: str) -> None:
 
 
 def _become(rank: Rank, parent: int) -> NoReturn:
-    """Be a rank from here on, in a process that was just forked."""
+    """Run as a rank from here on, in a process that was just forked."""
     code = 1
     try:
         said = os.pread(1, os.fstat(1).st_size, 0)
@@ -387,6 +414,8 @@ def _become(rank: Rank, parent: int) -> NoReturn:
         for descriptor in (rank.control, rank.status):
             os.set_inheritable(descriptor, False)
         _name(str(rank.rank))
+        # Like any other signal, an interrupt of a rank alone ends it at once, and the launcher says by what.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         gc.enable()
         code = load("rank").serve_rank(rank, parent)
     except BaseException:
@@ -396,7 +425,7 @@ def _become(rank: Rank, parent: int) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
-            # Nothing of the server's is to be tidied up here.
+            # A rank must not clean up what belongs to the server.
             os._exit(code)
 
 

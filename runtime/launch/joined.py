@@ -16,7 +16,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -59,6 +58,7 @@ from penstock.runtime.worker.evaluation import count_evaluation, mean_loss
 from penstock.runtime.worker.worker import Worker, describe_failure
 from penstock.support.entry_points import ENTRY_POINTS
 from penstock.support.errors import PenstockError, UsageError
+from penstock.support.terminal import say_as_is
 
 from . import restarts
 from .elastic import Replanned, devices_on, lost_devices, replan
@@ -139,7 +139,7 @@ class _GroupRun:
             ).warnings
 
     def plan_anew(self, present: Sequence[Present], channel: Channel) -> None:
-        """Go on with a bundle for the ranks that are there."""
+        """Compile a bundle for the ranks that are there, and continue with it."""
         self.bundle, plan = _plan_together(self.group, self.bundle, self.options, present, channel)
         self._planned.append(plan)
 
@@ -152,7 +152,7 @@ class _GroupRun:
         self.end = self.first + options.steps if self._beginning.end is None else self._beginning.end
 
     def announce(self, hosts: str, warnings: Sequence[str]) -> None:
-        """Say on stderr where the ranks are, where the run begins, and what to know of it."""
+        """Print on stderr where the ranks are, where the run begins, and what to know of it."""
         start, beginning = self.start, self._beginning
         lines = [hosts]
         if beginning.again:
@@ -163,7 +163,7 @@ class _GroupRun:
             f"warning: {text}"
             for text in [*self._claimed, *(beginning.words if beginning.again else [*start.warnings, *warnings])]
         ]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        say_as_is("\n".join(lines))
 
     def open_records(self, busy: Callable[[], Sequence[float]]) -> None:
         """Open the metrics, and note that the run is under way."""
@@ -332,7 +332,7 @@ class _Ties:
         threading.Thread(target=self._watch, name="keeper", daemon=True).start()
 
     def part(self) -> None:
-        """Leave in good order: a keeper that is stopped would be left behind, so its answer is waited for."""
+        """End in good order, and wait for the keeper's answer: a stopped keeper would stay behind otherwise."""
         self._answered.clear()
         self._channel.send(Done())
         self._answered.wait(self._patience.limit + 5)
@@ -350,7 +350,7 @@ class _Ties:
             time.sleep(BEAT_SECONDS)
             self._patience.look()
             if self._patience.over(self._heard):
-                # It is stopped, and would be left behind.
+                # The worker is stopped, and would stay behind.
                 os.kill(self._parent, signal.SIGKILL)
                 os._exit(1)
 
@@ -364,7 +364,7 @@ def main(argv: Sequence[str]) -> None:
     for name in ("interface", "options"):
         parser.add_argument(f"--{name}", required=True)
     arguments = parser.parse_args(argv)
-    # Sent to all processes of a terminal: the keeper heeds it, and ends this one.
+    # A terminal sends the signal to all its processes. The keeper handles it, and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(arguments.threads)
     options = msgspec.json.decode(arguments.options, type=RunOptions)

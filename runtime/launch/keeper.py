@@ -12,8 +12,8 @@ does. In each half of a cut network that is one rank. Every keeper kills its wor
     died error    the worker ended, or reported an exception       silent       the worker has no heartbeat
     closed        the keeper of a rank is gone                     unreachable  nothing is heard of a rank: a cut, a
                                                                                 host that is down
-    ended         the launcher ended a rank                        symptom      a rank lost a peer; a rank with any
-                                                                                other trouble is the cause
+    ended         the launcher ended a rank                        abandoned    the launcher is gone
+    symptom       a rank lost a peer; a rank with any other trouble is the cause
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -42,6 +43,7 @@ from penstock.runtime.messages.control import Alive, Channel, Done, Failed, Gath
 from penstock.runtime.messages.status import Patience, StatusBoard, await_saves, describe_line, is_stopped
 from penstock.support.errors import PeerLost, PenstockError, UsageError, VerifyError
 from penstock.support.processes import command_of
+from penstock.support.terminal import say_as_is
 
 from .failures import ending, error_of, named, newest_checkpoint, others, place, reached
 from .local import START_SECONDS, thread_environment
@@ -49,12 +51,12 @@ from .logs import Follower, chosen_ranks, tail
 from .options import RunOptions
 from .peers import Bye, JobVerdict, Peers, Pulse, Said, Told
 
-# The stronger the sooner: what a rank knows of itself comes before what other ranks see of it.
-KINDS = ("error", "died", "silent", "closed", "unreachable", "ended", "symptom")
+# Stronger evidence comes first: the report of a rank on itself before observations of other ranks.
+KINDS = ("error", "died", "silent", "closed", "unreachable", "ended", "abandoned", "symptom")
 _TICK_SECONDS = 0.1
 _PULSE_SECONDS = 0.5
-# How long to look for the cause after the first sign of trouble, and what each further rank waits for the one before
-# it.
+# The seconds to look for the cause after the first sign of a failure. The second number is the wait of each further
+# rank for the rank before it.
 _CAUSE_SECONDS, _TURN_SECONDS = 1.5, 2.0
 _END_SECONDS, _KILL_SECONDS = 2.0, 10.0
 # The worker misses its keeper while that connects, so this is less than any heartbeat.
@@ -62,14 +64,14 @@ _CONNECT_SECONDS = 0.75
 
 
 def become_rank(options: RunOptions) -> None:
-    """Be the keeper of a rank of the group until it ends; does not return."""
+    """Run as the keeper of a rank of the group until it ends; does not return."""
     seat = place_of()
     try:
         # Before any rank looks for its files, which a rank too many would not find.
         check_world(options.bundle, listed_ranks(options.bundle), seat, options.elastic)
     except UsageError as error:
-        # All ranks find the same: one of each host says it, and torchrun, which may end that one
-        # before, hears it from whichever ends first.
+        # All ranks have the same error, and one rank of each host prints it. torchrun may end that rank before, so it
+        # gets the error from the rank that ends first.
         _tell_torchrun(str(error))
         if seat.local_rank == 0:
             raise
@@ -128,6 +130,9 @@ class Keeper:
         self._left: set[int] = set()
         self._troubles: dict[int, Trouble] = {}
         self._signal: int | None = None
+        self._launcher = launcher_of(os.environ)
+        # When the worker was last seen to run.
+        self._ran = time.monotonic()
         self._reported = False
         self._log_ranks = chosen_ranks(options.log_ranks, bundle.world_size)
         # Rank 0 speaks for the run. `end` closes the file.
@@ -202,6 +207,10 @@ class Keeper:
                 )
                 if self._mesh is None or self._is_settled(0.5):
                     return 128 + self._signal
+            if self._launcher is not None and os.getppid() != self._launcher:
+                self._own(
+                    "abandoned", PeerLost.__name__, f"has no launcher any longer: process {self._launcher} is gone"
+                )
             if time.monotonic() - pulsed > _PULSE_SECONDS:
                 pulsed = time.monotonic()
                 self._pulse()
@@ -209,7 +218,7 @@ class Keeper:
                 error = self._verdict()
                 if self._mesh is not None:
                     self._mesh.send_all(JobVerdict(error.exit_code))
-                print(f"penstock: error: {error}", file=sys.stderr, flush=True)
+                say_as_is(f"penstock: error: {error}")
                 _tell_torchrun(str(error))
                 return error.exit_code
 
@@ -220,13 +229,13 @@ class Keeper:
         self._answer()
 
     def _answer(self) -> None:
-        """Give the worker a sign of life. One that is stopped does not read, and must not stop its keeper."""
+        """Send the worker a sign of life. One that is stopped does not read, and must not stop its keeper."""
         try:
             known = {**self._busy, self.rank: self._board.busy(0)}
             whole = tuple(known[rank] for rank in sorted(known)) if len(known) == self.seat.world else ()
             self._channel.offer(Alive(whole))
         except OSError:
-            return  # it has ended, which is seen elsewhere
+            return  # it has ended, which another thread notices
 
     def end(self) -> None:
         """End the worker, whatever it is doing; but a checkpoint that is being written is waited for, as long as it
@@ -254,8 +263,8 @@ class Keeper:
         self._channel.close()
 
     def tell_end(self, code: int) -> None:
-        """Say what is left of a run that its launcher ended, once for all ranks, when the checkpoint that was being
-        saved is there."""
+        """Report once for all ranks what is left of a run that its launcher ended. That happens when the checkpoint
+        that was being saved is complete."""
         failed = any(trouble.kind in ("error", "died", "silent") for trouble in self._troubles.values())
         if self._signal is None or code != 128 + self._signal or self.rank or failed:
             return
@@ -265,7 +274,7 @@ class Keeper:
             summary += "; nothing was saved, because no --checkpoint was given"
         elif newest_checkpoint(directory) is not None:
             summary += f"; --resume {directory} goes on from there, as does a start under the name of this run"
-        print(f"penstock: ended by {signal.Signals(self._signal).name}: {summary}", file=sys.stderr, flush=True)
+        say_as_is(f"penstock: ended by {signal.Signals(self._signal).name}: {summary}")
 
     # -------------------------------------------------------------------------------------------- what is seen
 
@@ -297,10 +306,16 @@ class Keeper:
                 and self.rank not in self._log_ranks
                 and (said := tail(self._log))
             ):
-                print(f"what rank {self.rank} wrote last:\n{said}", file=sys.stderr, flush=True)
+                say_as_is(f"what rank {self.rank} wrote last:\n{said}")
             hint = "if memory ran out, use more stages or smaller microbatches" if code == -signal.SIGKILL else ""
             self._own("died", PeerLost.__name__, ending(code), hint=hint)
         beat = self._board.last_beat(0)
+        if code is None and not beat:
+            # It has no heart yet that could stop. Starting takes any time, but a process that is stopped takes none.
+            if not is_stopped(self._process.pid):
+                self._ran = time.monotonic()
+            elif self._patience.over(self._ran):
+                self._own("silent", PeerLost.__name__, f"has been stopped for {time.monotonic() - self._ran:.0f} s")
         limit = START_SECONDS + self.options.timeout
         if code is None and not beat and time.monotonic() - self._started > limit:
             self._own("silent", PeerLost.__name__, f"gave no sign of life within {limit:g} s")
@@ -310,7 +325,7 @@ class Keeper:
             self._own("silent", PeerLost.__name__, f"{state}: no sign of life for {seconds:.0f} s")
 
     def _own(self, kind: str, error: str, what: str, where: str = "", hint: str = "") -> None:
-        """Note trouble of this rank; the first one counts."""
+        """Record a failure of this rank; the first one counts."""
         if self.rank in self._troubles:
             return
         trouble = Trouble(kind, time.monotonic(), self._own_doing(), error, what, where, hint)
@@ -327,7 +342,7 @@ class Keeper:
                 self._doing[rank] = doing
                 self._steps = max(self._steps, steps)
             case Told(kind, doing, error, what, where, hint):
-                # What a rank says of itself is better than what was seen of it.
+                # The report of a rank on itself is better than an observation of it.
                 self._troubles[rank] = Trouble(kind if kind in KINDS else "error", now, doing, error, what, where, hint)
                 self._doing[rank] = doing
             case Bye():
@@ -361,10 +376,10 @@ class Keeper:
         return time.monotonic() - min(trouble.since for trouble in self._troubles.values()) > seconds
 
     def _is_my_turn(self) -> bool:
-        """Say whether it is time for a verdict, and this keeper's to give it."""
+        """Return whether it is time for a verdict, and this keeper's to give it."""
         if self._mesh is None:
             return True  # no other keeper knows of it
-        strong = [trouble.since for trouble in self._troubles.values() if trouble.kind not in ("symptom", "ended")]
+        strong = [trouble.since for trouble in self._troubles.values() if trouble.kind != "symptom"]
         # The cause of a symptom shows at the latest when a heartbeat is missed.
         wait = _CAUSE_SECONDS if strong else _CAUSE_SECONDS + self.options.heartbeat
         since = min(strong or [trouble.since for trouble in self._troubles.values()])
@@ -424,6 +439,11 @@ class Keeper:
     def _own_steps(self) -> int:
         step = self._board.last_step()
         return 0 if step is None else step + 1
+
+
+def launcher_of(environment: Mapping[str, str]) -> int | None:
+    """Return the process whose end ends the group: torchrun's agent. Other launchers may start ranks and leave them."""
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
 
 
 def _tell_torchrun(text: str) -> None:

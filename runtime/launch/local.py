@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import resource
 import secrets
 import signal
 import socket
@@ -45,15 +46,16 @@ from penstock.runtime.messages.control import (
 )
 from penstock.runtime.messages.defaults import HEARTBEAT
 from penstock.runtime.messages.status import Patience, StatusBoard, await_saves, describe_line, is_stopped
-from penstock.support.errors import PeerLost, PenstockError, VerifyError
+from penstock.support.errors import PeerLost, PenstockError, UsageError, VerifyError
+from penstock.support.words import counted
 
 from .failures import ending, error_of, named, others, place, reached, waits_for
-from .forkserver import Process, fork_rank
+from .forkserver import Process, fork_rank, wake_servers
 from .logs import Follower, tail
 
 # Loading, beside the timeout for the group to meet.
 START_SECONDS = 120.0
-# How long to look for the cause after the first sign of trouble; a broken connection is noticed faster than a dead
+# The seconds to look for the cause after the first sign of a failure. A broken connection is noticed faster than a dead
 # process.
 _CAUSE_SECONDS = 1.5
 _TERMINATE_SECONDS = 2.0
@@ -61,12 +63,31 @@ _POLL_SECONDS = 0.2
 # The system ends processes where it has no more.
 _MEMORY_HINT = "if memory ran out, use more stages or smaller microbatches"
 
+# What libraries and the run itself open, and what each further rank adds.
+_DESCRIPTORS, _DESCRIPTORS_PER_RANK = 24, 4
+
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TVM_NUM_THREADS")
 
 
 def thread_environment(threads: int) -> dict[str, str]:
     """Return the variables that must be set before a worker imports anything."""
     return dict.fromkeys(THREAD_VARIABLES, str(threads))
+
+
+def check_descriptors(world: int) -> None:
+    """Allow this process and those it starts as many open files as a run needs; UsageError where the system forbids it.
+
+    A run with fewer fails somewhere in a library, or waits.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _DESCRIPTORS + _DESCRIPTORS_PER_RANK * world
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise UsageError(
+                f"a process may have {hard} open files here, and a run of {counted(world, 'rank')} needs {needed}",
+                hint=f"ulimit -n {needed}",
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class Workers:
@@ -86,11 +107,12 @@ class Workers:
         self._follower: Follower | None = None
         self._closed = False
         self._ending = False
-        # Longer than any wait of a rank for another one, which has the better message.
+        # Longer than any wait of a rank for another one, because the error of a rank is the better message.
         self._patience = 2 * setup.timeout + 10
         self._silence = Patience(heartbeat)
         # The directory of checkpoints, when there is one, for messages.
         self.checkpoints: str | None = None
+        check_descriptors(self.count)
         try:
             for rank in range(self.count):
                 self._start(rank)
@@ -112,7 +134,7 @@ class Workers:
         start = Rank(rank, self.count, entry.threads, theirs.fileno(), self._board.descriptor, log.fileno())
         with theirs:
             self._processes.append(fork_rank(start, self.bundle.manifest.backend, environment))
-        # From here on it is silent where it says nothing.
+        # From here on a worker without signs of life counts as silent.
         self._board.beat(rank)
         threading.Thread(target=self._read, args=(rank, self._channels[-1]), name=f"rank {rank}", daemon=True).start()
 
@@ -159,7 +181,7 @@ class Workers:
             self.send(rank, message)
 
     def expect_end(self) -> None:
-        """Let workers end, in order, from here on: the first of them is gone before the last one has answered."""
+        """Accept from here on that workers end: the first of them is gone before the last one has answered."""
         self._ending = True
 
     @property
@@ -191,7 +213,7 @@ class Workers:
         return self._processes[rank].poll() is None and self._silence.over(self._board.last_beat(rank))
 
     def wake(self) -> None:
-        """Let a thread that waits for a message look up: another thread has something for it."""
+        """Wake a thread that waits for a message, because another thread has a message for it."""
         self._messages.put((-1, Wake(), {}))
 
     def receive(self) -> tuple[int, Message, Arrays]:
@@ -229,7 +251,9 @@ class Workers:
         for kind, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, 10.0)):
             deadline = time.monotonic() + seconds
             for process in self._processes:
-                process.signal_group(kind)
+                # One that is stopped would not hear of its end.
+                process.signal_group(signal.SIGKILL if is_stopped(process.pid) else kind)
+            wake_servers()
             for process in self._processes:
                 process.wait(max(0.0, deadline - time.monotonic()))
         for channel in self._channels:
@@ -276,7 +300,9 @@ class Workers:
     def _cause(self, rank: int | None, message: Failed | None) -> tuple[int | None, PenstockError]:
         """Find the rank that is the cause of a failure, and its error; all workers have ended then."""
         reports: dict[int, Failed] = {} if rank is None or message is None else {rank: message}
-        deadline = time.monotonic() + _CAUSE_SECONDS
+        # Ranks that are stopped are the cause of all that others report.
+        known = rank is None and any(is_stopped(process.pid) for process in self._processes)
+        deadline = time.monotonic() + (0.0 if known else _CAUSE_SECONDS)
         settled = False
         while time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
@@ -304,13 +330,13 @@ class Workers:
         note = reached(self._board.last_step(), self.checkpoints)
         heard = {r: self._board.last_beat(r) for r in silent}
         self.end()
-        # One that has ended well was told to, in the course of the others' end.
+        # A worker that ended well got the order to end, because other workers ended.
         dead = sorted(
             (r for r in range(self.count) if codes[r] is not None and r not in reports), key=lambda r: codes[r] == 0
         )
         causes = [r for r, report in reports.items() if report.error != PeerLost.__name__]
-        # The system kills all ranks with the process that they were forked from; one that had ended before is a cause
-        # of its causes.
+        # The system kills all ranks with the process that they were forked from. A rank that ended before may have
+        # caused that.
         alone = [r for r in dead if not self._processes[r].orphaned]
         if dead and not alone:
             return None, self._orphans(dead[0], codes[dead[0]], doing, note)

@@ -11,12 +11,12 @@ without a report. A process writes into a file of its own, so that no reader hol
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Collection, Mapping
 from typing import IO
 
 from penstock.support.errors import UsageError
+from penstock.support.terminal import is_terminal, write_to_people
 
 DEFAULT = "0"
 _EVERY_SECONDS = 0.2
@@ -90,7 +90,6 @@ class Follower:
 
     def _print(self, prefix: str, lines: Collection[bytes]) -> None:
         # A line of progress may stand there.
-        clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+        clear = "\r\x1b[K" if is_terminal() else ""
         text = "".join(f"{clear}{prefix}{line.decode('utf-8', 'replace').rstrip()}\n" for line in lines)
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        write_to_people(text)

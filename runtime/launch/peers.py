@@ -116,13 +116,13 @@ class _Link:
         self.proved = False
 
     def shake(self) -> None:
-        """Get on with TLS; raises while it waits."""
+        """Continue the TLS handshake; raise while it waits."""
         if self.shaking and self.secured is not None:
             self.secured.do_handshake()
             self.shaking = False
 
     def receive(self) -> bool:
-        """Take the bytes that arrived; say whether the connection has ended."""
+        """Read the bytes that arrived. Return whether the connection has ended."""
         if self.broken is not None:
             raise self.broken
         self.shake()
@@ -207,7 +207,7 @@ class Peers:
             link.later += self._framed(record)
 
     def _send(self, link: _Link, record: Said) -> None:
-        # Where the other end does not read, its rank will be seen to be silent.
+        # Where the peer does not read, its rank will count as silent.
         if len(link.unsent) < _LARGEST:
             link.unsent += self._framed(record)
         link.flush()
@@ -282,7 +282,7 @@ class Peers:
         return records
 
     def _meet_lower(self, link: _Link, record: Said) -> bool:
-        """Say whether the keeper that we connected to shows that it belongs to the group."""
+        """Return whether the keeper that we connected to shows that it belongs to the group."""
         assert link.rank is not None
         ranks = (self._rank, link.rank)
         if not isinstance(record, Welcome) or not is_proof(
@@ -296,7 +296,7 @@ class Peers:
         return True
 
     def _meet_higher(self, link: _Link, record: Said) -> bool:
-        """Say whether a keeper that connected to us goes on as one that belongs to the group."""
+        """Return whether a keeper that connected to us goes on as one that belongs to the group."""
         if link.hello is None:
             if not isinstance(record, PeerHello) or not self._rank < record.rank < self._world:
                 return False

@@ -43,7 +43,7 @@ class Reports:
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def take(self, step: Step) -> None:
-        """Take a step that finished on this rank."""
+        """Accept a step that finished on this rank."""
         if self._metrics is not None:
             self._add(self._rank, step)
             return
@@ -54,7 +54,7 @@ class Reports:
         self._sent.append((work, message))
 
     def expect(self, count: int) -> threading.Thread | None:
-        """Take `count` steps in the background, on rank 0, as far as losses are computed elsewhere."""
+        """Receive `count` steps in the background, on rank 0, as far as losses are computed elsewhere."""
         if self._metrics is None or self._steps.shares.keys() == {self._rank}:
             return None
         thread = threading.Thread(target=self._listen, args=(count,), name="reports", daemon=True)

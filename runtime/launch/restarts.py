@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from penstock.runtime.group.group import RankGroup
 
 FILE = "unfinished.json"
-# How many checkpoints may be damaged before a run begins anew.
+# The number of damaged checkpoints after which a run begins anew.
 _MOST_SAVES = 8
-# How often a launcher says it has started this before.
+# Environment variables with the number of earlier starts by the launcher's count.
 _COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
@@ -132,14 +132,14 @@ def find_unfinished(options: RunOptions, environment: Mapping[str, str] = os.env
 
 
 def begin(options: RunOptions, first: int) -> UnfinishedRun:
-    """Note that a run is under way, or under way again."""
+    """Record that a run has started or restarted."""
     record = find_unfinished(options) or UnfinishedRun(run_name(), first, options.steps, options.resume)
     write(options, record)
     return record
 
 
 def note_save(options: RunOptions, record: UnfinishedRun, step: int) -> UnfinishedRun:
-    """Note that a checkpoint is about to be begun."""
+    """Record that a checkpoint is about to be begun."""
     assert options.checkpoint is not None
     save = BegunSave(step_name(step), identity(Path(options.checkpoint) / step_name(step)))
     kept = [other for other in record.saves if other.name != save.name][1 - _MOST_SAVES :]
@@ -166,6 +166,6 @@ def write(options: RunOptions, record: UnfinishedRun) -> None:
 
 
 def finish(options: RunOptions) -> None:
-    """Note that the run is complete: its next start is a new one."""
+    """Record that the run is complete: its next start is a new one."""
     if options.checkpoint is not None:
         (Path(options.checkpoint) / FILE).unlink(missing_ok=True)

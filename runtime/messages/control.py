@@ -312,8 +312,8 @@ class Channel:
                     self._socket.sendall(array.reshape(-1).view(np.uint8).data)
 
     def offer(self, message: Record) -> bool:
-        """Send a short message if there is room, so that an end that does not read holds no sender up. Say whether it
-        was sent."""
+        """Send a short message if there is room, so that an end that does not read holds no sender up. Return whether
+        it was sent."""
         room = select.poll()
         room.register(self._socket, select.POLLOUT)
         if not room.poll(0):

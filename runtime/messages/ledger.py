@@ -77,7 +77,7 @@ class Ledger:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep entries that are made meanwhile out of the run."""
+        """Exclude entries that are made inside of the block from the run."""
         kept, self.entries = self.entries, []
         try:
             yield

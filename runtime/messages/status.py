@@ -26,8 +26,7 @@ from penstock.ir.schedule import RECEIVES, Action
 _LINE = 128
 _SLOT = 192
 _BEAT, _STEPS, _SAVE, _BUSY = range(_LINE // 8, _LINE // 8 + 4)
-# When a run has failed, a checkpoint that is being written is waited for as long as it gets on, and for so many seconds
-# in all.
+# When a run has failed, its launcher waits for a checkpoint while its bytes grow, and for so many seconds in all.
 _SAVE_QUIET_SECONDS, _SAVE_SECONDS = 4.0, 30.0
 # Seconds between two heartbeats.
 BEAT_SECONDS = 0.25
@@ -83,7 +82,7 @@ class Status:
             self._memory[self._start : self._start + _LINE] = self.text.encode()[:_LINE].ljust(_LINE)
 
     def finish(self, step: int) -> None:
-        """Note that a step is finished; they count from 0."""
+        """Record that a step is finished; they count from 0."""
         if self._numbers is not None:
             self._numbers[_STEPS] = step + 1.0
 
@@ -93,13 +92,13 @@ class Status:
             self._numbers[_BUSY] += seconds
 
     def save(self, written: int, done: bool = False) -> None:
-        """Note that so many bytes of a checkpoint are written. `done`: this rank's part of it is written and reported,
-        so that the other ranks can finish it alone."""
+        """Record that so many bytes of a checkpoint are written. `done`: this rank's part of it is written and
+        reported, so that the other ranks can finish it alone."""
         if self._numbers is not None:
             self._numbers[_SAVE] = -1.0 - written if done else 1.0 + written
 
     def end_save(self) -> None:
-        """Note that no checkpoint is being written."""
+        """Record that no checkpoint is being written."""
         if self._numbers is not None:
             self._numbers[_SAVE] = 0.0
 
@@ -108,7 +107,7 @@ class Status:
             self._numbers[_BEAT] = time.monotonic()
 
     def start_heart(self) -> None:
-        """Beat from here on."""
+        """Start to send signs of life."""
         threading.Thread(target=self._live, name="heart", daemon=True).start()
 
     def _live(self) -> None:
@@ -138,7 +137,7 @@ class StatusBoard:
         return self._numbers[rank * _SLOT // 8 + _BEAT]
 
     def beat(self, rank: int) -> None:
-        """Note a sign of life of a rank that has just been started."""
+        """Record a sign of life of a rank that has just been started."""
         self._numbers[rank * _SLOT // 8 + _BEAT] = time.monotonic()
 
     def busy(self, rank: int) -> float:
@@ -170,14 +169,14 @@ class Patience:
         self._since = self._looked = time.monotonic()
 
     def look(self) -> None:
-        """Look; to be called several times per second, and before every `over`."""
+        """Record the time of this check. The caller checks several times per second, and before every `over`."""
         now = time.monotonic()
         if now - self._looked > self.limit / 3:
             self._since = now
         self._looked = now
 
     def over(self, heard: float) -> bool:
-        """Say whether a rank that was last heard at a time has been silent for too long."""
+        """Return whether a rank that was last heard at a time has been silent for too long."""
         return 0 < self.limit < self._looked - max(heard, self._since)
 
 
@@ -196,7 +195,7 @@ def await_saves(look: Callable[[], Sequence[float]]) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Say whether a process is there and does not run, because of a signal or a debugger."""
+    """Return whether a process is there and does not run, because of a signal or a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:

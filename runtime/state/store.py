@@ -14,6 +14,7 @@ bytes, which is what torch's allocator gives. They are in the memory of the stag
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ def allocate(type: TensorType, device: torch.device = CPU) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class _Block:
+class _MemoryBlock:
     """A block of memory, the arrays of it by type, and its user. An array is alive as long as any tensor has its
     memory, whichever tensor was made from which."""
 
@@ -61,7 +62,7 @@ class Recycled:
     ) -> None:
         self.device, self.pinned = device, pinned
         self._memory = memory or self._allocate
-        self._blocks: dict[int, list[_Block]] = {}
+        self._blocks: dict[int, list[_MemoryBlock]] = {}
         self._lenders: dict[TensorType, Callable[[], torch.Tensor]] = {}
 
     def tensor(self, type: TensorType) -> torch.Tensor:
@@ -86,7 +87,7 @@ class Recycled:
                 if block.user() is None:
                     break
             else:
-                block = _Block(self._memory(type.nbytes))
+                block = _MemoryBlock(self._memory(type.nbytes))
                 blocks.append(block)
             array = block.arrays.get(type)
             if array is None:
@@ -221,8 +222,10 @@ class Store:
                 )
             else:
                 self.single[name] = allocate(var.type, device)
-        # The results of `buffers` since versions last changed.
-        self._found: dict[tuple[str, int | None, int], list[torch.Tensor]] = {}
+        # Batches so far apart use the same copies of all gradients.
+        self._turns = math.lcm(*(len(copies) for copies in self.gradients.values()))
+        # The results of `buffers` since versions last changed, by graph, version and turn.
+        self._by_turn: dict[tuple[str, int | None, int], list[torch.Tensor]] = {}
         self.values: dict[int, dict[str, torch.Tensor]] = {}
         self.value_bytes = self.most_value_bytes = 0
         self.ledger: Ledger | None = None
@@ -266,7 +269,7 @@ class Store:
 
     def restore_older(self, version: int, name: str) -> torch.Tensor:
         """Make an older version live again and return its buffer, to be filled from a checkpoint."""
-        self._found.clear()
+        self._by_turn.clear()
         versions = self.versioned[name]
         buffer = version % versions.var.versions
         if versions.held.get(buffer) is not None:
@@ -293,22 +296,22 @@ class Store:
 
     def buffers(self, graph: str, slots: Sequence[Slot], version: int | None, batch: int) -> list[torch.Tensor]:
         """Return the tensors for all slots of a graph; between two changes of versions they are looked up once."""
-        key = (graph, version, batch)
-        tensors = self._found.get(key)
+        key = (graph, version, batch % self._turns)
+        tensors = self._by_turn.get(key)
         if tensors is None:
-            tensors = self._found[key] = [self.buffer(slot, version, batch) for slot in slots]
+            tensors = self._by_turn[key] = [self.buffer(slot, version, batch) for slot in slots]
         return tensors
 
     def start_update(self, version: int) -> None:
         """Begin the update to a version. Versions are made one after the other; anything else is a broken schedule."""
         if version != self.version + 1:
             raise VerifyError(f"an update makes version {version}, the newest one is {self.version}")
-        self._found.clear()
+        self._by_turn.clear()
         for versions in self.versioned.values():
             versions.start(version, self.grow)
 
     def finish_update(self, version: int) -> None:
-        self._found.clear()
+        self._by_turn.clear()
         for name, versions in self.versioned.items():
             versions.finish(version, self.grow)
             self._note_version("write", name, versions, version)
@@ -316,7 +319,7 @@ class Store:
 
     def retire(self, version: int) -> None:
         """Retire a version: no microbatch will read it again."""
-        self._found.clear()
+        self._by_turn.clear()
         for name, versions in self.versioned.items():
             if version in versions.held.values():
                 versions.retired.add(version)
@@ -358,7 +361,7 @@ class Store:
         return self.values.get(mb, {}).get(name)
 
     def keep_only(self, mb: int, names: frozenset[str]) -> None:
-        """Let go of every other value of a microbatch."""
+        """Release every other value of a microbatch."""
         held = self.values.get(mb, {})
         for name in [n for n in held if n not in names]:
             self._let_go(mb, name, held.pop(name))

@@ -6,7 +6,6 @@ In: a trace, as a job has it or as a file of `--trace`, and the module that ran.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from penstock.runtime.messages.ledger import LedgerEntry
 from penstock.support.errors import UsageError
 
 from .blocks import Stays
-from .times import seconds_of
+from .times import reading_trace, seconds_of
 from .trace import Event
 
 
@@ -40,8 +39,8 @@ class RankTrace:
 
 def read_trace(path: str | Path) -> list[RankTrace]:
     """Read the ranks of a file that `run --trace` wrote; UsageError if it is none."""
-    try:
-        listed = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+    hint = "it takes a file that `penstock run BUNDLE --trace FILE` of this version wrote"
+    with reading_trace(path, hint) as listed:
         ranks = sorted(e["pid"] for e in listed if e["name"] == "process_name")
         if not ranks or ranks != list(range(len(ranks))):
             raise ValueError(f"ranks {ranks[:8]}")
@@ -56,21 +55,6 @@ def read_trace(path: str | Path) -> list[RankTrace]:
         traces = [RankTrace(tuple(a), tuple(b)) for a, b in zip(events, entries, strict=True)]
         for trace in traces:
             _check(trace)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        RecursionError,
-        msgspec.ValidationError,
-    ) as error:
-        hint = "it takes a file that `penstock run BUNDLE --trace FILE` of this version wrote"
-        raise UsageError(
-            f"cannot read it as a trace: {type(error).__name__}: {error}", where=str(path), hint=hint
-        ) from error
     return traces
 
 

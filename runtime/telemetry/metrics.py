@@ -22,16 +22,18 @@ anything else a plain line every few seconds and one at the end. The line has ho
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from penstock.runtime.messages.control import Evaluation, Step
-from penstock.support.errors import PenstockError
+from penstock.support.errors import PenstockError, UsageError
 from penstock.support.terminal import StatusLine
 
 from .overlap import Overlap
@@ -41,6 +43,7 @@ from .utilisation import Utilisation
 # Seconds between two forms of the progress line on a terminal.
 _TERMINAL_EVERY = 0.1
 _WAIT_WORTH_TELLING = 1.0
+_HANDOVER_SECONDS, _LOOK_SECONDS = 5.0, 0.1
 
 
 class Metrics:
@@ -62,12 +65,8 @@ class Metrics:
         self._file: IO[str] | None = None
         self._path = path
         if path is not None:
-            target = Path(path)
             try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                if append:
-                    _keep_steps_before(target, first)
-                self._file = target.open("a" if append else "w", encoding="utf-8")
+                self._file = _open(Path(path), first if append else 0)
             except OSError as error:
                 raise self._unwritable(error) from error
         self._samples, self._first, self._total = samples, first, total
@@ -108,7 +107,7 @@ class Metrics:
         self._show(step, last=step.step + 1 == self._total)
 
     def tell_wait(self, seconds: float) -> None:
-        """Say, once, that training waited for a checkpoint because the one before was still being written."""
+        """Report once that training waited for a checkpoint because the one before was still being written."""
         if seconds >= _WAIT_WORTH_TELLING and not self._told_wait:
             self._told_wait = True
             self._line.interrupt(
@@ -198,15 +197,48 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{whole % 60:02}s" if minutes else f"{whole}s"
 
 
-def _keep_steps_before(path: Path, first: int) -> None:
-    """Drop the lines of steps past the checkpoint, which are run again after a resume, and a torn last line."""
-    if not path.exists():
-        return
+def _open(path: Path, first: int) -> IO[str]:
+    """Open a file for rows from step `first` on. One run at a time writes it: the lock ends with its process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Written at its end, wherever others may have moved that.
+    file = path.open("a+", encoding="utf-8") if path.is_file() or not path.exists() else path.open("w")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    if not _lock(file):
+        file.close()
+        raise UsageError(
+            "another run writes its metrics there", where=f"--metrics {path}", hint="give each run a file of its own"
+        )
+    kept = _rows_before(path, first)
+    file.truncate(0)
+    file.write(kept)
+    file.flush()
+    return file
+
+
+def _lock(file: IO[str]) -> bool:
+    """Lock a file for this process. The start of this run before this one may still be ending."""
+    end = time.monotonic() + _HANDOVER_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        except OSError:
+            return True  # a file system without locks
+        else:
+            return True
+
+
+def _rows_before(path: Path, first: int) -> str:
+    """Return the rows of a file without those of steps from `first` on, which run again, and without a torn line."""
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if first else ():
         try:
             if int(json.loads(line)["step"]) < first:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue
-    path.write_text("".join(kept), encoding="utf-8")
+    return "".join(kept)

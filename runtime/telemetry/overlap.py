@@ -78,6 +78,3 @@ def _seconds(cluster: Cluster | None, source: str, target: str, size: int) -> fl
         return 0.0
     path = cluster.path(source, target)
     return path.latency + max(size / speed for speed in (path.bandwidth, *(rate for _, rate in path.shares)))
-
-
-__all__ = ["Overlap", "overlap_of"]

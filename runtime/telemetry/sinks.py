@@ -221,7 +221,7 @@ def open_sink(text: str) -> Sink:
         return PrometheusServer(host or "127.0.0.1", int(port), _token())
     except OSError as error:
         raise UsageError(f"--log {text}: {error.strerror or error}") from error
-    # Of other people's code, which has its own kinds: no key, no server, a package half installed.
+    # The client libraries raise errors of their own kinds: no key, no server, a package half installed.
     except Exception as error:
         raise UsageError(f"--log {text}: {type(error).__name__}: {error}") from error
 
@@ -253,6 +253,6 @@ class Sinks:
         for text, sink in list(self._open.items()):
             try:
                 act(sink)
-            except Exception as error:  # of other people's code and servers: a run of days must not end for it
+            except Exception as error:  # the client library or the server failed: a run of days must not end for it
                 del self._open[text]
                 self._warn(f"warning: --log {text} failed and gets no more: {type(error).__name__}: {error}")

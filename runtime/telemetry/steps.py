@@ -30,7 +30,7 @@ class StepsUnderWay:
         self._lock = threading.Lock()
 
     def take(self, rank: int, part: Step) -> Step | None:
-        """Take the report of one rank; return the whole step if that was the last part of it."""
+        """Accept the report of one rank. Return the whole step if that was its last part."""
         if len(self.shares) == 1:
             return part
         with self._lock:
@@ -44,5 +44,5 @@ class StepsUnderWay:
         }
         losses = tuple(of_microbatch[mb] for mb in sorted(of_microbatch))
         latest = max(step.at for step in parts.values())
-        # What is known of the whole gradient is the same on all ranks.
+        # Numbers about the whole gradient are the same on all ranks.
         return Step(part.step, sum(losses) / len(losses), losses, part.lr, latest, part.grad_norm)

@@ -57,7 +57,7 @@ class Sender(threading.Thread):
         self.start()
 
     def hold(self, action: Action, works: Works) -> None:
-        """Hold a send that has begun. Called by one thread at a time."""
+        """Keep the memory of a send that has begun. Called by one thread at a time."""
         self._kept.append((action, works))
         for _, tensor in works:
             self._bytes += tensor.nbytes
@@ -84,7 +84,7 @@ class Sender(threading.Thread):
             while item:
                 action, works = item.pop()
                 try:
-                    # No variable of a loop, which would keep the last tensor while the queue is empty.
+                    # The loop has no variable for the work: it would keep the last tensor while the queue is empty.
                     while works:
                         works[0][0].wait(self._timeout)
                         if self._sent is not None:
@@ -92,7 +92,7 @@ class Sender(threading.Thread):
                         del works[0]
                 except LOST as error:
                     self._failed.append((action, error))
-                # Nor these, after an error.
+                # After an error, these must not keep tensors either.
                 del action, works
             del item
 
@@ -128,5 +128,5 @@ class LateSender(threading.Thread):
                 self._sender.hold(action, start())
             except LOST as error:
                 self._failed.append((action, error))
-            # As in the sender: hold no tensors while there is nothing to do.
+            # Hold no tensors while there is nothing to do, as in the sender.
             del item, start

@@ -167,7 +167,7 @@ class SharedIncoming:
         self.packing = EdgePacking(values, buffers, CPU)
 
     def post(self, number: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
-        """Give memory for a message, and return works that wait for it."""
+        """Return memory for a message, and works that wait for it."""
         messages = self.packing.messages()
         packet = _HEAD.pack(_FREE, number)
         for message in messages:

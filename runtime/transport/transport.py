@@ -82,11 +82,11 @@ class _Channel:
     """One direction of one phase between this rank and a peer, and the messages under way on it."""
 
     names: tuple[str, ...]
-    # Of receives.
+    # The state of receives.
     incoming: Incoming | None = None
     posted: dict[int, tuple[list[torch.Tensor], Sequence[BackgroundWork]]] = field(default_factory=dict)
     expected: deque[Action] = field(default_factory=deque)
-    # Of sends.
+    # The state of sends.
     outgoing: Outgoing | None = None
     sender: Sender | None = None
     link: LateSender | None = None
@@ -239,7 +239,7 @@ class RankTransport:
             self._post(action, channel)
         messages, works = channel.posted.pop(action.mb)
         if channel.expected:
-            # While this one is on its way there is time for it.
+            # There is time for it while this message is on its way.
             self._post(channel.expected.popleft(), channel)
         for work in works:
             try:
@@ -311,7 +311,7 @@ class RankTransport:
             raise self._lost(action, error) from error
 
     def close(self) -> None:
-        """Let go of memory and sockets that are shared with other processes; messages under way are lost."""
+        """Release memory and sockets that are shared with other processes; messages under way are lost."""
         for end in self._near.values():
             end.close()
         self._blocks.close()

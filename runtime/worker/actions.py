@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.ir.schedule import PER_BATCH, READERS, RECEIVES, Action, Program, Schedule
 
-# Actions that are made at once, beyond those that are asked for: in one go they cost less.
+# Actions that are created beyond those that the caller needs: together they cost less.
 _CHUNK = 16
 
 
@@ -27,7 +27,7 @@ class Feed(Protocol):
     """Batches of a run and their inputs. Batch numbers count from the beginning of training, not of the run."""
 
     def exists(self, batch: int) -> bool | None:
-        """Say whether a batch is part of the run; None when that is not known yet. Does not wait."""
+        """Return whether a batch is part of the run; None when that is not known yet. Does not wait."""
 
     def wait(self, batch: int) -> None:
         """Wait until `exists` knows."""
@@ -36,7 +36,7 @@ class Feed(Protocol):
         """Return the samples of one input for one microbatch."""
 
     def finish(self, batch: int) -> None:
-        """Let go of the batch's inputs: they are not needed after this."""
+        """Release the batch's inputs: they are not needed after this."""
 
 
 class Upcoming(NamedTuple):
@@ -69,8 +69,8 @@ class ActionStream:
         self._first, self._feed = first, feed
         self._raw = self._unroll(schedule.ranks[rank], first)
         self._ahead: deque[Upcoming] = deque()
-        # How many actions were popped, the receives ahead with their places, and the last of what the feed counts that
-        # is known to exist.
+        # The number of popped actions, the receives ahead with their places, and the last batch or microbatch of the
+        # feed that is known to exist.
         self._popped, self._known = 0, -1
         self._receives: deque[tuple[int, Action]] = deque()
         self._next = next(self._raw, None)

@@ -138,7 +138,7 @@ class Executor:
             for phase, send in SEND_OF.items()
             if send not in PER_BATCH
         }
-        # How many sends of a microbatch are still to come, where there are several.
+        # The number of sends of a microbatch that are still ahead, where there are several.
         self._unsent: dict[tuple[str, int], int] = {}
         forward = self.graphs.get(FORWARD)
         outputs = {v.name for v in forward.outs} if forward is not None else set()
@@ -163,8 +163,7 @@ class Executor:
     # -------------------------------------------------------------------------------------------- the loop
 
     def run(self, first: int, feed: Feed, unit: int | None = None) -> None:
-        """Work through the batches of a feed, from an empty pipeline to an empty pipeline. `unit` as in
-        ActionStream."""
+        """Run the batches of a feed, from an empty pipeline to an empty pipeline. `unit` as in ActionStream."""
         unit = unit or self.schedule.microbatches
         self.feed = feed
         if not self._held and not self._changes:
@@ -232,7 +231,7 @@ class Executor:
         self.transport.sum_up(action, self.store.sums(action.mb))
 
     def agree(self, action: Action) -> None:
-        """Carry out P or N: their results stay here until the update."""
+        """Run P or N: their results stay here until the update."""
         self._call(action.kind, action, [self._value(action.holder, value) for value in self.graphs[action.kind].ins])
 
     def update(self, action: Action) -> None:
@@ -266,7 +265,7 @@ class Executor:
     # -------------------------------------------------------------------------------------------- parts of them
 
     def perform(self, action: Action) -> None:
-        """Do one action: for evaluation.py."""
+        """Run one action, for evaluation.py."""
         self._handlers[action.kind](action)
 
     def compute(self, kind: str, action: Action) -> dict[str, torch.Tensor]:
@@ -340,7 +339,7 @@ class Executor:
         )
 
 
-# What every kind of action does on a rank.
+# The function that runs every kind of action on a rank.
 HANDLERS: dict[str, Callable[[Executor, Action], None]] = {
     FORWARD: Executor.forward,
     **dict.fromkeys(ADDERS, Executor.backward),

@@ -64,9 +64,9 @@ class Prefetch(DataFeed):
         self._share = sorted(share)
         self._number = {index: i for i, index in enumerate(self._share)}
         self._first, self._batches = first, batches
-        # How many microbatches may be read, in the order of this rank.
+        # The number of microbatches that may be read, in the order of this rank.
         self._until, self._stopped = ahead, False
-        # How many were read, and the error of the next one.
+        # The number of microbatches that were read, and the error of the next one.
         self._read_until = 0
         self._failure: Exception | None = None
         self._ready: dict[int, dict[str, np.ndarray]] = {}
@@ -78,7 +78,7 @@ class Prefetch(DataFeed):
         batch, index = divmod(mb, self._microbatches)
         place = (batch - self._first) * len(self._share) + self._number[index]
         with self._changed:
-            # A microbatch that is asked for may be read, so no executor waits for what the bound forbids.
+            # A requested microbatch may always be read, so no executor waits for one that the bound forbids.
             if place + self._ahead > self._until:
                 self._until = place + self._ahead
                 self._changed.notify_all()
@@ -89,7 +89,7 @@ class Prefetch(DataFeed):
             array = arrays.pop(name, None)
             if not arrays:
                 self._ready.pop(mb, None)
-        # Nothing is kept for a second question.
+        # The feed keeps nothing for a second request.
         return self._samples.microbatch(mb, name) if array is None else array
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Prefetch(DataFeed):
                 if self._stopped:
                     return
             try:
-                # A copy, so that what is mapped is read here and not in the computation.
+                # A copy, so that mapped memory is read here and not in the computation.
                 arrays = {name: np.array(self._samples.microbatch(mb, name)) for name in self._names}
             except Exception as error:  # raised again in the thread that asks for it
                 with self._changed:

@@ -37,7 +37,6 @@ from penstock.runtime.messages.control import (
     Arrays,
     Audit,
     Channel,
-    DataSpec,
     Done,
     Evaluate,
     Evaluated,
@@ -149,7 +148,7 @@ class Worker:
         )
 
     def obey(self, command: Message) -> bool:
-        """Carry out one command; False after Stop."""
+        """Execute one command. Return False after Stop."""
         self.saver.check()
         match command:
             case RunCommand(first, batches):
@@ -325,7 +324,7 @@ def describe_failure(error: BaseException) -> Failed:
 
 
 def serve_rank(rank: Rank, parent: int) -> int:
-    """Be this rank until Stop, and return the exit code. `parent` is the process that it must not outlive."""
+    """Run as this rank until Stop, and return the exit code. `parent` is the process that it must not outlive."""
     torch.set_num_threads(rank.threads)
     channel = Channel(socket.socket(fileno=rank.control))
     status = Status(rank.status, rank.rank)
@@ -369,6 +368,3 @@ def serve_rank(rank: Rank, parent: int) -> int:
         reply(failure, {})
         return error.exit_code if isinstance(error, PenstockError) else 1
     return 0
-
-
-__all__ = ["DataSpec", "Worker", "describe_failure", "peak_bytes", "serve_rank"]

@@ -40,6 +40,3 @@ def command_line(name: str) -> list[str]:
 def load(name: str) -> ModuleType:
     """Import a module in this process."""
     return importlib.import_module(ENTRY_POINTS[name])
-
-
-__all__ = ["ENTRY_POINTS", "command_line", "load"]

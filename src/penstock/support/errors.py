@@ -5,14 +5,14 @@ do next. Bugs of Penstock raise AssertionError and are not part of this hierarch
 
 Quoted text comes from files and the command line, and may hold control characters of a terminal: `str` escapes them.
 Ends of lines in `what` and `hint` stay, and further lines are indented, so that no quoted text looks like a line of the
-program.
+program. Lines of any length, and lists of any, are cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .words import visible, visible_lines
+from .words import shortened, visible, visible_lines
 
 
 class PenstockError(Exception):
@@ -27,8 +27,9 @@ class PenstockError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        text = f"{visible(self.where)}: {visible_lines(self.what)}" if self.where else visible_lines(self.what)
-        return f"{text}\n  hint: {visible_lines(self.hint)}" if self.hint else text
+        what, hint = shortened(visible_lines(self.what)), shortened(visible_lines(self.hint))
+        text = f"{shortened(visible(self.where))}: {what}" if self.where else what
+        return f"{text}\n  hint: {hint}" if self.hint else text
 
 
 class UsageError(PenstockError):

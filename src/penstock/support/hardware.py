@@ -18,19 +18,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU.
-
-    `memory` and `free` are in bytes; `bandwidth` (memory) and `pcie` in bytes per second, 0 where the driver does not
-    say.
-    """
+    """A GPU, with the bytes of its memory and its bandwidth in bytes per second, 0 where the driver does not say."""
 
     index: int
-    name: str
     arch: str
     memory: int
-    free: int
     bandwidth: float = 0.0
-    pcie: float = 0.0
 
 
 def usable_cores() -> int:
@@ -136,24 +129,12 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_Unknown):
             return None
 
-    name = nvml.nvmlDeviceGetName(handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     clock, width = ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM), ask("nvmlDeviceGetMemoryBusWidth")
-    generation, lanes = ask("nvmlDeviceGetMaxPcieLinkGeneration"), ask("nvmlDeviceGetMaxPcieLinkWidth")
-    # Memory moves data twice per clock. A PCIe lane of generation 3 moves just under 1 GB/s, and each later generation
-    # doubles that.
+    # Memory moves data twice per clock.
     bandwidth = 2.0 * clock * 1e6 * width / 8 if clock and width else 0.0
-    pcie = 0.985e9 * 2.0 ** (generation - 3) * lanes if generation and lanes else 0.0
-    return Gpu(
-        index,
-        name if isinstance(name, str) else name.decode(),
-        f"sm_{major}{minor}",
-        int(memory.total),
-        int(memory.free),
-        bandwidth,
-        pcie,
-    )
+    return Gpu(index, f"sm_{major}{minor}", int(memory.total), bandwidth)
 
 
 # ------------------------------------------------------------------------------------------------ control groups

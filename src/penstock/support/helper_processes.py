@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 Processes = Sequence[subprocess.Popen[bytes]]
+
+
+def start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process that reads nothing, and whose `outputs` are read at its end."""
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def outputs(running: Processes, timeout: float) -> list[tuple[bytes, bytes]] | None:

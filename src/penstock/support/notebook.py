@@ -15,6 +15,3 @@ def in_one_line(thing: object) -> str:
 def as_html(thing: object) -> str:
     """Show an object as the result of a cell: a fragment of HTML without scripts."""
     return str(import_module(ENTRY_POINTS["notebook"]).as_html(thing))
-
-
-__all__ = ["as_html", "in_one_line"]

@@ -13,19 +13,19 @@ _SAID = (
     "can't allocate memory",
     "bad_alloc",
     "out of memory",
-    "Cannot allocate memory",
+    "annot allocate memory",  # of the system, and of the loader of libraries
     "can't start new thread",
     "failed to map segment",
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error, or one that it was raised from, means that there was no more memory."""
+    """Return whether an error, or one that it was raised from, means that there was no more memory."""
     return any(_says_so(one) for one in _behind(error))
 
 
 def ended_out_of_memory(output: str) -> bool:
-    """Say whether the last line that a process wrote before it ended means that there was no more memory.
+    """Return whether the last line that a process wrote before it ended means that there was no more memory.
 
     It is the last line of a traceback, or C++'s report of an uncaught exception. Lines that Python adds as it ends do
     not count: where its threads were, and in development mode what was left open.
@@ -46,6 +46,9 @@ def _says_so(error: BaseException) -> bool:
         return True
     if isinstance(error, RuntimeError | OSError | ImportError):
         return any(words in str(error) for words in _SAID)
+    # Extension modules forget to say why an allocation failed.
+    if isinstance(error, SystemError):
+        return str(error).endswith("error return without exception set")
     # protobuf's DecodeError, which is an Exception and no more.
     return str(error).endswith("Arena alloc failed")
 

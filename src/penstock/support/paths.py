@@ -1,10 +1,11 @@
-"""Checks of paths that files are to be written to, before the work that fills them.
+"""Checks of paths: those that files are to be written to, before the work that fills them, and small files to be read.
 
-In: paths. Out: words for users, empty where nothing is wrong.
+In: paths. Out: words for users, empty where nothing is wrong; the bytes of a file.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
@@ -45,6 +46,27 @@ def directory_problem(path: str) -> str:
         return f"cannot write into {path}: {error.strerror or error}"
 
 
+def name_problem(path: str | os.PathLike[str]) -> str:
+    """Return the reason why a path cannot be named in messages and files, which hold UTF-8; empty when it can."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        return "its name is no UTF-8"
+    return ""
+
+
+def read_plain(path: str | os.PathLike[str], most: int) -> bytes:
+    """Return the bytes of a plain file; OSError for anything else, and for a longer file. A pipe is not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is no plain file", os.fspath(path))
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"is longer than {most} bytes", os.fspath(path))
+    return data
+
+
 def is_inside(path: str, directory: str) -> bool:
-    """Say whether a path is a directory or lies in it; both are absolute."""
+    """Return whether a path is a directory or lies in it; both are absolute."""
     return os.path.commonpath([path, directory]) == directory

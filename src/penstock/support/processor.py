@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-# What tells processors apart for a compiler; the rest of the list, such as clock rates, changes from minute to minute.
+# The fields that distinguish processors for a compiler. Other fields, such as clock rates, change from minute to
+# minute.
 _CPU_FIELDS = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
 
 

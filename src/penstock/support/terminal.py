@@ -1,10 +1,12 @@
 """Output for people: progress on stderr, one line that is rewritten on a terminal, plain lines elsewhere; and tables.
 
-Control characters of a terminal are escaped, as names in the output come from files.
+Control characters of a terminal are escaped, as names in the output come from files. Words for people never decide
+about the work: where stderr is closed, full or no longer read, they are lost, and the work goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -15,6 +17,38 @@ from .words import visible, visible_lines
 PLAIN_EVERY = 5.0
 
 
+def write_to_people(text: str) -> None:
+    """Write a text to stderr as it is. If that fails, stderr leads nowhere from then on."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (OSError, ValueError):  # a full disk, a pipe without a reader, a closed file
+        # The text is still in the buffer, and would fail again when the interpreter ends.
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stderr.fileno())
+            os.close(nowhere)
+
+
+def is_terminal() -> bool:
+    """Return True where stderr is a terminal."""
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:
+        return False
+
+
+def open_standard_streams() -> None:
+    """Let descriptors 0 to 2 lead nowhere where they are closed, as files opened later would take their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w")
+
+
 class StatusLine:
     """A line on stderr, rewritten on a terminal at most every `rewrite_every` seconds; elsewhere a plain line every few
     seconds.
@@ -22,14 +56,14 @@ class StatusLine:
 
     def __init__(self, quiet: bool = False, rewrite_every: float = 0.0) -> None:
         self.quiet = quiet
-        self.terminal = not quiet and sys.stderr.isatty()
+        self.terminal = not quiet and is_terminal()
         self._every = rewrite_every if self.terminal else PLAIN_EVERY
         self._shown = time.monotonic()
         self._open = False
 
     @property
     def due(self) -> bool:
-        """Say whether enough time has passed for another line."""
+        """Return whether enough time has passed for another line."""
         return not self.quiet and time.monotonic() - self._shown >= self._every
 
     def show(self, text: str) -> None:
@@ -38,23 +72,19 @@ class StatusLine:
             return
         text = visible(text)
         self._shown = time.monotonic()
-        if self.terminal:
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
-        else:
-            print(text, file=sys.stderr, flush=True)
+        write_to_people(f"\r\x1b[K{text}" if self.terminal else f"{text}\n")
         self._open = self.terminal
 
     def interrupt(self, text: str) -> None:
         """Print a line in the place of the status, quiet or not."""
         text = visible_lines(text)
-        print(f"\r\x1b[K{text}" if self._open else text, file=sys.stderr, flush=True)
+        write_to_people(f"\r\x1b[K{text}\n" if self._open else f"{text}\n")
         self._open = False
 
     def close(self) -> None:
         """End a line that was left open, before other output."""
         if self._open:
-            sys.stderr.write("\n")
+            write_to_people("\n")
             self._open = False
 
 
@@ -80,8 +110,13 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """Print a line for people on stderr."""
-    print(visible_lines(text), file=sys.stderr)
+    """Print a line for people on stderr, its control characters escaped."""
+    say_as_is(visible_lines(text))
+
+
+def say_as_is(text: str) -> None:
+    """Print lines for people on stderr, whose parts were escaped already."""
+    write_to_people(f"{text}\n")
 
 
 def terminal_width() -> int | None:

@@ -46,6 +46,20 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
+# Names and values in messages come from files, where they may be of any length.
+LONGEST_LINE, MOST_LINES = 4000, 1000
+
+
+def shortened(text: str) -> str:
+    """Return a message of which everyone can see the end: long lines and many lines are cut, and say so."""
+    lines = text.split("\n")
+    shown = [
+        line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line) - LONGEST_LINE} more characters)"
+        for line in lines[:MOST_LINES]
+    ]
+    return "\n".join([*shown, *([f"  ... ({len(lines) - MOST_LINES} more lines)"] if len(lines) > MOST_LINES else [])])
+
+
 # Lines below the first that are not indented again: indented ones, and those of a numbered list.
 _BELOW = re.compile(r"  |\d+\. |$")
 
