@@ -114,8 +114,6 @@ DEFAULTS = CompileOptions()
 class Backend(Protocol):
     """A way to compile and run stages."""
 
-    name: str
-
     def compile_stages(
         self, module: Module, stages: Sequence[int], out_dir: Path, options: CompileOptions = DEFAULTS
     ) -> dict[int, tuple[str, ...]]:

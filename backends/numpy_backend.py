@@ -25,19 +25,17 @@ if TYPE_CHECKING:
 class NumpyBackend:
     """A back end that runs stages in the interpreter."""
 
-    name = "numpy"
-
     def compile_stages(
         self, module: Module, stages: Sequence[int], out_dir: Path, options: CompileOptions = DEFAULTS
     ) -> dict[int, tuple[str, ...]]:
-        """Give no files."""
+        """Return no files."""
         return dict.fromkeys(stages, ())
 
     def check_host(self, module: Module, stage: int) -> None:
         """Accept every host: stages are interpreted, whatever device they are for."""
 
     def prepare(self) -> None:
-        """Do nothing: importing this module was all."""
+        """Prepare nothing: importing this module is enough."""
 
     def load_stage(
         self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None
@@ -54,7 +52,7 @@ class SlotStore:
         self._written: list[tuple[np.ndarray, np.ndarray]] = []
 
     def read(self, var: str, slot: str) -> np.ndarray:
-        """Give the value of a variable."""
+        """Return the value of a variable."""
         return self._slots[Slot(var, slot)]
 
     def write(self, var: str, value: np.ndarray) -> None:
@@ -67,14 +65,14 @@ class SlotStore:
         self._slots[Slot(var, "")] += value
 
     def take(self, var: str) -> np.ndarray:
-        """Give the value of an accumulator, and leave zeros behind."""
+        """Return the value of an accumulator, and set the accumulator to zeros."""
         buffer = self._slots[Slot(var, "")]
         value = buffer.copy()
         buffer.fill(0)
         return value
 
     def finish(self) -> None:
-        """Put the new values into their buffers."""
+        """Copy the new values into their buffers."""
         for buffer, value in self._written:
             np.copyto(buffer, value)
 
@@ -90,7 +88,7 @@ class NumpyProgram:
         self._signatures = {g.name: signature(g) for g in graphs}
 
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
-        """Keep nothing: operands are used as they are."""
+        """Hold nothing: operands are used as they are."""
 
     def watch(self, graph: str, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], None]:
         """Run a graph; NumPy does not tell what memory it takes."""
@@ -110,7 +108,8 @@ class NumpyProgram:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """Give the memory of a tensor as an array; bf16 goes through its bits, which torch does not share with NumPy."""
+    """Return an array that shares the memory of a tensor; bf16 goes through its bits, which torch does not share with
+    NumPy."""
     import torch  # lazy: heavy
 
     return (
@@ -119,7 +118,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
-    """Give the memory of an array as a tensor; bf16 goes through its bits."""
+    """Return a tensor that shares the memory of an array; bf16 goes through its bits."""
     import torch  # lazy: heavy
 
     if array.dtype == numpy_dtype("bf16"):

@@ -5,6 +5,7 @@ A back end's modules are imported only when its name is looked up, because its l
 
 from __future__ import annotations
 
+from penstock.support.cache import cache_bound
 from penstock.support.errors import UsageError
 
 from .interface import Backend
@@ -28,6 +29,4 @@ def backend_of(name: str) -> Backend:
 def check_cache(name: str) -> None:
     """Check the settings of a back end's cache before the work: compiling reads them when most of it is done."""
     if name == "tvm":
-        from penstock.support.cache import cache_bound  # lazy: heavy
-
         cache_bound()

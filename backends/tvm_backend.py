@@ -13,20 +13,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.backends.tvm.run.machine import load_runtime
 from penstock.ir.graph import Graph, Module
 from penstock.ir.ops import OPS
-from penstock.support.errors import VerifyError
+from penstock.support.errors import UnsupportedModel, VerifyError
+from penstock.support.words import itemised
 
 from .interface import DEFAULTS, CompileOptions, StageProgram, device_of, stage_graphs, target_of
 
 if TYPE_CHECKING:
     import torch
 
+# Kernels count elements in 32 bits.
+MOST_ELEMENTS = 2**31 - 1
+
 
 class TvmBackend:
     """A back end that compiles a stage into `s<stage>.<cpu or architecture>.so`."""
-
-    name = "tvm"
 
     def compile_stages(
         self, module: Module, stages: Sequence[int], out_dir: Path, options: CompileOptions = DEFAULTS
@@ -38,6 +41,7 @@ class TvmBackend:
         for stage in stages:
             if not graphs[stage]:
                 raise VerifyError(f"stage {stage} has no graphs", where=f"module {module.name}")
+        _check_sizes([graph for stage in stages for graph in graphs[stage]])
         names: dict[int, str] = {}
         targets = {stage: target_of(module, stage, options.target) for stage in stages}
         for stage in stages:
@@ -61,7 +65,6 @@ class TvmBackend:
     def prepare(self) -> None:
         """Load TVM's runtime and the modules that loading a stage takes."""
         from penstock.backends.tvm.run import load  # lazy: heavy  # noqa: F401
-        from penstock.backends.tvm.run.machine import load_runtime  # lazy: heavy
 
         load_runtime()
 
@@ -78,6 +81,19 @@ class TvmBackend:
         from penstock.backends.tvm.run.load import TvmProgram  # lazy: heavy
 
         return TvmProgram(library, stage_graphs(module, stage), threads)
+
+
+def _check_sizes(graphs: Sequence[Graph]) -> None:
+    """Refuse tensors that loops of kernels, which count in 32 bits, cannot go through."""
+    values = {
+        value.name: value for graph in graphs for value in [*graph.ins, *(v for op in graph.ops for v in op.outs)]
+    }
+    large = [f"{value.name} : {value.type}" for value in values.values() if value.type.size > MOST_ELEMENTS]
+    if large:
+        raise UnsupportedModel(
+            f"tensors of more than {MOST_ELEMENTS} elements:" + itemised(large),
+            hint="smaller microbatches make smaller tensors; `--backend numpy` has no such limit",
+        )
 
 
 def _gpu_of(module: Module, stage: int, name: str | None = None) -> torch.device | None:

@@ -16,7 +16,7 @@ worker's code, in this process, on one thread. Data come from a file, whose page
 Both ways take turns, round after round; figures are medians over rounds. `read` is the time of reading a step's
 microbatches by themselves, `rest` that of the step less that of reading. Without the thread a step takes rest + read.
 With it, it cannot take less than the longer of the two: `bound`. Another test checks that both ways give the same
-arrays (tests/runtime/test_feeds.py).
+arrays (tests/runtime/worker/test_feeds.py).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Figures are wall seconds from the start of the interpreter to its end, and proce
 other work on the machine changes little; medians of the rounds. Both ways take turns, and the first of a round
 alternates. Bytecode of modules is kept, as Python does by default. The exit code is 1 where a dump adds more than
 `--most` to the processor seconds of a cold or a warm compile. The first dump after a compile without one makes the
-texts of all kernels, once. Without `--dump-ir` no part of dumping is even imported (tests/test_dumping.py).
+texts of all kernels, once. Without `--dump-ir` no part of dumping is even imported (tests/inspection/dump/test_folder.py).
 """
 
 from __future__ import annotations

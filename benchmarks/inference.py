@@ -44,9 +44,9 @@ from turns import take_turns
 import penstock as ps
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.calibration.rehearse import rehearse
-from penstock.ir.cluster.cluster import usable_cores
 from penstock.models import write_gpt, write_mlp
 from penstock.runtime.job.job import Job
+from penstock.support.hardware import usable_cores
 
 Run = Callable[[], float]
 FORWARD = 0.02

@@ -19,13 +19,13 @@ import argparse
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from machine import write_json
+from truth_runs import batches
 
 import penstock as ps
 from penstock.models import write_cnn, write_gpt, write_mlp
@@ -114,23 +114,12 @@ def peaks(plan: ps.Plan) -> dict[int, int]:
     return {rank: row["peak"] for rank, row in table(plan).items()}
 
 
-def batches(plan: ps.Plan, microbatches: int) -> Iterator[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(0)
-    for _ in range(STEPS):
-        batch = {}
-        for value in plan.module.data_inputs:
-            shape = (value.type.dims[0] * microbatches, *value.type.dims[1:])
-            whole = value.type.dtype.startswith("i")
-            batch[value.name] = rng.integers(0, 10, shape) if whole else rng.standard_normal(shape).astype(np.float32)
-        yield batch
-
-
 def measure(configuration: Configuration, folder: Path) -> list[Rank]:
     model = ps.from_onnx(MODELS[configuration.model](folder / "model.onnx"))
     plan = plan_of(configuration, model)
     bundle = ps.compile(plan, folder / "bundle")
     with ps.open(bundle, timeout=600) as job:
-        list(job.run(batches(plan, configuration.microbatches)))
+        list(job.run(batches(plan.module, STEPS)))
         measured = list(zip(job.peak_bytes, job.base_bytes, strict=True))
     return [
         Rank(rank, peak, measured[rank][0] - measured[rank][1], measured[rank][1]) for rank, peak in peaks(plan).items()
@@ -140,7 +129,7 @@ def measure(configuration: Configuration, folder: Path) -> list[Rank]:
 # ------------------------------------------------------------------------------------------------ the limit
 
 
-def run_limited(plan: ps.Plan, bundle: Path, caps: dict[int, int], microbatches: int) -> str:
+def run_limited(plan: ps.Plan, bundle: Path, caps: dict[int, int]) -> str:
     """Train with so many bytes of tensors for each rank. Return the error, "" if there is none."""
     fixed = {
         rank: sum(row[name] for name in ("weights", "gradients", "state", "buffers"))
@@ -152,7 +141,7 @@ def run_limited(plan: ps.Plan, bundle: Path, caps: dict[int, int], microbatches:
                 # Variables have all of their memory by this point.
                 limit = _private_bytes(pid) - fixed[rank] + caps[rank]
                 resource.prlimit(pid, resource.RLIMIT_DATA, (limit, limit))
-            list(job.run(batches(plan, microbatches)))
+            list(job.run(batches(plan.module, STEPS)))
     except ps.PenstockError as error:
         return str(error)
     return ""
@@ -170,7 +159,7 @@ def limit(folder: Path) -> dict[str, Any]:
     outcomes = {}
     for name, plan in (("auto", chosen), ("none", whole)):
         bundle = ps.compile(plan, folder / name)
-        outcomes[name] = run_limited(plan, bundle, caps, LIMITED.microbatches)
+        outcomes[name] = run_limited(plan, bundle, caps)
         print(f"  {name}: {outcomes[name] or 'trained to the end'}", file=sys.stderr, flush=True)
     return {
         "configuration": LIMITED.name,

@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -55,7 +54,7 @@ from penstock.runtime.state.store import TORCH_DTYPES, Store
 from penstock.runtime.transport.transport import End, RankTransport
 from penstock.runtime.worker.executor import Conduct, Executor
 from penstock.runtime.worker.feeds import DataFeed
-from penstock.support.helper_processes import failure, outputs
+from penstock.support.helper_processes import failure, outputs, start
 
 WIDTH = 1024
 SIZES = (64 << 10, 1 << 20, 16 << 20)
@@ -349,16 +348,7 @@ def told_by_two(orders: Any, rounds: int) -> list[dict[str, Any]]:
         "--port",
         str(store.port),
     ]
-    running = [
-        subprocess.Popen(
-            [*command, "--rank", str(rank)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in (0, 1)
-    ]
+    running = [start([*command, "--rank", str(rank)], environment) for rank in (0, 1)]
     printed = outputs(running, 600.0)
     if printed is None:
         raise SystemExit("the two processes did not finish within 600 s")

@@ -47,13 +47,14 @@ from truth_runs import BATCHES, FED, batches, beyond_base, load, memory_of, run,
 import penstock as ps
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.calibration.rehearse import rehearse
-from penstock.ir.cluster.cluster import Cluster, Device, usable_cores
+from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.schedule import RECEIVES, SENDS, Action
 from penstock.models import write_cnn, write_gpt, write_mlp
 from penstock.passes.simulator.machine import Route, Seat, SimulatedMachine, TransportModel
 from penstock.passes.simulator.simulate import simulate
 from penstock.runtime.job.job import Job
 from penstock.runtime.messages.control import DataSpec
+from penstock.support.hardware import usable_cores
 
 SIMULATED = 14
 # Ranks talk over sockets, though they could share memory.
@@ -177,7 +178,7 @@ def beside_tensors(folder: Path) -> float:
     bundle = open_bundle(ps.compile(plan, folder / "little"))
     expected = [row["peak"] for row in plan.as_dict()["memory"].values()]
     with Job(bundle) as job:
-        list(job.run(batches(bundle, FED)))
+        list(job.run(batches(bundle.module, FED)))
         return statistics.mean(peak - n for peak, n in zip(beyond_base(job), expected, strict=True))
 
 

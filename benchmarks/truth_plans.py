@@ -134,7 +134,7 @@ def time_plan(candidate: Candidate, model: ps.Model, whole: Cluster) -> dict[str
         bundle = open_bundle(ps.compile(plan, Path(folder) / "bundle"))
         # From a file: making random numbers would be work of the first stage that no plan counts.
         file = Path(folder) / "data.npz"
-        np.savez(file, **next(batches(bundle, 1)))
+        np.savez(file, **next(batches(bundle.module, 1)))
         steps = run(configuration, bundle, groups, DataSpec(str(file)))
     starts = [
         note.text.rpartition(" ")[2]

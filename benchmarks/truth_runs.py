@@ -14,6 +14,7 @@ import numpy as np
 from truth_machines import Configuration, place_workers
 
 from penstock.backends.bundle.format import Bundle
+from penstock.ir.graph import Module
 from penstock.runtime.job.job import Job
 from penstock.runtime.messages.control import DataSpec
 
@@ -21,13 +22,13 @@ BATCHES, FED = 12, 5
 SYNTHETIC = DataSpec()
 
 
-def batches(bundle: Bundle, count: int) -> Iterator[dict[str, np.ndarray]]:
+def batches(module: Module, count: int) -> Iterator[dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
-    assert bundle.module.schedule is not None
+    assert module.schedule is not None
     for _ in range(count):
         batch = {}
-        for value in bundle.module.data_inputs:
-            shape = (value.type.dims[0] * bundle.module.schedule.microbatches, *value.type.dims[1:])
+        for value in module.data_inputs:
+            shape = (value.type.dims[0] * module.schedule.microbatches, *value.type.dims[1:])
             whole = value.type.dtype.startswith("i")
             batch[value.name] = rng.integers(0, 10, shape) if whole else rng.standard_normal(shape).astype(np.float32)
         yield batch
@@ -48,7 +49,7 @@ def memory_of(configuration: Configuration, bundle: Bundle, groups: Mapping[int,
     """Return peaks with batches that are sent to the workers, in which some of them wait, as plans count them."""
     with Job(bundle, timeout=600, latency=configuration.latency) as job:
         place_workers(configuration, job.workers.process_ids(), groups)
-        list(job.run(batches(bundle, FED)))
+        list(job.run(batches(bundle.module, FED)))
         return beyond_base(job)
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+BISECT = HERE.parent / "tests" / "verification" / "bisect"
 REGION = re.compile(r"(?P<begin><!-- begin (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end (?P=name) -->\n)", re.DOTALL)
 
 
@@ -57,8 +58,8 @@ def coverage_words() -> str:
 
 
 def seeded_bugs() -> str:
-    """What the bugs of tests/bisecting were found to be."""
-    rows = json.loads((HERE.parent / "tests" / "bisecting" / "record.json").read_text(encoding="utf-8"))
+    """What the bugs of tests/verification/bisect were found to be."""
+    rows = json.loads((BISECT / "record.json").read_text(encoding="utf-8"))
     lines = [
         f"| {row['bug']} | {row['found by']} | {row['place']} | `{row['tensor']}` | {row['error'] or '-'} |"
         for row in rows
@@ -68,7 +69,7 @@ def seeded_bugs() -> str:
 
 def walkthrough(name: str) -> str:
     """A case of debugging, as its test keeps it."""
-    return block((HERE.parent / "tests" / "bisecting" / "walkthrough" / f"{name}.txt").read_text(encoding="utf-8"))
+    return block((BISECT / "walkthrough" / f"{name}.txt").read_text(encoding="utf-8"))
 
 
 def onnx_operators() -> str:

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 class State:
     """A state dict.
 
-    `names` lists its names of each variable, several where one is tied. `rest` holds its other tensors.
+    `names` lists its names of each variable, several where one is tied. `unused` holds tensors that are no variables of
+    the module.
     """
 
     names: Mapping[str, tuple[str, ...]]
-    rest: Mapping[str, np.ndarray]
+    unused: Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)

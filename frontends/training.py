@@ -277,11 +277,3 @@ def _rename(graph: Graph, old: str, new: str) -> Graph:
     table = {v: Value(new, v.type) for op in graph.ops for v in op.outs if v.name == old}
     ops = tuple(op.renamed(table) for op in graph.ops)
     return Graph(graph.name, graph.ins, substitute(graph.outs, table), ops, graph.saved)
-
-
-__all__ = [
-    "LABELS",
-    "Training",
-    "attach_loss",
-    "load_training",
-]

@@ -43,7 +43,7 @@ class Lost:
 
 
 def _is_triangle(array: np.ndarray) -> bool:
-    """Say whether a matrix holds one number on and below the diagonal and another above it, as causal masks do."""
+    """Return whether a matrix holds one number on and below the diagonal and another above it, as causal masks do."""
     if array.ndim < 2 or array.size != array.shape[-2] * array.shape[-1] or min(array.shape[-2:]) < 2:
         return False
     rows, columns = array.shape[-2:]
@@ -158,7 +158,7 @@ class GraphWriter:
         return self.counter
 
     def _bind(self, inputs: Sequence[Value], outputs: Iterable[tuple[str, Value]]) -> list[Value]:
-        """Give the outputs their names, also where one is an input, a variable or another output passed through."""
+        """Bind the outputs to their names, also where one is an input, a variable or another output passed through."""
         fixed = {v.name for v in inputs} | set(self.vars)
         renamed: dict[Value, Value] = {}
         passed: list[Op] = []

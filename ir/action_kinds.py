@@ -5,17 +5,17 @@ Adding an action kind:
 1. Add a row to `ACTION_KINDS`. The tuples of `schedule.py`, the pattern that parses actions and the arrow of a peer
    follow from it.
 2. Run `tests/ir/test_action_kinds.py`. It lists the holes: every dictionary by kind that the new row needs an entry in.
-3. Fill them, in this order: the meaning (`interpreter/schedules.py`), the waits between ranks (`grid.py`,
-   `passes/simulator/simulate.py`), memory (`memory/walk.py`, `memory/touches.py`), the checks (`verify/verifier.py`,
-   `verify/schedules.py`, `verify/messages.py`), the time (`passes/simulator/simulate.py`), the run
-   (`runtime/worker/executor.py`), words and pictures (`runtime/messages/status.py`,
+3. Fill them, in this order: the meaning (`interpreter/schedules.py`); the waits between ranks (`grid.py`,
+   `passes/simulator/simulate.py`); memory (`memory/walk.py`, `memory/touches.py`); the checks (`verify/verifier.py`,
+   `verify/schedules.py`, `verify/messages.py`); the time (`passes/simulator/simulate.py`); the run
+   (`runtime/worker/executor.py`); words and pictures (`runtime/messages/status.py`,
    `src/penstock/inspection/views/gantt.py`, `src/penstock/inspection/dump/program.py`, the report).
 4. Let a pass write the action, and test a module that has it in the interpreter, the verifier, the simulator and the
    runtime.
 
-A consumer asks a field of the row where the answer is a fact of the kind, and keeps a dictionary by kind where the
-answer is code of its own. It compares no kind with a literal; the same test reads the syntax trees for that. A kind
-that computes has a graph of its name on the stages that run it: `s0.F` is what `0F3` calls.
+A consumer reads a field of the row for a fact of the kind. Where it needs code of its own for each kind, it keeps a
+dictionary by kind. It compares no kind with a literal; the same test reads the syntax trees for that. A kind that
+computes has a graph of its name on the stages that run it: `s0.F` is what `0F3` calls.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ActionKind:
     """A row: all that is a fact of a kind of action. Kinds in it are names of rows.
 
     `phase` is the computation that runs, or whose results are moved, and `words` says it in words. `takes` are the
-    phases of other stages whose results it takes, `saved_by` the computations of its own stage whose saved values it
-    takes, and `after` the computation of its microbatch that comes before it. Results go `way` stages further, to any
+    phases of other stages whose results it takes. `saved_by` are the computations of its own stage whose saved values
+    it takes. `after` is the computation of its microbatch that comes before it. Results go `way` stages further, to any
     stage where it is 0. `versions`: a computation reads the weights in one version, or makes the next. `gradients`: it
     adds to those of its batch, sums them over the ranks of its stage, or uses the sum. A computation that a schedule
     may split off is `part_of` the other, whose adding and time it takes over. `partner` is the action at the other end
@@ -61,18 +61,13 @@ class ActionKind:
         return self.does == "computes"
 
     @property
-    def moves(self) -> bool:
-        """Say whether it sends or receives, and so has a peer."""
-        return self.does in ("sends", "receives")
-
-    @property
     def arrow(self) -> str:
         """The sign between the action and its peer."""
         return ">" if self.does == "sends" else "<" if self.does == "receives" else ""
 
 
 def _message(phase: str, values: str, per: Literal["microbatch", "batch"], words: str) -> tuple[ActionKind, ActionKind]:
-    """The send and the receive of a phase."""
+    """Return the send and the receive of a phase."""
     send, receive = f"S{phase}", f"R{phase}"
     return (
         ActionKind(send, f"sends {values}", per, "sends", phase, words, partner=receive),

@@ -19,7 +19,7 @@ _ITEM = re.compile(r'\s*((?:[^,\["]|"(?:[^"\\]|\\.)*"|\[(?:[^\]"]|"(?:[^"\\]|\\.
 
 
 def print_literal(value: Attr) -> str:
-    """An attribute value as text; `parse_literal` is the inverse."""
+    """Return an attribute value as text; `parse_literal` is the inverse."""
     if isinstance(value, str):
         return _print_word(value)
     if isinstance(value, tuple):
@@ -46,7 +46,7 @@ def split_items(text: str) -> Iterator[str]:
 
 
 def parse_literal(text: str) -> Attr:
-    """The value that prints as `text`."""
+    """Return the value that prints as `text`."""
     return _known_literal(text) if len(text) <= _SHORT else _read_literal(text)
 
 

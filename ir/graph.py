@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 # Attributes that passes may write on any operation. They never change what an operation computes. `of` names the first
-# result of the forward operation that a backward operation belongs to; `library` says whose library computes it instead
-# of a kernel of ours; `packed` that its second operand never changes; the others are written by planners.
+# result of the forward operation that a backward operation belongs to; `library` names the library that computes it
+# instead of a generated kernel. `packed` says that its second operand never changes. Planners write the others.
 ANNOTATIONS = ("of", "stage", "mesh", "sharding", "recompute", "kernel", "library", "packed")
 
 PARAM, GRAD, STATE, BUFFER, SETTING = "param", "grad", "state", "buffer", "setting"
 ROLES = (PARAM, GRAD, STATE, BUFFER, SETTING)
-# Words of module texts that were written before these: they are read until the format of bundles has another number.
+# Words of older module texts. They are read until the format of bundles has another number.
 FORMER_ROLES = {"table": SETTING}
 
 
@@ -52,7 +52,7 @@ class Value:
 
 
 def _has_nan(value: Attr) -> bool:
-    """Only nan differs from itself; a tuple takes the same object for equal."""
+    """Return whether an attribute holds nan. Only nan differs from itself; a tuple takes the same object for equal."""
     if isinstance(value, tuple):
         return any(x != x for x in value)
     return value != value
@@ -84,17 +84,17 @@ class Op:
                 break
 
     def with_attrs(self, **changed: Attr | None) -> Op:
-        """A copy with attributes set, or removed where the new value is None."""
+        """Return a copy with attributes set, or removed where the new value is None."""
         attrs = {k: v for k, v in self.attrs.items() if k not in changed}
         attrs |= {k: v for k, v in changed.items() if v is not None}
         return Op(self.kind, self.ins, self.outs, attrs, self.loc)
 
     def with_ins(self, ins: tuple[Value, ...]) -> Op:
-        """A copy with other operands."""
+        """Return a copy with other operands."""
         return Op(self.kind, ins, self.outs, self.attrs, self.loc)
 
     def renamed(self, table: Mapping[Value, Value]) -> Op:
-        """A copy with operands and results as the table has them; those that it has not stay."""
+        """Return a copy with operands and results replaced by those that the table maps them to."""
         return Op(self.kind, substitute(self.ins, table), substitute(self.outs, table), self.attrs, self.loc)
 
     @property
@@ -185,8 +185,8 @@ class Note:
 # on it.
 MICROBATCH = "microbatch.number"
 
-# What an update hands out if it looks at the whole gradient: its norm, before clipping. An update by a
-# gradient whose norm is not finite is skipped.
+# The norm of the whole gradient before clipping, a result of updates that use it. An update by a gradient whose norm is
+# not finite is skipped.
 NORM = "gradient.norm"
 
 
@@ -206,7 +206,7 @@ class Module:
     schedule: Schedule | None = None
     facts: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
-    # What was derived from the program and is needed again (ir/memory): it holds whatever the facts and notes are.
+    # Results that were derived from the program and are needed again (ir/memory). They hold for all facts and notes.
     kept: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -222,12 +222,12 @@ class Module:
 
     @property
     def draws(self) -> bool:
-        """Say whether the module draws random numbers: they depend on the number of a microbatch, which is an input
+        """Return whether the module draws random numbers: they depend on the number of a microbatch, which is an input
         then."""
         return any(value.name == MICROBATCH for value in self.inputs)
 
     def but(self, **changed: Any) -> Module:
-        """A copy with some fields replaced."""
+        """Return a copy with some fields replaced."""
         other: Module = replace(self, **changed)
         if changed.keys() <= {"facts", "notes"}:
             object.__setattr__(other, "kept", self.kept)
@@ -240,25 +240,25 @@ class Module:
         return self.but(notes=self.notes + tuple(Note(origin, visible(text)) for text in texts))
 
     def devices_of(self, stage: int) -> tuple[str, ...]:
-        """The devices that a stage lies on, one rank each: one, or those of its mesh."""
+        """Return the devices that a stage lies on, one rank each: one, or those of its mesh."""
         place = self.stages[stage].place
         return next((mesh.devices for mesh in self.meshes if mesh.name == place), (place,))
 
     def rank_devices(self) -> list[str]:
-        """The device of every rank: ranks are numbered stage by stage."""
+        """Return the device of every rank: ranks are numbered stage by stage."""
         return [device for stage in self.stages for device in self.devices_of(stage.index)]
 
     def rank_stages(self) -> list[int]:
-        """The stage of every rank."""
+        """Return the stage of every rank."""
         return [stage.index for stage in self.stages for _ in self.devices_of(stage.index)]
 
     def stage_graph(self, stage: int, kind: str) -> Graph | None:
-        """The graph of one stage: kind is F, B, W or U."""
+        """Return the graph of one stage: kind is F, B, W or U."""
         return self.graphs.get(f"s{stage}.{kind}")
 
 
 def graph_stage(name: str) -> int | None:
-    """The stage of a graph by its name, such as `s1.B`; None of a graph of the whole model."""
+    """Return the stage of a graph by its name, such as `s1.B`; None of a graph of the whole model."""
     head, dot, _ = name.partition(".")
     return int(head[1:]) if dot and head.startswith("s") and head[1:].isdecimal() else None
 
@@ -293,7 +293,7 @@ _STATEFUL = ("read", "write", "accum", "take")
 
 
 def slot_of(op: Op) -> Slot | None:
-    """The buffer a state operation touches; None for pure operations."""
+    """Return the buffer a state operation touches; None for pure operations."""
     match op.kind:
         case "read":
             return Slot(op.var, str(op.attrs.get("version", "latest")))
@@ -312,32 +312,33 @@ _TOUCHING = Derived[list[tuple[int, Op]]](__name__, "touching")
 
 
 def touching_ops(graph: Graph | None) -> list[tuple[int, Op]]:
-    """The operations that name a variable, with their places; none of a graph that is not there."""
+    """Return the operations that name a variable, with their places; none of a graph that is not there."""
     if graph is None:
         return []
     return graph.keep(_TOUCHING, lambda graph: [(i, op) for i, op in enumerate(graph.ops) if "var" in op.attrs])
 
 
 def touched_vars(graph: Graph | None, *kinds: str) -> set[str]:
-    """The variables of the operations of these kinds; none of a graph that is not there."""
+    """Return the variables of the operations of these kinds; none of a graph that is not there."""
     return {op.var for _, op in touching_ops(graph) if op.kind in kinds}
 
 
 def summed_vars(module: Module, stage: int) -> list[str]:
-    """The gradients that a stage adds to, in the order of the module's variables: what its ranks have to sum up."""
+    """Return the gradients that a stage adds to, which its ranks have to sum up, in the order of the module's
+    variables."""
     added = {name for kind in ADDERS for name in touched_vars(module.stage_graph(stage, kind), "accum")}
     return [name for name in module.vars if name in added]
 
 
 def written_vars(graph: Graph) -> set[str]:
-    """The variables that a graph makes new values of. In a forward graph these are buffers that move with every
+    """Return the variables that a graph makes new values of. In a forward graph these are buffers that move with every
     microbatch."""
     return touched_vars(graph, "write")
 
 
 def stepped_vars(module: Module) -> set[str]:
-    """Variables that have versions: updates write them, and forward or backward read them. A variable that no update
-    writes is version 0 for ever."""
+    """Return the variables that have versions: updates write them, and forward or backward read them. A variable that
+    no update writes is version 0 for ever."""
     updates = {name for name in module.graphs if graph_kind(name) == UPDATE}
     written = {var for name in updates for var in written_vars(module.graphs[name])}
     return written & {
@@ -346,20 +347,20 @@ def stepped_vars(module: Module) -> set[str]:
 
 
 def signature(graph: Graph) -> Signature:
-    """Buffers in order of first use. `take` and `accum` work on the buffer in place; `write` fills the slot it
-    names."""
+    """Return the buffers in order of first use. `take` and `accum` work on the buffer in place; `write` fills the slot
+    it names."""
     slots = dict.fromkeys(s for s in map(slot_of, graph.ops) if s is not None)
     return Signature(graph.ins, tuple(slots), graph.results)
 
 
 def slot_types(graph: Graph) -> dict[Slot, TensorType]:
-    """The type of every buffer that a graph touches."""
+    """Return the type of every buffer that a graph touches."""
     return {slot: (op.outs or op.ins)[0].type for op in graph.ops if (slot := slot_of(op)) is not None}
 
 
 def stage_vars(module: Module, stage: int) -> dict[str, Var]:
-    """The variables that a stage has: those that its graphs touch, and its parameters and buffers that
-    nothing touches; in the module's order."""
+    """Return the variables that a stage has: those that its graphs touch, and its parameters and buffers that nothing
+    touches; in the module's order."""
     graphs = [graph for name, graph in module.graphs.items() if name.startswith(f"s{stage}.")]
     touched = {op.var for graph in graphs for op in graph.ops if op.kind in _STATEFUL}
     return {

@@ -5,9 +5,9 @@ other.
 
 Sends are buffered and take no time of their rank, receives wait for the message, computations of one rank run one after
 another. A sum over the ranks of a stage begins with AR and goes on in the background: what uses it (P, N, U) waits for
-all of them. In a schedule without sends and receives yet, the forward of a stage waits for the stage before it and the
-backward for the stage after it. `latency` is what a message takes on any link. Known limits: bandwidth, and links that
-are not a chain before `communicate`; the modelled cluster is the business of passes/simulator.
+all of them. In a schedule without sends and receives yet, a forward waits for the stage before it, and a backward for
+the stage after it. `latency` is what a message takes on any link. Known limits: bandwidth, and links that are not a
+chain before `communicate`; the modelled cluster is the business of passes/simulator.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ Programs = Mapping[int, Sequence[Action]]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The events that an action of a rank waits for (`needs`), those that hold once it is done (`gives`), and those
-    that hold as soon as its turn comes (`meets`)."""
+    """The events around an action of a rank. It waits for `needs`; `gives` hold once it is done, and `meets` as soon as
+    its turn comes.
+    """
 
     needs: Callable[[int, Action], Iterable[Event]]
     gives: Callable[[int, Action], Iterable[Event]]
@@ -91,8 +92,8 @@ class Played:
 
 
 def message_rules(schedule: Schedule) -> Rules:
-    """Rules of a schedule with sends and receives: an event is a message, or the arrival of a rank at a sum over its
-    stage."""
+    """Return the rules of a schedule with sends and receives: an event is a message, or the arrival of a rank at a sum
+    over its stage."""
     members = schedule.members()
     summing = {a.stage for a in schedule.actions() if a.kind == SUM}
 
@@ -117,8 +118,8 @@ def message_rules(schedule: Schedule) -> Rules:
 
 
 def value_rules(feeds: Mapping[tuple[str, int], Sequence[tuple[str, int]]], schedule: Schedule) -> Rules:
-    """Rules of a schedule without sends: `feeds[kind, stage]` are the computations of other stages,
-    by kind and stage, that it waits for."""
+    """Return the rules of a schedule without sends: `feeds[kind, stage]` are the computations of other stages, by kind
+    and stage, that it waits for."""
     collective = message_rules(schedule)
 
     def needs(rank: int, action: Action) -> Iterable[Event]:
@@ -226,8 +227,8 @@ def time_per_batch(
 
 
 def most_in_flight(actions: Iterable[Action]) -> int:
-    """The most microbatches of one rank's program that have run forward and not yet backward, W included, at one
-    time."""
+    """Return the largest number of microbatches that have run forward and not yet backward, W included, in the program
+    of a rank."""
     listed = list(actions)
     last = adder({action.kind for action in listed})
     now = most = 0
@@ -237,24 +238,20 @@ def most_in_flight(actions: Iterable[Action]) -> int:
     return most
 
 
-def format_grid(
-    schedule: Schedule, batches: int, mark: tuple[int, int] | None = None, *, first: int = 0, width: int | None = None
-) -> str:
-    """One row per rank, one column per unit of time, forwards one unit and backwards two, or one and W one; U and
-    collectives stand after the computation they follow. `mark` = (rank, step) puts that action of the expanded program
-    into brackets. With a `width` the grid goes on below where a line would be longer."""
-    played = simulate(schedule, batches, first=first)
+def format_grid(schedule: Schedule, batches: int, *, width: int | None = None) -> str:
+    """Format a schedule as a grid with one row per rank and one column per unit of time. Forwards take one unit and
+    backwards two, or one and W one. U and collectives stand after the computation they follow. With a `width` the
+    grid goes on below where a line would be longer."""
+    played = simulate(schedule, batches)
     columns = round(played.finish)
     cells = {rank: ["."] * columns for rank in played.ranks}
     for rank, line in played.ranks.items():
-        for step, (action, start, finish) in enumerate(line):
+        for action, start, finish in line:
             text = f"{action.kind}{action.mb}" + (f"@{action.version}" if action.version is not None else "")
-            if (rank, step) == mark:
-                text = f"[{text}]"
             at = round(start)
             if GRID[action.kind] == BAR:
                 cells[rank][at : round(finish)] = [text] + ["="] * (round(finish) - at - 1)
-            elif (GRID[action.kind] == NOTE or (rank, step) == mark) and at:
+            elif GRID[action.kind] == NOTE and at:
                 cells[rank][at - 1] += f",{text}"
     widths = [max((len(row[i]) for row in cells.values()), default=1) for i in range(columns)]
     lines: list[str] = []
@@ -271,7 +268,8 @@ def format_grid(
 
 
 def _pieces(widths: Sequence[int], room: int | None) -> Iterator[tuple[int, int]]:
-    """Columns from and to for each piece that is at most so wide; a column that is wider has a piece of its own."""
+    """Yield the columns from and to for each piece that is at most so wide; a column that is wider has a piece of its
+    own."""
     begin, used = 0, 0
     for i, width in enumerate(widths):
         if room is not None and i > begin and used + width > room:

@@ -9,7 +9,7 @@ from .ops import OPS
 
 
 def live_ops(ops: Sequence[Op], results: Iterable[Value]) -> list[Op]:
-    """The operations that `results` and changes of variables depend on, in order."""
+    """Return the operations that `results` and changes of variables depend on, in order."""
     needed = set(results)
     kept = []
     for op in reversed(ops):
@@ -21,14 +21,14 @@ def live_ops(ops: Sequence[Op], results: Iterable[Value]) -> list[Op]:
 
 
 def drop_dead(graph: Graph) -> Graph:
-    """The graph without operations that no result, saved value or effect needs."""
+    """Return the graph without operations that no result, saved value or effect needs."""
     ops = live_ops(graph.ops, (*graph.outs, *graph.saved))
     return graph if len(ops) == len(graph.ops) else Graph(graph.name, graph.ins, graph.outs, tuple(ops), graph.saved)
 
 
 def from_state_alone(graph: Graph) -> set[Value]:
-    """Values that depend on constants and variables, but on no input and on nothing that the graph itself changes. They
-    can be computed at any place and time."""
+    """Return the values that depend on constants and variables, but on no input and on nothing that the graph itself
+    changes. They can be computed at any place and time."""
     values: set[Value] = set()
     moving = written_vars(graph)
     for op in graph.ops:

@@ -34,14 +34,14 @@ class Memo:
         self._results: dict[str, Any] = {}
 
     def get(self, key: Derived[Result]) -> Result | None:
-        """The result under a key; None where there is none yet."""
+        """Return the result under a key; None where there is none yet."""
         return self._results.get(key.name)
 
     def put(self, key: Derived[Result], result: Result) -> None:
         self._results[key.name] = result
 
     def once(self, key: Derived[Result], find: Callable[[], Result]) -> Result:
-        """The result under a key, computed by `find` where there is none yet."""
+        """Return the result under a key, computed by `find` where there is none yet."""
         if key.name not in self._results:
             self._results[key.name] = find()
         result: Result = self._results[key.name]

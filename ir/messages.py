@@ -29,7 +29,8 @@ class Parcel(NamedTuple):
 
 
 def parcels(values: Sequence[Value]) -> tuple[Parcel, ...]:
-    """The messages of an edge, in the order in which they are sent: shared ones last, as packing takes time."""
+    """Return the messages of an edge in the order in which they are sent. Shared ones come last, because packing takes
+    time."""
     small = [i for i, value in enumerate(values) if 0 < value.type.nbytes <= TOGETHER]
     alone = [i for i, value in enumerate(values) if value.type.nbytes > TOGETHER or (len(small) == 1 and i == small[0])]
     messages = [Parcel((i,), (0,), values[i].type.nbytes) for i in alone]

@@ -15,7 +15,7 @@ from penstock.support.errors import UsageError
 
 
 def shown(names: Iterable[str], renamed: Mapping[str, str]) -> dict[str, str]:
-    """Our names -> what to call each outside; no two are called the same."""
+    """Map the names of a module to distinct names outside."""
     table = {name: renamed.get(name, name) for name in names}
     times = Counter(table.values())
     table = {ours: theirs if times[theirs] == 1 else ours for ours, theirs in table.items()}
@@ -23,7 +23,7 @@ def shown(names: Iterable[str], renamed: Mapping[str, str]) -> dict[str, str]:
 
 
 def accepted(names: Iterable[str], renamed: Mapping[str, str]) -> dict[str, str]:
-    """All that one of the names may be called -> our name."""
+    """Map every name that a caller may use to the module's name."""
     outside = shown(names, renamed)
     return {name: name for name in outside} | {theirs: ours for ours, theirs in outside.items()}
 

@@ -2,22 +2,29 @@
 
     <stage><kind><microbatch>[@version][>peer|<peer]        0F3@1   0SF3>1   1RF3<0   0U1@2   0D3
 
-Kinds are the rows of ir/action_kinds.py: F forward, B backward (W when the weight gradient is split off), SF RF SB RB
-send and receive of their boundary values, D drop of all a microbatch still holds. Once per batch, the number being that
-of the batch: P hands out this stage's part of gradients that several stages add to, N the part of this stage in what
-all stages have to agree on (the norm of the gradient), U update; SP RP SN RN move what P and N hand out to where N and
-U take it; AR sums the gradients of a batch over the ranks of the stage. `str(action)` and `Action.parse` are exact
-inverses.
+Kinds are the rows of ir/action_kinds.py. `str(action)` and `Action.parse` are exact inverses. For a microbatch:
 
-A stage lies on one rank or on several, its replicas. Every microbatch of a batch is run by one rank of each stage, the
-same one in every batch, and the peer of a send or receive is a rank. With one rank per stage, rank r runs stage r.
+    F  B  W       forward, backward, and the weight gradient where it is split off from B
+    SF RF SB RB   send and receive of the values on the boundary of F and B
+    D             drop of all that a microbatch still holds
+
+Once per batch, with the number of the batch:
+
+    P             returns this stage's part of gradients that several stages add to
+    N             returns the part of this stage in what all stages have to agree on, the norm of the gradient
+    U             update
+    SP RP SN RN   move results of P and N to where N and U take them
+    AR            sums the gradients of a batch over the ranks of the stage
+
+A stage lies on one rank or on several, its replicas. One rank of each stage runs a given microbatch of a batch, the
+same one in every batch. The peer of a send or receive is a rank. With one rank per stage, rank r runs stage r.
 
 Training has no fixed length, so a schedule is a *period*: for each rank a `start` list, run once, and a `batch` list,
 run once per batch. Both are written as for batch 1 (microbatches m .. 2m-1 of m per batch): weight versions are
 relative to the batch and clamped at 0, and batch 1 is the first where no clamping hides them. `expand` turns the period
-into the concrete program of a run: shift everything by (t - 1) batches, and leave out actions of microbatches and
-batches that are not part of the run, which is what drains the pipeline. The list of one more batch is gone through at
-the end, because an update may stand in the list of the batch after its own.
+into the concrete program of a run: it shifts everything by (t - 1) batches, and leaves out actions of microbatches and
+batches outside of the run. That drains the pipeline. At the end it reads the list of one more batch, because an update
+may stand in the list of the batch after its own.
 """
 
 from __future__ import annotations
@@ -90,7 +97,7 @@ class Action(NamedTuple):
         )
 
     def batch(self, per_batch: int) -> int:
-        """The batch it belongs to."""
+        """Return the batch it belongs to."""
         return self.mb if self.kind in PER_BATCH else self.mb // per_batch
 
     @property
@@ -105,7 +112,7 @@ class Action(NamedTuple):
         return -1 - self.mb if self.kind in PER_BATCH else self.mb
 
     def shifted(self, batches: int, per_batch: int) -> Action:
-        """The same action `batches` later; versions stop at 0."""
+        """Return the same action `batches` later; versions stop at 0."""
         mb = self.mb + (batches if self.kind in PER_BATCH else batches * per_batch)
         version = None if self.version is None else max(0, self.version + batches)
         return Action(self.kind, self.stage, mb, version, self.peer)
@@ -132,11 +139,11 @@ class Schedule:
     )
 
     def rewrite(self, rule: Callable[[Action], Iterable[Action]]) -> Schedule:
-        """Every action of every rank replaced by what `rule` gives for it, in both lists."""
+        """Replace every action of every rank by the results of `rule` for it, in both lists."""
         return self.rewrite_ranks(lambda rank, action: rule(action))
 
     def rewrite_ranks(self, rule: Callable[[int, Action], Iterable[Action]]) -> Schedule:
-        """The same with a rule that is told the rank."""
+        """Replace every action by the results of a rule that gets the rank as well."""
 
         def changed(rank: int, actions: tuple[Action, ...]) -> tuple[Action, ...]:
             return tuple(b for a in actions for b in rule(rank, a))
@@ -148,13 +155,13 @@ class Schedule:
         return Schedule(self.name, self.microbatches, ranks)
 
     def homes(self) -> dict[int, int]:
-        """The stage of every rank that does something."""
+        """Return the stage of every rank that does something."""
         return {
             rank: listed[0].stage for rank, program in self.ranks.items() if (listed := program.batch or program.start)
         }
 
     def members(self) -> dict[int, tuple[int, ...]]:
-        """The ranks of every stage, in order."""
+        """Return the ranks of every stage, in order."""
         ranks: dict[int, tuple[int, ...]] = {}
         for rank, stage in sorted(self.homes().items()):
             ranks[stage] = (*ranks.get(stage, ()), rank)
@@ -174,13 +181,14 @@ class Schedule:
         return [sum(a.kind == FORWARD for a in self.ranks[rank].batch) for rank in self.members()[stage]]
 
     def actions(self) -> Iterator[Action]:
-        """All actions as written, rank by rank."""
+        """Yield all actions as written, rank by rank."""
         for program in self.ranks.values():
             yield from program.start
             yield from program.batch
 
     def expand(self, rank: int, batches: int, first: int = 0) -> Iterator[Action]:
-        """The program of `rank` for batches first .. first+batches-1, from an empty pipeline to an empty pipeline."""
+        """Yield the program of `rank` for batches first .. first+batches-1, from an empty pipeline to an empty
+        pipeline."""
         m, program, run = self.microbatches, self.ranks[rank], range(first, first + batches)
         parts = [(program.start, first - 1)] + [(program.batch, t - 1) for t in range(first, first + batches + 1)]
         for actions, shift in parts:
@@ -194,22 +202,23 @@ class Schedule:
 
 class Routes:
     """The ranks between which a message goes: from the rank that runs a microbatch on one stage to the one that runs it
-    on the other. What is handed out once per batch is the same on all ranks of a stage, so each rank takes it from one
-    of them, in turn."""
+    on the other. Results that are sent once per batch are the same on all ranks of a stage. So each rank takes them
+    from one of those, in turn.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.members, self._runners, self._per_batch = schedule.members(), schedule.runners(), schedule.microbatches
         self._number = {rank: i for ranks in self.members.values() for i, rank in enumerate(ranks)}
 
     def source(self, rank: int, phase: str, stage: int, number: int) -> int:
-        """The rank of `stage` that sends to `rank`; `number` is that of the microbatch, or of the batch."""
+        """Return the rank of `stage` that sends to `rank`; `number` is that of the microbatch, or of the batch."""
         if phase not in PER_BATCH:
             return self._runners[stage, number % self._per_batch]
         ranks = self.members[stage]
         return ranks[self._number[rank] % len(ranks)]
 
     def targets(self, rank: int, phase: str, stage: int, number: int) -> list[int]:
-        """The ranks of `stage` that `rank` sends to."""
+        """Return the ranks of `stage` that `rank` sends to."""
         if phase not in PER_BATCH:
             return [self._runners[stage, number % self._per_batch]]
         return [other for other in self.members[stage] if self.source(other, phase, self._stage(rank), number) == rank]

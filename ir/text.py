@@ -53,7 +53,8 @@ T = TypeVar("T")
 
 
 def print_op(op: Op) -> str:
-    """The line of an operation. It is made once: modules after one pass and the next have most operations in common."""
+    """Return the line of an operation. It is made once, because modules after one pass and the next share most
+    operations."""
     if op.line is None:
         object.__setattr__(op, "line", _line(op))
     assert op.line is not None
@@ -75,7 +76,7 @@ def _names(values: Iterable[Value]) -> str:
 
 
 def print_graph(graph: Graph) -> str:
-    """The lines of one graph, indented as inside a module."""
+    """Return the lines of one graph, indented as inside a module."""
     first, *last = print_frame(graph)
     ops = "\n    ".join([first, *[op.line or print_op(op) for op in graph.ops]])
     return "\n".join([ops, *last, "  }"])
@@ -116,7 +117,7 @@ def _print_fields(fields: Mapping[str, Scalar]) -> str:
 
 
 def print_head(module: Module, variables: Iterable[str] = ()) -> Iterator[str]:
-    """The lines above the graphs, with those of variables as they are given."""
+    """Yield the lines above the graphs, with those of variables as the caller passes them."""
     facts = f" facts({', '.join(module.facts)})" if module.facts else ""
     yield f"module @{module.name}{facts} {{"
     if module.cluster is not None:
@@ -146,7 +147,7 @@ class Printer:
     """Prints modules that have much in common, as those after one pass and the next: every graph and variable once."""
 
     def __init__(self) -> None:
-        # What was printed is kept with its text, so that nothing else has its address.
+        # The cache holds the object beside its text, so that no other object gets its address.
         self._known: dict[int, tuple[object, str]] = {}
 
     def print(self, module: Module) -> str:
@@ -173,7 +174,8 @@ def print_module(module: Module) -> str:
 # ------------------------------------------------------------------------------------------------ parsing
 
 _VALUE = re.compile(rf"%({NAME}) : (\w+\[[\w,/]*\](?:\+\w+)*)")
-# What terminals obey: C0 and C1, but for tabs and ends of lines. The printer writes them as escapes, in strings alone.
+# Control characters of terminals: C0 and C1, but for tabs and ends of lines. The printer writes them as escapes, in
+# strings alone.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _CALL = re.compile(r'(?:(%.*?) = )?(\w+)\(([^")]*(?:"(?:[^"\\]|\\.)*"[^")]*)*)\)(?: ; (.*))?')
 _MODULE = re.compile(rf"module @({NAME})(?: facts\(([\w\-, ]*)\))? \{{")
@@ -442,7 +444,7 @@ def _fullmatch(pattern: re.Pattern[str], line: str, expected: str) -> re.Match[s
 
 
 def parse_module(text: str, path: str = "<text>") -> Module:
-    """The module that prints as `text`; ParseError names file and line, and shows the line."""
+    """Return the module that prints as `text`. A ParseError names file and line, and shows the line."""
     with nothing_collected():
         return _parsed(text, path)
 

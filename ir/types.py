@@ -42,7 +42,7 @@ ITEM_BYTES = {d: 1 if d == "bool" else int(d.lstrip("bfiu")) // 8 for d in DTYPE
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The NumPy dtype that stores `dtype`; bf16 comes from ml_dtypes."""
+    """Return the NumPy dtype that stores `dtype`; bf16 comes from ml_dtypes."""
     if dtype == "bf16":
         import ml_dtypes
 
@@ -52,7 +52,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def dtype_of(array_dtype: object) -> str:
-    """Our name for a NumPy dtype; ValueError when there is none."""
+    """Return the IR's name for a NumPy dtype. Raise ValueError when there is none."""
     name = np.dtype(array_dtype).name  # type: ignore[call-overload]
     if name not in _SHORT_NAMES:
         raise ValueError(f"element type {name} has no counterpart here, expected one of {', '.join(DTYPES)}")
@@ -118,7 +118,7 @@ _DIM = re.compile(r"(\d+|[A-Za-z_]\w*)((?:/[A-Za-z_]\w*)*)")
 
 @lru_cache(maxsize=65536)
 def parse_type(text: str) -> TensorType:
-    """The type that prints as `text`; ValueError says what was expected."""
+    """Return the type that prints as `text`. A ValueError says what was expected."""
     match = _TYPE.fullmatch(text)
     if match is None or match[1] not in DTYPES:
         raise ValueError(
@@ -138,7 +138,8 @@ def parse_type(text: str) -> TensorType:
 
 
 def broadcast_shapes(*shapes: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """NumPy's rule for shapes, symbols equal only to themselves or to 1; TypeError names the dimension that clashes."""
+    """Broadcast shapes by NumPy's rule, where a symbol fits only itself or 1. A TypeError names the dimension that
+    clashes."""
     rank = max(map(len, shapes), default=0)
     out: list[Dim] = []
     for i in range(rank):

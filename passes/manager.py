@@ -165,8 +165,8 @@ def count_ops(module: Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """The record of one pass that ran. `started` is a time of `time.perf_counter`; `ms` includes the verifier; `rest`
-    is the pipeline that goes on from there."""
+    """The record of one pass that ran. `started` is a time of `time.perf_counter`; `ms` includes the verifier;
+    `remaining` is the pipeline that goes on from there."""
 
     number: int
     call: str
@@ -175,7 +175,7 @@ class Event:
     ops_before: int
     ops_after: int
     changed: bool
-    rest: str
+    remaining: str
 
 
 class Watcher(Protocol):

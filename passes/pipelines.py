@@ -56,17 +56,17 @@ P = ParamSpec("P")
 
 
 class PipelineEntry(NamedTuple):
-    """A pass in a pipeline, and why it stands there. Those that are not `wanted` are left out; `asked` says what wants
-    them."""
+    """A pass in a pipeline, and why it stands there. Passes that are not `wanted` are left out. `condition` says when
+    they are wanted."""
 
     name: str
     options: dict[str, Attr]
     why: str
     wanted: bool = True
-    asked: str = ""
+    condition: str = ""
 
 
-# What a loss is scaled by at first where gradients are computed in f16; it adapts. The same as torch's.
+# The first loss scale where gradients are computed in f16; it adapts. The same as torch's.
 LOSS_SCALE = 65536.0
 
 
@@ -93,14 +93,15 @@ DEFAULTS = PipelineOptions()
 def training_entries(
     optimizer: dict[str, Attr], partition: dict[str, Attr], options: PipelineOptions = DEFAULTS
 ) -> list[PipelineEntry]:
-    """From a model with its loss to the program of every rank. With f16 the loss is scaled, and guarded in any case."""
+    """Return the passes from a model with its loss to the program of every rank. With f16 the loss is scaled, and
+    guarded in any case."""
     check_precision(options.precision)
     check_wire(options.wire)
     return [*_gradients(optimizer, options), *_cutting(partition, options), *_running(options)]
 
 
 def _gradients(optimizer: dict[str, Attr], options: PipelineOptions) -> list[PipelineEntry]:
-    """The whole model: its gradients and its update."""
+    """Return the passes on the whole model, for its gradients and its update."""
     microbatches, guard = options.microbatches, options.guard
     if guard is None and options.precision == "f16":
         guard = {}
@@ -135,7 +136,7 @@ def _gradients(optimizer: dict[str, Attr], options: PipelineOptions) -> list[Pip
 
 
 def _cutting(partition: dict[str, Attr], options: PipelineOptions) -> list[PipelineEntry]:
-    """Stages, and who runs what when."""
+    """Return the passes that choose stages and their schedule."""
     schedule, microbatches = options.schedule, options.microbatches
     same: dict[str, Attr] = {
         "microbatches": microbatches,
@@ -166,7 +167,7 @@ def _cutting(partition: dict[str, Attr], options: PipelineOptions) -> list[Pipel
 
 
 def _running(options: PipelineOptions) -> list[PipelineEntry]:
-    """Messages, kernels and memory of the stages."""
+    """Return the passes for messages, kernels and memory of the stages."""
     return [
         _wire(
             options.wire,
@@ -187,7 +188,7 @@ def _running(options: PipelineOptions) -> list[PipelineEntry]:
 
 
 def inference_entries(partition: dict[str, Attr], options: PipelineOptions = DEFAULTS) -> list[PipelineEntry]:
-    """From a model to the forward program of every rank."""
+    """Return the passes from a model to the forward program of every rank."""
     check_precision(options.precision)
     check_wire(options.wire)
     microbatches = options.microbatches
@@ -233,7 +234,7 @@ def _libraries(use: str) -> PipelineEntry:
     return PipelineEntry("libraries", {"use": use} if use else {}, why, bool(use), "devices that are GPUs")
 
 
-# The pipelines by name: what they are for, and what they consist of if nothing is asked for.
+# The pipelines by name: their purpose, and their passes by default.
 PIPELINES: dict[str, tuple[str, Callable[[], list[PipelineEntry]]]] = {
     "train": ("from a model with its loss to the program of every rank", lambda: training_entries({}, {})),
     "infer": ("from a model to the forward program of every rank", lambda: inference_entries({})),
@@ -241,7 +242,7 @@ PIPELINES: dict[str, tuple[str, Callable[[], list[PipelineEntry]]]] = {
 
 
 def calls_of(entries: Iterable[PipelineEntry]) -> list[Call]:
-    """The calls of those that are wanted."""
+    """Return the calls of the entries that are wanted."""
     return parse_pipeline(",".join(_text(entry) for entry in entries if entry.wanted), PASSES)
 
 
@@ -258,13 +259,13 @@ training_pipeline, inference_pipeline = _pipeline(training_entries), _pipeline(i
 
 
 def pipeline_text(name: str) -> str:
-    """A pipeline as a file that `penstock opt --pipeline` reads: a pass per line with the reason for its place; those
-    that have to be asked for are comments."""
+    """Return a pipeline as a file that `penstock opt --pipeline` reads. It has a pass per line with the reason for its
+    place. Passes that run only on request are comments."""
     meaning, entries = PIPELINES[name]
     rows = []
     for entry in entries():
         (call,) = parse_pipeline(_text(entry), PASSES)
-        condition = f"with {entry.asked}: " if entry.asked else ""
+        condition = f"with {entry.condition}: " if entry.condition else ""
         rows.append((str(call) if entry.wanted else f"// {call}", f"// {condition}{entry.why}"))
     width = max(len(call) for call, _ in rows)
     return f"// {name}: {meaning}\n" + "".join(f"{call:<{width}}  {why}\n" for call, why in rows)

@@ -106,7 +106,7 @@ class Bundle:
         return notebook.as_html(self)
 
     def bytes_of(self, names: Iterable[str]) -> int:
-        """Give the size of some of its files together."""
+        """Return the total size of some of its files."""
         return sum(self.manifest.files[name].size for name in names if name in self.manifest.files)
 
     @cached_property

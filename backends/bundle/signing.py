@@ -53,7 +53,7 @@ def key_in_use() -> bytes | None:
 
 
 def signature_of(key: bytes, manifest: bytes) -> bytes:
-    """Give the content of the signature's file."""
+    """Return the content of the signature's file."""
     return hmac.new(key, _PURPOSE + manifest, hashlib.sha256).hexdigest().encode() + b"\n"
 
 

@@ -23,11 +23,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.ir.cluster.cluster import usable_cores
 from penstock.ir.graph import Module, stage_vars
 from penstock.ir.text import print_module
 from penstock.ir.types import dtype_of
+from penstock.support.atomic_files import naming
 from penstock.support.errors import UsageError, VerifyError
+from penstock.support.hardware import usable_cores
 from penstock.support.words import itemised
 
 from .format import (
@@ -129,7 +130,8 @@ class _FileWork:
                 f"two files of the bundle are called {name}", hint="name the files of a stage after the stage"
             )
         (self.folder / name).parent.mkdir(exist_ok=True)
-        self.files[name] = FileEntry(*write(self.folder / name))
+        with naming(self.folder / name):
+            self.files[name] = FileEntry(*write(self.folder / name))
         return name
 
     def add_text(self, name: str, text: str) -> str:
@@ -201,7 +203,9 @@ def sign_bundle(path: str | os.PathLike[str], key: bytes) -> Path:
 
 def _write_weights(work: Path, module: Module, stage: int, weights: Mapping[str, np.ndarray]) -> tuple[str, int]:
     arrays = {name: weights[name] for name, var in stage_vars(module, stage).items() if var.init == "file"}
-    return write_tensors(work / weights_name(stage), arrays)
+    path = work / weights_name(stage)
+    with naming(path):
+        return write_tensors(path, arrays)
 
 
 def tool_versions() -> dict[str, str]:
@@ -287,7 +291,7 @@ def _check_weights(module: Module, weights: Mapping[str, np.ndarray]) -> None:
 
 
 def _write_bytes(path: Path, data: bytes) -> tuple[str, int]:
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

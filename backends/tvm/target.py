@@ -4,9 +4,9 @@ In: a name: `host`, `portable`, or an LLVM CPU name such as `skylake-avx512`, wi
 `rocketlake+amx-tile+amx-bf16`. Code for `portable` runs on every x86-64 machine with AVX2. Out: a TVM target and the
 tile of the matrix kernel.
 
-Rule: the accumulators of a tile, rows * vectors, must leave registers for one row of the packed operand and one
+Rule: a tile has rows * vectors accumulators. They must leave registers for one row of the packed operand and one
 broadcast value. That is at most 28 of 32 registers with AVX-512, 12 of 16 with AVX2, 8 of 16 without. A step of a tile
-loads rows + vectors times for rows * vectors multiply-adds, and a core does as many of these as of loads. With AVX-512
+loads rows + vectors times for rows * vectors multiply-adds. A core does as many multiply-adds as loads. With AVX-512
 the tile of matrix products is 6x4 (10 loads for 24). A panel that has left the first cache still keeps it busy; 12x2
 (14 loads) needs the panel there.
 """

@@ -116,7 +116,7 @@ def hide(w: Writer, scores: Value, seen: Value) -> Value:
 
 
 def at_least_finite(w: Writer, scores: Value) -> Value:
-    """Do the same as `hide` for scores to which a mask with -inf was added."""
+    """Hide positions, as `hide` does, in scores to which a mask with -inf was added."""
     return w.emit("maximum", scores, _lowest(scores))
 
 

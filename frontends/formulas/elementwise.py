@@ -84,7 +84,7 @@ def power_of(w: Writer, x: Value, y: Value) -> Value:
 
 
 def root(w: Writer, x: Value, order: float = 2.0) -> Value:
-    """Take the root of a sum that is not negative, such as the length of a vector.
+    """Return the root of a sum that is not negative, such as the length of a vector.
 
     Its gradient at 0 is 0, where that of the root alone is infinite.
     """
@@ -227,12 +227,12 @@ def inverse_cosine(w: Writer, x: Value) -> Value:
 
 
 def below_zero(w: Writer, x: Value) -> Value:
-    """Say whether the sign of x is a minus, as that of -0.0 is."""
+    """Return whether the sign of x is a minus, as that of -0.0 is."""
     return w.emit("or", w.emit("less", x, 0.0), w.emit("less", w.emit("div", 1.0, x), 0.0))
 
 
 def with_sign(w: Writer, x: Value, minus: Value) -> Value:
-    """Give |x| a minus where `minus` holds. The gradient at zero is zero, as in torch."""
+    """Return |x|, with a minus where `minus` holds. The gradient at zero is zero, as in torch."""
     size = w.emit("abs", x)
     return w.emit("where", minus, w.emit("neg", size), size)
 
@@ -306,7 +306,7 @@ def remainder(w: Writer, x: Operand, y: Operand) -> Value:
 
 
 def _against(w: Writer, left_over: Value, y: Operand) -> Value:
-    """Say whether a remainder is not zero and has the other sign than the divisor."""
+    """Return whether a remainder is not zero and has the other sign than the divisor."""
     divisor = y if isinstance(y, Value) else w.literal(y, left_over.type.dtype)
     signs_differ = w.emit("not", w.emit("equal", w.emit("less", left_over, 0), w.emit("less", divisor, 0)))
     return w.emit("and", w.emit("not", w.emit("equal", left_over, 0)), signs_differ)

@@ -14,7 +14,7 @@ def axis_of(w: Writer, axis: int, rank: int) -> int:
 
 
 def reshape(w: Writer, x: Value, shape: Sequence[int]) -> Value:
-    """Give x another shape. Return x itself if it has that shape."""
+    """Reshape x. Return x itself if it has that shape."""
     return x if x.type.shape == tuple(shape) else w.emit("reshape", x, shape=tuple(shape))
 
 
@@ -23,7 +23,7 @@ def transpose(w: Writer, x: Value, perm: Sequence[int]) -> Value:
 
 
 def cut(w: Writer, x: Value, axis: int, start: int, stop: int) -> Value:
-    """Take x[..., start:stop, ...] along one axis."""
+    """Return x[..., start:stop, ...] along one axis."""
     dims = x.type.dims
     if (start, stop) == (0, dims[axis]):
         return x
@@ -33,7 +33,7 @@ def cut(w: Writer, x: Value, axis: int, start: int, stop: int) -> Value:
 
 
 def entry(w: Writer, x: Value, axis: int, at: int) -> Value:
-    """Take x[..., at, ...] along one axis, without that dimension. A negative `at` counts from the end."""
+    """Return x[..., at, ...] along one axis, without that dimension. A negative `at` counts from the end."""
     dims = x.type.dims
     w.require(-dims[axis] <= at < dims[axis], f"index {at} is outside dimension {axis} of {x.type}")
     at %= dims[axis]

@@ -136,7 +136,7 @@ def resample(w: Writer, x: Value, axis: int, taps: Taps) -> Value:
 
 
 def pick(w: Writer, x: Value, axis: int, places: np.ndarray) -> Value:
-    """Take the entries at known places: as copies of each, a slice, or a lookup."""
+    """Return the entries at known places: as copies of each, a slice, or a lookup."""
     dims, count = x.type.dims, len(places)
     size = dims[axis]
     if np.array_equal(places, np.arange(size)):

@@ -5,6 +5,5 @@ from penstock.frontends.imported import Imported
 from .binding import open_dimensions
 from .importer import import_onnx
 from .report import CannotImport
-from .versions import OPSETS
 
-__all__ = ["OPSETS", "CannotImport", "Imported", "import_onnx", "open_dimensions"]
+__all__ = ["CannotImport", "Imported", "import_onnx", "open_dimensions"]

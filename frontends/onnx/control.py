@@ -233,7 +233,7 @@ def _listed(n: OnnxNode, name: str, count: int) -> tuple[int, ...]:
 
 
 def _entry(n: OnnxNode, tensor: Array, axis: int, i: int) -> Tensor:
-    """Take tensor[..., i, ...] without that dimension."""
+    """Return tensor[..., i, ...] without that dimension."""
     if isinstance(tensor, KnownTensor):
         return n.known_of(np.take(tensor.array, i, axis))
     return entry(n, n.value_of(tensor), axis, i)

@@ -1,11 +1,11 @@
 """Nodes whose operands are all known, computed at import.
 
-The meaning of an operator is that of onnx.reference, ONNX's own NumPy implementation, so folding and the rules of the
-op tables are independent of each other. A result of another type than shape inference promises is refused rather than
+An operator means what onnx.reference, ONNX's own NumPy implementation, computes. So folding and the rules of the op
+tables are independent of each other. A result of another type than shape inference promises is refused rather than
 converted.
 
 A result is computed only if it is known beforehand to be small. A few bytes of a file can ask for a tensor that fills
-all memory, or for hours of a reference implementation that loops in Python.
+all memory. They can also cost hours in a reference implementation that loops in Python.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PRODUCTS = frozenset({"Einsum", "Gemm", "MatMul", "MatMulInteger", "QLinearMatM
 
 
 def small(n: OnnxNode, promises: Promises) -> bool:
-    """Say whether the results of a node with known operands are small and quick to compute."""
+    """Return whether the results of a node with known operands are small and quick to compute."""
     names = [name for name in n.proto.output if name]
     if n.kind not in _LIKE_OPERANDS and any(name not in promises.sizes for name in names):
         return False

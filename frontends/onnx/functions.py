@@ -115,7 +115,7 @@ def _graphs(attribute: onnx.AttributeProto) -> Iterator[onnx.GraphProto]:
 
 @cache
 def has_definition(kind: str) -> bool:
-    """Say whether ONNX defines a standard operator by other operators, in any opset."""
+    """Return whether ONNX defines a standard operator by other operators, in any opset."""
     schemas: list[Any] = [s for s in onnx.defs.get_all_schemas() if s.name == kind and s.domain == ""]
     return any(s.has_function or s.has_context_dependent_function for s in schemas)
 

@@ -9,9 +9,9 @@ trained.py decides which initializers are parameters. All others are constants. 
 are computed here. Constants that are small or have one value throughout become `const`, larger ones buffers. An
 initializer used by several nodes stays one variable, read once.
 
-A node is tried as, in this order: a call of one of the model's functions (functions.py), control flow or a sequence
-(control.py, sequences.py), a computation on known operands (folding.py), an operator with a rule (table.py), and an
-operator that ONNX defines by a function. One CannotImport lists all nodes that cannot be imported.
+The importer tries these readings of a node in this order: a call of one of the model's functions (functions.py);
+control flow or a sequence (control.py, sequences.py); a computation on known operands (folding.py); an operator with a
+rule (table.py); an operator that ONNX defines by a function. One CannotImport lists all nodes that cannot be imported.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def import_onnx(
             raise CannotImport(where, [*unknown, *error.what.splitlines()[1:]], hint=error.hint) from error
         raise
     findings = Findings()
-    importer = _Importer(source, opsets, findings, Trained(source, findings, frozen, trained))
+    importer = _OnnxImporter(source, opsets, findings, Trained(source, findings, frozen, trained))
     importer.take_inputs(graph, bound)
     importer.take_initializers(graph)
     for index, node in enumerate(graph.node):
@@ -132,7 +132,7 @@ def _behind_rounded_pools(graph: onnx.GraphProto) -> set[str]:
 # ---------------------------------------------------------------------------------------- the import itself
 
 
-class _Importer:
+class _OnnxImporter:
     """State of one import: the graph so far, and the findings to report.
 
     `scope` holds the names of the model's own graph.
@@ -403,7 +403,7 @@ def _compare(proto: onnx.NodeProto, results: Sequence[Result], promises: Promise
 
 
 def _why_unknown(node: onnx.NodeProto) -> str:
-    """Say why a node's operator is unsupported. Return "" if it has a rule or a definition, or may be folded."""
+    """Explain why a node's operator is unsupported. Return "" if it has a rule or a definition, or may be folded."""
     if rule_of(node.domain, node.op_type) is not None:
         return ""
     if node.domain in OTHERS:

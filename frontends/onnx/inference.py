@@ -114,7 +114,7 @@ def promised_by_node(n: OnnxNode) -> Promises:
 
 
 def _mistaken(proto: onnx.NodeProto, opset: int) -> bool:
-    """Say whether shape inference is known to be wrong for a node.
+    """Return whether shape inference is known to be wrong for a node.
 
     It takes an STFT without `onesided` for a two-sided one, and counts a window too many in some pools.
     """
@@ -123,10 +123,10 @@ def _mistaken(proto: onnx.NodeProto, opset: int) -> bool:
 
 
 def _harmless(proto: onnx.NodeProto, ranks: Collection[int]) -> bool:
-    """Say whether shape inference may see a node.
+    """Return whether shape inference may see a node.
 
-    It ends the process for a Split whose number of results is not the one it states, and for some operators that name
-    dimensions which their operands do not have.
+    It ends the process for a Split whose number of results is not the one it states. It also does so for some operators
+    that name dimensions which their operands do not have.
     """
     most, fewest = max(ranks, default=0), min(ranks, default=0)
     for a in proto.attribute:
@@ -145,5 +145,5 @@ def _harmless(proto: onnx.NodeProto, ranks: Collection[int]) -> bool:
 
 
 def rounds_up(proto: onnx.NodeProto) -> bool:
-    """Say whether a node is a pool for which shape inference, before opset 22, may count one window too many."""
+    """Return whether a node is a pool for which shape inference, before opset 22, may count one window too many."""
     return bool(proto.op_type.endswith("Pool") and any(a.name == "ceil_mode" and a.i for a in proto.attribute))

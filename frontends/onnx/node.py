@@ -62,7 +62,7 @@ class OnnxBuilder(GraphWriter):
         return value, value.name
 
     def stands_for_tensor(self, value: Value) -> bool:
-        """Say whether a value stands for a known tensor or a weight, whose name it keeps."""
+        """Return whether a value stands for a known tensor or a weight, whose name it keeps."""
         return value in self._standing
 
     def forget(self, values: set[Value]) -> None:
@@ -103,7 +103,7 @@ class OnnxNode(Writer):
         return len(self.operands)
 
     def has(self, i: int) -> bool:
-        """Say whether operand i is present: optional ones may be missing or empty."""
+        """Return whether operand i is present: optional ones may be missing or empty."""
         return i < self.count and self.operands[i] is not None
 
     def operand(self, i: int) -> Tensor:

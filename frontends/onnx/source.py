@@ -1,9 +1,9 @@
 """Files of the importer: an ONNX model read by its path, checked, and its tensors as arrays.
 
-In: a path. Out: the model, a type for each tensor, arrays without copies where the format allows it (external data is
-memory-mapped), and a hash of everything that was read. A UsageError refuses a file that is missing, truncated or not a
-valid model. It also refuses external data that is missing, too short, or outside the model's folder (absolute paths,
-`..`, links that lead out of it). A memory-mapped array is read-only and must not outlive the file.
+In: a path. Out: the model, a type for each tensor, arrays, and a hash of everything that was read. Arrays are not
+copied where the format allows it; external data is memory-mapped. A UsageError refuses a file that is missing,
+truncated or not a valid model. It also refuses external data that is missing, too short, or outside the model's folder
+(absolute paths, `..`, links that lead out of it). A memory-mapped array is read-only and must not outlive the file.
 
 Known limit: onnx's checker is native code, so a file made to crash it would end the process. None is known.
 """
@@ -29,8 +29,8 @@ from penstock.support.out_of_memory import is_out_of_memory
 
 # Shape inference only reads the elements of small tensors (shapes, axes). Of larger ones it gets the type alone.
 SMALL = 1024
-# GroupNormalization before opset 21, LayerNormalization before 17, and an operator that onnxruntime puts into the
-# default domain.
+# GroupNormalization before opset 21, LayerNormalization before 17, and an operator of onnxruntime in the default
+# domain.
 _UNREGISTERED = ("GroupNormalization", "LayerNormalization", "SimplifiedLayerNormalization")
 _OTHER_OPSET, _NO_SHAPE = "whereas model imports version", "Field 'shape' of 'type' is required"
 _TOLERATED = (_NO_SHAPE, *(f"registered for {kind}" for kind in _UNREGISTERED), _OTHER_OPSET)

@@ -189,7 +189,7 @@ def _write(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], spans: Sequ
 
 
 def _fill(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], where: str) -> list[Filled]:
-    """Put elements into the initializers. Return those that are to become external data."""
+    """Store elements in the initializers. Return those that are to become external data."""
     tensors = {label: tensor for label, tensor in _labelled(model).items() if label in arrays}
     strange = [name for name in arrays if name not in tensors or tuple(tensors[name].dims) != arrays[name].shape]
     if strange:

@@ -63,7 +63,7 @@ class NeedsKnown(Refused):
 
     @classmethod
     def of(cls, wanted: Mapping[str, Sequence[str]]) -> NeedsKnown:
-        """Make the error. `wanted` maps each thing that must be known to the inputs that it is computed from."""
+        """Create the error. `wanted` maps each thing that must be known to the inputs that it is computed from."""
         inputs = list(dict.fromkeys(name for behind in wanted.values() for name in behind))
         flags = " ".join(f"--known {name}=VALUES" for name in inputs)
         verb, they = ("is", "it has") if len(wanted) == 1 else ("are", "they have")
@@ -122,7 +122,7 @@ class Scope:
 
 
 def is_lost(tensor: Tensor | None) -> bool:
-    """Say whether nothing is known about a tensor because the node that computes it was refused."""
+    """Return whether nothing is known about a tensor because the node that computes it was refused."""
     if isinstance(tensor, TensorList):
         return any(map(is_lost, tensor.items))
     return isinstance(tensor, Lost) and tensor.type is None

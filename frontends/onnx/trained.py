@@ -4,8 +4,8 @@ Every floating-point initializer that is used as a tensor is a parameter, except
 
 * those whose name matches `frozen` (a regular expression, searched for anywhere in the name),
 * those that the exporter calls buffers: torch's writes each weight's kind in the module into the metadata (KIND),
-* the running mean and variance of a BatchNormalization (which training changes where the node is in training mode), and
-  operands that a rule needs as numbers (a bound of Clip, the value of Pad): their rules take care of these,
+* the running mean and variance of a BatchNormalization; the rule of the operator updates them in training mode,
+* operands that a rule needs as numbers (a bound of Clip, the value of Pad); that rule reads them,
 * those of rank 0: exporters write the numbers of the source text (a scale, an epsilon) that way.
 
 `trained` names exceptions from all of these but `frozen`. An initializer that the exporter calls a parameter is one, of
@@ -58,6 +58,3 @@ class Trained:
         if kind.rank == 0:
             self._findings.scalars.append(name)
         return kind.rank > 0
-
-
-__all__ = ["Trained"]

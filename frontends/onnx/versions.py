@@ -1,7 +1,7 @@
 """The versions of ONNX that are read, and the conversion of older nodes to their newest form.
 
-Attributes of an operator that are operands in newer opsets become operands, so the rules of the op tables and the
-folding of constants know only one form of it. Where an operator of the same form had another meaning (Softmax before 13
+Attributes of an operator that are operands in newer opsets become operands. So the rules of the op tables and the
+folding of constants see only one form of it. Where an operator of the same form had another meaning (Softmax before 13
 flattened its operand), its rule reads the opset. `CHANGED` keeps such nodes from being computed at import with the
 newer meaning.
 
@@ -150,7 +150,7 @@ CHANGED = {
 
 
 def upgrade(n: OnnxNode) -> int:
-    """Give a node of the default domain its newest form. Return the opset of that form."""
+    """Convert a node of the default domain to its newest form. Return the opset of that form."""
     first, change = UPGRADES.get(n.kind, (0, None))
     if change is None or n.opset >= first:
         return n.opset

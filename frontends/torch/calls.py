@@ -109,7 +109,7 @@ class Caller:
     # ------------------------------------------------------------------------------------ types
 
     def _lacks_types(self, call: Call) -> bool:
-        """Say whether the call cannot be judged, because the type of an operand was lost with another call."""
+        """Return whether the call cannot be judged, because the type of an operand was lost with another call."""
         operands = (self.builder.env[a] for a in call.all_input_nodes)
         return any(isinstance(one, Lost) and one.type is None for one in operands)
 
@@ -150,7 +150,7 @@ class Caller:
 
 
 def _plain(operands: Sequence[Any]) -> bool:
-    """Say whether no argument is computed at run time or trained."""
+    """Return whether no argument is computed at run time or trained."""
     return all(
         _plain(a) if isinstance(a, list | tuple) else not isinstance(a, Value | TorchWeight | Lost | Absent)
         for a in operands
@@ -193,7 +193,7 @@ def _called(call: Call) -> str:
 
 
 def _missing(call: Call) -> str:
-    """Say why there is no rule."""
+    """Explain why there is no rule."""
     metas = pytree.tree_leaves([one.meta.get("val") for one in (call, *call.all_input_nodes)])
     if any(isinstance(meta, torch.Tensor) and meta.is_complex() for meta in metas):
         return "there are no complex numbers here; a model may compute their real and imaginary parts apart"

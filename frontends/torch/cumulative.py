@@ -1,8 +1,8 @@
 """Batch norms with plain averages as running statistics (momentum=None), in a form that torch.export accepts.
 
 torch reads the number of batches as a Python number, which no exported program can contain. While a module is exported,
-such layers compute the same from tensors: a batch norm of momentum 1 leaves the statistics of the batch in two tensors,
-and the share of the newest batch is 1 / number of batches.
+such layers compute the same from tensors. A batch norm of momentum 1 leaves the statistics of the batch in two tensors.
+The newest batch has the share 1 / number of batches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The importer of torch: takes a module or program and returns a Module and its weights.
 
-The module has one graph `main`: the inputs of forward by their names (nested ones as torch.export spells them), its
-outputs by their path in forward's result, and one or a few operations per call of ATen. Each of these has the path of
-the submodule and the name of the call as its `loc`.
+The module has one graph `main`. Its inputs are those of forward by name, nested ones as torch.export spells them. Its
+outputs are named by their path in forward's result. Each call of ATen becomes one or a few operations. The `loc` of an
+operation is the path of the submodule and the name of the call.
 
 Variables have their names of the state dict. Tensors that share memory are one variable, under the first of their
 names. Trained are the parameters with `requires_grad` whose name does not match `frozen`. Other parameters, buffers and
@@ -59,7 +59,7 @@ def import_torch(
     where = type(source).__name__
     pattern = pattern_of(frozen, "frozen", where)
     program = exported(source, args, kwargs, where)
-    importer = _Importer(program, where, dims or {})
+    importer = _ProgramImporter(program, where, dims or {})
     importer.take_state(pattern)
     importer.take_inputs()
     for call in program.graph.nodes:
@@ -72,7 +72,7 @@ def _trains(tensor: object) -> bool:
     return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad and tensor.is_floating_point()
 
 
-class _Importer:
+class _ProgramImporter:
     """State of one import: the graph so far, its problems, and the findings to report."""
 
     def __init__(self, program: ExportedProgram, where: str, dims: Mapping[str, int]) -> None:
@@ -280,7 +280,7 @@ class _Importer:
             self.builder.moved[old.name] = new
 
     def _spell(self, named: Sequence[tuple[str, Value]]) -> list[tuple[str, Value]]:
-        """Give the outputs unique names: their paths where these are free."""
+        """Assign unique names to the outputs: their paths where these are free."""
         spelled: dict[str, Value] = {}
         for path, value in named:
             unchanged = value.name == path == legal(path) and path not in spelled

@@ -35,7 +35,7 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Say whether the tensors share an element or a part of one. a begins first."""
+    """Return whether the tensors share an element or a part of one. a begins first."""
     sizes = [t.element_size() for t in (a, b)]
     unit = gcd(b.data_ptr() - a.data_ptr(), *sizes)
     marks = np.zeros((max(_end(a), _end(b)) - a.data_ptr()) // unit, np.bool_)

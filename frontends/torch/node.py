@@ -1,8 +1,8 @@
 """The view that a rule of the ATen tables has of a call: its arguments by name, and the means to write operations.
 
-An argument that stands for a tensor is one of four things: `Known` (elements known at import), `Weight` (a parameter),
-a `Value` of the IR graph, or `Lost` (the result of a call that could not be imported). Everything else (numbers, lists,
-element types, None) is a Python object. Sizes are numbers.
+An argument that stands for a tensor is one of four things. `Known` has elements that are known at import, and `Weight`
+is a parameter. A `Value` belongs to the IR graph. `Lost` is the result of a call that could not be imported. Everything
+else (numbers, lists, element types, None) is a Python object. Sizes are numbers.
 
 Rules request an argument by use: a tensor with `value`, other objects with `arg`. Only an argument requested as a
 tensor becomes a variable. An argument that no rule has read and that differs from its default makes the call
@@ -50,8 +50,8 @@ class Absent:
     reason: str
 
 
-Tensor = KnownElements | TorchWeight | Value | Lost
-Result = Any  # Tensor, torch.Tensor where the elements are known, Absent, a number, or None
+# KnownElements, TorchWeight, Value or Lost; torch.Tensor where the elements are known; Absent, a number, or None.
+Result = Any
 Rule = Callable[["TorchNode"], Result]
 
 # Arguments that say where and how elements are stored, not their values.
@@ -100,7 +100,7 @@ class TorchBuilder(GraphWriter):
         self._values = {key: value for key, value in self._values.items() if value not in values}
 
     def depends(self, values: Sequence[Value]) -> bool:
-        """Say whether any of these depends on a parameter that is trained."""
+        """Return whether any of these depends on a parameter that is trained."""
         return not self.trained.isdisjoint(values)
 
 
@@ -190,7 +190,7 @@ class TorchNode(Writer):
         return tensor.tensor if isinstance(tensor, KnownElements) else None
 
     def is_trained(self, name: str = "self") -> bool:
-        """Say whether an argument depends on a parameter that is trained."""
+        """Return whether an argument depends on a parameter that is trained."""
         tensor = self.arg(name)
         return isinstance(tensor, TorchWeight) or (isinstance(tensor, Value) and self._builder.depends([tensor]))
 
@@ -200,7 +200,7 @@ class TorchNode(Writer):
         return tensor.tensor if isinstance(tensor, KnownElements | TorchWeight) else None
 
     def is_used(self, i: int) -> bool:
-        """Say whether result i, one of several, is used."""
+        """Return whether result i, one of several, is used."""
         return any(user.args[1] == i for user in self.call.users if user.target is operator.getitem)
 
     def ignore(self, *names: str) -> None:

@@ -88,7 +88,7 @@ _HINT = (
 
 
 def _depends_on_data(error: BaseException) -> bool:
-    """Say whether torch needed to know the elements of a tensor."""
+    """Return whether torch needed to know the elements of a tensor."""
     kinds = ("DataDependent", "DynamicOutputShape")
     return any(kind in type(error).__name__ for kind in kinds) or "data-dependent" in str(error).lower()
 

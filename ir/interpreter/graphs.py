@@ -47,7 +47,7 @@ def run_graph(
             if unknown:
                 raise VerifyError(f"{', '.join(unknown)} has no value yet")
             results = _run_op(entry, [values[v.name] for v in op.ins], store, precision)
-        except (VerifyError, ValueError, TypeError) as error:  # what NumPy raises for operands that do not fit
+        except (VerifyError, ValueError, TypeError) as error:  # errors of NumPy for operands that do not fit
             names = ", ".join(f"%{v.name}" for v in op.outs) or f"@{op.var}"
             raise VerifyError(
                 str(error), where=f"@{graph.name}: {op.kind} {names}" + (f" ({op.loc})" if op.loc else "")

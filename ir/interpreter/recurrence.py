@@ -142,13 +142,13 @@ def collect(run: InterpretedRun, module: Module, store: VersionStore) -> None:
 
 
 def _reading_own_version(graph: Graph) -> Graph:
-    """Before weight-versions reads do not say so yet: in forward and backward they mean the version of the
-    microbatch."""
+    """Set reads of forward and backward to the version of the microbatch, which they mean before `weight-versions`
+    writes it."""
     return rewrite(graph, lambda op: [op.with_attrs(version="mb")] if op.kind == "read" else None)
 
 
 def _check_seed(module: Module, backward: Graph | None, parts: int) -> None:
-    """Batches must be cut as the module was differentiated: its seed gradient is 1 / microbatches."""
+    """Check that batches are cut as the module was differentiated: its seed gradient is 1 / microbatches."""
     planned = module.schedule.microbatches if module.schedule is not None else None
     if backward is not None and planned is not None and planned != parts:
         raise UsageError(f"a batch has {counted(parts, 'microbatch')}, the schedule has {planned}", where=module.name)

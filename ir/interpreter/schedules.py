@@ -41,8 +41,8 @@ def run_schedule(
 ) -> InterpretedRun:
     """Execute the module's schedule for batches first .. first + batches_count - 1; `batches[0]` is batch `first`.
 
-    `weights` hold version `first` of the parameters (and optimiser state, zeros otherwise), `previous` version first -
-    1, which a schedule with a delay needs when it does not start at batch 0.
+    `weights` hold version `first` of the parameters and of the optimiser state, which is zeros where it is missing.
+    `previous` holds version first - 1. A schedule with a delay needs it when it does not start at batch 0.
     """
     if module.schedule is None:
         raise UsageError(
@@ -75,7 +75,7 @@ class _Rank:
         self.index, self.program, self.store = index, program, store
         self.step = 0
         self.values: dict[int, dict[str, Array]] = {}
-        # Batches whose gradients it has brought to a sum that it has not used yet.
+        # Batches whose gradients it has added to a sum that it has not used yet.
         self.waiting: set[int] = set()
 
     def action(self) -> Action | None:
@@ -102,7 +102,7 @@ class _Pipeline:
         self.stepped = stepped_vars(module)
         self.ranks = {}
         self.homes, self.members = module.schedule.homes(), module.schedule.members()
-        # What the ranks of a stage have brought to the sum of a batch, by stage and batch.
+        # The gradients that ranks of a stage have added to the sum of a batch, by stage and batch.
         self.sums: dict[tuple[int, int], dict[int, dict[str, Array]]] = {}
         for index, program in programs.items():
             graphs = [
@@ -147,7 +147,7 @@ class _Pipeline:
         return self.run_found
 
     def _compare_ranks(self) -> None:
-        """The ranks of a stage have the same variables in the end."""
+        """Check that the ranks of a stage have the same variables in the end."""
         for stage, ranks in self.members.items():
             for rank in ranks[1:]:
                 for name in self.ranks[rank].store.slots:
@@ -178,7 +178,7 @@ class _Pipeline:
         return graph
 
     def _find(self, rank: _Rank, mb: int, name: str) -> Array | None:
-        """A value of a microbatch: held here, fed from outside, or (before messages exist) held by any rank."""
+        """Find a value of a microbatch: held here, fed from outside, or held by any rank before messages exist."""
         fed = {v.name for v in self.module.inputs}
         places = [rank.values.get(mb, {}), self.feed.get(mb, {}) if name in fed else {}]
         if not self.wired:
@@ -218,7 +218,7 @@ class _Pipeline:
         return True
 
     def _bring(self, rank: _Rank, action: Action) -> bool:
-        """A rank's gradients of a batch go to the sum over the ranks of its stage."""
+        """Add a rank's gradients of a batch to the sum over the ranks of its stage."""
         store = rank.store.at(batch=action.mb)
         brought = self.sums.setdefault((action.stage, action.mb), {})
         brought[rank.index] = {name: store.take(name) for name in summed_vars(self.module, action.stage)}
@@ -226,7 +226,7 @@ class _Pipeline:
         return True
 
     def _take_sum(self, rank: _Rank, action: Action) -> bool:
-        """Put the sum of a batch in the place of the rank's own gradients; False while other ranks still add to it."""
+        """Replace the rank's own gradients by the sum of the batch. Return False while other ranks still add to it."""
         brought, members = self.sums[action.stage, action.mb], self.members[action.stage]
         if len(brought) < len(members):
             return False
@@ -287,7 +287,7 @@ class _Pipeline:
         )
 
 
-# The meaning of every kind: it does the action, and says False when that has to wait.
+# The meaning of every kind: the function runs the action, and returns False when the action has to wait.
 MEANINGS: dict[str, Callable[[_Pipeline, _Rank, Action], bool]] = {
     **dict.fromkeys(COMPUTE, _Pipeline._compute),
     **dict.fromkeys(SENDS, _Pipeline._send),

@@ -53,7 +53,7 @@ class DictStore:
 
 
 def as_value(array: object, value: Value, precision: str = TYPED) -> Array:
-    """`array` as the value's element type; VerifyError when shape or kind of element differ."""
+    """Return `array` in the value's element type. Raise VerifyError when shape or kind of element differ."""
     result = np.asarray(array)
     floating = result.dtype.kind == "f" or result.dtype.name == "bfloat16"
     if result.shape != value.type.shape or floating != (value.type.dtype in FLOATS):
@@ -65,8 +65,8 @@ def as_value(array: object, value: Value, precision: str = TYPED) -> Array:
 
 
 def initial_arrays(module: Module, weights: Arrays, names: Sequence[str], precision: str) -> dict[str, Array]:
-    """First values of variables: those given, else zeros where the variable says so. One VerifyError lists all that is
-    missing or unfit."""
+    """Return the first values of variables: the given arrays, or zeros where the variable says so. One VerifyError
+    lists all that are missing or do not fit."""
     values, problems = {}, []
     for name in names:
         var = module.vars[name]
@@ -115,7 +115,7 @@ class VersionStore:
         self._batch = 0
 
     def put(self, var: str, version: int, array: Array) -> None:
-        """Let a version beside the newest be alive, where there is a slot for it."""
+        """Store a version beside the newest, where there is a slot for it."""
         at = version % len(self.slots[var])
         if self.held[var][at] != self.newest[var]:
             self.slots[var][at], self.held[var][at] = array, version
@@ -132,7 +132,7 @@ class VersionStore:
         return self._version_of(var, self.newest.get(var, 0))
 
     def before_latest(self, var: str) -> Array | None:
-        """The version before the newest, while it is alive."""
+        """Return the version before the newest, while it is alive."""
         version = self.newest[var] - 1
         at = version % len(self.slots[var])
         return self.slots[var][at] if self.held[var][at] == version else None

@@ -6,15 +6,15 @@ which two accounts differ.
 
 Actions are counted from 0 in the order in which the rank runs them; what is there before the first of them was taken at
 BEFORE. A block is live after the action that takes it and no longer after the one that gives it back. Temporaries of a
-compiled graph come and go inside of one action, so that they are no blocks of this account, but sizes by graph
-(`workspace`). Not in it: batches that wait in host memory, what the transport still holds because a peer has not got it
-yet, and freed memory that is kept for later.
+compiled graph live inside of one action. So they are no blocks of this account, but sizes by graph (`workspace`). The
+account leaves out batches that wait in host memory. It also leaves out messages that the transport holds until a peer
+has received them, and freed memory that is kept for later.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -22,7 +22,6 @@ from typing import NamedTuple
 from penstock.ir.schedule import Action
 
 BEFORE = -1
-PURPOSES = ("weights", "gradients", "state", "buffers", "activations", "boundary")
 
 
 class Life(NamedTuple):
@@ -93,22 +92,23 @@ class Account:
     times: tuple[tuple[float, float], ...] = ()
 
     def curve(self) -> list[int]:
-        """Live bytes after each action."""
-        return self._sums(self.lives)
-
-    def by_purpose(self) -> dict[str, list[int]]:
-        """The same, parted; together they are the curve."""
-        return {purpose: self._sums([life for life in self.lives if life.purpose == purpose]) for purpose in PURPOSES}
+        """Return the live bytes after each action."""
+        changes = [0] * (len(self.actions) + 1)
+        for life in self.lives:
+            changes[life.taken_at + 1] += life.nbytes
+            if life.given_at is not None:
+                changes[life.given_at + 1] -= life.nbytes
+        return list(accumulate(changes))[1:]
 
     def live_at(self, step: int) -> list[Life]:
-        """The blocks that live after an action, the largest first."""
+        """Return the blocks that live after an action, the largest first."""
         lives = (
             life for life in self.lives if life.taken_at <= step and (life.given_at is None or life.given_at > step)
         )
         return sorted(lives, key=lambda life: (-life.nbytes, life.label))
 
     def happenings(self) -> list[Happening]:
-        """All that happens to memory, in the order of actions; what one action does, in the order of names."""
+        """Return all that happens to memory, in the order of actions, and in the order of names within one action."""
         return sorted(
             self._happenings(),
             key=lambda h: (h.step, h.what, h.names, h.owner is None, h.owner or 0, h.copy, h.version, h.nbytes),
@@ -123,14 +123,6 @@ class Account:
             yield Happening(version.written, "write", (version.name,), None, version.copy, version.version, 0)
             if version.retired is not None:
                 yield Happening(version.retired, "retire", (version.name,), None, version.copy, version.version, 0)
-
-    def _sums(self, lives: Sequence[Life]) -> list[int]:
-        changes = [0] * (len(self.actions) + 1)
-        for life in lives:
-            changes[life.taken_at + 1] += life.nbytes
-            if life.given_at is not None:
-                changes[life.given_at + 1] -= life.nbytes
-        return list(accumulate(changes))[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +160,8 @@ _SHOWN = 4
 
 
 def first_difference(planned: Account, measured: Account) -> AccountDifference | None:
-    """None where both ran the same actions, each of which took, gave, wrote and retired the same, and calls have the
-    same temporaries."""
+    """Return the first difference between two accounts. It is None where both ran the same actions with the same
+    effects, and calls have the same temporaries."""
     rank = planned.rank
     for step, (expected, ran) in enumerate(zip(planned.actions, measured.actions, strict=False)):
         if expected != ran:

@@ -28,7 +28,7 @@ class Way:
     latency: float
 
     def seconds(self, nbytes: int) -> float:
-        """Out and back."""
+        """Return the seconds for moving so many bytes out and back."""
         return 2 * (self.latency + nbytes / self.bandwidth)
 
 
@@ -43,8 +43,9 @@ class Gap:
 
 
 def way_out(cluster: Cluster, device: str) -> Way:
-    """From a GPU over the link to a CPU of its host, or to where else the cluster's class of such links leads; on a CPU
-    to another place in host memory, where a copy reads and writes at the rate of the memory."""
+    """Return the way from a device to memory outside of it. From a GPU it is the link to a CPU of its host, or the
+    cluster's class of such links. On a CPU it leads to another place in host memory, where a copy reads and writes at
+    the rate of the memory."""
     source = cluster.device(device)
     if source.kind == "cpu":
         return Way("host memory", source.bandwidth / 2, 0.0)
@@ -56,16 +57,16 @@ def way_out(cluster: Cluster, device: str) -> Way:
 
 
 def gaps(account: Account, life: Life) -> Iterator[Gap]:
-    """The times between uses of a block, in order."""
+    """Yield the times between uses of a block, in order."""
     for after, before in pairwise(life.uses):
         yield Gap(after, before, max(0.0, account.times[before][0] - account.times[after][1]))
 
 
 def longest_gap(account: Account, life: Life) -> Gap | None:
-    """None where a block is used once, or never."""
+    """Return the longest gap, or None where a block is used once or never."""
     return max(gaps(account, life), key=lambda gap: gap.seconds, default=None)
 
 
 def idle_at(account: Account, life: Life, step: int, way: Way) -> bool:
-    """Say whether an action falls into a time in which the block could be elsewhere."""
+    """Return whether an action falls into a time in which the block could be elsewhere."""
     return any(gap.after < step < gap.before and gap.seconds > way.seconds(life.nbytes) for gap in gaps(account, life))

@@ -79,7 +79,7 @@ _MEMORY = Derived[dict[int, Memory]](__name__, "memory")
 
 
 def measure_memory(module: Module) -> dict[int, Memory]:
-    """One row per rank. A schedule without drops counts as one that drops after the last computation of a
+    """Return one row per rank. A schedule without drops counts as one that drops after the last computation of a
     microbatch."""
     assert module.schedule is not None, "memory needs a schedule"
     schedule = module.schedule
@@ -134,7 +134,7 @@ class Course:
 
 
 def memory_course(module: Module, rank: int, batches: int) -> Course:
-    """A run of a rank from an empty pipeline to an empty one."""
+    """Return the course of memory over a run of a rank, from an empty pipeline to an empty one."""
     assert module.schedule is not None, "memory needs a schedule"
     walk = Walk(module, module.rank_stages()[rank], posts=not _on_gpu(module, rank), lives=True)
     actions, held = [], []
@@ -146,9 +146,9 @@ def memory_course(module: Module, rank: int, batches: int) -> Course:
 
 
 def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Action, int, int]]:
-    """After each action of a run: bytes that live then, and bytes that the process holds (freed blocks of results and
-    messages are kept for the next). With variables and data, as `measure_memory` counts them; temporaries of a graph
-    are held from its first call on, and live during it."""
+    """Yield after each action of a run the bytes that live, and the bytes that the process holds. Freed blocks of
+    results and messages are kept for the next ones. Variables and data are included, as `measure_memory` counts them;
+    temporaries of a graph are held from its first call on, and live during it."""
     row, course = measure_memory(module)[rank], memory_course(module, rank, batches)
     always = row.fixed + row.data
     for action, (saved, passing, free) in zip(course.actions, course.held, strict=True):
@@ -156,8 +156,10 @@ def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Acti
 
 
 def planned_account(module: Module, rank: int, runs: Sequence[tuple[int, int]]) -> Account:
-    """Account for the memory of a rank, block by block. `runs` are first batch and number of batches, of runs from an
-    empty pipeline to an empty one that follow each other, which is what checkpoints make of a training."""
+    """Account for the memory of a rank, block by block. `runs` lists the first batch and the number of batches of runs
+    that follow each other. Each run begins and ends with an empty pipeline. Checkpoints divide a training into such
+    runs.
+    """
     assert module.schedule is not None, "memory needs a schedule"
     stage = module.rank_stages()[rank]
     walk, actions = Walk(module, stage, posts=not _on_gpu(module, rank), lives=True), list[Action]()
@@ -172,7 +174,7 @@ def planned_account(module: Module, rank: int, runs: Sequence[tuple[int, int]]) 
 
 
 def with_uses(module: Module, stage: int, newest: int, actions: Sequence[Action], lives: Sequence[Life]) -> list[Life]:
-    """The same blocks, in the order in which they were taken, with the actions that work with what is in them."""
+    """Return the same blocks with the actions that use their contents, in the order in which they were taken."""
     values: dict[tuple[int | None, str], list[int]] = {}
     buffers: dict[tuple[str, int], list[int]] = {}
     for step, access in enumerate(Accesses(module, stage, newest).follow(actions)):
@@ -193,13 +195,13 @@ def with_uses(module: Module, stage: int, newest: int, actions: Sequence[Action]
 
 
 def purpose_of(var: Var) -> str:
-    """The column of a variable."""
+    """Return the column of a variable."""
     return _PURPOSES.get(var.role, "buffers")
 
 
 def saved_values(module: Module, stage: int) -> frozenset[str]:
-    """The values that a computation saves for a later one: what is in a block with one of them counts as
-    activations, what is in others as boundary."""
+    """Return the values that a computation saves for a later one. A block with one of them counts as activations, other
+    blocks as boundary."""
     graphs = (module.stage_graph(stage, kind) for kind in SAVERS)
     return frozenset(v.name for graph in graphs if graph is not None for v in graph.saved)
 
@@ -211,8 +213,8 @@ def _variable_lives(module: Module, stage: int) -> Iterator[Life]:
 
 
 def _versions(module: Module, rank: int, stage: int, newest: int, actions: Sequence[Action]) -> Iterator[Version]:
-    """Versions of the parameters that updates step: the one that a run begins with, and those that it makes. Batch t
-    reads version t - delay; the last action of that batch that does so retires it."""
+    """Yield the versions of the parameters that updates step: the first version of a run, and those that the run makes.
+    Batch t reads version t - delay; the last action of that batch that does so retires it."""
     assert module.schedule is not None
     per_batch = module.schedule.microbatches
     # As written for batch 1.

@@ -44,7 +44,7 @@ class Accesses:
         self._moved = {(e.phase, e.src, e.dst): frozenset(v.name for v in e.values) for e in module.edges}
 
     def follow(self, actions: Iterable[Action]) -> Iterator[Access]:
-        """One for each action, in order."""
+        """Yield one access for each action, in order."""
         for action in actions:
             values, buffers = TOUCHED[action.kind]
             yield Access(action.holder, values(self, action), frozenset(buffers(self, action)))

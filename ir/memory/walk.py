@@ -22,9 +22,9 @@ from penstock.ir.schedule import COMPUTE, PER_BATCH, PHASES, RECEIVES, SAVERS, S
 from .account import BEFORE, Life
 from .workspace import planned_blocks
 
-# The runtime posts the receives among the next so many actions (a batch action with its sends, receives and drop is at
-# most five of them), and at most so many of one channel: one that arrives while its predecessor is worked on, one to
-# follow.
+# The runtime posts the receives among the next so many actions; a computation with its sends, receives and drop is at
+# most five of them. It posts at most so many of one channel: one that arrives while its predecessor is worked on, one
+# to follow.
 LOOK_AHEAD = 10
 POSTED = 2
 # Sends of a channel that may be noticed to have arrived together, in messages and in bytes
@@ -52,7 +52,7 @@ class BlockPool:
         self.bytes = 0
 
     def change(self, size: int, sign: int) -> None:
-        """Take a block (1), or give it back (-1)."""
+        """Allocate a block (1), or free it (-1)."""
         self.used[size] = used = self.used[size] + sign
         if sign > 0 and used > self.most[size]:
             self.most[size] = used
@@ -64,7 +64,7 @@ _Stored = tuple[str, int, BlockPool, bool]
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class _HeldBlock:
     """Memory with values in it: `names` are those that have ever been there, `held` how many still are."""
 
     nbytes: int
@@ -98,7 +98,7 @@ class Walk:
         self.edges = {(e.phase, e.src, e.dst): e.values for e in module.edges}
         self.parcels = {key: parcels(values) for key, values in self.edges.items()}
         self.saved = {v.name for kind in SAVERS if kind in self.graphs for v in self.graphs[kind].saved}
-        # What stays after each computation, beside what is to be sent: what the later ones take.
+        # The values that stay after each computation beside those to send: later computations take them.
         for_weights = {v.name for v in self.graphs[WEIGHTS].ins} if WEIGHTS in self.graphs else set()
         self.kept = {
             FORWARD: {v.name for v in self.graphs[FORWARD].saved} if FORWARD in self.graphs else set(),
@@ -111,21 +111,21 @@ class Walk:
         }
         self._needed = {kind: kept | self.sent.get(kind, set()) for kind, kept in self.kept.items()}
         self.targets = {kind: sum((e.src, e.phase) == (stage, kind) for e in module.edges) for kind in PHASES}
-        self.held: dict[int, dict[str, _Block]] = {}
+        self.held: dict[int, dict[str, _HeldBlock]] = {}
         self.now = {True: 0, False: 0}
         # Memory of results and temporaries, of inputs of the module, and of messages; and which of
         # these a value that was not received is in.
         self.made, self.fed, self.messages = BlockPool(), BlockPool(), BlockPool()
         self.pools = (self.made, self.fed, self.messages)
         self._inputs = {v.name for v in module.inputs}
-        # What a graph takes (True) and hands back: every call asks.
+        # The values that a graph takes (True) and returns, kept because every call needs them.
         self._stored = {
             (kind, takes): [*self._with_memory(g.ins if takes else g.results)]
             for kind, g in self.graphs.items()
             for takes in (True, False)
         }
         self._posts, self._sends = posts, Counter[tuple[str, int]]()
-        self._posted: dict[tuple[str, int], dict[int, list[_Block]]] = {}
+        self._posted: dict[tuple[str, int], dict[int, list[_HeldBlock]]] = {}
         self._expected: dict[tuple[str, int], deque[Action]] = {}
         self._lingering: dict[tuple[str, int], _SentMessages] = {}
         self.lives: list[Life] | None = [] if lives else None
@@ -169,7 +169,7 @@ class Walk:
         self._keep(action.holder, set())
 
     def _send(self, action: Action) -> None:
-        """A microbatch's values stay until they were sent to the last of several stages."""
+        """Send a microbatch's values, which stay until they were sent to the last of several stages."""
         phase, mb = action.phase, action.mb
         self._sends[phase, mb] += 1
         if self._sends[phase, mb] == self.targets[phase]:
@@ -181,7 +181,7 @@ class Walk:
         self._keep(action.mb, set())
 
     def _pass(self, action: Action) -> None:
-        """The action works in buffers of variables, or with values that stay until the update."""
+        """Change no memory: the action works in buffers of variables, or with values that stay until the update."""
 
     # ---------------------------------------------------------------------------------------- messages
 
@@ -191,7 +191,7 @@ class Walk:
         return (action.phase, peer, action.stage) if action.kind in RECEIVES else (action.phase, action.stage, peer)
 
     def _expect(self, action: Action) -> None:
-        """A receive that lies ahead: it has memory from now on, or as soon as its channel has room."""
+        """Post a receive that lies ahead: it has memory from now on, or as soon as its channel has room."""
         assert action.peer is not None
         channel = (action.kind, action.peer)
         waiting = self._expected.setdefault(channel, deque())
@@ -206,19 +206,19 @@ class Walk:
         for block in blocks:
             self.coming += block.nbytes
 
-    def _messages(self, action: Action) -> list[_Block]:
-        """Memory for what a receive brings."""
+    def _messages(self, action: Action) -> list[_HeldBlock]:
+        """Allocate memory for the values of a receive."""
         key = self._edge(action)
         values, blocks = self.edges[key], []
         for parcel in self.parcels[key]:
             names = tuple(sorted(values[i].name for i in parcel.numbers))
-            block = _Block(parcel.nbytes, self.messages, names, self.step, saved=not self.saved.isdisjoint(names))
+            block = _HeldBlock(parcel.nbytes, self.messages, names, self.step, saved=not self.saved.isdisjoint(names))
             block.pool.change(block.nbytes, 1)
             blocks.append(block)
         return blocks
 
     def _receive(self, action: Action) -> None:
-        """Memory of a message is that of values of its microbatch from now on."""
+        """Convert the memory of a message into that of values of its microbatch."""
         assert action.peer is not None
         channel = (action.kind, action.peer)
         posted = self._posted.setdefault(channel, {})
@@ -259,7 +259,7 @@ class Walk:
             line.leaving, line.waiting, line.sends, line.nbytes = line.waiting, [], 0, 0
 
     def _flush(self) -> None:
-        """At the end of a run everything has arrived."""
+        """Release all sends: at the end of a run everything has arrived."""
         for line in self._lingering.values():
             for pool, size in (*line.leaving, *line.waiting):
                 pool.change(size, -1)
@@ -268,7 +268,7 @@ class Walk:
     # ---------------------------------------------------------------------------------------- values
 
     def _call(self, kind: str) -> None:
-        """One call of a graph: its temporaries come and go."""
+        """Call a graph, whose temporaries live during the call only."""
         for sign in (1, -1):
             for size in self.workspaces[kind]:
                 self.made.change(size, sign)
@@ -288,7 +288,7 @@ class Walk:
         held = self.held.setdefault(mb, {})
         for name, size, pool, saved in values:
             if name not in held:
-                held[name] = _Block(size, pool, (name,), self.step, 1, saved)
+                held[name] = _HeldBlock(size, pool, (name,), self.step, 1, saved)
                 self.now[saved] += size
                 pool.change(size, 1)
 
@@ -306,7 +306,7 @@ class Walk:
             self.held.pop(mb, None)
 
     def finish(self) -> list[Life]:
-        """All blocks of the walk, with those that are still held."""
+        """Return all blocks of the walk, with those that are still held."""
         assert self.lives is not None
         remaining = {id(block): (mb, block) for mb, held in self.held.items() for block in held.values()}
         left = [
@@ -327,5 +327,5 @@ WALKS: dict[str, Callable[[Walk, Action], None]] = {
 }
 
 
-def _purpose(block: _Block) -> str:
+def _purpose(block: _HeldBlock) -> str:
     return "activations" if block.saved else "boundary"

@@ -26,12 +26,17 @@ INLINE = "inline"
 
 
 def is_inline(op: Op) -> bool:
-    """Say whether the result of an operation is computed where it is read, and never stored."""
+    """Return whether the result of an operation is computed where it is read, and never stored."""
     return str(op.attrs.get("kernel", "")).startswith(INLINE)
 
 
+def is_table(op: Op) -> bool:
+    """Say whether an operation is a constant that needs memory: a list of values."""
+    return op.kind == "const" and isinstance(op.attrs["value"], tuple)
+
+
 @dataclass(slots=True)
-class _Block:
+class _PlannedBlock:
     bytes: int
 
 
@@ -39,8 +44,8 @@ _BLOCKS = Derived[list[int]](__name__, "blocks")
 
 
 def planned_blocks(graph: Graph) -> list[int]:
-    """Bytes of every block. Values go by their names, which are single in a graph. The verifier, the plan and
-    reports all ask: a graph is planned once."""
+    """Return the bytes of every block. Values go by their names, which are single in a graph. A graph is planned once
+    for the verifier, the plan and reports."""
     blocks = graph.keep(_BLOCKS, _planned)
     return list(blocks)
 
@@ -52,9 +57,9 @@ def _planned(graph: Graph) -> list[int]:
     reads = [_reads(kernel, makers) for kernel in kernels]
     order = _order(graph, kernels, reads)
     last = {name: i for i, k in enumerate(order) for name in reads[k]}
-    free: dict[str, list[_Block]] = {}
-    home: dict[str, tuple[_Block, str]] = {}
-    blocks: list[_Block] = []
+    free: dict[str, list[_PlannedBlock]] = {}
+    home: dict[str, tuple[_PlannedBlock, str]] = {}
+    blocks: list[_PlannedBlock] = []
     for i, k in enumerate(order):
         for op in kernels[k]:
             for value in op.outs:
@@ -69,12 +74,12 @@ def _planned(graph: Graph) -> list[int]:
     return [block.bytes for block in blocks]
 
 
-def _added(blocks: list[_Block], size: int) -> _Block:
-    blocks.append(_Block(size))
+def _added(blocks: list[_PlannedBlock], size: int) -> _PlannedBlock:
+    blocks.append(_PlannedBlock(size))
     return blocks[-1]
 
 
-def _reused(spare: list[_Block], size: int) -> _Block | None:
+def _reused(spare: list[_PlannedBlock], size: int) -> _PlannedBlock | None:
     at = bisect_left(spare, size, key=lambda b: b.bytes)
     if at < len(spare) and spare[at].bytes <= size * FAR:
         return spare.pop(at)
@@ -86,7 +91,7 @@ def _reused(spare: list[_Block], size: int) -> _Block | None:
 
 
 def _kernels(graph: Graph) -> tuple[list[list[Op]], dict[str, Op]]:
-    """Operations by kernel, and the makers of values that are computed where they are read."""
+    """Return the operations by kernel, and the makers of values that are computed where they are read."""
     results = {v.name for v in graph.results}
     inline: dict[str, Op] = {}
     members: dict[object, list[Op]] = {}
@@ -94,7 +99,7 @@ def _kernels(graph: Graph) -> tuple[list[list[Op]], dict[str, Op]]:
         if op.kind == "read":
             continue
         kernel = op.attrs.get("kernel")
-        scalar = op.kind == "const" and not isinstance(op.attrs["value"], tuple)
+        scalar = op.kind == "const" and not is_table(op)
         apart = scalar or op.kind == "iota" or is_inline(op)
         if apart and op.outs and op.outs[0].name not in results:
             inline[op.outs[0].name] = op
@@ -122,7 +127,7 @@ def _reads(kernel: Sequence[Op], inline: dict[str, Op]) -> dict[str, None]:
 
 
 def _order(graph: Graph, kernels: Sequence[Sequence[Op]], reads: Sequence[Mapping[str, None]]) -> list[int]:
-    """Kernels in the order they run."""
+    """Return the kernels in the order they run."""
     position = {id(op): i for i, op in enumerate(graph.ops)}
     maker = {v.name: k for k, kernel in enumerate(kernels) for op in kernel for v in op.outs}
     needs = [{maker[name] for name in read if name in maker} - {k} for k, read in enumerate(reads)]

@@ -19,8 +19,8 @@ from functools import lru_cache
 from typing import Any
 
 from penstock.ir.attrs import Attr, Attrs
-from penstock.ir.graph import ANNOTATIONS, Op
-from penstock.ir.types import Dim, TensorType
+from penstock.ir.graph import ANNOTATIONS, Op, Value
+from penstock.ir.types import TensorType
 
 from . import contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
 from .layout import VIEWS
@@ -34,7 +34,8 @@ assert len(OPS) == sum(len(family.ROWS) for family in _FAMILIES), "two rows have
 
 
 def complete_attrs(op: Op) -> dict[str, Attr]:
-    """All attributes of an op with defaults filled in, annotations left out; TypeError for a wrong or missing one."""
+    """Return all attributes of an op with defaults filled in and annotations left out. Raise TypeError for a wrong or
+    missing one."""
     row = definition(op.kind)
     for name in op.attrs:
         if name not in row.attrs and name not in ANNOTATIONS:
@@ -63,16 +64,17 @@ def definition(kind: str) -> OpDef:
 
 
 def infer_op(op: Op, var_types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
-    """Result types of an op by its row; TypeError when operands, attributes or variable do not fit."""
+    """Return the result types of an op by its row. Raise TypeError when operands, attributes or variable do not fit."""
     row, types = definition(op.kind), tuple([v.type for v in op.ins])
     if row.family == "state":
         return _type_of_variable(op, types, var_types)
-    # Constants may hold tables, which take longer to look up than to look at.
+    # Constants may hold tables, whose hash takes longer than their check.
     if row.family != "source":
         try:
             return _known_types(op.kind, types, _exact(op.attrs))
         except TypeError:
-            # It does not fit, or has an attribute without a hash, which does not fit either: the rule says what.
+            # It does not fit, or has an attribute without a hash, which does not fit either. The rule reports the
+            # problem.
             pass
     return _infer(op, types)
 
@@ -123,7 +125,7 @@ def _type_of_variable(
 
 
 def cost_of(op: Op) -> OpCost:
-    """Analytic cost of one op on its own. Layout changes and state accesses cost their bytes at most."""
+    """Return the analytic cost of one op on its own. Layout changes and state accesses cost their bytes at most."""
     x, y = [v.type for v in op.ins], [v.type for v in op.outs]
     row = definition(op.kind)
     moved = 0 if row.family in ("state", "source") else sum(t.nbytes for t in (*x, *y))
@@ -138,9 +140,7 @@ def make(
     /,
     **attrs: Attr,
 ) -> Op:
-    """An op with its result types inferred; for state operations give the result Value yourself."""
-    from penstock.ir.graph import Value
-
+    """Return an op with its result types inferred. For state operations the caller passes the result Value."""
     probe = Op(kind, tuple(ins), (), attrs, loc)
     types = infer_op(probe, {})
     if len(types) != len(outs):
@@ -152,7 +152,6 @@ __all__ = [
     "ANY",
     "OPS",
     "VIEWS",
-    "Dim",
     "OpCost",
     "OpDef",
     "Required",

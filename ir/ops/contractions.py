@@ -121,7 +121,7 @@ def _attention_flops(x: Types, y: Types, a: Values) -> float:
 
 
 def _attention_grad_flops(x: Types, y: Types, a: Values) -> float:
-    """Scores again, their gradient, and three products with them."""
+    """Count the operations of the scores again, their gradient, and three products with them."""
     q, k, v = y
     return 2.0 * _seen(q, k, a) * (3 * q.dims[3] + 2 * v.dims[3])
 

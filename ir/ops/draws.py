@@ -15,7 +15,7 @@ from penstock.ir.types import TensorType, broadcast_shapes
 from .table import Required, Types, Values, need, per_element, row
 
 WORD = 1 << 32
-# What a round multiplies a word with, what is added to the key after it, and how many rounds there are.
+# The factor of a word in a round, the number added to the key after it, and the number of rounds.
 MULTIPLIER, STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 10
 
 

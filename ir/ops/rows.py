@@ -32,7 +32,7 @@ def _topk(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 
 def _norm_parts(x: TensorType, a: Values) -> tuple[TensorType, TensorType]:
-    """Types of the statistics and of the weights of a layer norm over dimensions axis and after."""
+    """Return the types of the statistics and of the weights of a layer norm over dimensions axis and after."""
     need_floats((x,))
     need(0 not in x.shape[axis_of(a["axis"], x.rank) :], f"there is nothing to normalise from axis {a['axis']} of {x}")
     axis = axis_of(a["axis"], x.rank)

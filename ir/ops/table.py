@@ -49,20 +49,20 @@ class OpDef:
 
 
 def need(condition: bool, message: str) -> None:
-    """TypeError unless the condition holds."""
+    """Raise TypeError unless the condition holds."""
     if not condition:
         raise TypeError(message)
 
 
 def axis_of(axis: Attr, rank: int) -> int:
-    """An axis as a non-negative dimension."""
+    """Return an axis as a non-negative dimension."""
     if not isinstance(axis, int) or not -rank <= axis < rank:
         raise TypeError(f"axis {axis} is outside a tensor of rank {rank}")
     return axis % rank
 
 
 def ints(attr: Attr) -> tuple[int, ...]:
-    """A list-of-integers attribute."""
+    """Return a list-of-integers attribute."""
     numbers = tuple(n for n in attr if type(n) is int) if isinstance(attr, tuple) else None
     if numbers is None or numbers != attr:
         raise TypeError(f"expected a list of integers, got {attr!r}")
@@ -70,54 +70,54 @@ def ints(attr: Attr) -> tuple[int, ...]:
 
 
 def integer(attr: Attr) -> int:
-    """A whole-number attribute."""
+    """Return a whole-number attribute."""
     if type(attr) is not int:
         raise TypeError(f"expected an integer, got {attr!r}")
     return attr
 
 
 def need_numbers(x: Types) -> None:
-    """TypeError for a bool operand."""
+    """Raise TypeError for a bool operand."""
     need(all(t.dtype != "bool" for t in x), "is not defined for bool; cast first")
 
 
 def need_floats(x: Types) -> None:
-    """TypeError for an operand that is not floating-point."""
+    """Raise TypeError for an operand that is not floating-point."""
     for t in x:
         need(t.dtype in FLOATS, f"needs a floating-point operand, got {t}")
 
 
 def same_dtype(x: Types) -> None:
-    """TypeError unless all operands have one element type."""
+    """Raise TypeError unless all operands have one element type."""
     need(len({t.dtype for t in x}) == 1, f"element types differ: {' and '.join(map(str, x))}")
 
 
 def dtype_of(a: Attr) -> str:
-    """An element-type attribute."""
+    """Return an element-type attribute."""
     need(a in DTYPES, f"unknown element type {a!r}, expected one of {', '.join(DTYPES)}")
     return str(a)
 
 
 def reduced_axes(t: TensorType, axes: Attr) -> tuple[int, ...]:
-    """The axes of a reduction, sorted and non-negative."""
+    """Return the axes of a reduction, sorted and non-negative."""
     numbers = tuple(sorted(axis_of(i, t.rank) for i in ints(axes)))
     need(len(set(numbers)) == len(numbers), f"axes {axes} name a dimension twice")
     return numbers
 
 
 def broadcast(x: Types, a: Values) -> tuple[TensorType, ...]:
-    """The result of operands of one element type that broadcast as in NumPy."""
+    """Return the result of operands of one element type that broadcast as in NumPy."""
     same_dtype(x)
     return (TensorType(x[0].dtype, broadcast_shapes(*(t.shape for t in x))),)
 
 
 def per_element(factor: float) -> Flops:
-    """A cost rule: so many operations per element of the largest tensor."""
+    """Return a cost rule: so many operations per element of the largest tensor."""
     return lambda x, y, a: factor * max((t.size for t in (*x, *y)), default=0)
 
 
 def free(x: Types, y: Types, a: Values) -> float:
-    """The cost rule of what computes nothing."""
+    """Return 0, the cost of an operation that computes nothing."""
     return 0.0
 
 
@@ -133,7 +133,7 @@ def row(
     effect: bool = False,
     **attrs: Attr | Required,
 ) -> OpDef:
-    """A row; keywords that are not fields are its attributes, with their defaults."""
+    """Return a row; keywords that are not fields are its attributes, with their defaults."""
     return OpDef(
         name, family, (arity, arity) if isinstance(arity, int) else arity, attrs, infer, dims, flops, doc, effect
     )

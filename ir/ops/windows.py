@@ -31,7 +31,7 @@ class Window(NamedTuple):
 
 
 def window_of(a: Values, kernel: tuple[int, ...]) -> Window:
-    """The window an op's attributes describe: `pads` is all lows, then all highs, as in ONNX."""
+    """Return the window that an op's attributes describe: `pads` is all lows, then all highs, as in ONNX."""
     r = len(kernel)
     strides, dilations, pads = (ints(a[k]) for k in ("strides", "dilations", "pads"))
     strides, dilations, pads = strides or (1,) * r, dilations or (1,) * r, pads or (0,) * 2 * r

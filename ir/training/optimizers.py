@@ -63,7 +63,7 @@ class _Settings:
         return print_call(self.kind, changed(self))
 
     def pass_options(self) -> dict[str, Attr]:
-        """Options of the pass `optimizer`."""
+        """Return the options of the pass `optimizer`."""
         return {"kind": self.kind, **changed(self)}
 
 
@@ -163,7 +163,7 @@ class Muon(_Settings):
         return wrong + (["lr must be above 0, because the rate of adamw is a multiple of it"] if self.lr == 0 else [])
 
     def rest(self) -> AdamW:
-        """The optimiser of all that is no matrix."""
+        """Return the optimiser of all parameters that are no matrices."""
         return AdamW(self.adamw_lr, self.beta1, self.beta2, self.eps, self.adamw_weight_decay)
 
 
@@ -172,14 +172,14 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {c.kind: c for c in (SGD, Momentum, Ada
 
 
 def load_optimizer(given: Mapping[str, object], prefix: str, problems: list[str]) -> Optimizer | None:
-    """The optimiser that a table with `kind` describes; None, and an entry in `problems` for everything that is
-    wrong."""
+    """Return the optimiser that a table with `kind` describes. Where it is wrong, add entries to `problems` and return
+    None."""
     return make_kind(OPTIMIZERS, given, prefix, problems)
 
 
 def optimizer_of(text: str, **settings: float) -> Optimizer:
-    """The optimiser of that name, be it with settings behind it, `momentum{nesterov=true}`; those
-    that are not given have their defaults."""
+    """Return the optimiser of that name. Settings may follow the name, `momentum{nesterov=true}`; others have their
+    defaults."""
     problems: list[str] = []
     optimizer = None
     try:
@@ -234,12 +234,12 @@ class Group:
 
 
 def load_group(given: Mapping[str, object], prefix: str, problems: list[str]) -> Group | None:
-    """The group that a table describes; None, and an entry in `problems` for everything that is wrong."""
+    """Return the group that a table describes. Where it is wrong, add entries to `problems` and return None."""
     return make(Group, given, prefix, problems)
 
 
 def parse_groups(texts: Sequence[str]) -> tuple[Group, ...]:
-    """The groups that print as `texts`; one UsageError lists all that is wrong with any of them."""
+    """Return the groups that print as `texts`. One UsageError lists all that is wrong with any of them."""
     problems: list[str] = []
     groups = []
     for text in texts:
@@ -254,7 +254,7 @@ def parse_groups(texts: Sequence[str]) -> tuple[Group, ...]:
 
 
 def sort_into(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Group]:
-    """The group of each name that has one; a group that none is left for is an error."""
+    """Return the group of each name that has one. A group that no name is left for is an error."""
     group_of = {
         name: group
         for name in names
@@ -279,7 +279,7 @@ class OptimizerChoice(NamedTuple):
 
 
 def choose(base: Optimizer, group: Group | None, var: Var) -> OptimizerChoice:
-    """The optimiser of a parameter; `group` is the one it is in."""
+    """Return the optimiser of a parameter; `group` is the one it is in."""
     kind = group.kind if group is not None and group.kind is not None else base.kind
     # A group with a kind of its own has that kind's settings, and the rate of the run; the adamw beside a muon is that
     # muon's.

@@ -30,6 +30,8 @@ LR, CURVE = "lr", "lr.curve"
 ROWS, COLUMNS = 4, 5
 _NEVER = 1e18
 LINEAR, COSINE, STEP = 0.0, 1.0, 2.0
+# Schedules as users write them, for help texts.
+EXAMPLES = "constant{warmup=100}, linear{steps=1000}, cosine{steps=1000,warmup=100,end=0.1} or step{every=300}"
 
 Piece = tuple[float, float, float, float, float]
 
@@ -54,10 +56,10 @@ class _Rate(ABC):
 
     @abstractmethod
     def after(self) -> Piece:
-        """The curve from the end of the warm-up on."""
+        """Return the curve from the end of the warm-up on."""
 
     def table(self) -> tuple[float, ...]:
-        """The elements of @lr.curve."""
+        """Return the elements of @lr.curve."""
         w = float(self.warmup)
         rising: list[Piece] = [(0.0, w - 1 or 1.0, 1 / w, 1.0, LINEAR)] if self.warmup else []
         pieces = [*rising, self.after()]
@@ -144,13 +146,13 @@ RATES: dict[str, type[Constant] | type[Linear] | type[Cosine] | type[Steps]] = {
 
 
 def rate_of(given: dict[str, object], prefix: str, problems: list[str]) -> Rate | None:
-    """The schedule that a table with `kind` describes; None, and an entry in `problems` for everything that is
-    wrong."""
+    """Return the schedule that a table with `kind` describes. Where it is wrong, add entries to `problems` and return
+    None."""
     return make_kind(RATES, given, prefix, problems)
 
 
 def parse_rate(text: str) -> Rate:
-    """The schedule that prints as `text`; one UsageError lists all that is wrong with it."""
+    """Return the schedule that prints as `text`. One UsageError lists all that is wrong with it."""
     problems: list[str] = []
     rate = None
     try:

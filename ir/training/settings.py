@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def pick(given: Mapping[str, object], kinds: Mapping[str, str], prefix: str, problems: list[str]) -> dict[str, Any]:
-    """The entries of `given` that have the type that `kinds` names; everything else becomes a problem."""
+    """Return the entries of `given` that have the type that `kinds` names. Every other entry becomes a problem."""
     chosen: dict[str, Any] = {}
     for key, value in given.items():
         kind = kinds.get(key)
@@ -48,7 +48,8 @@ def pick(given: Mapping[str, object], kinds: Mapping[str, str], prefix: str, pro
 
 
 def make(maker: type[T], given: Mapping[str, object], prefix: str, problems: list[str]) -> T | None:
-    """An object of a class of settings; None, and an entry in `problems` for everything that is wrong."""
+    """Return an object of a class of settings. Where the values are wrong, add entries to `problems` and return
+    None."""
     fields_by_name = {f.name: f for f in fields(maker)}  # type: ignore[arg-type]
     before = len(problems)
     chosen = pick(given, {name: _kind(f) for name, f in fields_by_name.items()}, prefix, problems)
@@ -65,8 +66,8 @@ def make(maker: type[T], given: Mapping[str, object], prefix: str, problems: lis
 
 
 def make_kind(makers: Mapping[str, type[T]], given: Mapping[str, object], prefix: str, problems: list[str]) -> T | None:
-    """An object of the class that `kind` in a table names; None, and an entry in `problems` for everything that is
-    wrong."""
+    """Return an object of the class that `kind` in a table names. Where it is wrong, add entries to `problems` and
+    return None."""
     kind = given.get("kind")
     if not isinstance(kind, str) or kind not in makers:
         reason = f"got {kind!r}" if "kind" in given else "it is missing"
@@ -80,8 +81,8 @@ def _kind(field: Field[Any]) -> str:
 
 
 def parse_call(text: str) -> tuple[str, dict[str, Attr]]:
-    """A name with its settings; ValueError says what cannot be read. The settings are the last braces, so that the name
-    may be any text."""
+    """Parse a name with its settings. A ValueError says what cannot be read. The settings are the last braces, so that
+    the name may be any text."""
     if not text.endswith("}"):
         return text, {}
     name, brace, inside = text[:-1].rpartition("{")
@@ -102,11 +103,11 @@ def parse_call(text: str) -> tuple[str, dict[str, Attr]]:
 
 
 def print_call(name: str, settings: Mapping[str, Attr]) -> str:
-    """The text that reads as a name with these settings."""
+    """Return the text that reads as a name with these settings."""
     return name + (f"{{{','.join(f'{k}={print_literal(v)}' for k, v in settings.items())}}}" if settings else "")
 
 
 def changed(settings: object) -> dict[str, Attr]:
-    """The settings that differ from their defaults, or have none."""
+    """Return the settings that differ from their defaults, or have none."""
     both = {f.name: (getattr(settings, f.name), f.default) for f in fields(settings)}  # type: ignore[arg-type]
     return {name: value for name, (value, default) in both.items() if value != default}

@@ -2,8 +2,8 @@
 
 In: a module of stage graphs. Out: problems.
 
-Updates of several stages write copies of one variable (a tied parameter, the loss scale, counters), and all of them act
-on what they have agreed about (the norm of the whole gradient). That holds if
+Updates of several stages write copies of one variable (a tied parameter, the loss scale, counters). All of them act on
+numbers that the stages agree on (the norm of the whole gradient). That holds if
 
     equal names     what copies are computed from, and what follows from what stages hand out, is computed in the same
                     way on all of them, from the same values in the same order
@@ -51,7 +51,7 @@ def _definition(op: Op) -> tuple[object, ...]:
 
 
 def _check_names(module: Module, updates: Mapping[int, Graph]) -> Iterator[Problem]:
-    """Compared are values behind copies, and what follows from the parts that N hands out alone."""
+    """Check equal names: compare the values behind copies, and those that follow from the results of N alone."""
     definitions: dict[str, tuple[Graph, tuple[object, ...]]] = {}
     handed_out = {
         v.name for s in module.stages if (graph := module.stage_graph(s.index, NORM_PARTS)) for v in graph.outs
@@ -61,7 +61,7 @@ def _check_names(module: Module, updates: Mapping[int, Graph]) -> Iterator[Probl
             graph, (op.ins[0] for op in graph.ops if op.kind == "write" and module.vars[op.var].stage is None)
         )
         decided = set(handed_out)
-        settled = set(handed_out)  # what is decided, and what depends on nothing else
+        settled = set(handed_out)  # decisions, and values that depend on nothing else
         for i, op in enumerate(graph.ops):
             names, outs = {v.name for v in op.ins}, {v.name for v in op.outs}
             if names <= settled:
@@ -92,7 +92,7 @@ def _check_writes(module: Module, updates: Mapping[int, Graph]) -> Iterator[Prob
 
 
 def _read_by(module: Module, stage: int) -> set[str]:
-    """The variables that a stage reads."""
+    """Return the variables that a stage reads."""
     return {name for kind in VERSIONED for name in touched_vars(module.stage_graph(stage, kind), "read")}
 
 
@@ -160,7 +160,7 @@ def _check_parts(module: Module) -> Iterator[Problem]:
 
 
 def _behind(graph: Graph, values: Iterable[Value]) -> set[str]:
-    """The names of all values that these are computed from, and their own."""
+    """Return the names of these values and of all values that they are computed from."""
     names = {v.name for v in values}
     for op in reversed(graph.ops):
         if any(v.name in names for v in op.outs):

@@ -99,8 +99,8 @@ class _Ends:
                 yield from check(self, step, a)
             self._done.setdefault((a.kind, a.stage, a.mb, a.peer), step)
         for (kind, stage, mb, _), step in self._done.items():
-            # What is handed out once per batch is sent by one of the ranks of a stage; the receiver says whether it is
-            # missing.
+            # One of the ranks of a stage sends results that exist once per batch. The check of the receiver notices a
+            # missing one.
             each = kind not in PER_BATCH or len(self._members[stage]) == 1
             for target in self._out.get((stage, kind), ()) if each else ():
                 peers, send = self._members[target], SEND_OF[kind]
@@ -151,8 +151,8 @@ ENDS: dict[str, Callable[[_Ends, int, Action], Iterator[Problem]] | None] = {
 
 
 def _check_channels(run: ConcreteRun) -> Iterator[Problem]:
-    """Between two ranks messages of one phase arrive in the order in which they are sent, and each one is sent and
-    received once."""
+    """Check that messages of one phase between two ranks arrive in the order in which they are sent, each of
+    them once."""
     sent: dict[tuple[int, int, str], list[tuple[str, int, int, int]]] = {}
     received: dict[tuple[int, int, str], list[tuple[str, int, int, int]]] = {}
     for rank, actions in run.programs.items():
@@ -182,7 +182,7 @@ def _check_channels(run: ConcreteRun) -> Iterator[Problem]:
 
 
 def _check_sums(run: ConcreteRun) -> Iterator[Problem]:
-    """The ranks of a stage sum up the gradients of the same batches in the same order."""
+    """Check that the ranks of a stage sum up the gradients of the same batches in the same order."""
     orders: dict[int, dict[int, list[tuple[int, int]]]] = {}
     for rank, actions in run.programs.items():
         for step, a in enumerate(actions):

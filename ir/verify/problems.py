@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from penstock.ir.graph import Graph
 from penstock.ir.schedule import Action
+from penstock.ir.text import print_op
 from penstock.support.errors import DoesNotFit, VerifyError
 
 LIMIT = 20
@@ -36,7 +37,7 @@ class Problem:
 
 
 def to_error(name: str, problems: Sequence[Problem]) -> VerifyError | DoesNotFit:
-    """One error for all problems of module `name`: DoesNotFit when memory is all there is against it."""
+    """Return one error for all problems of module `name`: DoesNotFit when all of them are of memory."""
     kind = DoesNotFit if all(problem.memory for problem in problems) else VerifyError
     if len(problems) == 1:
         (only,) = problems
@@ -49,7 +50,7 @@ def to_error(name: str, problems: Sequence[Problem]) -> VerifyError | DoesNotFit
 
 
 def window(lines: Iterable[str], at: int) -> str:
-    """The lines around number `at`, that one marked. Only those lines are looked at for long, so big graphs cost
+    """Return the lines around number `at`, with that one marked. Only these lines are formatted, so big graphs cost
     nothing."""
     shown = []
     for i, line in enumerate(lines):
@@ -61,16 +62,14 @@ def window(lines: Iterable[str], at: int) -> str:
 
 
 def op_window(graph: Graph, at: int) -> str:
-    """Operation `at` of a graph and its neighbours, as text."""
-    from penstock.ir.text import print_op
-
+    """Return operation `at` of a graph and its neighbours, as text."""
     first = max(0, at - AROUND)
     lines = [print_op(op).strip() for op in graph.ops[first : at + AROUND + 1]]
     return "\n".join(f"  {'>' if first + i == at else ' '} {first + i:5d} | {line}" for i, line in enumerate(lines))
 
 
 def step_window(actions: Sequence[Action], at: int) -> str:
-    """Step `at` of a rank's program and its neighbours."""
+    """Return step `at` of a rank's program and its neighbours."""
     return window(map(str, actions), at)
 
 

@@ -18,7 +18,8 @@ from .problems import Problem
 
 
 def check_homes(module: Module, schedule: Schedule) -> Iterator[Problem]:
-    """Every rank runs one stage, and every stage has a rank for each of its devices, numbered stage by stage."""
+    """Check that every rank runs one stage, and every stage has a rank for each of its devices, numbered stage by
+    stage."""
     homes: dict[int, set[int]] = {s.index: set() for s in module.stages}
     for rank, program in schedule.ranks.items():
         stages = {action.stage for action in (*program.start, *program.batch)}
@@ -52,8 +53,8 @@ def check_homes(module: Module, schedule: Schedule) -> Iterator[Problem]:
 
 
 def check_dealing(module: Module, schedule: Schedule) -> Iterator[Problem]:
-    """Every microbatch of a batch is run by one rank of each stage; what changes with every microbatch is on one rank
-    only."""
+    """Check that one rank of each stage runs a given microbatch. A variable that changes with every microbatch is on
+    one rank only."""
     for stage, ranks in schedule.members().items():
         dealt: dict[int, list[int]] = {k: [] for k in range(schedule.microbatches)}
         for rank in ranks:

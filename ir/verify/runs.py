@@ -1,9 +1,9 @@
 """The concrete runs of a schedule that the checkers of schedules look at.
 
-A schedule is a period without a fixed length, so each check runs on concrete programs, runs of 1 to 4 batches from
-batch 0 and from batch 2: what a batch meets is at most the tail of its neighbours, so longer runs repeat what these
-show. The shortest run with a problem is reported, with rank, step and action, and the steps around. Per rank and kind
-of problem only the first one is listed.
+A schedule is a period without a fixed length, so each check works on concrete programs. These are runs of 1 to 4
+batches, from batch 0 and from batch 2. A batch overlaps at most with the tail of its neighbours, so longer runs repeat
+what these show. The shortest run with a problem is reported, with rank, step and action, and the steps around. Per rank
+and kind of problem only the first one is listed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ConcreteRun:
     def problem(self, rank: int, step: int, what: str, hint: str = "") -> Problem:
         return Problem(f"{self._name()}, {self.place(rank, step)}", what, step_window(self.programs[rank], step), hint)
 
-    def missing(self, rank: int, what: str, hint: str = "") -> Problem:
-        return Problem(f"{self._name()}, rank {rank}", what, "", hint)
+    def missing(self, rank: int, what: str) -> Problem:
+        return Problem(f"{self._name()}, rank {rank}", what)
 
     def _name(self) -> str:
         return f"schedule {self.schedule.name}, run of {counted(self.batches, 'batch')} from batch {self.first}"
@@ -64,7 +64,7 @@ class FirstOfEach:
 
 
 def over_runs(module: Module, checker: Callable[[Module, ConcreteRun], Iterable[Problem]]) -> Iterator[Problem]:
-    """Problems of the shortest run that has any."""
+    """Yield the problems of the shortest run that has any."""
     schedule = module.schedule
     if schedule is None:
         yield Problem("schedule", "there is none")

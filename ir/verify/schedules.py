@@ -55,8 +55,7 @@ def sources(module: Module) -> dict[tuple[int, int, str], list[Value]]:
 
 
 def taking(module: Module, stage: int, phase: str, values: Iterable[Value]) -> list[str]:
-    """The kinds of a stage's graphs that take some of the values that a phase hands out, in the order in which they
-    run."""
+    """Return the kinds of a stage's graphs that take results of a phase, in the order in which they run."""
     names = {v.name for v in values}
     return [
         kind
@@ -111,7 +110,7 @@ def _check_order(module: Module, run: ConcreteRun) -> Iterator[Problem]:
 def _check_forward_order(
     run: ConcreteRun, rank: int, actions: list[Action], moving: Mapping[int, str]
 ) -> Iterator[Problem]:
-    """Forwards that change a variable run in the order of microbatches, so that its values depend on no
+    """Check that forwards that change a variable run in the order of microbatches, so that its values depend on no
     schedule. `moving` has one of each stage."""
     last: dict[int, int] = {}
     for step, a in enumerate(actions):
@@ -159,7 +158,7 @@ class _Order:
             yield from self._lost(stage)
 
     def once(self, step: int, a: Action) -> Iterator[Problem]:
-        """Once per batch."""
+        """Check an action that runs once per batch."""
         expected, added = [a.mb * self._m + k for k in self._share], self._added.get((a.stage, a.mb), [])
         if BACKWARD in self._kinds[a.stage] and sorted(added) != expected:
             what = f"uses the gradients of microbatches {_spans(added)}, expected {_spans(expected)}"
@@ -171,7 +170,7 @@ class _Order:
                 yield from self._problem("update", step, what)
 
     def each(self, step: int, a: Action) -> Iterator[Problem]:
-        """Once per microbatch."""
+        """Check an action of a microbatch."""
         if a.mb % self._m not in self._share:
             yield from self._problem("share", step, f"runs forward on another rank of stage {a.stage}")
             return
@@ -206,7 +205,7 @@ ORDERED: dict[str, Callable[[_Order, int, Action], Iterator[Problem]] | None] = 
 
 
 def _spans(numbers: list[int]) -> str:
-    """0..3, 5"""
+    """Format numbers as ranges: 0..3, 5."""
     parts: list[list[int]] = []
     for n in sorted(numbers):
         if parts and n == parts[-1][1] + 1:
@@ -217,7 +216,8 @@ def _spans(numbers: list[int]) -> str:
 
 
 def check_progress(run: ConcreteRun, rules: Rules) -> Iterator[Problem]:
-    """Sends are buffered, receives wait: when some rank never ends, say who waits for whom."""
+    """Check that every rank ends, where sends are buffered and receives wait. A problem says which rank waits for
+    which."""
     played = play(run.programs, rules, lambda a: 0.0)
     if not played.stuck:
         return
@@ -260,7 +260,7 @@ def check_freed(module: Module) -> Iterator[Problem]:
 
 
 def _check_drops(module: Module, run: ConcreteRun) -> Iterator[Problem]:
-    """Whatever a microbatch left on a stage is dropped exactly once, and never used afterwards."""
+    """Check that the values of a microbatch on a stage are dropped exactly once, and never used afterwards."""
     for rank, actions in run.programs.items():
         dropped: dict[tuple[int, int], int] = {}
         held: dict[tuple[int, int], int] = {}
@@ -289,7 +289,7 @@ def _check_drops(module: Module, run: ConcreteRun) -> Iterator[Problem]:
 
 
 def _check_budget(module: Module) -> Iterator[Problem]:
-    """All that lives on a device fits into its memory at the worst moment."""
+    """Check that all that lives on a device fits into its memory at the worst moment."""
     if module.cluster is None:
         return
     devices = module.rank_devices()

@@ -45,7 +45,7 @@ def check_staged(module: Module) -> Iterator[Problem]:
 
 
 def _check_meshes(module: Module, cluster: Cluster) -> Iterator[Problem]:
-    """A mesh is made of devices of the cluster that can run the same code, as many as its axes say."""
+    """Check that a mesh has devices of the cluster that can run the same code, as many as its axes say."""
     known = {device.name: device for device in cluster.devices}
     names = dict.fromkeys(known, "a device")
     for mesh in module.meshes:
@@ -74,8 +74,8 @@ def _check_meshes(module: Module, cluster: Cluster) -> Iterator[Problem]:
 
 
 def _check_annotations(graph: Graph, stages: int) -> Iterator[Problem]:
-    """Stages written on operations: forward values move up, backward values down, and what has no stage can be cloned
-    anywhere."""
+    """Check the stages written on operations. Forward values move up, backward values down, and operations without a
+    stage can be cloned anywhere."""
     places: dict[str, int] = {}
     row = ACTION_KINDS.get(graph.name)
     stays, down = row is not None and row.gradients == "uses", row is not None and row.way < 0
@@ -125,8 +125,8 @@ def _check_split(module: Module) -> Iterator[Problem]:
 
 
 def _check_providers(module: Module) -> Iterator[Problem]:
-    """Each input of a stage graph comes from the user, from the same stage's forward, or from one other stage. What is
-    handed out once per batch is for its own stage, too."""
+    """Check that each input of a stage graph comes from the user, from the same stage's forward, or from one other
+    stage. Results of P and N are for their own stage, too."""
     fed = {v.name for v in module.inputs}
     makers: dict[str, dict[str, list[int]]] = {}
     for phase in (*PHASES, UPDATE):
@@ -163,7 +163,7 @@ def _check_providers(module: Module) -> Iterator[Problem]:
 
 
 def _check_places(module: Module) -> Iterator[Problem]:
-    """Every variable is used by exactly one stage, the one it names, or names none and is replicated."""
+    """Check that every variable is used by the one stage that it names, or names none and is replicated."""
     users: dict[str, set[int]] = {name: set() for name in module.vars}
     moving = {
         name: s.index
@@ -195,8 +195,8 @@ def _check_places(module: Module) -> Iterator[Problem]:
 
 
 def _check_owners(module: Module) -> Iterator[Problem]:
-    """An operation is done by one stage, unless it depends on nothing that enters its graph: constants and state may be
-    replicated."""
+    """Check that one stage runs an operation. Constants and state, which depend on nothing that enters the graph, may
+    be replicated."""
     for kind in READERS:
         owners: dict[str, str] = {}
         for stage in module.stages:

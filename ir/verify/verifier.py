@@ -2,9 +2,9 @@
 
 In: a module. Out: nothing, or one VerifyError that lists all problems found, each with its place and context.
 
-Every fact a module claims has one checker here; checkers read the module and trust no pass. They run in levels (types,
-then what the graphs say together, then the order of actions, then what depends on that order) and stop after the first
-level with problems, because the rest would be consequences. Facts of graphs are checked in this file and in
+Every fact a module claims has one checker here; checkers read the module and trust no pass. They run in levels: types,
+then facts of all graphs together, then the order of actions, then what depends on that order. They stop after the first
+level with problems, because later problems would follow from those. Facts of graphs are checked in this file and in
 ir/verify/stages.py, facts of schedules in ir/verify/schedules.py, ir/verify/versions.py and ir/verify/messages.py.
 
     typed           single assignment, operand and result types by the op table, equal names in different graphs \
@@ -74,7 +74,7 @@ def check(module: Module, facts: Sequence[str]) -> None:
                 raise to_error(module.name, problems)
     finally:
         if module.schedule is not None:
-            module.schedule.kept.clear()  # as large as many batches of actions
+            module.schedule.kept.clear()  # as many actions as many batches have
 
 
 # ------------------------------------------------------------------------------------------------ typed
@@ -111,8 +111,8 @@ _RIGHT = Derived[dict[str, TensorType]](__name__, "right")
 
 
 def _check_unless_known(graph: Graph, types: dict[str, TensorType]) -> Iterator[Problem]:
-    """Graphs do not change, and most passes hand on most of them: one that was found right is right as long as its
-    variables have the types that they had."""
+    """Check the graphs that are not known to be right. Graphs do not change, and most passes keep most of them. A graph
+    that was right stays right as long as its variables have the same types."""
     before = graph.kept.get(_RIGHT)
     if before is not None and all(types.get(name) == kind for name, kind in before.items()):
         return
@@ -181,7 +181,7 @@ def _op_problems(op: Op, defined: dict[str, TensorType], types: dict[str, Tensor
 
 
 def _families(module: Module) -> Iterator[tuple[int | None, dict[str, Graph]]]:
-    """The graphs that belong together, by kind: those of the whole model, or those of each stage."""
+    """Yield the graphs that belong together, by kind: those of the whole model, or those of each stage."""
     whole = {kind: module.graphs[kind] for kind in COMPUTE if kind in module.graphs}
     if whole:
         yield None, whole
@@ -225,7 +225,7 @@ def _check_saved(stage: int | None, family: dict[str, Graph]) -> Iterator[Proble
         yield Problem(f"@{family[BACKWARD].name}", f"saves {_listed(lost)}, which no weight gradient graph takes")
 
 
-# What the graph of a computation may do to variables, by kind of operation, and of which roles these are.
+# The operations on variables that the graph of a computation may have, and the roles of these variables.
 _READABLE = (PARAM, STATE, BUFFER, SETTING)
 EFFECTS: dict[str, dict[str, tuple[str, ...]]] = {
     FORWARD: {"read": _READABLE, "write": (BUFFER,)},
@@ -271,8 +271,8 @@ def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem
 
 
 def _check_update(module: Module, family: dict[str, Graph]) -> Iterator[Problem]:
-    """Gradients of a stage are accumulated by its backward and taken by its update, or handed out for it; a parameter
-    with a gradient is written there."""
+    """Check that the backward of a stage accumulates its gradients. Its update takes them, or P returns them for it.
+    The update writes each parameter with a gradient."""
     last = adder(family)
     accumulated = touched_vars(family.get(last), "accum") | touched_vars(family.get(NORM_PARTS), "accum")
     used_up = touched_vars(family.get(PARTS), "take") | touched_vars(family.get(UPDATE), "take")
@@ -305,8 +305,7 @@ def check_fused(module: Module) -> Iterator[Problem]:
 
 
 def _check_kernels(graph: Graph) -> Iterator[Problem]:
-    """A kernel runs as one: no value may leave it, pass through another kernel and come back, so the kernels have an
-    order."""
+    """Check that kernels have an order: no value may leave a kernel, pass through another and come back."""
     units: list[object] = [op.attrs.get("kernel", i) for i, op in enumerate(graph.ops)]
     makers = {v.name: unit for op, unit in zip(graph.ops, units, strict=True) for v in op.outs}
     needs: dict[object, set[object]] = {unit: set() for unit in units}

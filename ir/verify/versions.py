@@ -30,7 +30,8 @@ def check_versioned(module: Module) -> Iterator[Problem]:
 
 
 def _check_pins(module: Module, trained: set[str]) -> Iterator[Problem]:
-    """Forward and backward read what updates change in the microbatch's version, updates the latest."""
+    """Check that forward and backward read variables that updates change in the microbatch's version, and updates in
+    the latest."""
     for stage in module.stages:
         for kind in VERSIONED:
             graph = module.stage_graph(stage.index, kind)
@@ -44,9 +45,10 @@ def _check_pins(module: Module, trained: set[str]) -> Iterator[Problem]:
 
 
 class _Sums(NamedTuple):
-    """Gradients of a stage: the kind of graph that adds to them, those that are added to, with how many buffers each
-    has, and those that each kind of graph takes. The first of those with as many buffers that the same graphs take
-    stands for all of them: what happens to one happens to all."""
+    """The gradients of a stage. `adder` is the kind of graph that adds to them. `added` has the number of buffers of
+    each, `taken_by` the gradients that each kind of graph takes. Gradients that the same graphs take from the same
+    number of buffers are treated alike: the first stands for all.
+    """
 
     adder: str
     added: Mapping[str, int]
@@ -67,7 +69,8 @@ def _sums(module: Module, stage: int) -> _Sums:
 def _check_versions(
     module: Module, run: ConcreteRun, stepped: Mapping[int, list[str]], sums: Mapping[int, _Sums]
 ) -> Iterator[Problem]:
-    """`stepped` are the variables with versions that the update of each stage writes."""
+    """Check the versions that computations read. `stepped` are the variables with versions that the update of each
+    stage writes."""
     if not any(a.kind == UPDATE for actions in run.programs.values() for a in actions):
         return  # nothing ever changes
     microbatch: dict[int, tuple[int, int, int]] = {}
@@ -85,7 +88,7 @@ def _check_versions(
 def _check_gradients(
     run: ConcreteRun, rank: int, actions: list[Action], sums: Mapping[int, _Sums]
 ) -> Iterator[Problem]:
-    """The sum of a batch's gradients is taken before its buffer gets gradients of a later batch."""
+    """Check that the sum of a batch's gradients is taken before its buffer gets gradients of a later batch."""
     waiting: dict[tuple[int, str, int], int] = {}
     for step, a in enumerate(actions):
         if a.kind == sums[a.stage].adder:
@@ -113,8 +116,8 @@ def _check_rank_versions(
     slots: Mapping[int, tuple[int, str]],
     microbatch: dict[int, tuple[int, int, int]],
 ) -> Iterator[Problem]:
-    """`slots` says how many versions the stage keeps, and of which parameter; `microbatch` collects versions over all
-    ranks, each with the rank and the step that has it first."""
+    """Check the versions that a rank reads. `slots` are the number of versions that the stage keeps, and the parameter.
+    `microbatch` collects versions over all ranks, each with the first rank and step that have it."""
     last_use: dict[tuple[int, int], int] = {}
     makers: dict[tuple[int, int | None], int] = {}
     for step, a in enumerate(actions):
@@ -164,8 +167,9 @@ def _check_rank_versions(
 
 
 def _lead(schedule: Schedule, rank: int) -> tuple[int, int]:
-    """Count the forwards that this rank runs ahead of its backwards, none if it has none, and tell the delay in batches
-    that its versions follow."""
+    """Return how many forwards this rank runs ahead of its backwards (0 if it has none), and the delay of its versions
+    in batches.
+    """
     ahead, delay = -1, 0
     program = schedule.ranks[rank]
     for a in (*program.start, *program.batch):
@@ -194,7 +198,8 @@ def _live(schedule: Schedule, rank: int) -> str:
 
 
 def _legal(schedule: Schedule, other: str = "") -> str:
-    """Say what would make the schedule legal: w forwards ahead are legal under delay n iff w <= n * microbatches."""
+    """Describe what would make the schedule legal: w forwards ahead are legal under delay n iff w <= n *
+    microbatches."""
     leads = [_lead(schedule, rank) for rank in schedule.ranks]
     most, delay = max(ahead for ahead, _ in leads), max(delay for _, delay in leads)
     ways = [f"microbatches >= {-(-most // delay)}"] if delay and most > delay * schedule.microbatches else []

@@ -52,7 +52,7 @@ def check_wire(name: str) -> None:
 
 
 def wire(module: Module, options: WireOptions) -> Module:
-    """Let activations and gradients travel between stages in 16 bits."""
+    """Send activations and gradients between stages in 16 bits."""
     check_wire(options.dtype)
     if options.dtype == _WIDE:
         return module

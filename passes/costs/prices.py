@@ -17,11 +17,11 @@ returns None, and the next source is tried:
     a learned model would be one more Prices: it sees the kernel as a graph (`Kernel.body`), `work_of(kernel)` and the
     device
 
-Work is divided by family: products, convolutions, squares (those of 3x3 taps for which the back end for CPUs has fewer
-multiplications), attention, elements (element by element, reductions, rows, windows, lookups), updates (optimisers),
-layout. A device says which share of its rate and of its bandwidth a family reaches (`Device.efficiency`, measured by
-`penstock doctor`). For families that it does not list, EFFICIENCY below holds. Keys are `family` and `family.f16` for
-operations, and `family.bytes` for memory.
+Work is divided by family: products, convolutions, squares, attention, elements, updates (optimisers), layout. Squares
+are convolutions of 3x3 taps for which the back end for CPUs has fewer multiplications. Elements are work element by
+element, reductions, rows, windows and lookups. A device says which share of its rate and of its bandwidth a family
+reaches (`Device.efficiency`, measured by `penstock doctor`). For families that it does not list, EFFICIENCY below
+holds. Keys are `family` and `family.f16` for operations, and `family.bytes` for memory.
 
 Before stage graphs exist, kernels are those that `fuse` would choose in the whole graph: an operation that would be
 done while its operand stands in registers costs its arithmetic and no memory, and a layout change nothing. A cut may
@@ -44,13 +44,13 @@ from penstock.ir.graph import Graph, Module, Op
 from penstock.ir.memo import Derived
 from penstock.ir.ops import OPS, complete_attrs, cost_of, window_of
 from penstock.ir.schedule import COMPUTE, PER_BATCH
-from penstock.passes.kernels.divide import Kernel, bytes_moved, divide, kernels_of
+from penstock.passes.kernels.divide import Kernel, kernels_of
 from penstock.passes.kernels.fuse import choose_kernels
 from penstock.support.errors import UsageError
 
 from .cache_reach import bytes_near
 
-PRODUCTS, CONVOLUTIONS, SQUARES, ATTENTION, ELEMENTS, UPDATES, LAYOUT = FAMILIES = (
+PRODUCTS, CONVOLUTIONS, SQUARES, ATTENTION, ELEMENTS, UPDATES, LAYOUT = (
     "products", "convolutions", "squares", "attention", "elements", "updates", "layout",
 )  # fmt: skip
 _OF_KIND = {
@@ -96,14 +96,10 @@ class Priced(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The traffic over a link in one direction.
-
-    `bytes` travel in so many messages, while `sharers` links (this one among them) use the same NIC.
-    """
+    """The traffic over a link in one direction: `bytes` travel in so many messages."""
 
     bytes: float
     messages: int = 1
-    sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +159,7 @@ def _work(ops: Sequence[Op], moved: float) -> KernelWork:
         if count:
             dtype = (op.ins or op.outs)[0].type.dtype
             flops[family, dtype] = flops.get((family, dtype), 0.0) + count
-    # Where nothing is computed, any family goes before layout.
+    # Among operations that compute nothing, any family has precedence over layout.
     main = max(families, key=lambda f: (families[f], f != LAYOUT), default=LAYOUT)
     return KernelWork(tuple((family, dtype, count) for (family, dtype), count in sorted(flops.items())), moved, main)
 
@@ -259,7 +255,7 @@ def cost(what: Op | Kernel | Transfer, where: Device | Link, prices: Prices = RO
         assert isinstance(where, Link), f"transfers go over links, got {where}"
         if not what.bytes and not what.messages:
             return Priced(0.0, 0.0)
-        return Priced(what.messages * where.latency + what.bytes * what.sharers / where.bandwidth, what.bytes)
+        return Priced(what.messages * where.latency + what.bytes / where.bandwidth, what.bytes)
     assert isinstance(where, Device), f"kernels run on devices, got {where}"
     kernel = alone(what) if isinstance(what, Op) else what
     return Priced(_ask(prices, kernel, where), kernel.moved)
@@ -415,30 +411,3 @@ def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, s
             others = microbatch * microbatches if kind in PER_BATCH else microbatch - moved[kind]
             seconds[rank, kind] = priced.seconds(module.cluster.device(name), prices, others)
     return seconds
-
-
-__all__ = [
-    "EFFICIENCY",
-    "FAMILIES",
-    "ROOFLINE",
-    "GraphCost",
-    "InTurn",
-    "Kernel",
-    "KernelWork",
-    "Priced",
-    "Prices",
-    "Roofline",
-    "Transfer",
-    "alone",
-    "bound",
-    "bytes_moved",
-    "cost",
-    "divide",
-    "efficiency_of",
-    "family_of",
-    "graph_seconds",
-    "op_seconds",
-    "rank_seconds",
-    "shown_seconds",
-    "work_of",
-]  # fmt: skip

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from penstock.ir.attrs import Attr
 from penstock.ir.graph import ANNOTATIONS, Graph, Op, Value, slot_of
 from penstock.ir.memo import Derived
-from penstock.ir.memory.workspace import INLINE
+from penstock.ir.memory.workspace import INLINE, is_table
 from penstock.ir.ops import VIEWS
 
 
@@ -81,10 +81,6 @@ def divide(graph: Graph) -> Division:
         else:
             kernels.setdefault(name, []).append(op)
     return Division({name: tuple(ops) for name, ops in kernels.items()}, tuple(inline), tuple(reads))
-
-
-def is_table(op: Op) -> bool:
-    return op.kind == "const" and isinstance(op.attrs["value"], tuple)
 
 
 _KERNELS = Derived[tuple[Kernel, ...]](__name__, "kernels")

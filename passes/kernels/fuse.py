@@ -126,10 +126,10 @@ def fuse(module: Module, options: FuseOptions) -> Module:
     return module.but(graphs=graphs).noted("fuse", *notes)
 
 
-def choose_kernels(graph: Graph, options: FuseOptions = FuseOptions()) -> Graph:
+def choose_kernels(graph: Graph) -> Graph:
     """Choose the kernels of one graph, with no weights packed ahead. The graph may also be that of a model that is not
     cut into stages."""
-    return _Fuser(graph, options, frozenset()).run()
+    return _Fuser(graph, FuseOptions(), frozenset()).run()
 
 
 def _never_changed(module: Module) -> frozenset[str]:

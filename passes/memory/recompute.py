@@ -9,9 +9,9 @@ Random draws and operations with effects are never done again. Their results are
 is what comes from a variable that F changes.
 
 Modes: `none`; `all`: a stage keeps its inputs, draws, and nothing else; `auto`: a stage with a predicted peak within
-its budget stays as it is, otherwise the cheapest set found with a predicted peak that fits is computed again. Peaks are
-those of ir/memory/predict.py on fused graphs, seconds those of passes/costs/prices.py on the stage's device. Sets that
-are tried:
+its budget stays as it is. Otherwise it computes again the cheapest set with a predicted peak that fits. Peaks are those
+of ir/memory/predict.py on fused graphs, seconds those of passes/costs/prices.py on the stage's device. Sets that are
+tried:
 
   * the chain planner (recompute_chain.py) on the stage as a chain: where a single value crosses from earlier to later
     operations, that value is an element, and all that is saved between two of them is one;
@@ -88,7 +88,7 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
                     "and operations would be done twice again"
                 )
             continue
-        planner = _Stage(module, fused, stage.index, forward, backward, device)
+        planner = _SavedValuesSearch(fused, stage.index, forward, backward, device)
         chosen = planner.everything() if options.mode == "all" else planner.choose(budget)
         if options.mode == "auto" and chosen.peak > budget:
             excess[stage.index] = chosen.peak / budget
@@ -236,12 +236,10 @@ class RecomputedStage:
         return self.memory.peak
 
 
-class _Stage:
+class _SavedValuesSearch:
     """The search for what one stage saves. `fused` is the whole module with kernels, for measuring."""
 
-    def __init__(
-        self, module: Module, fused: Module, index: int, forward: Graph, backward: Graph, device: Device
-    ) -> None:
+    def __init__(self, fused: Module, index: int, forward: Graph, backward: Graph, device: Device) -> None:
         self.index, self.forward, self.backward, self.device = index, forward, backward, device
         self.module = _alone(fused, index)
         self.free = from_state_alone(forward)
@@ -378,7 +376,7 @@ class _Stage:
         return crossings
 
     def _second_thoughts(self, budget: int) -> RecomputedStage:
-        """Keep what can be kept after all, the most expensive first."""
+        """Save again the values for which there is room, the most expensive first."""
         best = self._best(budget)
         if best.peak > budget:
             return best

@@ -1,8 +1,8 @@
 """The chain of operations that stages are cut from, as `partition` and the planner see it.
 
-In: a module, or the chain of its forward graph. Out: which operations are in the chain and how they are named, where no
-stage may start, which parameters operations read, and the traffic over the cuts: arrays of bytes whose entry i is of
-the cut before operation i.
+In: a module, or the chain of its forward graph. Out: the operations of the chain with their names, where no stage may
+start, the parameters that operations read, and the traffic over the cuts. Traffic is arrays of bytes; entry i belongs
+to the cut before operation i.
 """
 
 from __future__ import annotations

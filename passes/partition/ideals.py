@@ -1,18 +1,18 @@
 """Partition into stages that need not follow the order of the graph: search for better sets of operations than the best
 ranges.
 
-In: the operations of a chain in the order of the graph, what they and what travels take (the same costs as for ranges),
-and the value of the best ranges. Out: a stage for every operation, or None where nothing is better.
+In: the operations of a chain in the order of the graph, the costs that ranges have too, and the value of the best
+ranges. Out: a stage for every operation, or None where nothing is better.
 
-Stages depend forward only: the operations of the first s stages are an ideal of the graph. With T_s the seconds of
-operations on stage s, and X_s(I) those for what travels over a cut behind ideal I (values made in it and used outside,
-gradients of parameters that both sides read),
+Stages depend forward only: the operations of the first s stages are an ideal of the graph. Let T_s be the seconds of
+operations on stage s, and X_s(I) those of transfers over a cut behind ideal I. Transfers are values made in the ideal
+and used outside, and gradients of parameters that both sides read. Then
 
     load(s, I' - I) = T_s(I') - T_s(I) + X_s(I)
 
-which for the ideals that are ranges is the cost of ranges. The dynamic programme over ideals is that of
+For the ideals that are ranges that is the cost of ranges. The dynamic programme over ideals is that of
 placement/sweep.py. Operations that touch a variable that the graph changes are on one stage. Where there are more than
-LIMIT ideals, neighbours in the order of the graph are merged, lightest first, but never over a cut of the best ranges.
+LIMIT ideals, neighbours in the order of the graph are merged, lightest first. No merge spans a cut of the best ranges.
 
 Known limit: no memory term; partition.py refuses a result that does not fit as well as ranges do.
 """
@@ -23,14 +23,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import networkx as nx
 import numpy as np
 
 from penstock.passes.placement.coarsen import clusters
 from penstock.passes.placement.ideals import Ideals, bits, enumerate_ideals
 from penstock.passes.placement.problem import DeviceKind
 from penstock.passes.placement.sweep import Fillings, Places, Reals, Tables, sweep
-from penstock.passes.placement.units import Units
+from penstock.passes.placement.units import Units, circles
 
 LIMIT = 4_000
 _SHRINK = 0.75
@@ -90,23 +89,19 @@ def better_stages(work: OperationWork, cuts: Sequence[int], value: float) -> lis
 def _units_of(work: OperationWork) -> Units:
     """Make units of the operations: those that must be together are one."""
     count = len(work.seconds[0])
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(count))
-    graph.add_edges_from(work.edges)
+    edges = set(work.edges)
     for group in work.together:
-        graph.add_edges_from([*pairwise(group), (group[-1], group[0])])
-    groups = sorted(sorted(group) for group in nx.strongly_connected_components(graph))
-    group_of = {i: g for g, group in enumerate(groups) for i in group}
+        edges |= {*pairwise(group), (group[-1], group[0])}
     single = Units(
         tuple(DeviceKind(f"stage {s}", 1, pays_transfers=False) for s in range(len(work.seconds))),
         tuple(zip(*(seconds.tolist() for seconds in work.seconds), strict=True)),
         (0.0,) * count,
-        tuple(sorted((a, b) for a, b in graph.edges if a != b)),
+        tuple(sorted((a, b) for a, b in edges if a != b)),
         (),
         tuple((i,) for i in range(count)),
         tuple(range(count)),
     )
-    return single.merged([group_of[i] for i in range(count)])
+    return single.merged(circles(count, edges))
 
 
 class _Stages(Tables):

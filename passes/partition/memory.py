@@ -1,8 +1,8 @@
 """An estimate of the memory that stages need, so that cuts are found that fit.
 
 In: the chain of operations, what they read and save, the schedule. Out: for a stage and any set of operations the
-seconds that memory costs it: none where it fits as it is, those of the forward pass where it fits only if that is
-computed again (passes/memory/recompute.py), infinitely many where it does not fit at all.
+seconds that memory costs it. That is 0 where the stage fits as it is, and infinity where it does not fit at all. Where
+it fits only with recomputation (passes/memory/recompute.py), it is the seconds of the forward pass.
 
     bytes of a stage = parameters * versions + gradients (twice if they wait for other ranks)
                      + optimiser state      of what its operations read
@@ -87,7 +87,7 @@ class StageNeeds:
         self._forward, self._waiting = forward, load.waiting
 
     def extra(self, stage: int, members: Set[int]) -> float:
-        """Seconds that memory costs a stage of these operations."""
+        """Return the seconds that memory costs a stage of these operations."""
 
         def held(items: Items) -> float:
             return sum(nbytes for where, nbytes in items if not members.isdisjoint(where))
@@ -121,7 +121,8 @@ class StageNeeds:
         )
 
     def rows(self) -> Iterable[list[Array]]:
-        """For each `last` from 1 on, and each stage: entry `first` is `extra` of the operations first .. last-1."""
+        """Yield arrays for each `last` from 1 on, one for each stage. Entry `first` is `extra` of the operations first
+        .. last-1."""
         count, results = len(self.results), np.asarray(self.results)
         fixed, saved, fed = (_Rows(_touched(items), count) for items in (self.fixed, self.saved, self.fed))
         touched = _Rows(_touched((tuple(where), nbytes) for where, nbytes in self.values), count)
@@ -141,13 +142,13 @@ class StageNeeds:
             ]
 
 
-# When the last operation of a range is this one, bytes count for ranges that begin up to there, and no
-# longer for those that begin up to here.
+# A move is (last, to, off, bytes). From the range that ends with operation `last` on, bytes count for ranges that begin
+# at most at `to`. They no longer count for those that begin at most at `off`.
 Move = tuple[int, int, int | None, float]
 
 
 def _touched(items: Iterable[tuple[tuple[int, ...], float]]) -> Iterator[Move]:
-    """An item counts for a range with any of its operations."""
+    """Yield the changes of bytes as a range grows: an item counts for a range with any of its operations."""
     for where, nbytes in items:
         before = None
         for i in sorted(set(where)):
@@ -165,7 +166,8 @@ class _Rows:
             self._moves[time].append((to, off, nbytes))
 
     def up_to(self, last: int) -> Array:
-        """Entry `first`: bytes for the operations first .. last-1. Called with 1, 2, ... in turn."""
+        """Return an array with the bytes of the operations first .. last-1 in entry `first`. Called with 1, 2, ... in
+        turn."""
         for to, off, nbytes in self._moves[last - 1]:
             self._at[to] += nbytes
             if off is not None:
@@ -182,8 +184,8 @@ def needs_of(
     forward: Sequence[Array],
     outlook: Outlook,
 ) -> StageNeeds | None:
-    """Needs of the stages that are cut from a chain; None where no device has a limit, or no schedule is named.
-    `readers` are the operations that read each parameter."""
+    """Return the memory needs of stages that are cut from a chain. They are None where no device has a limit, or no
+    schedule is named. `readers` are the operations that read each parameter."""
     if outlook.schedule not in SCHEDULES or all(device.memory is None for ranks in devices for device in ranks):
         return None
     kind = SCHEDULES[outlook.schedule]
@@ -202,7 +204,7 @@ def needs_of(
 
 
 def _rooms(schedule: str, devices: Sequence[Sequence[Device]], shares: Sequence[Sequence[int]]) -> Iterator[Room]:
-    """The room of every stage."""
+    """Yield the room of every stage."""
     built = build_schedule(schedule, len(devices), sum(shares[0]), shares)
     for ranks, places in zip(built.members().values(), devices, strict=True):
         limits = [device.memory for device in places if device.memory is not None]
@@ -212,7 +214,8 @@ def _rooms(schedule: str, devices: Sequence[Sequence[Device]], shares: Sequence[
 
 
 def _fixed_bytes(module: Module, kind: ScheduleKind, replicas: int) -> dict[str, float]:
-    """Bytes of every parameter with its versions, gradients and state; a stage has at most so many replicas."""
+    """Return the bytes of every parameter with its versions, gradients and state; a stage has at most so many
+    replicas."""
     owned: dict[str, list[Var]] = {name: [var] for name, var in module.vars.items() if var.role == PARAM}
     for var in module.vars.values():
         if var.role in (GRAD, STATE) and var.name.rpartition(".")[0] in owned:
@@ -225,13 +228,14 @@ def _fixed_bytes(module: Module, kind: ScheduleKind, replicas: int) -> dict[str,
     return sizes
 
 
-# The operations, by position in a chain, that something is with.
+# The operations, by position in a chain, that belong to a value.
 _Places = dict[Value, set[int]]
 
 
 def _uses(module: Module, chain: Sequence[Op]) -> tuple[_Places, _Places, _Places]:
-    """Return the operations that make and take each value of a chain, those that take each input of the model, and
-    those whose backward takes each of both."""
+    """Return three mappings to operations. The first has the makers and users of each value of a chain. The second has
+    the users of each input of the model. The third has the operations whose backward takes each of both.
+    """
     maker = {v: i for i, op in enumerate(chain) for v in op.outs}
     users: _Places = {}
     fed: _Places = {}

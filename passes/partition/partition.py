@@ -1,20 +1,20 @@
 """Choose which stage every operation runs in: a planner, so it only writes `stage=` annotations, `Var.stage` and the
 stage lines.
 
-In: graph F (and B and U when training), and a cluster. Out: the same operations, annotated; stage i runs on device i of
-the cluster, or on those that `devices` names for it, which share the microbatches of a batch out among them and each
-have a copy of the stage's variables.
+In: graph F (and B and U when training), and a cluster. Out: the same operations, annotated. Stage i runs on device i of
+the cluster, or on the devices that `devices` names for it. These share the microbatches of a batch, and each has a copy
+of the stage's variables.
 
-The operations of F, in their order, are cut into `stages` contiguous ranges. With comp(i, j, s) the time of operations
-i..j-1 and their backward operations on device s, and comm(i, s) the time to move what crosses the cut before operation
-i, as it travels (activations forward, their gradients back) from device s-1 to s, a dynamic programme finds the cuts
-that minimise
+The operations of F, in their order, are cut into `stages` contiguous ranges. Let comp(i, j, s) be the time of
+operations i..j-1 and their backward operations on device s. Let comm(i, s) be the time to send the values that cross
+the cut before operation i between devices s-1 and s: activations forward, their gradients back. A dynamic programme
+finds the cuts that minimise
 
     max over stages s of  comp(cut[s], cut[s+1], s) + comm(cut[s], s)
 
-Then sets of operations that are no ranges, but depend forward only, are looked for in the same terms
-(ideals.py), and taken where they are faster: branches whose operations take turns in the graph need not be
-cut across. With `split_at` or `only_at` stages are ranges.
+Then the same costs price sets of operations that are no ranges, but depend forward only (ideals.py). Faster sets
+replace the ranges. So branches whose operations take turns in the graph need not be cut across. With `split_at` or
+`only_at` stages are ranges.
 
 Seconds are those of passes/costs/prices.py: the kernels that `fuse` would choose, shared out over their operations. A
 parameter lives on the stage that reads it. Where several stages read it (tied weights), each has a copy, and they
@@ -28,9 +28,9 @@ statistic) is on one stage: no cut lies between the operations that read it and 
 A stage on several devices takes as long per batch as the slowest of them for its share; its time per
 microbatch is that over all microbatches.
 
-Where stages do not fit into the memory of their devices (an estimate, memory.py), cuts are looked for that
-do: a stage that fits only if its forward is computed again takes that much longer, and one that does not fit at all is
-no choice, unless there is no other. Nothing is refused here.
+Where stages do not fit into the memory of their devices (an estimate, memory.py), the search looks for cuts that do. A
+stage that fits only with recomputation takes that much longer. A stage that does not fit at all is chosen only where
+every choice has one. Nothing is refused here.
 
 Known limits: sets that are no ranges are looked for without memory, and taken if they happen to fit.
 """
@@ -74,12 +74,12 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PartitionOptions:
-    """`split_at` overrides the search: names of values or locs; each starts a new stage. `only_at` are the same kind of
-    names: if there are any, the search starts stages at them only. `microbatches` is how many make a batch. `devices`
-    names those of every stage, with blanks between several, and `shares` says how many of the microbatches each of them
-    runs, rank by rank (as many each as can be if not given). `schedule`, `recompute` (auto, none or all) and `wire`,
-    the element type of float32 values between stages, are what will be done: without a schedule memory is not looked
-    at."""
+    """The options of `partition`. `split_at` overrides the search: names of values or locs; each starts a new stage.
+    `only_at` are the same kind of names: if there are any, the search starts stages at them only. `microbatches` is the
+    number of microbatches in a batch. `devices` names the devices of every stage, with blanks between several. `shares`
+    is the number of microbatches that each of them runs, rank by rank; by default, shares are as equal as possible.
+    `schedule`, `recompute` (auto, none or all) and `wire` are settings of later passes. `wire` is the element type of
+    float32 values between stages. Without a schedule the search ignores memory."""
 
     stages: int = 0
     split_at: tuple[str, ...] = ()
@@ -142,7 +142,7 @@ def _extra(needs: StageNeeds, count: int, stages: Sequence[int]) -> list[float]:
 
 
 def _chosen(costs: _Costs, count: int, only_at: Sequence[str], needs: StageNeeds | None) -> list[int]:
-    """The stage of every operation: of the best ranges, or of sets that are better. Nothing where memory is too small
+    """Return the stage of every operation, by the best ranges or by better sets. It is empty where memory is too small
     for all ranges."""
 
     def slowest(stages: Sequence[int]) -> float:
@@ -161,7 +161,7 @@ def _chosen(costs: _Costs, count: int, only_at: Sequence[str], needs: StageNeeds
 
 
 def _devices(options: PartitionOptions, cluster: Cluster) -> list[tuple[Device, ...]]:
-    """The devices of every stage."""
+    """Return the devices of every stage."""
     if not options.devices:
         return [(device,) for device in cluster.devices[: _stage_count(options, cluster)]]
     names_of = [names.split() for names in options.devices]
@@ -201,9 +201,9 @@ def _slowest_seconds(
     devices: Sequence[Sequence[Device]],
     shares: Sequence[Sequence[int]],
 ) -> list[list[Array]]:
-    """For every stage the seconds of each of `count` operations in the forward graph and in the backward graph. Of
-    several devices the one counts that the whole model would take longest on, for its share. `index` has the operation
-    that makes a value."""
+    """Return for every stage the seconds of each of `count` operations in the forward graph and in the backward graph.
+    Of several devices the slowest for its share of the whole model counts. `index` has the operation that makes a
+    value."""
     forward, backward = forward_graph(module), module.graphs.get(BACKWARD)
     microbatches, position = sum(shares[0]), {v.name: i for v, i in index.items()}
     places = [(GraphCost(forward), [index.get(op.outs[0]) if op.outs else None for op in forward.ops])]
@@ -271,12 +271,12 @@ class _Costs:
             ]
 
     def travel(self, stage: int, count: float) -> float:
-        """Seconds for so many bytes between a stage and the one before it."""
+        """Return the seconds for so many bytes between a stage and the one before it."""
         part, links = self._links[stage]
         return part * max(cost(Transfer(count, self._trips), link).seconds for link in links) if count > 0 else 0.0
 
     def work(self) -> OperationWork:
-        """All of it without an order."""
+        """Return the work of all operations without an order."""
         together = [users for _, users in sorted(moving_users(self.chain).items())]
         return OperationWork(
             [np.diff(before) for before in self.before], self._edges, together, self._values, self.travel
@@ -295,8 +295,8 @@ class _Costs:
 
 
 def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str], needs: StageNeeds | None) -> list[int]:
-    """First operation of every stage; nothing where none of them fits. best[s, j] is the smallest bottleneck of the
-    first j operations over stages 0 .. s."""
+    """Return the first operation of every stage, or nothing where no choice fits. best[s, j] is the smallest bottleneck
+    of the first j operations over stages 0 .. s."""
     n = len(costs.chain)
     allowed = np.full(n + 1, not only_at)
     if only_at:
@@ -427,7 +427,7 @@ def _with_stages(graph: Graph, stage_of: Mapping[int, int]) -> Graph:
 def _reading_stages(
     forward: Graph, stage_of: Mapping[int, int], params: Mapping[Value, frozenset[str]]
 ) -> dict[str, set[int]]:
-    """On which stages each parameter is read."""
+    """Map each parameter to the stages that read it."""
     readers: dict[str, set[int]] = {}
     for op in forward.ops:
         for value in op.ins:
@@ -438,8 +438,9 @@ def _reading_stages(
 
 
 def _place_vars(module: Module, readers: Mapping[str, set[int]]) -> dict[str, Var]:
-    """Parameters live where they are read, and what the forward graph changes where it does; gradients and optimiser
-    state, named after them, live with them. The rest is replicated, also what several stages read."""
+    """Place variables on stages. Parameters live where they are read, and variables that the forward graph changes live
+    where it changes them. Gradients and optimiser state, named after them, live with them. Other variables, and those
+    that several stages read, are replicated."""
     home = {name: min(stages) for name, stages in readers.items() if len(stages) == 1}
     vars: dict[str, Var] = {}
     for var in module.vars.values():
@@ -449,16 +450,17 @@ def _place_vars(module: Module, readers: Mapping[str, set[int]]) -> dict[str, Va
 
 
 def _owner(var: Var) -> str:
-    """The parameter that a gradient `w.grad` or a state `w.momentum` belongs to."""
+    """Return the parameter that a gradient `w.grad` or a state `w.momentum` belongs to."""
     return var.name.rpartition(".")[0] if var.role in (GRAD, STATE) else ""
 
 
 def _backward_stages(
     backward: Graph, by_name: Mapping[str, int], vars: Mapping[str, Var], again: set[Value], earliest: Mapping[str, int]
 ) -> dict[int, int]:
-    """The stage of the forward operation; for sums of gradients the lowest among the operands; for `accum` the
-    parameter's stage if it has one, the `earliest` of several where the gradient depends on variables only. Forward
-    values that are computed again are computed where they are used, so they get none."""
+    """Return the stages of backward operations. An operation runs on the stage of its forward operation, a sum of
+    gradients on the lowest stage among its operands. An `accum` runs on the parameter's stage if it has one, or on the
+    `earliest` of several where the gradient depends on variables only. Forward values that are computed again get no
+    stage: they are computed where they are used."""
     anywhere = from_state_alone(backward) | again
     made_on: dict[Value, int] = {}
     stages: dict[int, int] = {}
@@ -477,8 +479,8 @@ def _backward_stages(
 
 
 def _update_stages(update: Graph, homes: Mapping[str, int | None]) -> dict[int, int]:
-    """Operations on a placed variable, or on values that come from one, run where it lives; the rest runs
-    everywhere."""
+    """Return the stages of update operations. Operations on a placed variable, or on values that come from one, run
+    where it lives. Others run everywhere."""
     made_on: dict[Value, int] = {}
     stages: dict[int, int] = {}
     for op in update.ops:

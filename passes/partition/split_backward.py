@@ -12,8 +12,8 @@ wait. B then W do what the backward graph did: every operation once, in the old 
 only what autodiff does again in B as well: what depends on constants and variables alone, and layout changes, which
 cost nothing where they are read.
 
-A backward graph that sends nothing (that of the first stage) has nothing that is wanted early, and one that accumulates
-nothing has nothing that could wait: both stay whole. So does that of a module without stages. What W needs lives longer
+A backward graph that sends nothing (that of the first stage) has no results that are needed early. One that accumulates
+nothing has no work that could wait. Both stay whole. So does that of a module without stages. What W needs lives longer
 than under a whole backward.
 """
 
@@ -32,7 +32,7 @@ class SplitBackwardOptions:
 
 
 def split_backward(module: Module, options: SplitBackwardOptions = SplitBackwardOptions()) -> Module:
-    """Part each stage's backward graph into B, which other stages wait for, and W, the gradients of weights."""
+    """Divide each stage's backward graph into B, which other stages wait for, and W, the gradients of weights."""
     parts: dict[str, tuple[Graph, Graph]] = {}
     for stage in module.stages:
         backward = module.stage_graph(stage.index, "B")
@@ -51,7 +51,7 @@ def split_backward(module: Module, options: SplitBackwardOptions = SplitBackward
 
 
 def _part(backward: Graph, received: Collection[Value]) -> tuple[Graph, Graph]:
-    """Part one backward graph in two. `received` are the inputs that come from other stages: they arrive for B, which
+    """Divide one backward graph in two. `received` are the inputs that come from other stages: they arrive for B, which
     saves them for W."""
     early, used = _needed(backward.ops, backward.outs, ())
     early_values = made_values(early)

@@ -6,11 +6,11 @@ otherwise.
     3. a tie that costs as much as that bound is not cut by anything better, so its units are merged
     4. all ideals, at most `limit` of them, and the dynamic programme over them (sweep.py)
 
-Where there are more ideals than the limit, small units with one neighbour are merged with it, whatever memory says. If
-that does not do, the units are clustered along the best of the linear orders (coarsen.py), fewer and fewer, until their
-ideals can be counted. The value is then the best over clusters, never worse than the best linear order. `bound` says
-what is lost at most: the optimum without memory limits and without the times of such small units, where its ideals can
-be counted, and the relaxation of bounds.py.
+Where there are more ideals than the limit, small units with one neighbour are merged with it, whatever memory says.
+Where that is not enough, the units are clustered along the best linear order (coarsen.py), until their ideals can be
+counted. The value is then the best over clusters, never worse than the best linear order. `bound` limits the loss. It
+is the relaxation of bounds.py. It is also the optimum without memory limits and without the times of such small units,
+where its ideals can be counted.
 
 Time: in proportion to pairs of ideals within reach of each other, some 30 ns each. Memory: ideals x (units + 18 x
 states) bytes, where the states are the numbers of devices that can be in use.
@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-import networkx as nx
-
 from penstock.support.errors import DoesNotFit
 
 from .bounds import check_room, lower_bound
@@ -31,7 +29,7 @@ from .coarsen import clusters, lines
 from .ideals import Ideals, bits, enumerate_ideals, prefixes
 from .problem import Placement, PlacementProblem, Progress, fits, loads
 from .sweep import Fillings, KindUnits, Tables, sweep
-from .units import Units, absorb, relaxed, units_of
+from .units import Units, absorb, circles, relaxed, units_of
 
 LIMIT = 50_000
 # The factor by which the number of units shrinks when there are too many ideals.
@@ -121,16 +119,13 @@ def _fused(units: Units, upper: float) -> Units:
     tie alone."""
     if sum(kind.count for kind in units.kinds if not kind.pays_transfers) > 1:
         return units
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(len(units)))
-    graph.add_edges_from(units.order)
+    edges = list(units.order)
     for tie, cost in units.ties:
         if cost >= upper:
             circle = sorted(tie)
-            graph.add_edges_from(zip(circle, [*circle[1:], circle[0]], strict=True))
-    groups = sorted(sorted(group) for group in nx.strongly_connected_components(graph))
-    group_of = {u: i for i, group in enumerate(groups) for u in group}
-    return units if len(groups) == len(units) else units.merged([group_of[u] for u in range(len(units))])
+            edges += zip(circle, [*circle[1:], circle[0]], strict=True)
+    group_of = circles(len(units), edges)
+    return units if len(set(group_of)) == len(units) else units.merged(group_of)
 
 
 def _clustered(

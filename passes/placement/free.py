@@ -1,6 +1,6 @@
 """The best split of any kind, contiguous or not, by integer programming.
 
-Let x[u, d] = 1 where unit u is on device d. For every tie h and device d that pays transfers let `any[h, d]` be at
+Let x[u, d] = 1 where unit u is on device d. Take every tie h and device d that pays transfers. Let `any[h, d]` be at
 least every x[u, d] of its units, and `all[h, d]` at most each of them:
 
     least L:  sum over u of times[u][d] x[u, d] + sum over h of cost(h) (any[h, d] - all[h, d]) <= L
@@ -21,7 +21,7 @@ from math import inf
 from penstock.support.errors import DoesNotFit
 
 from .bounds import check_room, lower_bound
-from .contiguous import LIMIT, split_contiguously
+from .contiguous import split_contiguously
 from .problem import Placement, PlacementProblem, Progress, fits, holds, loads
 from .programme import Programme
 from .units import Units, absorb, units_of
@@ -31,19 +31,17 @@ NODES = 2_000
 _TOLERANCE = 1e-6
 
 
-def split_freely(
-    problem: PlacementProblem, nodes: int = NODES, limit: int = LIMIT, progress: Progress | None = None
-) -> Placement:
+def split_freely(problem: PlacementProblem, nodes: int = NODES, progress: Progress | None = None) -> Placement:
     """Return the split with the smallest largest load."""
     whole = units_of(problem, contiguous=False)
     check_room(problem, whole)
     units = absorb(whole)
-    known, reason = _contiguous(problem, limit, progress)
+    known, reason = _contiguous(problem, progress)
     # Times are in units of the upper bound, so that tolerances mean the same in all problems.
     scale = known.value if known is not None else sum(max(t for t in times if t < inf) for times in units.times)
     if scale == 0 and known is not None:
         return known
-    model = _Model(units, problem.devices, scale or 1.0)
+    model = _FreeProgramme(units, problem.devices, scale or 1.0)
     start = model.start([known.device_of[head] for head in units.heads]) if known is not None else []
     answer = model.programme.minimise(start, nodes, progress)
     placement = known
@@ -69,14 +67,14 @@ def split_freely(
     return Placement(problem, placement.device_of, placement.value, min(placement.value, bound), notes)
 
 
-def _contiguous(problem: PlacementProblem, limit: int, progress: Progress | None) -> tuple[Placement | None, str]:
+def _contiguous(problem: PlacementProblem, progress: Progress | None) -> tuple[Placement | None, str]:
     try:
-        return split_contiguously(problem, limit, progress), ""
+        return split_contiguously(problem, progress=progress), ""
     except DoesNotFit as error:
         return None, error.what
 
 
-class _Model:
+class _FreeProgramme:
     """The integer programme, with the meaning of its variables."""
 
     def __init__(self, units: Units, kind_of: tuple[int, ...], scale: float) -> None:

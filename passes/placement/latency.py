@@ -40,7 +40,7 @@ def place_for_latency(
 
 def _place(places: Places, tries: int, nodes: int, progress: Progress | None) -> Placement:
     best, value = _begin(places)
-    search = _Search(places, list(best), value, tries, progress)
+    search = _PlaceSearch(places, list(best), value, tries, progress)
     search.go_on(0, [-1] * len(places.units), search.floor([-1] * len(places.units)))
     size = f"{len(places.units)} colours in {len(places)} places"
     if search.tries >= 0:
@@ -106,7 +106,7 @@ def _improved(places: Places, start: list[int]) -> tuple[list[int], float]:
     return place_of, value
 
 
-class _Search:
+class _PlaceSearch:
     """A depth-first search over every place for every colour, until `tries` steps are made; then `tries` is
     negative."""
 

@@ -35,7 +35,7 @@ def minimise(
     """Return a place for every colour, a bound on the latency of all placements, and the nodes of the search tree;
     None, 0 and -1 where the programme is too large."""
     horizon = value if value < inf else _sum_of_all(places)
-    model = _Model(places, horizon or 1.0)
+    model = _LatencyProgramme(places, horizon or 1.0)
     if len(model.programme) > _LARGEST and known is not None:
         return None, 0.0, -1
     start = model.start(known, value) if known is not None else []
@@ -51,7 +51,7 @@ def _sum_of_all(places: Places) -> float:
     return sum(slowest) + sum(2.0 * len(places) * node.transfer for node in places.problem.nodes)
 
 
-class _Model:
+class _LatencyProgramme:
     """The integer programme. Times are fractions of the horizon."""
 
     def __init__(self, places: Places, horizon: float) -> None:

@@ -12,11 +12,10 @@ t,
 
 and the throughput objective is the largest load: the time per sample of a pipeline that is full.
 
-A split is contiguous when the devices can be put in an order such that edges between forward nodes lead from a device
-to itself or to later ones. Backward nodes are where the forward nodes of their colour are: a device has a contiguous
-set of forward nodes with the backward nodes that belong to them. Where a colour has backward nodes only, or a backward
-node no colour, the edges from or to it among backward nodes are read the other way round, as those of a forward node
-that would belong to it.
+A split is contiguous when the devices have an order in which edges between forward nodes never lead to an earlier
+device. Backward nodes are where the forward nodes of their colour are: a device has a contiguous set of forward nodes
+with the backward nodes that belong to them. A colour may have backward nodes only, and a backward node no colour. Edges
+from or to it among backward nodes are then read the other way round, as those of the forward node that it lacks.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ With best(I, used) the smallest largest load over all ways to put exactly the un
 
 and devices of a kind are equal, so `used` counts them. Ideals are visited in an order in which smaller sets come first,
 and each passes its values on to all larger ones at once. So the memory is one value per ideal and `used`, not one per
-pair of ideals. With T the sum of times, C(I) the cost of the ties that I splits, and for a tie h that I splits R = h -
-I,
+pair of ideals. Let T be the sum of times and C(I) the cost of the ties that I splits. Let R = h - I for a tie h that I
+splits. Then
 
     load(I' - I) = T(I') - T(I) + C(I') - C(I)
                    + sum over ties h that I splits of cost(h) ([R meets I'] + [R within I'])
@@ -132,8 +132,8 @@ class Tables:
         return np.flatnonzero(held) + first
 
     def loads(self, i: int, kind: int, among: Places, upper: float) -> tuple[Places, Reals]:
-        """Return the load of a device of this kind with the units that an ideal has over ideal i, for those `among`
-        which are below `upper`."""
+        """Return the loads of a device of this kind with the units that an ideal has over ideal i. Only ideals of
+        `among` with a load below `upper` are returned."""
         base, device = self._base[kind], self.kinds[kind]
         cost = base[among] - base[i]
         fine = cost < upper
@@ -197,7 +197,7 @@ def sweep(
         if progress is not None and i % 256 == 0:
             progress(i, count, "ideals")
         live = np.flatnonzero((best[:, i] < upper) & (begin <= i))
-        # Where devices may stay empty, a state adds nothing if one with fewer devices has a value as good.
+        # Where devices may stay empty, a state is useless if another with fewer devices has a value as good.
         sources = [
             int(s) for s in live if fillings.last is not None or all(best[e, i] > best[s, i] for e in earlier[s])
         ]

@@ -8,15 +8,15 @@ Nodes of a colour are one unit, backward nodes with the forward nodes of theirs.
 forward nodes. A unit without forward nodes (orphaned backward nodes) takes its place in the order from the edges among
 backward nodes, read the other way round. Units in a cycle of the order can only be on one device: they are one unit.
 
-`absorb` goes on merging as long as that cannot change the optimum. Unit s is merged into unit m if on the device of m
-it is always no worse off than elsewhere: no other unit comes right before or after s, every tie of s holds m as well,
-the time s adds to a device of m's is not more than the ties of just s and m would cost there, and memory cannot be
-exceeded by it.
+`absorb` goes on merging as long as that cannot change the optimum. Unit s is merged into unit m if the device of m is
+always at least as good for it as another. That is so under four conditions. No other unit comes right before or after
+s. Every tie of s holds m as well. The time that s adds to a device of m is not more than the ties of just s and m would
+cost there. And s cannot exceed the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -83,6 +83,17 @@ class Units:
         return tuple(device_of_node)
 
 
+def circles(count: int, edges: Iterable[tuple[int, int]]) -> list[int]:
+    """Return the number of the circle that each node lies in, counted in the order of their first nodes. A node on no
+    circle is one by itself."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(count))
+    graph.add_edges_from(edges)
+    parts = sorted(sorted(part) for part in nx.strongly_connected_components(graph))
+    circle_of = {node: i for i, part in enumerate(parts) for node in part}
+    return [circle_of[node] for node in range(count)]
+
+
 def units_of(problem: PlacementProblem, contiguous: bool = True) -> Units:
     """Merge colours and cycles into units; only colours, without an order, where splits need not be contiguous."""
     colours: dict[object, int] = {}
@@ -115,11 +126,7 @@ def units_of(problem: PlacementProblem, contiguous: bool = True) -> Units:
         tuple((i,) for i in range(len(problem.nodes))),
         tuple(range(len(problem.nodes))),
     )
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(len(colours)))
-    graph.add_edges_from(sorted(order))
-    circles = sorted(sorted(circle) for circle in nx.strongly_connected_components(graph))
-    circle_of = {colour: i for i, circle in enumerate(circles) for colour in circle}
+    circle_of = circles(len(colours), order)
     units = single.merged([circle_of[colour] for colour in colour_of])
     pairs = {(circle_of[a], circle_of[b]) for a, b in order}
     return replace(units, order=tuple(sorted((a, b) for a, b in pairs if a != b)))

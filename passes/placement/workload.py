@@ -55,7 +55,7 @@ def load_workload(path: str | Path) -> Workload:
 
 def read_workload(data: object, where: str = "") -> Workload:
     """Check the content of a file, and make the problem of it."""
-    reader = _Reader()
+    reader = _WorkloadReader()
     workload = reader.read(data)
     if reader.problems:
         shown = itemised(reader.problems[:_SHOWN])
@@ -64,7 +64,7 @@ def read_workload(data: object, where: str = "") -> Workload:
     return workload
 
 
-class _Reader:
+class _WorkloadReader:
     """Reads a workload and collects its problems. The result is only valid if there are none."""
 
     def __init__(self) -> None:

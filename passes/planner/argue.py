@@ -33,7 +33,6 @@ from penstock.support.errors import DoesNotFit
 from penstock.support.words import counted, shown_bytes
 
 from .chain import Chain
-from .cost import stage_times
 from .fleet import Fleet, fleet_of
 from .plan import Bytes, PlanRequest
 from .planner import Outcome, Planner, Progress
@@ -46,32 +45,11 @@ _ENOUGH = 1.001
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceRow:
-    """One device of a plan. It computes for `busy` seconds of a batch, which is the part `share` of the step."""
-
-    stage: int
-    device: str
-    layers: tuple[str, str]
-    microbatches: int
-    recompute: bool
-    busy: float
-    share: float
-    memory: Bytes
-    limit: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class PlanChange:
-    """A counterfactual: the plan with one thing changed, or None where nothing fits then."""
+    """A counterfactual: the step of the plan with one thing changed, or None where nothing fits then."""
 
     name: str
-    outcome: Outcome | None
     step: float | None
-
-    def against(self, step: float) -> str:
-        if self.step is None:
-            return f"{self.name}: nothing fits"
-        return f"{self.name}: {shown_seconds(self.step)} per batch, {self.step / step - 1:+.1%}"
 
 
 @dataclass(frozen=True)
@@ -88,29 +66,6 @@ class Result:
     @property
     def best(self) -> Outcome:
         return next(iter(self.outcomes.values()))
-
-    def rows(self) -> list[DeviceRow]:
-        plan, judged = self.best.plan, self.best.judged
-        table, rows = self.planner.table(plan.size), []
-        for s, part in enumerate(plan.stages):
-            times = stage_times(table, self.fleet, self.planner.kinds, plan, s)
-            layers = (self.chain.layers[part.first].name, self.chain.layers[part.last - 1].name)
-            for j, index in enumerate(part.devices):
-                busy, device = part.shares[j] * times.each[j] + times.update[j], self.fleet.devices[index]
-                rows.append(
-                    DeviceRow(
-                        s,
-                        device.name,
-                        layers,
-                        part.shares[j],
-                        part.recompute,
-                        busy,
-                        busy / judged.step,
-                        judged.memory[index],
-                        device.memory,
-                    )
-                )
-        return rows
 
 
 def plan_chain(
@@ -170,7 +125,7 @@ def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -
     chain, fleet, best = result.chain, result.fleet, result.best
     wanted, schedule = result.wanted, best.plan.schedule
     changes = [_change(f"schedule {name}", outcome) for name, outcome in result.outcomes.items() if name != schedule]
-    changes += [PlanChange(f"schedule {name}", None, None) for name in wanted.schedules if name not in result.outcomes]
+    changes += [PlanChange(f"schedule {name}", None) for name in wanted.schedules if name not in result.outcomes]
     for mode in ("none", "all"):
         if wanted.recompute != mode and any(stage.recompute != (mode == "all") for stage in best.plan.stages):
             changes.append(
@@ -189,7 +144,7 @@ def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -
 
 
 def _change(name: str, outcome: Outcome | None) -> PlanChange:
-    return PlanChange(name, outcome, None if outcome is None else outcome.step)
+    return PlanChange(name, None if outcome is None else outcome.step)
 
 
 def _without(result: Result) -> Iterator[tuple[str, Fleet]]:

@@ -4,13 +4,12 @@ samples of a microbatch.
 Seconds come from a `Timer`, called once per kind of device and b:
 
     Roofline       max(flops / rate, bytes / bandwidth) of work that grows with b
-    TimeTable      known (or measured) seconds by device kind and b; what is not in it is an error, not a guess
     any function   (chain, device, b) -> Times
 
-Bytes are `Amount`s, fixed + each * b. A layer's `saved` is what its forward leaves for its backward. `out` is what
-crosses the boundary behind it (all that is made before and used later, skip edges included), `back` the gradients of
-that, which come back. Parameters, gradients and optimiser state do not depend on b. `cut` says whether a stage may
-start at the layer.
+Bytes are `Amount`s, fixed + each * b. A layer's `saved` is what its forward leaves for its backward. `out` are the
+values that cross the boundary behind it: all that is made before and used later, skip edges included. `back` are the
+gradients of these, which come back. Parameters, gradients and optimiser state do not depend on b. `cut` says whether a
+stage may start at the layer.
 
 Limits: a chain, in this order; what several layers read (tied parameters) belongs to one of them, or no cut is allowed
 between them.
@@ -18,7 +17,7 @@ between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -107,24 +106,6 @@ def roofline(chain: Chain, device: Device, b: int) -> Times:
         tuple(seconds(x.forward if x.again is None else x.again) for x in layers),
         tuple((2 * x.params + x.grads + 2 * x.state) / device.bandwidth for x in layers),
     )
-
-
-@dataclass(frozen=True)
-class TimeTable:
-    """A timer that looks times up by (kind of device, b). `name_of` names the kind of a device: by default its
-    target."""
-
-    rows: Mapping[tuple[str, int], Times]
-    name_of: Callable[[Device], str] = lambda device: device.target
-
-    def __call__(self, chain: Chain, device: Device, b: int) -> Times:
-        times = self.rows.get((self.name_of(device), b))
-        if times is None:
-            raise UsageError(
-                f"no times of layers on {self.name_of(device)!r} for microbatches of {b}",
-                hint="measure them, or plan by roofline",
-            )
-        return times
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """The cost model: seconds per batch and bytes per device of a plan. Every planner here minimises these formulas.
 
-Notation: m microbatches per batch, of b samples. Stage s lies on r_s replicas; replica j runs n_j of the m. t_j =
-forward + backward (+ forward again) + calls of graphs + ends of messages (their bytes, too, on a CPU), the seconds of a
-microbatch there, U_j those of an update. E_s devices run earlier stages. c_s is the round trip of a message over the
-boundary behind stage s: latency + bytes / bandwidth, forward and back, on the slowest path between the two stages.
+Notation: m microbatches per batch, of b samples. Stage s lies on r_s replicas; replica j runs n_j of the m. t_j are the
+seconds of a microbatch there, U_j those of an update. t_j = forward + backward (+ forward again) + calls of graphs +
+ends of messages (their bytes, too, on a CPU). E_s devices run earlier stages. c_s is the round trip of a message over
+the boundary behind stage s: latency + bytes / bandwidth, forward and back, on the slowest path between the two stages.
 Stages with equally many, equal replicas send from the j-th to the j-th, other stages from each to each; those that go
 through one NIC at once share it. A_s is the all-reduce of the stage's gradients, a ring over its replicas in the plan's
 order: 2(r-1) steps of latency + part / bandwidth of the slowest link, where a NIC is shared by the steps that use it.
@@ -33,20 +33,21 @@ in the maximum, with g_j the seconds of weight gradients. The simulator agrees w
 eager-2bw, and for 1f1b where stages are equal and messages take no time; otherwise they are a little high for 1f1b, and
 within some percent for gpipe and zb-1f1b (docs/planner.md).
 
-Bytes of a replica: parameters * versions (2 when delayed) + gradients (twice when delayed and replicated: those of a
-batch wait for the others while the next one adds up) + optimiser state + activations + workspace + transport buffers +
-batches that wait (on CPUs) + base. Activations are saved * in flight; with recomputation what comes in * in flight +
-saved of one; with recomputation in parts (what comes in + what crosses the cuts between parts) * in flight + saved of
-the largest part, with the cuts that take least. Seconds are those of computing all of it again. Buffers are POSTED
-receives and one send of every boundary; of small messages the runtime holds up to 1 MiB a channel more.
+Bytes of a replica: parameters * versions + gradients + optimiser state + activations + workspace + transport buffers +
+batches that wait (on CPUs) + base. There are 2 versions when delayed. Gradients count twice when delayed and
+replicated: those of a batch wait for other replicas while the next one adds up. Activations are saved * in flight. With
+recomputation they are inputs * in flight + saved of one. With recomputation in parts they are (inputs + values over the
+cuts between parts) * in flight + saved of the largest part. The cuts are those that take least. Seconds are those of
+computing all of it again. Buffers are POSTED receives and one send of every boundary; of small messages the runtime
+holds up to 1 MiB a channel more.
 
 `step` also holds the sums of the boundaries and rings of different stages on one NIC. For schedules that drain, it
 holds the rings of all stages there, one after another, behind the pipeline. `pipe` leaves that out, because a search
 over stages cannot see it.
 
 Known limits: microbatches are spread evenly for the load of links; a sum overlaps with computation under 2bw at no
-cost, also where its bytes hold up messages on a NIC; with unequal shares a stage in front of a slow replica has more
-forwards in hand than is counted here (the passes count what a plan really holds).
+cost, also where its bytes hold up messages on a NIC. With unequal shares a stage in front of a slow replica has more
+forwards in hand than is counted here; the passes count what a plan really holds.
 """
 
 from __future__ import annotations
@@ -89,9 +90,9 @@ def warm_ups(plan: PipelinePlan) -> list[int]:
 class Hop:
     """A boundary between the devices of two stages.
 
-    A message of x bytes forward and y back takes latency + x/bandwidth for each path in `ways`, as (latency, forward
-    bandwidth, back latency, back bandwidth). `busy` is the traffic of a microbatch over a link or NIC, (forward part,
-    back part, bytes per second), without repetitions; `nics` the same by name of the NIC.
+    A message takes latency + bytes / bandwidth on each path in `ways`, a row (latency, forward bandwidth, back latency,
+    back bandwidth). `busy` is the traffic of a microbatch over a link or NIC, without repetitions: (forward part, back
+    part, bytes per second). `nics` is the same by name of the NIC.
     """
 
     ways: tuple[tuple[float, float, float, float], ...]

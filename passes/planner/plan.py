@@ -58,8 +58,8 @@ class StagePlan:
     """A stage of a plan: layers first .. last-1.
 
     Replica j is `devices[j]` (an index into the fleet) and runs `shares[j]` of the microbatches of a batch. With
-    `recompute` the forward is computed again, all of it at once, or `in_parts` of which as few as there may be are held
-    at a time.
+    `recompute` the forward is computed again. That happens all at once, or `in_parts`, of which as few as possible are
+    held at a time.
     """
 
     first: int

@@ -241,10 +241,10 @@ class Planner:
         return Floor(max(busy, pace + fill), pace, fill)
 
     def _searches(self, schedule: str, b: int, layout: DeviceLayout, using: Devices) -> Iterator[LayoutSearch]:
-        """Yield the searches to run: one, or where weight gradients are split off one for every number of devices that
-        a plan may use, as what is in flight depends on it.
+        """Yield the searches to run. That is one search. Where weight gradients are split off, it is one for each
+        number of devices, on which the microbatches in flight depend.
 
-        None is yielded where nothing fits.
+        There is no search where nothing fits.
         """
         if not SCHEDULES[schedule].splits:
             ends = [node for node in range(1, len(layout.last)) if using(layout.placed[node])]

@@ -118,7 +118,7 @@ def profile_chain(
 
 
 def _between(low: int, a: Layer, high: int, z: Layer) -> Layer:
-    """Make bytes a function of b, from those at two sizes."""
+    """Return bytes as a function of b, from those at two sizes."""
 
     def of(what: str) -> Amount:
         return _amount(low, getattr(a, what).fixed, high, getattr(z, what).fixed)
@@ -208,7 +208,7 @@ class _Sized:
         return Times(forward, backward, tuple(map(min, weight, backward)), forward, by_layer(self._update(device)))
 
     def _for_weights(self, cuts: Sequence[int]) -> list[bool]:
-        """Say for each operation of the backward graph whether no earlier layer's backward needs its results."""
+        """Return for each operation of the backward graph whether no earlier layer's backward needs its results."""
         if self.backward is None:
             return []
         layer_of = [None if at is None else int(np.searchsorted(cuts, at, "right")) for at in self.backward_at]

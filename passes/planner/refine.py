@@ -1,10 +1,10 @@
 """The last step of planning: the planner's plans, and others near them, judged by the simulator instead of formulas.
 
-In: a chain of layers, a cluster, and the best plan of each schedule by the formulas of passes/planner/cost.py, which
-are some percent off where stages are unequal. Out: for each schedule the plan that takes least when its program is run
-against the same costs by passes/simulator/simulate.py, with what it takes there. Tried are all devices that may be used
-in every order, one for each stage, with the best cuts by the formulas for that order; of other layouts (replicas) what
-the formulas think best; and from the fastest of these on cuts that are moved by some layers.
+In: a chain of layers, a cluster, and the best plan of each schedule by the formulas of passes/planner/cost.py. These
+are some percent off where stages are unequal. Out: for each schedule the plan with the shortest time when
+passes/simulator/simulate.py runs its program against the same costs, and that time. The search tries all usable devices
+in every order, one for each stage, with the best cuts by the formulas for that order. Of layouts with replicas it tries
+the best by the formulas. From the fastest of these on it moves cuts by some layers.
 
 Limits: small plans only (`_MOST_ACTIONS`, `_ENOUGH` in all; orders and layouts of up to `_MOST_ORDERED` devices);
 microbatches are as large as in a plan that the formulas found.
@@ -17,14 +17,16 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, WEIGHTS
-from penstock.ir.cluster.cluster import Cluster, usable_cores
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.schedule import RECEIVES, SENDS, Action, Schedule
 from penstock.passes.schedules.late_updates import sum_late
 from penstock.passes.schedules.schedule import SCHEDULES, build_schedule
 from penstock.passes.simulator.cores import TURN
 from penstock.passes.simulator.forecast import BATCHES, LOCAL, seat_of
-from penstock.passes.simulator.simulate import machine_of, simulate, wire_chain
+from penstock.passes.simulator.machine import machine_of
+from penstock.passes.simulator.simulate import simulate, wire_chain
 from penstock.support.errors import VerifyError
+from penstock.support.hardware import usable_cores
 
 from .chain import Table
 from .cost import judge
@@ -32,12 +34,12 @@ from .plan import PipelinePlan
 from .planner import Outcome, Planner
 
 _MOST_ACTIONS, _MOST_ORDERED = 4000, 4
-# Layouts that the formulas think so many times as slow as the best at most, and how many of them; sizes of
-# microbatches that orders are tried with.
+# The most times as slow as the best that layouts may be by the formulas, and the number of such layouts. The number of
+# sizes of microbatches that orders are tried with.
 _WITHIN, _MOST_LAYOUTS, _SIZES = 1.5, 12, 2
-# Of so many starts cuts are moved, by so many layers.
+# The number of starts whose cuts are moved, and the numbers of layers they move by.
 _STARTS, _MOVES = 2, (1, 2, 4, 8)
-# So much is simulated of all plans together: microbatches on ranks, and turns on cores where devices share some.
+# The limits of all simulations together: microbatches on ranks, and turns on cores where devices share some.
 _ENOUGH = 8000
 
 
@@ -51,8 +53,8 @@ class Refined:
 
 
 def refine(planner: Planner, cluster: Cluster, outcome: Outcome, devices: Sequence[int]) -> Refined | None:
-    """The best plan near one that the planner found, on some of these devices of the fleet; None where it is
-    too large to be simulated many times."""
+    """Return the best plan near one that the planner found, on some of these devices of the fleet. It is None where it
+    is too large to be simulated many times."""
     plan = outcome.plan
     if plan.count * len(plan.devices) > _MOST_ACTIONS or len(plan.stages) > len(planner.fleet):
         return None
@@ -65,8 +67,8 @@ def refine(planner: Planner, cluster: Cluster, outcome: Outcome, devices: Sequen
 
 
 def _others(planner: Planner, plan: PipelinePlan, devices: Sequence[int]) -> Iterator[PipelinePlan]:
-    """The best plans by the formulas of every layout and size of microbatches, and with one device for every stage, in
-    every order."""
+    """Yield the best plans by the formulas of every layout and size of microbatches, and with one device for every
+    stage, in every order."""
     if len(devices) > _MOST_ORDERED:
         return
     plans = [other.plan for other in planner.candidates(plan.schedule, _WITHIN) if {*other.plan.devices} <= {*devices}]
@@ -91,7 +93,7 @@ def _orders(planner: Planner, schedule: str, size: int, devices: Sequence[int]) 
 
 
 def _moved(start: PipelinePlan, judge_of: _Judge) -> PipelinePlan:
-    """The best plan that moving one cut at a time leads to."""
+    """Return the best plan that moving one cut at a time leads to."""
     best = start
     while True:
         moved = min(_neighbours(best, judge_of.table(best)), key=judge_of.step, default=best)
@@ -173,7 +175,7 @@ class _Judge:
 
 
 def _reads_what_is_made(schedule: Schedule, delay: int) -> bool:
-    """Say whether no rank begins a microbatch before the update that makes its weights, which the passes would
+    """Return whether no rank begins a microbatch before the update that makes its weights, which the passes would
     refuse."""
     for actions in schedule.expand_all(3).values():
         latest = -1

@@ -294,8 +294,8 @@ def _shares(each: Floats, held: Ints, least: int, count: int, head: int) -> Ints
     """
     times = np.maximum(each, 1e-30)
     room = np.minimum(held, count)
-    # All n with (n - head) t_j <= T are among the smallest, for the T at which replicas would end together if
-    # microbatches could be divided.
+    # Let T be the time at which replicas would end together if microbatches could be divided. All n with (n - head) t_j
+    # <= T are among the smallest.
     together = (count - head * len(each)) / (1.0 / times).sum(0)
     start = np.clip(head + np.floor(together / times * (1 - 1e-12)), least, np.maximum(room, least)).astype(np.int64)
     shares = np.where(start.sum(0) > count, least, start)

@@ -1,9 +1,9 @@
 """Algebraic identities, a dictionary over the op table: `IDENTITIES[kind]` are rules `rule(scene, op)` tried in order.
 
-A rule returns None (does not apply), a Value that equals the op's only result, or the operations that stand in its
-place, the last of them with the op's results. Rules are exact: they give the same numbers, with three exceptions. A sum
-with 0 forgets the sign of zero, a power by a small exponent is rounded as multiplications are, and -inf has a power 0.5
-but no root.
+A rule returns None where it does not apply. Otherwise it returns a Value that equals the op's only result, or the
+operations that replace the op. The last of these has the op's results. Rules are exact: they give the same numbers,
+with three exceptions. A sum with 0 forgets the sign of zero. A power by a small exponent is rounded as multiplications
+are. And -inf has a power 0.5 but no root.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Rule = Callable[[Scene, Op], Found]
 
 
 def becomes(op: Op, kind: str, *ins: Value, **attrs: Attr) -> Op:
-    """Make an op of another kind with the results, loc and annotations of `op`."""
+    """Return an op of another kind with the results, loc and annotations of `op`."""
     kept = {k: v for k, v in op.attrs.items() if k in ANNOTATIONS}
     return Op(kind, ins, op.outs, {**attrs, **kept}, op.loc)
 
 
 def helper(scene: Scene, op: Op, kind: str, *ins: Value, **attrs: Attr) -> Op:
-    """Make a new op in front of `op`, with its loc and, unless it is a constant, its annotations."""
+    """Return a new op in front of `op`, with its loc and, unless it is a constant, its annotations."""
     kept = {k: v for k, v in op.attrs.items() if k in ANNOTATIONS and kind != "const"}
     return make(kind, ins, [scene.fresh(f"{op.outs[0].name}.{kind}")], op.loc, **attrs, **kept)
 
@@ -344,5 +344,3 @@ IDENTITIES: dict[str, tuple[Rule, ...]] = {
     "max": (_lone_dimensions,),
     "matmul": (_matmul_of_transpose,),
 }
-
-__all__ = ["IDENTITIES", "Found", "Rule", "Scene", "becomes", "helper", "uniform", "uniform_number"]

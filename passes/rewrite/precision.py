@@ -123,7 +123,7 @@ class _Lowering:
         outs = tuple(self._wide(v, "") for v in self.graph.outs)
         return Graph(self.graph.name, self.graph.ins, outs, tuple(self.ops), self.graph.saved)
 
-    # which form an operation takes
+    # the form that an operation takes
 
     def _place(self, op: Op) -> None:
         floats = [v for v in op.ins if v.type.dtype == _WIDE]

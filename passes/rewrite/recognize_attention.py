@@ -11,9 +11,9 @@ The scale may stand on the scores, on q, on k, or on several of them. Masks, in 
                                                                     of the score
     scores + mask                                                   added as it is
 
-A mask that is known when compiling, made of constants and iota, and that shows each position itself and what comes
-before it, makes the attention causal; one that shows everything is dropped. Any other mask becomes an operand of
-attention.
+A mask that is made of constants and iota is known when compiling. If it shows each position itself and all positions
+before it, the attention becomes causal. If it shows everything, the mask is dropped. Any other mask becomes an operand
+of attention.
 
 Shares may be guarded: where(share is nan, 0, share), that is 0 for a row of which -inf hides everything; then so is the
 result.
@@ -57,7 +57,7 @@ class _Hiding:
 
 
 @dataclass(frozen=True)
-class _Scores:
+class _MaskedScores:
     """The scores q k^T under factors and masks."""
 
     q: Value
@@ -153,19 +153,19 @@ def _with_heads(emitted: _Emitted, value: Value) -> Value:
 # ---------------------------------------------------------------------------------------- scores
 
 
-def _scores(scene: Scene, x: Value, outer: float) -> _Scores | None:
+def _scores(scene: Scene, x: Value, outer: float) -> _MaskedScores | None:
     """Match the operations that make scores; `outer` is the factor by which they are multiplied later."""
     op = scene.maker(x)
     if op is None or scene.uses(x) != 1:
         return None
-    inner: _Scores | None
+    inner: _MaskedScores | None
     match op.kind:
         case "matmul":
             attrs = complete_attrs(op)
             if attrs["ta"]:
                 return None
             (q, a), (k, b) = (_unscaled(scene, v) for v in op.ins)
-            return _Scores(q, k, not attrs["tb"], a * b * outer)
+            return _MaskedScores(q, k, not attrs["tb"], a * b * outer)
         case "mul" | "div":
             for value, other in (op.ins, op.ins[::-1]) if op.kind == "mul" else (op.ins,):
                 number = uniform(scene, other)
@@ -213,7 +213,7 @@ def _unscaled(scene: Scene, value: Value) -> tuple[Value, float]:
 # ---------------------------------------------------------------------------------------- masks
 
 
-def _masks(emitted: _Emitted, scores: _Scores, shares: Value) -> tuple[bool, list[Value]] | None:
+def _masks(emitted: _Emitted, scores: _MaskedScores, shares: Value) -> tuple[bool, list[Value]] | None:
     """Return whether the attention is causal, and the mask that is left; None where there is more than that."""
     scene, rows, columns = emitted.scene, shares.type.dims[-2], shares.type.dims[-1]
     triangle = np.tri(rows, columns, dtype=bool)

@@ -2,9 +2,9 @@
 code.
 
 In: any module. Out: the same meaning, and the same object when there is nothing to do. One walk over a graph in order
-folds operations with known operands, applies the rules of passes/rewrite/identities.py and passes/rewrite/recognize.py,
-and merges equal operations (same kind, operands, attributes and annotations). Then it drops unused operations. Walks
-repeat until nothing changes.
+folds operations with known operands and applies the rules of passes/rewrite/identities.py and
+passes/rewrite/recognize.py. It also merges equal operations (same kind, operands, attributes and annotations). Then it
+drops unused operations. Walks repeat until nothing changes.
 
 Kept: names of graph inputs, results and saved values (other graphs and the user know them by name), writes,
 accumulations and takes, in their order. A read is merged with an earlier read of the variable unless it was written or
@@ -159,7 +159,7 @@ class _Walk:
         return (op.kind, op.ins, repr(sorted(op.attrs.items())), epoch)
 
     def _alias(self, outs: Sequence[Value], values: Sequence[Value]) -> bool:
-        """Let `values` stand for `outs`, if the names that must stay can."""
+        """Replace `outs` by `values`, unless that would lose names that must stay."""
         pairs = [(old, new) for old, new in zip(outs, values, strict=True) if old != new]
         taking = [(old, new) for old, new in pairs if old in self.kept]
         if any(new in self.kept or new in self.renamed for _, new in taking):

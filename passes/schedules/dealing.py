@@ -1,21 +1,21 @@
 """The dealing of a batch's microbatches to the ranks of a stage, and how far forwards run ahead of backwards then.
 
 In: for every stage the shares of its ranks. `deal` spreads each rank's microbatches evenly over the batch, so that
-ranks with equal shares take turns, and stages with the same shares make the same groups: whole pipelines side by side.
+ranks with equal shares take turns. Stages with the same shares make the same groups: whole pipelines side by side.
 
 Each rank follows the order that one rank would follow for the whole stage, and leaves out what is not its own. A rank
 must have so many forwards in hand that it can work while its microbatch is with the stages behind it. With one rank per
 stage that is one microbatch for each stage behind, d-1-s. A rank that runs n of the m microbatches of a batch holds one
-for m/n of the time of one. So the microbatch is away for that time at the rank of the next stage which takes it, and
-for as long as that rank has forwards in hand: `ahead` is the sum of both, of the slowest it shares microbatches with,
-rounded up to whole microbatches of its own, that is to a multiple of m/n. Without the rounding two replicas in front of
-one would wait for each other's turns: 1.5 times the time.
+for m/n of the time of one. So the microbatch is away for that time at the rank of the next stage, and while that rank
+has forwards in hand. `ahead` is the sum of both, for the slowest rank that it shares microbatches with. It is rounded
+up to whole microbatches of the rank, that is to a multiple of m/n. Without the rounding two replicas in front of one
+would wait for each other's turns: 1.5 times the time.
 
 That is why no rank waits for ever. On rank r, F of microbatch k stands before B of microbatch j if k <= j + ahead(r).
 Give a rank that waits to run B(j) the value j, and one that waits to run F(k) the value k - ahead(r). Along the chain
-of ranks that wait for each other values never grow: the rank behind is at a microbatch no later. From an F to a B
-they shrink, because the rank that has not run F(k) yet waits for a B(i) with i < k - ahead. A circle of Bs alone would
-go to ever later stages, one of Fs alone to ever earlier ones; so there is no circle.
+of ranks that wait for each other values never grow: the rank behind is at a microbatch no later. From an F to a B they
+shrink. The rank that has not run F(k) yet waits for a B(i) with i < k - ahead. A circle of Bs alone would go to ever
+later stages, one of Fs alone to ever earlier ones; so there is no circle.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Dealt = Sequence[Sequence[Sequence[int]]]
 
 
 def equal_shares(ranks: int, microbatches: int) -> tuple[int, ...]:
-    """As equal as whole microbatches can be; the first ranks have one more."""
+    """Return shares as equal as whole microbatches allow; the first ranks have one more."""
     if ranks > microbatches:
         raise UsageError(
             f"{counted(microbatches, 'microbatch')} per batch cannot be shared out among {ranks} devices",
@@ -42,8 +42,8 @@ def equal_shares(ranks: int, microbatches: int) -> tuple[int, ...]:
 
 
 def fair_shares(rates: Sequence[float], microbatches: int) -> tuple[int, ...]:
-    """Shares with which devices of these rates are done at about the same time: each microbatch goes to who would be
-    done with it first."""
+    """Return shares with which devices of these rates finish at about the same time. Each microbatch goes to the device
+    that would finish it first."""
     shares = list(equal_shares(len(rates), min(len(rates), microbatches)))
     for _ in range(microbatches - len(rates)):
         first = min(range(len(rates)), key=lambda j: ((shares[j] + 1) / rates[j], j))
@@ -52,8 +52,8 @@ def fair_shares(rates: Sequence[float], microbatches: int) -> tuple[int, ...]:
 
 
 def shares_of(given: Sequence[int], ranks: Sequence[int], microbatches: int) -> list[tuple[int, ...]]:
-    """Shares by stage, from those of all ranks in order, as equal as can be if none are given. `ranks` is how many each
-    stage has."""
+    """Return the shares by stage, from those of all ranks in order. By default they are as equal as possible. `ranks`
+    is the number of ranks of each stage."""
     if not given:
         return [equal_shares(count, microbatches) for count in ranks]
     if len(given) != sum(ranks):
@@ -72,8 +72,8 @@ def shares_of(given: Sequence[int], ranks: Sequence[int], microbatches: int) -> 
 
 
 def deal(share: Sequence[int]) -> list[list[int]]:
-    """The microbatches of a batch, from 0 on, that each rank of a stage runs: each goes to the rank that is furthest
-    behind its share."""
+    """Return the microbatches of a batch, from 0 on, that each rank of a stage runs. Each goes to the rank that is
+    furthest behind its share."""
     total, dealt = sum(share), [list[int]() for _ in share]
     for k in range(total):
         rank = max(range(len(share)), key=lambda j: (share[j] * (k + 1) - len(dealt[j]) * total, -j))
@@ -82,7 +82,7 @@ def deal(share: Sequence[int]) -> list[list[int]]:
 
 
 def forwards_ahead(dealt: Dealt) -> list[list[int]]:
-    """For every stage and rank of it, by how many microbatches forwards are ahead of backwards, in numbers of all
+    """Return for every stage and rank of it by how many microbatches forwards run ahead of backwards, counted in all
     microbatches."""
 
     def whole(away: Fraction, own: Sequence[int], total: int) -> int:
@@ -92,15 +92,15 @@ def forwards_ahead(dealt: Dealt) -> list[list[int]]:
 
 
 def weights_behind(dealt: Dealt) -> list[list[int]]:
-    """For every stage and rank of it, how many backwards later the weight gradients of a microbatch may come: s with
-    one rank per stage."""
+    """Return for every stage and rank of it how many backwards later the weight gradients of a microbatch may come.
+    That is s with one rank per stage."""
     return _along(dealt, lambda away, own, total: math.ceil(away))
 
 
 def _along(dealt: Dealt, rounded: Callable[[Fraction, Sequence[int], int], int]) -> list[list[int]]:
-    """From the first stage on: for how long a microbatch of a rank is with the stages before it, in times of one
-    microbatch. That is the time of the rank that has it there and what was found for that one, for the slowest it
-    shares microbatches with."""
+    """Return for how long a microbatch of a rank is with the stages before it, in times of one microbatch, from the
+    first stage on. That is the time on a rank of the stage before plus the result for that rank. The slowest rank that
+    it shares microbatches with counts."""
     lags: list[list[int]] = []
     total = sum(map(len, dealt[0]))
     before: list[tuple[set[int], Fraction]] = []

@@ -45,12 +45,12 @@ class ScheduleKind:
 
     @property
     def recomputes(self) -> bool:
-        """Say whether forwards may be computed again: a backward in two parts has no place for it."""
+        """Return whether forwards may be computed again: a backward in two parts has no place for it."""
         return not self.splits
 
     @property
     def fills_whole(self) -> bool:
-        """Say whether a batch goes through the whole model, forward and backward, before the pipeline is full."""
+        """Return whether a batch goes through the whole model, forward and backward, before the pipeline is full."""
         return not self.delay and not self.splits
 
     def gradient_copies(self, replicas: int) -> int:
@@ -83,7 +83,7 @@ def backwards(stage: int, first: int, count: int) -> Iterator[Action]:
 
 
 def pairs(stage: int, forward: int, backward: int, count: int) -> Iterator[Action]:
-    """One forward, one backward, `count` times."""
+    """Yield one forward and one backward, `count` times."""
     for i in range(count):
         yield Action("F", stage, forward + i)
         yield Action("B", stage, backward + i)

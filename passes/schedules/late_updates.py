@@ -1,9 +1,9 @@
 """Run an update on which ranks have to agree as late as is legal, so that no rank waits for the rest.
 
-In: the schedule of F, B (and W) and U that a generator made. Out: the sum of gradients over the ranks of a stage (AR),
-P and N right behind the last backward of a batch, and, under a schedule with a delay, U right before the first forward
-that reads the version it makes; by then what the other stages hand out has arrived long ago. With a delay of one batch
-that is within the batch after (ir/schedule.py). Without a delay U comes right behind, as before.
+In: the schedule of F, B (and W) and U that a generator made. Out: the same with the sum of gradients over the ranks of
+a stage (AR), P and N right behind the last backward of a batch. Under a schedule with a delay, U stands right before
+the first forward that reads the version it makes. By then the results of other stages have arrived long ago. With a
+delay of one batch that is within the batch after (ir/schedule.py). Without a delay U comes right behind, as before.
 
 An update that waits needs the gradients of its batch kept apart from those of the next; weight-versions sees to that.
 Modules without AR, P and N are left alone, and so are stages whose update takes nothing from others.
@@ -17,12 +17,12 @@ from penstock.ir.action_kinds import FORWARD, NORM_PARTS, PARTS, SUM, UPDATE
 from penstock.ir.graph import Module, summed_vars
 from penstock.ir.schedule import ADDERS, BATCH_ORDER, Action, Program, Schedule
 
-# What ranks do before the update of a batch, so that it can be the same on all of them.
+# The actions before the update of a batch that make it the same on all ranks.
 _AGREEING = tuple(kind for kind in BATCH_ORDER if kind != UPDATE)
 
 
 def update_late(module: Module, found: Schedule, delay: int) -> Schedule:
-    """The schedule with AR, P and N of the stages that have them, and with updates as late as these need."""
+    """Return the schedule with AR, P and N of the stages that have them, and with updates as late as these need."""
     summing = {s.index for s in module.stages if len(module.devices_of(s.index)) > 1 and summed_vars(module, s.index)}
     kinds = {
         s.index: [k for k in _AGREEING if (s.index in summing if k == SUM else module.stage_graph(s.index, k))]
@@ -36,8 +36,8 @@ def update_late(module: Module, found: Schedule, delay: int) -> Schedule:
 
 
 def sum_late(found: Schedule, delay: int) -> Schedule:
-    """The same for a schedule without a module: every stage on several ranks sums up its gradients, and nothing else
-    waits for others."""
+    """Return the schedule with late sums where there is no module. Every stage on several ranks sums up its gradients,
+    and nothing else waits for other ranks."""
     members = found.members()
     summing = {stage for stage, ranks in members.items() if len(ranks) > 1}
     kinds = {stage: [SUM] if stage in summing else [] for stage in members}
@@ -49,7 +49,7 @@ def sum_late(found: Schedule, delay: int) -> Schedule:
 
 
 def _waits(module: Module, stage: int) -> bool:
-    """Say whether an update takes what another stage hands out."""
+    """Return whether an update takes what another stage hands out."""
     update = module.stage_graph(stage, UPDATE)
     own_names = {
         v.name for kind in (PARTS, NORM_PARTS) if (graph := module.stage_graph(stage, kind)) for v in graph.outs
@@ -58,8 +58,8 @@ def _waits(module: Module, stage: int) -> bool:
 
 
 def _agreeing(program: Program, m: int, delay: int, kinds: Mapping[int, list[str]], waiting: set[int]) -> Program:
-    """One rank's lists, which are written for batch 1: AR, P and N where U stood, and U of stages that wait where its
-    version is needed."""
+    """Return one rank's lists, which are written for batch 1. AR, P and N stand where U stood. U of stages that wait
+    stands where its version is needed."""
     beginning = min((a.mb % m for a in program.batch if a.kind == FORWARD), default=0)
     batch: list[Action] = []
     updates: list[Action] = []
@@ -68,8 +68,8 @@ def _agreeing(program: Program, m: int, delay: int, kinds: Mapping[int, list[str
             batch += [Action(kind, action.stage, action.mb) for kind in kinds[action.stage]]
         (updates if action.kind == UPDATE and action.stage in waiting else batch).append(action)
     for update in updates:
-        # Of the forwards in this list one is the first of its batch. What it reads was made by the update of the batch
-        # 1 + delay before.
+        # One forward in this list is the first of its batch. It reads the version that the update of the batch 1 +
+        # delay before made.
         at, first = next(
             (i, a)
             for i, a in enumerate(batch)
@@ -78,8 +78,8 @@ def _agreeing(program: Program, m: int, delay: int, kinds: Mapping[int, list[str
         number = first.mb // m - 1 - delay
         done = max(i for i, a in enumerate(batch) if a.kind in ADDERS)
         # The beginning of this list is the end of the one before, where all numbers are larger by one. Where forwards
-        # run so far ahead that the version cannot exist yet, the update stays where it was, and the checker says why
-        # that is wrong.
+        # run so far ahead that the version cannot exist yet, the update stays in its place. The checker reports the
+        # problem.
         in_time = number == 0 or (number == 1 and at > done)
         batch.insert(
             *((at, update._replace(mb=number)) if in_time else (len(batch), update._replace(mb=min(number, 0) + 1)))

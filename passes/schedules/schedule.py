@@ -1,12 +1,12 @@
 """schedule: choose who computes which microbatch when. In: a module split into stage graphs. Out: the same with a
 Schedule of F, B, W, U.
 
-A schedule is data: for every stage the list of computations run once at the start and the list run once per batch, both
-written as for batch 1, where the m microbatches of the batch are m .. 2m-1 (ir/schedule.py). In the files beside this
-one, one schedule each, d is the number of stages, s the stage, w = d-1-s, and tf and tb the times of a forward and a
-backward (of which tw is that of W, where it is apart).
+A schedule is data. For every stage it has the list of computations run once at the start and the list run once per
+batch. Both are written as for batch 1, where the m microbatches of the batch are m .. 2m-1 (ir/schedule.py). Each file
+beside this one has one schedule. There d is the number of stages, s the stage, and w = d-1-s. The times of a forward
+and a backward are tf and tb; tw is the part of W in tb, where it is apart.
 
-Backwards run in microbatch order in all of them, so that gradients are summed in the same order and results can be
+Backwards run in microbatch order in all schedules. So gradients are summed in the same order, and results can be
 compared bit by bit. A new schedule is one file, one row of SCHEDULES, and one name in ir/schedule_names.py. Whether
 order and delay fit together is not decided here but by the checker.
 
@@ -40,7 +40,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
 }
 assert tuple(SCHEDULES) == NAMES, (tuple(SCHEDULES), NAMES)
 assert all(kind.trains == (name in TRAINING) for name, kind in SCHEDULES.items())
-# Schedules that compute what plain training does, and those that are one update late, only for who asks for them.
+# Schedules that compute the same as plain training. Those that are one update late run only on request.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class ScheduleOptions:
 
 
 def build_schedule(kind: str, stages: int, microbatches: int, shares: Shares = ()) -> Schedule:
-    """The schedule of a uniform pipeline in which every stage has forward, backward and update.
-    Without `shares` it has one rank per stage."""
+    """Return the schedule of a uniform pipeline in which every stage has forward, backward and update. Without `shares`
+    it has one rank per stage."""
     row = SCHEDULES.get(kind)
     if row is None:
         raise UsageError(f"unknown schedule {kind!r}, expected one of {', '.join(SCHEDULES)}", where="schedule")
@@ -92,7 +92,7 @@ def _own_part(program: Program, own: Set[int], microbatches: int) -> Program:
 
 
 def schedule(module: Module, options: ScheduleOptions) -> Module:
-    """Give every rank its computations. A stage without a backward, weight gradient or update graph gets no such
+    """Assign the computations to every rank. A stage without a backward, weight gradient or update graph gets no such
     action."""
     ranks = [len(module.devices_of(s.index)) for s in module.stages]
     _check_size(len(ranks), options.microbatches)

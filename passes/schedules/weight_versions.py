@@ -2,15 +2,15 @@
 B and U, `versions` on trained parameters, `version=mb` on their reads in forward and backward graphs; and `versions` on
 gradients where a stage begins to sum those of the next batch before the update.
 
-Microbatch k of m per batch, under a schedule with delay n, uses version max(k // m - n, 0) in its forward and its
-backward, on every stage; update t makes version t + 1. So W(t+1) = W(t) - lr * g(W(t - n)), and n + 1 versions are
-alive; version v lives in slot v mod (n + 1). Update graphs go on reading the latest version: optimiser state needs one
-copy only.
+Take a schedule with delay n and m microbatches per batch. Microbatch k uses version max(k // m - n, 0) in its forward
+and its backward, on every stage. Update t makes version t + 1. So W(t+1) = W(t) - lr * g(W(t - n)), and n + 1 versions
+are alive; version v lives in slot v mod (n + 1). Update graphs go on reading the latest version: optimiser state needs
+one copy only.
 
-Whether the order of computations allows that is decided by the checker, which this pass runs at its end: a forward may
-come before the update that makes its version (2bw with m < d - 1), or an update may overwrite what a backward still
-needs. Parameters that no update writes never change and are left alone; so is a schedule without updates. Known limit:
-a schedule is written as for batch 1, so a delay above 1 has no text form.
+The order of computations may not allow that. A forward may come before the update that makes its version (2bw with m <
+d - 1). An update may overwrite what a backward still needs. The checker, which this pass runs at its end, refuses both.
+Parameters that no update writes never change and are left alone; so is a schedule without updates. Known limit: a
+schedule is written as for batch 1, so a delay above 1 has no text form.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from penstock.ir.action_kinds import UPDATE
 from penstock.ir.graph import Graph, Module, rewrite, stepped_vars
 from penstock.ir.schedule import ADDERS, PER_BATCH, READERS, Action
+from penstock.ir.verify.verifier import check
 from penstock.support.errors import UsageError
 
 from .schedule import SCHEDULES
@@ -36,7 +37,8 @@ class WeightVersionsOptions:
 
 
 def weight_versions(module: Module, options: WeightVersionsOptions = WeightVersionsOptions()) -> Module:
-    """Say which version of the weights every computation uses, and how many versions each parameter keeps."""
+    """Set the version of the weights that every computation uses, and the number of versions that each
+    parameter keeps."""
     schedule = module.schedule
     if schedule is None:
         raise UsageError("the module has no schedule", where="weight-versions", hint="run the schedule pass first")
@@ -71,14 +73,13 @@ def weight_versions(module: Module, options: WeightVersionsOptions = WeightVersi
         graphs={name: graph if name in updates else _pin(graph, trained) for name, graph in module.graphs.items()},
     )
     if options.checked:
-        from penstock.ir.verify.verifier import check
-
         check(result, ("versioned",))
     return result
 
 
 def _gradient_buffers(module: Module) -> dict[str, int]:
-    """Gradients that need two buffers: between the first addition of a batch and the update of the batch before."""
+    """Return the gradients that need two buffers: between the first addition of a batch and the update of the batch
+    before."""
     assert module.schedule is not None
     buffers: dict[str, int] = {}
     for program in module.schedule.ranks.values():
@@ -97,5 +98,5 @@ def _gradient_buffers(module: Module) -> dict[str, int]:
 
 
 def _pin(graph: Graph, trained: set[str]) -> Graph:
-    """Reads of trained parameters use the microbatch's own version."""
+    """Set the version of reads of trained parameters to that of the microbatch."""
     return rewrite(graph, lambda op: [op.with_attrs(version="mb")] if op.kind == "read" and op.var in trained else None)

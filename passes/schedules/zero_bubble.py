@@ -1,12 +1,12 @@
 """zb-1f1b, ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): 1f1b with weight gradients (W) apart, which run
 where it waits.
 
-w forwards, then (F, B) pairs, then w backwards, as 1f1b; the W of a microbatch comes after the backward of the
-microbatch s later, so that stage s holds at most min(d, m) microbatches, what 1f1b holds on stage 0; what is left of W
-comes at the end, then U. Synchronous, one weight version, gradients summed in the order of 1f1b.
+w forwards, then (F, B) pairs, then w backwards, as 1f1b. The W of a microbatch comes after the backward of the
+microbatch s later. So stage s holds at most min(d, m) microbatches, as many as 1f1b holds on stage 0. The remaining Ws
+come at the end, then U. Synchronous, one weight version, gradients summed in the order of 1f1b.
 
-m(tf+tb) + (d-1)(tf+tb-2tw) per batch if m >= d, where tb counts W, and W takes no longer than a forward nor than the
-rest of a backward: with equal times of the three a third of the bubble of 1f1b.
+m(tf+tb) + (d-1)(tf+tb-2tw) per batch if m >= d. Here tb counts W, and W takes no longer than a forward nor than the
+rest of a backward. With equal times of the three that is a third of the bubble of 1f1b.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def order(place: PipelinePlace, m: int) -> Program:
 
 
 def _with_weights(stage: int, actions: tuple[Action, ...], behind: int, m: int) -> Iterator[Action]:
-    """Put W `behind` backwards after its own, the last ones before the update."""
+    """Insert W `behind` backwards after its own, the last ones before the update."""
     for action in actions:
         if action.kind == UPDATE:
             yield from (Action(WEIGHTS, stage, mb) for mb in range(2 * m - behind, 2 * m))

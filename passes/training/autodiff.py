@@ -72,7 +72,7 @@ class AutodiffOptions:
 
 
 def autodiff(module: Module, options: AutodiffOptions) -> Module:
-    """Turn the model and its loss into a forward graph F and a backward graph B."""
+    """Derive a forward graph F and a backward graph B from the model and its loss."""
     main = module.graphs.get("main")
     if main is None:
         raise UsageError(

@@ -5,10 +5,10 @@ Out: graph N, and U guarded.
     U   returns the norm of the whole gradient; with `clip`, gradients are scaled down so that the norm is at most that,
         as by torch.nn.utils.clip_grad_norm_; where the norm is not finite, nothing changes but the number of batches
 
-All stages decide by the same number, the sum of all parts in one order, so all of them apply or skip an update, and
+All stages decide by the same number, the sum of all parts in one order. So all of them apply or skip an update, and
 scale by the same factor. The squares of one parameter are added up in the element type of its gradient, the sums of the
-parameters in float64. So in float32 a parameter whose squares add up to more than 3.4e38 (one element above 1.8e19, or
-many smaller ones) makes the norm count as infinite.
+parameters in float64. In float32 the squares of a parameter may add up to more than 3.4e38 (one element above 1.8e19,
+or many smaller ones). The norm then counts as infinite.
 
 With a loss scale (`autodiff{loss_scale=...}`; for f16, whose small gradients would vanish) gradients are divided by it
 as they are accumulated, so the norm is that of the true gradient. The scale is halved by every update that is skipped,

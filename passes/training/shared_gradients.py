@@ -10,8 +10,8 @@ In: the graphs of the whole model, annotated with stages, where a variable with 
 Out, per stage: P returns the parts of the first kind, N of the second; where N or U needs the sum it adds up the parts
 of all stages, in the order of stages. So every copy is updated by the same numbers, and copies stay equal bit by bit.
 
-A value that is summed before it gets to the variable, or goes through a cast or a change of layout on the way there, is
-divided by stage again (`apart`). So no gradient travels with every microbatch.
+A value may be summed before it gets to the variable, or go through a cast or a change of layout on the way there.
+`apart` divides it by stage again. So no gradient travels with every microbatch.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ def compile(
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Path:
-    """Make machine code for every stage, and write the bundle. `jobs` is the most processes to compile with: one per
-    core if not given; `dump` is shown the code."""
+    """Compile machine code for every stage, and write the bundle. `jobs` is the most processes to compile with, by
+    default one per core; `dump` receives the code."""
     return build.build(plan, out, BuildOptions(backend, target, jobs), Feedback(dump, progress))
 
 

@@ -58,6 +58,7 @@ from penstock.backends.tvm.messages import (
 from penstock.backends.tvm.tile_permission import allow_tiles
 from penstock.ir.graph import Graph
 from penstock.ir.text import print_graph
+from penstock.support.atomic_files import naming
 from penstock.support.cache import Cache
 from penstock.support.processor import processor
 
@@ -162,7 +163,7 @@ class LibraryBuilder:
         return self._cpu
 
     def build(self, parts: Sequence[LibraryPart]) -> list[Built]:
-        """Make all libraries."""
+        """Build all libraries."""
         keys = [key_of("library", self.cpu, *texts_of(part.graphs)) for part in parts]
         for part in parts:
             part.out.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +176,7 @@ class LibraryBuilder:
             self._report(
                 self._done, self._total, f"planning kernels of {', '.join(parts[i].where for i in incomplete)}"
             )
-            with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as scratch:
+            with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as scratch, naming(scratch):
                 self._compile(
                     [MissingPart(parts[i], keys[i], i in missing, i in unshown) for i in incomplete], Path(scratch)
                 )
@@ -192,7 +193,8 @@ class LibraryBuilder:
         content = self.store.get(key)
         if content is None:
             return None
-        part.out.write_bytes(content)
+        with naming(part.out):
+            part.out.write_bytes(content)
         return Built(part.out, hashlib.sha256(content).hexdigest(), True)
 
     def _summary(self, parts: int, missing: int) -> str:
@@ -344,6 +346,3 @@ def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions = D
     with LibraryBuilder(options) as builder:
         (built,) = builder.build([LibraryPart(tuple(graphs), out)])
     return built
-
-
-__all__ = ["BuildError", "Built", "Counts", "LibraryBuilder", "LibraryPart", "build_graphs", "texts_of"]

@@ -117,7 +117,7 @@ def _compiled(job: MakeKernel, group: Fusion, machine: TargetMachine) -> KernelM
 
 
 def link_stage(job: LinkStage) -> Linked:
-    """Make the library of one stage."""
+    """Build the library of one stage."""
     graphs = parse_graphs(job.graphs)
     lowered = [Lowered(graph, tuple(_steps(graph, calls))) for graph, calls in zip(graphs, job.calls, strict=True)]
     target = tvm_target(job.target)

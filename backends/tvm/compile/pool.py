@@ -20,9 +20,11 @@ import contextlib
 import math
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,16 +35,18 @@ import msgspec
 from penstock.backends.tvm.fingerprint import source_fingerprint
 from penstock.backends.tvm.messages import Answer, CompilerHello, Job, JobFailed, LinkStage, title
 from penstock.backends.tvm.processes import environment
-from penstock.ir.cluster.cluster import usable_cores
 from penstock.support.entry_points import command_line
 from penstock.support.errors import DoesNotFit, PenstockError, UsageError
+from penstock.support.hardware import usable_cores
 
 # Fewer jobs than this are not worth another process, which takes as long to start as several kernels take to compile.
 _PER_WORKER = 4
-# How long a process that closed its output may take to say how it ended.
+# A folder with less room than this is full: objects and libraries take more.
+_ROOM = 1 << 16
+# The seconds after which a process that closed its output must have ended.
 _LAST_WORDS_S = 5.0
-# How long a worker may take to start, for a kernel, and for a library: kernels take seconds, large stages a minute, and
-# busy machines several times as long.
+# The limits for the start of a worker, a kernel, and a library. Kernels take seconds, large stages a minute, and busy
+# machines several times as long.
 _STARTS_S, _COMPILES_S, _LINKS_S = 900.0, 900.0, 3600.0
 # The capacity of a pipe.
 _PIPE = 1 << 16
@@ -70,7 +74,7 @@ class _Worker:
         self._said = b""
 
     def begin(self, number: int, job: Job) -> None:
-        """Give the worker a job."""
+        """Send a job to the worker."""
         self.number, self.job, self.since = number, job, time.monotonic()
         try:
             self.send.write(msgspec.json.encode(job) + b"\n")
@@ -117,6 +121,14 @@ class _Worker:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         except subprocess.TimeoutExpired:
             how = "closed its output"
+        # LLVM ends its process where it cannot write.
+        folder = tempfile.gettempdir()
+        if shutil.disk_usage(folder).free < _ROOM:
+            return BuildError(
+                f"No space left on device: a compiler process {how}{self._doing()}",
+                where=folder,
+                hint="TMPDIR names another folder for temporary files",
+            )
         return BuildError(
             f"a compiler process {how}{self._doing()}", hint="was memory short? `--jobs 1` compiles in one process"
         )
@@ -166,8 +178,8 @@ class WorkerPool:
             self._workers.pop().kill()
 
     def run(self, jobs: Sequence[Job], on_done: Callable[[Job], None] | None = None, expected: int = 0) -> list[Answer]:
-        """Answer every job. Jobs begin in order; the first failure ends the pool, and is raised. `expected` is the
-        number of jobs that follow these: workers for them start at once."""
+        """Run every job and return the answers. Jobs begin in order; the first failure ends the pool, and is raised.
+        `expected` is the number of jobs that follow these: workers for them start at once."""
         report = on_done or (lambda job: None)
         in_process = not self._workers and "tvm" in sys.modules and (self.most == 1 or len(jobs) <= _PER_WORKER)
         try:
@@ -233,6 +245,3 @@ def _checked(job: Job, answer: Answer) -> Answer:
         raise cause
     kind = UsageError if answer.usage else DoesNotFit if answer.memory else BuildError
     raise kind(answer.what, where="" if answer.usage else title(job), hint=answer.hint) from cause
-
-
-__all__ = ["BuildError", "WorkerPool"]

@@ -10,19 +10,20 @@ from __future__ import annotations
 import os
 import sys
 
+from penstock.backends.tvm.fingerprint import source_fingerprint
+
 
 def main() -> None:
-    """Answer jobs until the input ends."""
+    """Run jobs until the input ends."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # text that libraries print must not mix with the answers
     sys.modules["torch"] = None  # type: ignore[assignment]
     import msgspec
 
-    from penstock.backends.tvm.fingerprint import source_fingerprint
-    from penstock.backends.tvm.messages import CompilerHello, Job
+    from penstock.backends.tvm.messages import CompilerHello, Job  # lazy: heavy
 
     try:
-        from .jobs import do
+        from .jobs import do  # lazy: heavy
     except Exception as error:
         if os.environ.get("PENSTOCK_TRACEBACK"):
             raise

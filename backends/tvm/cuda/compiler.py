@@ -18,6 +18,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .target import cuda_target
+
 # The symbols that libtvm_runtime_cuda.so takes from the driver's library.
 DRIVER_SYMBOLS = (
     "cuDeviceGetName",
@@ -97,7 +99,7 @@ def load_runtime() -> None:
 
 
 def compile_module(folder: Path, architecture: str) -> None:
-    """Make stage.so of module.json."""
+    """Build stage.so from module.json."""
     load_driver(folder)
     load_runtime()
     import tvm  # lazy: heavy
@@ -110,7 +112,6 @@ def compile_module(folder: Path, architecture: str) -> None:
             "install the pinned apache-tvm wheel for x86-64 Linux",
         )
     from .pipeline import PIPELINE  # lazy: heavy
-    from .target import cuda_target  # lazy: heavy
 
     def compile_source(source: str) -> bytearray:
         (folder / "kernels.cu").write_text(source)

@@ -84,6 +84,3 @@ class CudaProgram(TvmProgram):
         with torch.cuda.device(self.device):
             # The virtual machine works on torch's current stream; a graph without arguments would not tell it.
             return super().call(graph, args)
-
-
-__all__ = ["CudaProgram", "find_device"]

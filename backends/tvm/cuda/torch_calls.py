@@ -26,7 +26,7 @@ View = tuple[str, Mapping[str, Any]]
 
 
 def register() -> None:
-    """Give TVM the function that library calls name. It can do what `CALLS` has; the text only chooses."""
+    """Register the function that library calls name with TVM. It can do what `CALLS` has; the text only chooses."""
     import tvm_ffi  # lazy: heavy
 
     tvm_ffi.register_global_func(NAME, _serve, override=True)

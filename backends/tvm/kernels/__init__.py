@@ -150,6 +150,3 @@ def generate_effect(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
     body = Body(group, machine)
     elementwise.emit_effect(body, group.ops[0])
     return body.kernel()
-
-
-__all__ = ["MAIN", "Fusion", "GeneratedKernel", "NotOneKernel", "generate", "generate_effect"]

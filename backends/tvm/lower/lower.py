@@ -34,10 +34,11 @@ from penstock.backends.tvm.kernels.tools.emit import TVM_DTYPES
 from penstock.backends.tvm.symbols import function_name, has_packed, pack_name
 from penstock.backends.tvm.target import TargetMachine
 from penstock.ir.graph import Graph, Op, Slot, Value, signature, slot_of, slot_types
+from penstock.ir.memory.workspace import is_table
 from penstock.ir.types import TensorType, numpy_dtype
 
 from .generate import generate, generate_effect
-from .plan import KernelCallStep, Lowered, is_table, plan_graphs
+from .plan import KernelCallStep, Lowered, plan_graphs
 
 # Packed operands and the kernel that takes each, in the order of the parameters.
 Packed = Mapping[tuple[Value, str], PackedWeight]

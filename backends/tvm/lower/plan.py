@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from penstock.backends.tvm.group import EFFECTS, Fusion, GeneratedKernel, NotOneKernel
 from penstock.ir.graph import Graph, Op, Value, substitute
 from penstock.ir.liveness import drop_dead
-from penstock.ir.memory.workspace import is_inline
+from penstock.ir.memory.workspace import is_inline, is_table
 from penstock.ir.ops import OPS
 from penstock.support.errors import UnsupportedModel
 
@@ -49,11 +49,6 @@ class Lowered:
 
     graph: Graph
     steps: tuple[KernelCallStep, ...]
-
-
-def is_table(op: Op) -> bool:
-    """Return whether an operation is a constant that needs memory: a list of values."""
-    return op.kind == "const" and isinstance(op.attrs["value"], tuple)
 
 
 # ---------------------------------------------------------------------------------------- state

@@ -8,6 +8,7 @@ own wrapper passes.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -28,7 +29,18 @@ class VirtualMachine:
         load_runtime()
         from tvm_ffi import load_module  # lazy: heavy
 
-        self._module: Any = load_module(str(library))["vm_load_executable"]()
+        try:
+            loaded = load_module(str(library))
+        except RuntimeError as error:
+            # The loader says the same of a file system whose files must not be executed as of memory that is short.
+            if "failed to map segment" in str(error) and os.statvfs(library).f_flag & os.ST_NOEXEC:
+                raise UsageError(
+                    "lies on a file system that is mounted noexec, from which no code is loaded",
+                    where=str(library),
+                    hint="copy the bundle to another file system",
+                ) from error
+            raise
+        self._module: Any = loaded["vm_load_executable"]()
         # Functions of shapes run on the CPU, whatever the device.
         devices = [(kind, number)] if kind == CPU else [(kind, number), (CPU, 0)]
         self._module["vm_initialization"](*(part for device in devices for part in (*device, _POOLED)))
@@ -60,7 +72,7 @@ def load_runtime() -> Path:
 
 @cache
 def load_cuda_runtime() -> None:
-    """Make TVM able to start kernels: its runtime does not load its CUDA part by itself."""
+    """Load the CUDA part of TVM's runtime, which does not load it by itself but needs it to start kernels."""
     folder = load_runtime()
     try:
         ctypes.CDLL(str(folder / "libtvm_runtime_cuda.so"))

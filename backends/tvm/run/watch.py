@@ -24,13 +24,13 @@ class Watch:
     """An observer of the machine during a call."""
 
     def __init__(self) -> None:
-        # Bytes and kernels by block, and the last block at an address: memory that was freed may be allocated again.
+        # Bytes and kernels by block, and the last block at an address: freed memory may be allocated again.
         self._sizes: list[int] = []
         self._users: list[list[str]] = []
         self._at: dict[int, int] = {}
 
     def __call__(self, function: Any, name: str, before: bool, result: Any, *args: Any) -> int:
-        """Note a call, as `Machine.instrument` reports it; the result 0 lets the machine go on."""
+        """Record a call, as `Machine.instrument` reports it; the result 0 lets the machine go on."""
         if name == _ALLOCATE and not before:
             self._sizes.append(int(args[1][0]))
         elif name == _PLACE and not before:

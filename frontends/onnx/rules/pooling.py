@@ -84,7 +84,7 @@ def _global_lp_pool(n: OnnxNode) -> Result:
 
 
 def _col2im(n: OnnxNode) -> Result:
-    """Put the entries of every tap of the block back in their places, and add them up."""
+    """Add up the entries of every tap of the block in their places."""
     x, space, block = n.value(), n.ints(1, "the shape"), n.ints(2, "the block")
     r = len(space)
     dilations, strides, pads = (

@@ -56,7 +56,7 @@ def _attention(n: TorchNode) -> Result:
         empty = sees_nothing(n, mask, None if known is None else array_of(known))
     p = float(n.arg("dropout_p", 0.0))
     y = _dropped(n, parts, causal, scale, p) if p else n.emit_all("attention", 3, *parts, causal=causal, scale=scale)[0]
-    if empty is not None:  # torch gives zeros to a row that sees nothing, and no gradients to what it hides
+    if empty is not None:  # torch gives zeros to a row that sees no key, and no gradients to hidden keys
         y = n.emit("where", empty, 0.0, y)
     return reshape(n, y, (*lead, rows, v.type.dims[-1]))
 

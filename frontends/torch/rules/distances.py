@@ -30,7 +30,7 @@ def _between(n: TorchNode, x: Value, y: Value, order: float) -> Value:
     size = n.emit("abs", difference)
     largest = n.emit("max", n.emit("detach", size), axes=(axis,), keep=True)
     among = n.emit("and", n.emit("equal", size, largest), n.emit("less", largest, inf))
-    # A sum of zeros, whose gradient reaches all that are as large as the largest.
+    # A sum of zeros, whose gradient reaches all elements as large as the largest.
     shares = n.emit("where", among, n.emit("sub", size, n.emit("detach", size)), 0.0)
     return n.emit("add", reshape(n, largest, largest.type.dims[:-1]), n.emit("sum", shares, axes=(axis,)))
 

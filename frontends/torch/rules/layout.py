@@ -202,7 +202,7 @@ def _flip(n: TorchNode) -> Result:
 
 
 def at_places(n: TorchNode, places: torch.Tensor) -> Result:
-    """Take the elements of `self` at these row-major positions."""
+    """Return the elements of `self` at these row-major positions."""
     x = n.value()
     return n.emit("gather", reshape(n, x, (x.type.size,)), places.contiguous().numpy(), axis=0)
 

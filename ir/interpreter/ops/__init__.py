@@ -43,7 +43,7 @@ NUMPY: dict[str, Rule] = {
 
 
 def array_dtype(dtype: str, precision: str) -> np.dtype[Any]:
-    """The element type that holds `dtype`: under precision f64 every float is float64."""
+    """Return the element type that holds `dtype`: under precision f64 every float is float64."""
     return np.dtype(np.float64) if precision == F64 and dtype in FLOATS else numpy_dtype(dtype)
 
 
@@ -58,7 +58,7 @@ class Prepared:
 
 
 def prepare_op(op: Op, precision: str = TYPED) -> Prepared:
-    """For ops that are applied again and again; TypeError for attributes that do not fit."""
+    """Prepare an op that is applied many times. Raise TypeError for attributes that do not fit."""
     attrs: dict[str, Attr] = complete_attrs(op)
     if precision == F64 and attrs.get("dtype") in FLOATS and op.kind != "bitcast":
         attrs["dtype"] = "f64"
@@ -69,7 +69,7 @@ def prepare_op(op: Op, precision: str = TYPED) -> Prepared:
 def apply_op(
     op: Op, inputs: Sequence[Array], precision: str = TYPED, prepared: Prepared | None = None
 ) -> tuple[Array, ...]:
-    """The results of one pure op, in their declared element types (or float64)."""
+    """Return the results of one pure op, in their declared element types (or float64)."""
     ready = prepare_op(op, precision) if prepared is None else prepared
     if op.kind == "bitcast":  # is about the bits of the types as declared
         (bits,) = NUMPY[op.kind]([inputs[0].astype(numpy_dtype(op.ins[0].type.dtype), copy=False)], ready.attrs)

@@ -64,7 +64,8 @@ def _conv_grad_weight(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
 
 
 def _scores(q: Array, k: Array, mask: Sequence[Array], a: Values) -> Array:
-    """Scores of attention. What the mask hides has the lowest finite score, what lies behind has none."""
+    """Return the scores of attention. Positions that the mask hides have the lowest finite score, and later positions
+    of a causal attention have -inf."""
     scores = np.matmul(q, np.swapaxes(k, -1, -2)) * q.dtype.type(a["scale"])
     lowest = np.finfo(scores.dtype).min
     for m in mask:
@@ -92,7 +93,7 @@ def _attention_grad(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
     )
     for m in mask:
         if m.dtype == np.bool_:
-            slope = np.where(m, slope, 0)  # in a row that sees nothing, what is hidden has a share
+            slope = np.where(m, slope, 0)  # in a row that sees no key, hidden keys have a share
     slope = (slope * q.dtype.type(a["scale"])).astype(q.dtype)
     return np.matmul(slope, k), np.matmul(np.swapaxes(slope, -1, -2), q), np.matmul(np.swapaxes(share, -1, -2), dy)
 

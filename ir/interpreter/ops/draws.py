@@ -14,7 +14,7 @@ _WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def philox(first: Array, second: Array, key: Array) -> tuple[Array, Array]:
-    """Philox 2x32-10: two words from a counter of two words and a key of one, all of them in u64."""
+    """Compute Philox 2x32-10: two words from a counter of two words and a key of one, all of them in u64."""
     for _ in range(ROUNDS):
         product = first * np.uint64(MULTIPLIER)
         first, second = (product >> _HALF) ^ key ^ second, product & _WORD
@@ -23,7 +23,7 @@ def philox(first: Array, second: Array, key: Array) -> tuple[Array, Array]:
 
 
 def _words(x: Array) -> tuple[Array, Array]:
-    """The lower and the upper word of an i64."""
+    """Return the lower and the upper word of an i64."""
     bits = np.asarray(x).astype(np.int64).astype(np.uint64)
     return bits & _WORD, bits >> _HALF
 

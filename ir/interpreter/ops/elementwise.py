@@ -30,7 +30,7 @@ def _iota(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
 
 
 def _map(function: Callable[..., Any]) -> Rule:
-    """An elementwise rule; operands broadcast."""
+    """Return an elementwise rule; operands broadcast."""
     return lambda x, a: (np.asarray(function(*x)),)
 
 

@@ -69,7 +69,7 @@ def _ratio(coefficients: tuple[tuple[float, ...], tuple[float, ...]], x: Array) 
 
 
 def erf(x: Array) -> Array:
-    """The error function in float64, to about one unit in the last place."""
+    """Return the error function in float64, to about one unit in the last place."""
     x = np.asarray(x, np.float64)
     size = np.abs(x)
     small, large = size <= 0.46875, size > 4.0

@@ -62,7 +62,7 @@ def _layer_norm(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
 
 
 def _normalized(data: Array, mean: Array, rstd: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
-    """The normalised operand and its rstd, broadcastable to it."""
+    """Return the normalised operand and its rstd, broadcastable to it."""
     shape = mean.shape + (1,) * len(axes)
     return (wide(data) - mean.reshape(shape)) * rstd.reshape(shape), rstd.reshape(shape)
 

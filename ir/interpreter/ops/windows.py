@@ -17,8 +17,8 @@ _ALL = slice(None)
 
 
 def positions(window: Window, out_sizes: Sequence[int]) -> Iterator[tuple[Index, Index]]:
-    """Every kernel position, as an index into a weight, with the part of the padded input that it meets: one entry per
-    output position."""
+    """Yield every kernel position as an index into a weight, with its part of the padded input: one entry per output
+    position."""
     for position in product(*map(range, window.kernel)):
         parts = zip(position, window.dilations, window.strides, out_sizes, strict=True)
         yield (_ALL, _ALL, *position), (_ALL, _ALL, *(slice(k * d, k * d + s * (n - 1) + 1, s) for k, d, s, n in parts))

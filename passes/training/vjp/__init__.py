@@ -28,8 +28,8 @@ VJP: dict[str, Rule] = {
     **training.RULES,
 }
 
-# Float operations, or choices made by float values, whose gradient is zero wherever it exists: training through them
-# does nothing.
+# Float operations, or choices by float values, whose gradient is zero wherever it exists. Training through them has no
+# effect.
 FLAT = ("floor", "round", "sign", "argmax")
 # Results, by number, through which no gradient passes although the operation has a rule.
 STATISTICS: dict[str, tuple[int, ...]] = {"attention": (1, 2)}

@@ -35,9 +35,9 @@ class Corrected:
         return self.factor if is_here(device) else 1.0
 
 
-def corrected(store: Cache | None = None) -> Corrected | None:
+def corrected() -> Corrected | None:
     """Return the corrections of this machine, if any were kept."""
-    factors = _factors(store if store is not None else known_times())
+    factors = _factors(known_times())
     return Corrected(median(factors.values()), len(factors)) if factors else None
 
 

@@ -43,7 +43,7 @@ _WARM = 3
 _LONGEST = 1e12
 # Factors that a correction may have.
 PLAUSIBLE = (0.1, 10.0)
-# How exactly a factor is looked for.
+# The precision of the search for a factor.
 _CLOSE = 1e-3
 # Rank, kind of action, predicted and measured seconds.
 Row = tuple[int, str, float, float]
@@ -124,8 +124,8 @@ def _from_step(bundle: Bundle, measured: float) -> float | None:
     beside_work, promised = step(0.0), step(1.0)
     if not _says_enough(beside_work, promised, measured):
         return None
-    # A step takes at most `factor` times as long, and at least so many times what work adds to the rest;
-    # the other way round for factors below 1.
+    # A step takes at most `factor` times as long. It takes at least as long as the other work plus `factor` times this
+    # work. For factors below 1 it is the other way round.
     low, high = sorted((measured / promised, (measured - beside_work) / (promised - beside_work)))
     while high > low * (1 + _CLOSE):
         middle = (low + high) / 2
@@ -134,7 +134,7 @@ def _from_step(bundle: Bundle, measured: float) -> float | None:
 
 
 def _says_enough(beside_work: float, promised: float, measured: float) -> bool:
-    """Say whether work makes half of it: with less, the factor would be that of something else."""
+    """Return whether work makes half of it: with less, the factor would be that of something else."""
     return 2 * beside_work <= min(promised, measured) > 0
 
 
@@ -152,7 +152,7 @@ def step_times(metrics: Path, samples: int | None = None) -> list[float]:
     try:
         for number, line in enumerate(metrics.read_text(encoding="utf-8").splitlines(), 1):
             row = json.loads(line)
-            if not {"eval_loss", "hidden"} & row.keys():  # an evaluation is no step, nor is what was hidden of messages
+            if not {"eval_loss", "hidden"} & row.keys():  # an evaluation is no step, nor is the hidden part of messages
                 times.append(_seconds(row["step_s"], f"line {number}: step_s"))
                 if samples is not None and row.get("samples", samples) != samples:
                     strange = row["samples"]
@@ -208,8 +208,8 @@ def _computing(bundle: Bundle, trace: Path) -> list[Row]:
 
 
 def _keep_stages(bundle: Bundle, rows: Sequence[Row], store: Cache) -> None:
-    """Keep measured times of stages on devices that are this machine: of ranks that run the same code with as many
-    threads, the median."""
+    """Store measured times of stages on devices that are this machine. Of ranks that run the same code with as many
+    threads, it is the median."""
     table_of_times = Measured(bundle.manifest.backend, store)
     cluster = bundle.module.cluster
     assert cluster is not None

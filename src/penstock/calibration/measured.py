@@ -9,8 +9,8 @@ back end, threads, processor, and the sources that made the code. Entries lie in
 of its own. It has a hash that is checked when it is read, and is written under a temporary name and renamed. An entry
 that is damaged or is no time counts as absent. With PENSTOCK_CACHE=off nothing is kept.
 
-Limits: times are of this machine. A device of the cluster is taken to be this machine if its host is localhost or has
-this machine's name, and it is a CPU; a quota that one rank has and another has not is not seen.
+Limits: times are of this machine. A CPU of the cluster counts as this machine if its host is localhost or has this
+machine's name. A quota that only some ranks have is not seen.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def table_of_user() -> Cache:
 
 
 def is_here(device: Device) -> bool:
-    """Say whether times of this machine's processor are those of the device."""
+    """Return whether times of this machine's processor are those of the device."""
     return device.kind == "cpu" and device.host in ("localhost", socket.gethostname())
 
 

@@ -183,8 +183,8 @@ def rehearse(
         )
     rows: list[dict[str, float]] = []
     try:
-        # All begin when the last one is warm: importing and loading would keep the others' caches and cores busy in
-        # other ways.
+        # All ranks begin when the last one is warm: imports and loads of a rank would disturb the caches and cores of
+        # other ranks.
         for process in running:
             assert process.stdout is not None
             process.stdout.readline()

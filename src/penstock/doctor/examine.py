@@ -21,7 +21,6 @@ import os
 import platform
 import socket
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -42,11 +41,13 @@ from penstock.ir.cluster.cluster import (
     LinkClass,
     device_of_gpu,
 )
+from penstock.runtime.group.group import RankGroup
 from penstock.runtime.group.hosts import in_group, place_of
+from penstock.runtime.group.meet import join_environment
 from penstock.runtime.launch.local import thread_environment
 from penstock.support import hardware as machine
 from penstock.support.errors import PenstockError, UsageError
-from penstock.support.helper_processes import failure, outputs
+from penstock.support.helper_processes import failure, outputs, start
 from penstock.support.processes import command_of
 
 from .kernels import Rates, compile_yardsticks
@@ -57,7 +58,7 @@ PACKAGES = ("penstock", "apache-tvm", "apache-tvm-ffi", "torch", "numpy", "onnx"
 _MEASURE_TIMEOUT = 120.0
 # More than this share of the cores at work for other programs spoils the measurements.
 _BUSY = 0.3
-# Pairs of hosts that differ by more than this from their class are told one by one.
+# Pairs of hosts that differ by more than this from their class are listed one by one.
 _ALIKE = 0.2
 
 
@@ -114,8 +115,6 @@ def examine(
     host = _examine_host(planned, say, timeout)
     if not joined:
         return DoctorReport((host,), cluster_of((host,), {}), {}, time.monotonic() - begin)
-    from penstock.runtime.group.group import RankGroup
-    from penstock.runtime.group.meet import join_environment
 
     say("meeting the other hosts")
     store, rank, world = join_environment(timeout)
@@ -138,7 +137,7 @@ def examine(
 
 
 def _named_apart(hosts: Sequence[HostFacts]) -> tuple[HostFacts, ...]:
-    """Give hosts with one name, such as processes of one machine, their rank behind it."""
+    """Append the rank to the name of hosts with equal names, such as processes of one machine."""
     names = [host.name for host in hosts]
     return tuple(
         msgspec.structs.replace(host, name=f"{host.name}-{rank}") if names.count(host.name) > 1 else host
@@ -178,8 +177,8 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
     except (PenstockError, OSError) as error:
         problems.append(str(error))
     if loopback.ends:
-        # Ends of messages take processor time, too, so much longer as a quota needs to grant it: of one thread, however
-        # many a device has.
+        # Ends of messages take processor time, too: of one thread, however many a device has. Under a quota they take
+        # longer by the wait for it.
         part = _granted(quota, len(planned.devices))
         socket_bandwidth, overhead = _rounded(fit([(size, seconds / part) for size, seconds in loopback.ends]))
         devices = [replace(d, message_overhead=overhead, socket_bandwidth=socket_bandwidth) for d in devices]
@@ -244,13 +243,12 @@ def _measured_devices(planned: Cluster, part: float, say: Say, problems: list[st
 
 def _run_yardsticks(folder: Path, threads: Sequence[int], part: float) -> list[Rates]:
     running = [
-        subprocess.Popen(
+        start(
             [*command_of("yardsticks"), str(folder), "--threads", str(count), "--part", repr(part)],
-            env=os.environ | thread_environment(count), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            os.environ | thread_environment(count),
         )
         for count in threads
-    ]  # fmt: skip
+    ]
     written = outputs(running, _MEASURE_TIMEOUT)
     if written is None:
         raise PenstockError(f"measuring did not end within {_MEASURE_TIMEOUT:g} s", where="doctor")

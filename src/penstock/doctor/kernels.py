@@ -37,7 +37,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from penstock.backends.interface import CompileOptions, Progress, StageProgram
+from penstock.backends.interface import CompileOptions, StageProgram
 from penstock.backends.registry import backend_of
 from penstock.ir.graph import GRAD, PARAM, STATE, Graph, Module, Op, Stage, Value, Var, signature
 from penstock.ir.ops import cost_of, make
@@ -200,9 +200,9 @@ def _module() -> Module:
     )
 
 
-def compile_yardsticks(folder: Path, progress: Progress | None = None) -> None:
+def compile_yardsticks(folder: Path) -> None:
     """Compile the graphs that `measure` runs, for this machine's processor."""
-    files = backend_of("tvm").compile_stages(_module(), [0], folder, CompileOptions(progress=progress))
+    files = backend_of("tvm").compile_stages(_module(), [0], folder, CompileOptions())
     (folder / "files.json").write_text(json.dumps(files[0]), encoding="utf-8")
 
 

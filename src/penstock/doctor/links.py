@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -40,13 +39,13 @@ from penstock.runtime.launch.local import loopback_name, thread_environment
 from penstock.runtime.transport.transport import RankTransport
 from penstock.support.entry_points import ENTRY_POINTS
 from penstock.support.errors import PeerLost
-from penstock.support.helper_processes import failure, outputs
+from penstock.support.helper_processes import failure, outputs, start
 from penstock.support.processes import command_of
 
 SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
 _TURNS, _SECONDS = 5, 0.25
-# Messages of one size whose ends are timed, the bytes that a send writes before it returns, and those that a rank works
-# on between them.
+# The number of messages of one size whose ends are timed. The bytes that a send writes before it returns, and those
+# that a rank works on between messages.
 _MESSAGES, _WHOLE, _OTHERS = 60, 4 << 20, 8 << 20
 # Messages of one size that go there and back through memory: so many, unless that moves more bytes.
 _TRIPS, _MOVED = 500, 256 << 20
@@ -104,8 +103,8 @@ def ping(peer: int, first: bool) -> list[tuple[int, float]]:
 
 def ends(group: RankGroup, host_key: str) -> list[tuple[int, float]]:
     """Send messages from rank 0 to rank 1 and back, as stages send them. Return (bytes, seconds of one end) of this
-    side. That is half of the time that sending one and receiving one take of it, in this thread by the clock and in
-    other threads by processor time. `host_key` as in neighbours.connect: empty for gloo."""
+    side. The seconds are half of what sending one message and receiving one take on this side. This thread is timed by
+    the clock, other threads by processor time. `host_key` as in neighbours.connect: empty for gloo."""
     rank, (out, back) = group.rank, _phases(group.rank)
     others = torch.zeros(_OTHERS, dtype=torch.uint8)
     measured = []
@@ -121,8 +120,8 @@ def ends(group: RankGroup, host_key: str) -> list[tuple[int, float]]:
         transport.post(receives[0])
         behind = _behind()
         for receive, later, send in zip(receives, [*receives[1:], None], sends, strict=True):
-            # As in a pipeline, a receive is there before its message is sent, which is then written at
-            # once, and caches are full of other things.
+            # As in a pipeline, a receive is posted before its message is sent. So the message is written at once, and
+            # caches are full of other data.
             begin = time.perf_counter()
             if later is not None:
                 transport.post(later)
@@ -226,16 +225,7 @@ def measure_loopback(timeout: float = 60.0) -> Loopback:
     store = host_store(2, timeout)
     environment = os.environ | thread_environment(1) | {"GLOO_SOCKET_IFNAME": loopback_name()}
     command = [*command_of("links"), "--port", str(store.port), "--timeout", str(timeout)]
-    running = [
-        subprocess.Popen(
-            [*command, "--rank", str(rank)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in (0, 1)
-    ]
+    running = [start([*command, "--rank", str(rank)], environment) for rank in (0, 1)]
     written = outputs(running, timeout)
     if written is None:
         raise PeerLost(

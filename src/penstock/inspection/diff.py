@@ -295,7 +295,7 @@ def _named_frame(graph: Graph) -> Named:
 
 
 def _prints_otherwise(a: Op, b: Op) -> bool:
-    """Say whether two operations print differently.
+    """Return whether two operations print differently.
 
     Equal ones are compared as text: in Python True is 1, and 0.0 is -0.0.
     """

@@ -120,7 +120,7 @@ def made_again(reference: Module, pipeline: str) -> list[PassResult]:
 
     Errors of passes are raised.
     """
-    from penstock.passes.pipelines import PASSES as TABLE
+    from penstock.passes.pipelines import PASSES as TABLE  # lazy: heavy
 
     calls = parse_pipeline(pipeline, TABLE)
     names = [call.name for call in calls]

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.ir.graph import Module, Op, graph_kind
+from penstock.ir.graph import Module, Op, graph_kind, graph_stage
 from penstock.passes.kernels.divide import divide
 from penstock.support.errors import UsageError
 
@@ -125,6 +125,14 @@ def _marked(name: str, kind: str) -> str:
 def _printable(name: str) -> str:
     """Spell a name of the source as the frontends write it into the IR."""
     return re.sub(r"[^A-Za-z0-9_./:-]", "_", name)
+
+
+def stage_and_devices(module: Module, graph: str, op: Op) -> tuple[int | None, tuple[str, ...]]:
+    """Return the stage of an operation, that of its graph or the planned one, and its devices, where they are known."""
+    stage = graph_stage(graph)
+    if stage is None and "stage" in op.attrs:
+        stage = int(str(op.attrs["stage"]))
+    return stage, module.devices_of(stage) if stage is not None and stage < len(module.stages) else ()
 
 
 # ------------------------------------------------------------------------------------------------ meanings

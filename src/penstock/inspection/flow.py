@@ -6,14 +6,14 @@
     ●─╯    add  %y f32[32,64]  k1
 
 In: a graph. Out: FlowLines. `●` is an operation, `○` an input; a rail runs down from the operation that makes a value
-to its last use. `├` and `┤` use a value that is used again below, `╯` and `╰` use it for the last time, `╮` and `╭` are
-further results; a rail that only passes behind is drawn through. `■` is an operation without a rail below: it changes a
+to its last use. `├` and `┤` use a value that is used again below. `╯` and `╰` use it for the last time. `╮` and `╭` are
+further results. A rail that only passes behind is drawn through. `■` is an operation without a rail below: it changes a
 variable, or its results leave the graph. An operation continues the rail of an operand that ends in it. So a chain is
 one straight rail, with a residual connection on the rail beside it.
 
 Operands without a rail are named: variables, constants, inputs where there are many, and values for which no rail was
-left (`most`), as in backward graphs, which use everything that was saved. Reads of variables and constants have no
-lines of their own.
+left (`most`). Backward graphs have many of these, because they use everything that was saved. Reads of variables and
+constants have no lines of their own.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Rails:
         self._carried: list[Value | None] = []
 
     def has(self, value: Value) -> bool:
-        """Say whether a value has a rail."""
+        """Return whether a value has a rail."""
         return value in self._carried
 
     def begin(self, value: Value) -> str:

@@ -15,6 +15,7 @@ from penstock.ir.action_kinds import DROP
 from penstock.ir.graph import Module
 from penstock.ir.memory.predict import Memory, measure_memory, memory_curve
 from penstock.passes.costs.prices import rank_seconds
+from penstock.passes.simulator.forecast import forecast, seconds_of
 from penstock.support.errors import UsageError
 
 
@@ -85,10 +86,9 @@ def _times(module: Module, batches: int) -> dict[int, list[float]] | None:
     )
     if module.cluster is None or "wired" not in module.facts or not drops:
         return None
-    from penstock.passes.simulator.forecast import forecast, seconds_of
 
     run = forecast(module, seconds_of(module, rank_seconds(module)), batches)
-    return {rank: list(line.finishes) for rank, line in run.found.lines.items()}
+    return {rank: list(line.finishes) for rank, line in run.simulated.lines.items()}
 
 
 def _budget(module: Module, name: str) -> int | None:

@@ -20,7 +20,7 @@ from penstock.support.errors import VerifyError
 PLAN = "plan.json"
 
 
-class _Stage(msgspec.Struct):
+class _PlannedStage(msgspec.Struct):
     stage: int
     starts_at: str | None
 
@@ -50,7 +50,7 @@ class _Plan(msgspec.Struct):
     precision: str | None = None
     wire: str | None = None
     recompute: str | None = None
-    stages: list[_Stage] = []
+    stages: list[_PlannedStage] = []
     predicted: _Predicted | None = None
     planner: _Planner | None = None
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from penstock.backends.bundle.format import Bundle
+from penstock.frontends.names import legal
 from penstock.ir.graph import Module
 
 ONNX, TORCH, VARIABLE = "ONNX node", "torch call", "variable"
@@ -57,8 +58,7 @@ def _nodes(structure: Path) -> dict[str, SourceNode]:
 def _read(structure: Path) -> Iterator[SourceNode]:
     import onnx
 
-    from penstock.frontends.names import legal
-    from penstock.frontends.onnx.source import node_name
+    from penstock.frontends.onnx.source import node_name  # lazy: heavy
 
     model = onnx.load_model(str(structure), load_external_data=False)
     for index, node in enumerate(model.graph.node):

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.inspection.dump_reading import dumped_passes
 from penstock.ir.files import read_module
 from penstock.ir.graph import Module
 from penstock.support.errors import UsageError
@@ -37,7 +38,7 @@ class Subject:
     def plan(self) -> dict[str, Any]:
         """The plan.json of a bundle or a dump folder; empty for all else."""
         # Imported here: a subject without a plan needs no reader of plans.
-        from .plan_reading import checked_plan, plan_of_folder
+        from .plan_reading import checked_plan, plan_of_folder  # lazy: heavy
 
         return plan_of_folder(self.path) if self.bundle is None else checked_plan(self.bundle.plan, self.path)
 
@@ -52,7 +53,6 @@ def open_subject(path: str | Path, dumps: str | Path | None = None) -> Subject:
     place = Path(path)
     if dumps is None and not place.is_dir():
         return Subject(place, read_module(place, _EXPECTED))
-    from penstock.inspection.dump_reading import dumped_passes
 
     beside = tuple(dumped_passes(dumps)) if dumps is not None else ()
     if dumps is not None and not beside:
@@ -67,7 +67,7 @@ def open_subject(path: str | Path, dumps: str | Path | None = None) -> Subject:
                 "is a dump folder itself", where=str(path), hint="--dumps goes with a bundle or an IR file"
             )
         return Subject(place, listed[-1].module, None, listed)
-    from penstock.backends.bundle.format import open_bundle
+    from penstock.backends.bundle.format import open_bundle  # lazy: heavy
 
     bundle = open_bundle(place)
     return Subject(place, bundle.module, bundle, beside)

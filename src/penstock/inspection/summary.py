@@ -17,6 +17,7 @@ from penstock.ir.memory.workspace import INLINE
 from penstock.ir.ops import cost_of
 from penstock.ir.schedule import COMPUTE, PER_BATCH
 from penstock.passes.costs.prices import rank_seconds
+from penstock.passes.simulator.forecast import seconds_of
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,6 @@ def summarize(module: Module) -> Summary:
 
 def busy_seconds(module: Module) -> dict[int, float]:
     """Predict the seconds of a batch in which each rank computes, or is busy with an end of a message."""
-    from penstock.passes.simulator.forecast import seconds_of
-
     assert module.schedule is not None, "who computes how often is said by the schedule"
     seconds = seconds_of(module, rank_seconds(module))
     return {

@@ -99,8 +99,8 @@ def checkpoint_arrays(path: str | Path, module: Module) -> tuple[dict[str, npt.N
 
     Optimiser state and buffers are included. VerifyError is raised where it has other variables.
     """
-    from penstock.runtime.checkpoint.finding import find_checkpoint
-    from penstock.runtime.checkpoint.format import read_index, read_tensors
+    from penstock.runtime.checkpoint.finding import find_checkpoint  # lazy: heavy
+    from penstock.runtime.checkpoint.format import read_index, read_tensors  # lazy: heavy
 
     place = find_checkpoint(Path(path))
     index = read_index(place)

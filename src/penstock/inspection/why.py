@@ -19,14 +19,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from penstock.calibration.measured import Measured
 from penstock.inspection.kernels.kernels import KernelRow, kernel_rows
 from penstock.ir.graph import Module, graph_stage
 from penstock.ir.memory.workspace import is_inline
 from penstock.ir.schedule import PER_BATCH
 from penstock.ir.text import print_op
 from penstock.passes.costs.prices import bound
+from penstock.passes.kernels.divide import Kernel
 
-from .finding import NODE, PATH, OpPlace, Target, find, look_up
+from .finding import NODE, PATH, OpPlace, Target, find, look_up, stage_and_devices
 from .history import PassChange, PipelineRecord, changes, find_before, record_of
 from .reasons import stage_reasons
 from .sources import SourceNode, source_of
@@ -97,11 +99,6 @@ class Why:
     record: str
     changes: tuple[PassChange, ...]
 
-    @property
-    def gone(self) -> bool:
-        """Say whether the program has no operation of it."""
-        return not self.parts
-
 
 def why(subject: Subject, name: str) -> Why:
     """Explain a name; raise UsageError where neither the program nor a module before it has it."""
@@ -150,10 +147,8 @@ def _parts(subject: Subject, places: Sequence[OpPlace]) -> Iterator[OperationUse
     rows = {(row.graph, name): row for row in kernel_rows(module) for name in row.names} if fused else {}
     measured = _measured(subject) if rows else {}
     for place in places:
-        stage, op = graph_stage(place.graph), place.op
-        if stage is None and "stage" in op.attrs:
-            stage = int(str(op.attrs["stage"]))
-        devices = module.devices_of(stage) if stage is not None and stage < len(module.stages) else ()
+        op = place.op
+        stage, devices = stage_and_devices(module, place.graph, op)
         kernel = str(op.attrs.get("kernel", ""))
         row = rows.get((place.graph, kernel or f"op{place.position}")) if not is_inline(op) else None
         use = _use(row, kernel or f"op{place.position}", module, measured) if row is not None else None
@@ -180,9 +175,6 @@ def _use(row: KernelRow, name: str, module: Module, measured: dict[str, float]) 
 
 def _measured(subject: Subject) -> dict[str, float]:
     """Return the seconds of kernels that were timed on this machine, by the label of their row."""
-    from penstock.calibration.measured import Measured
-    from penstock.passes.kernels.divide import Kernel
-
     table = Measured(subject.backend)
     timed = {
         row.label: table.seconds(Kernel(row.names[0], row.ops, row.body), row.device)

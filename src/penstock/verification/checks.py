@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.backends.bundle.format import Bundle, open_bundle
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module
 from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.interpreter.ops import F64, TYPED
@@ -36,6 +37,11 @@ from penstock.ir.names import shown
 from penstock.ir.types import UNIT_ROUNDOFF
 from penstock.ir.verify.verifier import check
 from penstock.passes.communicate.wire import round_trips
+from penstock.passes.schedules.schedule import SCHEDULES
+from penstock.planning.build import build
+from penstock.planning.model import from_onnx
+from penstock.planning.options import BuildOptions
+from penstock.runtime.data.samples import SyntheticSamples
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.terminal import say, table
 from penstock.verification.bisect.data import read_data
@@ -88,8 +94,6 @@ def allowed_error(module: Module, tolerance: float | None, roundings: Callable[[
 
 def synthetic_batch(module: Module, microbatches: int, seed: int, batch: int = 0) -> dict[str, np.ndarray]:
     """Return one global batch of seeded noise, as `penstock run --data synthetic` feeds it."""
-    from penstock.runtime.data.samples import SyntheticSamples
-
     samples = SyntheticSamples(module, seed)
     parts = range(batch * microbatches, (batch + 1) * microbatches)
     pieces = {v.name: [samples.microbatch(mb, v.name) for mb in parts] for v in module.data_inputs}
@@ -143,11 +147,7 @@ def verify_model(
     """
     import onnxruntime
 
-    from penstock.ir.cluster.cluster import Cluster
-    from penstock.planning.build import build
-    from penstock.planning.model import from_onnx
-    from penstock.planning.options import BuildOptions
-    from penstock.planning.pipeline import plan_model
+    from penstock.planning.pipeline import plan_model  # lazy: heavy
 
     model = from_onnx(path, dims, known=known)
     module = model.module
@@ -190,7 +190,7 @@ def verify_model(
 
 def _one_microbatch(bundle: Bundle, inputs: Arrays) -> dict[str, np.ndarray]:
     """Return the outputs of a bundle for the inputs of one microbatch, by the names and in the shapes of its module."""
-    from penstock.runtime.job.job import open as open_job
+    from penstock.runtime.job.job import open as open_job  # lazy: heavy
 
     with open_job(bundle.path) as job:
         answer = job.infer(inputs)
@@ -225,8 +225,6 @@ def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float | None) 
 
 def delay_of(module: Module) -> int:
     """Return the number of updates that the weights of a microbatch are behind, by the schedule of the module."""
-    from penstock.passes.schedules.schedule import SCHEDULES
-
     assert module.schedule is not None
     return SCHEDULES[module.schedule.name].delay
 
@@ -234,7 +232,7 @@ def delay_of(module: Module) -> int:
 def _verify_training(
     bundle: Bundle, reference: Module, weights: Arrays, steps: int, seed: int, tolerance: float | None
 ) -> int:
-    from penstock.runtime.job.job import open as open_job
+    from penstock.runtime.job.job import open as open_job  # lazy: heavy
 
     schedule = bundle.module.schedule
     assert schedule is not None

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.ir.cluster.cluster import Cluster
+from penstock.planning.options import BuildOptions, PlanOptions
 from penstock.support.errors import UsageError
 from penstock.support.terminal import say, table
 from penstock.support.words import counted
@@ -121,12 +123,10 @@ def compare(
 
 def train(model: Model, optimizer: Optimizer, schedule: str, setting: ParitySetting, seed: int) -> list[float]:
     """Return the loss of every step of one run."""
-    from penstock.frontends.training import Training
-    from penstock.ir.cluster.cluster import Cluster
-    from penstock.planning.build import build
-    from penstock.planning.options import BuildOptions, PlanOptions
-    from penstock.planning.pipeline import plan_model
-    from penstock.runtime.job.job import open as open_job
+    from penstock.frontends.training import Training  # lazy: heavy
+    from penstock.planning.build import build  # lazy: heavy
+    from penstock.planning.pipeline import plan_model  # lazy: heavy
+    from penstock.runtime.job.job import open as open_job  # lazy: heavy
 
     training = Training(setting.loss, optimizer, setting.microbatches, precision=setting.precision, seed=seed)
     options = PlanOptions(schedule=schedule, stages=setting.devices)
@@ -186,7 +186,7 @@ def verify_parity(
 
 def optimizers_of(words: str) -> dict[str, Optimizer]:
     """Parse `momentum:0.05,adamw`: optimisers by kind, each with its learning rate if not the default."""
-    from penstock.ir.training.optimizers import optimizer_of
+    from penstock.ir.training.optimizers import optimizer_of  # lazy: heavy
 
     optimizers: dict[str, Optimizer] = {}
     # A comma between braces separates settings.

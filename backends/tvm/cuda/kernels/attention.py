@@ -37,7 +37,7 @@ from .loops import bind_index, fold_threads
 _TILE = 128
 
 
-class _Scores:
+class _AttentionScores:
     """The scores of one attention, for both directions."""
 
     def __init__(self, body: DeviceBody, op: Op, q: Value, k: Value, mask: Sequence[Value]) -> None:
@@ -96,7 +96,7 @@ class _Scores:
 class _Columns:
     """Sums over columns, of which each thread has every 128th."""
 
-    def __init__(self, scores: _Scores, columns: int, thread: Expr) -> None:
+    def __init__(self, scores: _AttentionScores, columns: int, thread: Expr) -> None:
         self.emit, self.columns, self.thread = scores.emit, columns, thread
         self.count = ceil_div(columns, _TILE)
         self.body = scores.body
@@ -135,7 +135,7 @@ def emit_attention(body: DeviceBody, op: Op) -> None:
     rows = q.type.dims[:3]
     with emit.launch(math.prod(rows), _TILE) as (block, thread):
         *lead, row = bind_index(body, unravel(block, rows))
-        scores = _Scores(body, op, q, k, mask)
+        scores = _AttentionScores(body, op, q, k, mask)
         largest, total = emit.alloc(1, dtype, "largest"), emit.alloc(1, dtype, "total")
         emit.store(largest, literal(-math.inf, dtype), zero())
         emit.store(total, literal(0, dtype), zero())
@@ -189,7 +189,7 @@ def emit_attention_grad(body: DeviceBody, op: Op) -> None:
     dots = emit.workspace(math.prod(rows), dtype, "dots")
     with emit.launch(math.prod(rows), _TILE) as (block, thread):
         *lead, row = bind_index(body, unravel(block, rows))
-        scores = _Scores(body, op, q, k, mask)
+        scores = _AttentionScores(body, op, q, k, mask)
         product = emit.alloc(1, dtype, "product")
         emit.store(product, literal(0, dtype), zero())
         with emit.loop(ceil_div(width, _TILE)) as turn:
@@ -212,7 +212,7 @@ def emit_attention_grad(body: DeviceBody, op: Op) -> None:
         sums.each(lambda i, c: body.store_apart(dq, emit.load(sums.buffer, i), (*lead, row, c)))
     with emit.launch(math.prod(columns), _TILE) as (block, thread):
         *lead, key = bind_index(body, unravel(block, columns))
-        scores = _Scores(body, op, q, k, mask)
+        scores = _AttentionScores(body, op, q, k, mask)
         by_key, by_value = scores.sums(size, thread), scores.sums(width, thread)
         slopes, shares = emit.shared(_TILE, dtype, "ds"), emit.shared(_TILE, dtype, "p")
         with emit.loop(ceil_div(queries, _TILE)) as tile, body.point():
@@ -231,7 +231,7 @@ def emit_attention_grad(body: DeviceBody, op: Op) -> None:
 
 
 def _share(
-    scores: _Scores,
+    scores: _AttentionScores,
     lead: Index,
     row: Expr,
     key: Expr,

@@ -110,8 +110,8 @@ def emit_scatter(body: DeviceBody, op: Op) -> None:
 
 
 def _chains(body: DeviceBody, indices: Value, size: int) -> tuple[Buffer, Buffer, Buffer]:
-    """Emit equal indices as chains. Each position gets its index, the next position with an equal one (their number if
-    there is none), and whether it is the first of its chain."""
+    """Emit equal indices as chains. Each position gets its index, the next position with an equal index, and a flag if
+    it is the first of its chain. Where there is no next position, the number of positions stands for it."""
     emit, places = body.emit, indices.type.dims
     count = prod(places)
     row = emit.workspace(count, "i32", "row")
@@ -344,6 +344,3 @@ def _empty(group: Fusion, machine: TargetMachine) -> DeviceBody:
     body = DeviceBody(group, machine)
     body.loops = DeviceLoops()
     return body
-
-
-__all__ = ["KINDS", "MAIN", "generate", "generate_effect"]

@@ -19,7 +19,7 @@ from typing import Any
 import tvm
 from tvm import tirx
 
-from penstock.backends.tvm.kernels.tools.emit import SERIAL, TVM_DTYPES, Buffer, Emitter, Expr, dtype_name, literal
+from penstock.backends.tvm.kernels.tools.emit import SERIAL, TVM_DTYPES, Buffer, Emitter, Expr, dtype_name
 from penstock.backends.tvm.kernels.tools.functions import Functions
 
 # These are f32 in registers: they are widened when loaded and rounded when stored.
@@ -114,7 +114,7 @@ class ThreadEmitter(Emitter):
         return widen(tirx.BufferLoad(buffer, [index]))
 
     def prefetch(self, buffer: Buffer, index: Expr, written: bool = True) -> None:
-        """Do nothing: threads hide latency themselves."""
+        """Skip the prefetch: threads hide latency themselves."""
 
 
 class DeviceFunctions(Functions):
@@ -151,6 +151,3 @@ class DeviceFunctions(Functions):
 
     def pow(self, x: Expr, y: Expr) -> Expr:
         return self.bind(tirx.power(x, y))
-
-
-__all__ = ["NARROW", "DeviceFunctions", "ThreadEmitter", "literal", "widen"]

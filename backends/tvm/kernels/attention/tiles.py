@@ -5,8 +5,8 @@ In: accessors into q, k, v and gradients, which read through any layout operatio
 
 A tile is `rows` rows by up to `vectors` vectors: sum over k of a(row, k) * line(k), where a line is a row of a packed
 operand. Scores are computed in panels of `width` keys, from keys that were turned so that a line runs along keys. A
-tile of rows needs all of a panel (every row sees every key), some vectors of it, in which every key is tested, or
-nothing. Behind the diagonal of a causal attention nothing is computed but the end of a vector.
+tile of rows needs all of a panel (every row sees every key), some vectors of it (every key is tested), or nothing.
+Behind the diagonal of a causal attention nothing is computed but the end of a vector.
 
 Scores are kept in units of log 2, so that shares are powers of two; the factor is part of the scale.
 """

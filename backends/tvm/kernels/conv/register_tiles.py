@@ -153,8 +153,8 @@ class _TiledCorrelation(Panels):
     # ------------------------------------------------------------------------------ weights
 
     def _targets(self) -> dict[int, tuple[int, int, int]]:
-        """Map every tap of the kernel to the first row of its phase in the packed weights, the rows of a channel there,
-        and its row among them."""
+        """Map every tap of the kernel to its place in the packed weights: the first row of its phase, the rows of a
+        channel there, and its row among them."""
         targets: dict[int, tuple[int, int, int]] = {}
         start = 0
         for phase in self.c.phases:
@@ -289,8 +289,8 @@ class _TiledCorrelation(Panels):
         top = (strip.unit + tile.h) * c.strides[0] + phase.shift[0]
         left = tile.w * c.strides[1] + phase.shift[1]
         corner = emit.bind(self.source.position(strip.image, group * c.channels, top, left), "corner")
-        # One loop over channels and taps, with a table of where each reads: nested short loops would be unrolled, reads
-        # of neighbouring windows recognised as the same, kept, and registers overrun.
+        # One loop over channels and taps, with a table of the places that each reads. The compiler would unroll nested
+        # short loops and keep reads of neighbouring windows, which overruns registers.
         with emit.loop(c.channels * prod(phase.taps), SERIAL, "k") as k, self.body.point():
             line = sums.line(weights.packed, first + k * self.width)
             at = emit.bind(corner + tirx.BufferLoad(self.offsets, [k + tile.start]), "at")

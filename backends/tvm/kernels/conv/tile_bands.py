@@ -4,8 +4,8 @@ In: a Correlation. Out: words of pairs, for some output rows of one image, or fo
 
     [piece][step of 32 channels][part][16 pairs of channels][rows of the band, `pitch` words each]
 
-so that the right tile of a tap, 16 pairs times 16 neighbouring positions, is one load with the words of a plane from
-row to row, wherever it begins. Positions are numbered row after row and image after image: a tile reaches over the ends
+So one load gives the right tile of a tap, 16 pairs times 16 neighbouring positions, wherever it begins: rows of a tile
+are the words of a plane apart. Positions are numbered row after row and image after image: a tile reaches over the ends
 of rows, and its sums between rows are dropped. Borders are zeros in memory, and neighbours share them: the zeros behind
 a row are those in front of the next one.
 
@@ -96,7 +96,7 @@ class Bands:
 
     @property
     def flat(self) -> bool:
-        """Say whether packed rows follow each other as those of the source do."""
+        """Return whether packed rows follow each other as those of the source do."""
         c = self.c
         return (
             self.reach == (0, 0)

@@ -15,8 +15,8 @@ In: a Correlation of bf16 or f32. Out: loops
 Positions of the result are the columns of tiles, so results come out in the order of memory. All phases of some rows
 leave their sums side by side, and are interleaved where the gaps are closed.
 
-Where a block of f32 weights, or a band, has a number that is too large for parts, infinities and nans among them, these
-sums are computed one by one, slowly, as f32 has them.
+A block of f32 weights, or a band, may have a number that is too large for parts, such as an infinity or a nan. Its sums
+are then computed one by one, slowly, in f32.
 
 Limits: those of tiles/registers.py for denormals.
 """
@@ -43,8 +43,8 @@ from .tile_bands import Area, Bands, SourcePacking
 from .tile_filters import FilterPacking, Filters
 
 _A_TILES, _B_TILES = 4, 6
-# In f32: multiply-adds per cycle of tiles and of vectors, and cycles to pack a number of the source,
-# and one of weights, by whether filters come first in them.
+# In f32: multiply-adds per cycle of tiles and of vectors, and cycles to pack a number of the source, and one of
+# weights. The last depends on whether filters come first in them.
 _TILES_RATE, _VECTORS_RATE, _PACKING = 45.0, 22.0, 0.6
 _PACKING_WEIGHTS = {True: 4.0, False: 14.0}
 
@@ -110,8 +110,8 @@ class _TileConv:
         self.body, self.c, self.emit = body, c, body.emit
         self.bands = Bands(c)
         self.source = SourcePacking(body, self.bands)
-        # Where a band has no more than four tiles of positions, all are summed at once, so that weights are
-        # read once, as fast as memory gives them.
+        # Where a band has no more than four tiles of positions, all are summed at once. So weights are read once, as
+        # fast as memory allows.
         alone = self.bands.images == 1 and self.bands.rows == self.bands.counts[0] == self.bands.strip
         tiles = ceil_div(self.bands.positions(1, self.bands.strip), SIDE)
         self.across = 4 if alone and 2 < tiles <= 4 else 2

@@ -5,8 +5,8 @@ whether a number of it is too large for tiles,
 
     [group][block of filters][phase][step of 32 channels][tap][part][tile of 16 filters][16 filters, 16 pairs]
 
-with 32 filters in a block, or 16, so that the sums of a block read them from first to last, which is as fast as memory
-gives them. Channels are paired as in tile_bands.py.
+A block has 32 filters or 16. The sums of a block read them from first to last, which is as fast as memory allows.
+Channels are paired as in tile_bands.py.
 """
 
 from __future__ import annotations

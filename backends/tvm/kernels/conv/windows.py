@@ -277,7 +277,7 @@ def emit_max_pool_grad(body: Body, op: Op) -> None:
 class _MaxPoolGradient:
     """Emits the gradient of a max pool, window by window. Threads share planes.
 
-    The elements are found for a row of windows at once, in vectors, on a copy of the plane that has a border and keeps
+    The search takes a row of windows at once, in vectors. It reads a copy of the plane that has a border and keeps
     columns apart by their remainder modulo the stride. Only the additions are done one by one."""
 
     def __init__(self, body: Body, op: Op) -> None:
@@ -288,7 +288,7 @@ class _MaxPoolGradient:
         self.sizes, self.outs = self.x.type.dims[2:], self.y.type.dims[2:]
         self.window = window_of(attrs, self.kernel)
         self.stored = body.result(self.dx)
-        # All dimensions but the last are gone through position by position, windows that reach over their edge are cut
+        # The loops visit all dimensions but the last position by position, and cut windows that reach over their edge
         # there.
         self.split, self.low = self.window.strides[-1], self.window.low[-1]
         last_window = (self.outs[-1] - 1) * self.split + (self.kernel[-1] - 1) * self.window.dilations[-1] + 1
@@ -363,7 +363,7 @@ class _MaxPoolGradient:
                         self._match(copy, places, (*lead, *out, v), line, column)
 
     def _match(self, copy: Buffer, places: Buffer, index: Index, line: Expr, column: int) -> None:
-        """Note the place of an element `column` behind the start of its window, if it is the first to equal the
+        """Record the place of an element `column` behind the start of its window, if it is the first to equal the
         maximum."""
         split, v = self.split, index[-1]
         place = v * split + (column - self.low)

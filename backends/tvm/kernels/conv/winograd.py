@@ -42,7 +42,7 @@ _POINTS = 16
 _BAND, _LEAST_BAND = 128, 48
 # With fewer squares, reading 16 points of each weight takes longer than multiplying by nine taps.
 _LEAST_SQUARES = 24
-# With fewer channels, sums of points take longer than what multiplications they save.
+# With fewer channels, sums of points take longer than the multiplications that they save.
 _LEAST_CHANNELS = 32
 # The share of the squares' outputs that have to lie inside.
 _LEAST_USE = 0.7

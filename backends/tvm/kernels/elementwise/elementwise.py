@@ -1,9 +1,9 @@
 """Elementwise groups: any chain of elementwise, layout and lookup operations over one loop nest.
 
 In: a group whose operations all have an element rule. Out: loops over the largest result, vectorised along its last
-dimension, or along as many trailing dimensions as all operands run through in step (then the remainder is at most one
-vector per such run). Limit: a transposition of the last dimension that is fused with other operations reads lane by
-lane; alone it goes through squares (turn.py).
+dimension, or along as many trailing dimensions as all operands run through in step. In the second case the remainder is
+at most one vector per such run. Limit: a transposition of the last dimension that is fused with other operations reads
+lane by lane. Alone it goes through squares (turn.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Scattered rows: the gradient of a lookup, and scatter, which write rows to the places that indices name.
 
-In: the gradient of a lookup, where rows of dy are added to the rows they came from (fused with an accumulation it adds
-straight to the variable, without a table of zeros in between), and scatter, where rows replace those of a copy, or are
-added to them. Out: a loop over indices in order, vectorised along the row. Threads share outer dimensions or ranges of
-columns, never rows, so the result does not depend on their number, and equal indices need no atomic additions.
+In: the gradient of a lookup, or scatter. The gradient adds rows of dy to the rows they came from. Scatter replaces rows
+of a copy, or adds to them. A gradient that is fused with an accumulation adds straight to the variable, without a table
+of zeros in between. Out: a loop over indices in order, vectorised along the row. Threads share outer dimensions or
+ranges of columns, never rows. So the result does not depend on their number, and equal indices need no atomic
+additions.
 """
 
 from __future__ import annotations

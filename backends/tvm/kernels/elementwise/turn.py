@@ -4,7 +4,7 @@ In: a group that is one transpose of a stored value, and moves its last dimensio
 along the last dimension of the operand become rows along the last one of the result. The remainder at an end is done by
 a square that overlaps the one before.
 
-Squares are gone through along the rows of the result, in strips of four beside each other, so that whole lines of both
+The loops visit squares along the rows of the result, in strips of four beside each other. So whole cache lines of both
 are used while they are near. The next squares are prefetched, because the operand is read across its pages, where the
 processor does not look ahead.
 

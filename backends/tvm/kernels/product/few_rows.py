@@ -123,7 +123,7 @@ def emit_short(body: Body, p: Product) -> None:
 STREAM_ROWS = 16
 # Narrower results are left to tiles.
 STREAM_COLUMNS = 128
-# Up to so many rows of A, the rows of B are what is loaded most, and one vector of each at a time is enough.
+# Up to so many rows of A, most loads are of rows of B. One vector of each at a time is then enough.
 _THIN = 4
 _TOGETHER_THIN = 8
 # Sums of a block of columns: a part of the second cache, so that long runs of B are read. A block is never all columns

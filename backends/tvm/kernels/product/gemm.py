@@ -1,8 +1,8 @@
 """Matrix products of the graph: which memory the operands are, and whether the batch is one tall product.
 
-In: a matmul operation. Out: a Product, whose loops are in product.py: accessors a(batch, i, k) and b(batch, k, j),
-which read through any layout operation, the place of results, and the coordinate along which each operand is
-contiguous.
+In: a matmul operation. Out: a Product, whose loops are in product.py: accessors a(batch, i, k) and b(batch, k, j), the
+place of results, and the coordinate along which each operand is contiguous. The accessors read through any layout
+operation.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _tall(
     a_index: Callable[[Index, Expr, Expr], Index],
     b_index: Callable[[Index, Expr, Expr], Index],
 ) -> Product:
-    """Take batch and rows as one row dimension, where the right operand is the same for all of the batch."""
+    """Treat batch and rows as one row dimension, where the right operand is the same for all of the batch."""
     shape = (*p.batch, p.m)
 
     def split(i: Expr) -> tuple[Index, Expr]:

@@ -6,9 +6,9 @@ In: a Product whose left operand lies along k, and the columns. Out:
     for row tile:   sums [rows, columns, t] += t neighbours of a row of A, over and over, * a vector of B
                     fold the t sums of each column;  the steps left over, one by one;  `Body.finish` for each element
 
-Limits of the speed: a vector of A costs one load, whatever t is, so that three columns take a quarter of the
-multiply-adds that a padded vector of columns takes. A row is not read past its end. The last steps are taken from
-single elements, and only after folding, because what pads them would be 0 times an element that may be infinite.
+Limits of the speed: a vector of A costs one load, whatever t is. So three columns take a quarter of the multiply-adds
+that a padded vector of columns takes. A row is not read past its end. The last steps read single elements, and only
+after folding. Padding them would multiply 0 by an element that may be infinite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.backends.tvm.kernels.tools.emit import SERIAL, TVM_DTYPES, Buffer,
 from penstock.backends.tvm.kernels.tools.product_terms import Product
 
 
-def steps_together(body: Body, p: Product, columns: int, dtype: str, lanes: int) -> int:
+def steps_together(p: Product, columns: int, dtype: str, lanes: int) -> int:
     """Return how many steps along k share a vector; 1 where these loops do not fit."""
     if not 0 < columns <= lanes // 2 or not p.a_along_k or p.a_address is None:
         return 1

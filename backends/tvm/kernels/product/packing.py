@@ -53,7 +53,7 @@ class ProductPanel:
 class ProductPacking:
     """The packing of the operands of one product.
 
-    Tiles have `rows` rows, vectors `lanes` columns. A packed tile of A is copied in vectors of `reach` rows, which may
+    Tiles have `rows` rows, vectors `lanes` columns. A packed tile of A is copied in vectors of `reach` rows. These may
     reach past its last row into the next tile, which is written later.
     """
 

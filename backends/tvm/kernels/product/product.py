@@ -22,8 +22,8 @@ Ragged sizes: the last rows get a tile of just that many rows. A last panel of l
 own, in narrow_rest.py. Any other last panel is padded with zeros to whole vectors. Its columns are finished one by
 one from a copy of the tile, because indexing accumulators by a variable would force them out of registers.
 
-Long sums (k above 4096) are split into blocks of at most 1024, with partial sums in memory, so that blocks of both
-operands stay in cache.
+Long sums (k above 4096) are split into blocks of at most 1024, with partial sums in memory. So blocks of both operands
+stay in cache.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _TiledProduct:
         # Steps along k that the last columns take at once (narrow_rest.py).
         self.steps = 1
         if self.k_blocks == 1 and self.pack_b and not single:
-            self.steps = steps_together(body, p, p.n % self.width, self.dtype, self.lanes)
+            self.steps = steps_together(p, p.n % self.width, self.dtype, self.lanes)
         # All panels of B, if they were packed before the kernel runs.
         self.ready: Buffer | None = None
         self.line = max(_LINE_BYTES // ITEM_BYTES[p.out.type.dtype], 1)
@@ -292,8 +292,8 @@ class _TiledProduct:
         targets = self._hinted(tile.block)
         lines = ceil_div(tile.columns, self.line)
         hints = tile.height * lines if targets else 0
-        # The turns in so many equal parts, with some hints before each: all at once would fill the buffers that the
-        # loop itself loads through.
+        # The number of equal parts of the turns, with some hints before each. All hints at once would fill the buffers
+        # that the loop itself loads through.
         parts = max((d for d in range(1, max(hints, 1) + 1) if turns % d == 0), default=1)
         each = ceil_div(hints, parts) if parts > 1 else 0
         with emit.loop(parts, SERIAL, "k") as part:
@@ -365,8 +365,8 @@ class _TiledProduct:
         self._over_tile(tile, len(direct) * self.lanes, finish)
 
     def _hinted(self, block: ProductBlock) -> list[Buffer]:
-        """Return the buffers a tile is stored to, if the inner loop is too short for their lines to be in cache in time
-        without hints."""
+        """Return the buffers that a tile is stored to, where their lines need a prefetch. That is so if the inner loop
+        is too short to have them in cache in time."""
         p, body = self.p, self.body
         near = p.out.type.size * ITEM_BYTES[p.out.type.dtype] <= _NEAR_BYTES
         slots = [slot_of(op) for op in body.group.ops if op.kind == "accum" and op.ins[0] == p.out]

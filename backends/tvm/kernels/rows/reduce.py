@@ -1,15 +1,14 @@
 """Reductions: sum, mean, max, mean squared difference, and the weight gradients of a layer norm; several over the same
 axes in one sweep.
 
-In: any set of axes. Out: if the last dimension is kept, columns: blocks of rows are combined in registers and then
-added to one row of totals, which stays in the first cache, or, where the totals fit, all rows in registers; if it is
-reduced, rows: some vectors of partial results, folded at the end. Long sums over few results are cut into parts, which
-threads share; their number depends on sizes alone, so results do not depend on the number of threads. `Body.finish`
-runs on the finished elements, so a gradient is added straight to its variable.
+In: any set of axes. Out: columns if the last dimension is kept, rows if it is reduced. For columns, blocks of rows are
+combined in registers and then added to one row of totals, which stays in the first cache. Where the totals fit, all
+rows are combined in registers. For rows, there are some vectors of partial results, folded at the end. Long sums over
+few results are cut into parts, which threads share; their number depends on sizes alone, so results do not depend on
+the number of threads. `Body.finish` runs on the finished elements, so a gradient is added straight to its variable.
 
-Reductions of one group share the sweep, and elementwise operations that make their operands are computed on the way,
-and stored if the group gives them out. Sums are taken in many interleaved parts, which also keeps rounding errors
-small.
+Reductions of one group share the sweep. Elementwise operations that make their operands are computed on the way, and
+stored if the group returns them. Sums are taken in many interleaved parts, which also keeps rounding errors small.
 """
 
 from __future__ import annotations

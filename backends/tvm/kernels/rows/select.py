@@ -118,7 +118,7 @@ def _emit_sorted(
     turned = literal((1 << (bits - 1)) - 1, key_dtype)
     for c, _ in emit.spans(size, lanes):
         with body.point():
-            # The largest first: as an unsigned number, the complement of the key above its lowest.
+            # The largest first: the complement of the key above its lowest, as an unsigned number.
             emit.store(keys[0], key(c) ^ turned, c)
     for c, _ in emit.spans(passes * _DIGITS, lanes):
         emit.store(counts, literal(0, "i32"), c)
@@ -191,7 +191,7 @@ class _TournamentRow:
         self.emit.store(self.tops, self._largest(self.keys, b * self.block, self.block), b)
 
     def take(self) -> Expr:
-        """Take the largest element out, and return its place."""
+        """Remove the largest element, and return its place."""
         emit = self.emit
         top = self._largest(self.tops, zero(), self.tops_size)
         b = self._first(self.tops, self.left, top, zero(), self.tops_size)

@@ -5,7 +5,7 @@ reduced tensor, and what its results are, given the totals. `ColumnTotals` keeps
 it lets column sums ride along with a kernel that works row by row.
 
 Parts: a sum that is long enough for several threads is cut into as many equal parts as sizes allow, whatever the number
-of threads, so the order of additions, and with it the result, does not depend on it.
+of threads. So neither the order of additions nor the result depends on that number.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _kept_index(op: Op, index: Index, axes: Sequence[int], rank: int) -> Index:
 
 
 def _float_max(body: Body, op: Op) -> Reducer:
-    """Take the maximum without regard to nan, and beside it a sum that is nan if there was one.
+    """Return a reducer for the maximum without nan, with a sum that is nan if an element is.
 
     Each is one instruction; together they cost less than a maximum that looks for nan at every step."""
     x = op.ins[0]

@@ -10,8 +10,8 @@ In: a Product of bf16 or f32, as for product.py, which serves all other machines
 
 A B that fits that cache as a whole is packed before, and then A goes by in blocks that fit beside it.
 
-The order of packed operands is defined in packing.py. Where a block of f32 operands has a number that is too large
-for parts, infinities and nans among them, its sums are computed one by one, slowly, as f32 has them.
+The order of packed operands is defined in packing.py. A block of f32 operands may have a number that is too large for
+parts, such as an infinity or a nan. Its sums are then computed one by one, slowly, in f32.
 
 Limits: few rows are left to product.py, for packing B costs as much as 20 rows save; those of registers.py for
 denormals.

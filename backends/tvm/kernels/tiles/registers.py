@@ -1,8 +1,8 @@
 """Tile registers (Intel AMX), and f32 numbers split into parts that these multiply.
 
 A tile has 16 rows of 16 words; a word is a pair of bf16 or an f32. One instruction adds to a tile of sums (f32) the
-product of 16 rows of 32 bf16 and 32 rows of 16, the second given as 16 rows of pairs: it does 16 times as many
-multiply-adds in a cycle as the vector units do in f32.
+product of 16 rows of 32 bf16 and 32 rows of 16. The second operand has the form of 16 rows of pairs. The instruction
+does 16 times as many multiply-adds in a cycle as the vector units do in f32.
 
 An f32 has 24 bits, a bf16 has 8, so an f32 is the sum of three bf16: the nearest one, the one nearest to the remainder,
 and the last remainder, which fits. Products of two bf16 are exact in f32. Of the nine products of parts the six largest
@@ -106,7 +106,7 @@ class Magnitudes:
         emit.add(tirx.BufferStore(self._largest, tirx.Broadcast(i32(0), SIDE), [tirx.Ramp(0, 1, SIDE)]))
 
     def note(self, value: Expr) -> None:
-        """Take note of a value's magnitude, in a vector loop or for one number."""
+        """Record a value's magnitude, in a vector loop or for one number."""
         at = self.emit.lane()
         magnitude = tirx.reinterpret("int32", bits(value) & _u32(0x7FFFFFFF))
         self.emit.store(self._largest, tirx.max(tirx.BufferLoad(self._largest, [at]), magnitude), at)

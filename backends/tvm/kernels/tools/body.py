@@ -6,7 +6,7 @@ are its parameters. Generators (gemm, rows, reduce, ...) emit the loops of the g
 where its result stands in registers. `finish` computes the epilogue at that point and stores it. Operations of the
 prologue are computed where they are read.
 
-Invariant: at one point, everything is loaded before anything is stored, so a buffer may be both operand and result if
+Invariant: at one point, everything is loaded before anything is stored. So a buffer may be both operand and result if
 all its accesses are at the same element. NotOneKernel is raised when a group does not have this property or does not
 fit the main operation: the caller splits it.
 """
@@ -255,7 +255,7 @@ class Body:
             run -= 1
         while ones > 0 and padded[ones - 1] == 1:
             ones -= 1
-        # What is computed where it is read may need the coordinates one by one.
+        # Values that are computed where they are read may need the coordinates one by one.
         return ones if producer is not None else min(run, ones)
 
     # ------------------------------------------------------------------------------ storing

@@ -42,8 +42,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Correlation:
-    """A correlation: out[n, g, o, first + step * p] = sum over c, r, s of source[n, g, c, p * stride + (r, s) *
-    dilation + shift - low] * weight[g, o, c, tap]."""
+    """A correlation of a source with a weight, in groups.
+
+    out[n, g, o, first + step * p] =
+        sum over c, r, s of  source[n, g, c, p * stride + (r, s) * dilation + shift - low] * weight[g, o, c, tap]
+    """
 
     out: Value
     images: int
@@ -69,8 +72,8 @@ class Correlation:
     filters_first: bool
     kernel: Pair
     op: Op
-    # Whether taps outside the source are products with zero, which shows where weights are infinite; else they are
-    # absent.
+    # True where taps outside the source are products with zero, which shows where weights are infinite. Otherwise they
+    # are absent.
     counts_border: bool
 
     @property

@@ -58,7 +58,7 @@ def random(f: Functions, place: Expr, key: Expr) -> Expr:
     """Return a number in [0, 1)."""
     low, high = _words(f, key)
     word, _ = _philox(f, place, high, low)
-    # Of 24 bits, so a signed word holds it: those become floats in one instruction.
+    # The number has 24 bits, so a signed word holds it. Signed words become floats in one instruction.
     return tirx.Cast("float32", tirx.Cast("int32", tirx.shift_right(word, _word(8)))) * tirx.FloatImm(
         "float32", 2.0**-24
     )

@@ -6,8 +6,8 @@ Kernels are emitted loop by loop instead of being scheduled from a default nest:
 as they are written here, and no schedule primitive can refuse a ragged size or a second output. Every buffer is
 one-dimensional; addresses are computed by the callers.
 
-Element types of 16 bits are for storage: `load` widens to f32, `Emitter.store` rounds to the nearest, ties to even, and
-everything between is f32, sums and scratch memory included (`literal` and `alloc` take f32 for f16 and bf16). bf16
+Element types of 16 bits are for storage: `load` widens to f32, and `Emitter.store` rounds to the nearest, ties to even.
+Everything between is f32, sums and scratch memory included (`literal` and `alloc` take f32 for f16 and bf16). bf16
 memory is read and written as 16-bit integers: a bf16 is the upper half of an f32, so the conversions are shifts on
 every machine, and inf, nan and denormals come out right.
 
@@ -104,7 +104,7 @@ class Emitter:
         # Hints that come behind the vector loop.
         self._hints: list[Any] = []
         self._names: set[Any] = set()
-        # Whether any scratch storage is of bools, which TVM has to turn into bytes.
+        # True if any scratch storage is of bools, which TVM has to turn into bytes.
         self.holds_bools = False
 
     def fresh(self, name: str) -> str:

@@ -8,9 +8,9 @@ instead, sine and cosine (trigonometry.py) and powers (powers.py) too. Errors, m
 rsqrt and pow 1.3 ulp, sigmoid, sin and cos 2 ulp, tanh and erf 5e-7 relative. All of them keep nan, and go to the right
 limit (0, 1, inf) for infinite and very large operands; exp and pow give denormals. f64 uses the library, and so do sin
 and cos without fused multiply-adds. Vectors of AVX-512 have instructions of their own (lanes.py) for exponents,
-mantissas and roots, so results may differ in the last bit between them and the elements left over behind the last one.
-Coefficients: Eigen (rational tanh, erf), our own fits (exp, log). Normal results are computed by normal numbers: a
-processor takes ten to thirty times as long to make a denormal.
+mantissas and roots. So results may differ in the last bit between vectors and the elements left over behind the last
+vector. Coefficients: Eigen (rational tanh, erf), our own fits (exp, log). Normal results are computed by normal
+numbers: a processor takes ten to thirty times as long to make a denormal.
 
 Comparisons are written so that a nan operand falls through to the result: `select(x > limit, limit, x)` keeps it, TIR's
 min and max do not.
@@ -31,7 +31,7 @@ from .trigonometry import cosine, sine
 _EXP = (1.3814532257e-3, 8.3687459217e-3, 4.1668390952e-2, 1.666652039e-1, 4.9999993431e-1)
 # Here the exponent of the power of two becomes 0, and with it the result.
 _EXP_LEAST = -127 * math.log(2)
-# And below here the result is not a normal number.
+# Below this number the result is not a normal number.
 _EXP_NORMAL = -87.33654
 _ROUNDER = 1.5 * 2**23 + 127
 _ROUNDER_TWICE = 1.5 * 2**23 + 254
@@ -224,7 +224,7 @@ class Functions:
         wide = self._instructions(x)
         if wide is None:
             return self.bind(tirx.sqrt(x))
-        # What is left of x after squaring an estimate is exact, if it is not too small. Roots of squares are exact.
+        # x minus the square of an estimate is exact, if it is not too small. Roots of squares are exact.
         y = wide.inverse_root(x)
         s = self.bind(x * y)
         better = s + self.bind(x - s * s) * (y * _f32(0.5))
@@ -239,7 +239,7 @@ class Functions:
             return self.bind(_like(x, 1) / tirx.sqrt(x))
         y = wide.inverse_root(x)
         better = y + y * self.bind(_f32(0.5) - self.bind(x * y) * self.bind(y * _f32(0.5)))
-        # 0 and inf are what they should be; the step would make them nan.
+        # 0 and inf are right already; the step would make them nan.
         return self.bind(tirx.Select(tirx.EQ(y + y, y), y, better))
 
     def sin(self, x: Expr) -> Expr:
@@ -249,8 +249,10 @@ class Functions:
         return cosine(self.emit, x) if _is_f32(x) and self._is_fused else self.bind(tirx.cos(x))
 
     def atan(self, x: Expr) -> Expr:
-        """Reduce to |r| <= tan(pi / 8) by atan(x) = pi/2 - atan(1 / x) = pi/4 + atan((x - 1) / (x + 1)), then a
-        polynomial (Cephes)."""
+        """Return the arctangent by a polynomial on |r| <= tan(pi / 8) (Cephes).
+
+        The reduction is atan(x) = pi/2 - atan(1 / x) = pi/4 + atan((x - 1) / (x + 1)).
+        """
         x = self.bind(x)
         if not _is_f32(x):
             return self.bind(tirx.atan(x))

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from penstock.support.atomic_files import naming
 from penstock.support.errors import UsageError
 
 LIST = "dump-files.txt"
@@ -104,8 +105,9 @@ class Files:
         file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | flag, 0o666)
         try:
             unwritten = memoryview(text.encode())
-            while unwritten:
-                unwritten = unwritten[os.write(file, unwritten) :]
+            with naming(self._folder / name):
+                while unwritten:
+                    unwritten = unwritten[os.write(file, unwritten) :]
         finally:
             os.close(file)
 

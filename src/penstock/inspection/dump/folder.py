@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,12 +20,14 @@ from typing import Any
 from penstock.backends.interface import StageSources
 from penstock.inspection.diff import differences
 from penstock.inspection.dump_reading import EXCERPT, PASSES, REPRO
+from penstock.inspection.report.material import Material, PassStep
 from penstock.ir.graph import Module
 from penstock.ir.text import Printer, print_op
 from penstock.passes.manager import Call, Event, count_ops
 from penstock.planning.predict import Predicted
 from penstock.support.errors import UsageError
 from penstock.support.gc_pause import nothing_collected
+from penstock.support.terminal import say_as_is
 from penstock.support.words import counted
 
 from .files import Files
@@ -112,12 +113,12 @@ class Dump:
         self._append(
             PASSES,
             f"{event.number}\t{event.call}\t{event.ms:.1f}\t{event.ops_before}\t{event.ops_after}\t"
-            f"{changed}\t{event.rest}\n",
+            f"{changed}\t{event.remaining}\n",
         )
         facts = asdict(event)
         messages = [note.text for note in after.notes[len(before.notes) :]]
         times = self._times(facts.pop("started"), facts.pop("ms"))
-        remaining = facts.pop("rest")
+        remaining = facts.pop("remaining")
         self._log(
             {"event": "pass", "name": name} | times | {"said": messages} | facts | {"file": file, "rest": remaining}
         )
@@ -129,7 +130,7 @@ class Dump:
         if not lines:
             return None
         if self.folder is None:
-            print("\n".join([f"--- {stem}", *lines]), file=sys.stderr)
+            say_as_is("\n".join([f"--- {stem}", *lines]))
             return None
         return self.write(f"{stem}.diff", "\n".join(lines) + "\n")
 
@@ -155,8 +156,7 @@ class Dump:
         failure: str = "",
     ) -> None:
         """Write index.html with everything recorded so far, whatever the filter leaves out elsewhere."""
-        from penstock.inspection.report.material import Material, PassStep
-        from penstock.inspection.report.page import page_of
+        from penstock.inspection.report.page import page_of  # lazy: heavy
 
         steps = tuple(PassStep(*row) for row in self.passes)
         if self.folder is not None:
@@ -210,7 +210,7 @@ class Dump:
     # ------------------------------------------------------------------------------ files
 
     def wants(self, stem: str, graph: str, operation: str) -> bool:
-        """Say whether the line of an operation in a file matches the filter."""
+        """Return whether the line of an operation in a file matches the filter."""
         return self._only is None or self._only.search(f"{stem} @{graph} {operation}") is not None
 
     def filtered(self, stem: str, module: Module) -> Module:

@@ -56,7 +56,7 @@ def dump_program(dump: _Files, module: Module, predicted: Callable[[], Predicted
 
 
 def _picture(run: Forecast) -> str:
-    return svg_gantt(run.found, f"{run.module.name}, {run.found.schedule.name}, predicted", run.curves())
+    return svg_gantt(run.simulated, f"{run.module.name}, {run.simulated.schedule.name}, predicted", run.curves())
 
 
 def action_rows(module: Module, rank: int) -> Iterator[tuple[str, str, str]]:
@@ -104,7 +104,7 @@ def _message(module: Module, action: Action, src: int, dst: int) -> str:
     return f"{_listed(values)} of {_unit(action)}, {shown_bytes(sum(v.type.nbytes for v in values))}"
 
 
-# What an action does, in words.
+# The meaning of an action, in words.
 DOES: dict[str, Callable[[Module, Action], str]] = {
     **dict.fromkeys(COMPUTE, _computes),
     **dict.fromkeys(SENDS, _sends),

@@ -41,6 +41,3 @@ def export_files(subject: Subject, paths: Sequence[str], batches: int) -> list[P
         path.parent.mkdir(parents=True, exist_ok=True)
         written += WRITERS[path.suffix](subject, path, batches)
     return written
-
-
-__all__ = ["WRITERS", "export_files"]

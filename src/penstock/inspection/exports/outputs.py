@@ -54,7 +54,7 @@ def _problems(flag: str, path: str, reads: Mapping[str, str]) -> Iterator[str]:
 
 
 def _lies_in(path: str, read: str) -> bool:
-    """Say whether a path is the path that is read, by whatever name, or inside it."""
+    """Return whether a path is the path that is read, by whatever name, or inside it."""
     if os.path.exists(path) and os.path.exists(read) and os.path.samefile(path, read):
         return True
     return is_inside(os.path.realpath(path), os.path.realpath(read))

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from penstock.inspection.finding import stage_and_devices
 from penstock.inspection.flow import told_operand
-from penstock.ir.graph import Graph, Module, Op, graph_kind, graph_stage
+from penstock.ir.graph import Graph, Module, Op, graph_kind
 from penstock.ir.memory.workspace import is_inline
 
 
@@ -40,10 +41,7 @@ def forward_graphs(module: Module) -> list[Graph]:
 def placed_ops(module: Module, graph: Graph) -> Iterator[Placed]:
     """Yield the operations of a graph with their places."""
     for position, op in enumerate(graph.ops):
-        stage = graph_stage(graph.name)
-        if stage is None and "stage" in op.attrs:
-            stage = int(str(op.attrs["stage"]))
-        devices = module.devices_of(stage) if stage is not None and stage < len(module.stages) else ()
+        stage, devices = stage_and_devices(module, graph.name, op)
         kernel = "" if is_inline(op) or "kernel" not in op.attrs else f"{graph.name}/{op.attrs['kernel']}"
         yield Placed(f"{graph.name}/{position}", op, stage, devices, kernel)
 

@@ -18,6 +18,7 @@ from penstock.inspection.subject import Subject
 from penstock.ir.graph import Module
 from penstock.passes.costs.prices import rank_seconds
 from penstock.passes.simulator.forecast import Forecast, forecast, seconds_of
+from penstock.runtime.telemetry.trace import write_trace
 from penstock.support.errors import UsageError
 
 from .outputs import write_whole
@@ -40,12 +41,10 @@ COLUMNS = (
 
 def write_trace_file(subject: Subject, path: Path, batches: int) -> list[Path]:
     """Write the Chrome trace of a subject."""
-    from penstock.runtime.telemetry.trace import write_trace
-
     run = simulated(subject.module, batches)
     write_trace(
         path,
-        [[(str(a), start, end) for a, start, end in run.found.timed(rank)] for rank in run.found.lines],
+        [[(str(a), start, end) for a, start, end in run.simulated.timed(rank)] for rank in run.simulated.lines],
         module=subject.module,
     )
     return [path]
@@ -76,7 +75,7 @@ def rows(module: Module, batches: int) -> Iterator[tuple[object, ...]]:
     run = simulated(module, batches) if module.cluster is not None and "wired" in module.facts else None
     devices = module.rank_devices()
     for rank in schedule.ranks:
-        line = run.found.lines[rank] if run is not None else None
+        line = run.simulated.lines[rank] if run is not None else None
         for step, action in enumerate(schedule.expand(rank, batches)):
             times = (line.starts[step], line.finishes[step]) if line is not None else ("", "")
             microbatch = action.mb if action.holder >= 0 else ""

@@ -31,8 +31,11 @@ from penstock.backends.bundle.format import Bundle, open_bundle, stored_vars
 from penstock.backends.bundle.tensor_file import map_tensors, write_tensors
 from penstock.backends.bundle.writer import flush_directory
 from penstock.ir.graph import PARAM
+from penstock.runtime.checkpoint.finding import directory_meant, find_checkpoint
+from penstock.runtime.checkpoint.format import INDEX, LATEST, another_model, read_index, read_newest, read_tensors
 from penstock.support.atomic_files import replacing
 from penstock.support.errors import UsageError, VerifyError
+from penstock.support.paths import file_problem, is_inside
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -77,7 +80,7 @@ def export(
     elements = {name: arrays[variable] for variable, named in names.items() for name in named}
     files: list[Path] = []
     if onnx is not None:
-        from penstock.frontends.onnx.structure import write_model
+        from penstock.frontends.onnx.structure import write_model  # lazy: heavy
 
         assert bundle.source_structure is not None
         files += write_model(bundle.source_structure, elements, outs["--onnx"], annotate)
@@ -88,9 +91,6 @@ def export(
 
 def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:
     """Return the bundle, and the checkpoint if there is one. A checkpoint alone names the place of its bundle."""
-    from penstock.runtime.checkpoint.finding import directory_meant, find_checkpoint
-    from penstock.runtime.checkpoint.format import INDEX, LATEST, read_index
-
     if not ((source / INDEX).exists() or (directory_meant(source) / LATEST).exists()):
         return open_bundle(source), None if checkpoint is None else find_checkpoint(checkpoint)
     if checkpoint is not None:
@@ -109,8 +109,7 @@ def _check_places(outs: Mapping[str, Path], bundle: Bundle, changed: bool) -> No
     """Refuse, all at once and before the work, places that cannot be written, and the model's own place if it would be
     `changed`.
     """
-    from penstock.frontends.onnx.structure import data_file
-    from penstock.support.paths import file_problem, is_inside
+    from penstock.frontends.onnx.structure import data_file  # lazy: heavy
 
     problems = [] if outs else ["nothing to write: give --onnx FILE, --safetensors FILE or both"]
     places = [*outs.items(), *((flag, data_file(path)) for flag, path in outs.items() if flag == "--onnx")]
@@ -136,10 +135,11 @@ def _check_places(outs: Mapping[str, Path], bundle: Bundle, changed: bool) -> No
 
 
 def _is_source(path: Path, bundle: Bundle) -> bool:
-    """Say whether a file, with its external data, is the model that the bundle was compiled from, whatever its name."""
+    """Return whether a file, with its external data, is the model that the bundle was compiled from, whatever
+    its name."""
     if bundle.source_structure is None or not path.is_file() or path.suffix == ".safetensors":
         return False
-    from penstock.frontends.onnx.source import OnnxFile
+    from penstock.frontends.onnx.source import OnnxFile  # lazy: heavy
 
     try:
         return OnnxFile(path).digest() == bundle.manifest.source_hash
@@ -189,7 +189,6 @@ def _weights(bundle: Bundle, place: Path | None) -> tuple[dict[str, np.ndarray],
     if place is None:
         files = [map_tensors(bundle.weights_file(entry.stage)) for entry in bundle.manifest.ranks]
         return {name: array for file in files for name, array in file.items()}, None
-    from penstock.runtime.checkpoint.format import another_model, read_index, read_newest
 
     index = read_index(place)
     if (refusal := another_model(index, bundle.module, bundle.manifest.source_hash, str(place))) is not None:
@@ -204,7 +203,7 @@ def _write_safetensors(out: Path, arrays: Mapping[str, np.ndarray], bundle: Bund
         arrays = {**map_tensors(bundle.source_rest), **arrays}
         metadata = {"format": "pt"}  # transformers does not read files that do not say so
     if bundle.source_structure is not None:
-        from penstock.frontends.onnx.structure import element_types
+        from penstock.frontends.onnx.structure import element_types  # lazy: heavy
 
         dtypes = element_types(bundle.source_structure)
     with replacing(out) as work:
@@ -219,8 +218,6 @@ def _write_safetensors(out: Path, arrays: Mapping[str, np.ndarray], bundle: Bund
 def export_parameters(place: Path, out: Path) -> tuple[int, int, int]:
     """Write the newest parameters of a checkpoint, and other tensors that the model stores, by its own
     names; their number, bytes, and the step."""
-    from penstock.runtime.checkpoint.format import read_index, read_tensors
-
     index = read_index(place)
     if not index.names:
         raise UsageError(

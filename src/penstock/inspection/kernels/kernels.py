@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.backends.tvm.target import machine_of
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import Graph, Module, Op
 from penstock.ir.ops import cost_of
@@ -139,8 +140,7 @@ def kernel_source(rows: Sequence[KernelRow], name: str) -> str:
         raise UsageError(
             problem, where="--source", hint=f"there are {shown}" if labels else "the module has no kernels"
         )
-    from penstock.backends.tvm.lower.lower import plan_kernels
-    from penstock.backends.tvm.target import machine_of
+    from penstock.backends.tvm.lower.lower import plan_kernels  # lazy: heavy
 
     (row,) = matches
     machine = machine_of("host")
@@ -271,12 +271,3 @@ def _shapes(row: KernelRow) -> str:
         for values in (main.ins, main.outs)
     )
     return f"{ins} -> {outs}" if outs else ins
-
-
-__all__ = [
-    "KernelRow",
-    "format_report",
-    "kernel_rows",
-    "kernel_source",
-    "report_json",
-]

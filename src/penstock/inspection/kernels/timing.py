@@ -10,10 +10,10 @@ product, and of a sum of two long lists, compiled and measured in the same way. 
 can be faster than that.
 
 Operands are legal by construction: indices are in range. Floats are positive, in [0.1, 1), where a logarithm, a root, a
-divisor or a variance is computed from them. All others lie around 0: in [-1, 1), and operands of products and
-convolutions closer, so that their sums of many terms have a variance of about 1, as in a trained model. Sums of
-positive numbers would be large, and functions of them flat: exponentials, gelu and softmax would then take paths, and
-times, that they do not take in a model.
+divisor or a variance is computed from them. All others lie around 0, in [-1, 1). Operands of products and convolutions
+lie closer, so that their sums of many terms have a variance of about 1, as in a trained model. Sums of positive numbers
+would be large, and functions of them flat: exponentials, gelu and softmax would then take paths, and times, that they
+do not take in a model.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def random_arguments(graph: Graph, module: Module) -> list[torch.Tensor]:
 def _random(t: TensorType, below: int | None, within: tuple[float, float], source: torch.Generator) -> torch.Tensor:
     import torch
 
-    from penstock.runtime.state.store import TORCH_DTYPES
+    from penstock.runtime.state.store import TORCH_DTYPES  # lazy: heavy
 
     dtype = TORCH_DTYPES[t.dtype]
     if t.dtype in FLOATS:

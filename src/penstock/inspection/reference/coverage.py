@@ -25,8 +25,8 @@ MEANINGS = {
 
 def coverage() -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the matrix."""
-    from penstock.backends.tvm.kernels import MAIN
-    from penstock.backends.tvm.kernels.tools.elements import INDEXED, POINTWISE
+    from penstock.backends.tvm.kernels import MAIN  # lazy: heavy
+    from penstock.backends.tvm.kernels.tools.elements import INDEXED, POINTWISE  # lazy: heavy
 
     kernels = {*MAIN, *INDEXED, *POINTWISE}
     rows = []

@@ -101,9 +101,9 @@ def _interpreter(row: OpDef) -> str:
 
 
 def _kernels() -> Iterator[tuple[str, frozenset[str]]]:
-    from penstock.backends.tvm.cuda.kernels.generate import KINDS
-    from penstock.backends.tvm.kernels import MAIN
-    from penstock.backends.tvm.kernels.tools.elements import INDEXED, POINTWISE
+    from penstock.backends.tvm.cuda.kernels.generate import KINDS  # lazy: heavy
+    from penstock.backends.tvm.kernels import MAIN  # lazy: heavy
+    from penstock.backends.tvm.kernels.tools.elements import INDEXED, POINTWISE  # lazy: heavy
 
     yield _CPUS, frozenset((*MAIN, *INDEXED, *POINTWISE))
     yield "kernels for CUDA", KINDS

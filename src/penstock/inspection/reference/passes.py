@@ -75,7 +75,7 @@ def pass_help(name: str) -> Iterator[str]:
         names = ["the beginning", *(entry.name for entry in entries()), "the end"]
         for entry, (before, after) in zip(entries(), zip(names, names[2:], strict=False), strict=False):
             if entry.name == name:
-                condition = f", with {entry.asked}" if entry.asked else ""
+                condition = f", with {entry.condition}" if entry.condition else ""
                 yield f"in {pipeline}, between {before} and {after}{condition}: {entry.why}"
 
 

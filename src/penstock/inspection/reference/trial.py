@@ -37,9 +37,9 @@ def example_of(row: OpDef) -> Op | None:
 
 def trouble_with(op: Op) -> str:
     """Return the reason why there is no kernel for an operation; empty where there is one."""
-    from penstock.backends.tvm.compile.jobs import do
-    from penstock.backends.tvm.group import Fusion, rename
-    from penstock.backends.tvm.messages import GroupRefused, JobFailed, MakeKernel
+    from penstock.backends.tvm.compile.jobs import do  # lazy: heavy
+    from penstock.backends.tvm.group import Fusion, rename  # lazy: heavy
+    from penstock.backends.tvm.messages import GroupRefused, JobFailed, MakeKernel  # lazy: heavy
 
     with TemporaryDirectory(prefix="penstock-") as scratch:
         path = Path(scratch) / "kernel.o"

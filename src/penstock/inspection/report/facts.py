@@ -62,7 +62,7 @@ def gather(material: Material, plain: bool = False) -> dict[str, Any]:
 
 
 def _runs(module: Module) -> bool:
-    """Say whether a module can be simulated: it has a schedule with its messages, on known devices."""
+    """Return whether a module can be simulated: it has a schedule with its messages, on known devices."""
     return (
         module.schedule is not None and module.cluster is not None and bool(module.stages) and "wired" in module.facts
     )
@@ -91,7 +91,7 @@ def _summary(material: Material, predicted: Predicted | None) -> dict[str, Any]:
 
 
 def _predictions(predicted: Predicted) -> dict[str, Any]:
-    uses = predicted.forecast.found.ranks
+    uses = predicted.forecast.simulated.ranks
     whole = sum(use.busy + use.waiting + use.idle for use in uses)
     return {
         "step": predicted.step,
@@ -100,7 +100,7 @@ def _predictions(predicted: Predicted) -> dict[str, Any]:
         "bound_by": binding(predicted.forecast),
         "busy": sum(use.busy for use in uses) / whole if whole else 1.0,
         "measured_graphs": predicted.measured,
-        "path": predicted.forecast.found.critical_path,
+        "path": predicted.forecast.simulated.critical_path,
     }
 
 
@@ -108,7 +108,7 @@ def _placement(material: Material, predicted: Predicted, memory: Mapping[int, Me
     module, plan, cluster = material.module, material.plan, material.module.cluster
     assert module.schedule is not None
     assert cluster is not None
-    uses = {use.rank: use for use in predicted.forecast.found.ranks}
+    uses = {use.rank: use for use in predicted.forecast.simulated.ranks}
     shares = [share for stage in module.stages for share in module.schedule.shares(stage.index)]
     starts = {entry.get("stage"): entry.get("starts_at") for entry in plan.get("stages", []) if isinstance(entry, dict)}
     ranks = []
@@ -148,7 +148,7 @@ def _first_node(module: Module, stage: int) -> str:
 
 
 def _schedule(material: Material, predicted: Predicted) -> dict[str, Any]:
-    run = predicted.forecast.found
+    run = predicted.forecast.simulated
     facts: dict[str, Any] = {
         "kinds": KINDS,
         "microbatches": run.schedule.microbatches,
@@ -162,7 +162,7 @@ def _schedule(material: Material, predicted: Predicted) -> dict[str, Any]:
 
 
 def _links(module: Module, predicted: Predicted, strings: Strings) -> dict[str, Any]:
-    run = predicted.forecast.found
+    run = predicted.forecast.simulated
     edges = [
         {
             "from": edge.src,

@@ -43,7 +43,7 @@ def memory_facts(rows: Mapping[int, Memory], forecast: Forecast, strings: String
 
 def _rank_facts(rank: int, row: Memory, forecast: Forecast, most: int, strings: Strings) -> dict[str, Any]:
     module, course = forecast.module, forecast.courses[rank]
-    finishes = [ticks(time) for time in forecast.found.lines[rank].finishes]
+    finishes = [ticks(time) for time in forecast.simulated.lines[rank].finishes]
     points: list[int] = []
     last: tuple[int, ...] = ()
     for finish, held in zip(finishes, course.held, strict=True):

@@ -61,16 +61,16 @@ def _parts(difference: ModuleDifference, strings: Strings) -> Iterator[dict[str,
         return {"title": title, "mark": mark, "rows": rows, "moved": moved, "went": {}, "came": {}} | more
 
     if difference.head:
-        yield part("head", "~", list(_lines(difference.head, strings)), difference.head.moved)
+        yield part("head", "~", list(_lines(difference.head)), difference.head.moved)
     for graph in difference.graphs:
-        rows = [*_lines(graph.frame, strings), *_ops(graph.ops, strings)]
+        rows = [*_lines(graph.frame), *_ops(graph.ops, strings)]
         yield part(f"@{graph.name}", graph.mark, rows, graph.ops.moved, went=dict(graph.went), came=dict(graph.came))
     for title, lines in (("schedule", difference.schedule), ("notes", difference.notes)):
         if lines:
-            yield part(title, "~", list(_lines(lines, strings)), lines.moved)
+            yield part(title, "~", list(_lines(lines)), lines.moved)
 
 
-def _lines(lines: Lines[str], strings: Strings) -> Iterator[list[Any]]:
+def _lines(lines: Lines[str]) -> Iterator[list[Any]]:
     return _rows(lines, str, lambda line: [], _begin, lambda a, b: words(a, b, _MOST_WORDS), lambda line, parts: parts)
 
 
@@ -135,7 +135,7 @@ def _is_printed(value: Attr, other: Attr | None) -> bool:
 
 
 def _whole(op: Op, parts: Words) -> Words:
-    """Put the operation before its changed attributes, and spaces between them."""
+    """Insert the operation before its changed attributes, and spaces between them."""
     if parts and not parts[0][0]:
         return parts
     begin = f"{', '.join([f'%{v.name}' for v in op.outs])} = " if op.outs else ""

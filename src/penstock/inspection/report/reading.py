@@ -21,11 +21,14 @@ from typing import TYPE_CHECKING
 
 from penstock.inspection.dump_reading import REPRO, dumped_text, pass_rows
 from penstock.inspection.history import record_of
+from penstock.inspection.kernels.kernels import kernel_rows, kernel_source
 from penstock.inspection.plan_reading import plan_of_folder
 from penstock.inspection.subject import Subject
 from penstock.ir.graph import Module
 from penstock.ir.schedule import Action
 from penstock.passes.kernels.divide import Kernel
+from penstock.runtime.telemetry.blocks import VALUES, Stays
+from penstock.runtime.telemetry.memory_trace import read_trace
 from penstock.support.errors import UsageError, VerifyError
 
 from .material import Material, PassStep, RunTrace
@@ -90,8 +93,6 @@ def _planned_sources(module: Module) -> dict[str, str]:
 
     Kernels of several stages that differ in names only have that of the first.
     """
-    from penstock.inspection.kernels.kernels import kernel_rows, kernel_source
-
     if "fused" not in module.facts or module.cluster is None:
         return {}
     by_key: dict[str, str] = {}
@@ -108,7 +109,6 @@ def _planned_sources(module: Module) -> dict[str, str]:
 def trace_of(path: str | Path, module: Module) -> RunTrace:
     """Read a trace that `penstock run --trace` wrote of a run of this module."""
     # Imported here: it loads torch, which takes longer than a report without a trace.
-    from penstock.runtime.telemetry.memory_trace import read_trace
 
     traces = read_trace(path)
     homes = module.rank_stages()
@@ -130,8 +130,6 @@ def trace_of(path: str | Path, module: Module) -> RunTrace:
 
 
 def _held(entries: Iterable[LedgerEntry]) -> Iterator[tuple[float, int]]:
-    from penstock.runtime.telemetry.blocks import VALUES, Stays
-
     stays = Stays()
     for entry in entries:
         if entry.what in VALUES:

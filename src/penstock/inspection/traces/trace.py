@@ -6,7 +6,6 @@ with their times.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +13,11 @@ from typing import Any
 
 from penstock.ir.schedule import COMPUTE
 from penstock.passes.costs.prices import shown_seconds
-from penstock.runtime.telemetry.times import seconds_of
+from penstock.runtime.telemetry.times import reading_trace, seconds_of
 from penstock.support import notebook
-from penstock.support.errors import UsageError
 from penstock.support.words import counted, visible
 
 _HINT = "give a file that `penstock run --trace` or `penstock simulate --trace` wrote"
-
-
-_COLOURS = {"F": "#7aa6d8", "B": "#e3a857", "W": "#c8d06a", "U": "#8f6bb1", "P": "#b98aa8", "N": "#a8a8a8"}
-_WIDTH, _LEFT, _ROW = 960, 190, 22
-# Narrower boxes are not drawn: a long run stays a picture that can be opened.
-_SEEN = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +75,7 @@ class Trace:
 
 def load_trace(path: str | Path) -> Trace:
     """Read a trace; raise UsageError where the file is not one."""
-    try:
-        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+    with reading_trace(path, _HINT) as events:
         names = {
             event["pid"]: str(event["args"]["name"])
             for event in events
@@ -94,10 +85,6 @@ def load_trace(path: str | Path) -> Trace:
         for rank, span in _spans(events):
             spans[rank].append(span)
         ordered = sorted(names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise UsageError(
-            f"cannot read it as a trace: {type(error).__name__}: {error}", where=str(path), hint=_HINT
-        ) from error
     return Trace(
         Path(path),
         tuple(RankRow(names[rank], tuple(sorted(spans[rank], key=lambda span: span.start))) for rank in ordered),

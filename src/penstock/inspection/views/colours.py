@@ -42,7 +42,7 @@ _ACTION = re.compile(r"\b(?:\d+)?[A-Z]{1,2}\d+@(\d+)")
 
 
 def wanted() -> bool:
-    """Say whether standard output should have colours."""
+    """Return whether standard output should have colours."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

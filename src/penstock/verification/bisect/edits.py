@@ -107,7 +107,7 @@ def _fewer_outputs(case: Case, chunk: Sequence[str]) -> Case | None:
 
 
 def _sooner(case: Case, chunk: Sequence[str]) -> Case | None:
-    """Put the operands of a result in its place."""
+    """Replace a result by its operands."""
     (name,) = chunk
     graph = next((case.module.graphs[n] for n in ("main", KERNEL) if n in case.module.graphs), None)
     op = None if graph is None else next((op for op in graph.ops if name in (v.name for v in op.outs)), None)
@@ -328,5 +328,3 @@ FAMILIES = (
     Family("shortcuts", _shortcuts, _taken_short),
     Family("dimensions", _resizes, _resized, together=False),
 )
-
-__all__ = ["FAMILIES", "Family", "tidied", "with_outputs"]

@@ -271,15 +271,3 @@ def compiled(module: Module, stage: int, graphs: Sequence[Graph], backend: str) 
     with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as folder:
         names = maker.compile_stages(apart, [stage], Path(folder))[stage]
         yield maker.load_stage(apart, stage, [Path(folder) / name for name in names])
-
-
-__all__ = [
-    "GraphCall",
-    "KernelVerdict",
-    "compare",
-    "compiled",
-    "first_kernel",
-    "kernel_calls",
-    "recorded_calls",
-    "recorded_slots",
-]

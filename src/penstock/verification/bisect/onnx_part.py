@@ -74,6 +74,3 @@ def _part(
 def save(part: onnx.ModelProto, path: Path) -> None:
     """Write a model to a file."""
     onnx.save(part, path)
-
-
-__all__ = ["save", "smallest_part"]

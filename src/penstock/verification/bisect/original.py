@@ -143,6 +143,3 @@ class OnnxOriginal:
         """Describe the node that makes a value."""
         node = next((node for name_in_file, node in self.nodes.items() if legal(name_in_file) == name), None)
         return "" if node is None else f"node {node.name or name} ({node.op_type})"
-
-
-__all__ = ["Compared", "OnnxOriginal", "first_difference"]

@@ -186,9 +186,9 @@ def of_import(
     budget: Budget,
 ) -> Written:
     """Write the reproducer of a wrongly imported ONNX node, with as many nodes before it as the fault needs."""
-    from penstock.frontends.onnx import import_onnx
+    from penstock.frontends.onnx import import_onnx  # lazy: heavy
 
-    from .onnx_part import save, smallest_part
+    from .onnx_part import save, smallest_part  # lazy: heavy
 
     folder.mkdir(parents=True, exist_ok=True)
     model, name = original.load(), original.theirs(spot.tensor.lstrip("%"))
@@ -367,6 +367,3 @@ def _graph_spot(case: Case, name: str, backend: str, tolerance: float | None) ->
     call = GraphCall(graph, ins, recorded_slots(case.module, graph, reads))
     with compiled(case.module, 0, [graph], backend) as program:
         return compare(program, call, tolerance)[1]
-
-
-__all__ = ["Written", "check_place", "of_kernel", "of_pass", "of_refusal", "verify_ir"]

@@ -46,7 +46,7 @@ class Options:
 
 def bisect(trail: Trail, options: Options) -> int:
     """Report the first thing that goes wrong; raise VerifyError if there is one."""
-    search = _Search(trail, options)
+    search = _TrailSearch(trail, options)
     search.look_at_import()
     search.look_at_passes()
     if trail.refused is not None:
@@ -56,7 +56,7 @@ def bisect(trail: Trail, options: Options) -> int:
     return 0
 
 
-class _Search:
+class _TrailSearch:
     """The state of one search: the trail, the trials of its modules, and a record of what was compared."""
 
     def __init__(self, trail: Trail, options: Options) -> None:
@@ -174,7 +174,7 @@ class _Search:
         return f"{steps[0].name}, or all after it," if fits_next else "one of the two"
 
     def _is_strange(self, at: int) -> bool:
-        """Say whether a dump is not the result of its pass: then the effect of the pass is unknown."""
+        """Return whether a dump is not the result of its pass: then the effect of the pass is unknown."""
         before, step = self.trail.steps[at - 1 : at + 1]
         if step.call == WRITTEN:
             return False
@@ -318,6 +318,3 @@ def _judged(errors: Errors, first: Spot | None) -> str:
 
 def _verdict(problem: Off | PenstockError | None) -> str:
     return "ok" if problem is None else str(problem).splitlines()[0]
-
-
-__all__ = ["Options", "bisect"]

@@ -48,7 +48,7 @@ class Budget:
 
 def shrink(case: Case, fails: Fails, budget: Budget | None = None, families: Sequence[Family] = FAMILIES) -> Case:
     """Return the smallest case that fails. `case` must fail."""
-    search = _Search(case, fails, budget or Budget())
+    search = _CaseSearch(case, fails, budget or Budget())
     search.attempt(tidied(case))
     progress = True
     while progress:
@@ -58,7 +58,7 @@ def shrink(case: Case, fails: Fails, budget: Budget | None = None, families: Seq
     return search.best
 
 
-class _Search:
+class _CaseSearch:
     """The search for a smaller case."""
 
     def __init__(self, case: Case, fails: Fails, budget: Budget) -> None:
@@ -80,7 +80,7 @@ class _Search:
         return progress
 
     def attempt(self, candidate: Case | None) -> bool:
-        """Keep a candidate if it is smaller, legal and still fails; return whether it was kept."""
+        """Accept a candidate if it is smaller, legal and still fails. Return whether it was accepted."""
         if candidate is None or candidate.size >= self.best.size or not _is_legal(candidate):
             return False
         if not self.budget.take() or not self.fails(candidate):
@@ -101,6 +101,3 @@ def _is_legal(case: Case) -> bool:
     except PenstockError:
         return False
     return True
-
-
-__all__ = ["Budget", "Fails", "shrink"]

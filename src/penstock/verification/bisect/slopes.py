@@ -83,7 +83,7 @@ class Slopes:
         values = {v.name: v for op in self.forward.ops for v in op.outs if v.type.dtype in FLOATS}
         for key, array in seen.values.items():
             name = key[2].removesuffix(".grad")
-            # Where a derivative has several parts, no part is the whole.
+            # Where a derivative has several parts, no part equals the sum.
             if key[1] or name not in values or not key[2].endswith(".grad") or ("B", 0, f"{key[2]}.1") in seen.values:
                 continue
             value = values[name]

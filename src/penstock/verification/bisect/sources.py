@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.backends.registry import backend_of
 from penstock.inspection.dump_reading import EXCERPT, PASSES, dumped_passes, made_again, missing_dumps
 from penstock.support.errors import PenstockError, UsageError, VerifyError
 from penstock.support.terminal import say
@@ -59,7 +60,7 @@ def dumps_trail(folder: Path, backend: str | None) -> Iterator[Trail]:
     """Open the trail of a dump folder."""
     steps = read_dumps(folder)
     with _compiled_now(steps[-1].module, backend) as program:
-        yield Trail(str(folder), steps, compiled=program, folder=folder)
+        yield Trail(str(folder), steps, compiled=program)
 
 
 # ------------------------------------------------------------------------------------------------ bundles
@@ -106,9 +107,9 @@ def _original_of(bundle: Bundle, scratch: Path) -> Original | None:
     """Return the ONNX model in the bundle, with its weights filled in again."""
     if bundle.source_structure is None:
         return None
-    from penstock.inspection.exports.weights import export
+    from penstock.inspection.exports.weights import export  # lazy: heavy
 
-    from .original import OnnxOriginal
+    from .original import OnnxOriginal  # lazy: heavy
 
     path = scratch / "model.onnx"
     try:
@@ -130,8 +131,6 @@ class _Bundled:
         return self.bundle.manifest.backend
 
     def load(self, stage: int) -> StageProgram:
-        from penstock.backends.registry import backend_of
-
         threads = min(rank.threads for rank in self.bundle.manifest.ranks)
         return backend_of(self.backend).load_stage(self.bundle.module, stage, self.bundle.stage_files(stage), threads)
 
@@ -145,7 +144,7 @@ def model_trail(
     """Open the trail of an ONNX file, whose original is onnxruntime."""
 
     def original(model: Model) -> Original:
-        from .original import OnnxOriginal
+        from .original import OnnxOriginal  # lazy: heavy
 
         return OnnxOriginal(Path(path), model.imported.names, model.imported.bound)
 
@@ -179,7 +178,7 @@ def planned_trail(
                 "the model draws random numbers (dropout), and no two runtimes draw the same: its import is "
                 "not compared"
             )
-        yield Trail(name, steps, model.imported.weights, compared, refusal, program, folder)
+        yield Trail(name, steps, model.imported.weights, compared, refusal, program)
 
 
 def _refused(folder: Path) -> str:
@@ -202,8 +201,6 @@ class _Compiled:
     loaded: dict[int, StageProgram] = field(default_factory=dict)
 
     def load(self, stage: int) -> StageProgram:
-        from penstock.backends.registry import backend_of
-
         if stage not in self.loaded:
             maker = backend_of(self.backend)
             maker.check_host(self.module, stage)
@@ -220,6 +217,3 @@ def _compiled_now(module: Module, backend: str | None) -> Iterator[CompiledStage
         return
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         yield _Compiled(module, backend or "tvm", Path(scratch))
-
-
-__all__ = ["bundle_trail", "dumps_trail", "model_trail", "planned_trail", "read_dumps"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.ir.graph import Module
@@ -65,7 +64,6 @@ class Trail:
     original: Original | None = None
     refused: tuple[str, PenstockError] | None = None
     compiled: CompiledStages | None = None
-    folder: Path | None = None
 
     def __post_init__(self) -> None:
         assert self.steps, "there is nothing to compare"

@@ -117,7 +117,7 @@ def bisect_torch(
     options: Options = DEFAULTS,
     **planned: Any,
 ) -> int:
-    """Do `penstock verify MODEL --bisect` for a torch module and its example arguments; `planned` are arguments of
+    """Run `penstock verify MODEL --bisect` for a torch module and its example arguments; `planned` are arguments of
     `ps.plan`.
     """
     model = from_torch(source, args, kwargs)
@@ -130,6 +130,3 @@ def bisect_torch(
 
         with planned_trail(type(source).__name__, plan, lambda: model, lambda _: original, folder, backend) as trail:
             return bisect(trail, options)
-
-
-__all__ = ["TorchOriginal", "bisect_torch"]

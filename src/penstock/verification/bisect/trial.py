@@ -51,7 +51,7 @@ from penstock.verification.tolerance import Allowed, asked, in_float64
 from .slopes import ALLOWED as SLOPE_ALLOWED
 from .slopes import Slopes
 from .steps import TrailStep
-from .values import Key, Seen, Spot, told
+from .values import Key, Seen, Spot
 
 # A pass that is meant to change the effect of an update.
 _MEANT = r"guard\b"
@@ -140,7 +140,7 @@ class Trial:
             )
 
     def _derives(self, module: Module) -> bool:
-        """Say whether derivatives of this module were computed by passes of the trail.
+        """Return whether derivatives of this module were computed by passes of the trail.
 
         Those that the first module came with may be by a part of the loss, or of a multiple of it: then no slope
         predicts them.
@@ -148,7 +148,7 @@ class Trial:
         return "B" in module.graphs and (module is self.first or "B" not in self.first.graphs)
 
     def compares_training(self, module: Module) -> bool:
-        """Say whether there is a module to compare its training with."""
+        """Return whether there is a module to compare its training with."""
         return id(module) in self._later and updates(module)
 
     def _off(
@@ -345,17 +345,17 @@ class Trial:
 
 
 def is_whole(module: Module) -> bool:
-    """Say whether the model is in one piece."""
+    """Return whether the model is in one piece."""
     return "main" in module.graphs or "F" in module.graphs
 
 
 def updates(module: Module) -> bool:
-    """Say whether a module has updates."""
+    """Return whether a module has updates."""
     return any(graph_kind(name) == "U" for name in module.graphs)
 
 
 def can_run(module: Module) -> bool:
-    """Say whether a module can be run with its own delay: a schedule with one means little before weights have
+    """Return whether a module can be run with its own delay: a schedule with one means little before weights have
     versions.
     """
     return module.schedule is None or "versioned" in module.facts or not _delay(module)
@@ -377,7 +377,7 @@ def _plainest(module: Module) -> str:
 
 
 def comparable(first: Module, module: Module) -> bool:
-    """Say whether the first module predicts the results of the other: stages have only one delay, that of their
+    """Return whether the first module predicts the results of the other: stages have only one delay, that of their
     schedule.
     """
     return is_whole(first) or not updates(module) or _delay(first) == _delay(module)
@@ -409,6 +409,3 @@ def drawn(var: Var, source: np.random.Generator) -> Array:
     normal = source.standard_normal(var.type.dims) * max(1, prod(var.type.dims)) ** -0.25
     array: Array = (normal if var.role == PARAM else np.abs(normal) + 0.5).astype(np.float32)
     return array
-
-
-__all__ = ["Off", "Trial", "can_run", "comparable", "drawn", "is_whole", "told", "updates"]

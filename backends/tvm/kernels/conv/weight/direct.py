@@ -1,8 +1,11 @@
 """The gradient of a convolution for its weight: sums over all positions of all images, with the sums in registers.
 
-In: x and the gradient dy of the output. Out: dw[o, c, r, s] = sum over n, p of dy[n, o, p] * x[n, c, p * stride - low +
-(r, s) * dilation]. One side stands in lanes: its channels are packed [position, channel], transposed in registers. The
-other side is read one element at a time:
+In: x and the gradient dy of the output. Out:
+
+    dw[o, c, r, s] = sum over n, p of  dy[n, o, p] * x[n, c, p * stride - low + (r, s) * dilation]
+
+One side stands in lanes: its channels are packed [position, channel], transposed in registers. The other side is read
+one element at a time:
 
     channels of x in lanes:   a tile is [outputs, lanes] for one tap after the other;
                               the packed x has its border, and taps move in it
@@ -117,7 +120,7 @@ class _WeightSums:
         """Prepare operands once, before all panels."""
 
     def pack(self, packed: Buffer, start: Expr, image: Expr, group: Expr, first: Expr) -> None:
-        """Put the channels from `first` on of an image in lanes."""
+        """Pack the channels of an image, from `first` on, in lanes."""
         raise NotImplementedError
 
     def add(
@@ -203,9 +206,9 @@ class _WeightSums:
         step: Callable[[Expr, Expr], tuple[Expr, list[Expr]]],
         operands: tuple[Buffer, Buffer],
     ) -> None:
-        """Set the rows of `sums` that start at `slots`, or add one image to them. For an image (counted from 0 if all
-        are added) and a position, `step` gives the row of the packed side and the elements of the other side to
-        multiply."""
+        """Set the rows of `sums` that start at `slots`, or add one image to them. For an image and a position, `step`
+        returns the row of the packed side and the elements of the other side to multiply. Images are counted from 0 if
+        all are added."""
         emit, lanes = self.emit, self.lanes
         packed, source = operands
         tile = RegisterTile(emit, self.dtype, len(slots), self.width, lanes)

@@ -7,12 +7,12 @@ a line, so that
 
 and the lines are cut into blocks that stay in the second cache.
 
-A unit is a band of rows of one image; two units make a pair, whose numbers stand in the two halves of words: those of
+A unit is a band of rows of one image. Two units make a pair, whose numbers stand in the two halves of words: those of
 two images where their number is even. Rows of a unit follow each other at a distance `pitch`, in dy with zeros between
-them, in x with the border of zeros, of which one column serves the end of one row and the begin of the next: so all
-taps read x as it is packed once. With a stride, columns and rows of x are kept apart by their remainder modulo the
-stride (`residues`, those that some tap reads), and taps are shifts again. Units whose taps read only their own
-positions follow each other without a gap; other units begin with a whole step of dy.
+them, in x with the border of zeros. One column of the border serves the end of one row and the begin of the next. So
+all taps read x as it is packed once. With a stride, columns and rows of x are kept apart by their remainder modulo the
+stride (`residues` are those that some tap reads). Taps are shifts again. Units whose taps read only their own positions
+follow each other without a gap; other units begin with a whole step of dy.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from penstock.backends.tvm.kernels.tiles.registers import SIDE, STEP
 from penstock.backends.tvm.kernels.tools.correlation import Pair
 from penstock.backends.tvm.kernels.tools.emit import ceil_div
 
-# Bytes of the second cache that packed operands and sums may take, and up to which all of dy is still found there in
-# the next round.
+# Bytes of the second cache that packed operands and sums may take, and the most bytes of dy that stay there until the
+# next round.
 _CACHE, _NEAR = 3 << 19, 1 << 20
 # Cycles: a product of two tiles, sums of one more block added, a number of x and of dy packed, a channel of a unit
 # begun.
@@ -93,7 +93,7 @@ class LineLayout:
 
     @property
     def twins(self) -> bool:
-        """Say whether both units of a pair are the same rows of two images."""
+        """Return whether both units of a pair are the same rows of two images."""
         return self.images % 2 == 0
 
     @property
@@ -114,7 +114,7 @@ class LineLayout:
 
     @property
     def joined(self) -> bool:
-        """Say whether units follow each other without a gap."""
+        """Return whether units follow each other without a gap."""
         return self.rows.extent == self.columns.extent == 0
 
     @property
@@ -174,7 +174,7 @@ class LineLayout:
 
     @property
     def by_rows(self) -> bool:
-        """Say whether rows of x that no tap reads are left out in packing."""
+        """Return whether rows of x that no tap reads are left out in packing."""
         return len(self.rows.residues) < self.rows.stride and self.columns.size >= SIDE
 
     @property

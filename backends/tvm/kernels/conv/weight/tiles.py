@@ -13,11 +13,11 @@ In: as for direct.py, which serves all other machines and sizes. Out: loops
 Each block has sums of its own, added in memory to those before. Lines, units and blocks, and their sizes, are defined
 in lines.py.
 
-Where 32 filters or channels have a number that is too large for parts, infinities and nans among them, their sums are
-computed one by one, slowly, as f32 has them.
+A block of 32 filters or channels may have a number that is too large for parts, such as an infinity or a nan. Its sums
+are then computed one by one, slowly, in f32.
 
-Limits: few channels or filters (with one tap as many as 64, for which packing costs too much), and images of fewer than
-16 positions, are left to direct.py; a single image of one row has half of each word empty.
+Limits: direct.py handles few channels or filters (up to 64 with one tap, for which packing costs too much), and images
+of fewer than 16 positions. A single image of one row leaves half of each word empty.
 """
 
 from __future__ import annotations
