@@ -69,7 +69,7 @@ test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -q -m slow
 
 # What runs in seconds a file; the rest starts processes for each test, whose order changes little.
-QUICK ?= tests/ir tests/passes tests/frontends tests/runtime tests/inspecting
+QUICK ?= tests/ir tests/passes tests/frontends tests/runtime tests/inspection
 SEEDS ?= 1 2 3
 
 test-shuffled: $(VENV)/ready
@@ -82,7 +82,7 @@ test-long: $(VENV)/ready
 # Warnings of destructors cannot be raised: pytest reports them as its own, which are errors here. Processes that tests start inherit the mode.
 test-devmode: $(VENV)/ready
 	PYTHONDEVMODE=1 PYTHONWARNINGS=always::ResourceWarning $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_PROCESSES) --dist loadfile \
-		-W error::ResourceWarning -W error::pytest.PytestUnraisableExceptionWarning tests/ir tests/runtime tests/test_cli.py tests/inspecting
+		-W error::ResourceWarning -W error::pytest.PytestUnraisableExceptionWarning tests/ir tests/runtime tests/commands/test_cli.py tests/inspection
 
 test-crowded: $(VENV)/ready
 	$(BIN)/python -m pytest -q -m "not slow" -n 4 tests/runtime
@@ -97,7 +97,7 @@ conformance: $(VENV)/ready
 	$(BIN)/python tests/conformance/run.py --through tvm
 
 # The tests of these parts, and those that take them through the command line.
-COVERING ?= tests/ir tests/passes tests/runtime/test_simulate.py tests/test_planning.py tests/test_placement_hints.py tests/test_simulating.py tests/test_refining.py
+COVERING ?= tests/ir tests/passes tests/planning tests/commands/running/test_simulate.py
 
 coverage: $(VENV)/ready
 	rm -rf build/coverage && mkdir -p build/coverage

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,7 +46,8 @@ def _forget_name_of_test() -> None:
     os.environ.pop("PYTEST_CURRENT_TEST", None)
 
 
-# Makes samples, main_graph.py and torch_meaning.py importable: test folders are no packages.
+# Makes oracles, samples and acceptance importable. What one room shares is imported relatively: a top-level `ir` or
+# `passes` would be a folder of tests, or a second copy of the product.
 sys.path.insert(0, str(Path(__file__).parent))
 # A shell lets jobs in the background ignore interrupts, and so do their children; tests that interrupt children need
 # the default.
@@ -91,66 +92,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = laws
 
 
-def toy_text(stages: int, skip: bool = False, trains: bool = True, devices: Sequence[int] = ()) -> str:
-    """Return a chain of `stages` products h(i) = h(i-1) * w(i), h(-1) = x.
-
-    With `skip`, h(0) is also added before the last stage. Each stage lies on one device, or on as many as `devices`
-    says.
-    """
-    last, skip = stages - 1, skip and stages > 2
-    lines = [f"module @toy facts({'differentiated, ' if trains else ''}staged) {{"]
-    several = {i: count for i, count in enumerate(devices) if count > 1}
-    lines += [
-        f"  mesh @s{i} (dp={count}) {' '.join(f'cpu:{i}.{j}' for j in range(count))}" for i, count in several.items()
-    ]
-    lines += [f"  stage {i} on {f's{i}' if i in several else f'cpu:{i}'}" for i in range(stages)]
-    lines += ["  input %x : f32[4]", f"  output %h{last}"]
-    for i in range(stages):
-        lines.append(f"  var @w{i} : f32[4] stage {i} param")
-        if trains:
-            lines.append(f"  var @w{i}.grad : f32[4] stage {i} grad init zeros")
-    for i in range(stages):
-        operands = ["x" if i == 0 else f"h{i - 1}"] + (["h0"] if skip and i == last else [])
-        lines.append(f"  graph @s{i}.F({', '.join(f'%{n} : f32[4]' for n in operands)}) {{")
-        source = operands[0]
-        if len(operands) > 1:
-            lines.append(f"    %t{i} : f32[4] = add(%{operands[0]}, %h0)")
-            source = f"t{i}"
-        lines += [f"    %w : f32[4] = read(@w{i})", f"    %h{i} : f32[4] = mul(%{source}, %w)"]
-        lines += ([f"    save %{source}"] if trains else []) + [f"    return %h{i}", "  }"]
-        if not trains:
-            continue
-        arguments = [source] + ([] if i == last else [f"h{i}.grad"]) + (["h0.skip.grad"] if skip and i == 0 else [])
-        lines.append(f"  graph @s{i}.B({', '.join(f'%{n} : f32[4]' for n in arguments)}) {{")
-        grad = f"h{i}.grad"
-        if i == last:
-            lines.append(f"    %{grad} : f32[4] = const(value=1.0, shape=[4], dtype=f32)")
-        elif len(arguments) > 2:
-            lines.append(f"    %sum.grad : f32[4] = add(%{grad}, %h0.skip.grad)")
-            grad = "sum.grad"
-        lines += [
-            f"    %w : f32[4] = read(@w{i})",
-            f"    %dw{i} : f32[4] = mul(%{source}, %{grad})",
-            f"    accum(%dw{i}, @w{i}.grad)",
-        ]
-        results = [] if i == 0 else [f"h{i - 1}.grad"]
-        lines += [f"    %{n} : f32[4] = mul(%{grad}, %w)" for n in results]
-        if skip and i == last:
-            lines.append(f"    %h0.skip.grad : f32[4] = mul(%{grad}, %w)")
-            results.append("h0.skip.grad")
-        lines += ["    return" + (" " + ", ".join("%" + n for n in results) if results else ""), "  }"]
-        lines += [f"  graph @s{i}.U() {{", f"    %w : f32[4] = read(@w{i})", f"    %g : f32[4] = take(@w{i}.grad)"]
-        lines += ["    %lr : f32[] = const(value=0.1, shape=[], dtype=f32)", "    %w1 : f32[4] = sgd(%w, %g, %lr)"]
-        lines += [f"    write(%w1, @w{i})", "    return", "  }"]
-    return "\n".join([*lines, "}"]) + "\n"
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compile in the test process, and keep kernels for this run alone, for all of its processes.
 
     Tests compile a few kernels each, which takes less than starting compiler processes; those have tests in
-    backends/test_tvm_processes.py.
+    backends/tvm/compile/test_pool.py.
     """
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
@@ -163,6 +110,8 @@ def _compiled_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def toy() -> Callable[..., Module]:
     """Return toy(stages, skip=False, trains=True): a split module, ready for the schedule pass."""
+    from oracles.toy import toy_text
+
     return lambda *args, **kwargs: parse_module(toy_text(*args, **kwargs), "toy.ir")
 
 
@@ -170,7 +119,7 @@ def toy() -> Callable[..., Module]:
 def symbolic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model whose first dimension has a name."""
     import onnx
-    from planned_models import SIZES
+    from oracles.planned_models import SIZES
 
     from penstock.models import write_mlp
 

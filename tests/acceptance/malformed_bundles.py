@@ -1,4 +1,5 @@
-"""Bundles that are wrong: damaged, which hashes find, and forged, with hashes that are right, so that what reads the contents is reached."""
+"""Malformed bundles. Damaged ones have wrong hashes. Forged ones have right hashes, so that they reach the readers of
+the contents."""
 
 from __future__ import annotations
 
@@ -172,7 +173,27 @@ _MODULES: dict[str, Callable[[str], bytes]] = {
 }
 
 
+# Numbers that a program would count up to, and places that are not there.
+_SIMULATED: dict[str, tuple[str, str]] = {
+    "threads": ("threads=1 ", "threads=1000000000000 "),
+    "stage": ("stage 1 on", "stage 1000000000000 on"),
+    "edge": ("edge 0>1", "edge 0>7"),
+}
+
+
 def forged_bundles() -> Iterator[Case]:
+    for name, (before, after) in _SIMULATED.items():
+        for command in ("simulate", "opt"):
+
+            def make(
+                folder: Path, good: Good, before: str = before, after: str = after, command: str = command
+            ) -> list[str]:
+                text = (good.bundle / "module.ir").read_text()
+                assert before in text
+                (folder / "m.ir").write_text(text.replace(before, after, 1))
+                return [command, str(folder / "m.ir"), *(["-p", "lifetimes"] if command == "opt" else [])]
+
+            yield Case(f"numbers-{name}-{command}", make)
     for name, change in _MANIFESTS.items():
 
         def make(folder: Path, good: Good, change: Any = change) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a case of malformed input is made of: the good files it is made from, and the command that must refuse it."""
+"""A case of malformed input: the good files it is made from, and the command that must refuse it."""
 
 from __future__ import annotations
 

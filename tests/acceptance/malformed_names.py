@@ -1,5 +1,6 @@
-"""Names that would steer a terminal, or pass for a line of ours, wherever a name can come from: models, bundles, data, checkpoints, settings, words of
-the command line, variables. Each of them stands in something that is refused, so that it is told."""
+"""Names with control characters of terminals, or that look like a line of Penstock, from every source of names: models,
+bundles, data, checkpoints, settings, words of the command line, variables. Each of them stands in something that is
+refused, so that it is told."""
 
 from __future__ import annotations
 

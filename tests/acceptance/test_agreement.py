@@ -1,4 +1,5 @@
-"""What stages have to agree on once per batch, in real workers: copies of a tied parameter. The judge is the recurrence in float64."""
+"""Tests that stages in real workers agree on copies of a tied parameter once per batch. The judge is the recurrence in
+float64."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from drawn import drawn
+from oracles.drawn import drawn
 from torch import Tensor, nn
 
 import penstock as ps

@@ -1,4 +1,4 @@
-"""Whatever is wrong with an input, the command says so in its own words: an error of ours with an exit code from 2 to 6, never a traceback.
+"""Tests of malformed input: the command reports an error of Penstock with an exit code from 2 to 6, never a traceback.
 
 The command line runs in this process, with nothing behind it: starting workers or becoming a rank means that the input was taken for good, which
 counts as a failure. What only workers read is tried in real processes, a few cases of it.

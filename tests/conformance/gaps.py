@@ -1,4 +1,4 @@
-"""The lists of what does not pass: one file per way of execution, tests grouped by status and reason.
+"""The lists of failing tests: one file per way of execution, grouped by status and reason.
 
 A file has lines `## STATUS: REASON`, each followed by the names of its tests; lines that begin with one `#` are comments. A test that is in no
 group passes. Lists may only shrink, which `changes` says in words: it names everything that is not as listed, better or worse.

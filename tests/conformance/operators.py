@@ -1,4 +1,4 @@
-"""What each ONNX operator becomes: the IR operations that its node tests are imported as.
+"""A table from ONNX operators to the IR operations that their node tests are imported as.
 
     python tests/conformance/operators.py            write operators.json anew
     python tests/conformance/operators.py --check    exit 1 if it is out of date

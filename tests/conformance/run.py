@@ -28,7 +28,7 @@ if __name__ == "__main__":
         os.environ[variable] = "1"
     os.environ["PENSTOCK_CACHE"] = "off"
 
-from limits import ANSWERED, each
+from oracles.limits import ANSWERED, each
 
 from conformance.cases import ALL, COUNTS, NUMERIC, PLAIN, Case, collect, members
 from conformance.execution import EXECUTE, FAILED, FOLDED, INTERPRETER, KNOWN, PASSED, TVM, judged

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from limits import ANSWERED, CRASHED, HUNG, MEMORY
+from oracles.limits import ANSWERED, CRASHED, HUNG, MEMORY
 
 from conformance import operators
 from conformance.binding import attempts
@@ -130,7 +130,7 @@ def test_control_what_crashes_hangs_or_takes_all_memory_is_ended(tmp_path: Path)
     code = (
         "import os, sys, time\n"
         f"sys.path.insert(0, {str(RUN.parents[1])!r})\n"
-        "from limits import each\n"
+        "from oracles.limits import each\n"
         "def work(kind):\n"
         "    if kind == 'hang': time.sleep(600)\n"
         "    if kind == 'crash': os.abort()\n"

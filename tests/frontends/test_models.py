@@ -12,7 +12,7 @@ import penstock.models
 from penstock.frontends.onnx import import_onnx
 from penstock.models import write_bert, write_cnn, write_gpt, write_mlp, write_resnet
 
-from .conftest import compare, draw, run
+from .onnx.cases import compare, draw, run
 
 GPT = {"layers": 2, "width": 16, "heads": 2, "vocab": 29, "positions": 8}
 

@@ -20,7 +20,7 @@ from penstock.ir.verify.verifier import check
 from penstock.passes.training.autodiff import AutodiffOptions, autodiff
 from penstock.support.errors import UsageError
 
-from .conftest import draw, write_model
+from .onnx.cases import draw, write_model
 
 F32 = np.dtype(np.float32)
 TWO = """(float[2,3,4] x, float[4,5] w, float[4,4] v) => (float[2,3,5] logits, float[2,3,4] side, float total) {

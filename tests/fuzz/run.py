@@ -25,7 +25,7 @@ if __name__ == "__main__":
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[variable] = "1"
 
-from limits import ANSWERED, Outcome, each
+from oracles.limits import ANSWERED, Outcome, each
 
 from fuzz.damage import damaged
 from fuzz.seeds import MODEL, Seeds, read_seeds, seeds

@@ -11,8 +11,8 @@ from pathlib import Path
 import onnx
 import onnx.parser
 import pytest
-from limits import ANSWERED, CRASHED, Outcome
 from onnx import TensorProto, helper
+from oracles.limits import ANSWERED, CRASHED, Outcome
 
 from fuzz import run as fuzz_run
 from fuzz.run import IMPORTED, imported, write_files, wrong

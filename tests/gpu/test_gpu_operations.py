@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from judge import to_tensor, wrong_results
+from oracles.judge import to_tensor, wrong_results
 from samples import Sample, samples_of
 
 from penstock.backends.interface import CompileOptions, StageProgram

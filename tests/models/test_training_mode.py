@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from drawn import drawn
+from oracles.drawn import drawn
 from torch import Tensor, nn
 from torch.nn import functional as F
 

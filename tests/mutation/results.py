@@ -1,4 +1,5 @@
-"""What became of the mutants, by file, as the last whole run of each part left it: how many there were, were killed, are equivalent, and which survived."""
+"""The results of the last whole run of each part by file: the numbers of mutants, of killed and of equivalent ones, and
+the survivors."""
 
 from __future__ import annotations
 

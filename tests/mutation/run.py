@@ -34,7 +34,7 @@ from mutation.mutants import Mutant, mutants
 from mutation.results import table, write_results
 from mutation.trial import KILLED, ROOT, SURVIVED, Target, Tests, Verdict, preload, try_mutants
 
-_VERIFY, _PASSES, _SCHEDULES = "ir/verify/{}.py", "tests/passes/test_{}.py", "passes/schedules/{}.py"
+_VERIFY, _PASSES, _SCHEDULES = "ir/verify/{}.py", "tests/passes/{}.py", "passes/schedules/{}.py"
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,15 @@ def _files(pattern: str, *names: str) -> tuple[str, ...]:
 PARTS = {
     "graphs": Part(
         tuple(map(Target, _files(_VERIFY, "verifier", "stages", "agreement"))),
-        ("tests/ir/test_verify.py", "tests/ir/test_verify_agreement.py", "tests/ir/test_verify_moving.py"),
+        ("tests/ir/verify/test_verifier.py", "tests/ir/verify/test_agreement.py", "tests/ir/verify/test_moving.py"),
     ),
     "programs": Part(
         tuple(map(Target, _files(_VERIFY, "schedules", "runs", "versions", "messages", "ranks"))),
         (
-            "tests/ir/test_verify_schedule.py",
-            "tests/ir/test_verify_moving.py",
-            *_files(_PASSES, "communicate", "lifetimes", "weight_versions", "mutants", "replicas"),
+            "tests/ir/verify/test_schedules.py",
+            "tests/ir/verify/test_moving.py",
+            *_files(_PASSES, "communicate/test_communicate", "memory/test_lifetimes"),
+            *_files(_PASSES, "schedules/test_weight_versions", "schedules/test_mutants", "schedules/test_dealing"),
         ),
     ),
     "schedules": Part(
@@ -77,7 +78,7 @@ PARTS = {
                 ),
             )
         ),
-        ("tests/ir/test_playing.py", *_files(_PASSES, "schedules", "replicas")),
+        ("tests/ir/test_grid.py", *_files(_PASSES, "schedules/test_schedule", "schedules/test_dealing")),
         ("formulas", "every_legal", "brute_force", "nobody_waits", "ranks_compute"),
     ),
 }
@@ -158,6 +159,8 @@ def main(words: Sequence[str] | None = None) -> int:
     began, equivalent = time.monotonic(), read_equivalent()
     wanted = chosen(part, given.only, given.sample)
     kept = Kept(ROOT / "build" / "mutation" / f"{given.part}.jsonl", part.tests, given.budget)
+    if not any(wanted.values()):
+        parser.error(f"--only {given.only!r} matches no mutant of {given.part}")
     verdicts: list[Verdict] = []
     left: dict[Target, list[Mutant]] = {}
     for target, found in wanted.items():

@@ -28,7 +28,7 @@ from types import CodeType, FunctionType, ModuleType
 import coverage
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from limits import ANSWERED, HUNG, each
+from oracles.limits import ANSWERED, HUNG, each
 
 from mutation.mutants import Mutant
 

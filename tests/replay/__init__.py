@@ -1,1 +1,2 @@
-"""What every pass makes of a fixed corpus of models, as hashes: a change that is meant to change nothing changes none of them."""
+"""Hashes of the results of every pass on a fixed corpus of models. A change that is meant to change nothing changes
+none of them."""

@@ -1,4 +1,5 @@
-"""Small models of many kinds, from ONNX and from torch, with no download: what the corpus is made of. Weights are seeded, though no hash depends on them."""
+"""The models of the corpus: small ones of many kinds, from ONNX and from torch, with no download. Weights are seeded,
+though no hash depends on them."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ import numpy as np
 import onnx
 import onnx.parser
 import torch
-from export_cases import write_rich
-from frontends import torch_modules
 from models import families
+from oracles import torch_modules
+from oracles.export_cases import write_rich
 from torch import Tensor, nn
 from torch.nn import functional as F
 

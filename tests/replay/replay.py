@@ -1,4 +1,5 @@
-"""Hashes of what every pass makes of every model of the corpus: proof that a change which is meant to change nothing did not.
+"""Hashes of the result of every pass on every model of the corpus. They prove that a change which is meant to change
+nothing did not.
 
     python tests/replay/replay.py                           say which models a pass treats otherwise than hashes.txt says
     python tests/replay/replay.py --diff NAME               what the first pass that changed makes of a model now, against the last commit

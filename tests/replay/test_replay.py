@@ -1,4 +1,4 @@
-"""No pass makes anything else of the corpus than hashes.txt says; and the comparison can fail."""
+"""Tests that every pass has the results of hashes.txt on the corpus, and that the comparison can fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operands hold: each function draws an array of a type from a generator."""
+"""The contents of operands: each function draws an array of a type from a generator."""
 
 from __future__ import annotations
 

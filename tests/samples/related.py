@@ -63,7 +63,7 @@ def _cross_entropy_grad(arrays: list[Array], a: Mapping[str, Attr]) -> list[Arra
 
 def _attention_grad(x: list[Array], a: Mapping[str, Attr]) -> list[Array]:
     """Result and statistics that belong to the operands;"""
-    from torch_meaning import MEANING
+    from oracles.torch_meaning import MEANING
 
     operands = [torch.tensor(t if t.dtype == bool else t.astype(np.float64)) for t in (*x[1:4], *x[7:])]
     results = MEANING["attention"](*operands, **a)

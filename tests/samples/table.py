@@ -1,4 +1,4 @@
-"""The tables, and the functions that add to them and ask them."""
+"""The tables, and the functions that add to them and read them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,464 @@
+"""Tests of the doctor: the meaning of its seconds against a made-up machine, links between real processes, and messages
+for missing parts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from penstock.commands.parser import main
+from penstock.doctor import examine as doctor
+from penstock.doctor.examine import HostFacts, cluster_of, examine
+from penstock.doctor.kernels import Rates, rates_of, yardsticks
+from penstock.doctor.links import SIZES, Loopback, Wire, fit
+from penstock.ir.cluster.cluster import Cluster, Device
+from penstock.ir.ops import cost_of
+from penstock.support import hardware as machine
+
+RATES = Rates(
+    1, 2e11, 1e10, 32 << 20, 4e10, 2.5e-7, 2e-6,
+    {"products": 0.8, "products.bf16": 3.0, "products.f16": 0.3, "convolutions": 0.9, "squares": 1.7, "attention": 0.4, "elements": 0.2, "layout.bytes": 0.5, "updates.bytes": 1.5},
+    {"f32": 2e11, "bf16": 6e11, "f16": 6e10},
+)  # fmt: skip
+
+
+def seconds_of(rates: Rates) -> dict[str, float]:
+    """What yardsticks take on a machine of these rates, by the definition of each."""
+    found = {}
+    for stick in yardsticks():
+        (op, *more) = stick.graph.ops
+        moved = sum(v.type.nbytes for v in (*stick.graph.ins, *stick.graph.outs))
+        if stick.key == "overhead":
+            found[stick.name] = rates.call_overhead + rates.overhead * (1 + len(more))
+            continue
+        if stick.key == "updates.bytes":
+            moved = 8 * sum(v.type.nbytes for v in op.outs)
+        if stick.key in ("bandwidth", "cache"):
+            moved *= 3
+        work = {
+            "updates.bytes": lambda moved=moved: moved / (rates.bandwidth * rates.efficiency["updates.bytes"]),
+            "flops": lambda op=op: cost_of(op).flops / rates.flops,
+            "bandwidth": lambda moved=moved: moved / rates.bandwidth,
+            "cache": lambda moved=moved: (
+                moved / (rates.cache_bandwidth if moved * 2 / 3 <= rates.cache else rates.bandwidth)
+            ),
+            "layout.bytes": lambda moved=moved: moved / (rates.cache_bandwidth * rates.efficiency["layout.bytes"]),
+        }
+        other = lambda op=op, key=stick.key: cost_of(op).flops / (rates.flops * rates.efficiency[key])  # noqa: E731
+        found[stick.name] = rates.call_overhead + work.get(stick.key, other)()
+    return found
+
+
+def test_rates_are_found_again() -> None:
+    assert rates_of(seconds_of(RATES), 1) == RATES
+    # The control: a slower product is a lower rate, and changes every share of it.
+    slower = seconds_of(RATES) | {"large": 2 * seconds_of(RATES)["large"]}
+    found = rates_of(slower, 1)
+    assert found.flops == pytest.approx(1e11, rel=0.01)
+    assert found.efficiency["attention"] == pytest.approx(0.8, rel=0.01)
+    assert found.bandwidth == RATES.bandwidth
+
+
+def test_a_machine_whose_memory_is_as_fast_has_no_cache_worth_telling() -> None:
+    times = seconds_of(RATES)
+    flat = {name: t for name, t in times.items() if not name.startswith("sum")}
+    flat |= {
+        s.name: RATES.call_overhead + 3 * sum(v.type.nbytes for v in s.graph.ins) / 1e10
+        for s in yardsticks()
+        if s.key == "cache"
+    }
+    found = rates_of(flat, 1)
+    assert (found.cache, found.cache_bandwidth) == (0, 0.0)
+
+
+def test_a_line_is_found_in_times() -> None:
+    line = fit([(n, 5e-5 + n / 2e9) for n in SIZES])
+    assert line == pytest.approx((2e9, 5e-5), rel=1e-9)
+    # Errors of some percent change it by some percent, whatever the size of the messages.
+    noisy = fit([(n, (5e-5 + n / 2e9) * (1 + 0.04 * (-1) ** i)) for i, n in enumerate(SIZES)])
+    assert noisy == pytest.approx((2e9, 5e-5), rel=0.1)
+    # Never less than nothing.
+    assert fit([(1000, 1e-6), (2000, 2e-6), (4000, 4.1e-6)]).latency >= 0
+    assert fit([(1000, 1e-3), (2000, 1e-3), (4000, 0.9e-3)]).bandwidth > 0
+
+
+def host(name: str, devices: list[Device], loopback: tuple[float, float] | None = (2e9, 5e-5)) -> HostFacts:
+    plain = [{"name": d.name, "fields": d.fields(), "spaces": dict(d.spaces)} for d in devices]
+    return HostFacts(name, "", {}, "", 4, None, {}, 1 << 34, None, plain, loopback, None, [])
+
+
+def test_hosts_become_a_cluster(tmp_path: Path) -> None:
+    devices = [
+        Device("cpu:0", flops=1e11, efficiency=(("products", 0.9),)),
+        Device("cpu:1", spaces=(("ram", 1 << 30),)),
+    ]
+    hosts = [host("a", devices), host("b", devices[:1], (4e9, 7e-5)), host("c", devices[:1], None)]
+    pairs = {(0, 1): Wire(1e9, 1e-4), (0, 2): Wire(1.1e9, 1e-4), (1, 2): Wire(1e8, 9e-4)}
+    cluster = cluster_of(hosts, pairs)
+    assert [d.name for d in cluster.devices] == ["a/cpu:0", "a/cpu:1", "b/cpu:0", "c/cpu:0"]
+    assert cluster.device("a/cpu:0").efficiency == (("products", 0.9),)
+    assert cluster.link_class("same-host") == (3e9, 6e-5)
+    assert cluster.link_class("other-host") == (1e9, 1e-4)
+    # The pair that is unlike the others has links of its own; the others go by class, through their hosts' cards.
+    assert [(link.a, link.b, link.bandwidth, link.latency) for link in cluster.links] == [
+        ("b/cpu:0", "c/cpu:0", 1e8, 9e-4)
+    ]
+    assert cluster.path("a/cpu:1", "c/cpu:0") == (
+        1e9,
+        1e-4,
+        (("nic of a out", 1.1e9), ("nic of c in", 1.1e9)),
+        math.inf,
+    )
+    file = tmp_path / "cluster.toml"
+    file.write_text(cluster.to_toml(), encoding="utf-8")
+    assert Cluster.load(file) == cluster
+    # One host needs no names of hosts.
+    alone = cluster_of(hosts[:1], {})
+    assert [d.name for d in alone.devices] == ["cpu:0", "cpu:1"]
+    assert alone.hosts == ()
+
+
+# ------------------------------------------------------------------------------------------------ what is missing
+
+
+class FakeError(Exception):
+    pass
+
+
+def fake_nvml(devices: int, *, fails: str = "") -> types.SimpleNamespace:
+    """An NVML whose devices know nothing but their memory and architecture."""
+
+    def refuse(kind: type[Exception]) -> object:
+        def call(*given: object) -> object:
+            raise kind("refused")
+
+        return call
+
+    unsupported = type("NotSupported", (FakeError,), {})
+    nvml = types.SimpleNamespace(
+        NVMLError=FakeError, NVMLError_NotSupported=unsupported, NVMLError_FunctionNotFound=type("Missing", (FakeError,), {}), NVMLError_Unknown=type("Unknown", (FakeError,), {}),
+        NVML_CLOCK_MEM=2, nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: devices, nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetCudaComputeCapability=lambda h: (9, 0),
+        nvmlDeviceGetMemoryInfo=lambda h: types.SimpleNamespace(total=80 << 30),
+        nvmlDeviceGetMaxClockInfo=refuse(unsupported), nvmlDeviceGetMemoryBusWidth=refuse(unsupported),
+    )  # fmt: skip
+    if fails:
+        setattr(nvml, fails, refuse(FakeError))
+    return nvml
+
+
+def test_gpus_are_asked_what_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(2))
+    found, why = machine.gpus()
+    assert why == ""
+    assert [(g.index, g.arch, g.memory, g.bandwidth) for g in found] == [
+        (0, "sm_90", 80 << 30, 0.0),
+        (1, "sm_90", 80 << 30, 0.0),
+    ]
+    for fails, expected in (
+        ("nvmlInit", "no NVIDIA driver answers"),
+        ("nvmlDeviceGetCount", "does not say what devices"),
+    ):
+        monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(1, fails=fails))
+        found, why = machine.gpus()
+        assert found == []
+        assert expected in why
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(0))
+    assert machine.gpus() == ([], "the NVIDIA driver has no devices")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "not installed" in machine.gpus()[1]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled, and nothing but the pretended machine is measured."""
+    monkeypatch.setattr(doctor, "compile_yardsticks", lambda folder: None)
+    monkeypatch.setattr(
+        doctor, "_run_yardsticks", lambda folder, threads, part: [rates_of(seconds_of(RATES), n) for n in threads]
+    )
+    loopback = Loopback(
+        [(n, 5e-5 + n / 2e9) for n in SIZES],
+        [(n, 4e-5 + n / 3e9) for n in SIZES],
+        [(n, 1e-5 + n / 16e9) for n in SIZES],
+    )
+    monkeypatch.setattr(doctor, "measure_loopback", lambda timeout: loopback)
+    monkeypatch.setattr(machine, "gpus", lambda: ([], "nvidia-ml-py is not installed"))
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def test_the_command_writes_a_file_that_plans_take(
+    quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("cluster.toml", "cluster.yaml"):
+        assert main(["doctor", "--threads", "1,2", "--cluster-out", str(tmp_path / name), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        cluster = Cluster.load(tmp_path / name)
+        assert [d.threads for d in cluster.devices] == [1, 2]
+        assert all(
+            (d.flops, d.bandwidth, dict(d.efficiency)) == (RATES.flops, RATES.bandwidth, RATES.efficiency)
+            for d in cluster.devices
+        )
+        assert cluster.link_class("same-host") == pytest.approx((2e9, 5e-5), rel=1e-3)
+        assert all(
+            (d.message_overhead, d.socket_bandwidth) == pytest.approx((4e-5, 3e9), rel=1e-3) for d in cluster.devices
+        )
+        # One of the two ends copies.
+        assert all(
+            (d.shared_overhead, d.copy_bandwidth) == pytest.approx((1e-5, 8e9), rel=1e-3) for d in cluster.devices
+        )
+        assert told["cluster"]["devices"][1]["threads"] == 2
+        assert told["hosts"][0]["cores"] == machine.usable_cores()
+    assert main(["doctor", "--devices", "2"]) == 0
+    assert "same-host" in capsys.readouterr().out
+
+
+def test_a_quota_makes_ends_of_messages_longer(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = []
+    monkeypatch.setattr(
+        doctor,
+        "_run_yardsticks",
+        lambda folder, threads, part: [parts.append(part), rates_of(seconds_of(RATES), 1)][1:],
+    )
+    for quota, times in ((None, 1), (2.0, 1), (0.5, 2)):
+        monkeypatch.setattr(machine, "core_quota", lambda quota=quota: quota)
+        report = examine([1])
+        assert report is not None
+        (device,) = report.cluster.devices
+        assert (device.message_overhead, device.socket_bandwidth) == pytest.approx(
+            (4e-5 * times, 3e9 / times), rel=1e-2
+        )
+    assert parts == [1.0, 1.0, 0.5]
+
+
+def test_an_end_of_a_message_is_one_thread(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices of four threads within two cores: each of them sends with one thread, which the quota leaves alone."""
+    parts = []
+    monkeypatch.setattr(
+        doctor,
+        "_run_yardsticks",
+        lambda folder, threads, part: [parts.append(part), *(rates_of(seconds_of(RATES), 1) for _ in threads)][1:],
+    )
+    for quota, times in ((2.0, 1), (1.0, 2)):
+        monkeypatch.setattr(machine, "core_quota", lambda quota=quota: quota)
+        report = examine([4, 4])
+        assert report is not None
+        for device in report.cluster.devices:
+            assert (device.message_overhead, device.socket_bandwidth) == pytest.approx(
+                (4e-5 * times, 3e9 / times), rel=1e-2
+            )
+    assert parts == [0.25, 0.125]
+
+
+def test_quotas_of_both_kinds_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The narrowest of all groups that a process is in."""
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    read = machine._read
+    own = "4:memory:/job\n2:cpuacct,cpu:/job/rank\n0::/job/rank"
+    monkeypatch.setattr(machine, "_read", lambda path: own if path == Path("/proc/self/cgroup") else read(path))
+    assert machine.core_quota() is None
+    for top in (tmp_path, tmp_path / "cpu"):
+        (top / "job" / "rank").mkdir(parents=True)
+    (tmp_path / "job" / "rank" / "cpu.max").write_text("max 100000")
+    assert machine.core_quota() is None
+    (tmp_path / "job" / "cpu.max").write_text("150000 100000")
+    assert machine.core_quota() == 1.5
+    for name, quota in (("job", 20_000), ("job/rank", -1)):
+        (tmp_path / "cpu" / name / "cpu.cfs_quota_us").write_text(str(quota))
+        (tmp_path / "cpu" / name / "cpu.cfs_period_us").write_text("100000")
+    assert machine.core_quota() == 0.2
+    (tmp_path / "cpu" / "job" / "rank" / "cpu.cfs_quota_us").write_text("5000")
+    assert machine.core_quota() == 0.05
+
+
+def test_all_problems_are_said(
+    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from penstock.support.errors import PenstockError
+
+    def broken(*given: object) -> list[object]:
+        raise PenstockError("no compiler")
+
+    monkeypatch.setattr(doctor, "_run_yardsticks", broken)
+    monkeypatch.setattr(doctor, "measure_loopback", broken)
+    monkeypatch.setattr(machine, "gpus", lambda: ([], "no NVIDIA driver answers: refused"))
+    monkeypatch.setattr(machine, "core_quota", lambda: 0.5)
+    monkeypatch.setattr(os, "getloadavg", lambda: (64.0, 0.0, 0.0))
+    report = examine([machine.usable_cores(), 1])
+    assert report is not None
+    text = "\n".join(report.problems)
+    for expected in (
+        "they slow each other down",
+        "0.5 cores' worth of time",
+        "rates are guesses: no compiler",
+        "no NVIDIA driver answers",
+        "64.0 of",
+        "no compiler",
+    ):
+        assert expected in text
+    assert report.cluster.devices[0].efficiency == ()
+    assert report.cluster.classes == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--threads", "1,x"], "bad --threads"),
+        (["--threads", "0"], "bad --threads"),
+        (["--threads", "1,1", "--devices", "3"], "--threads has 2 numbers, --devices is 3"),
+        (["--cluster-out", "/nowhere/at/all.toml"], "there is no folder /nowhere/at"),
+        (["--cluster-out", "/"], "is a folder"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_measuring(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ real processes
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def doctors(
+    folder: Path, prefixes: list[list[str]], address: str, interfaces: list[str]
+) -> list[subprocess.Popen[bytes]]:
+    """One doctor per host, as torchrun would start them."""
+    port = free_port()
+    running = []
+    for rank, (prefix, interface) in enumerate(zip(prefixes, interfaces, strict=True)):
+        group = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(prefixes)),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": interface,
+        }
+        command = [
+            *prefix,
+            sys.executable,
+            "-P",
+            "-m",
+            "penstock",
+            "doctor",
+            "--threads",
+            "1",
+            "--cluster-out",
+            str(folder / "cluster.toml"),
+        ]
+        running.append(
+            subprocess.Popen(
+                command,
+                env=os.environ | group,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
+    return running
+
+
+def finish(running: list[subprocess.Popen[bytes]], seconds: float) -> list[str]:
+    try:
+        said = [process.communicate(timeout=seconds) for process in running]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    assert [process.returncode for process in running] == [0] * len(running), [told.decode() for _, told in said]
+    return [out.decode() for out, _ in said]
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured(tmp_path: Path) -> None:
+    report = examine((1,))
+    assert report is not None
+    (device,) = report.cluster.devices
+    assert 1e8 < device.flops < 1e13
+    assert device.efficiency
+    assert 1e7 < report.cluster.link_class("same-host")[0] < 1e12
+    assert report.hosts[0].loopback_times[0][1] < report.hosts[0].loopback_times[-1][1]
+    assert report.hosts[0].end_times[0][1] < report.hosts[0].end_times[-1][1]
+    assert 1e-6 < device.message_overhead < 1e-2
+    assert 1e7 < device.socket_bandwidth < 1e12
+
+
+@pytest.mark.slow
+def test_two_processes_are_two_hosts(tmp_path: Path) -> None:
+    from penstock.runtime.launch.local import loopback_name
+
+    out = finish(doctors(tmp_path, [[], []], "127.0.0.1", [loopback_name()] * 2), 240)
+    cluster = Cluster.load(tmp_path / "cluster.toml")
+    name = socket.gethostname()
+    assert [d.name for d in cluster.devices] == [f"{name}-0/cpu:0", f"{name}-1/cpu:0"]
+    assert [h.name for h in cluster.hosts] == [f"{name}-0", f"{name}-1"]
+    assert cluster.link_class("other-host")[0] > 1e7
+    assert "other-host" in out[0]
+    assert out[1] == "", "only the first rank reports"
+
+
+def _namespaces_work() -> bool:
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        return False
+    name = f"psd{os.getpid() % 10000}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
+    if made.returncode == 0:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return made.returncode == 0
+
+
+@pytest.mark.slow
+def test_the_wire_between_two_namespaces_is_measured(tmp_path: Path) -> None:
+    """Two network namespaces, which share no loopback, with a wire between them."""
+    if not _namespaces_work():
+        pytest.skip("needs to make network namespaces")
+    pid = os.getpid() % 10000
+    spaces, ends = [f"psa{pid}", f"psb{pid}"], [f"va{pid}", f"vb{pid}"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(words, check=True, capture_output=True, timeout=20)
+
+    try:
+        for space in spaces:
+            ip("ip", "netns", "add", space)
+        ip(
+            "ip",
+            "link",
+            "add",
+            ends[0],
+            "netns",
+            spaces[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            ends[1],
+            "netns",
+            spaces[1],
+        )
+        for i, (space, end) in enumerate(zip(spaces, ends, strict=True)):
+            ip("ip", "-n", space, "addr", "add", f"10.213.7.{i + 1}/24", "dev", end)
+            for device in (end, "lo"):
+                ip("ip", "-n", space, "link", "set", device, "up")
+        finish(doctors(tmp_path, [["ip", "netns", "exec", space] for space in spaces], "10.213.7.1", ends), 240)
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+    bandwidth, latency = Cluster.load(tmp_path / "cluster.toml").link_class("other-host")
+    assert 1e7 < bandwidth < 1e12
+    assert 0 <= latency < 1

@@ -1,0 +1,92 @@
+"""Tests that there is one list of schedules, and that code reads the row of a schedule instead of comparing its
+name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from oracles.repository import ROOT
+
+from penstock.ir.schedule_names import DELAYED, INFERENCE, NAMES, SYNCHRONOUS, TRAINING
+from penstock.passes.schedules.schedule import SCHEDULES
+
+FOLDERS = ("ir", "frontends", "passes", "backends", "runtime", "src/penstock")
+# The rows of schedules, and the list of names.
+EXEMPT = ("passes/schedules/", "ir/schedule_names.py")
+# So many names in one tuple are a second list of schedules.
+LIST = 3
+
+
+def test_the_table_has_the_names_of_the_list() -> None:
+    assert tuple(SCHEDULES) == NAMES == (*TRAINING, INFERENCE)
+    assert tuple(name for name, kind in SCHEDULES.items() if kind.trains) == TRAINING
+    assert tuple(name for name in TRAINING if SCHEDULES[name].delay) == DELAYED
+    assert sorted((*SYNCHRONOUS, *DELAYED)) == sorted(TRAINING)
+
+
+def problems(source: str) -> Iterator[tuple[int, str]]:
+    """Lines in which a schedule's name is compared, or which list schedules a second time."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare) and any(map(_is_name, (node.left, *node.comparators))):
+            if _about_schedules(node):
+                yield node.lineno, "compares the name of a schedule"
+        elif isinstance(node, ast.MatchValue) and _is_name(node.value):
+            yield node.value.lineno, "matches the name of a schedule"
+        elif isinstance(node, ast.Dict) and any(key is not None and _is_training(key) for key in node.keys):
+            yield node.lineno, "looks something up by the name of a schedule"
+        elif isinstance(node, ast.Tuple | ast.List | ast.Set) and sum(map(_is_training, node.elts)) >= LIST:
+            yield node.lineno, "lists schedules a second time"
+
+
+def _is_training(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value in TRAINING
+
+
+def _is_name(node: ast.expr) -> bool:
+    """A name, the constant of the one for inference, or several names."""
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return any(map(_is_name, node.elts))
+    if isinstance(node, ast.Name):
+        return node.id == "INFERENCE"
+    return isinstance(node, ast.Constant) and node.value in NAMES
+
+
+def _about_schedules(node: ast.Compare) -> bool:
+    """`forward` is a word of other things, too: there the comparison has to name a schedule."""
+    names = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+    return not names.isdisjoint(TRAINING) or "schedule" in ast.unparse(node)
+
+
+def test_no_name_is_compared_outside_the_table() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not str(path.relative_to(ROOT)).startswith(EXEMPT)
+        for line, what in problems(path.read_text())
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "schedule == '2bw'",
+        "'1f1b' != plan.schedule",
+        "self.schedule in ('1f1b', 'gpipe')",
+        "plan.schedule == 'forward'",
+        "schedule.name is INFERENCE",
+        "{'2bw': 2, 'gpipe': 1}.get(schedule)",
+        "match schedule:\n    case 'zb-1f1b':\n        pass",
+        "KINDS = ('1f1b', 'gpipe', '2bw')",
+    ],
+)
+def test_a_comparison_is_found(source: str) -> None:
+    assert list(problems(source))
+
+
+@pytest.mark.parametrize("source", ["direction == 'forward'", "plan(schedule='2bw')", "row = {'forward': 1}"])
+def test_other_uses_of_the_words_are_left_alone(source: str) -> None:
+    assert not list(problems(source))

@@ -1,0 +1,77 @@
+"""Models against the framework they came from, value by value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx.parser
+import pytest
+import torch
+
+import penstock as ps
+from penstock.commands.parser import main
+from penstock.support.errors import VerifyError
+from penstock.verification.bisect.search import Options
+from penstock.verification.bisect.torch_original import bisect_torch
+
+from .seeded_bugs import BUGS
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.norm, self.outer = torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = torch.nn.functional.gelu(self.norm(self.inner(x))).chunk(2, dim=1)
+        result: torch.Tensor = self.outer(torch.cat([b, a], dim=1)) * 2
+        return result
+
+
+def bisected(**more: object) -> int:
+    training = ps.Training(loss="mse", microbatches=2)
+    module = Small().eval()
+    return bisect_torch(
+        module, (torch.randn(3, 6),), cluster=ps.Cluster.local(2), training=training, backend="numpy", **more
+    )
+
+
+def test_a_module_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bisected(schedule="2bw") == 0
+    told = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in told
+    assert "nothing changes what Small computes" in told
+
+
+def test_a_call_that_is_imported_wrongly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from penstock.frontends.torch.table import RULES
+
+    monkeypatch.setitem(RULES, "gelu", lambda node: node.emit("relu", node.value("self")))
+    with pytest.raises(VerifyError, match="the import of Small computes something else than torch"):
+        bisected(options=Options())
+    told = capsys.readouterr().out
+    assert "tensor   %gelu of call gelu (aten.gelu.default)" in told
+
+
+def test_a_pass_of_a_module_of_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    next(bug for bug in BUGS if bug.name == "a lost factor 1/m").patch(monkeypatch)
+    with pytest.raises(VerifyError, match="pass autodiff"):
+        bisected()
+    assert "tensor   %loss.grad" in capsys.readouterr().out
+
+
+def test_models_that_draw_are_not_compared_with_another_runtime(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Masks of two runtimes are two masks. The control is the same model at rest."""
+    for on, code in ((1, 2), (0, 0)):
+        text = f"""<ir_version: 8, opset_import: ["" : 13]> m (float[4, 6] x) => (float[4, 6] y) <bool on = {{{on}}}> {{ y = Dropout(x, , on) }}"""
+        path = tmp_path / f"{on}.onnx"
+        path.write_bytes(onnx.parser.parse_model(text).SerializeToString())
+        assert main(["verify", str(path), "--backend", "numpy"]) == code
+        assert ("the model draws random numbers (dropout)" in capsys.readouterr().err) == bool(on)
+        assert main(["verify", str(path), "--backend", "numpy", "--bisect"]) == 0
+        told = capsys.readouterr()
+        assert ("its import is not compared" in told.err) == bool(on)
+        assert ("onnxruntime" in told.out) != bool(on)
