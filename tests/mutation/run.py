@@ -78,7 +78,10 @@ PARTS = {
                 ),
             )
         ),
-        ("tests/ir/test_grid.py", *_files(_PASSES, "schedules/test_schedule", "schedules/test_dealing")),
+        (
+            "tests/ir/test_grid.py",
+            *_files(_PASSES, "schedules/test_schedule", "schedules/test_dealing", "schedules/test_kind"),
+        ),
         ("formulas", "every_legal", "brute_force", "nobody_waits", "ranks_compute"),
     ),
 }
