@@ -33,6 +33,7 @@ _VIEWS = (
     "op",
     "schedule",
     "memory",
+    "where_time_goes",
     "params",
     "kernels",
     "measure",
@@ -45,7 +46,7 @@ _VIEWS = (
 _MOST_ACTIONS = 1_000_000
 _FILES = ("export", "html")
 _NAMED = ("why", "graph", "flow", "op", "source", "export", "html", "dumps", "trace", "checkpoint")
-_AS_JSON = ("memory", "params", "kernels", "measure", "why")
+_AS_JSON = ("memory", "where_time_goes", "params", "kernels", "measure", "why")
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="write a report for a browser, from graph to kernels: one file, which needs nothing else (docs/report.md)",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print the summary, or --why, --memory, --params or --kernels, as JSON"
+        "--json",
+        action="store_true",
+        help="print the summary, or --why, --memory, --where-time-goes, --params or --kernels, as JSON",
     )
     add_settings(parser, InspectOptions)
 
@@ -109,8 +112,14 @@ def _add_views(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
         metavar="FILE",
-        help="with --memory: what a run with --trace held, beside the plan, and which blocks lay idle; with --html: "
-        "that run beside the plan",
+        help="a run with --trace: with --memory what it held, beside the plan, and which blocks lay idle; with "
+        "--where-time-goes where its time went; with --html that run beside the plan",
+    )
+    parser.add_argument(
+        "--where-time-goes",
+        action="store_true",
+        help="with --trace: divide a step of that run into computing, waits and messages, rank by rank; with --measure "
+        "also into the rates of this machine, kernels alone, and kernels together",
     )
     parser.add_argument(
         "--params",
@@ -131,7 +140,7 @@ def _add_kernels(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="with --kernels: compile each kernel by itself and time it on this machine",
+        help="with --kernels or --where-time-goes: compile each kernel by itself and time it on this machine",
     )
     parser.add_argument("--source", metavar="NAME", help="print the source of one kernel, e.g. s0.F/k3")
 
@@ -167,8 +176,11 @@ def run(arguments: Namespace) -> None:
         _show_memory(subject.module, batches, arguments)
     if arguments.params:
         _show_params(subject, arguments)
-    if arguments.kernels or arguments.measure or arguments.source:
-        _show_kernels(subject, arguments)
+    rows = _kernel_rows(subject, arguments)
+    if arguments.where_time_goes:
+        _show_time(subject.module, rows, arguments)
+    if arguments.kernels or arguments.source or (arguments.measure and not arguments.where_time_goes):
+        _show_kernels(subject.module, rows, arguments)
     if arguments.export:
         from penstock.inspection.exports.exports import export_files  # lazy: heavy
 
@@ -183,13 +195,17 @@ def run(arguments: Namespace) -> None:
 def _check(arguments: Namespace, wanted: Sequence[str]) -> None:
     """Refuse options that do not go together, all of them at once, before anything is read."""
     problems = [f"--{name} without a name" for name in _NAMED if "" in _listed(getattr(arguments, name))]
-    views = {"kernels" if name == "measure" else name for name in wanted if name not in _FILES}
+    measured = "where_time_goes" if arguments.where_time_goes and not arguments.kernels else "kernels"
+    views = {measured if name == "measure" else name for name in wanted if name not in _FILES}
     if arguments.json and (len(views) > 1 or not views <= set(_AS_JSON)):
-        problems.append(f"--json is of one thing: the summary, {', '.join(f'--{name}' for name in _AS_JSON)}")
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in _AS_JSON)
+        problems.append(f"--json is of one thing: the summary, {flags}")
     if arguments.checkpoint and not arguments.params:
         problems.append("--checkpoint goes with --params")
-    if arguments.trace and not (arguments.memory or arguments.html):
-        problems.append("--trace goes with --memory or --html")
+    if arguments.trace and not (arguments.memory or arguments.html or arguments.where_time_goes):
+        problems.append("--trace goes with --memory, --where-time-goes or --html")
+    if arguments.where_time_goes and not arguments.trace:
+        problems.append("--where-time-goes needs --trace FILE, which `penstock run BUNDLE --trace FILE` writes")
     if arguments.dumps and not (arguments.why or arguments.html):
         problems.append("--dumps goes with --why or --html")
     if problems:
@@ -334,11 +350,14 @@ def _show_params(subject: Subject, arguments: Namespace) -> None:
 # ------------------------------------------------------------------------------------------------ kernels
 
 
-def _show_kernels(subject: Subject, arguments: Namespace) -> None:
-    from penstock.inspection.kernels import kernels  # lazy: heavy
+def _kernel_rows(subject: Subject, arguments: Namespace) -> list[KernelRow]:
+    """Return the kernels if they are asked for, and time them if that is."""
+    if not (arguments.kernels or arguments.measure or arguments.source):
+        return []
+    from penstock.inspection.kernels.kernels import kernel_rows  # lazy: heavy
 
     module = subject.module
-    rows = kernels.kernel_rows(module)
+    rows = kernel_rows(module)
     if arguments.measure:
         from penstock.backends.registry import check_cache  # lazy: heavy
         from penstock.inspection.kernels.timing import check_devices, measure_rows  # lazy: heavy
@@ -349,12 +368,28 @@ def _show_kernels(subject: Subject, arguments: Namespace) -> None:
         say(f"measuring {len(rows)} kernels on this machine, one by one, back end {backend}, threads: {threads}")
         rows = measure_rows(rows, module, backend, threads, Progress("kernels"))
         _keep_times(rows, backend, threads)
+    return rows
+
+
+def _show_kernels(module: Module, rows: Sequence[KernelRow], arguments: Namespace) -> None:
+    from penstock.inspection.kernels import kernels  # lazy: heavy
+
     if arguments.json:
         print(kernels.report_json(rows))
     elif arguments.kernels or arguments.measure:
         print(kernels.format_report(rows, module, terminal_width()))
     if arguments.source:
         print(kernels.kernel_source(rows, arguments.source))
+
+
+def _show_time(module: Module, rows: Sequence[KernelRow], arguments: Namespace) -> None:
+    from penstock.inspection.traces.time import step_time  # lazy: heavy
+    from penstock.inspection.traces.trace import load_trace  # lazy: heavy
+    from penstock.inspection.views.step_time import show_step_time  # lazy: heavy
+
+    measured = rows if arguments.measure else ()
+    times = step_time(module, load_trace(arguments.trace), measured)
+    print(as_json(times) if arguments.json else show_step_time(times, terminal_width()))
 
 
 def _keep_times(rows: Sequence[KernelRow], backend: str, threads: int) -> None:

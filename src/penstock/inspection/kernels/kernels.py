@@ -201,7 +201,7 @@ def _table(rows: Sequence[KernelRow], total: float, width: int | None) -> str:
             row.graph,
             _names(row.names),
             f"{len(row.names)} per {row.per}",
-            _kinds(row.ops),
+            shown_kinds(row.ops),
             _shapes(row),
         ]
         line += [f"{row.flops / 1e6:.3f}", shown_bytes(row.moved), f"{row.roofline_s * 1e3:.4f}"]
@@ -251,7 +251,7 @@ def _names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} alike"
 
 
-def _kinds(ops: Sequence[Op]) -> str:
+def shown_kinds(ops: Sequence[Op]) -> str:
     """Return kinds in order; repeated kinds are counted."""
     runs: list[tuple[str, int]] = []
     for op in ops:
