@@ -43,8 +43,6 @@ from penstock.support.terminal import say_as_is
 from penstock.support.words import counted
 
 if TYPE_CHECKING:
-    from penstock.runtime.telemetry.metrics import Metrics
-
     from .job import Job
 
 

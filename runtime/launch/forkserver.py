@@ -353,8 +353,7 @@ def main() -> None:
     parser.add_argument("--backend", required=True)
     arguments = parser.parse_args()
     # Imported objects stay. Looking through them for garbage would take a fifth of the imports, and a process would
-    # copy
-    # the pages that it looks through. A rank collects only the objects it makes itself.
+    # copy the pages that it looks through. A rank collects only the objects it makes itself.
     gc.disable()
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)

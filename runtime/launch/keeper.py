@@ -235,13 +235,13 @@ class Keeper:
             whole = tuple(known[rank] for rank in sorted(known)) if len(known) == self.seat.world else ()
             self._channel.offer(Alive(whole))
         except OSError:
-            return  # it has ended, which another thread notices
+            return  # it has ended, which `_look_at_worker` notices
 
     def end(self) -> None:
         """End the worker, whatever it is doing; but a checkpoint that is being written is waited for, as long as it
         gets on."""
         lost = self._troubles.get(0)
-        if lost is None or lost.kind in ("error", "ended", "symptom"):
+        if lost is None or lost.kind in ("error", "ended", "abandoned", "symptom"):
             await_saves(
                 lambda: (
                     [self._board.save_of(0)]
@@ -442,7 +442,8 @@ class Keeper:
 
 
 def launcher_of(environment: Mapping[str, str]) -> int | None:
-    """Return the process whose end ends the group: torchrun's agent. Other launchers may start ranks and leave them."""
+    """Return the process whose end ends the group: the parent under torchrun, its agent. Other launchers may start
+    ranks and leave them."""
     return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
 
 

@@ -300,18 +300,19 @@ class Workers:
     def _cause(self, rank: int | None, message: Failed | None) -> tuple[int | None, PenstockError]:
         """Find the rank that is the cause of a failure, and its error; all workers have ended then."""
         reports: dict[int, Failed] = {} if rank is None or message is None else {rank: message}
-        # Ranks that are stopped are the cause of all that others report.
-        known = rank is None and any(is_stopped(process.pid) for process in self._processes)
-        deadline = time.monotonic() + (0.0 if known else _CAUSE_SECONDS)
+        # A rank that is stopped is the cause of what others report of their peers: only reports that are here are read.
+        watched = rank is None and self._silence.limit > 0
+        known = watched and any(is_stopped(process.pid) for process in self._processes)
+        deadline = time.monotonic() + _CAUSE_SECONDS
         settled = False
         while time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
-                other, received, _ = self._messages.get(timeout=0.05)
+                other, received, _ = self._messages.get(timeout=0.0 if known else 0.05)
                 if isinstance(received, Failed):
                     reports.setdefault(other, received)
                 continue
             # A worker reports before it ends, so one quiet round after its end shows that there is no report.
-            if settled:
+            if settled or known:
                 break
             died = any(process.poll() is not None and r not in reports for r, process in enumerate(self._processes))
             settled = died or any(report.error != PeerLost.__name__ for report in reports.values())
