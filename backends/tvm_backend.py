@@ -16,16 +16,12 @@ from typing import TYPE_CHECKING
 from penstock.backends.tvm.run.machine import load_runtime
 from penstock.ir.graph import Graph, Module
 from penstock.ir.ops import OPS
-from penstock.support.errors import UnsupportedModel, VerifyError
-from penstock.support.words import itemised
+from penstock.support.errors import VerifyError
 
 from .interface import DEFAULTS, CompileOptions, StageProgram, device_of, stage_graphs, target_of
 
 if TYPE_CHECKING:
     import torch
-
-# Kernels count elements in 32 bits.
-MOST_ELEMENTS = 2**31 - 1
 
 
 class TvmBackend:
@@ -41,7 +37,6 @@ class TvmBackend:
         for stage in stages:
             if not graphs[stage]:
                 raise VerifyError(f"stage {stage} has no graphs", where=f"module {module.name}")
-        _check_sizes([graph for stage in stages for graph in graphs[stage]])
         names: dict[int, str] = {}
         targets = {stage: target_of(module, stage, options.target) for stage in stages}
         for stage in stages:
@@ -81,19 +76,6 @@ class TvmBackend:
         from penstock.backends.tvm.run.load import TvmProgram  # lazy: heavy
 
         return TvmProgram(library, stage_graphs(module, stage), threads)
-
-
-def _check_sizes(graphs: Sequence[Graph]) -> None:
-    """Refuse tensors that loops of kernels, which count in 32 bits, cannot go through."""
-    values = {
-        value.name: value for graph in graphs for value in [*graph.ins, *(v for op in graph.ops for v in op.outs)]
-    }
-    large = [f"{value.name} : {value.type}" for value in values.values() if value.type.size > MOST_ELEMENTS]
-    if large:
-        raise UnsupportedModel(
-            f"tensors of more than {MOST_ELEMENTS} elements:" + itemised(large),
-            hint="smaller microbatches make smaller tensors; `--backend numpy` has no such limit",
-        )
 
 
 def _gpu_of(module: Module, stage: int, name: str | None = None) -> torch.device | None:

@@ -26,9 +26,13 @@ from penstock.ir.liveness import drop_dead
 from penstock.ir.memory.workspace import is_inline, is_table
 from penstock.ir.ops import OPS
 from penstock.support.errors import UnsupportedModel
+from penstock.support.words import itemised
 
 # Operations that are never worth memory: computed where they are read, annotated or not.
 ALWAYS_INLINE = ("const", "iota")
+
+# Loops of kernels count the elements of what they read and store in 32 bits.
+MOST_ELEMENTS = 2**31 - 1
 
 # A maker of kernels: gives each with its name, or the reason that there is none.
 Make = Callable[[Sequence[Fusion]], Sequence["tuple[str, GeneratedKernel] | NotOneKernel"]]
@@ -230,6 +234,7 @@ def _make_kernels(graphs: Sequence[Graph], make: Make) -> list[list[KernelCallSt
     ]
     steps: list[list[KernelCallStep]] = [[] for _ in graphs]
     for cut in (_parted, _split, None):
+        _check_sizes([group for _, group in waiting])
         refused: list[tuple[int, Fusion]] = []
         for (i, group), outcome in zip(waiting, make([group for _, group in waiting]), strict=True):
             if isinstance(outcome, NotOneKernel) and cut is not None:
@@ -238,6 +243,17 @@ def _make_kernels(graphs: Sequence[Graph], make: Make) -> list[list[KernelCallSt
                 steps[i].append(_step_alone(group, outcome))
         waiting = refused
     return steps
+
+
+def _check_sizes(groups: Sequence[Fusion]) -> None:
+    """Refuse tensors that kernels cannot go through. What stays inside of a kernel has no memory, and may be larger."""
+    stored = {value: None for group in groups for value in (*_reads_of(group), *group.outs)}
+    large = [f"{value.name} : {value.type}" for value in stored if value.type.size > MOST_ELEMENTS]
+    if large:
+        raise UnsupportedModel(
+            f"tensors of more than {MOST_ELEMENTS} elements:{itemised(large)}",
+            hint="smaller microbatches make smaller tensors; `--backend numpy` has no such limit",
+        )
 
 
 def _step_alone(group: Fusion, outcome: tuple[str, GeneratedKernel] | NotOneKernel) -> KernelCallStep:
