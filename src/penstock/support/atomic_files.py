@@ -21,22 +21,29 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name a path in errors of the system that name none: a full disk says so to a descriptor."""
+    """Name a path in errors of a disk that name none: a full disk says so to a descriptor."""
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:
+        if error.filename is None and error.errno in DISK_ERRORS:
             raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` when the block ends; after an error the old file stays."""
-    work = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    """Yield a temporary path that replaces `path` when the block ends; after an error the old file stays. A link stays
+    one: the file behind it is replaced."""
+    path = Path(os.path.realpath(path))
+    # A name may be as long as the file system allows, and so must be that of the temporary file.
+    work = path.with_name(f".{path.name[:32]}.{secrets.token_hex(4)}.tmp")
     try:
         with naming(path):
             yield work
         work.replace(path)
+    except OSError as error:
+        if error.filename == os.fspath(work):
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        raise
     finally:
         work.unlink(missing_ok=True)

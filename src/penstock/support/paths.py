@@ -28,6 +28,14 @@ def file_problem(path: str) -> str:
         return error.strerror or str(error)
 
 
+def replacing_problem(path: str) -> str:
+    """Return the reason why a file cannot be written beside a path and then take its name; empty when it can."""
+    problem = file_problem(path)
+    if problem or (os.path.exists(path) and not os.path.isfile(path)):
+        return problem
+    return directory_problem(os.path.dirname(os.path.realpath(path)))
+
+
 def directory_problem(path: str) -> str:
     """Return the reason why files cannot be written into a directory, which need not exist yet; empty when they can."""
     try:

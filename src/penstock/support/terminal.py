@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
 import time
 from collections.abc import Sequence
@@ -15,21 +16,45 @@ from collections.abc import Sequence
 from .words import visible, visible_lines
 
 PLAIN_EVERY = 5.0
+_STDERR = 2
+# How long a reader of stderr may take before it counts as gone, where writing does not wait for it.
+_READER_SECONDS = 2.0
 
 
 def write_to_people(text: str) -> None:
-    """Write a text to stderr as it is. If that fails, stderr leads nowhere from then on."""
+    """Write a text to stderr as it is. If that fails, the text is lost, and descriptor 2 leads nowhere from then on."""
     if sys.stderr is None:
         return
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
     try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except (OSError, ValueError):  # a full disk, a pipe without a reader, a closed file
-        # The text is still in the buffer, and would fail again when the interpreter ends.
+        own = sys.stderr.fileno() == _STDERR
+    except (OSError, ValueError):
+        own = False
+    if not own:  # the calling program put a stream of its own in the place of stderr
         with contextlib.suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stderr.fileno())
-            os.close(nowhere)
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        return
+    try:
+        sys.stderr.flush()
+        _write_all(text.encode(encoding))
+    except OSError:  # a full disk, a pipe without a reader, a closed file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, _STDERR)
+        os.close(nowhere)
+
+
+def _write_all(data: bytes) -> None:
+    """Write to descriptor 2. Where that does not block and is full, wait for its reader, who may only be slow."""
+    until = time.monotonic() + _READER_SECONDS
+    while data:
+        try:
+            data = data[os.write(_STDERR, data) :]
+        except BlockingIOError:
+            left = until - time.monotonic()
+            if left <= 0 or not select.select((), (_STDERR,), (), left)[1]:
+                raise
 
 
 def is_terminal() -> bool:
@@ -45,8 +70,10 @@ def open_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w")
     if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w")
+        sys.stderr = os.fdopen(_STDERR, "w")
 
 
 class StatusLine:

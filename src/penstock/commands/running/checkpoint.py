@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.support.errors import PenstockError, UsageError, VerifyError
-from penstock.support.paths import file_problem, is_inside
+from penstock.support.paths import is_inside, replacing_problem
 from penstock.support.terminal import say, table
 from penstock.support.words import shown_bytes
 
@@ -178,7 +178,7 @@ def _export(arguments: Namespace) -> None:
     from penstock.runtime.checkpoint.finding import find_checkpoint  # lazy: heavy
 
     place, out = find_checkpoint(arguments.place), Path(os.path.abspath(arguments.to))
-    problem = file_problem(str(out))
+    problem = replacing_problem(str(out))
     if is_inside(str(out), str(place)):
         problem = "lies in the checkpoint"
     if problem:

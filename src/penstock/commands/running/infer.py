@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from penstock.commands.arguments import add_settings, settings_from
 from penstock.support.atomic_files import naming, replacing
 from penstock.support.errors import UsageError
-from penstock.support.paths import file_problem
+from penstock.support.paths import replacing_problem
 from penstock.support.settings import POSITIVE, SEED, required, setting
 from penstock.support.terminal import StatusLine, say
 
@@ -70,7 +70,7 @@ class InferOptions:
         """Raise UsageError where the work would be for nothing."""
         problems = []
         # Checked before the work, not when it is done.
-        if self.output is not None and (problem := file_problem(os.path.abspath(self.output))):
+        if self.output is not None and (problem := replacing_problem(os.path.abspath(self.output))):
             problems.append(f"cannot write the outputs to {self.output}: {problem}")
         if self.samples is not None and self.data != "synthetic":
             problems.append("--samples is for --data synthetic: a file has as many as it has")

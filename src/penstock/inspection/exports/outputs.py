@@ -14,7 +14,7 @@ from pathlib import Path
 
 from penstock.support.atomic_files import replacing
 from penstock.support.errors import UsageError
-from penstock.support.paths import file_problem, is_inside
+from penstock.support.paths import is_inside, replacing_problem
 
 # The endings that `--export` takes; exports.py has the writer of each.
 ENDINGS = (".dot", ".gv", ".onnx", ".json", ".csv")
@@ -43,7 +43,7 @@ def check_outputs(exports: Sequence[str], html: str | None, reads: Mapping[str, 
 def _problems(flag: str, path: str, reads: Mapping[str, str]) -> Iterator[str]:
     if flag == "--export" and Path(path).suffix not in ENDINGS:
         yield f"expected a name that ends in {', '.join(ENDINGS)}"
-    elif problem := file_problem(path):
+    elif problem := replacing_problem(path):
         yield problem
     else:
         yield from (

@@ -35,7 +35,7 @@ from penstock.runtime.checkpoint.finding import directory_meant, find_checkpoint
 from penstock.runtime.checkpoint.format import INDEX, LATEST, another_model, read_index, read_newest, read_tensors
 from penstock.support.atomic_files import replacing
 from penstock.support.errors import UsageError, VerifyError
-from penstock.support.paths import file_problem, is_inside
+from penstock.support.paths import is_inside, replacing_problem
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -114,7 +114,7 @@ def _check_places(outs: Mapping[str, Path], bundle: Bundle, changed: bool) -> No
     problems = [] if outs else ["nothing to write: give --onnx FILE, --safetensors FILE or both"]
     places = [*outs.items(), *((flag, data_file(path)) for flag, path in outs.items() if flag == "--onnx")]
     for flag, path in places:
-        if problem := file_problem(str(path)):
+        if problem := replacing_problem(str(path)):
             problems.append(f"{flag} {path}: {problem}")
         elif path.exists() and not path.is_file():
             problems.append(f"{flag} {path}: is not a plain file")
