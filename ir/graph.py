@@ -403,7 +403,7 @@ def rewrite(graph: Graph, rule: Callable[[Op], Sequence[Op] | None]) -> Graph:
 
 
 class Namer:
-    """Hands out names that are not taken yet: `h`, then `h.1`, `h.2`, in order, so that output is deterministic."""
+    """A source of names that are not taken yet: `h`, then `h.1`, `h.2`, in order, so that output is deterministic."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)

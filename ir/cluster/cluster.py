@@ -57,13 +57,13 @@ MOST_THREADS = 65536
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`spaces` are (name, bytes) pairs; the first one holds tensors. `flops` (of a large float32 product) and
-    `bandwidth` are rates of one device, all threads. What fits into `cache` bytes moves at `cache_bandwidth` (0:
-    nothing does). `efficiency` are shares of the rates that families of work reach (passes/costs/prices.py), by name.
-    `overhead` are seconds that a kernel takes beside its work, `call_overhead` those that a call of a stage takes
-    beside its kernels. An end of a message takes `message_overhead`, and on a CPU its bytes take processor time at
-    `socket_bandwidth`. Between CPUs of one host an end takes `shared_overhead`, and the sender copies its bytes at
-    `copy_bandwidth`."""
+    """A device of a cluster: its host, its memory and its rates. `spaces` are (name, bytes) pairs; the first one holds
+    tensors. `flops` (of a large float32 product) and `bandwidth` are rates of one device, all threads. What fits into
+    `cache` bytes moves at `cache_bandwidth` (0: nothing does). `efficiency` are shares of the rates that families of
+    work reach (passes/costs/prices.py), by name. `overhead` are seconds that a kernel takes beside its work,
+    `call_overhead` those that a call of a stage takes beside its kernels. An end of a message takes `message_overhead`,
+    and on a CPU its bytes take processor time at `socket_bandwidth`. Between CPUs of one host an end takes
+    `shared_overhead`, and the sender copies its bytes at `copy_bandwidth`."""
 
     name: str
     kind: str = "cpu"
@@ -205,8 +205,8 @@ def _refuse_unknown(given: Mapping[str, Scalar], kind: type) -> None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`classes` are those that differ from the usual ones. A host that no entry describes has no network card worth
-    knowing."""
+    """Devices, the links between them, and their hosts. `classes` are the link classes that differ from the usual ones.
+    A host that no entry describes has no network card worth knowing."""
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()

@@ -75,10 +75,10 @@ def _check_messages(module: Module, run: ConcreteRun) -> Iterator[Problem]:
 
 
 class _Ends:
-    """On one rank: all that a computation takes has come before it, and all that it makes is sent after it, each
-    exactly once. The peer of a message is a rank, what it is of the stage: any rank of it will do, as the channels show
-    that it has it. `into` are the sources of what computations take, with their phases; `out` the stages that take the
-    results of phases."""
+    """The checker of the ends of messages on one rank: all that a computation takes has come before it, and all that it
+    makes is sent after it, each exactly once. The peer of a message is a rank, what it is of the stage: any rank of it
+    will do, as the channels show that it has it. `into` are the sources of what computations take, with their phases;
+    `out` the stages that take the results of phases."""
 
     def __init__(
         self,

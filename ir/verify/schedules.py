@@ -126,9 +126,10 @@ def _check_forward_order(
 
 
 class _Order:
-    """Each microbatch of this rank once forward, then once backward, then its weight gradients where they are apart;
-    what is done once per batch after exactly the gradients of its microbatches of the batch, in order. `kinds` are the
-    graphs of each stage, `summing` the stages whose ranks sum up their gradients: AR comes first."""
+    """The checker of the order on one rank. Each microbatch runs once forward, then once backward, then its weight
+    gradients where they are apart. What is done once per batch follows exactly the gradients of the rank's
+    microbatches, in order. `kinds` are the graphs of each stage, `summing` the stages whose ranks sum up their
+    gradients: AR comes first."""
 
     def __init__(self, run: ConcreteRun, rank: int, kinds: Mapping[int, set[str]], summing: set[int]) -> None:
         self._run, self._rank, self._kinds, self._summing = run, rank, kinds, summing

@@ -40,7 +40,8 @@ _KNOW = {
 
 @dataclass(frozen=True, slots=True)
 class WireOptions:
-    """`dtype` is the element type in which float32 values travel: bf16 or f16; f32 changes nothing."""
+    """Options of `wire`. `dtype` is the element type in which float32 values travel: bf16 or f16; f32 changes
+    nothing."""
 
     dtype: str = "bf16"
 

@@ -24,7 +24,7 @@ from .chain import forward_graph
 
 @dataclass(frozen=True, slots=True)
 class SplitOptions:
-    """The pass has no options: the annotations decide."""
+    """Options of `split`, which has none: the annotations decide."""
 
 
 def split(module: Module, options: SplitOptions) -> Module:

@@ -28,7 +28,7 @@ from penstock.passes.training.autodiff import is_repeated
 
 @dataclass(frozen=True, slots=True)
 class SplitBackwardOptions:
-    """The pass has no options."""
+    """Options of `split-backward`, which has none."""
 
 
 def split_backward(module: Module, options: SplitBackwardOptions = SplitBackwardOptions()) -> Module:

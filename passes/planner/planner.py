@@ -64,7 +64,7 @@ class Outcome:
 
 
 class Planner:
-    """Runs searches over one chain and fleet, and keeps tables and layouts between them."""
+    """The planner of one chain on one fleet. It runs searches, and keeps tables and layouts between them."""
 
     def __init__(self, chain: Chain, fleet: Fleet, wanted: PlanRequest, progress: Progress | None = None) -> None:
         if not len(fleet):

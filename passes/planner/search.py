@@ -37,7 +37,7 @@ from .stages import Option, Stages
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan with its evaluation. No plan of this search takes less than `bound`."""
+    """The best plan of a search with its evaluation. No plan of this search takes less than `bound`."""
 
     plan: PipelinePlan | None
     judged: Judged | None

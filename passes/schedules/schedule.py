@@ -45,8 +45,8 @@ assert all(kind.trains == (name in TRAINING) for name, kind in SCHEDULES.items()
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
-    """`kind` is a row of SCHEDULES; `microbatches` per batch must be the number that autodiff averaged over. `shares`
-    are how many of them each rank runs, stage by stage: as many each as can be if not given."""
+    """Options of `schedule`. `kind` is a row of SCHEDULES; `microbatches` per batch must be the number that autodiff
+    averaged over. `shares` are how many of them each rank runs, stage by stage: as many each as can be if not given."""
 
     kind: str = "1f1b"
     microbatches: int = 1

@@ -28,8 +28,8 @@ from .schedule import SCHEDULES
 
 @dataclass(frozen=True, slots=True)
 class WeightVersionsOptions:
-    """`delay` and `versions` come from the schedule when not given; `checked=false` hands out an illegal module for
-    experiments."""
+    """Options of `weight-versions`. `delay` and `versions` come from the schedule when not given; `checked=false` hands
+    out an illegal module for experiments."""
 
     delay: int | None = None
     versions: int | None = None

@@ -19,8 +19,8 @@ from .sharing import Resource, Sharing
 
 @dataclass(slots=True, eq=False)
 class RankPair:
-    """The way from one rank to another, or around a ring. One thing moves at a time, up to `cap` bytes per second, and
-    shares `demands`."""
+    """The way from one rank to another, or around a ring. One message or sum moves at a time, up to `cap` bytes per
+    second, and shares `demands`."""
 
     latency: float
     cap: float

@@ -196,8 +196,8 @@ def _only_turned(
 
 
 class _Backward:
-    """Emits B. Results get provisional names (no legal ones), so that a gradient can be named when it turns out to be
-    complete."""
+    """The emitter of B, the backward graph. Results get provisional names (no legal ones), so that a gradient can be
+    named when it turns out to be complete."""
 
     def __init__(self, main: Graph, params: dict[Value, str], differentiated: set[Value]) -> None:
         self.main, self.params, self.differentiated = main, params, differentiated

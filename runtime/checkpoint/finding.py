@@ -37,7 +37,7 @@ _LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Chosen:
-    """A whole checkpoint, and what was passed over for it."""
+    """The checkpoint to go on from, which is whole, and the newer ones that were passed over for it."""
 
     place: Path
     words: list[str]

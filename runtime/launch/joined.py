@@ -317,7 +317,7 @@ def _agree_on_samples(group: RankGroup, what: str, count: int | None) -> int | N
 
 
 class _Ties:
-    """The ties to the keeper: the worker ends when its keeper ends, is killed or is silent."""
+    """The connection of a worker to its keeper: the worker ends when its keeper ends, is killed or is silent."""
 
     def __init__(self, channel: Channel, parent: int, heartbeat: float) -> None:
         self._channel, self._parent, self._patience = channel, parent, Patience(heartbeat)

@@ -96,8 +96,9 @@ Said = PeerHello | Welcome | Proof | Pulse | Told | JobVerdict | Bye
 
 
 class _Link:
-    """One connection. `rank` is that of its other end: known from the beginning where we connected, and once it is
-    proved where another keeper did. `unsent` goes out as it can, `later` once the other end has proved its rank."""
+    """One connection to another keeper. `rank` is that of its other end: known from the beginning where we connected,
+    and once it is proved where another keeper did. `unsent` goes out as it can, `later` once the other end has proved
+    its rank."""
 
     def __init__(self, connection: socket.socket, rank: int | None, context: ssl.SSLContext | None) -> None:
         connection.setblocking(False)

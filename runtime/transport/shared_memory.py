@@ -53,7 +53,7 @@ _FILE = struct.Struct("i")
 
 
 class OutOfTurn(RuntimeError):
-    """The other end speaks of another message than the one whose turn it is."""
+    """The error that the other end speaks of another message than the one whose turn it is."""
 
 
 class PacketSocket:

@@ -54,7 +54,7 @@ _ANSWERS = msgspec.json.Decoder(Answer)
 
 
 class BuildError(PenstockError):
-    """The compiler or the linker failed on a stage."""
+    """The failure of the compiler or the linker on a stage."""
 
 
 class _Worker:

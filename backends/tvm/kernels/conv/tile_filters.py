@@ -57,7 +57,7 @@ class _FilterBlock:
 
 
 class FilterPacking:
-    """Emits the packing of weights, in blocks of `tiles` times 16 filters."""
+    """The emitter of the packing of weights, in blocks of `tiles` times 16 filters."""
 
     def __init__(self, body: Body, bands: Bands, tiles: int) -> None:
         self.body, self.emit, self.bands, self.c = body, body.emit, bands, bands.c

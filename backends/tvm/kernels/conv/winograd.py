@@ -111,7 +111,7 @@ class _SquareBand:
 
 
 class _Squares(Panels):
-    """Emits a convolution by squares of 2x2 outputs."""
+    """The emitter of a convolution by squares of 2x2 outputs."""
 
     def __init__(self, body: Body, c: Correlation, lanes: int) -> None:
         super().__init__(body, c, lanes)

@@ -54,7 +54,7 @@ def bits(value: Expr) -> Expr:
 
 
 class Registers:
-    """Emits the instructions."""
+    """The emitter of instructions of tile registers."""
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit

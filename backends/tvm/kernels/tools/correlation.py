@@ -30,8 +30,8 @@ _STRIP = 128
 
 @dataclass(frozen=True)
 class Phase:
-    """Output positions first, first + step, ... (counts of them); `shift` is where the first window starts in the
-    source with its border. `tap(r, s)` is the index of the weight's element."""
+    """A phase of a correlation: output positions first, first + step, ... (counts of them); `shift` is where the first
+    window starts in the source with its border. `tap(r, s)` is the index of the weight's element."""
 
     first: Pair
     counts: Pair
@@ -111,7 +111,7 @@ def strip_rows(spatial: Pair, step: int, lanes: int) -> int:
 
 
 class BorderedSource:
-    """Reads the source with its border, from a copy or in place."""
+    """The source with its border, read from a copy or in place."""
 
     def __init__(self, body: Body, c: Correlation) -> None:
         self.body, self.c, self.emit = body, c, body.emit

@@ -87,7 +87,7 @@ def dtype_name(value: Expr) -> str:
 
 
 class Emitter:
-    """Collects statements into nested blocks."""
+    """A collector of statements in nested blocks."""
 
     # TVM's name for the memory that bound values are in.
     _scope = "global"

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exported:
-    """The files that were written, the number of tensors that were filled in, and the step of their checkpoint."""
+    """The result of an export: the files that were written, the number of tensors that were filled in, and the step of
+    their checkpoint."""
 
     files: tuple[Path, ...]
     tensors: int

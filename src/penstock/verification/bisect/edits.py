@@ -39,7 +39,8 @@ _SIZES = ("shape", "stop")
 
 @dataclass(frozen=True)
 class Family:
-    """One way to make a case smaller. `together` says whether several atoms can be removed at once."""
+    """A family of edits: one way to make a case smaller. `together` says whether several atoms can be removed at
+    once."""
 
     name: str
     atoms: Callable[[Case], Sequence[Any]]

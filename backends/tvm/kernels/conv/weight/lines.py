@@ -37,7 +37,7 @@ _BYTES, _STREAM, _VECTORS = 4.0, 12.0, 26.0
 
 @dataclass(frozen=True)
 class Axis:
-    """One spatial dimension."""
+    """One spatial dimension of the convolution whose gradient is computed."""
 
     size: int
     out: int
@@ -79,7 +79,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class LineLayout:
-    """`height` rows of dy make a unit; `together` pairs of units a block."""
+    """The division of images into units of rows. `height` rows of dy make a unit; `together` pairs of units a block."""
 
     rows: Axis
     columns: Axis
@@ -198,7 +198,7 @@ class LineLayout:
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """`strips` strips of 32 channels are packed together."""
+    """A layout with the cycles that it takes. `strips` strips of 32 channels are packed together."""
 
     layout: LineLayout
     strips: int

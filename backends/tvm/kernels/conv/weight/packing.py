@@ -41,7 +41,7 @@ _ROWS = 16
 
 
 class WeightPacking:
-    """Emits the packing of both operands."""
+    """The emitter of the packing of both operands."""
 
     def __init__(self, body: Body, w: WeightGradient, layout: LineLayout) -> None:
         self.body, self.w, self.layout, self.emit = body, w, layout, body.emit
