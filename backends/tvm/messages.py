@@ -29,7 +29,7 @@ class Named(msgspec.Struct, frozen=True, tag=True):
 class MakeKernel(msgspec.Struct, frozen=True, tag=True):
     """The job to compile one group into an object file that defines `symbol`, and `symbol` with `_pack` if it has an
     operand to be packed. Write its TIR for readers into `source`. A file without a path is not written. Answered by
-    Made or Refused."""
+    KernelMade or GroupRefused."""
 
     group: str
     target: str

@@ -1,8 +1,8 @@
 """The view that a rule of the ATen tables has of a call: its arguments by name, and the means to write operations.
 
-An argument that stands for a tensor is one of four things. `Known` has elements that are known at import, and `Weight`
-is a parameter. A `Value` belongs to the IR graph. `Lost` is the result of a call that could not be imported. Everything
-else (numbers, lists, element types, None) is a Python object. Sizes are numbers.
+An argument that stands for a tensor has one of four types. `KnownElements` has elements that are known at import, and
+`TorchWeight` is a parameter. A `Value` belongs to the IR graph. `Lost` is the result of a call that could not be
+imported. All other arguments (numbers, lists, element types, None) are Python objects. Sizes are numbers.
 
 Rules request an argument by use: a tensor with `value`, other objects with `arg`. Only an argument requested as a
 tensor becomes a variable. An argument that no rule has read and that differs from its default makes the call

@@ -2,7 +2,7 @@
 
 In: a module with example arguments, or an ExportedProgram. Out: an ExportedProgram without in-place operations,
 decomposed into operations that the tables have rows for. Modules are exported with the sizes of the examples. Symbolic
-sizes of an ExportedProgram are bound later (`Sizes`).
+sizes of an ExportedProgram are bound later (`SymbolSizes`).
 
 Regions of the source that compute without gradients (`torch.no_grad` inside forward) end in `detach` in the graph.
 """

@@ -1,8 +1,8 @@
 """The optimisers, their settings, and which parameter gets which: groups of parameters by name.
 
-In: the optimiser of a training run, its groups, a parameter. Out: a `Choice`, the optimiser of that parameter and what
-the learning rate is multiplied by for it. Defaults are those of torch.optim, for lion and muon those of the
-publications.
+In: the optimiser of a training run, its groups, a parameter. Out: an `OptimizerChoice`, the optimiser of that
+parameter and what the learning rate is multiplied by for it. Defaults are those of torch.optim, for lion and muon those
+of the publications.
 
     sgd momentum adam adamw adagrad lion     for every parameter
     muon                                     for matrices; all other parameters get its adamw, with a rate and a decay

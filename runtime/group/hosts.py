@@ -1,6 +1,6 @@
 """The place of this process in a group, and the network interface it talks through.
 
-In: the environment, a bundle's hosts. Out: a Place, an Interface, and errors for what does not fit.
+In: the environment, a bundle's hosts. Out: a ProcessPlace, an Interface, and errors for what does not fit.
 
     torchrun   RANK WORLD_SIZE MASTER_ADDR MASTER_PORT, and LOCAL_RANK; anything else that sets these four will do
     srun       SLURM_PROCID SLURM_NTASKS, and where the group meets: MASTER_ADDR, else the first of SLURM_STEP_NODELIST,

@@ -40,7 +40,7 @@ _HINT = "PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk over sockets inste
 
 
 class MeetingPlace(Protocol):
-    """The place where ranks that know each other by number exchange values, such as a Group."""
+    """The place where ranks that know each other by number exchange values, such as a RankGroup."""
 
     rank: int
     timeout: float

@@ -9,7 +9,7 @@ A keeper connects to those of lower ranks and is connected to by those of higher
 cannot be sent at once are kept, up to a limit. A connection begins with three records, which show both ends that the
 other one has the key of this start:
 
-    Hello(rank, nonce) >    < Welcome(nonce, proof)    Proof(proof) >
+    PeerHello(rank, nonce) >    < Welcome(nonce, proof)    Proof(proof) >
 
 The key is made of the token, which the ranks that met at the store know, and of the secret where there is one. No
 other process has them. A connection that cannot prove to have it is cut off and changes nothing.

@@ -123,7 +123,7 @@ class Counts:
 
 
 class LibraryBuilder:
-    """A builder of libraries for one target: `with Builder(options) as builder: builder.build(parts)`."""
+    """A builder of libraries for one target: `with LibraryBuilder(options) as builder: builder.build(parts)`."""
 
     def __init__(self, options: CompileOptions) -> None:
         self.options, self.store, self.counts = options, Cache.of_user(CACHE_PART), Counts()

@@ -30,7 +30,7 @@ class Watch:
         self._at: dict[int, int] = {}
 
     def __call__(self, function: Any, name: str, before: bool, result: Any, *args: Any) -> int:
-        """Record a call, as `Machine.instrument` reports it; the result 0 lets the machine go on."""
+        """Record a call, as `VirtualMachine.instrument` reports it; the result 0 lets the machine go on."""
         if name == _ALLOCATE and not before:
             self._sizes.append(int(args[1][0]))
         elif name == _PLACE and not before:

@@ -1,8 +1,8 @@
 """The examination of this machine: what it is and can do, measured, and a cluster file of it.
 
 In: how many devices, or the threads of each; started on several hosts (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
-torchrun sets them) also the group. Out: a `Report`: versions, facts of every host, the cluster with measured rates, and
-problems in plain words.
+torchrun sets them) also the group. Out: a `DoctorReport`: versions, facts of every host, the cluster with measured
+rates, and problems in plain words.
 
     devices    each in a process of its own with its threads, all at once: they compute at once in a pipeline, too
                (kernels.py)

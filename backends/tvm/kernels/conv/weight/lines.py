@@ -1,7 +1,7 @@
 """Positions of a convolution as lines of numbers along a sum, for gradients of its weight on tile registers.
 
-In: the sizes of a gradient, two spatial dimensions. Out: a Layout, which gives each position of dy and of x a place in
-a line, so that
+In: the sizes of a gradient, two spatial dimensions. Out: a LineLayout, which gives each position of dy and of x a
+place in a line, so that
 
     dw[o, c, tap] = sum over lines l of  dy[o, l] * x[c, l + shift(tap)]
 

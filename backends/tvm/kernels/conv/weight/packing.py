@@ -1,6 +1,6 @@
 """Operands of a convolution's gradient for its weight, packed into words of pairs for tile registers.
 
-In: x and dy in memory, and a Layout (lines.py). Out: words of a block of pairs of units,
+In: x and dy in memory, and a LineLayout (lines.py). Out: words of a block of pairs of units,
 
     dy  for 32 filters [steps, 2 row tiles, parts, 16 filters, 16 lines]
     x   for 16 channels [parts, lines, 16 channels], so that 16 lines from any one on are a tile, for any tap
