@@ -11,7 +11,7 @@ left out.
 
 Sizes are numbers. Arguments of forward that are numbers, strings or None have the values of the examples. Outputs that
 are None are left out. Buffers that forward changes (running statistics in training) are variables that main reads and
-then writes (frontends/moving.py).
+then writes (frontends/running_statistics.py).
 
 One UnsupportedModel lists all calls that cannot be imported.
 """

@@ -1,6 +1,6 @@
 """The learning rate as data: kinds of schedules, the table that each becomes, and what a table means.
 
-The update graph reads the rate from two variables of role `table`, so that no kernel knows it: @lr, the rate itself,
+The update graph reads the rate from two variables of role `setting`, so that no kernel knows it: @lr, the rate itself,
 and @lr.curve, what it is multiplied by. The curve has ROWS rows of five numbers, all float64:
 
     start, length, from, to, shape

@@ -1,4 +1,5 @@
-"""Cost model: the one place that planning, recomputation, simulation and reports get seconds and bytes from.
+"""Cost model of operations, kernels and transfers: the one place that planning, recomputation, simulation and reports
+get seconds and bytes from.
 
     cost(kernel or operation, device)  ->  seconds, bytes to and from memory
     cost(transfer, link)               ->  seconds, bytes over the link

@@ -1,6 +1,6 @@
-"""weight-versions: say which version of the weights every computation uses. In: a scheduled module. Out: versions on F,
-B and U, `versions` on trained parameters, `version=mb` on their reads in forward and backward graphs; and `versions` on
-gradients where a stage begins to sum those of the next batch before the update.
+"""Choose the version of the weights that every computation uses: the pass `weight-versions`. In: a scheduled module.
+Out: versions on F, B and U, `versions` on trained parameters, `version=mb` on their reads in forward and backward
+graphs; and `versions` on gradients where a stage begins to sum those of the next batch before the update.
 
 Take a schedule with delay n and m microbatches per batch. Microbatch k uses version max(k // m - n, 0) in its forward
 and its backward, on every stage. Update t makes version t + 1. So W(t+1) = W(t) - lr * g(W(t - n)), and n + 1 versions

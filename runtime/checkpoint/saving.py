@@ -1,4 +1,4 @@
-"""The writing of checkpoints (their contents: checkpoint.py).
+"""The writing of checkpoints, in the background of training (their contents: format.py).
 
 In: a rank's store with a drained pipeline. Out: a directory that is there whole or not at all.
 

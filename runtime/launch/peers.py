@@ -1,7 +1,7 @@
 """The connections between keepers of ranks, one TCP connection for each pair of them.
 
-In: where all keepers listen, the token of this start of the group, and what its members trust (trust.py). Out: their
-records, and the ranks whose connection ended.
+In: where all keepers listen, the token of this start of the group, and what its members trust (group/trust.py). Out:
+their records, and the ranks whose connection ended.
 
     4 bytes: length · a record in msgpack; inside of TLS where that was asked for
 

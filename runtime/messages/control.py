@@ -38,7 +38,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=True):
 
 class DataSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The source of samples: files (data/files.py) or `synthetic`. `last` says what happens where samples are no
-    multiple of a batch: wrap, drop or pad (data.py)."""
+    multiple of a batch: wrap, drop or pad (data/samples.py)."""
 
     source: str = SYNTHETIC
     shuffle: bool = False
@@ -249,7 +249,7 @@ class Audit(Record, frozen=True):
 
 
 class Evaluated(Record, frozen=True):
-    """Losses of portions (evaluation.py) by their number, of a rank that computes losses."""
+    """Losses of portions (worker/evaluation.py) by their number, of a rank that computes losses."""
 
     losses: dict[int, float]
 

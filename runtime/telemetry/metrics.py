@@ -4,7 +4,7 @@ In: finished steps with the time at which they were finished. Out: one JSON obje
 
     {"step": 0, "loss": 4.1, "lr": 0.01, "samples": 16, "step_s": 0.02, "samples_per_s": 800.0, "grad_norm": null}
 
-An evaluation (evaluation.py) has a row of its own, behind that of the step it follows:
+An evaluation (worker/evaluation.py) has a row of its own, behind that of the step it follows:
 
     {"step": 99, "eval_loss": 3.9, "eval_samples": 1000, "eval_s": 0.5}
 

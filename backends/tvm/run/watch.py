@@ -1,5 +1,5 @@
-"""The memory that a call of a compiled graph takes. In: TVM's virtual machine, a call. Out: the results of the call,
-and the blocks that it allocated, in order, each with the first and the last kernel that worked in it.
+"""Measurement of the memory that a call of a compiled graph takes. In: TVM's virtual machine, a call. Out: the results
+of the call, and the blocks that it allocated, in order, each with the first and the last kernel that worked in it.
 
 The machine reports every call that it makes, of its own allocations too, which costs Python time for each. So this is
 for one call of a graph, as all calls of it allocate the same.

@@ -1,4 +1,4 @@
-"""Objects as a notebook shows them.
+"""Display of modules, bundles, plans and traces in a notebook.
 
 In: a module, a bundle, a planned module or a trace. Out: one line, or a fragment of HTML without scripts; text is
 escaped where it goes in (html.py).

@@ -1,4 +1,5 @@
-"""The display of objects in a notebook. The inspection package, which knows all of them, is imported on demand."""
+"""The hooks that a notebook calls to display an object. The room that draws them (inspection/notebook.py) is imported
+on demand."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Correlations, the common form of convolutions and of the gradients for their inputs.
 
-In: a Correlation, made by conv.py of an operation. Out: `BorderedSource`, which reads the source with a border of
-zeros around it, and the cut of positions into strips and tiles. Of the files in kernels/conv, register_tiles.py has
-output channels in lanes, lines.py positions of a row.
+In: a Correlation, made by conv/conv.py of an operation. Out: `BorderedSource`, which reads the source with a border of
+zeros around it, and the cut of positions into strips and tiles. conv/register_tiles.py has output channels in
+lanes, conv/lines.py positions of a row.
 
 A phase is a regular subset of output positions that use the same taps: the gradient for the input of a convolution with
 stride s has s of them per dimension, a convolution one. Limits: two spatial dimensions (one is two of which the first

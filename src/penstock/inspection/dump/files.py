@@ -1,4 +1,4 @@
-"""The files of a dump.
+"""The files of a dump folder: writing them, and removing those of an older dump.
 
 In: a folder, which may hold an older dump and files of the user. Out: files in it, and a list of them, dump-files.txt.
 

@@ -1,4 +1,4 @@
-"""Parts of a module that are modules themselves.
+"""Parts of a module as modules of their own.
 
 They print, parse and verify, so all commands that take IR files take them.
 
