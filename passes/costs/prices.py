@@ -83,7 +83,7 @@ EFFICIENCY = {
 
 
 # The fewest channels, filters and squares of a batch for which a convolution is computed by squares of 2x2 outputs
-# (backends.md). It then needs this share of the multiplications of direct sums.
+# (docs/backends.md). It then needs this share of the multiplications of direct sums.
 _LEAST_CHANNELS, _LEAST_SQUARES = 32, 24
 _MULTIPLIED = 4 / 9
 

@@ -7,15 +7,12 @@ are no sentences. Every rule has a control: a made-up source that breaks it.
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Callable, Iterator
-from itertools import groupby
 
 import pytest
 
-from .source_tree import SourceFile, Sources, made_up, product
+from .source_tree import Sources, made_up, product
 
 MOST_WORDS = 30
 # First words of docstrings that name a thing instead of saying what the function does.
@@ -28,7 +25,6 @@ _NOUN = re.compile(
 
 # The begin of an item, and a gap between columns of a table.
 _ITEM, _GAP = re.compile(r"\s*(?:[*-]|\d+\.)\s"), re.compile(r"\S\s{2,}\S")
-_PRAGMA = re.compile(r"#\s*(?:type: ignore|noqa|lazy: heavy|fmt:|-{5})")
 
 
 def nouns_first(sources: Sources) -> list[str]:
@@ -41,22 +37,6 @@ def nouns_first(sources: Sources) -> list[str]:
             if not is_property and _NOUN.match(text):
                 lines.append(f"{source.name}:{function.lineno} begins with {text.split()[0]}")
     return lines
-
-
-def _docstrings(source: SourceFile) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
-
-
-def _comments(source: SourceFile) -> Iterator[tuple[int, str]]:
-    """Yield blocks of comments: those in consecutive lines at one column are one block."""
-    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
-    comments = [t for t in tokens if t.type == tokenize.COMMENT and not _PRAGMA.match(t.string)]
-    places = enumerate(comments)
-    for _, group in groupby(places, key=lambda place: (place[1].start[0] - place[0], place[1].start[1])):
-        block = [comment for _, comment in group]
-        yield block[0].start[0], "\n".join(comment.string.removeprefix("#").removeprefix(" ") for comment in block)
 
 
 def _sentences(text: str) -> Iterator[str]:
@@ -76,7 +56,7 @@ def long_sentences(sources: Sources) -> list[str]:
     return [
         f"{source.name}:{line} has {len(sentence.split())} words: {sentence[:60]}..."
         for source in sources.values()
-        for line, text in (*_docstrings(source), *_comments(source))
+        for line, text in (*source.docstrings(), *source.comments())
         for sentence in _sentences(text)
         if len(sentence.split()) > MOST_WORDS
     ]
