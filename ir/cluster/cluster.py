@@ -84,7 +84,8 @@ class Device:
     copy_bandwidth: float = COPY_BANDWIDTH
 
     def fields(self) -> dict[str, Scalar]:
-        """Return what text says of a device; of what few devices have, only what is not usual."""
+        """Return the fields of a device as its file and a module's text list them; rare fields only where they are not
+        the usual ones."""
         always = ("kind", "host", "target", "threads", "flops", "bandwidth")
         settings = {key: getattr(self, key) for key in always}
         settings |= {key: getattr(self, key) for key in SELDOM if getattr(self, key) != _USUAL[key]}
@@ -283,9 +284,9 @@ class Cluster:
         return next(((c.bandwidth, c.latency) for c in self.classes if c.kind == kind), CLASSES[kind])
 
     def path(self, a: str, b: str) -> Path:
-        """Return what a transfer from `a` to `b` goes through. The card of a link is shared by direction where all its
-        links have one host in common and this one leaves it; otherwise it is one medium for all. Links by class share
-        the cards of both hosts."""
+        """Return the links and cards that a transfer from `a` to `b` goes through. The card of a link is shared by
+        direction where all its links have one host in common and this one leaves it; otherwise it is one medium for
+        all. Links by class share the cards of both hosts."""
         link, source, target = self.link(a, b), self.device(a), self.device(b)
         shares: list[tuple[str, float]] = []
         if link.nic:

@@ -62,7 +62,7 @@ class Forecast:
 
     @cached_property
     def courses(self) -> dict[int, Course]:
-        """Return what the memory of every rank holds, action by action."""
+        """Return the memory that every rank holds, action by action."""
         return {rank: memory_course(self.module, rank, self.simulated.batches) for rank in self.simulated.lines}
 
 

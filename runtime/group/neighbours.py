@@ -59,7 +59,8 @@ def ends_of(schedule: Schedule, rank: int) -> set[End]:
 
 
 def identity(device: torch.device = CPU, environment: Mapping[str, str] = os.environ) -> str:
-    """Return what near ranks have in common; nothing where memory is not to be shared."""
+    """Return a text that is the same for all ranks that can share memory with this one; empty where memory is not to be
+    shared."""
     wanted = environment.get("PENSTOCK_SHARED_MEMORY", "1")
     if wanted not in ("0", "1"):
         raise UsageError(f"PENSTOCK_SHARED_MEMORY must be 0 or 1, got {wanted!r}")

@@ -264,7 +264,7 @@ def _describe_end(code: int, log: IO[bytes]) -> PenstockError:
 
 
 def _inherited() -> tuple[object, ...]:
-    """Return what else a process hands down to those that it starts."""
+    """Return the other state that a process hands down to its children."""
     status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     try:
         directory: str | None = os.getcwd()

@@ -106,7 +106,7 @@ def _beginning(options: RunOptions) -> Beginning:
 
 
 def run_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Return what tells this run from other runs; empty when nothing does."""
+    """Return the id that the launcher gave this run, the same after a restart; empty where it has none."""
     names = [
         environment.get("PENSTOCK_RUN_ID", ""),
         environment.get("TORCHELASTIC_RUN_ID", ""),

@@ -74,7 +74,7 @@ def text_samples(count: int, length: int, seed: int) -> tuple[np.ndarray, np.nda
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run it all; return exit code 0 when the loss fell."""
+    """Run the demonstration; return exit code 0 when the loss fell."""
     import shutil  # lazy: heavy
 
     import numpy as np  # lazy: heavy

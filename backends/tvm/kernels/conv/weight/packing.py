@@ -184,7 +184,8 @@ class WeightPacking:
     # ------------------------------------------------------------------------------ x
 
     def x(self, words: Buffer, start: Expr, group: Expr, tile: Expr, block: Expr) -> Expr | None:
-        """Pack the channels of tile number `tile`, from word `start` on. Return what `dy` returns."""
+        """Pack the channels of tile number `tile`, from word `start` on. Return a flag that a number is too large for
+        tiles, as `dy` does."""
         emit, layout = self.emit, self.layout
         large = Magnitudes(emit) if self.parts > 1 else None
         channels = self._channels(group, tile)
