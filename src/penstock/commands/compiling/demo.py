@@ -46,12 +46,12 @@ class DemoOptions:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add settings alone."""
+    """Add the arguments of `penstock demo`, which are settings alone."""
     add_settings(parser, DemoOptions)
 
 
 def run(arguments: Namespace) -> int:
-    """Check the settings of the compiler's cache, then run it all."""
+    """Check the settings of the compiler's cache, then run the demonstration."""
     from penstock.backends.registry import check_cache  # lazy: heavy
 
     options = settings_from(DemoOptions, arguments)
