@@ -159,7 +159,7 @@ class _ProgramImporter:
 
     def _overlaps(self, state: Sequence[KnownElements | TorchWeight]) -> None:
         """Refuse parameters that share a part of their memory with other tensors: training would separate them."""
-        for i, j in sharing([one.tensor for one in state]):
+        for i, j in sharing([entry.tensor for entry in state]):
             if isinstance(state[i], TorchWeight) or isinstance(state[j], TorchWeight):
                 self.problems.append(
                     f"{state[j].name}: shares memory with {state[i].name}, but not all of it in the same order"

@@ -282,14 +282,14 @@ class TorchNode(Writer):
         several = isinstance(result, list | tuple)
         renamed: dict[Value, Value] = {}
         bound = []
-        for i, one in enumerate(result if several else (result,)):
+        for i, entry in enumerate(result if several else (result,)):
             name = f"{self.call.name}.{i}" if several else self.call.name
-            if isinstance(one, torch.Tensor):
-                one = KnownElements(builder.names.fresh(name), one)
-            elif isinstance(one, Value) and one in mine and one not in renamed:
-                renamed[one] = Value(builder.names.fresh(name), one.type)
-            bound.append(one)
+            if isinstance(entry, torch.Tensor):
+                entry = KnownElements(builder.names.fresh(name), entry)
+            elif isinstance(entry, Value) and entry in mine and entry not in renamed:
+                renamed[entry] = Value(builder.names.fresh(name), entry.type)
+            bound.append(entry)
         self.rename(renamed)
         trained.update(new for old, new in renamed.items() if old in trained)
-        bound = [renamed.get(one, one) if isinstance(one, Value) else one for one in bound]
+        bound = [renamed.get(entry, entry) if isinstance(entry, Value) else entry for entry in bound]
         return tuple(bound) if several else bound[0]

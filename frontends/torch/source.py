@@ -177,8 +177,8 @@ class SymbolSizes:
         for name, number in dims.items():
             symbol = symbols.get(aliases.get(name, name))
             if symbol is None:
-                there = ", ".join(sorted([*symbols, *aliases])) or "none: all sizes are numbers"
-                problems.append(f"{name}={number}: there is no such dimension, the program has {there}")
+                listed = ", ".join(sorted([*symbols, *aliases])) or "none: all sizes are numbers"
+                problems.append(f"{name}={number}: there is no such dimension, the program has {listed}")
                 continue
             if isinstance(number, bool) or not isinstance(number, Integral):
                 problems.append(f"{name}={number!r}: must be a whole number")

@@ -37,9 +37,9 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 def _range_problems(settings: Mapping[str, object]) -> list[str]:
     wrong = []
     for name, value in settings.items():
-        said, holds = _RANGES.get(name, ("", lambda x: True))
+        range_words, holds = _RANGES.get(name, ("", lambda x: True))
         if isinstance(value, int | float) and not (isfinite(value) and holds(value)):
-            wrong.append(f"{name} must be {said}, got {value!r}")
+            wrong.append(f"{name} must be {range_words}, got {value!r}")
     return wrong
 
 

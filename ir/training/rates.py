@@ -38,7 +38,9 @@ Piece = tuple[float, float, float, float, float]
 
 def _check(kind: str, *rules: tuple[str, float, str, bool]) -> None:
     wrong = [
-        f"{name} must be {said}, got {value!r}" for name, value, said, holds in rules if not (isfinite(value) and holds)
+        f"{name} must be {range_words}, got {value!r}"
+        for name, value, range_words, holds in rules
+        if not (isfinite(value) and holds)
     ]
     if wrong:
         raise UsageError("; ".join(wrong), where=f"rate {kind}")

@@ -132,8 +132,8 @@ class _Ends:
             yield from self._problem("twice", step, f"was already done at step {self._done[key]}")
         if not known:
             other = self._other(a)
-            there = f"the stage of rank {a.peer}" if other != a.peer else str(other)
-            what = f"there is no {a.phase} edge between stages {a.stage} and {there} in that direction"
+            other_stage = f"the stage of rank {a.peer}" if other != a.peer else str(other)
+            what = f"there is no {a.phase} edge between stages {a.stage} and {other_stage} in that direction"
             yield from self._problem("edge", step, what)
 
     def _other(self, a: Action) -> int | None:

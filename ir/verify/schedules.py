@@ -165,8 +165,8 @@ class _Order:
             what = f"uses the gradients of microbatches {_spans(added)}, expected {_spans(expected)}"
             yield from self._problem("update", step, what)
         for kind in BATCH_ORDER[: BATCH_ORDER.index(a.kind)]:
-            there = a.stage in self._summing if kind == SUM else kind in self._kinds[a.stage]
-            if there and (kind, a.stage, a.mb) not in self._done:
+            applies = a.stage in self._summing if kind == SUM else kind in self._kinds[a.stage]
+            if applies and (kind, a.stage, a.mb) not in self._done:
                 what = f"comes before {a.stage}{kind}{a.mb}, whose results it may use"
                 yield from self._problem("update", step, what)
 

@@ -66,10 +66,13 @@ def weight_versions(module: Module, options: WeightVersionsOptions = WeightVersi
 
     trained = stepped_vars(module)
     updates = {f"s{s.index}.U" for s in module.stages}
-    kept = dict.fromkeys(trained, versions) | _gradient_buffers(module)
+    versions_of = dict.fromkeys(trained, versions) | _gradient_buffers(module)
     result = module.but(
         schedule=schedule.rewrite(number),
-        vars={name: replace(var, versions=kept[name]) if name in kept else var for name, var in module.vars.items()},
+        vars={
+            name: replace(var, versions=versions_of[name]) if name in versions_of else var
+            for name, var in module.vars.items()
+        },
         graphs={name: graph if name in updates else _pin(graph, trained) for name, graph in module.graphs.items()},
     )
     if options.checked:

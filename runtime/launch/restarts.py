@@ -142,8 +142,8 @@ def note_save(options: RunOptions, record: UnfinishedRun, step: int) -> Unfinish
     """Record that a checkpoint is about to be begun."""
     assert options.checkpoint is not None
     save = BegunSave(step_name(step), identity(Path(options.checkpoint) / step_name(step)))
-    kept = [other for other in record.saves if other.name != save.name][1 - _MOST_SAVES :]
-    record = msgspec.structs.replace(record, saves=(*kept, save))
+    earlier = [other for other in record.saves if other.name != save.name][1 - _MOST_SAVES :]
+    record = msgspec.structs.replace(record, saves=(*earlier, save))
     write(options, record)
     return record
 

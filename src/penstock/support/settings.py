@@ -73,8 +73,8 @@ def required(help: str = "", **about: Any) -> Any:
 
 def shared(kind: type, name: str, default: Any = MISSING) -> Any:
     """Return the field of a setting that another verb has as well, perhaps with another default."""
-    there = next(row for row in fields(kind) if row.name == name)
-    return field(default=there.default if default is MISSING else default, metadata=there.metadata)
+    original = next(row for row in fields(kind) if row.name == name)
+    return field(default=original.default if default is MISSING else default, metadata=original.metadata)
 
 
 def settings_of(kind: type) -> dict[str, Description]:
