@@ -69,8 +69,8 @@ def _needed(
 ) -> tuple[tuple[Op, ...], set[Value]]:
     """Return the operations that `results` depend on, and every value that they use.
 
-    Without results they are the operations that `accum` depends on. Operations whose results are all `available` are left
-    out.
+    Without results they are the operations that `accum` depends on. Operations whose results are all `available` are
+    left out.
     """
     used, kept = set(results), []
     for op in reversed(ops):

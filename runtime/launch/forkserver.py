@@ -406,11 +406,11 @@ def _become(rank: Rank, parent: int) -> NoReturn:
     """Run as a rank from here on, in a process that was just forked."""
     code = 1
     try:
-        reply = os.pread(1, os.fstat(1).st_size, 0)
+        earlier_output = os.pread(1, os.fstat(1).st_size, 0)
         for output in (1, 2):
             os.dup2(rank.log, output)
         os.close(rank.log)
-        os.write(1, reply)
+        os.write(1, earlier_output)
         for descriptor in (rank.control, rank.status):
             os.set_inheritable(descriptor, False)
         _name(str(rank.rank))
