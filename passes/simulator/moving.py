@@ -1,6 +1,6 @@
 """The ways between ranks, and how bytes move through them.
 
-A pair moves one thing at a time and queues the others. Pairs that share links compete for them (sharing.py), and a
+A pair moves one message at a time and queues the others. Pairs that share links compete for them (sharing.py), and a
 receiver that reads competes for the cores of its host (cores.py).
 """
 

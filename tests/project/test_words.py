@@ -1,7 +1,7 @@
 """The rules of docs/layout.md about the words of docstrings and comments in the product.
 
-A docstring of a function begins with a verb, and a sentence has at most 30 words. Tables, formulas and text in backticks
-are no sentences. Every rule has a control: a made-up source that breaks it.
+A docstring of a function begins with a verb, that of a class with a noun, and a sentence has at most 30 words. Tables,
+formulas and text in backticks are no sentences. Every rule has a control: a made-up source that breaks it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ _NOUN = re.compile(
     r"|Word)s)\b"
 )
 
+# First words of docstrings that begin with a field or a verb instead of saying what the class is.
+_NO_NOUN = re.compile(
+    r"`|Something\b|(?:Build|Check|Choose|Collect|Compute|Cut|Emit|Follow|Hand|Hold|Keep|Make|Print|Read|Rewrite|Run|Start"
+    r"|Tell|Write)s\b"
+)
+
 # The begin of an item, and a gap between columns of a table.
 _ITEM, _GAP = re.compile(r"\s*(?:[*-]|\d+\.)\s"), re.compile(r"\S\s{2,}\S")
 
@@ -37,6 +43,16 @@ def nouns_first(sources: Sources) -> list[str]:
             if not is_property and _NOUN.match(text):
                 lines.append(f"{source.name}:{function.lineno} begins with {text.split()[0]}")
     return lines
+
+
+def verbs_first(sources: Sources) -> list[str]:
+    """List classes with docstrings that do not begin with a noun for the class."""
+    return [
+        f"{source.name}:{node.lineno} {node.name} begins with {text.split()[0]}"
+        for source in sources.values()
+        for node in source.classes()
+        if _NO_NOUN.match(text := ast.get_docstring(node) or "")
+    ]
 
 
 def _sentences(text: str) -> Iterator[str]:
@@ -66,6 +82,8 @@ LONG = "word " * MOST_WORDS + "end."
 RULES: dict[str, tuple[Callable[[Sources], list[str]], str]] = {
     "article": (nouns_first, 'def f():\n    """The sum of two numbers."""'),
     "noun": (nouns_first, 'def f():\n    """Seconds of a run."""'),
+    "field of a class": (verbs_first, 'class C:\n    """`size` is a number."""'),
+    "verb of a class": (verbs_first, 'class C:\n    """Emits a product."""'),
     "docstring": (long_sentences, f'"""A module. {LONG}"""'),
     "item": (long_sentences, f'"""A list:\n\n* short\n* {LONG}\n"""'),
     "comment": (long_sentences, f"# {LONG[:80]}\n# {LONG[80:]}\nx = 1"),
@@ -73,6 +91,7 @@ RULES: dict[str, tuple[Callable[[Sources], list[str]], str]] = {
 }
 FINE = {
     "property": (nouns_first, 'class C:\n    @property\n    def f(self):\n        """The sum of two numbers."""'),
+    "class": (verbs_first, 'class C:\n    """A product. `size` is a number."""'),
     "formula": (long_sentences, f'"""A sum:\n\n    {LONG}\n\nNo more."""'),
     "code": (long_sentences, f'"""A command: `{LONG}`."""'),
 }

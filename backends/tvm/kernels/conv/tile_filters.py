@@ -33,8 +33,8 @@ from .tile_bands import Bands
 
 @dataclass(frozen=True)
 class Filters:
-    """`count` filters from `first` on, a block of a group; their words begin `at`, and `flag` is the place of a flag
-    that a number is too large."""
+    """A block of `count` filters from `first` on, within a group. Their words begin `at`, and `flag` is the place of a
+    flag that a number is too large."""
 
     first: Expr
     count: int

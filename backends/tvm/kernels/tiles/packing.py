@@ -83,7 +83,7 @@ class SumSpan:
 
 @dataclass(frozen=True)
 class Strips:
-    """`count` neighbouring strips of `columns` columns, from column `first` and strip `number` on."""
+    """A run of `count` neighbouring strips of `columns` columns, from column `first` and strip `number` on."""
 
     first: Expr
     number: Expr
