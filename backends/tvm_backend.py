@@ -1,9 +1,10 @@
 """The TVM back end for CPUs and CUDA devices: graphs become kernels in an order, and the kernels of a stage become one
 library.
 
-plan.py orders the kernels, kernels/ and cuda/ generate their code, lower.py writes one Relax function for each graph.
-build.py makes the library of a stage, load.py opens it. Worker processes compile (pool.py, jobs.py), and a cache keeps
-what they made (store.py).
+tvm/lower/plan.py orders the kernels, tvm/kernels/ and tvm/cuda/ generate their code, and tvm/lower/lower.py writes one
+Relax function for each graph. tvm/compile/build.py makes the library of a stage, tvm/run/load.py opens it. Worker
+processes compile (tvm/compile/pool.py, tvm/compile/jobs.py), and a cache keeps what they made
+(src/penstock/support/cache.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A node is identified by the `loc` of its operations, which every pass keeps. A model may describe several pipelines,
 each a stage number for some of its nodes. It may also name the layer of a node. Nothing is checked here:
-penstock/planning/hints.py decides which hints can be followed.
+src/penstock/planning/hints.py decides which hints can be followed.
 """
 
 from __future__ import annotations

@@ -231,8 +231,8 @@ def _own_loss(main: Graph, name: str, renamed: Mapping[str, str]) -> Value:
     outs = {name: values[ours] for name, ours in accepted(values, renamed).items()}
     where = f"loss output:{name}"
     if name not in outs:
-        there = ", ".join(f"%{name} : {values[ours].type}" for ours, name in shown(values, renamed).items())
-        raise UsageError(f"the model has no output of that name, it has {there}", where=where)
+        listed = ", ".join(f"%{name} : {values[ours].type}" for ours, name in shown(values, renamed).items())
+        raise UsageError(f"the model has no output of that name, it has {listed}", where=where)
     if outs[name].type.shape != () or outs[name].type.dtype not in FLOATS:
         raise UsageError(
             f"must be a floating-point scalar, but is {outs[name].type}",

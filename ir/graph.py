@@ -118,13 +118,13 @@ class Graph:
 
     @property
     def results(self) -> tuple[Value, ...]:
-        """Return what a compiled graph hands back: its outputs, then the saved values that are neither inputs nor
+        """Return the results of the compiled graph: its outputs, then the saved values that are neither inputs nor
         outputs."""
         known = {*self.ins, *self.outs}
         return self.outs + tuple(v for v in self.saved if v not in known)
 
     def keep(self, key: Derived[Result], find: Callable[[Graph], Result]) -> Result:
-        """Return what `find` says of this graph, which is computed once: graphs do not change."""
+        """Return `find(graph)`. It is computed once and kept under the key: graphs do not change."""
         return self.kept.once(key, lambda: find(self))
 
     def producers(self) -> dict[Value, Op]:
@@ -403,7 +403,7 @@ def rewrite(graph: Graph, rule: Callable[[Op], Sequence[Op] | None]) -> Graph:
 
 
 class Namer:
-    """Hands out names that are not taken yet: `h`, then `h.1`, `h.2`, in order, so that output is deterministic."""
+    """A source of names that are not taken yet: `h`, then `h.1`, `h.2`, in order, so that output is deterministic."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)

@@ -1,4 +1,4 @@
-"""The play of a schedule on paper.
+"""A schedule played through on a grid of ranks and times, without a run.
 
 In: a schedule and how long computations take. Out: when every action starts and finishes, or which ranks wait for each
 other.

@@ -11,13 +11,13 @@ from .ops import OPS
 def live_ops(ops: Sequence[Op], results: Iterable[Value]) -> list[Op]:
     """Return the operations that `results` and changes of variables depend on, in order."""
     needed = set(results)
-    kept = []
+    live = []
     for op in reversed(ops):
         changes = OPS[op.kind].effect and op.kind != "read"
         if changes or not needed.isdisjoint(op.outs):
-            kept.append(op)
+            live.append(op)
             needed.update(op.ins)
-    return kept[::-1]
+    return live[::-1]
 
 
 def drop_dead(graph: Graph) -> Graph:

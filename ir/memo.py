@@ -1,4 +1,4 @@
-"""Memory of what was derived from an object that does not change: a graph, a module.
+"""A cache of results, kept with the object they were computed from, which does not change: a graph, a module.
 
 A result is kept under a key that is declared once, beside the function that computes it:
 

@@ -36,9 +36,9 @@ def by_our_names(
         raise UsageError(f"expected a dict of arrays by the names of inputs, got {type(given).__name__}", where=where)
     table = accepted(names, renamed)
     arrays: dict[str, Any] = {}
-    for name, one in given.items():
+    for name, value in given.items():
         ours = table.get(name, str(name))
         if ours in arrays:
             raise UsageError(f"input {ours} is given twice, as {name} and by its other name", where=where)
-        arrays[ours] = one
+        arrays[ours] = value
     return arrays

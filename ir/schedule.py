@@ -128,7 +128,8 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`microbatches` per batch; one update per batch. `ranks` maps a rank to its program."""
+    """The program of every rank, for `microbatches` per batch; one update per batch. `ranks` maps a rank to its
+    program."""
 
     name: str
     microbatches: int

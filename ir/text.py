@@ -144,7 +144,8 @@ def print_head(module: Module, variables: Iterable[str] = ()) -> Iterator[str]:
 
 
 class Printer:
-    """Prints modules that have much in common, as those after one pass and the next: every graph and variable once."""
+    """A printer of modules that have much in common, as those after one pass and the next: it prints every graph and
+    variable once."""
 
     def __init__(self) -> None:
         # The cache holds the object beside its text, so that no other object gets its address.
@@ -218,7 +219,7 @@ def _parse_values(text: str) -> tuple[Value, ...]:
 
 
 class _GraphParser:
-    """Reads the lines between `graph … {` and `}`."""
+    """The parser of the lines between `graph … {` and `}`."""
 
     def __init__(self, name: str, ins: tuple[Value, ...]) -> None:
         self.name, self.ins = name, ins
@@ -281,7 +282,7 @@ class _GraphParser:
 
 
 class _ModuleParser:
-    """A state machine over lines: inside nothing, the module, a graph, or the schedule."""
+    """The parser of modules, a state machine over lines: inside nothing, the module, a graph, or the schedule."""
 
     def __init__(self) -> None:
         self.name: str | None = None

@@ -60,8 +60,8 @@ def dtype_of(array_dtype: object) -> str:
 
 
 class TensorType(NamedTuple):
-    """`axes[i]` are the mesh axes that split dimension i (empty: replicated); `partial` are axes with an unreduced
-    sum."""
+    """The type of a tensor: element type, shape, and how it lies on a mesh. `axes[i]` are the mesh axes that split
+    dimension i (empty: replicated); `partial` are axes with an unreduced sum."""
 
     dtype: str
     shape: tuple[Dim, ...]

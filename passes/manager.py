@@ -181,7 +181,7 @@ class Event:
 class Watcher(Protocol):
     """An observer of every step of a pipeline. penstock.inspection.dump writes the steps to files."""
 
-    def begin(self, module: Module, rest: str) -> None:
+    def begin(self, module: Module, calls: str) -> None:
         """Announce a pipeline, which is to run these passes."""
 
     def passed(self, event: Event, name: str, before: Module, after: Module) -> None: ...

@@ -15,21 +15,21 @@ class CompilerHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class NameTarget(msgspec.Struct, frozen=True, tag=True):
-    """Find LLVM's name of a target; answered by Named."""
+    """The job to find LLVM's name of a target; answered by Named."""
 
     target: str
 
 
 class Named(msgspec.Struct, frozen=True, tag=True):
-    """LLVM's name of a target."""
+    """The answer to NameTarget: LLVM's name of the target."""
 
     cpu: str
 
 
 class MakeKernel(msgspec.Struct, frozen=True, tag=True):
-    """Compile one group into an object file that defines `symbol`, and `symbol` with `_pack` if it has an operand to be
-    packed. Write its TIR for readers into `source`. A file without a path is not written. Answered by Made or
-    Refused."""
+    """The job to compile one group into an object file that defines `symbol`, and `symbol` with `_pack` if it has an
+    operand to be packed. Write its TIR for readers into `source`. A file without a path is not written. Answered by
+    KernelMade or GroupRefused."""
 
     group: str
     target: str
@@ -56,13 +56,13 @@ class KernelParameters(msgspec.Struct, frozen=True):
 
 
 class KernelMade(msgspec.Struct, frozen=True, tag=True):
-    """The kernel is compiled."""
+    """The answer that the kernel is compiled."""
 
     parameters: KernelParameters
 
 
 class GroupRefused(msgspec.Struct, frozen=True, tag=True):
-    """The group cannot be one kernel."""
+    """The answer that the group cannot be one kernel."""
 
     reason: str
 
@@ -75,8 +75,8 @@ class KernelStep(msgspec.Struct, frozen=True):
 
 
 class LinkStage(msgspec.Struct, frozen=True, tag=True):
-    """Make the library of a stage: graphs as text, for each its calls in order, and the objects with the kernels. Write
-    its functions for readers into `source`. A file without a path is not written. Answered by Linked."""
+    """The job to make the library of a stage: graphs as text, for each its calls in order, and the objects with the
+    kernels. Write its functions for readers into `source`. A file without a path is not written. Answered by Linked."""
 
     graphs: str
     calls: tuple[tuple[KernelStep, ...], ...]
@@ -87,12 +87,12 @@ class LinkStage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Linked(msgspec.Struct, frozen=True, tag=True):
-    """The library is written."""
+    """The answer that the library is written."""
 
 
 class JobFailed(msgspec.Struct, frozen=True, tag=True):
-    """The job failed: by a mistake of the user (`usage`), by the tools, or for lack of `memory`. With a traceback, by
-    an error in the rule of an operation (`rule`) or elsewhere in the package."""
+    """The answer that the job failed: by a mistake of the user (`usage`), by the tools, or for lack of `memory`. With a
+    traceback, by an error in the rule of an operation (`rule`) or elsewhere in the package."""
 
     what: str
     hint: str = ""

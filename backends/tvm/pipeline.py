@@ -10,8 +10,8 @@ them, so it runs on functions that hold some. The code that comes out is the sam
 
 Kernels trust their arguments: the checks of types, shapes, strides and devices that TVM puts before a kernel are
 removed. They were most of the code of a small kernel, and half of the time to compile it. The caller of a graph's
-function is checked once, at its parameters (load.py, lower.py). The arguments that a library's own code passes to its
-kernels are settled when it is linked.
+function is checked once, at its parameters (run/load.py, lower/lower.py). The arguments that a library's own code
+passes to its kernels are settled when it is linked.
 """
 
 from __future__ import annotations

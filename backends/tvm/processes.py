@@ -1,4 +1,4 @@
-"""The environment of processes that make code."""
+"""The environment variables of processes that make code."""
 
 from __future__ import annotations
 

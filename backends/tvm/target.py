@@ -82,7 +82,7 @@ def _machine(cpu: str) -> TargetMachine:
     target = tvm_target(cpu)
     if codegen.target_has_features(["avx512f"], target):
         # By name only, although LLVM counts tiles among the features of some models: not every process on such a
-        # machine may use them, and loading goes by the name of the library (load.py).
+        # machine may use them, and loading goes by the name of the library (run/load.py).
         return TargetMachine(cpu, 16, 12, 2, 6, 4, has_tiles=set(TILES) <= set(cpu.split("+")[1:]))
     if codegen.target_has_features(["avx2"], target):
         return TargetMachine(cpu, 8, 6, 2, 6, 2)

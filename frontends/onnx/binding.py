@@ -125,8 +125,8 @@ def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Gi
     names.update(d.dim_param for v in inputs if v.name in known for d in v.type.tensor_type.shape.dim if d.dim_param)
     for name, size in dims.items():
         if name not in names:
-            there = f"the model has {', '.join(sorted(names))}" if names else "the model has no symbolic dimension"
-            problems.append(f"--dim {name}={size}: there is no such dimension, {there}")
+            listed = f"the model has {', '.join(sorted(names))}" if names else "the model has no symbolic dimension"
+            problems.append(f"--dim {name}={size}: there is no such dimension, {listed}")
         elif size < 1:
             problems.append(f"--dim {name}={size}: a size must be 1 or more")
     if problems:

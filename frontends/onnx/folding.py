@@ -89,10 +89,10 @@ def _evaluator(serialised: bytes, opset: int) -> ReferenceEvaluator:
     """Make the evaluator of one node. Loops repeat the same nodes, and making it takes longer than running it."""
     node = onnx.NodeProto.FromString(serialised)
 
-    def values(these: Iterable[str]) -> list[onnx.ValueInfoProto]:
+    def values(names: Iterable[str]) -> list[onnx.ValueInfoProto]:
         return [
             onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
-            for name in dict.fromkeys(these)
+            for name in dict.fromkeys(names)
             if name
         ]
 

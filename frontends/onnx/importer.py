@@ -10,8 +10,9 @@ are computed here. Constants that are small or have one value throughout become 
 initializer used by several nodes stays one variable, read once.
 
 The importer tries these readings of a node in this order: a call of one of the model's functions (functions.py);
-control flow or a sequence (control.py, sequences.py); a computation on known operands (folding.py); an operator with a
-rule (table.py); an operator that ONNX defines by a function. One CannotImport lists all nodes that cannot be imported.
+control flow or a sequence (control.py, rules/sequences.py); a computation on known operands (folding.py); an operator
+with a rule (table.py); an operator that ONNX defines by a function. One CannotImport lists all nodes that cannot be
+imported.
 """
 
 from __future__ import annotations

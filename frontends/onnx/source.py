@@ -1,4 +1,5 @@
-"""Files of the importer: an ONNX model read by its path, checked, and its tensors as arrays.
+"""The ONNX file that is imported: read by its path, checked, its external data kept inside its folder, its tensors as
+arrays.
 
 In: a path. Out: the model, a type for each tensor, arrays, and a hash of everything that was read. Arrays are not
 copied where the format allows it; external data is memory-mapped. A UsageError refuses a file that is missing,

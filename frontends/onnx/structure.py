@@ -95,17 +95,20 @@ def save_structure(structure: Structure, folder: Path, arrays: Mapping[str, np.n
 
 
 def write_model(
-    kept: Path, arrays: Mapping[str, np.ndarray], out: Path, annotate: Callable[[onnx.ModelProto], None] | None = None
+    structure: Path,
+    arrays: Mapping[str, np.ndarray],
+    out: Path,
+    annotate: Callable[[onnx.ModelProto], None] | None = None,
 ) -> list[Path]:
-    """Write the model with structure `kept`, and return the files written.
+    """Write the model whose structure is in the file `structure`, and return the files written.
 
     `arrays` are by label, for all initializers whose elements were left out. `annotate` may change the model in ways
     that leave its meaning alone.
     """
-    model = _read(kept)
+    model = _read(structure)
     if annotate is not None:
         annotate(model)
-    spans = [_kept_span(tensor, kept) for tensor in _external(model) if tensor.external_data]
+    spans = [_kept_span(tensor, structure) for tensor in _external(model) if tensor.external_data]
     return _write(model, arrays, spans, out)
 
 
@@ -114,9 +117,9 @@ def data_file(model: Path) -> Path:
     return model.with_name(model.name + ".data")
 
 
-def element_types(kept: Path) -> dict[str, np.dtype]:
+def element_types(structure: Path) -> dict[str, np.dtype]:
     """Return the element type of every initializer of a kept structure, by label."""
-    return {label: _dtype(tensor) for label, tensor in _labelled(_read(kept)).items()}
+    return {label: _dtype(tensor) for label, tensor in _labelled(_read(structure)).items()}
 
 
 # ------------------------------------------------------------------------------------------------ what a model stores
@@ -139,18 +142,18 @@ def _external(message: Message) -> Iterator[onnx.TensorProto]:
                 yield from _external(inner)
 
 
-def _read(kept: Path) -> onnx.ModelProto:
+def _read(structure: Path) -> onnx.ModelProto:
     try:
-        model: onnx.ModelProto = onnx.ModelProto.FromString(kept.read_bytes())
+        model: onnx.ModelProto = onnx.ModelProto.FromString(structure.read_bytes())
     except DecodeError as error:
-        raise VerifyError(f"not a readable ONNX file: {error}", where=str(kept)) from error
+        raise VerifyError(f"not a readable ONNX file: {error}", where=str(structure)) from error
     return model
 
 
-def _kept_span(tensor: onnx.TensorProto, kept: Path) -> Span:
+def _kept_span(tensor: onnx.TensorProto, structure: Path) -> Span:
     """Locate elements that were kept as external data. They must be in the one file beside the structure."""
     fields = {entry.key: entry.value for entry in tensor.external_data}
-    data = data_file(kept)
+    data = data_file(structure)
     offset, length = fields.get("offset", ""), fields.get("length", "")
     numbers = all(text.isascii() and text.isdecimal() for text in (offset, length))
     if (
@@ -159,7 +162,9 @@ def _kept_span(tensor: onnx.TensorProto, kept: Path) -> Span:
         or not data.is_file()
         or int(offset) + int(length) > data.stat().st_size
     ):
-        raise VerifyError(f"tensor {tensor.name} has no elements where they should be, in {data.name}", where=str(kept))
+        raise VerifyError(
+            f"tensor {tensor.name} has no elements where they should be, in {data.name}", where=str(structure)
+        )
     return data, int(offset), int(length)
 
 

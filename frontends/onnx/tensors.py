@@ -1,7 +1,7 @@
 """Tensors of an ONNX graph during an import, and the scopes of their names.
 
-    Known        elements known at import: constants, shapes, folded results
-    Weight       a trainable initializer, read from the file only when it is used
+    KnownTensor  elements known at import: constants, shapes, folded results
+    OnnxWeight   a trainable initializer, read from the file only when it is used
     Value        computed by the IR graph
     TensorList   a sequence: its length is known, its entries are any of these
     Empty        an optional that holds nothing; one that holds a tensor is that tensor

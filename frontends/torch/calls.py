@@ -87,8 +87,8 @@ class Caller:
         """Import what is no operation of ATen: picking one of several results, and computing with sizes."""
         arguments: list[Any] = [self.builder.env[a] if isinstance(a, Call) else a for a in call.args]
         if call.target is operator.getitem:
-            whole = arguments[0]
-            return self._lost(call) if isinstance(whole, Lost) else whole[arguments[1]]
+            tensor = arguments[0]
+            return self._lost(call) if isinstance(tensor, Lost) else tensor[arguments[1]]
         if call.op == "call_function" and all(isinstance(a, bool | int | float) for a in arguments) and not call.kwargs:
             return call.target(*arguments)  # type: ignore[operator]
         if (
@@ -111,7 +111,7 @@ class Caller:
     def _lacks_types(self, call: Call) -> bool:
         """Return whether the call cannot be judged, because the type of an operand was lost with another call."""
         operands = (self.builder.env[a] for a in call.all_input_nodes)
-        return any(isinstance(one, Lost) and one.type is None for one in operands)
+        return any(isinstance(operand, Lost) and operand.type is None for operand in operands)
 
     def _promised(self, meta: object) -> TensorType | None:
         """Return the type that torch gives a result, or None where it is unknown or has no counterpart."""
@@ -126,25 +126,29 @@ class Caller:
     def _lost(self, call: Call) -> Any:
         meta = call.meta.get("val")
         if isinstance(meta, tuple | list):
-            return tuple(Lost(self._promised(one)) for one in meta)
+            return tuple(Lost(self._promised(result)) for result in meta)
         return Lost(self._promised(meta))
 
     def _small(self, call: Call) -> bool:
         meta = call.meta.get("val")
-        kinds = [self._promised(one) for one in (meta if isinstance(meta, tuple | list) else (meta,))]
+        kinds = [self._promised(result) for result in (meta if isinstance(meta, tuple | list) else (meta,))]
         return all(kind is None or kind.size <= LARGEST for kind in kinds)
 
     def _compare(self, call: Call, result: Any) -> None:
         """Compare each result with the type that torch gives it."""
         metas = call.meta.get("val")
         pairs = zip(metas, result, strict=False) if isinstance(metas, tuple | list) else [(metas, result)]
-        for i, (meta, one) in enumerate(pairs):
+        for i, (meta, computed) in enumerate(pairs):
             promised = self._promised(meta)
-            if isinstance(one, KnownElements | TorchWeight):
-                one = one.tensor
-            if promised is None or not isinstance(one, Value | torch.Tensor):
+            if isinstance(computed, KnownElements | TorchWeight):
+                computed = computed.tensor
+            if promised is None or not isinstance(computed, Value | torch.Tensor):
                 continue
-            actual = one.type if isinstance(one, Value) else TensorType(our_dtype(one.dtype), tuple(one.shape))
+            actual = (
+                computed.type
+                if isinstance(computed, Value)
+                else TensorType(our_dtype(computed.dtype), tuple(computed.shape))
+            )
             if actual != promised:
                 raise Refused(f"result {i} comes out as {actual}, but torch says {promised}")
 
@@ -194,7 +198,7 @@ def _called(call: Call) -> str:
 
 def _missing(call: Call) -> str:
     """Explain why there is no rule."""
-    metas = pytree.tree_leaves([one.meta.get("val") for one in (call, *call.all_input_nodes)])
+    metas = pytree.tree_leaves([node.meta.get("val") for node in (call, *call.all_input_nodes)])
     if any(isinstance(meta, torch.Tensor) and meta.is_complex() for meta in metas):
         return "there are no complex numbers here; a model may compute their real and imaginary parts apart"
     return _NO_RULE

@@ -20,7 +20,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 @contextmanager
 def cumulative_averages(module: torch.nn.Module) -> Iterator[None]:
     """Replace forward of the layers with plain averages in training mode, so that the block can export the module."""
-    layers = [one for one in module.modules() if isinstance(one, _BatchNorm) and _is_cumulative(one)]
+    layers = [
+        candidate for candidate in module.modules() if isinstance(candidate, _BatchNorm) and _is_cumulative(candidate)
+    ]
     for layer in layers:
         layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
     try:

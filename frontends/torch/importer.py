@@ -11,7 +11,7 @@ left out.
 
 Sizes are numbers. Arguments of forward that are numbers, strings or None have the values of the examples. Outputs that
 are None are left out. Buffers that forward changes (running statistics in training) are variables that main reads and
-then writes (frontends/moving.py).
+then writes (frontends/running_statistics.py).
 
 One UnsupportedModel lists all calls that cannot be imported.
 """
@@ -159,7 +159,7 @@ class _ProgramImporter:
 
     def _overlaps(self, state: Sequence[KnownElements | TorchWeight]) -> None:
         """Refuse parameters that share a part of their memory with other tensors: training would separate them."""
-        for i, j in sharing([one.tensor for one in state]):
+        for i, j in sharing([entry.tensor for entry in state]):
             if isinstance(state[i], TorchWeight) or isinstance(state[j], TorchWeight):
                 self.problems.append(
                     f"{state[j].name}: shares memory with {state[i].name}, but not all of it in the same order"

@@ -1,8 +1,8 @@
 """The view that a rule of the ATen tables has of a call: its arguments by name, and the means to write operations.
 
-An argument that stands for a tensor is one of four things. `Known` has elements that are known at import, and `Weight`
-is a parameter. A `Value` belongs to the IR graph. `Lost` is the result of a call that could not be imported. Everything
-else (numbers, lists, element types, None) is a Python object. Sizes are numbers.
+An argument that stands for a tensor has one of four types. `KnownElements` has elements that are known at import, and
+`TorchWeight` is a parameter. A `Value` belongs to the IR graph. `Lost` is the result of a call that could not be
+imported. All other arguments (numbers, lists, element types, None) are Python objects. Sizes are numbers.
 
 Rules request an argument by use: a tensor with `value`, other objects with `arg`. Only an argument requested as a
 tensor becomes a variable. An argument that no rule has read and that differs from its default makes the call
@@ -282,14 +282,14 @@ class TorchNode(Writer):
         several = isinstance(result, list | tuple)
         renamed: dict[Value, Value] = {}
         bound = []
-        for i, one in enumerate(result if several else (result,)):
+        for i, entry in enumerate(result if several else (result,)):
             name = f"{self.call.name}.{i}" if several else self.call.name
-            if isinstance(one, torch.Tensor):
-                one = KnownElements(builder.names.fresh(name), one)
-            elif isinstance(one, Value) and one in mine and one not in renamed:
-                renamed[one] = Value(builder.names.fresh(name), one.type)
-            bound.append(one)
+            if isinstance(entry, torch.Tensor):
+                entry = KnownElements(builder.names.fresh(name), entry)
+            elif isinstance(entry, Value) and entry in mine and entry not in renamed:
+                renamed[entry] = Value(builder.names.fresh(name), entry.type)
+            bound.append(entry)
         self.rename(renamed)
         trained.update(new for old, new in renamed.items() if old in trained)
-        bound = [renamed.get(one, one) if isinstance(one, Value) else one for one in bound]
+        bound = [renamed.get(entry, entry) if isinstance(entry, Value) else entry for entry in bound]
         return tuple(bound) if several else bound[0]

@@ -2,7 +2,7 @@
 
 In: a module with example arguments, or an ExportedProgram. Out: an ExportedProgram without in-place operations,
 decomposed into operations that the tables have rows for. Modules are exported with the sizes of the examples. Symbolic
-sizes of an ExportedProgram are bound later (`Sizes`).
+sizes of an ExportedProgram are bound later (`SymbolSizes`).
 
 Regions of the source that compute without gradients (`torch.no_grad` inside forward) end in `detach` in the graph.
 """
@@ -177,8 +177,8 @@ class SymbolSizes:
         for name, number in dims.items():
             symbol = symbols.get(aliases.get(name, name))
             if symbol is None:
-                there = ", ".join(sorted([*symbols, *aliases])) or "none: all sizes are numbers"
-                problems.append(f"{name}={number}: there is no such dimension, the program has {there}")
+                listed = ", ".join(sorted([*symbols, *aliases])) or "none: all sizes are numbers"
+                problems.append(f"{name}={number}: there is no such dimension, the program has {listed}")
                 continue
             if isinstance(number, bool) or not isinstance(number, Integral):
                 problems.append(f"{name}={number!r}: must be a whole number")

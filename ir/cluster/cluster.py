@@ -57,13 +57,13 @@ MOST_THREADS = 65536
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`spaces` are (name, bytes) pairs; the first one holds tensors. `flops` (of a large float32 product) and
-    `bandwidth` are rates of one device, all threads. What fits into `cache` bytes moves at `cache_bandwidth` (0:
-    nothing does). `efficiency` are shares of the rates that families of work reach (passes/costs/prices.py), by name.
-    `overhead` are seconds that a kernel takes beside its work, `call_overhead` those that a call of a stage takes
-    beside its kernels. An end of a message takes `message_overhead`, and on a CPU its bytes take processor time at
-    `socket_bandwidth`. Between CPUs of one host an end takes `shared_overhead`, and the sender copies its bytes at
-    `copy_bandwidth`."""
+    """A device of a cluster: its host, its memory and its rates. `spaces` are (name, bytes) pairs; the first one holds
+    tensors. `flops` (of a large float32 product) and `bandwidth` are rates of one device, all threads. What fits into
+    `cache` bytes moves at `cache_bandwidth` (0: nothing does). `efficiency` are shares of the rates that families of
+    work reach (passes/costs/prices.py), by name. `overhead` are seconds that a kernel takes beside its work,
+    `call_overhead` those that a call of a stage takes beside its kernels. An end of a message takes `message_overhead`,
+    and on a CPU its bytes take processor time at `socket_bandwidth`. Between CPUs of one host an end takes
+    `shared_overhead`, and the sender copies its bytes at `copy_bandwidth`."""
 
     name: str
     kind: str = "cpu"
@@ -84,7 +84,8 @@ class Device:
     copy_bandwidth: float = COPY_BANDWIDTH
 
     def fields(self) -> dict[str, Scalar]:
-        """Return what text says of a device; of what few devices have, only what is not usual."""
+        """Return the fields of a device as its file and a module's text list them; rare fields only where they are not
+        the usual ones."""
         always = ("kind", "host", "target", "threads", "flops", "bandwidth")
         settings = {key: getattr(self, key) for key in always}
         settings |= {key: getattr(self, key) for key in SELDOM if getattr(self, key) != _USUAL[key]}
@@ -205,8 +206,8 @@ def _refuse_unknown(given: Mapping[str, Scalar], kind: type) -> None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`classes` are those that differ from the usual ones. A host that no entry describes has no network card worth
-    knowing."""
+    """Devices, the links between them, and their hosts. `classes` are the link classes that differ from the usual ones.
+    A host that no entry describes has no network card worth knowing."""
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
@@ -283,9 +284,9 @@ class Cluster:
         return next(((c.bandwidth, c.latency) for c in self.classes if c.kind == kind), CLASSES[kind])
 
     def path(self, a: str, b: str) -> Path:
-        """Return what a transfer from `a` to `b` goes through. The card of a link is shared by direction where all its
-        links have one host in common and this one leaves it; otherwise it is one medium for all. Links by class share
-        the cards of both hosts."""
+        """Return the links and cards that a transfer from `a` to `b` goes through. The card of a link is shared by
+        direction where all its links have one host in common and this one leaves it; otherwise it is one medium for
+        all. Links by class share the cards of both hosts."""
         link, source, target = self.link(a, b), self.device(a), self.device(b)
         shares: list[tuple[str, float]] = []
         if link.nic:

@@ -151,7 +151,7 @@ def _is_yaml(path: str | os.PathLike[str]) -> bool:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """A key that stands twice is an error, as in TOML; YAML would keep the last."""
+    """A YAML reader that refuses a key that stands twice, as TOML does; YAML itself would keep the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -173,7 +173,7 @@ def _load_yaml(text: str) -> object:
 
 
 class _ClusterReader:
-    """Checks a parsed cluster file and collects every problem before complaining."""
+    """A reader of a parsed cluster file, which collects every problem before it complains."""
 
     def __init__(self, path: str) -> None:
         self.path = path

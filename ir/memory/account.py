@@ -60,7 +60,7 @@ class Version:
 
 
 class Happening(NamedTuple):
-    """Something that an action does to memory: take, give (a block), write, retire (a version)."""
+    """One act of an action on memory: take, give (a block), write, retire (a version)."""
 
     step: int
     what: str

@@ -64,7 +64,7 @@ class Memory:
         return self.weights + self.gradients + self.state + self.buffers
 
     def at_peak(self) -> dict[str, int]:
-        """Return what fills the memory at the peak, and adds up to it. Blocks that were given back are kept, so what
+        """Return the bytes at the peak by purpose; they add up to it. Blocks that were given back are kept, so what
         activations take at most is held then, too; what is left of all blocks beside them and messages counts as
         workspace."""
         blocks = self.peak - self.fixed - self.data

@@ -15,7 +15,8 @@ from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action
 
 
 class Access(NamedTuple):
-    """Values by name, of the microbatch or batch `owner`; variables by name and number of the buffer."""
+    """The memory that an action touches: values by name, of the microbatch or batch `owner`; variables by name and
+    number of the buffer."""
 
     owner: int
     values: frozenset[str]

@@ -65,7 +65,7 @@ _Stored = tuple[str, int, BlockPool, bool]
 
 @dataclass(slots=True, eq=False)
 class _HeldBlock:
-    """Memory with values in it: `names` are those that have ever been there, `held` how many still are."""
+    """A block of memory with values in it: `names` are those that have ever been there, `held` how many still are."""
 
     nbytes: int
     pool: BlockPool
@@ -87,9 +87,9 @@ class _SentMessages:
 
 
 class Walk:
-    """Follows one rank's program. `now` are the bytes of values that are saved (True), and of those that are passing
-    through; `coming` those of messages that may come before their action. With `lives`, blocks are written down when
-    they are given back."""
+    """The walk over one rank's program, which counts the memory that it holds. `now` are the bytes of values that are
+    saved (True), and of those that are passing through; `coming` those of messages that may come before their action.
+    With `lives`, blocks are written down when they are given back."""
 
     def __init__(self, module: Module, stage: int, *, posts: bool = True, lives: bool = False) -> None:
         self.graphs: dict[str, Graph] = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}

@@ -1,8 +1,8 @@
 """The optimisers, their settings, and which parameter gets which: groups of parameters by name.
 
-In: the optimiser of a training run, its groups, a parameter. Out: a `Choice`, the optimiser of that parameter and what
-the learning rate is multiplied by for it. Defaults are those of torch.optim, for lion and muon those of the
-publications.
+In: the optimiser of a training run, its groups, a parameter. Out: an `OptimizerChoice`, the optimiser of that
+parameter and what the learning rate is multiplied by for it. Defaults are those of torch.optim, for lion and muon those
+of the publications.
 
     sgd momentum adam adamw adagrad lion     for every parameter
     muon                                     for matrices; all other parameters get its adamw, with a rate and a decay
@@ -37,9 +37,9 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 def _range_problems(settings: Mapping[str, object]) -> list[str]:
     wrong = []
     for name, value in settings.items():
-        said, holds = _RANGES.get(name, ("", lambda x: True))
+        range_words, holds = _RANGES.get(name, ("", lambda x: True))
         if isinstance(value, int | float) and not (isfinite(value) and holds(value)):
-            wrong.append(f"{name} must be {said}, got {value!r}")
+            wrong.append(f"{name} must be {range_words}, got {value!r}")
     return wrong
 
 

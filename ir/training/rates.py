@@ -1,6 +1,6 @@
 """The learning rate as data: kinds of schedules, the table that each becomes, and what a table means.
 
-The update graph reads the rate from two variables of role `table`, so that no kernel knows it: @lr, the rate itself,
+The update graph reads the rate from two variables of role `setting`, so that no kernel knows it: @lr, the rate itself,
 and @lr.curve, what it is multiplied by. The curve has ROWS rows of five numbers, all float64:
 
     start, length, from, to, shape
@@ -38,7 +38,9 @@ Piece = tuple[float, float, float, float, float]
 
 def _check(kind: str, *rules: tuple[str, float, str, bool]) -> None:
     wrong = [
-        f"{name} must be {said}, got {value!r}" for name, value, said, holds in rules if not (isfinite(value) and holds)
+        f"{name} must be {range_words}, got {value!r}"
+        for name, value, range_words, holds in rules
+        if not (isfinite(value) and holds)
     ]
     if wrong:
         raise UsageError("; ".join(wrong), where=f"rate {kind}")

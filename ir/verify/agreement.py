@@ -1,4 +1,4 @@
-"""Part of the fact staged: stages that do the same thing do it with the same numbers.
+"""The checker of agreement, a part of the fact staged: stages that compute the same update use the same numbers.
 
 In: a module of stage graphs. Out: problems.
 

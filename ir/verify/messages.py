@@ -75,10 +75,10 @@ def _check_messages(module: Module, run: ConcreteRun) -> Iterator[Problem]:
 
 
 class _Ends:
-    """On one rank: all that a computation takes has come before it, and all that it makes is sent after it, each
-    exactly once. The peer of a message is a rank, what it is of the stage: any rank of it will do, as the channels show
-    that it has it. `into` are the sources of what computations take, with their phases; `out` the stages that take the
-    results of phases."""
+    """The checker of the ends of messages on one rank: all that a computation takes has come before it, and all that it
+    makes is sent after it, each exactly once. The peer of a message is a rank, what it is of the stage: any rank of it
+    will do, as the channels show that it has it. `into` are the sources of what computations take, with their phases;
+    `out` the stages that take the results of phases."""
 
     def __init__(
         self,
@@ -132,8 +132,8 @@ class _Ends:
             yield from self._problem("twice", step, f"was already done at step {self._done[key]}")
         if not known:
             other = self._other(a)
-            there = f"the stage of rank {a.peer}" if other != a.peer else str(other)
-            what = f"there is no {a.phase} edge between stages {a.stage} and {there} in that direction"
+            other_stage = f"the stage of rank {a.peer}" if other != a.peer else str(other)
+            what = f"there is no {a.phase} edge between stages {a.stage} and {other_stage} in that direction"
             yield from self._problem("edge", step, what)
 
     def _other(self, a: Action) -> int | None:

@@ -17,8 +17,8 @@ AROUND = 3
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`where` names file, graph and op, or rank, step and action; `what` says found and expected; `excerpt` shows the
-    lines around."""
+    """A problem that a checker reports. `where` names file, graph and op, or rank, step and action; `what` says found
+    and expected; `excerpt` shows the lines around."""
 
     where: str
     what: str

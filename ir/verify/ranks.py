@@ -1,4 +1,4 @@
-"""Part of the fact scheduled: which rank runs what.
+"""The checker of ranks, a part of the fact scheduled: every rank runs the actions that are its own.
 
 In: a module with a schedule. Out: problems.
 

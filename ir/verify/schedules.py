@@ -126,9 +126,10 @@ def _check_forward_order(
 
 
 class _Order:
-    """Each microbatch of this rank once forward, then once backward, then its weight gradients where they are apart;
-    what is done once per batch after exactly the gradients of its microbatches of the batch, in order. `kinds` are the
-    graphs of each stage, `summing` the stages whose ranks sum up their gradients: AR comes first."""
+    """The checker of the order on one rank. Each microbatch runs once forward, then once backward, then its weight
+    gradients where they are apart. What is done once per batch follows exactly the gradients of the rank's
+    microbatches, in order. `kinds` are the graphs of each stage, `summing` the stages whose ranks sum up their
+    gradients: AR comes first."""
 
     def __init__(self, run: ConcreteRun, rank: int, kinds: Mapping[int, set[str]], summing: set[int]) -> None:
         self._run, self._rank, self._kinds, self._summing = run, rank, kinds, summing
@@ -164,8 +165,8 @@ class _Order:
             what = f"uses the gradients of microbatches {_spans(added)}, expected {_spans(expected)}"
             yield from self._problem("update", step, what)
         for kind in BATCH_ORDER[: BATCH_ORDER.index(a.kind)]:
-            there = a.stage in self._summing if kind == SUM else kind in self._kinds[a.stage]
-            if there and (kind, a.stage, a.mb) not in self._done:
+            applies = a.stage in self._summing if kind == SUM else kind in self._kinds[a.stage]
+            if applies and (kind, a.stage, a.mb) not in self._done:
                 what = f"comes before {a.stage}{kind}{a.mb}, whose results it may use"
                 yield from self._problem("update", step, what)
 

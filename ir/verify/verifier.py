@@ -182,9 +182,9 @@ def _op_problems(op: Op, defined: dict[str, TensorType], types: dict[str, Tensor
 
 def _families(module: Module) -> Iterator[tuple[int | None, dict[str, Graph]]]:
     """Yield the graphs that belong together, by kind: those of the whole model, or those of each stage."""
-    whole = {kind: module.graphs[kind] for kind in COMPUTE if kind in module.graphs}
-    if whole:
-        yield None, whole
+    unsplit = {kind: module.graphs[kind] for kind in COMPUTE if kind in module.graphs}
+    if unsplit:
+        yield None, unsplit
     for stage in module.stages:
         family = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage.index, kind))}
         if family:

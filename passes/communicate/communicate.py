@@ -28,7 +28,7 @@ from penstock.support.errors import UsageError, VerifyError
 
 @dataclass(frozen=True, slots=True)
 class CommunicateOptions:
-    """The pass has no options."""
+    """Options of `communicate`, which has none."""
 
 
 def find_edges(module: Module) -> tuple[Edge, ...]:

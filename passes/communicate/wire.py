@@ -40,7 +40,8 @@ _KNOW = {
 
 @dataclass(frozen=True, slots=True)
 class WireOptions:
-    """`dtype` is the element type in which float32 values travel: bf16 or f16; f32 changes nothing."""
+    """Options of `wire`. `dtype` is the element type in which float32 values travel: bf16 or f16; f32 changes
+    nothing."""
 
     dtype: str = "bf16"
 
@@ -87,7 +88,7 @@ def wire(module: Module, options: WireOptions) -> Module:
     return module.but(graphs=graphs).noted("wire", text)
 
 
-def round_trips(whole: Module, parts: Module) -> Module:
+def round_trips(unsplit: Module, parts: Module) -> Module:
     """Return the uncut model with the roundings of its stage graphs: each value that travels in `parts` is rounded and
     widened where it is made.
 
@@ -101,7 +102,7 @@ def round_trips(whole: Module, parts: Module) -> Module:
         if v.name.endswith(f".{v.type.dtype}")
     }
     graphs: dict[str, Graph] = {}
-    for name, graph in whole.graphs.items():
+    for name, graph in unsplit.graphs.items():
         namer, new, ops = Namer.of(graph), dict[Value, Value](), list[Op]()
         for op in graph.ops:
             ops.append(op.with_ins(substitute(op.ins, new)))
@@ -113,7 +114,7 @@ def round_trips(whole: Module, parts: Module) -> Module:
                     Op("cast", (low,), (new[value],), {"dtype": _WIDE}),
                 ]
         graphs[name] = Graph(graph.name, graph.ins, graph.outs, tuple(ops), graph.saved)
-    return whole.but(graphs=graphs)
+    return unsplit.but(graphs=graphs)
 
 
 def travelling(type: TensorType, dtype: str) -> int:

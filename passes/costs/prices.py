@@ -1,4 +1,5 @@
-"""Cost model: the one place that planning, recomputation, simulation and reports get seconds and bytes from.
+"""Cost model of operations, kernels and transfers: the one place that planning, recomputation, simulation and reports
+get seconds and bytes from.
 
     cost(kernel or operation, device)  ->  seconds, bytes to and from memory
     cost(transfer, link)               ->  seconds, bytes over the link
@@ -82,7 +83,7 @@ EFFICIENCY = {
 
 
 # The fewest channels, filters and squares of a batch for which a convolution is computed by squares of 2x2 outputs
-# (backends.md). It then needs this share of the multiplications of direct sums.
+# (docs/backends.md). It then needs this share of the multiplications of direct sums.
 _LEAST_CHANNELS, _LEAST_SQUARES = 32, 24
 _MULTIPLIED = 4 / 9
 

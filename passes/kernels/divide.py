@@ -98,7 +98,7 @@ def _kernels_of(graph: Graph) -> tuple[Kernel, ...]:
 
 
 class KernelCutter:
-    """Cuts kernels out of a graph."""
+    """A cutter of kernels out of a graph."""
 
     def __init__(self, graph: Graph, division: Division) -> None:
         self.graph, self.division = graph, division

@@ -146,7 +146,7 @@ def _on_cpu(module: Module, graph: str) -> bool:
 
 
 class _Fuser:
-    """Chooses the kernels of one graph, in one walk over its operations."""
+    """The choice of the kernels of one graph, made in one walk over its operations."""
 
     def __init__(self, graph: Graph, options: FuseOptions, fixed: frozenset[str]) -> None:
         self.graph, self.options, self.fixed = graph, options, fixed

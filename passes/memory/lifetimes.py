@@ -25,7 +25,7 @@ COLUMNS = ("weights", "gradients", "state", "buffers", "activations", "boundary"
 
 @dataclass(frozen=True, slots=True)
 class LifetimesOptions:
-    """The pass has no options."""
+    """Options of `lifetimes`, which has none."""
 
 
 def lifetimes(module: Module, options: LifetimesOptions = LifetimesOptions()) -> Module:

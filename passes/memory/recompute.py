@@ -198,22 +198,22 @@ def _placed(ops: Sequence[Op], sources: Mapping[Value, Op], forward: Mapping[Val
     """
     sources = {v: op for op in ops for v in op.outs} | dict(sources)
     placed: list[Op] = []
-    there: set[Value] = set()
+    emitted: set[Value] = set()
     for op in ops:
         if op.outs and all(v in forward for v in op.outs):
             continue
         waiting = [op]
         while waiting:
             first = waiting[-1]
-            missing = [sources[v] for v in first.ins if v in sources and v not in there]
+            missing = [sources[v] for v in first.ins if v in sources and v not in emitted]
             if missing:
                 waiting += missing[::-1]
                 continue
             waiting.pop()
-            if first.outs and there.issuperset(first.outs):
+            if first.outs and emitted.issuperset(first.outs):
                 continue
             placed.append(first)
-            there.update(first.outs)
+            emitted.update(first.outs)
     return tuple(placed)
 
 

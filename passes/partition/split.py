@@ -24,7 +24,7 @@ from .chain import forward_graph
 
 @dataclass(frozen=True, slots=True)
 class SplitOptions:
-    """The pass has no options: the annotations decide."""
+    """Options of `split`, which has none: the annotations decide."""
 
 
 def split(module: Module, options: SplitOptions) -> Module:
@@ -174,8 +174,10 @@ def _update_part(update: Graph, stage: int, read: set[str], outs: tuple[Value, .
     touched = {op.var for op in update.ops if op.kind == "read" and op.outs[0] in used}
     shared_writes = [op for op in update.ops if op.kind == "write" and "stage" not in op.attrs and op.var in touched]
     used |= _closure(update, (v for op in shared_writes for v in op.ins))
-    whole = {id(op) for op in (*ops, *shared_writes)}
-    kept = [op for op in update.ops if id(op) in whole or ("stage" not in op.attrs and any(v in used for v in op.outs))]
+    shared = {id(op) for op in (*ops, *shared_writes)}
+    kept = [
+        op for op in update.ops if id(op) in shared or ("stage" not in op.attrs and any(v in used for v in op.outs))
+    ]
     return Graph(f"s{stage}.U", (), outs, tuple(op.with_attrs(stage=None) for op in kept))
 
 

@@ -28,7 +28,7 @@ from penstock.passes.training.autodiff import is_repeated
 
 @dataclass(frozen=True, slots=True)
 class SplitBackwardOptions:
-    """The pass has no options."""
+    """Options of `split-backward`, which has none."""
 
 
 def split_backward(module: Module, options: SplitBackwardOptions = SplitBackwardOptions()) -> Module:
@@ -65,17 +65,17 @@ def _part(backward: Graph, received: Collection[Value]) -> tuple[Graph, Graph]:
 
 
 def _needed(
-    ops: Sequence[Op], results: Collection[Value], there: Collection[Value]
+    ops: Sequence[Op], results: Collection[Value], available: Collection[Value]
 ) -> tuple[tuple[Op, ...], set[Value]]:
     """Return the operations that `results` depend on, and every value that they use.
 
-    Without results they are the operations that `accum` depends on. Operations whose results are all `there` are left
-    out.
+    Without results they are the operations that `accum` depends on. Operations whose results are all `available` are
+    left out.
     """
     used, kept = set(results), []
     for op in reversed(ops):
         effect = op.kind == "accum" and not results
-        if effect or any(v in used and v not in there for v in op.outs):
+        if effect or any(v in used and v not in available for v in op.outs):
             kept.append(op)
             used.update(op.ins)
     return tuple(kept[::-1]), used

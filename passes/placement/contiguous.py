@@ -53,9 +53,9 @@ class _Split:
 
 def split_contiguously(problem: PlacementProblem, limit: int = LIMIT, progress: Progress | None = None) -> Placement:
     """Return the contiguous split with the smallest largest load."""
-    whole = units_of(problem)
-    check_room(problem, whole)
-    units = absorb(whole)
+    all_units = units_of(problem)
+    check_room(problem, all_units)
+    units = absorb(all_units)
     fillings = Fillings.of_kinds([min(kind.count, len(units)) for kind in units.kinds])
     notes: list[str] = []
     if len(units) > _LONGEST:
@@ -79,12 +79,12 @@ def split_contiguously(problem: PlacementProblem, limit: int = LIMIT, progress: 
     assert abs(value - split.value) <= 1e-9 * max(1.0, value), f"the split takes {value}, the search said {split.value}"
     if exact:
         return Placement(problem, device_of, value, value, tuple(notes))
-    better, bound = _relaxed(whole, fillings, value, limit, progress)
+    better, bound = _relaxed(all_units, fillings, value, limit, progress)
     if better is not None:
         candidate, candidate_value = _placed(problem, better)
         if fits(problem, loads(problem, candidate)) and candidate_value < value:
             device_of, value = candidate, candidate_value
-    return Placement(problem, device_of, value, min(value, max(bound, lower_bound(whole))), tuple(notes))
+    return Placement(problem, device_of, value, min(value, max(bound, lower_bound(all_units))), tuple(notes))
 
 
 def _placed(problem: PlacementProblem, split: _Split) -> tuple[tuple[int, ...], float]:
@@ -156,11 +156,11 @@ def _clustered(
 
 
 def _relaxed(
-    whole: Units, fillings: Fillings, value: float, limit: int, progress: Progress | None
+    all_units: Units, fillings: Fillings, value: float, limit: int, progress: Progress | None
 ) -> tuple[_Split | None, float]:
     """Return the optimum without memory limits and without the times of small units with one neighbour: a bound. Its
     split may even fit."""
-    units = absorb(relaxed(whole, value * _SMALL))
+    units = absorb(relaxed(all_units, value * _SMALL))
     if len(units) > _LONGEST:
         return None, 0.0
     known = _best_line(units, fillings, None)

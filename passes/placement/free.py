@@ -33,9 +33,9 @@ _TOLERANCE = 1e-6
 
 def split_freely(problem: PlacementProblem, nodes: int = NODES, progress: Progress | None = None) -> Placement:
     """Return the split with the smallest largest load."""
-    whole = units_of(problem, contiguous=False)
-    check_room(problem, whole)
-    units = absorb(whole)
+    all_units = units_of(problem, contiguous=False)
+    check_room(problem, all_units)
+    units = absorb(all_units)
     known, reason = _contiguous(problem, progress)
     # Times are in units of the upper bound, so that tolerances mean the same in all problems.
     scale = known.value if known is not None else sum(max(t for t in times if t < inf) for times in units.times)

@@ -52,7 +52,7 @@ def _sum_of_all(places: Places) -> float:
 
 
 class _LatencyProgramme:
-    """The integer programme. Times are fractions of the horizon."""
+    """The integer programme of a placement with the least latency. Times are fractions of the horizon."""
 
     def __init__(self, places: Places, horizon: float) -> None:
         self.places, self.programme, self._horizon = places, Programme(), horizon

@@ -31,7 +31,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Programme:
-    """A programme. Variables are numbered from 0 on; the first is minimised."""
+    """An integer programme. Variables are numbered from 0 on; the first is minimised."""
 
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)

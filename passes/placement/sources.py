@@ -39,21 +39,21 @@ def without_sources(problem: PlacementProblem) -> tuple[PlacementProblem, list[i
     while changed:
         changed = False
         for colour, nodes in enumerate(members):
-            gone = [n for n in nodes if idle(n) and {colour_of[u] for u in users[n]} == {colour}]
-            whole = all(idle(n) and (roomy or not problem.nodes[n].memory) for n in nodes)
-            if whole and len({colour_of[u] for n in nodes for u in users[n]}) == 1:
-                gone = nodes
-            into |= {n: min(users[n]) for n in gone}
-            changed |= bool(gone)
+            removable = [n for n in nodes if idle(n) and {colour_of[u] for u in users[n]} == {colour}]
+            all_removable = all(idle(n) and (roomy or not problem.nodes[n].memory) for n in nodes)
+            if all_removable and len({colour_of[u] for n in nodes for u in users[n]}) == 1:
+                removable = nodes
+            into |= {n: min(users[n]) for n in removable}
+            changed |= bool(removable)
     home = list(range(len(problem.nodes)))
     for n in into:
         while home[n] in into:
             home[n] = into[home[n]]
-    kept = [n for n in range(len(problem.nodes)) if n not in into]
-    number = {n: i for i, n in enumerate(kept)}
+    remaining = [n for n in range(len(problem.nodes)) if n not in into]
+    number = {n: i for i, n in enumerate(remaining)}
     memory = [0.0] * len(problem.nodes)
     for n, node in enumerate(problem.nodes):
         memory[home[n]] += node.memory
-    nodes_kept = tuple(replace(problem.nodes[n], memory=memory[n]) for n in kept)
+    nodes_kept = tuple(replace(problem.nodes[n], memory=memory[n]) for n in remaining)
     edges = tuple((number[a], number[b]) for a, b in problem.edges if a in number and b in number)
     return PlacementProblem(problem.kinds, nodes_kept, edges), [number[n] for n in home]

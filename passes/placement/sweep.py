@@ -80,8 +80,8 @@ class Fillings:
 
 
 class Tables:
-    """The ideals as the sweep reads them, sorted by `floor`: the least time of their units. Computes the loads between
-    them."""
+    """The ideals as the sweep reads them, sorted by `floor`: the least time of their units. It computes the loads
+    between them."""
 
     def __init__(self, units: Units, ideals: Ideals) -> None:
         self.kinds, self._ties = units.kinds, units.ties

@@ -65,7 +65,7 @@ def read_workload(data: object, where: str = "") -> Workload:
 
 
 class _WorkloadReader:
-    """Reads a workload and collects its problems. The result is only valid if there are none."""
+    """A reader of a workload, which collects its problems. The result is only valid if there are none."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []

@@ -97,23 +97,23 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
     # has searched.
     again = Planner(planner.chain, fleet, replace(planner.wanted, sizes=(best.plan.size,)))
     groups = planner.alike()
-    said: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for i in idle:
         group = frozenset(next(g for g in groups if i in g))
         first = min(group)
-        if first not in said:
+        if first not in reasons:
             more = len(used & group) + 1
             outcome = again.best(
                 best.plan.schedule,
                 lambda devices, group=group, more=more: len(devices & group) >= more,  # type: ignore[misc]
             )
             if outcome is None:
-                said[first] = "no plan that uses it fits"
+                reasons[first] = "no plan that uses it fits"
             elif outcome.step > best.step and (longer := shown_seconds(outcome.step)) != shown_seconds(best.step):
-                said[first] = f"a batch would take {longer} with it instead of {shown_seconds(best.step)}"
+                reasons[first] = f"a batch would take {longer} with it instead of {shown_seconds(best.step)}"
             else:
-                said[first] = f"a batch would take as long with it, {shown_seconds(best.step)}"
-        yield fleet.devices[i].name, said[first]
+                reasons[first] = f"a batch would take as long with it, {shown_seconds(best.step)}"
+        yield fleet.devices[i].name, reasons[first]
 
 
 # ------------------------------------------------------------------------------------------------ counterfactuals
@@ -150,10 +150,10 @@ def _change(name: str, outcome: Outcome | None) -> PlanChange:
 def _without(result: Result) -> Iterator[tuple[str, Fleet]]:
     fleet, used = result.fleet, set(result.best.plan.devices)
     for group in result.planner.alike():
-        here = [i for i in group if i in used]
-        if here:
-            name = fleet.devices[here[0]].name + _or_another(len(group) - 1)
-            yield name, fleet.only([i for i in range(len(fleet)) if i != here[0]])
+        used_here = [i for i in group if i in used]
+        if used_here:
+            name = fleet.devices[used_here[0]].name + _or_another(len(group) - 1)
+            yield name, fleet.only([i for i in range(len(fleet)) if i != used_here[0]])
 
 
 def _or_another(others: int) -> str:

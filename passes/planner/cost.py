@@ -119,16 +119,16 @@ def hop_of(fleet: Fleet, kinds: Sequence[int], source: Sequence[int], target: Se
     # Replicas keep pace with each other, so all that send over one NIC do it at once.
     senders = _senders(fleet, pairs), _senders(fleet, [(b, a) for a, b in pairs])
     for a, b in pairs:
-        there, here = fleet.path(a, b), fleet.path(b, a)
-        ways.add((there.latency, _speed(there, senders[0]), here.latency, _speed(here, senders[1])))
-        for load, way, name in ((forward, there, f"link {a}>{b}"), (back, here, f"link {b}>{a}")):
+        outward, homeward = fleet.path(a, b), fleet.path(b, a)
+        ways.add((outward.latency, _speed(outward, senders[0]), homeward.latency, _speed(homeward, senders[1])))
+        for load, way, name in ((forward, outward, f"link {a}>{b}"), (back, homeward, f"link {b}>{a}")):
             for share in ((name, way.bandwidth), *((f"NIC {nic}", speed) for nic, speed in way.shares)):
                 load[share] = load.get(share, 0.0) + part
     loads = [
         (name, forward.get((name, speed), 0.0), back.get((name, speed), 0.0), speed)
         for name, speed in sorted({*forward, *back})
     ]
-    busy = tuple(sorted({(there, here, speed) for _, there, here, speed in loads}))
+    busy = tuple(sorted({(outward, homeward, speed) for _, outward, homeward, speed in loads}))
     return Hop(tuple(sorted(ways)), busy, tuple(load for load in loads if load[0].startswith("NIC ")))
 
 
@@ -297,7 +297,7 @@ def _delayed(plan: PipelinePlan, times: Sequence[StageTimes]) -> dict[str, float
         max(n * t for n, t in zip(part.shares, x.each, strict=True)) + max(x.update)
         for part, x in zip(plan.stages, times, strict=True)
     ]
-    kept = SCHEDULES[plan.schedule].eagerness
+    eagerness = SCHEDULES[plan.schedule].eagerness
     for s, x in enumerate(times):
         limits[f"stage {s}"] = busy[s]
         if len(plan.stages[s].devices) > 1:
@@ -307,7 +307,7 @@ def _delayed(plan: PipelinePlan, times: Sequence[StageTimes]) -> dict[str, float
         total, window = len(plan.stages[s].devices) * busy[s], len(plan.stages[s].devices)
         for q in range(s + 1, len(times)):
             total += m * times[q - 1].trip + len(plan.stages[q].devices) * busy[q]
-            window += kept * len(plan.stages[q].devices)
+            window += eagerness * len(plan.stages[q].devices)
             limits[f"round trip from stage {s} to {q}"] = total / window
     return limits
 

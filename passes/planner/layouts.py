@@ -51,7 +51,7 @@ class DeviceLayout:
 
 
 class _Builder:
-    """Makes edges, and shares the boundaries and rings between them."""
+    """A maker of edges, which share their boundaries and rings."""
 
     def __init__(self, fleet: Fleet, kinds: Sequence[int]) -> None:
         self.fleet, self.kinds = fleet, kinds

@@ -64,7 +64,7 @@ class Outcome:
 
 
 class Planner:
-    """Runs searches over one chain and fleet, and keeps tables and layouts between them."""
+    """The planner of one chain on one fleet. It runs searches, and keeps tables and layouts between them."""
 
     def __init__(self, chain: Chain, fleet: Fleet, wanted: PlanRequest, progress: Progress | None = None) -> None:
         if not len(fleet):
@@ -232,12 +232,12 @@ class Planner:
         Its devices share the work; replicas with (n_j - 1) t_j <= T run m <= r + T * sum 1/t_j microbatches; and before
         a pipeline is full it has gone through the whole model once.
         """
-        count, whole, speeds = self.wanted.batch // b, self._whole(b), self.speeds(self.table(b))
+        count, seconds, speeds = self.wanted.batch // b, self._whole(b), self.speeds(self.table(b))
         used = range(len(speeds)) if layout is None else {device for devices in layout.last for device in devices}
         most = len(speeds) if layout is None else max(map(len, layout.last))
-        busy = count * whole / max(sum(speeds[i] for i in used), 1e-300)
+        busy = count * seconds / max(sum(speeds[i] for i in used), 1e-300)
         pace = busy * max(0, count - most) / count
-        fill = whole if SCHEDULES[schedule].fills_whole else 0.0
+        fill = seconds if SCHEDULES[schedule].fills_whole else 0.0
         return Floor(max(busy, pace + fill), pace, fill)
 
     def _searches(self, schedule: str, b: int, layout: DeviceLayout, using: Devices) -> Iterator[LayoutSearch]:

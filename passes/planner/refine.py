@@ -120,8 +120,8 @@ class _Judge:
         self.planner, self.cluster = planner, cluster
         self.known: dict[PipelinePlan, float] = {}
         self._spent = 0
-        here = [device for device in cluster.devices if device.kind == "cpu" and device.host == LOCAL]
-        self._takes_turns = sum(device.threads for device in here) > usable_cores()
+        local_cpus = [device for device in cluster.devices if device.kind == "cpu" and device.host == LOCAL]
+        self._takes_turns = sum(device.threads for device in local_cpus) > usable_cores()
 
     def table(self, plan: PipelinePlan) -> Table:
         return self.planner.table(plan.size)

@@ -37,7 +37,7 @@ from .stages import Option, Stages
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan with its evaluation. No plan of this search takes less than `bound`."""
+    """The best plan of a search with its evaluation. No plan of this search takes less than `bound`."""
 
     plan: PipelinePlan | None
     judged: Judged | None
@@ -96,10 +96,10 @@ class LayoutSearch:
         key = hop.ways, hop.busy
         if key not in self._trips:
             out, back = self.table.out.astype(np.float64), self.table.back.astype(np.float64)
-            there = np.max([np.where(out > 0, latency + out / speed, 0.0) for latency, speed, _, _ in hop.ways], 0)
-            here = np.max([np.where(back > 0, latency + back / speed, 0.0) for _, _, latency, speed in hop.ways], 0)
+            outward = np.max([np.where(out > 0, latency + out / speed, 0.0) for latency, speed, _, _ in hop.ways], 0)
+            homeward = np.max([np.where(back > 0, latency + back / speed, 0.0) for _, _, latency, speed in hop.ways], 0)
             load = np.max([(out * forward + back * backward) / speed for forward, backward, speed in hop.busy], 0)
-            self._trips[key] = there + here, load
+            self._trips[key] = outward + homeward, load
         return self._trips[key]
 
     # ---------------------------------------------------------------------------------- bisection, branch and bound

@@ -43,8 +43,9 @@ class Option:
 
 
 class Stages:
-    """Matrices of one table, schedule and number of microbatches. `all_devices` are those of the whole plan (where
-    weight gradients are split off, what is in flight depends on it)."""
+    """Costs of a stage for all ranges of layers at once, as matrices: of one table, schedule and number of
+    microbatches. `all_devices` are those of the whole plan (where weight gradients are split off, what is in flight
+    depends on it)."""
 
     def __init__(
         self,

@@ -31,13 +31,13 @@ from penstock.ir.types import numpy_dtype
 
 @dataclass(frozen=True, slots=True)
 class DecomposeOptions:
-    """`keep` names composite operations to leave alone."""
+    """Options of `decompose`. `keep` names composite operations to leave alone."""
 
     keep: tuple[str, ...] = ("attention",)
 
 
 class Expansion:
-    """Collects the operations that replace one composite."""
+    """The operations that replace one composite, collected while rules emit them."""
 
     def __init__(self, op: Op, namer: Namer) -> None:
         self.op, self.namer = op, namer

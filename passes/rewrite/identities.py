@@ -32,14 +32,14 @@ Rule = Callable[[Scene, Op], Found]
 
 def becomes(op: Op, kind: str, *ins: Value, **attrs: Attr) -> Op:
     """Return an op of another kind with the results, loc and annotations of `op`."""
-    kept = {k: v for k, v in op.attrs.items() if k in ANNOTATIONS}
-    return Op(kind, ins, op.outs, {**attrs, **kept}, op.loc)
+    annotations = {k: v for k, v in op.attrs.items() if k in ANNOTATIONS}
+    return Op(kind, ins, op.outs, {**attrs, **annotations}, op.loc)
 
 
 def helper(scene: Scene, op: Op, kind: str, *ins: Value, **attrs: Attr) -> Op:
     """Return a new op in front of `op`, with its loc and, unless it is a constant, its annotations."""
-    kept = {k: v for k, v in op.attrs.items() if k in ANNOTATIONS and kind != "const"}
-    return make(kind, ins, [scene.fresh(f"{op.outs[0].name}.{kind}")], op.loc, **attrs, **kept)
+    annotations = {k: v for k, v in op.attrs.items() if k in ANNOTATIONS and kind != "const"}
+    return make(kind, ins, [scene.fresh(f"{op.outs[0].name}.{kind}")], op.loc, **attrs, **annotations)
 
 
 def uniform(scene: Scene, value: Value) -> float | None:

@@ -54,8 +54,8 @@ _STATISTICS = ("sum", "mean", "cross_entropy", "mse")
 
 @dataclass(frozen=True, slots=True)
 class PrecisionOptions:
-    """`compute` is the element type of activations and of the operands of products: bf16 or f16; f32 changes
-    nothing."""
+    """Options of `precision`. `compute` is the element type of activations and of the operands of products: bf16 or
+    f16; f32 changes nothing."""
 
     compute: str = "bf16"
 

@@ -104,7 +104,7 @@ def attention(scene: Scene, op: Op) -> Found:
         return None
     emitted = _Emitted(scene, op)
     masked = _masks(emitted, scores, shares)
-    if masked is None or (guarded and (scores.added or any(one.fill != -np.inf for one in scores.hiding))):
+    if masked is None or (guarded and (scores.added or any(hidden.fill != -np.inf for hidden in scores.hiding))):
         return None
     causal, masks = masked
     key = (
@@ -218,13 +218,13 @@ def _masks(emitted: _Emitted, scores: _MaskedScores, shares: Value) -> tuple[boo
     scene, rows, columns = emitted.scene, shares.type.dims[-2], shares.type.dims[-1]
     triangle = np.tri(rows, columns, dtype=bool)
     hiding, added, causal = [], [], []
-    for one in scores.hiding:
-        pattern = _pattern(scene, one.visible, rows, columns)
-        visible = pattern if pattern is None or not one.turned else ~pattern
+    for hidden in scores.hiding:
+        pattern = _pattern(scene, hidden.visible, rows, columns)
+        visible = pattern if pattern is None or not hidden.turned else ~pattern
         if visible is not None and np.array_equal(visible, triangle):
-            causal.append(one.fill)
+            causal.append(hidden.fill)
         elif visible is None or not visible.all():
-            hiding.append(one)
+            hiding.append(hidden)
     for mask in scores.added:
         numbers = _pattern(scene, mask, rows, columns)
         if numbers is not None and (numbers[triangle] == 0).all() and (numbers[~triangle] <= _HIDES).all():
@@ -234,10 +234,10 @@ def _masks(emitted: _Emitted, scores: _MaskedScores, shares: Value) -> tuple[boo
     if len(hiding) + len(added) > 1:
         return None
     if not causal or not hiding + added:
-        masks = [_bool_mask(emitted, one) for one in hiding] + added
+        masks = [_bool_mask(emitted, hidden) for hidden in hiding] + added
         return bool(causal), masks
     if max(causal) == -np.inf:
-        return True, [_bool_mask(emitted, one) for one in hiding] + added
+        return True, [_bool_mask(emitted, hidden) for hidden in hiding] + added
     # In a row where the mask hides all earlier positions, later positions count as much as those: one mask for both.
     row = emitted.emit("iota", dtype="i32", shape=(rows, 1), axis=0)
     column = emitted.emit("iota", dtype="i32", shape=(1, columns), axis=1)
@@ -248,8 +248,8 @@ def _masks(emitted: _Emitted, scores: _MaskedScores, shares: Value) -> tuple[boo
     return False, [emitted.emit("where", earlier, added[0], fill)]
 
 
-def _bool_mask(emitted: _Emitted, one: _Hiding) -> Value:
-    return emitted.emit("not", one.visible) if one.turned else one.visible
+def _bool_mask(emitted: _Emitted, hidden: _Hiding) -> Value:
+    return emitted.emit("not", hidden.visible) if hidden.turned else hidden.visible
 
 
 def _pattern(scene: Scene, mask: Value, rows: int, columns: int) -> np.ndarray[Any, Any] | None:

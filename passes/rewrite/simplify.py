@@ -39,7 +39,7 @@ _ROUNDS = 50
 
 @dataclass(frozen=True, slots=True)
 class SimplifyOptions:
-    """`fold_limit` is the largest number of elements that a folded constant may list."""
+    """Options of `simplify`. `fold_limit` is the largest number of elements that a folded constant may list."""
 
     fold_limit: int = 64
 
@@ -73,7 +73,7 @@ def _simplify_graph(graph: Graph, options: SimplifyOptions, namer: Namer) -> tup
 
 
 class _Walk:
-    """One pass over a graph, and the `Scene` that identities see."""
+    """One walk of simplification over a graph, and the `Scene` that identities see."""
 
     def __init__(self, graph: Graph, options: SimplifyOptions, namer: Namer) -> None:
         self.graph, self.options, self.namer = graph, options, namer

@@ -1,5 +1,5 @@
-"""2bw, PipeDream-2BW (ICML 2021): w forwards at the very start only, then (F, B) pairs without end; U after the m-th
-backward.
+"""The schedule `2bw`, PipeDream-2BW (ICML 2021): w forwards at the very start only, then (F, B) pairs without end; U
+after the m-th backward.
 
 m(tf+tb) per batch, at most d-s microbatches in flight on stage s. The last w forwards of a batch already belong to the
 next one, so it is legal iff m >= d-1.

@@ -1,5 +1,5 @@
-"""eager-2bw: 2bw with twice as many forwards ahead, 2(d-1-s). A message may take as long as a forward, and no rank
-waits for it.
+"""The schedule `eager-2bw`: 2bw with twice as many forwards ahead, 2(d-1-s). A message may take as long as a forward,
+and no rank waits for it.
 
 m(tf+tb) per batch also where a link takes up to tf, which costs plain 2bw 1.5 times that and more; at most 2(d-s)-1
 microbatches in flight on stage s. Legal with two versions iff m >= 2d-2.

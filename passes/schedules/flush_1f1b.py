@@ -1,5 +1,5 @@
-"""1f1b, PipeDream-flush (ICML 2021): w forwards, then (F, B) pairs, then w backwards, U; the pipeline is empty between
-batches.
+"""The schedule `1f1b`, PipeDream-flush (ICML 2021): w forwards, then (F, B) pairs, then w backwards, U; the pipeline is
+empty between batches.
 
 (m+d-1)(tf+tb) per batch, at most min(d-s, m) microbatches in flight on stage s.
 """

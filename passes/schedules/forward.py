@@ -1,4 +1,4 @@
-"""forward: inference, forwards only."""
+"""The schedule `forward`, for inference: forwards only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpipe: m forwards, then m backwards, U. (m+d-1)(tf+tb) per batch, m microbatches in flight."""
+"""The schedule `gpipe`: m forwards, then m backwards, then U. (m+d-1)(tf+tb) per batch, m microbatches in flight."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from penstock.ir.schedule import ADDERS, BATCH_ORDER, Action, Program, Schedule
 _AGREEING = tuple(kind for kind in BATCH_ORDER if kind != UPDATE)
 
 
-def update_late(module: Module, found: Schedule, delay: int) -> Schedule:
+def update_late(module: Module, schedule: Schedule, delay: int) -> Schedule:
     """Return the schedule with AR, P and N of the stages that have them, and with updates as late as these need."""
     summing = {s.index for s in module.stages if len(module.devices_of(s.index)) > 1 and summed_vars(module, s.index)}
     kinds = {
@@ -30,22 +30,24 @@ def update_late(module: Module, found: Schedule, delay: int) -> Schedule:
     }
     waiting = {s.index for s in module.stages if s.index in summing or _waits(module, s.index)} if delay else set()
     ranks = {
-        rank: _agreeing(program, found.microbatches, delay, kinds, waiting) for rank, program in found.ranks.items()
+        rank: _agreeing(program, schedule.microbatches, delay, kinds, waiting)
+        for rank, program in schedule.ranks.items()
     }
-    return Schedule(found.name, found.microbatches, ranks)
+    return Schedule(schedule.name, schedule.microbatches, ranks)
 
 
-def sum_late(found: Schedule, delay: int) -> Schedule:
+def sum_late(schedule: Schedule, delay: int) -> Schedule:
     """Return the schedule with late sums where there is no module. Every stage on several ranks sums up its gradients,
     and nothing else waits for other ranks."""
-    members = found.members()
+    members = schedule.members()
     summing = {stage for stage, ranks in members.items() if len(ranks) > 1}
     kinds = {stage: [SUM] if stage in summing else [] for stage in members}
     waiting = summing if delay else set()
     ranks = {
-        rank: _agreeing(program, found.microbatches, delay, kinds, waiting) for rank, program in found.ranks.items()
+        rank: _agreeing(program, schedule.microbatches, delay, kinds, waiting)
+        for rank, program in schedule.ranks.items()
     }
-    return Schedule(found.name, found.microbatches, ranks)
+    return Schedule(schedule.name, schedule.microbatches, ranks)
 
 
 def _waits(module: Module, stage: int) -> bool:

@@ -1,5 +1,5 @@
-"""schedule: choose who computes which microbatch when. In: a module split into stage graphs. Out: the same with a
-Schedule of F, B, W, U.
+"""Choose who computes which microbatch when: the pass `schedule`. In: a module split into stage graphs. Out: the same
+with a Schedule of F, B, W, U.
 
 A schedule is data. For every stage it has the list of computations run once at the start and the list run once per
 batch. Both are written as for batch 1, where the m microbatches of the batch are m .. 2m-1 (ir/schedule.py). Each file
@@ -45,8 +45,8 @@ assert all(kind.trains == (name in TRAINING) for name, kind in SCHEDULES.items()
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
-    """`kind` is a row of SCHEDULES; `microbatches` per batch must be the number that autodiff averaged over. `shares`
-    are how many of them each rank runs, stage by stage: as many each as can be if not given."""
+    """Options of `schedule`. `kind` is a row of SCHEDULES; `microbatches` per batch must be the number that autodiff
+    averaged over. `shares` are how many of them each rank runs, stage by stage: as many each as can be if not given."""
 
     kind: str = "1f1b"
     microbatches: int = 1

@@ -1,6 +1,6 @@
-"""weight-versions: say which version of the weights every computation uses. In: a scheduled module. Out: versions on F,
-B and U, `versions` on trained parameters, `version=mb` on their reads in forward and backward graphs; and `versions` on
-gradients where a stage begins to sum those of the next batch before the update.
+"""Choose the version of the weights that every computation uses: the pass `weight-versions`. In: a scheduled module.
+Out: versions on F, B and U, `versions` on trained parameters, `version=mb` on their reads in forward and backward
+graphs; and `versions` on gradients where a stage begins to sum those of the next batch before the update.
 
 Take a schedule with delay n and m microbatches per batch. Microbatch k uses version max(k // m - n, 0) in its forward
 and its backward, on every stage. Update t makes version t + 1. So W(t+1) = W(t) - lr * g(W(t - n)), and n + 1 versions
@@ -28,8 +28,8 @@ from .schedule import SCHEDULES
 
 @dataclass(frozen=True, slots=True)
 class WeightVersionsOptions:
-    """`delay` and `versions` come from the schedule when not given; `checked=false` hands out an illegal module for
-    experiments."""
+    """Options of `weight-versions`. `delay` and `versions` come from the schedule when not given; `checked=false` hands
+    out an illegal module for experiments."""
 
     delay: int | None = None
     versions: int | None = None
@@ -66,10 +66,13 @@ def weight_versions(module: Module, options: WeightVersionsOptions = WeightVersi
 
     trained = stepped_vars(module)
     updates = {f"s{s.index}.U" for s in module.stages}
-    kept = dict.fromkeys(trained, versions) | _gradient_buffers(module)
+    versions_of = dict.fromkeys(trained, versions) | _gradient_buffers(module)
     result = module.but(
         schedule=schedule.rewrite(number),
-        vars={name: replace(var, versions=kept[name]) if name in kept else var for name, var in module.vars.items()},
+        vars={
+            name: replace(var, versions=versions_of[name]) if name in versions_of else var
+            for name, var in module.vars.items()
+        },
         graphs={name: graph if name in updates else _pin(graph, trained) for name, graph in module.graphs.items()},
     )
     if options.checked:

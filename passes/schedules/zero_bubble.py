@@ -1,5 +1,5 @@
-"""zb-1f1b, ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): 1f1b with weight gradients (W) apart, which run
-where it waits.
+"""The schedule `zb-1f1b`, ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): 1f1b with weight gradients (W)
+apart, which run where it waits.
 
 w forwards, then (F, B) pairs, then w backwards, as 1f1b. The W of a microbatch comes after the backward of the
 microbatch s later. So stage s holds at most min(d, m) microbatches, as many as 1f1b holds on stage 0. The remaining Ws

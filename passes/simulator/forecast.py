@@ -62,7 +62,7 @@ class Forecast:
 
     @cached_property
     def courses(self) -> dict[int, Course]:
-        """Return what the memory of every rank holds, action by action."""
+        """Return the memory that every rank holds, action by action."""
         return {rank: memory_course(self.module, rank, self.simulated.batches) for rank in self.simulated.lines}
 
 
@@ -133,15 +133,15 @@ def seconds_of(module: Module, computations: Mapping[tuple[int, str], float]) ->
     return seconds
 
 
-def share_of(part: float, whole: float) -> float:
+def share_of(part: float, total: float) -> float:
     """Divide, where there is something to divide by."""
-    return part / whole if whole else 0.0
+    return part / total if total else 0.0
 
 
-def binding(made: Forecast) -> str:
+def binding(forecast: Forecast) -> str:
     """Name what limits the pace: a rank or a link that is busy nearly all the time, else the largest part of the
     critical path."""
-    run = made.simulated
+    run = forecast.simulated
     start, end, _ = run.window
     rank = max(run.ranks, key=lambda use: use.busy, default=None)
     link = max(run.links, key=lambda use: use.busy, default=None)
@@ -150,7 +150,7 @@ def binding(made: Forecast) -> str:
     if link is not None and moving >= 0.9 and moving > busy:
         return f"link {link.name}: busy {moving:.0%} of the time"
     if rank is not None and busy >= 0.9:
-        return f"rank {rank.rank} (stage {rank.stage} on {made.devices[rank.rank]}): busy {busy:.0%} of the time"
+        return f"rank {rank.rank} (stage {rank.stage} on {forecast.devices[rank.rank]}): busy {busy:.0%} of the time"
     path = run.critical_path
     computing = share_of(sum(s for what, s in path.items() if what.startswith("computing")), sum(path.values()))
     text = f"nobody is busy all the time (at most {busy:.0%}): the critical path is {computing:.0%} computing"

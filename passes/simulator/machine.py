@@ -1,7 +1,7 @@
 """The machine that a schedule is simulated on: the links that messages go through, and the ranks that share the cores
 of a host.
 
-In: a cluster, and where ranks are. Out: a Machine.
+In: a cluster, and where ranks are. Out: a SimulatedMachine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ways between ranks, and how bytes move through them.
 
-A pair moves one thing at a time and queues the others. Pairs that share links compete for them (sharing.py), and a
+A pair moves one message at a time and queues the others. Pairs that share links compete for them (sharing.py), and a
 receiver that reads competes for the cores of its host (cores.py).
 """
 
@@ -19,8 +19,8 @@ from .sharing import Resource, Sharing
 
 @dataclass(slots=True, eq=False)
 class RankPair:
-    """The way from one rank to another, or around a ring. One thing moves at a time, up to `cap` bytes per second, and
-    shares `demands`."""
+    """The way from one rank to another, or around a ring. One message or sum moves at a time, up to `cap` bytes per
+    second, and shares `demands`."""
 
     latency: float
     cap: float

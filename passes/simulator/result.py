@@ -78,7 +78,7 @@ class Message(NamedTuple):
 
 
 class RankUse(NamedTuple):
-    """Shares of the window in seconds."""
+    """The use that a rank makes of its time in the window, in seconds."""
 
     rank: int
     stage: int

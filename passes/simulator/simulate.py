@@ -2,7 +2,7 @@
 heavy, so that planners may call it.
 
 In: a wired schedule (one with sends and receives), how long each action takes on its rank alone, the bytes of each
-message, and a `Machine`. The machine has the links between two ranks, and says which ranks share the cores of a host.
+message, and a `SimulatedMachine`. It has the links between two ranks, and says which ranks share the cores of a host.
 Out: `Simulated` (result.py): when every action ran, and why not earlier. The model follows the runtime:
 
 * Actions of a rank run one after another. Sends take no time of it (unless `seconds` says so) and never block; a

@@ -196,8 +196,8 @@ def _only_turned(
 
 
 class _Backward:
-    """Emits B. Results get provisional names (no legal ones), so that a gradient can be named when it turns out to be
-    complete."""
+    """The emitter of B, the backward graph. Results get provisional names (no legal ones), so that a gradient can be
+    named when it turns out to be complete."""
 
     def __init__(self, main: Graph, params: dict[Value, str], differentiated: set[Value]) -> None:
         self.main, self.params, self.differentiated = main, params, differentiated
@@ -237,10 +237,10 @@ class _Backward:
             if "stage" in origin.attrs:
                 annotations["stage"] = origin.attrs["stage"]
         defaults = OPS[kind].attrs
-        kept = {k: v for k, v in attrs.items() if v != defaults[k]}
-        count = len(infer_op(Op(kind, ins, (), kept), {}))
+        given_attrs = {k: v for k, v in attrs.items() if v != defaults[k]}
+        count = len(infer_op(Op(kind, ins, (), given_attrs), {}))
         names = [f"%{len(self.bases) + i}" for i in range(count)]
-        op = make(kind, ins, names, origin.loc if origin else "", **kept, **annotations)
+        op = make(kind, ins, names, origin.loc if origin else "", **given_attrs, **annotations)
         self.ops.append(op)
         base = f"{origin.outs[0].name}.vjp" if origin is not None else "grad"
         self.bases |= dict.fromkeys(op.outs, base)

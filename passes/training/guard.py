@@ -87,7 +87,8 @@ def _norm(module: Module, update: Graph) -> Graph:
 
 
 class _Guard:
-    """Rewrites U: gradients pass through the clipping factor, new values through the choice whether to apply them."""
+    """The rewriting of the update graph U: gradients pass through the clipping factor, new values through the choice
+    whether to apply them."""
 
     def __init__(self, module: Module, options: GuardOptions, update: Graph) -> None:
         self.module, self.options, self.update = module, options, update

@@ -57,9 +57,9 @@ _QUINTIC, _ROUNDS, _LEAST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
-    """`kind` is one of ir/training/optimizers.py; settings that are None have the defaults of the kind, and those it
-    does not have must be None. `rate` is a schedule of ir/training/rates.py, `groups` are groups of parameters, as
-    text."""
+    """Options of `optimizer`. `kind` is one of ir/training/optimizers.py; settings that are None have the defaults of
+    the kind, and those it does not have must be None. `rate` is a schedule of ir/training/rates.py, `groups` are groups
+    of parameters, as text."""
 
     kind: str = "sgd"
     lr: float | None = None
@@ -114,7 +114,7 @@ def _settings(options: OptimizerOptions) -> tuple[Optimizer, Rate, tuple[Group, 
 
 
 class _Update:
-    """Builds the update graph and the variables that it needs."""
+    """The update graph while it is built, and the variables that it needs."""
 
     def __init__(self, module: Module, lr: float, rate: Rate) -> None:
         self.namer = Namer.of(*module.graphs.values())

@@ -37,7 +37,7 @@ _LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Chosen:
-    """A whole checkpoint, and what was passed over for it."""
+    """The checkpoint to go on from, which is whole, and the newer ones that were passed over for it."""
 
     place: Path
     words: list[str]
@@ -64,10 +64,10 @@ def damage_of(place: Path) -> list[str]:
 def candidates(directory: Path) -> list[Path]:
     """Return the checkpoints of a directory that a run may go on from, newest first."""
     places = saved_steps(directory)
-    there = {place.name for place in places}
+    names = {place.name for place in places}
     # A save replaced it, but did not rename the new checkpoint to its name.
     places += [
-        path for path, kind in left_behind(directory) if kind == "old" and path.name[1:].partition(".")[0] not in there
+        path for path, kind in left_behind(directory) if kind == "old" and path.name[1:].partition(".")[0] not in names
     ]
     places.sort(key=saved_step, reverse=True)
     name = latest_name(directory)
@@ -100,9 +100,9 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
         raise _missing(path)
     name = latest_name(root)
     if not places or (name and not is_saved(name)):
-        there = ", ".join(sorted(p.name for p in places)) or "none"
+        listed = ", ".join(sorted(p.name for p in places)) or "none"
         raise VerifyError(
-            f"{LATEST} names {name!r}, which is not a checkpoint here", where=str(path), hint=f"there are {there}"
+            f"{LATEST} names {name!r}, which is not a checkpoint here", where=str(path), hint=f"there are {listed}"
         )
     return places[0]
 
@@ -120,10 +120,10 @@ def _missing(path: str | os.PathLike[str]) -> UsageError:
     hint = "give a directory that --checkpoint wrote"
     if is_place(root.parent):
         return UsageError("is a part of a checkpoint", where=str(path), hint=f"give the whole of it, {root.parent}")
-    if there := [place.name for place in candidates(root.parent)]:
+    if siblings := [place.name for place in candidates(root.parent)]:
         hint = (
             f"{root.parent} stands for its newest checkpoint; it has "
-            f"{', '.join(there[:8])}{' and more' * (len(there) > 8)}"
+            f"{', '.join(siblings[:8])}{' and more' * (len(siblings) > 8)}"
         )
     if not root.exists():
         return UsageError("there is no checkpoint: nothing is there", where=str(path), hint=hint)

@@ -202,13 +202,13 @@ def read_newest(checkpoint: Path, index: Index, module: Module) -> dict[str, np.
 def read_tensors(checkpoint: Path, index: Index, names: set[str]) -> dict[str, np.ndarray]:
     """Map the newest contents of variables from files that were checked."""
     tensors: dict[str, np.ndarray] = {}
-    for file, here in files_for(index, names, index.step).items():
+    for file, wanted in files_for(index, names, index.step).items():
         arrays = map_tensors(check_file(checkpoint, index, file))
-        if lost := here - arrays.keys():
+        if lost := wanted - arrays.keys():
             raise VerifyError(
                 f"{file} does not hold {', '.join(sorted(lost))}, which the index lists", where=str(checkpoint)
             )
-        tensors |= {name: arrays[name] for name in here}
+        tensors |= {name: arrays[name] for name in wanted}
     return tensors
 
 
@@ -218,10 +218,10 @@ def files_for(index: Index, names: set[str], version: int) -> dict[str, set[str]
     files: dict[str, set[str]] = {}
     left = set(names)
     for name, file in index.files.items():
-        here = left & file.tensors.keys() if file.version == version else set()
-        if here:
-            files[name] = here
-            left -= here
+        names_here = left & file.tensors.keys() if file.version == version else set()
+        if names_here:
+            files[name] = names_here
+            left -= names_here
     return files
 
 

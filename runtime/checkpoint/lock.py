@@ -58,8 +58,8 @@ class Held(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def own_boot() -> str:
-    """Return what tells this host, since it was started, from all other hosts; its name where the system has nothing
-    better."""
+    """Return the id of this boot of the host, which no other host has; the host's name where the system has no such
+    id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except FileNotFoundError:

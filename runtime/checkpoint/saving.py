@@ -1,4 +1,4 @@
-"""The writing of checkpoints (their contents: checkpoint.py).
+"""The writing of checkpoints, in the background of training (their contents: format.py).
 
 In: a rank's store with a drained pipeline. Out: a directory that is there whole or not at all.
 
@@ -207,8 +207,8 @@ class Saver:
         """Return the files of this rank: name, version, arrays."""
         if not self._writes:
             return []
-        kept = [name for name, var in self._store.variables.items() if is_kept(var)]
-        parts = [(f"rank{self._rank}.safetensors", step, {name: self._store.newest(name) for name in kept})]
+        names = [name for name, var in self._store.variables.items() if is_kept(var)]
+        parts = [(f"rank{self._rank}.safetensors", step, {name: self._store.newest(name) for name in names})]
         parts += [
             (f"rank{self._rank}.older.safetensors", version, tensors)
             for version, tensors in self._store.older().items()
@@ -365,11 +365,11 @@ def _remove_older(directory: Path, step: int, keep_last: int) -> None:
     for place in saved_steps(directory):
         if saved_step(place) < step and _has_index(place):
             complete.append(place)
-    gone = [
+    outdated = [
         place.rename(directory / f".{place.name}.{secrets.token_hex(4)}.gone") for place in complete[keep_last - 1 :]
     ]
     flush_directory(directory)
-    for folder in gone:
+    for folder in outdated:
         shutil.rmtree(folder)
 
 

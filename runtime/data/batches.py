@@ -37,9 +37,9 @@ def take_batch(module: Module, batch: Any, where: str, renamed: Mapping[str, str
     if not isinstance(batch, Mapping):
         batch = _in_order(batch, names, where, renamed)
     arrays: Arrays = {}
-    for name, one in by_our_names(batch, names, renamed, where).items():
+    for name, given_value in by_our_names(batch, names, renamed, where).items():
         try:
-            arrays[name] = _as_array(one)
+            arrays[name] = _as_array(given_value)
         # NumPy's errors for ragged lists, and torch's for its tensors.
         except (TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"{name}: is no array: {error}", where=where) from error
@@ -49,9 +49,9 @@ def take_batch(module: Module, batch: Any, where: str, renamed: Mapping[str, str
 def _in_order(batch: Any, names: Sequence[str], where: str, renamed: Mapping[str, str]) -> dict[str, Any]:
     parts = [batch] if _is_tensor(batch) and len(names) == 1 else batch
     if not isinstance(parts, list | tuple) or any(isinstance(part, Mapping) for part in parts):
-        got = f"{type(batch).__name__} of dicts" if isinstance(parts, list | tuple) else type(batch).__name__
+        given_type = f"{type(batch).__name__} of dicts" if isinstance(parts, list | tuple) else type(batch).__name__
         raise UsageError(
-            f"expected a dict of arrays by the names of inputs, or a tuple of arrays, got {got}", where=where
+            f"expected a dict of arrays by the names of inputs, or a tuple of arrays, got {given_type}", where=where
         )
     if len(parts) != len(names):
         listed = ", ".join(shown(names, renamed).values())
@@ -59,22 +59,22 @@ def _in_order(batch: Any, names: Sequence[str], where: str, renamed: Mapping[str
     return dict(zip(names, parts, strict=True))
 
 
-def _is_tensor(one: Any) -> bool:
-    return isinstance(one, np.ndarray) or _is_torch(one)
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or _is_torch(value)
 
 
-def _is_torch(one: Any) -> bool:
+def _is_torch(value: Any) -> bool:
     # A program that has a tensor of torch has imported torch.
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(one, torch.Tensor)
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _as_array(one: Any) -> np.ndarray:
-    if _is_torch(one):
+def _as_array(value: Any) -> np.ndarray:
+    if _is_torch(value):
         from penstock.runtime.state.store import as_array  # lazy: heavy
 
-        return as_array(one)
-    return np.asarray(one)
+        return as_array(value)
+    return np.asarray(value)
 
 
 def batch_shape(value: Value, microbatches: int) -> tuple[int, ...]:
@@ -112,9 +112,9 @@ def check_batch(
             wrong.append(f"{value.name}: sample {row // per_sample} has {text}")
         problems += wrong
     if problems:
-        whole = rows * module.schedule.microbatches
+        batch_rows = rows * module.schedule.microbatches
         hint = (
-            f"a batch has {whole} samples; a DataLoader gives no others with drop_last=True"
+            f"a batch has {batch_rows} samples; a DataLoader gives no others with drop_last=True"
             if short and samples is None
             else ""
         )
@@ -141,9 +141,9 @@ def name_problems(module: Module, present: Iterable[str], renamed: Mapping[str, 
         for value in module.data_inputs
         if value.name not in names
     ]
-    there = ", ".join(expected.values())
+    listed = ", ".join(expected.values())
     return problems + [
-        f"{name}: the model has no such input, it has {there}" for name in sorted(names - expected.keys())
+        f"{name}: the model has no such input, it has {listed}" for name in sorted(names - expected.keys())
     ]
 
 

@@ -116,7 +116,7 @@ def open_columns(
     """Open the columns of some inputs, and return them with all names that the files have. Files that hold none of
     these inputs are not opened, where their own name says so. All that cannot be read is one error."""
     columns: Columns = {}
-    there: set[str] = set()
+    held_names: set[str] = set()
     problems: list[PenstockError] = []
     table = accepted([value.name for value in module.data_inputs], renamed)
     if not text:
@@ -126,13 +126,13 @@ def open_columns(
     for part in parts:
         try:
             members = _members(part, module, table)
-            twice = sorted((members.keys() & there) | (members.keys() & tokens.keys()))
+            twice = sorted((members.keys() & held_names) | (members.keys() & tokens.keys()))
             if twice:
                 raise UsageError(f"input {', '.join(twice)} is given twice", where=part.text)
         except PenstockError as error:
             problems.append(error)
             continue
-        there |= members.keys()
+        held_names |= members.keys()
         for name, read in members.items():
             if isinstance(read, int):
                 tokens[name] = part, read
@@ -149,9 +149,9 @@ def open_columns(
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        said = itemised(f"{p.where}: {p.what}" for p in problems)
-        raise UsageError(f"cannot be read:{said}", where=text, hint=next((p.hint for p in problems if p.hint), ""))
-    return columns, there
+        listed = itemised(f"{p.where}: {p.what}" for p in problems)
+        raise UsageError(f"cannot be read:{listed}", where=text, hint=next((p.hint for p in problems if p.hint), ""))
+    return columns, held_names
 
 
 Read = Callable[[], Column]

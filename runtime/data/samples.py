@@ -120,8 +120,8 @@ class FileSamples:
         self._types = {value.name: value.type for value in module.data_inputs}
         self._rows, self._where, self._offset = microbatch_size(module), spec.source, offset
         self._ranges = {name: integer_range(module, name) for name in names}
-        columns, there = open_columns(spec.source, module, names, renamed)
-        problems = name_problems(module, there, renamed)
+        columns, held_names = open_columns(spec.source, module, names, renamed)
+        problems = name_problems(module, held_names, renamed)
         counts: dict[str, float] = {}
         for value in module.data_inputs:
             if value.name not in columns:

@@ -1,6 +1,6 @@
 """The place of this process in a group, and the network interface it talks through.
 
-In: the environment, a bundle's hosts. Out: a Place, an Interface, and errors for what does not fit.
+In: the environment, a bundle's hosts. Out: a ProcessPlace, an Interface, and errors for what does not fit.
 
     torchrun   RANK WORLD_SIZE MASTER_ADDR MASTER_PORT, and LOCAL_RANK; anything else that sets these four will do
     srun       SLURM_PROCID SLURM_NTASKS, and where the group meets: MASTER_ADDR, else the first of SLURM_STEP_NODELIST,
@@ -181,27 +181,27 @@ def interfaces() -> dict[str, str]:
 def choose_interface(place: ProcessPlace, planned: str = "", environment: Mapping[str, str] = os.environ) -> Interface:
     """Choose where this rank talks to the other ranks. `planned` is the interface of its host in the bundle's
     cluster."""
-    there = interfaces()
-    listed = ", ".join(f"{name} ({address})" for name, address in there.items()) or "none"
+    present = interfaces()
+    listed = ", ".join(f"{name} ({address})" for name, address in present.items()) or "none"
     wanted = environment.get(INTERFACE_VARIABLE, "").split(",")[0]
     for name, why in ((wanted, f"by {INTERFACE_VARIABLE}"), (planned, "by the cluster file")):
-        if name and name not in there:
+        if name and name not in present:
             what = f"interface {name}, chosen {why}, is not on this host or has no IPv4 address; there are: {listed}"
             raise UsageError(
                 what, where=f"rank {place.rank} on {place.host}", hint=f"set {INTERFACE_VARIABLE} to one of these"
             )
         if name:
-            return Interface(name, there[name], why)
+            return Interface(name, present[name], why)
     address, why = _way_to(place)
-    name = next((name for name, local in there.items() if local == address), "")
+    name = next((name for name, local in present.items() if local == address), "")
     # The whole of 127.0.0.0/8 is this machine.
-    name = name or next((name for name, local in there.items() if _is_loopback(address) and _is_loopback(local)), "")
+    name = name or next((name for name, local in present.items() if _is_loopback(address) and _is_loopback(local)), "")
     if not name:
         what = f"no interface has the address {address} through which {place.address} is reached; there are: {listed}"
         raise UsageError(
             what, where=f"rank {place.rank} on {place.host}", hint=f"set {INTERFACE_VARIABLE} to one of these"
         )
-    return Interface(name, there[name], why)
+    return Interface(name, present[name], why)
 
 
 def _way_to(place: ProcessPlace) -> tuple[str, str]:
@@ -259,7 +259,7 @@ def check_hosts(bundle: Bundle, present: Sequence[Present]) -> list[str]:
     """Refuse ranks on hosts that the bundle has for other ranks, as far as names tell. Return what is odd and may be
     meant."""
     planned = [_short(entry.host) for entry in bundle.manifest.ranks]
-    started = [_short(one.host) for one in present]
+    started = [_short(member.host) for member in present]
     wrong = [
         rank
         for rank, name in enumerate(started)
@@ -276,7 +276,7 @@ def check_hosts(bundle: Bundle, present: Sequence[Present]) -> list[str]:
         raise UsageError(
             f"ranks are on hosts that the bundle has for others:{listed}", where=str(bundle.path), hint=hint
         )
-    machines = [(one.host, one.address) for one in present]
+    machines = [(member.host, member.address) for member in present]
     if [planned.index(name) for name in planned] != [machines.index(machine) for machine in machines]:
         planned_for, started_on = (counted(len(set(hosts)), "host") for hosts in (planned, machines))
         return [
@@ -288,8 +288,8 @@ def check_hosts(bundle: Bundle, present: Sequence[Present]) -> list[str]:
 def describe_hosts(present: Sequence[Present]) -> str:
     """Describe in one line which rank is on which host."""
     ranks: dict[tuple[str, str, str], list[str]] = {}
-    for rank, one in enumerate(present):
-        ranks.setdefault((one.host, one.interface, one.address), []).append(str(rank))
+    for rank, member in enumerate(present):
+        ranks.setdefault((member.host, member.interface, member.address), []).append(str(rank))
     listed = "; ".join(
         f"{host} {interface} {address}: {' '.join(of)}" for (host, interface, address), of in ranks.items()
     )

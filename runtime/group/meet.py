@@ -1,6 +1,6 @@
 """The meeting point of a group: a store that rank 0 serves, or the launcher.
 
-In: a Place and an Interface. Out: a store of this start alone.
+In: a ProcessPlace and an Interface. Out: a store of this start alone.
 
 Rank 0 listens on one address: that of MASTER_ADDR where it is this host's, else that of the chosen interface. A store
 that a launcher serves outlives its ranks. So each start of a rank is counted in it, and the values of the ranks stand

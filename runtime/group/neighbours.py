@@ -40,7 +40,7 @@ _HINT = "PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk over sockets inste
 
 
 class MeetingPlace(Protocol):
-    """The place where ranks that know each other by number exchange values, such as a Group."""
+    """The place where ranks that know each other by number exchange values, such as a RankGroup."""
 
     rank: int
     timeout: float
@@ -59,7 +59,8 @@ def ends_of(schedule: Schedule, rank: int) -> set[End]:
 
 
 def identity(device: torch.device = CPU, environment: Mapping[str, str] = os.environ) -> str:
-    """Return what near ranks have in common; nothing where memory is not to be shared."""
+    """Return a text that is the same for all ranks that can share memory with this one; empty where memory is not to be
+    shared."""
     wanted = environment.get("PENSTOCK_SHARED_MEMORY", "1")
     if wanted not in ("0", "1"):
         raise UsageError(f"PENSTOCK_SHARED_MEMORY must be 0 or 1, got {wanted!r}")
@@ -97,15 +98,15 @@ def connect(group: MeetingPlace, ends: Iterable[End], host_key: str, key: str = 
                 )
         expected = {end for end in near if end[0] in RECEIVES}
         while expected:
-            end, one = _answer(listener, until)
+            end, connection = _answer(listener, until)
             if end in expected:
                 expected.remove(end)
-                sockets[end] = one
+                sockets[end] = connection
             else:
-                one.close()
+                connection.close()
     except OSError as error:
-        for one in sockets.values():
-            one.close()
+        for connection in sockets.values():
+            connection.close()
         what = f"could not share memory with the other ranks of this host: {error}"
         raise PeerLost(what, where=f"rank {group.rank}", hint=_HINT) from error
     finally:
@@ -114,33 +115,33 @@ def connect(group: MeetingPlace, ends: Iterable[End], host_key: str, key: str = 
 
 
 def _call(address: str, hello: str, until: float) -> socket.socket:
-    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        one.settimeout(_left(until))
-        one.connect(address)
-        _check_user(one)
-        one.send(hello.encode())
+        connection.settimeout(_left(until))
+        connection.connect(address)
+        _check_user(connection)
+        connection.send(hello.encode())
     except OSError:
-        one.close()
+        connection.close()
         raise
-    return one
+    return connection
 
 
 def _answer(listener: socket.socket, until: float) -> tuple[End, socket.socket]:
     """Return the next channel whose sender connects; other processes are turned away."""
     while True:
         listener.settimeout(_left(until))
-        one, _ = listener.accept()
+        connection, _ = listener.accept()
         with contextlib.suppress(OSError, ValueError):
-            _check_user(one)
-            one.settimeout(min(_HELLO_SECONDS, _left(until)))
-            kind, rank = one.recv(_HELLO).decode().split()
-            return (kind, int(rank)), one
-        one.close()
+            _check_user(connection)
+            connection.settimeout(min(_HELLO_SECONDS, _left(until)))
+            kind, rank = connection.recv(_HELLO).decode().split()
+            return (kind, int(rank)), connection
+        connection.close()
 
 
-def _check_user(one: socket.socket) -> None:
-    _, user, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+def _check_user(connection: socket.socket) -> None:
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user != os.getuid():
         raise PermissionError("another user is at the other end")
 

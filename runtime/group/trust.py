@@ -75,12 +75,12 @@ def _context(side: int, folder: str) -> ssl.SSLContext:
         context.load_cert_chain(certificate, private, password=lambda: "")
         context.load_verify_locations(authority if authority.exists() else certificate)
     except (OSError, ValueError) as error:
-        said = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         hint = (
             f"the directory has {CERTIFICATE} and {PRIVATE}, and perhaps {AUTHORITY}, in PEM form without a "
             "password (docs/security.md)"
         )
-        raise UsageError(f"no certificate and key: {said}", where=folder, hint=hint) from error
+        raise UsageError(f"no certificate and key: {reason}", where=folder, hint=hint) from error
     return context
 
 

@@ -42,7 +42,7 @@ Note = Callable[[int, Done | TraceRecord], None]
 
 
 class Drained(Exception):
-    """The pipeline was emptied for another command; a caller that has a request begins anew."""
+    """The sign that the pipeline was emptied for another command; a caller that has a request begins anew."""
 
 
 class Serving:

@@ -71,7 +71,7 @@ from .inference import Inference, Inputs
 
 _NO_MORE: Any = object()
 
-# A dict of arrays by input name, or arrays in the order of the inputs: batches.py.
+# A dict of arrays by input name, or arrays in the order of the inputs: data/batches.py.
 TrainingBatch = Mapping[str, Any] | Sequence[Any]
 
 

@@ -174,7 +174,7 @@ class RequestPart:
 
 @dataclass(slots=True)
 class Flying:
-    """A microbatch under way, and the number of outputs that have not arrived."""
+    """A microbatch of requests under way, and the number of outputs that have not arrived."""
 
     parts: list[RequestPart]
     missing: int = field(default=0)

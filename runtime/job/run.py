@@ -285,8 +285,8 @@ class _LocalRun:
             if options.checkpoint_every
             else "\n  hint: without --checkpoint-every there is one checkpoint, at the end"
         )
-        kept = f"; what it began from is as it was, {options.resume}" if options.resume is not None else ""
-        return f"{done}; nothing was saved yet{torn}{kept}{every}"
+        unchanged = f"; what it began from is as it was, {options.resume}" if options.resume is not None else ""
+        return f"{done}; nothing was saved yet{torn}{unchanged}{every}"
 
     @property
     def _from(self) -> str:

@@ -2,8 +2,8 @@
 
 In: a bundle, and the hosts of the ranks that are there. Out: the devices that are left, and a bundle for them.
 
-The planning is done by a process of its own (penstock/planning/replan.py), into the directory of checkpoints, which all
-ranks see:
+The planning is done by a process of its own (src/penstock/planning/replan.py), into the directory of checkpoints, which
+all ranks see:
 
     DIR/replanned-<hash>     a bundle like any other; the hash is of the first one's module and of the devices, so a
                              plan is made once

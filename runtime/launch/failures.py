@@ -1,4 +1,4 @@
-"""The words for a failure.
+"""The message that a run ends with when a rank has failed or was lost.
 
 In: what the ranks were doing. Out: sentences that name rank, host, stage, action and peer, and the last good step.
 """

@@ -141,9 +141,9 @@ class Server:
                 return None
             self._count += 1
             number = self._count
-            said = {"start": number, "rank": rank.rank, "world": rank.world, "threads": rank.threads}
+            order = {"start": number, "rank": rank.rank, "world": rank.world, "threads": rank.threads}
             try:
-                socket.send_fds(self._socket, [json.dumps(said).encode()], [rank.control, rank.status, rank.log])
+                socket.send_fds(self._socket, [json.dumps(order).encode()], [rank.control, rank.status, rank.log])
                 self._processes[number] = process
             except (BrokenPipeError, ConnectionResetError):  # it is about to end
                 process.refuse("")
@@ -186,8 +186,8 @@ class Server:
                 os.kill(self.pid, signal.SIGCONT)
 
     def _read(self) -> None:
-        while said := self._receive():
-            match said:
+        while message := self._receive():
+            match message:
                 case {"ready": True}:
                     self._ready.set()
                 case {"started": number, "pid": pid}:
@@ -204,10 +204,10 @@ class Server:
         code = self._server.wait()
         with self._lock:
             self.lost = True
-            said = tail(self._log)
+            message = tail(self._log)
             self.failure = _describe_end(code, self._log)
             for process in self._processes.values():
-                process.end(code, f"{self._named()} {ending(code)}, and all ranks with it\n{said}".rstrip())
+                process.end(code, f"{self._named()} {ending(code)}, and all ranks with it\n{message}".rstrip())
             self._processes.clear()
             self._log.close()
             self._socket.close()
@@ -264,7 +264,7 @@ def _describe_end(code: int, log: IO[bytes]) -> PenstockError:
 
 
 def _inherited() -> tuple[object, ...]:
-    """Return what else a process hands down to those that it starts."""
+    """Return the other state that a process hands down to its children."""
     status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     try:
         directory: str | None = os.getcwd()
@@ -298,14 +298,14 @@ class _Children:
     def __bool__(self) -> bool:
         return bool(self._running or self._ended)
 
-    def start(self, said: Mapping[str, Any], descriptors: list[int]) -> None:
+    def start(self, order: Mapping[str, Any], descriptors: list[int]) -> None:
         began, begins = os.pipe()
         try:
             parent, pid = os.getpid(), os.fork()
         except OSError as error:
             for descriptor in (began, begins, *descriptors):
                 os.close(descriptor)
-            self._say({"refused": said["start"], "why": error.strerror})
+            self._say({"refused": order["start"], "why": error.strerror})
             return
         if not pid:
             try:
@@ -317,7 +317,7 @@ class _Children:
                 for other in (began, begins, *self._running):
                     os.close(other)
                 if os.getppid() == parent:
-                    _become(Rank(said["rank"], said["world"], said["threads"], *descriptors), parent)
+                    _become(Rank(order["rank"], order["world"], order["threads"], *descriptors), parent)
             finally:
                 os._exit(1)
         for descriptor in (begins, *descriptors):
@@ -325,9 +325,9 @@ class _Children:
         os.read(began, 1)
         os.close(began)
         watch = os.pidfd_open(pid)
-        self._running[watch] = (said["start"], pid)
+        self._running[watch] = (order["start"], pid)
         self.poll.register(watch, select.POLLIN)
-        self._say({"started": said["start"], "pid": pid})
+        self._say({"started": order["start"], "pid": pid})
 
     def end(self, watch: int) -> None:
         number, pid = self._running.pop(watch)
@@ -341,8 +341,8 @@ class _Children:
     def bury(self, number: int) -> None:
         os.waitpid(self._ended.pop(number), 0)
 
-    def _say(self, what: Mapping[str, Any]) -> None:
-        self._connection.send(json.dumps(what).encode())
+    def _say(self, message: Mapping[str, Any]) -> None:
+        self._connection.send(json.dumps(message).encode())
 
 
 def main() -> None:
@@ -385,11 +385,11 @@ def _serve(connection: socket.socket, parent: int) -> None:
             data, descriptors, _, _ = socket.recv_fds(connection, _LONGEST_MESSAGE, 3)
             if not data:
                 return
-            said = json.loads(data)
-            if "start" in said:
-                children.start(said, descriptors)
+            message = json.loads(data)
+            if "start" in message:
+                children.start(message, descriptors)
             else:
-                children.bury(said["heard"])
+                children.bury(message["heard"])
         if children:
             needed = time.monotonic()
         elif time.monotonic() - needed > _IDLE_SECONDS:
@@ -405,11 +405,11 @@ def _become(rank: Rank, parent: int) -> NoReturn:
     """Run as a rank from here on, in a process that was just forked."""
     code = 1
     try:
-        said = os.pread(1, os.fstat(1).st_size, 0)
+        earlier_output = os.pread(1, os.fstat(1).st_size, 0)
         for output in (1, 2):
             os.dup2(rank.log, output)
         os.close(rank.log)
-        os.write(1, said)
+        os.write(1, earlier_output)
         for descriptor in (rank.control, rank.status):
             os.set_inheritable(descriptor, False)
         _name(str(rank.rank))

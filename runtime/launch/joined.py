@@ -278,7 +278,7 @@ def _plan_together(
     """Return the bundle for the ranks that are there, fewer than a bundle has, and its description. Rank 0 plans, and
     the other ranks wait."""
     assert options.checkpoint is not None
-    devices = devices_on(bundle, [one.host for one in present])
+    devices = devices_on(bundle, [member.host for member in present])
     replanned = decide_together(
         group, "plan", lambda: replan(bundle, devices, Path(options.checkpoint or "")), Replanned
     )
@@ -294,15 +294,23 @@ def _plan_together(
     )
 
 
-def _gather_keepers(group: RankGroup, here: Present, channel: Channel) -> list[Present]:
+def _gather_keepers(group: RankGroup, own_presence: Present, channel: Channel) -> list[Present]:
     """Gather where all ranks are, and tell the keeper, so that it can speak with the other keepers."""
-    present = [msgspec.json.decode(part, type=Present) for part in group.gather("present", msgspec.json.encode(here))]
+    present = [
+        msgspec.json.decode(part, type=Present) for part in group.gather("present", msgspec.json.encode(own_presence))
+    ]
     if group.rank == 0:
         group.put("token", secrets.token_hex(16).encode())
     token = group.get("token", "the token of rank 0").decode()
-    hosts, addresses = tuple(one.host for one in present), tuple(one.address for one in present)
+    hosts, addresses = tuple(member.host for member in present), tuple(member.address for member in present)
     channel.send(
-        Gathered(hosts, addresses, tuple(one.watch for one in present), tuple(one.process for one in present), token)
+        Gathered(
+            hosts,
+            addresses,
+            tuple(member.watch for member in present),
+            tuple(member.process for member in present),
+            token,
+        )
     )
     return present
 
@@ -317,7 +325,7 @@ def _agree_on_samples(group: RankGroup, what: str, count: int | None) -> int | N
 
 
 class _Ties:
-    """The ties to the keeper: the worker ends when its keeper ends, is killed or is silent."""
+    """The connection of a worker to its keeper: the worker ends when its keeper ends, is killed or is silent."""
 
     def __init__(self, channel: Channel, parent: int, heartbeat: float) -> None:
         self._channel, self._parent, self._patience = channel, parent, Patience(heartbeat)

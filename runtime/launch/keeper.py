@@ -190,10 +190,10 @@ class Keeper:
         while True:
             if self._mesh is None:
                 time.sleep(_TICK_SECONDS)
-            for rank, said in self._mesh.hear(_TICK_SECONDS) if self._mesh is not None else ():
-                if isinstance(said, JobVerdict):
-                    return said.code
-                self._hear(rank, said)
+            for rank, record in self._mesh.hear(_TICK_SECONDS) if self._mesh is not None else ():
+                if isinstance(record, JobVerdict):
+                    return record.code
+                self._hear(rank, record)
             self._patience.look()
             self._look_at_worker()
             if self.rank not in self._troubles and self._process.poll() == 0:
@@ -232,8 +232,8 @@ class Keeper:
         """Send the worker a sign of life. One that is stopped does not read, and must not stop its keeper."""
         try:
             known = {**self._busy, self.rank: self._board.busy(0)}
-            whole = tuple(known[rank] for rank in sorted(known)) if len(known) == self.seat.world else ()
-            self._channel.offer(Alive(whole))
+            all_addresses = tuple(known[rank] for rank in sorted(known)) if len(known) == self.seat.world else ()
+            self._channel.offer(Alive(all_addresses))
         except OSError:
             return  # it has ended, which `_look_at_worker` notices
 
@@ -304,9 +304,9 @@ class Keeper:
                 self._log is not None
                 and self.rank not in self._troubles
                 and self.rank not in self._log_ranks
-                and (said := tail(self._log))
+                and (output := tail(self._log))
             ):
-                say_as_is(f"what rank {self.rank} wrote last:\n{said}")
+                say_as_is(f"what rank {self.rank} wrote last:\n{output}")
             hint = "if memory ran out, use more stages or smaller microbatches" if code == -signal.SIGKILL else ""
             self._own("died", PeerLost.__name__, ending(code), hint=hint)
         beat = self._board.last_beat(0)
@@ -333,10 +333,10 @@ class Keeper:
         if self._mesh is not None:
             self._mesh.send_all(Told(kind, trouble.doing, error, what, where, hint))
 
-    def _hear(self, rank: int, said: Said | str | None) -> None:
+    def _hear(self, rank: int, record: Said | str | None) -> None:
         now = time.monotonic()
         self._heard[rank] = now
-        match said:
+        match record:
             case Pulse(doing, steps, busy):
                 self._busy[rank] = busy
                 self._doing[rank] = doing
@@ -348,7 +348,7 @@ class Keeper:
             case Bye():
                 self._left.add(rank)
             case str():
-                what = f"sent what is no message: {said}"
+                what = f"sent what is no message: {record}"
                 self._troubles.setdefault(
                     rank, Trouble("closed", now, self._doing.get(rank, ""), PeerLost.__name__, what)
                 )
@@ -383,8 +383,8 @@ class Keeper:
         # The cause of a symptom shows at the latest when a heartbeat is missed.
         wait = _CAUSE_SECONDS if strong else _CAUSE_SECONDS + self.options.heartbeat
         since = min(strong or [trouble.since for trouble in self._troubles.values()])
-        gone = {rank for rank, trouble in self._troubles.items() if trouble.kind in ("closed", "unreachable", "ended")}
-        before = len([rank for rank in self._heard if rank < self.rank and rank not in gone and rank not in self._left])
+        lost = {rank for rank, trouble in self._troubles.items() if trouble.kind in ("closed", "unreachable", "ended")}
+        before = len([rank for rank in self._heard if rank < self.rank and rank not in lost and rank not in self._left])
         return time.monotonic() - since > wait + _TURN_SECONDS * min(before, 3)
 
     def _verdict(self) -> PenstockError:

@@ -270,8 +270,8 @@ class Workers:
         if self._closed:
             return []
         saves = [self._board.save_of(rank) for rank in range(self.count)]
-        gone = [r for r, process in enumerate(self._processes) if process.poll() is not None or r in silent]
-        return [] if 0 in gone or not saves[0] or any(saves[r] > 0 for r in gone) else saves
+        ended = [r for r, process in enumerate(self._processes) if process.poll() is not None or r in silent]
+        return [] if 0 in ended or not saves[0] or any(saves[r] > 0 for r in ended) else saves
 
     def await_saves(self, silent: Sequence[int] = ()) -> None:
         """Wait for a checkpoint that is being written, as long as it gets on."""
@@ -361,13 +361,15 @@ class Workers:
         assert code is not None
         what = f"{self._named(rank)} {ending(code)} during {describe_line(doing[rank])}"
         hint = _MEMORY_HINT if code == -signal.SIGKILL else ""
-        said = "; ".join([what, note, *others(doing, rank)]) + (f"\n{tail}" if tail else "")
-        return PeerLost(said, where=self._place(rank, doing[rank]), hint=hint)
+        message = "; ".join([what, note, *others(doing, rank)]) + (f"\n{tail}" if tail else "")
+        return PeerLost(message, where=self._place(rank, doing[rank]), hint=hint)
 
     def _orphans(self, rank: int, code: int | None, doing: dict[int, str], note: str) -> PeerLost:
         first, *lines = self._processes[rank].orphaned.splitlines()
-        said = "; ".join([first, note, *others(doing)])
-        return PeerLost("\n".join([said, *lines]), where="launch", hint=_MEMORY_HINT if code == -signal.SIGKILL else "")
+        message = "; ".join([first, note, *others(doing)])
+        return PeerLost(
+            "\n".join([message, *lines]), where="launch", hint=_MEMORY_HINT if code == -signal.SIGKILL else ""
+        )
 
     def _stillness(self, rank: int, heard: float, stopped: bool, doing: dict[int, str], note: str) -> PeerLost:
         seconds = time.monotonic() - heard

@@ -287,7 +287,8 @@ class RequestOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringOptions:
-    """Settings of measurements: the log of versions, and times that computations and links take at least (pace.py)."""
+    """Settings of measurements: the log of versions, and times that computations and links take at least
+    (worker/pace.py)."""
 
     audit: bool = False
     pace: Mapping[str, float] | None = None

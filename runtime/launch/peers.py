@@ -1,7 +1,7 @@
 """The connections between keepers of ranks, one TCP connection for each pair of them.
 
-In: where all keepers listen, the token of this start of the group, and what its members trust (trust.py). Out: their
-records, and the ranks whose connection ended.
+In: where all keepers listen, the token of this start of the group, and what its members trust (group/trust.py). Out:
+their records, and the ranks whose connection ended.
 
     4 bytes: length · a record in msgpack; inside of TLS where that was asked for
 
@@ -9,7 +9,7 @@ A keeper connects to those of lower ranks and is connected to by those of higher
 cannot be sent at once are kept, up to a limit. A connection begins with three records, which show both ends that the
 other one has the key of this start:
 
-    Hello(rank, nonce) >    < Welcome(nonce, proof)    Proof(proof) >
+    PeerHello(rank, nonce) >    < Welcome(nonce, proof)    Proof(proof) >
 
 The key is made of the token, which the ranks that met at the store know, and of the secret where there is one. No
 other process has them. A connection that cannot prove to have it is cut off and changes nothing.
@@ -96,8 +96,9 @@ Said = PeerHello | Welcome | Proof | Pulse | Told | JobVerdict | Bye
 
 
 class _Link:
-    """One connection. `rank` is that of its other end: known from the beginning where we connected, and once it is
-    proved where another keeper did. `unsent` goes out as it can, `later` once the other end has proved its rank."""
+    """One connection to another keeper. `rank` is that of its other end: known from the beginning where we connected,
+    and once it is proved where another keeper did. `unsent` goes out as it can, `later` once the other end has proved
+    its rank."""
 
     def __init__(self, connection: socket.socket, rank: int | None, context: ssl.SSLContext | None) -> None:
         connection.setblocking(False)

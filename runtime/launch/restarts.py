@@ -106,7 +106,7 @@ def _beginning(options: RunOptions) -> Beginning:
 
 
 def run_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Return what tells this run from other runs; empty when nothing does."""
+    """Return the id that the launcher gave this run, the same after a restart; empty where it has none."""
     names = [
         environment.get("PENSTOCK_RUN_ID", ""),
         environment.get("TORCHELASTIC_RUN_ID", ""),
@@ -142,8 +142,8 @@ def note_save(options: RunOptions, record: UnfinishedRun, step: int) -> Unfinish
     """Record that a checkpoint is about to be begun."""
     assert options.checkpoint is not None
     save = BegunSave(step_name(step), identity(Path(options.checkpoint) / step_name(step)))
-    kept = [other for other in record.saves if other.name != save.name][1 - _MOST_SAVES :]
-    record = msgspec.structs.replace(record, saves=(*kept, save))
+    earlier = [other for other in record.saves if other.name != save.name][1 - _MOST_SAVES :]
+    record = msgspec.structs.replace(record, saves=(*earlier, save))
     write(options, record)
     return record
 

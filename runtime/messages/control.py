@@ -38,7 +38,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=True):
 
 class DataSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The source of samples: files (data/files.py) or `synthetic`. `last` says what happens where samples are no
-    multiple of a batch: wrap, drop or pad (data.py)."""
+    multiple of a batch: wrap, drop or pad (data/samples.py)."""
 
     source: str = SYNTHETIC
     shuffle: bool = False
@@ -121,8 +121,8 @@ class End(Record, frozen=True):
 
 
 class Serve(Record, frozen=True):
-    """The command to answer requests, from an empty pipeline to an empty pipeline: Piece messages follow, then End.
-    `first` is the first batch, as in Run."""
+    """The command to answer requests, from an empty pipeline to an empty pipeline: RequestBatch messages follow, then
+    End. `first` is the first batch, as in RunCommand."""
 
     first: int
 
@@ -199,9 +199,9 @@ class Output(Record, frozen=True):
 
 
 class Done(Record, frozen=True):
-    """The end of a Run, Save or Stop. `peak_bytes` is the largest resident size of the process so far. `base_bytes` is
-    its size before it had any variable: the interpreter, torch, the back end's libraries and the stage's code. `waited`
-    is how many seconds a Save waited for the one before."""
+    """The end of a RunCommand, SaveCommand or Stop. `peak_bytes` is the largest resident size of the process so far.
+    `base_bytes` is its size before it had any variable: the interpreter, torch, the back end's libraries and the
+    stage's code. `waited` is how many seconds a SaveCommand waited for the one before."""
 
     peak_bytes: int = 0
     base_bytes: int = 0
@@ -249,14 +249,14 @@ class Audit(Record, frozen=True):
 
 
 class Evaluated(Record, frozen=True):
-    """Losses of portions (evaluation.py) by their number, of a rank that computes losses."""
+    """Losses of portions (worker/evaluation.py) by their number, of a rank that computes losses."""
 
     losses: dict[int, float]
 
 
 class TraceRecord(Record, frozen=True):
-    """Actions with start and end on the host's monotonic clock, sent with the end of a Run when tracing. `held` are the
-    entries of its rank's memory."""
+    """Actions with start and end on the host's monotonic clock, sent with the end of a RunCommand when tracing. `held`
+    are the entries of its rank's memory."""
 
     events: tuple[tuple[str, float, float], ...]
     held: tuple[LedgerEntry, ...] = ()

@@ -161,7 +161,7 @@ class StatusBoard:
 
 
 class Patience:
-    """Tells which ranks were silent for too long. Time in which the watcher itself did not look does not count: it
+    """A watch over ranks that are silent for too long. Time in which the watcher itself did not look does not count: it
     slept, its caller was busy, or the machine stood still. No limit (0) is endless patience."""
 
     def __init__(self, limit: float) -> None:

@@ -44,18 +44,20 @@ def settings_for_run(
         problems.append(f"module {module.name} does not train, it has no learning rate")
     if problems:
         raise UsageError("; ".join(problems))
-    kept = {
+    from_checkpoint = {
         name: elements
         for name in (LR, CURVE)
         if name in compiled and len(elements := (saved or {}).get(name, ())) == len(compiled[name])
     }
-    changed = [f"@{name}" for name, values in kept.items() if values != compiled[name] and name not in wished]
+    changed = [
+        f"@{name}" for name, values in from_checkpoint.items() if values != compiled[name] and name not in wished
+    ]
     warnings = []
     if changed:
         warnings.append(
             f"{' and '.join(changed)} go on as in the checkpoint, not as compiled; --lr and --lr-schedule replace them"
         )
-    return {**compiled, **kept, **wished}, warnings
+    return {**compiled, **from_checkpoint, **wished}, warnings
 
 
 def learning_rate(tables: Settings, step: int) -> float | None:

@@ -242,10 +242,10 @@ class Store:
                 places.append(total)
                 step = _ALIGNMENT // TORCH_DTYPES[dtype].itemsize
                 total += -(-var.type.size // step) * step
-            whole = [allocate(TensorType(dtype, (total,)), self.device).zero_() for _ in range(copies)]
-            self._sums.append(whole)
+            blocks = [allocate(TensorType(dtype, (total,)), self.device).zero_() for _ in range(copies)]
+            self._sums.append(blocks)
             for var, place in zip(group, places, strict=True):
-                self.gradients[var.name] = [copy[place : place + var.type.size].view(var.type.dims) for copy in whole]
+                self.gradients[var.name] = [copy[place : place + var.type.size].view(var.type.dims) for copy in blocks]
 
     def sums(self, batch: int) -> list[torch.Tensor]:
         """Return the gradients of a batch that are summed up over ranks, in whole pieces."""

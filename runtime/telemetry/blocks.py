@@ -31,8 +31,9 @@ class Stay:
 
 
 class Stays:
-    """The blocks that live after the entries so far, and `all` that ever did. `nbytes` are those of the living blocks,
-    `most_away` the most bytes that were ever away."""
+    """The blocks of memory of one rank, followed entry by entry: those that live now, and `all` that ever did. `nbytes`
+    are the bytes of the living blocks. A block is away while a send of it is under way, and `most_away` are the most
+    bytes that ever were."""
 
     def __init__(self) -> None:
         self.all: list[Stay] = []

@@ -4,7 +4,7 @@ In: finished steps with the time at which they were finished. Out: one JSON obje
 
     {"step": 0, "loss": 4.1, "lr": 0.01, "samples": 16, "step_s": 0.02, "samples_per_s": 800.0, "grad_norm": null}
 
-An evaluation (evaluation.py) has a row of its own, behind that of the step it follows:
+An evaluation (worker/evaluation.py) has a row of its own, behind that of the step it follows:
 
     {"step": 99, "eval_loss": 3.9, "eval_samples": 1000, "eval_s": 0.5}
 
@@ -192,9 +192,9 @@ def _number(value: float | None) -> float | str | None:
 
 
 def format_seconds(seconds: float) -> str:
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{whole % 60:02}s" if minutes else f"{whole}s"
+    rounded = round(seconds)
+    hours, minutes = rounded // 3600, rounded // 60 % 60
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rounded % 60:02}s" if minutes else f"{rounded}s"
 
 
 def _open(path: Path, first: int) -> IO[str]:
@@ -209,9 +209,9 @@ def _open(path: Path, first: int) -> IO[str]:
         raise UsageError(
             "another run writes its metrics there", where=f"--metrics {path}", hint="give each run a file of its own"
         )
-    kept = _rows_before(path, first)
+    earlier_rows = _rows_before(path, first)
     file.truncate(0)
-    file.write(kept)
+    file.write(earlier_rows)
     file.flush()
     return file
 
@@ -234,11 +234,11 @@ def _lock(file: IO[str]) -> bool:
 
 def _rows_before(path: Path, first: int) -> str:
     """Return the rows of a file without those of steps from `first` on, which run again, and without a torn line."""
-    kept = []
+    rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if first else ():
         try:
             if int(json.loads(line)["step"]) < first:
-                kept.append(line + "\n")
+                rows.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue
-    return "".join(kept)
+    return "".join(rows)

@@ -3,11 +3,12 @@ arrow from every send to its receive.
 
 In: (action, start, end) of each rank, on one clock (runtime/group/clocks.py where there are several). Out: a file.
 
-The entries of a rank's memory (ledger.py) become a counter. It has the live bytes of values and messages, and beside
-them those that were sent and have not arrived. Each entry becomes an instant, too. It says what happened, the number of
-the action, the block and its bytes. A block is an address, as blocks are used again; of a variable it is the number of
-its buffer. It says name, microbatch and operation of a value, and variable and version of a parameter. Of a call's
-temporaries it says the first and the last kernel that work in them. `memory_trace.read_trace` reads all of this back.
+The entries of a rank's memory (messages/ledger.py) become a counter. It has the live bytes of values and messages, and
+beside them those that were sent and have not arrived. Each entry becomes an instant, too. It says what happened, the
+number of the action, the block and its bytes. A block is an address, as blocks are used again; of a variable it is the
+number of its buffer. It says name, microbatch and operation of a value, and variable and version of a parameter. Of a
+call's temporaries it says the first and the last kernel that work in them. `memory_trace.read_trace` reads all of this
+back.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ class EdgePacking:
             if len(parcel.numbers) == 1:
                 messages.append(tensors[parcel.numbers[0]])
                 continue
-            whole = lend()
+            message = lend()
             for number, place in zip(parcel.numbers, parcel.places, strict=True):
-                self._part(whole, number, place).copy_(tensors[number])
-            messages.append(whole)
+                self._part(message, number, place).copy_(tensors[number])
+            messages.append(message)
         return messages
 
     def unpack(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -60,6 +60,6 @@ class EdgePacking:
     def _memory(self, parcel: Parcel) -> TensorType:
         return self._values[parcel.numbers[0]].type if len(parcel.numbers) == 1 else TensorType("u8", (parcel.nbytes,))
 
-    def _part(self, whole: torch.Tensor, number: int, place: int) -> torch.Tensor:
+    def _part(self, message: torch.Tensor, number: int, place: int) -> torch.Tensor:
         type = self._values[number].type
-        return whole[place : place + type.nbytes].view(TORCH_DTYPES[type.dtype]).view(type.dims)
+        return message[place : place + type.nbytes].view(TORCH_DTYPES[type.dtype]).view(type.dims)

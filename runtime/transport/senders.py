@@ -25,7 +25,7 @@ from penstock.ir.schedule import Action
 
 
 class BackgroundWork(Protocol):
-    """Something that goes on in the background; torch's works are some."""
+    """A transfer that goes on in the background, such as a work of torch."""
 
     def wait(self, timeout: timedelta, /) -> object:
         """Return when it is done; raise one of LOST when it failed, or took longer."""
@@ -39,8 +39,8 @@ Failures = list[tuple[Action, Exception]]
 
 
 class Sender(threading.Thread):
-    """Holds the tensors of one channel's sends until the peer has them, in order. `sent` is called for each that it
-    lets go of."""
+    """The sends of one channel, in order, with their tensors, which are held until the peer has them. `sent` is called
+    for each that it lets go of."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class Sender(threading.Thread):
 
 
 class LateSender(threading.Thread):
-    """Starts the sends of one channel some time after they were handed over, in order, and gives them to the channel's
-    sender."""
+    """A delay of the sends of one channel. It starts them some time after they were handed over, in order, and gives
+    them to the channel's sender."""
 
     def __init__(self, latency: float, sender: Sender, failed: Failures) -> None:
         super().__init__(name="link", daemon=True)

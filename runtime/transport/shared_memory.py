@@ -1,6 +1,6 @@
 """Messages between two ranks of one host: the sender writes its values into memory of the receiver.
 
-In: one end of a socket between two processes, for one direction of one phase (neighbours.py). Out: a wire, as the
+In: one end of a socket between two processes, for one direction of one phase (group/neighbours.py). Out: a wire, as the
 transport uses it.
 
 The receiver owns the memory (memfd, sealed against any change of size) and maps it. The sender has it as a file
@@ -53,7 +53,7 @@ _FILE = struct.Struct("i")
 
 
 class OutOfTurn(RuntimeError):
-    """The other end speaks of another message than the one whose turn it is."""
+    """The error that the other end speaks of another message than the one whose turn it is."""
 
 
 class PacketSocket:

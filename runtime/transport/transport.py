@@ -145,7 +145,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 class RankTransport:
     """The channels of one rank. `homes` are the stages of all ranks; `team` the ranks that it sums up gradients with.
     `latency` is for measurements. `near` are the sockets of channels whose other end shares this host's memory
-    (neighbours.py), which are the transport's from here on."""
+    (group/neighbours.py), which are the transport's from here on."""
 
     def __init__(
         self,

@@ -26,11 +26,11 @@ def pace_problems(pace: Mapping[str, float], latency: float, timeout: float) -> 
             yield f"pace is known of {', '.join(COMPUTE)}, not of {kind!r}"
         elif not (math.isfinite(seconds) and seconds >= 0):
             yield f"pace of {kind} must be a number of seconds from 0 on, got {seconds}"
-    for part, whole in _PARTS:
-        if pace.get(part, 0.0) > pace.get(whole, math.inf):
-            words = ACTION_KINDS[whole].words
+    for part, combined in _PARTS:
+        if pace.get(part, 0.0) > pace.get(combined, math.inf):
+            words = ACTION_KINDS[combined].words
             yield (
-                f"pace of {whole} is that of the whole {words}, {part} included: {pace[whole]:g} is less than "
+                f"pace of {combined} is that of the whole {words}, {part} included: {pace[combined]:g} is less than "
                 f"{pace[part]:g}"
             )
     if not 0 <= latency < timeout:
@@ -43,9 +43,9 @@ class Pace:
     def __init__(self, pace: Mapping[str, float], kinds: Collection[str]) -> None:
         self._least = dict(pace)
         self.asked = bool(pace)
-        for part, whole in _PARTS:
-            if part in kinds and whole in pace:
-                self._least[whole] = pace[whole] - pace.get(part, 0.0)
+        for part, combined in _PARTS:
+            if part in kinds and combined in pace:
+                self._least[combined] = pace[combined] - pace.get(part, 0.0)
 
     def least(self, action: Action) -> float:
         return self._least.get(action.kind, 0.0)

@@ -1,6 +1,6 @@
 """One rank of a run. In: a bundle, a rank, commands. Out: reports; the work itself is the loop of executor.Executor.
 
-forkserver.py forks the process of a local run, with one end of a socket pair. The first command is Setup; rank 0
+launch/forkserver.py forks the process of a local run, with one end of a socket pair. The first command is Setup; rank 0
 answers where the group meets, the other ranks are told. Then the hash of module.ir is compared over the group, the
 stage and its variables are loaded, and commands are obeyed until Stop. The end of the control connection, or of the
 parent, ends the worker at once, whatever it is doing: no worker outlives its launcher.

@@ -7,14 +7,19 @@ like all others, so an arrow that runs the wrong way is found wherever it hides.
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import groupby
 from pathlib import Path
 
 from oracles.repository import ROOT
 
 PACKAGE = "penstock"
+_PRAGMA = re.compile(r"#\s*(?:type: ignore|noqa|lazy: heavy|fmt:|-{5})")
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,21 @@ class SourceFile:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.ClassDef):
                 yield node
+
+    def docstrings(self) -> Iterator[tuple[int, str]]:
+        """Yield the docstrings, each with the line of what it describes."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
+
+    def comments(self) -> Iterator[tuple[int, str]]:
+        """Yield blocks of comments: those in consecutive lines at one column are one block."""
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        comments = [t for t in tokens if t.type == tokenize.COMMENT and not _PRAGMA.match(t.string)]
+        places = enumerate(comments)
+        for _, group in groupby(places, key=lambda place: (place[1].start[0] - place[0], place[1].start[1])):
+            block = [comment for _, comment in group]
+            yield block[0].start[0], "\n".join(comment.string.removeprefix("#").removeprefix(" ") for comment in block)
 
     def imports(self) -> Iterator[tuple[str, str, int, bool]]:
         """Give (module, name, line, lazy) of every import; the name is empty where a whole module is imported."""

@@ -1,21 +1,18 @@
 """The rules of docs/layout.md about the words of docstrings and comments in the product.
 
-A docstring of a function begins with a verb, and a sentence has at most 30 words. Tables, formulas and text in backticks
-are no sentences. Every rule has a control: a made-up source that breaks it.
+A docstring of a function begins with a verb, that of a class with a noun, and a sentence has at most 30 words. Tables,
+formulas and text in backticks are no sentences. Every rule has a control: a made-up source that breaks it.
 """
 
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Callable, Iterator
-from itertools import groupby
 
 import pytest
 
-from .source_tree import SourceFile, Sources, made_up, product
+from .source_tree import Sources, made_up, product
 
 MOST_WORDS = 30
 # First words of docstrings that name a thing instead of saying what the function does.
@@ -26,9 +23,14 @@ _NOUN = re.compile(
     r"|Word)s)\b"
 )
 
+# First words of docstrings that begin with a field or a verb instead of saying what the class is.
+_NO_NOUN = re.compile(
+    r"`|Something\b|(?:Build|Check|Choose|Collect|Compute|Cut|Emit|Follow|Hand|Hold|Keep|Make|Print|Read|Rewrite|Run|Start"
+    r"|Tell|Write)s\b"
+)
+
 # The begin of an item, and a gap between columns of a table.
 _ITEM, _GAP = re.compile(r"\s*(?:[*-]|\d+\.)\s"), re.compile(r"\S\s{2,}\S")
-_PRAGMA = re.compile(r"#\s*(?:type: ignore|noqa|lazy: heavy|fmt:|-{5})")
 
 
 def nouns_first(sources: Sources) -> list[str]:
@@ -43,20 +45,14 @@ def nouns_first(sources: Sources) -> list[str]:
     return lines
 
 
-def _docstrings(source: SourceFile) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
-
-
-def _comments(source: SourceFile) -> Iterator[tuple[int, str]]:
-    """Yield blocks of comments: those in consecutive lines at one column are one block."""
-    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
-    comments = [t for t in tokens if t.type == tokenize.COMMENT and not _PRAGMA.match(t.string)]
-    places = enumerate(comments)
-    for _, group in groupby(places, key=lambda place: (place[1].start[0] - place[0], place[1].start[1])):
-        block = [comment for _, comment in group]
-        yield block[0].start[0], "\n".join(comment.string.removeprefix("#").removeprefix(" ") for comment in block)
+def verbs_first(sources: Sources) -> list[str]:
+    """List classes with docstrings that do not begin with a noun for the class."""
+    return [
+        f"{source.name}:{node.lineno} {node.name} begins with {text.split()[0]}"
+        for source in sources.values()
+        for node in source.classes()
+        if _NO_NOUN.match(text := ast.get_docstring(node) or "")
+    ]
 
 
 def _sentences(text: str) -> Iterator[str]:
@@ -76,7 +72,7 @@ def long_sentences(sources: Sources) -> list[str]:
     return [
         f"{source.name}:{line} has {len(sentence.split())} words: {sentence[:60]}..."
         for source in sources.values()
-        for line, text in (*_docstrings(source), *_comments(source))
+        for line, text in (*source.docstrings(), *source.comments())
         for sentence in _sentences(text)
         if len(sentence.split()) > MOST_WORDS
     ]
@@ -86,6 +82,8 @@ LONG = "word " * MOST_WORDS + "end."
 RULES: dict[str, tuple[Callable[[Sources], list[str]], str]] = {
     "article": (nouns_first, 'def f():\n    """The sum of two numbers."""'),
     "noun": (nouns_first, 'def f():\n    """Seconds of a run."""'),
+    "field of a class": (verbs_first, 'class C:\n    """`size` is a number."""'),
+    "verb of a class": (verbs_first, 'class C:\n    """Emits a product."""'),
     "docstring": (long_sentences, f'"""A module. {LONG}"""'),
     "item": (long_sentences, f'"""A list:\n\n* short\n* {LONG}\n"""'),
     "comment": (long_sentences, f"# {LONG[:80]}\n# {LONG[80:]}\nx = 1"),
@@ -93,6 +91,7 @@ RULES: dict[str, tuple[Callable[[Sources], list[str]], str]] = {
 }
 FINE = {
     "property": (nouns_first, 'class C:\n    @property\n    def f(self):\n        """The sum of two numbers."""'),
+    "class": (verbs_first, 'class C:\n    """A product. `size` is a number."""'),
     "formula": (long_sentences, f'"""A sum:\n\n    {LONG}\n\nNo more."""'),
     "code": (long_sentences, f'"""A command: `{LONG}`."""'),
 }

@@ -1,4 +1,5 @@
-"""The corpus: models, and how each is trained, cut and scheduled. Together they use every pass, every schedule, every optimiser and every precision."""
+"""The corpus: models, and how each is trained, cut and scheduled. Together they use every pass, every schedule, every
+optimiser and every precision."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import penstock as ps
-from penstock.frontends.moving import at_rest
+from penstock.frontends.running_statistics import at_rest
 from penstock.frontends.training import attach_loss
 from penstock.ir.attrs import Attr
 from penstock.ir.cluster.cluster import Cluster
@@ -28,8 +29,8 @@ PAIR, FOUR, SMALL, GPUS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a plan for it; `training` is None for inference. `groups` names the devices of each stage where some have several, `library` is who
-    computes contractions on GPUs."""
+    """A model and a plan for it; `training` is None for inference. `groups` names the devices of each stage where some
+    have several, `library` is who computes contractions on GPUs."""
 
     make: Callable[[], ps.Model]
     training: ps.Training | None

@@ -123,7 +123,7 @@ class Counts:
 
 
 class LibraryBuilder:
-    """A builder of libraries for one target: `with Builder(options) as builder: builder.build(parts)`."""
+    """A builder of libraries for one target: `with LibraryBuilder(options) as builder: builder.build(parts)`."""
 
     def __init__(self, options: CompileOptions) -> None:
         self.options, self.store, self.counts = options, Cache.of_user(CACHE_PART), Counts()
@@ -210,21 +210,22 @@ class LibraryBuilder:
         with self.options.step("kernels") as remarks:
             lowered = iter(
                 plan_graphs(
-                    [graph for one in wanted for graph in one.part.graphs], lambda groups: self._make(groups, scratch)
+                    [graph for missing in wanted for graph in missing.part.graphs],
+                    lambda groups: self._make(groups, scratch),
                 )
             )
-            plans = [[next(lowered) for _ in one.part.graphs] for one in wanted]
+            plans = [[next(lowered) for _ in missing.part.graphs] for missing in wanted]
             remarks.append(f"compiled {self.counts.compiled} of {self.counts.kernels} kernels")
         with self.options.step("link") as remarks:
-            remarks += [one.part.out.name for one in wanted if one.library]
+            remarks += [missing.part.out.name for missing in wanted if missing.library]
             begin = time.perf_counter()
-            jobs = [self._link_job(one, plan, scratch) for one, plan in zip(wanted, plans, strict=True)]
+            jobs = [self._link_job(missing, plan, scratch) for missing, plan in zip(wanted, plans, strict=True)]
             try:
                 self._pool.run(jobs, self._count)
             finally:
-                for one, plan, job in zip(wanted, plans, jobs, strict=True):
+                for missing, plan, job in zip(wanted, plans, jobs, strict=True):
                     if job.source and Path(job.source).exists():
-                        self._show(one, plan, Path(job.source).read_text(encoding="utf-8"))
+                        self._show(missing, plan, Path(job.source).read_text(encoding="utf-8"))
             self.counts.link_s += time.perf_counter() - begin
 
     def _make(self, groups: Sequence[Fusion], scratch: Path) -> list[tuple[str, GeneratedKernel] | NotOneKernel]:

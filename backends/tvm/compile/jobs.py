@@ -4,7 +4,7 @@ itself.
 In: a job (messages.py). Out: its answer; files are written to the paths that the job names. The same job gives the same
 bytes.
 
-    MakeKernel   text -> group -> TIR (generate.py) -> LLVM -> one object file
+    MakeKernel   text -> group -> TIR (lower/generate.py) -> LLVM -> one object file
     LinkStage    graphs and calls -> Relax with declarations of the kernels -> memory plan and bytecode
                  -> g++ links it with the objects
 

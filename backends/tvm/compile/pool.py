@@ -54,7 +54,7 @@ _ANSWERS = msgspec.json.Decoder(Answer)
 
 
 class BuildError(PenstockError):
-    """The compiler or the linker failed on a stage."""
+    """The failure of the compiler or the linker on a stage."""
 
 
 class _Worker:
@@ -155,7 +155,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """A pool of workers, as a context: `with Pool() as pool: answers = pool.run(jobs)`."""
+    """A pool of workers, as a context: `with WorkerPool() as pool: answers = pool.run(jobs)`."""
 
     def __init__(self, most: int | None = None, command: Sequence[str] = tuple(command_line("compile"))) -> None:
         if most is not None and most < 1:

@@ -42,7 +42,7 @@ def _label(op: Op) -> str:
 
 
 class Texts:
-    """The texts that the cache has, and those made since."""
+    """Sources of kernels: those that the cache has, and those made since."""
 
     def __init__(self, store: Cache) -> None:
         self._store = store

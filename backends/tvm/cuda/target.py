@@ -1,7 +1,7 @@
 """CUDA targets: the GPU that code is compiled for.
 
-In: an architecture as NVIDIA names it, `sm_90`. Out: a Machine for the generators and a TVM target. Code is for exactly
-that architecture and runs on devices of the same major number and the same or a higher minor one.
+In: an architecture as NVIDIA names it, `sm_90`. Out: a TargetMachine for the generators and a TVM target. Code is for
+exactly that architecture and runs on devices of the same major number and the same or a higher minor one.
 """
 
 from __future__ import annotations

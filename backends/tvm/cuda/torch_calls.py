@@ -1,6 +1,6 @@
 """Library calls, in the process that runs a stage: torch works on views of the tensors it is given.
 
-In: operands and results of a call from TVM, and the text that library.py wrote. The text has the operation, its
+In: operands and results of a call from TVM, and the text that kernels/library.py wrote. The text has the operation, its
 attributes, layout changes in front of operands, the results to compute. Out: filled results. The text only chooses from
 `CALLS`; nothing in it is executed.
 

@@ -1,5 +1,5 @@
-"""The memory that a call of a compiled graph takes. In: TVM's virtual machine, a call. Out: the results of the call,
-and the blocks that it allocated, in order, each with the first and the last kernel that worked in it.
+"""Measurement of the memory that a call of a compiled graph takes. In: TVM's virtual machine, a call. Out: the results
+of the call, and the blocks that it allocated, in order, each with the first and the last kernel that worked in it.
 
 The machine reports every call that it makes, of its own allocations too, which costs Python time for each. So this is
 for one call of a graph, as all calls of it allocate the same.
@@ -30,7 +30,7 @@ class Watch:
         self._at: dict[int, int] = {}
 
     def __call__(self, function: Any, name: str, before: bool, result: Any, *args: Any) -> int:
-        """Record a call, as `Machine.instrument` reports it; the result 0 lets the machine go on."""
+        """Record a call, as `VirtualMachine.instrument` reports it; the result 0 lets the machine go on."""
         if name == _ALLOCATE and not before:
             self._sizes.append(int(args[1][0]))
         elif name == _PLACE and not before:

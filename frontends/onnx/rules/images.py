@@ -91,8 +91,8 @@ def _sizes(n: OnnxNode, dims: Sequence[int], axes: Sequence[int]) -> tuple[list[
     policy = n.text_attr("keep_aspect_ratio_policy", "stretch")
     n.require(policy in ("stretch", "not_larger", "not_smaller"), f"keep_aspect_ratio_policy={policy} is not known")
     if policy != "stretch":
-        one = (min if policy == "not_larger" else max)(scales)
-        scales, sizes = [one] * len(axes), [math.floor(one * dims[a] + 0.5) for a in axes]
+        scale = (min if policy == "not_larger" else max)(scales)
+        scales, sizes = [scale] * len(axes), [math.floor(scale * dims[a] + 0.5) for a in axes]
     return scales, sizes
 
 

@@ -106,10 +106,10 @@ def _col2im(n: OnnxNode) -> Result:
     parts = reshape(n, x, (batch, width // taps, taps, *counts))
     total: Value | None = None
     for i, tap in enumerate(np.ndindex(*block)):
-        one = reshape(n, cut(n, parts, 2, i, i + 1), (batch, width // taps, *counts))
+        part = reshape(n, cut(n, parts, 2, i, i + 1), (batch, width // taps, *counts))
         low = [t * d for t, d in zip(tap, dilations, strict=True)]
         high = [f - b - (c - 1) * s - 1 for f, b, c, s in zip(full, low, counts, strides, strict=True)]
-        spread = n.emit("pad", one, low=(0, 0, *low), high=(0, 0, *high), inner=(0, 0, *(s - 1 for s in strides)))
+        spread = n.emit("pad", part, low=(0, 0, *low), high=(0, 0, *high), inner=(0, 0, *(s - 1 for s in strides)))
         total = spread if total is None else n.emit("add", total, spread)
     assert total is not None
     for i, size in enumerate(space):

@@ -153,8 +153,8 @@ def _fmod(n: TorchNode) -> Result:
     dtype = n.dtype
     x, y = n.operand("self", dtype), n.operand("other", dtype)
     quotient = n.emit("div", x, y)
-    whole = truncate(n, quotient) if dtype in FLOATS else quotient
-    return n.emit("sub", x, n.emit("mul", whole, y))
+    rounded = truncate(n, quotient) if dtype in FLOATS else quotient
+    return n.emit("sub", x, n.emit("mul", rounded, y))
 
 
 def _power(n: TorchNode) -> Result:

@@ -47,19 +47,19 @@ def _embedding(n: TorchNode) -> Result:
 def _masks_out(n: TorchNode, index_tensors: Sequence[object], dims: Sequence[int]) -> list[object]:
     """Replace known masks among the index tensors by the indices that they stand for."""
     indices: list[object] = []
-    for one in index_tensors:
-        if isinstance(one, KnownElements) and one.tensor.dtype in (torch.bool, torch.uint8):
-            indices += [KnownElements(n.fresh("places"), places) for places in one.tensor.nonzero(as_tuple=True)]
-        elif isinstance(one, Value) and one.type.dtype in ("bool", "u8"):
+    for index in index_tensors:
+        if isinstance(index, KnownElements) and index.tensor.dtype in (torch.bool, torch.uint8):
+            indices += [KnownElements(n.fresh("places"), places) for places in index.tensor.nonzero(as_tuple=True)]
+        elif isinstance(index, Value) and index.type.dtype in ("bool", "u8"):
             n.require(False, "a mask that is computed at run time makes a result whose size is not known")
         else:
-            indices.append(one)
+            indices.append(index)
     return indices + [None] * (len(dims) - len(indices))
 
 
 def _flat_places(n: TorchNode, indices: Sequence[object], dims: Sequence[int]) -> tuple[list[int], Value]:
     """Return the indexed axes, and the row-major positions among them."""
-    axes = [i for i, one in enumerate(indices) if one is not None]
+    axes = [i for i, index in enumerate(indices) if index is not None]
     tensors = [indices[i] for i in axes]
     if all(isinstance(t, KnownElements) for t in tensors):
         total: torch.Tensor | int = 0
@@ -114,8 +114,8 @@ def _index_put(n: TorchNode) -> Result:
     if isinstance(mask, Value | KnownElements) and n.dtype_of(mask) == "bool" and values.type.size == 1:
         keep = n.tensor_value(mask)
         keep = reshape(n, keep, (*keep.type.dims, *(1,) * (len(dims) - keep.type.rank)))
-        one = reshape(n, values, ())
-        return n.emit("where", keep, n.emit("add", x, one) if add else one, x)
+        scalar = reshape(n, values, ())
+        return n.emit("where", keep, n.emit("add", x, scalar) if add else scalar, x)
     axes, flat = _flat_places(n, _masks_out(n, indices, dims), dims)
     whole, perm = _in_front(n, x, axes)
     inner = whole.type.dims[1:]

@@ -89,8 +89,8 @@ def recurrent(make: Maker, states: int) -> Rule:
                 state = tuple(reshape(n, cut(n, h, 0, at, at + 1), h.type.dims[1:]) for h in begin)
                 y, end = _one_way(n, x, params[at * each : (at + 1) * each], biased, state, make, way == 1)
                 outs.append(y)
-                for i, one in enumerate(end):
-                    ends[i].append(reshape(n, one, (1, *one.type.dims)))
+                for i, state_end in enumerate(end):
+                    ends[i].append(reshape(n, state_end, (1, *state_end.type.dims)))
             x = concat(n, outs, 2)
             if training and p and layer < layers - 1:
                 x, _ = dropout(n, x, p)

@@ -1,4 +1,4 @@
-"""The error function in float64, by W. J. Cody's rational approximations."""
+"""The error function in float64, by Cody's rational approximations."""
 
 from __future__ import annotations
 

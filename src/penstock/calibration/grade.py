@@ -85,10 +85,10 @@ def grade(bundle: Bundle, metrics: Path, trace: Path | None = None, store: Cache
         _keep_stages(bundle, rows, store)
     factor = _from_computing(bundle, rows) if rows else _from_step(bundle, measured)
     # Estimates are of compiled code, so runs of the interpreter teach nothing about them.
-    kept = factor is not None and bundle.manifest.backend == "tvm" and PLAUSIBLE[0] <= factor <= PLAUSIBLE[1]
-    if factor is not None and kept:
+    is_plausible = factor is not None and bundle.manifest.backend == "tvm" and PLAUSIBLE[0] <= factor <= PLAUSIBLE[1]
+    if factor is not None and is_plausible:
         keep(store, _run(bundle, metrics), factor)
-    return Graded(predicted, measured, len(times), tuple(rows), factor, kept)
+    return Graded(predicted, measured, len(times), tuple(rows), factor, is_plausible)
 
 
 def _promised(bundle: Bundle) -> tuple[dict[tuple[int, str], float], dict[tuple[int, str], float]]:
@@ -103,8 +103,8 @@ def _from_computing(bundle: Bundle, rows: Sequence[Row]) -> float | None:
     """Return measured over predicted work, of all computations on this machine."""
     cluster = bundle.module.cluster
     assert cluster is not None
-    here = {entry.rank for entry in bundle.manifest.ranks if is_here(cluster.device(entry.device))}
-    local = [row for row in rows if row[0] in here]
+    local_ranks = {entry.rank for entry in bundle.manifest.ranks if is_here(cluster.device(entry.device))}
+    local = [row for row in rows if row[0] in local_ranks]
     _, beside = _promised(bundle)
     beside_work = sum(beside[rank, kind] for rank, kind, *_ in local)
     promised, measured = sum(row[2] for row in local), sum(row[3] for row in local)

@@ -78,8 +78,8 @@ class Measured:
         """Return the key of each kind of graph. A graph's time depends on the other graphs of its stage, by what they
         leave in the caches."""
         texts = {kind: print_graph(graph) for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None}
-        whole = hashlib.sha256("\n".join(texts.values()).encode()).hexdigest()
-        return {kind: key_of("stage", whole, kind, self.backend, str(threads), processor()) for kind in texts}
+        stage_hash = hashlib.sha256("\n".join(texts.values()).encode()).hexdigest()
+        return {kind: key_of("stage", stage_hash, kind, self.backend, str(threads), processor()) for kind in texts}
 
     def _get(self, key: str) -> float | None:
         content = self.store.get(key)

@@ -190,7 +190,7 @@ def _number(text: str) -> bool | int | float:
 
 
 def dump_of(arguments: argparse.Namespace) -> Dump | None:
-    """Return the dump that was asked for."""
+    """Return the dump folder that --dump-ir and its sisters request; None without them."""
     from penstock.inspection.dump import Dump  # lazy: heavy
 
     if arguments.dump_ir or arguments.dump_ir_changed:

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add its arguments."""
+    """Add the arguments of `penstock completion`."""
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
 
 

@@ -126,8 +126,8 @@ def _run(words: list[str], verbose: bool) -> int:
             return 1
         if verbose:
             raise
-        code, said = _told(error)
-        say_as_is(f"penstock: {said}")
+        code, text = _told(error)
+        say_as_is(f"penstock: {text}")
         return code
 
 
@@ -138,18 +138,18 @@ def _ended(how: str, error: BaseException) -> str:
 
 def _told(error: Exception) -> tuple[int, str]:
     """Return the exit code for an error that is none of ours, and the message for it."""
-    said = visible(" ".join(str(error).split()))[:500]
+    text = visible(" ".join(str(error).split()))[:500]
     if is_out_of_memory(error):
         hint = "a smaller batch or microbatch, more stages, --recompute all and `compile --jobs 1` need less"
         # An import that fails for want of memory raises many kinds of errors, with messages about other causes.
-        more = f": {said}" if said and not isinstance(error, ImportError) else ""
+        more = f": {text}" if text and not isinstance(error, ImportError) else ""
         return DoesNotFit.exit_code, f"error: the system gave no more memory{more}\n  hint: {hint}"
     if isinstance(error, OSError):
         place = f"{visible(str(error.filename))}: " if error.filename else ""
         code = PenstockError.exit_code if error.errno in DISK_ERRORS else UsageError.exit_code
-        return code, f"error: {place}{error.strerror or said}"
+        return code, f"error: {place}{error.strerror or text}"
     # A bug of Penstock: only its developers can use the place where it happened.
-    return 1, f"internal error: {type(error).__name__}: {said}\n  hint: please report this; -v shows where it happened"
+    return 1, f"internal error: {type(error).__name__}: {text}\n  hint: please report this; -v shows where it happened"
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -1,8 +1,8 @@
 """The examination of this machine: what it is and can do, measured, and a cluster file of it.
 
 In: how many devices, or the threads of each; started on several hosts (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
-torchrun sets them) also the group. Out: a `Report`: versions, facts of every host, the cluster with measured rates, and
-problems in plain words.
+torchrun sets them) also the group. Out: a `DoctorReport`: versions, facts of every host, the cluster with measured
+rates, and problems in plain words.
 
     devices    each in a process of its own with its threads, all at once: they compute at once in a pipeline, too
                (kernels.py)
@@ -274,12 +274,12 @@ def _measured_copies(problems: list[str]) -> tuple[float, float] | None:
         return None
     times = []
     for size in (4 << 10, 256 << 10, 4 << 20, 64 << 20):
-        here = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
         seconds = []
         for _ in range(8):
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            here.copy_(here.to("cuda:0", non_blocking=True), non_blocking=True)
+            on_host.copy_(on_host.to("cuda:0", non_blocking=True), non_blocking=True)
             torch.cuda.synchronize()
             seconds.append((time.perf_counter() - begin) / 2)
         times.append((size, statistics.median(seconds[1:])))

@@ -243,9 +243,9 @@ def _seconds(program: StageProgram, graph: Graph, threads: int, part: float, res
     while len(times) < _CALLS or sum(times) < enough:
         args = sets[len(times) % len(sets)]
         begin = clock()
-        kept = program.call(graph.name, args)
+        results = program.call(graph.name, args)
         times.append(clock() - begin)
-        del kept  # freeing results is not the kernel's time
+        del results  # freeing results is not the kernel's time
     return sorted(times)[len(times) // 4] if part == 1 else statistics.fmean(times) / (threads * part)
 
 
@@ -264,9 +264,9 @@ def rates_of(seconds: dict[str, float], threads: int) -> Rates:
     # Two lists are read, and one is written.
     working = {y.name: 2 * bytes_of[y.name] for y in yardsticks() if y.key in ("bandwidth", "cache")}
     bytes_of |= {name: 1.5 * count for name, count in working.items()}
-    one, many = seconds["tiny1"], seconds[f"tiny{1 + _TINY}"]
-    overhead = max(0.0, (many - one) / _TINY)
-    call = max(0.0, one - overhead)
+    single, many = seconds["tiny1"], seconds[f"tiny{1 + _TINY}"]
+    overhead = max(0.0, (many - single) / _TINY)
+    call = max(0.0, single - overhead)
 
     def rate(key: str, amount: dict[str, float]) -> float:
         """Return the rate over all yardsticks of a key, the cost of a call beside the kernel left out."""

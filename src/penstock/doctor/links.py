@@ -8,8 +8,8 @@ of there and back, and the line through them:
     seconds = latency + bytes / bandwidth, with the least squares of relative errors
 
 A pair on this machine also has the time that one end of a message takes of a rank, by size. The message goes through
-the runtime's own Transport, with caches full of other things. Over gloo it is posted ahead, held by a thread, and read
-by gloo's. The line through these times is `message_overhead` and `socket_bandwidth` of a device
+the runtime's own RankTransport, with caches full of other data. Over gloo it is posted ahead, held by a thread, and
+read by gloo's. The line through these times is `message_overhead` and `socket_bandwidth` of a device
 (ir/cluster/cluster.py). Through memory it is `shared_overhead`, and `copy_bandwidth`, as one of the two ends copies.
 
     python -m penstock.support.processes links --rank R --port P

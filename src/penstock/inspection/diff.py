@@ -304,10 +304,10 @@ def _prints_otherwise(a: Op, b: Op) -> bool:
     return a != b or print_op(a) != print_op(b)
 
 
-def _elsewhere(these: Mapping[str, Operations], others: Mapping[str, Operations]) -> dict[object, str]:
+def _elsewhere(graphs: Mapping[str, Operations], others: Mapping[str, Operations]) -> dict[object, str]:
     """Return, for operations that the graph of the same name in `others` lacks, the first graph that has them."""
     first_graph: dict[object, str] = {}
-    for name, graph in these.items():
+    for name, graph in graphs.items():
         for key in graph.keys() - others.get(name, {}).keys():
             first_graph.setdefault(key, name)
     return first_graph

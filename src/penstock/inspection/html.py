@@ -1,4 +1,4 @@
-"""Fragments of HTML for notebooks, and the one that shows a module.
+"""Building blocks of HTML for notebooks, and the fragment that shows a module.
 
 In: data. Out: a fragment without scripts, styles of its own or links.
 

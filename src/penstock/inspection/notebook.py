@@ -1,4 +1,4 @@
-"""Objects as a notebook shows them.
+"""Display of modules, bundles, plans and traces in a notebook.
 
 In: a module, a bundle, a planned module or a trace. Out: one line, or a fragment of HTML without scripts; text is
 escaped where it goes in (html.py).
@@ -34,15 +34,15 @@ _SEEN = 0.15
 
 
 @singledispatch
-def in_one_line(thing: object) -> str:
+def in_one_line(shown: object) -> str:
     """Describe an object in one line, for `repr`."""
-    raise TypeError(f"no line for {type(thing).__name__}")
+    raise TypeError(f"no line for {type(shown).__name__}")
 
 
 @singledispatch
-def as_html(thing: object) -> str:
+def as_html(shown: object) -> str:
     """Show an object as the result of a cell."""
-    raise TypeError(f"no HTML for {type(thing).__name__}")
+    raise TypeError(f"no HTML for {type(shown).__name__}")
 
 
 @in_one_line.register

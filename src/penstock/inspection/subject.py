@@ -1,4 +1,4 @@
-"""The thing that is inspected.
+"""The subject of `penstock inspect` and other views: a bundle, an IR file or a dump folder, opened as one module.
 
 In: the path of a bundle, an IR file or a dump folder. Out: its module, with the bundle or the dumps if it is one.
 

@@ -49,7 +49,7 @@ class Search:
 
 
 def first_reason(error: str) -> str:
-    """Return the first thing that an error says, which may be a list."""
+    """Return the first line of an error; where that begins a list, with the first item."""
     first, *more = error.splitlines()
     return f"{first} {more[0].strip(' -')}" if first.endswith(":") and more else first
 

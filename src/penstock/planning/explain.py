@@ -89,8 +89,8 @@ def _ranks(module: Module, predicted: Predicted) -> Iterator[str]:
 
 
 def _busy(predicted: Predicted) -> float:
-    whole = sum(u.busy + u.waiting + u.idle for u in predicted.forecast.simulated.ranks)
-    return sum(u.busy for u in predicted.forecast.simulated.ranks) / whole if whole else 1.0
+    total = sum(u.busy + u.waiting + u.idle for u in predicted.forecast.simulated.ranks)
+    return sum(u.busy for u in predicted.forecast.simulated.ranks) / total if total else 1.0
 
 
 def argument(search: Search) -> Iterator[str]:

@@ -90,5 +90,5 @@ def planner_facts(search: Search) -> dict[str, Any]:
 
 
 def changed_steps(search: Search) -> dict[str, float | None]:
-    """Return the seconds of a batch with one thing changed, by what that is."""
+    """Return the seconds of a batch after each counterfactual change of the plan, by the name of the change."""
     return {change.name: change.step for change in search.what_if}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.frontends.moving import at_rest
+from penstock.frontends.running_statistics import at_rest
 from penstock.frontends.training import Training, attach_loss
 from penstock.ir.attrs import Attr
 from penstock.ir.cluster.cluster import Cluster

@@ -87,10 +87,10 @@ def _without(cluster: Cluster, devices: Sequence[str]) -> Cluster:
 def _groups(bundle: Bundle, devices: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the devices of every stage."""
     stage_of = {entry.device: entry.stage for entry in bundle.manifest.ranks}
-    kept = [tuple(name for name in devices if stage_of[name] == stage.index) for stage in bundle.module.stages]
+    remaining = [tuple(name for name in devices if stage_of[name] == stage.index) for stage in bundle.module.stages]
     # The ranks of the plan have to be those of the devices as they are given.
-    if all(kept) and [name for names in kept for name in names] == list(devices):
-        return kept
+    if all(remaining) and [name for names in remaining for name in names] == list(devices):
+        return remaining
     return [(name,) for name in devices]
 
 

@@ -168,8 +168,8 @@ class _Searching:
                     self.too_large[outcome.plan] = error
                 continue
             reasons = {kind: str(error) for kind, error in self.refused.items()}
-            whole = (self.options.precision or self.training.precision) == "f32"
-            in_bf16 = (lambda: self._profile("bf16", search.profile.chain.sizes)) if whole else None
+            is_f32 = (self.options.precision or self.training.precision) == "f32"
+            in_bf16 = (lambda: self._profile("bf16", search.profile.chain.sizes)) if is_f32 else None
             return replace(
                 plan, search=replace(search, chosen=outcome, refused=reasons, little=little, in_bf16=in_bf16)
             )

@@ -47,7 +47,7 @@ class Feedback:
         return nullcontext([]) if self.watcher is None else self.watcher.step(name)
 
     def told(self, progress: Callable[[ProgressHook], ProgressHook]) -> Feedback:
-        """Return the same with progress shown otherwise, where any is shown."""
+        """Return this feedback with another display of progress, where progress is shown at all."""
         return self if self.progress is None else replace(self, progress=progress(self.progress))
 
 

@@ -33,7 +33,7 @@ class PenstockError(Exception):
 
 
 class UsageError(PenstockError):
-    """Options or files that the user gave do not make sense together."""
+    """The error of options or files that make no sense, alone or together."""
 
     exit_code = 2
 
@@ -49,7 +49,7 @@ class UnsupportedModel(PenstockError):
 
 
 class DoesNotFit(PenstockError):
-    """No plan meets the memory or device limits.
+    """The error that no plan meets the limits of memory or devices.
 
     `excess` says, for stages that do not fit, how many times the memory of their device they need, where that is known.
     """
@@ -70,12 +70,12 @@ class VerifyError(PenstockError):
 
 
 class PeerLost(PenstockError):
-    """A rank died, hung or closed its connection."""
+    """The error that a rank died, hung or closed its connection."""
 
     exit_code = 6
 
 
 class QueueFull(PenstockError):
-    """Requests come faster than they are answered."""
+    """The error that requests come faster than they are answered."""
 
     exit_code = 6

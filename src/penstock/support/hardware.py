@@ -103,9 +103,9 @@ def gpus() -> tuple[list[Gpu], str]:
     try:
         import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
-        there = any(Path("/dev").glob("nvidia[0-9]*"))
+        has_devices = any(Path("/dev").glob("nvidia[0-9]*"))
         hint = "nvidia-ml-py is not installed, so GPUs cannot be asked for"
-        return [], f"there is an NVIDIA device, but {hint} (pip install 'penstock[gpu]')" if there else hint
+        return [], f"there is an NVIDIA device, but {hint} (pip install 'penstock[gpu]')" if has_devices else hint
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

@@ -1,4 +1,5 @@
-"""The display of objects in a notebook. The inspection package, which knows all of them, is imported on demand."""
+"""The hooks that a notebook calls to display an object. The room that draws them (inspection/notebook.py) is imported
+on demand."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from importlib import import_module
 from .entry_points import ENTRY_POINTS
 
 
-def in_one_line(thing: object) -> str:
+def in_one_line(shown: object) -> str:
     """Describe an object in one line, for `repr`."""
-    return str(import_module(ENTRY_POINTS["notebook"]).in_one_line(thing))
+    return str(import_module(ENTRY_POINTS["notebook"]).in_one_line(shown))
 
 
-def as_html(thing: object) -> str:
+def as_html(shown: object) -> str:
     """Show an object as the result of a cell: a fragment of HTML without scripts."""
-    return str(import_module(ENTRY_POINTS["notebook"]).as_html(thing))
+    return str(import_module(ENTRY_POINTS["notebook"]).as_html(shown))

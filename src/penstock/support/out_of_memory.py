@@ -21,7 +21,7 @@ _SAID = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, or one that it was raised from, means that there was no more memory."""
-    return any(_says_so(one) for one in _behind(error))
+    return any(_says_so(cause) for cause in _behind(error))
 
 
 def ended_out_of_memory(output: str) -> bool:

@@ -4,8 +4,9 @@
 
 In: the entry point (entry_points.py) whose `main` is the work, and its arguments. Out: its exit code.
 
-Like a rank that forkserver.py forked, the process looks for no garbage among its imports, and ends at once when the
-work is done. Taking the libraries apart again, object by object, would take as long as loading one of them.
+Like a rank that runtime/launch/forkserver.py forked, the process looks for no garbage among its imports, and ends at
+once when the work is done. Taking the libraries apart again, object by object, would take as long as loading one of
+them.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ class Check(NamedTuple):
 
 
 def _whole(low: int, end: int) -> Callable[[str], int]:
-    """Read decimal digits alone, as `int` would take signs, blanks and underscores, too."""
+    """Return a reader of whole numbers from `low` to below `end`. It takes decimal digits alone; `int` takes signs,
+    blanks and underscores, too."""
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdecimal()) or not low <= int(text) < end:
@@ -71,9 +72,9 @@ def required(help: str = "", **about: Any) -> Any:
 
 
 def shared(kind: type, name: str, default: Any = MISSING) -> Any:
-    """Return the same setting of another verb, perhaps with another default."""
-    there = next(row for row in fields(kind) if row.name == name)
-    return field(default=there.default if default is MISSING else default, metadata=there.metadata)
+    """Return the field of a setting that another verb has as well, perhaps with another default."""
+    original = next(row for row in fields(kind) if row.name == name)
+    return field(default=original.default if default is MISSING else default, metadata=original.metadata)
 
 
 def settings_of(kind: type) -> dict[str, Description]:

@@ -11,7 +11,7 @@ import torch
 from oracles.torch_modules import GPT, Conv, tokens
 from torch import Tensor, nn
 
-from penstock.frontends.moving import at_rest
+from penstock.frontends.running_statistics import at_rest
 from penstock.frontends.torch import import_torch
 from penstock.ir.graph import written_vars
 from penstock.support.errors import UnsupportedModel, UsageError

@@ -1,4 +1,5 @@
-"""The body of a kernel for GPUs: kernels.body.Body with memory of narrow floats, and the thread's emitter.
+"""The body of a kernel for GPUs: the body of kernels/tools/body.py with memory of narrow floats, and the thread's
+emitter.
 
 Operations on f16 and bf16 are computed in f32. Operands are widened when they are loaded, results rounded when they are
 stored; values that are fused in between are not rounded. Generators get operations whose values have the wide type;

@@ -41,7 +41,7 @@ def emit_attention(body: Body, op: Op) -> None:
 
 
 class _AttentionHead:
-    """Emits one head of one batch entry."""
+    """The emitter of one head of one batch entry."""
 
     def __init__(self, body: Body, op: Op, sizes: AttentionSizes, lead: Index) -> None:
         self.body, self.op, self.s, self.lead, self.emit = body, op, sizes, lead, body.emit

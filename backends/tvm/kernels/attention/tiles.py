@@ -117,7 +117,8 @@ class Tile(Protocol):
 
 
 class Tiles:
-    """Emits tiles, packing and masks. Lengths and starts are numbers or index expressions; buffers are flat."""
+    """The emitter of tiles, packing and masks of attention. Lengths and starts are numbers or index expressions;
+    buffers are flat."""
 
     def __init__(self, body: Body, sizes: AttentionSizes, dtype: str) -> None:
         self.body, self.emit, self.s, self.dtype = body, body.emit, sizes, dtype

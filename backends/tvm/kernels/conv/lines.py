@@ -53,7 +53,7 @@ class _LineTile:
 
 
 class _LineCorrelation:
-    """Emits a correlation with positions of a row in lanes."""
+    """The emitter of a correlation with positions of a row in lanes."""
 
     def __init__(self, body: Body, c: Correlation, lanes: int) -> None:
         self.body, self.c, self.emit = body, c, body.emit

@@ -62,7 +62,7 @@ def emit_points(body: Body, p: PointProduct) -> None:
 
 
 class _Points:
-    """Emits a product per image and group."""
+    """The emitter of a convolution of one tap, as a product per image and group."""
 
     def __init__(self, body: Body, p: PointProduct) -> None:
         self.body, self.p, self.emit = body, p, body.emit

@@ -86,7 +86,7 @@ class _PositionTile:
 
 
 class _TiledCorrelation(Panels):
-    """Emits a correlation whose sums stay in registers over all taps."""
+    """The emitter of a correlation whose sums stay in registers over all taps."""
 
     def __init__(self, body: Body, c: Correlation, lanes: int) -> None:
         super().__init__(body, c, lanes)

@@ -53,7 +53,8 @@ class BandPiece:
 
 @dataclass(frozen=True)
 class Area:
-    """Output rows row .. row + rows of images image .. image + images. Of several images, all rows."""
+    """The part of the output that is computed at once: rows row .. row + rows of images image .. image + images. Of
+    several images, all rows."""
 
     image: Expr
     images: int
@@ -216,7 +217,7 @@ class _ChannelPair:
 
 
 class SourcePacking:
-    """Emits the packing of bands."""
+    """The emitter of the packing of bands."""
 
     def __init__(self, body: Body, bands: Bands) -> None:
         self.body, self.emit, self.bands, self.c = body, body.emit, bands, bands.c

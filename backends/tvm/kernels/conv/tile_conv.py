@@ -104,7 +104,7 @@ class _RowStrip:
 
 
 class _TileConv:
-    """Emits a correlation on tile registers."""
+    """The emitter of a correlation on tile registers."""
 
     def __init__(self, body: Body, c: Correlation) -> None:
         self.body, self.c, self.emit = body, c, body.emit

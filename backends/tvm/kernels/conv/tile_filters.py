@@ -33,8 +33,8 @@ from .tile_bands import Bands
 
 @dataclass(frozen=True)
 class Filters:
-    """`count` filters from `first` on, a block of a group; their words begin `at`, and `flag` is the place of a flag
-    that a number is too large."""
+    """A block of `count` filters from `first` on, within a group. Their words begin `at`, and `flag` is the place of a
+    flag that a number is too large."""
 
     first: Expr
     count: int
@@ -57,7 +57,7 @@ class _FilterBlock:
 
 
 class FilterPacking:
-    """Emits the packing of weights, in blocks of `tiles` times 16 filters."""
+    """The emitter of the packing of weights, in blocks of `tiles` times 16 filters."""
 
     def __init__(self, body: Body, bands: Bands, tiles: int) -> None:
         self.body, self.emit, self.bands, self.c = body, body.emit, bands, bands.c

@@ -275,7 +275,7 @@ def emit_max_pool_grad(body: Body, op: Op) -> None:
 
 
 class _MaxPoolGradient:
-    """Emits the gradient of a max pool, window by window. Threads share planes.
+    """The emitter of the gradient of a max pool, window by window. Threads share planes.
 
     The search takes a row of windows at once, in vectors. It reads a copy of the plane that has a border and keeps
     columns apart by their remainder modulo the stride. Only the additions are done one by one."""

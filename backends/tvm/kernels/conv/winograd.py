@@ -1,5 +1,5 @@
-"""Convolutions of 3x3 taps with 4/9 of the multiplications, by Winograd's minimal filtering F(2x2, 3x3) (S. Winograd
-1980; A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks", 2015).
+"""Convolutions of 3x3 taps with 4/9 of the multiplications, by Winograd's minimal filtering F(2x2, 3x3). It was found
+by S. Winograd in 1980, and used so by A. Lavin and S. Gray ("Fast Algorithms for Convolutional Neural Networks", 2015).
 
 In: a Correlation of 3x3 taps side by side, stride 1, one group. A square of 2x2 outputs needs 4x4 elements of the
 source. Both the square and the taps have 16 points each, sums and differences of their elements; the points of the
@@ -111,7 +111,7 @@ class _SquareBand:
 
 
 class _Squares(Panels):
-    """Emits a convolution by squares of 2x2 outputs."""
+    """The emitter of a convolution by squares of 2x2 outputs."""
 
     def __init__(self, body: Body, c: Correlation, lanes: int) -> None:
         super().__init__(body, c, lanes)

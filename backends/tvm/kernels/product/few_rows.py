@@ -143,7 +143,7 @@ def emit_streams(body: Body, p: Product) -> None:
 
 
 class _StreamedProduct:
-    """Emits the loops of a product that streams B from memory."""
+    """The emitter of the loops of a product that streams B from memory."""
 
     def __init__(self, body: Body, p: Product) -> None:
         self.body, self.p, self.emit = body, p, body.emit

@@ -99,7 +99,7 @@ class _ProductTile:
 
 
 class _TiledProduct:
-    """Emits the loops of one product."""
+    """The emitter of the loops of one product."""
 
     def __init__(self, body: Body, p: Product) -> None:
         self.body, self.p, self.emit = body, p, body.emit

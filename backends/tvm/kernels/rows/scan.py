@@ -39,7 +39,7 @@ def emit_cumsum(body: Body, op: Op) -> None:
 
 
 class _CumulativeSum:
-    """Emits the loops of one cumulative sum."""
+    """The emitter of the loops of one cumulative sum."""
 
     def __init__(self, body: Body, op: Op) -> None:
         self.body, self.emit, self.x, self.y = body, body.emit, op.ins[0], op.outs[0]

@@ -83,7 +83,7 @@ class SumSpan:
 
 @dataclass(frozen=True)
 class Strips:
-    """`count` neighbouring strips of `columns` columns, from column `first` and strip `number` on."""
+    """A run of `count` neighbouring strips of `columns` columns, from column `first` and strip `number` on."""
 
     first: Expr
     number: Expr
@@ -111,7 +111,7 @@ class PackedB:
 
 
 class TilePacking:
-    """Emits the packing for one product."""
+    """The emitter of the packing for one product."""
 
     def __init__(self, body: Body, p: Product) -> None:
         self.body, self.p, self.emit = body, p, body.emit

@@ -99,7 +99,7 @@ class _SplitPart(SumSpan):
 
 
 class _TileProduct:
-    """Emits a product on tile registers."""
+    """The emitter of a product on tile registers."""
 
     def __init__(self, body: Body, p: Product) -> None:
         self.body, self.p, self.emit = body, p, body.emit

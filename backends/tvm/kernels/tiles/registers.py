@@ -17,7 +17,7 @@ instruction takes denormals as zero, and so what parts of numbers below 2**-102 
 parts below 2**-126 is zero.
 
 Tile registers have a configuration per thread, which other libraries use too: `configured` puts it back. Processes have
-to ask the system for tile registers once (load.py).
+to ask the system for tile registers once (run/load.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def bits(value: Expr) -> Expr:
 
 
 class Registers:
-    """Emits the instructions."""
+    """The emitter of instructions of tile registers."""
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit

@@ -52,7 +52,7 @@ _Store = tuple[Buffer, Expr, Expr]
 
 
 class PackingEmitted(Exception):
-    """The function that packs an operand is complete; the rest of the kernel is not wanted."""
+    """The sign that the function that packs an operand is complete; the rest of the kernel is not wanted."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Correlations, the common form of convolutions and of the gradients for their inputs.
 
-In: a Correlation, made by conv.py of an operation. Out: `Source`, which reads the source with a border of zeros around
-it, and the cut of positions into strips and tiles. conv/register_tiles.py has output channels in lanes, conv/lines.py
-positions of a row.
+In: a Correlation, made by conv/conv.py of an operation. Out: `BorderedSource`, which reads the source with a border of
+zeros around it, and the cut of positions into strips and tiles. conv/register_tiles.py has output channels in
+lanes, conv/lines.py positions of a row.
 
 A phase is a regular subset of output positions that use the same taps: the gradient for the input of a convolution with
 stride s has s of them per dimension, a convolution one. Limits: two spatial dimensions (one is two of which the first
@@ -30,8 +30,8 @@ _STRIP = 128
 
 @dataclass(frozen=True)
 class Phase:
-    """Output positions first, first + step, ... (counts of them); `shift` is where the first window starts in the
-    source with its border. `tap(r, s)` is the index of the weight's element."""
+    """A phase of a correlation: output positions first, first + step, ... (counts of them); `shift` is where the first
+    window starts in the source with its border. `tap(r, s)` is the index of the weight's element."""
 
     first: Pair
     counts: Pair
@@ -111,7 +111,7 @@ def strip_rows(spatial: Pair, step: int, lanes: int) -> int:
 
 
 class BorderedSource:
-    """Reads the source with its border, from a copy or in place."""
+    """The source with its border, read from a copy or in place."""
 
     def __init__(self, body: Body, c: Correlation) -> None:
         self.body, self.c, self.emit = body, c, body.emit

@@ -87,7 +87,7 @@ def dtype_name(value: Expr) -> str:
 
 
 class Emitter:
-    """Collects statements into nested blocks."""
+    """A collector of statements in nested blocks."""
 
     # TVM's name for the memory that bound values are in.
     _scope = "global"
@@ -271,7 +271,7 @@ class Emitter:
 
     def alloc(self, size: int, dtype: str, name: str) -> Buffer:
         """Allocate scratch storage of this block: below 1024 bytes on the stack, from where LLVM moves it into
-        registers if it can, else from the thread's workspace. (In TVM's scope "local", of all things, everything would
+        registers if it can, else from the thread's workspace. (In TVM's scope "local", everything would
         come from the workspace.)"""
         self.holds_bools |= dtype == "bool"
         return self.scratch(size, TVM_DTYPES[compute_dtype(dtype)], name)

@@ -11,7 +11,7 @@ from .emit import VECTOR, Buffer, Emitter, Expr, literal
 
 
 class RegisterTile:
-    """Emits a tile of `rows` rows of `width` accumulators, whole vectors of `lanes`."""
+    """The emitter of a tile of `rows` rows of `width` accumulators, whole vectors of `lanes`."""
 
     def __init__(self, emit: Emitter, dtype: str, rows: int, width: int, lanes: int, *, lane: str = "l") -> None:
         self.emit, self.dtype, self.width, self.lanes, self._lane = emit, dtype, width, lanes, lane

@@ -1,7 +1,7 @@
 """A reduction sweep: a shape, the axes it is reduced over, and how its elements are combined.
 
 In: the operands of all reductions at an index, and what takes their totals. Out: index arithmetic over kept and reduced
-dimensions, for the loops of reduce.py and of other devices.
+dimensions, for the loops of rows/reduce.py and of other devices.
 """
 
 from __future__ import annotations

@@ -46,12 +46,12 @@ class DemoOptions:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add settings alone."""
+    """Add the arguments of `penstock demo`, which are settings alone."""
     add_settings(parser, DemoOptions)
 
 
 def run(arguments: Namespace) -> int:
-    """Check the settings of the compiler's cache, then run it all."""
+    """Check the settings of the compiler's cache, then run the demonstration."""
     from penstock.backends.registry import check_cache  # lazy: heavy
 
     options = settings_from(DemoOptions, arguments)
@@ -74,7 +74,7 @@ def text_samples(count: int, length: int, seed: int) -> tuple[np.ndarray, np.nda
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run it all; return exit code 0 when the loss fell."""
+    """Run the demonstration; return exit code 0 when the loss fell."""
     import shutil  # lazy: heavy
 
     import numpy as np  # lazy: heavy

@@ -8,7 +8,7 @@ from penstock.support.terminal import say
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add its arguments."""
+    """Add the arguments of `penstock export`."""
     parser.add_argument(
         "source", metavar="BUNDLE|CHECKPOINT", help="a bundle, or a checkpoint whose bundle stands where it stood"
     )

@@ -8,7 +8,7 @@ from penstock.support.terminal import say
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add its arguments."""
+    """Add the arguments of `penstock sign`."""
     parser.add_argument("bundle", metavar="BUNDLE")
     parser.add_argument(
         "--key", required=True, metavar="FILE", help="the key: at least 32 bytes, e.g. of `openssl rand -hex 32`"

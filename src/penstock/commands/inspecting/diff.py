@@ -9,7 +9,7 @@ from penstock.support.terminal import say
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add its arguments."""
+    """Add the arguments of `penstock diff`."""
     parser.add_argument("a", metavar="A")
     parser.add_argument("b", metavar="B")
     parser.add_argument("--lines", action="store_true", help="whole lines with context, as `diff -u` prints them")

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add its arguments."""
+    """Add the arguments of `penstock ops`."""
     parser.add_argument(
         "name", nargs="?", metavar="OP", help="explain this one: attributes, dimensions, gradient, kernels"
     )

@@ -11,7 +11,7 @@ from penstock.support.errors import UsageError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add its arguments."""
+    """Add the arguments of `penstock opt`."""
     parser.add_argument("file", metavar="FILE.ir")
     pipeline = parser.add_mutually_exclusive_group(required=True)
     pipeline.add_argument(

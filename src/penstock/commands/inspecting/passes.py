@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add its arguments."""
+    """Add the arguments of `penstock passes`."""
     some = parser.add_mutually_exclusive_group()
     some.add_argument(
         "name",

@@ -1,6 +1,6 @@
 """`penstock verify`: choose one of its questions, and check that the options go together.
 
-In: parsed arguments. Out: the exit code of checks.py, parity.py or bisect in penstock.verification.
+In: parsed arguments. Out: the exit code of verification/checks.py, verification/parity.py or verification/bisect/.
 """
 
 from __future__ import annotations

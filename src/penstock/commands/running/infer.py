@@ -146,8 +146,8 @@ def synthetic(module: Module, samples: int, seed: int) -> Arrays:
     arrays: Arrays = {}
     for value in module.data_inputs:
         pieces = [source.microbatch(mb, value.name) for mb in range(-(-samples // rows) if value.type.rank else 1)]
-        whole = np.concatenate(pieces) if value.type.rank else pieces[0]
-        arrays[value.name] = whole[: samples * (value.type.dims[0] // rows)] if value.type.rank else whole
+        joined = np.concatenate(pieces) if value.type.rank else pieces[0]
+        arrays[value.name] = joined[: samples * (value.type.dims[0] // rows)] if value.type.rank else joined
     return arrays
 
 

@@ -1,4 +1,4 @@
-"""The files of a dump.
+"""The files of a dump folder: writing them, and removing those of an older dump.
 
 In: a folder, which may hold an older dump and files of the user. Out: files in it, and a list of them, dump-files.txt.
 
@@ -32,7 +32,7 @@ _SHOWN = 3
 
 
 class Files:
-    """Makes room for a dump, writes its files, and removes them where planning begins again."""
+    """The files of a dump: it makes room for them, writes them, and removes them where planning begins again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

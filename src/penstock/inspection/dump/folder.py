@@ -95,14 +95,14 @@ class Dump:
     # ------------------------------------------------------------------------------ passes
 
     @nothing_collected()
-    def begin(self, module: Module, rest: str) -> None:
+    def begin(self, module: Module, calls: str) -> None:
         """Start recording passes. Planning may begin again: then only the last time is kept."""
         self.passes = [(0, "input", None, module)]
         if self._files is None:
             return
         self._files.clear()
         self.write(EVENTS, "".join(self._steps))
-        self.write(PASSES, f"{_HEADER}0\tinput\t0\t0\t{count_ops(module)}\tyes\t{rest}\n")
+        self.write(PASSES, f"{_HEADER}0\tinput\t0\t0\t{count_ops(module)}\tyes\t{calls}\n")
         self.write_module("00_input.ir", module)
 
     @nothing_collected()
@@ -174,20 +174,20 @@ class Dump:
     # ------------------------------------------------------------------------------ sources
 
     @nothing_collected()
-    def sources(self, stage: str, found: StageSources) -> None:
+    def sources(self, stage: str, stage_sources: StageSources) -> None:
         """Write the sources that a back end made for a stage."""
         home = f"{STAGES}/{stage}"
         self.kernels |= {
-            f"{call.graph}/{call.kernel}": found.kernels[call.source]
-            for call in found.calls
-            if call.source in found.kernels
+            f"{call.graph}/{call.kernel}": stage_sources.kernels[call.source]
+            for call in stage_sources.calls
+            if call.source in stage_sources.kernels
         }
-        texts = {"relax.py": found.functions, "kernels.cu": found.device}
+        texts = {"relax.py": stage_sources.functions, "kernels.cu": stage_sources.device}
         self.programs |= {f"{stage}/{name}": text for name, text in texts.items() if text}
         calls = [
             call
-            for call in found.calls
-            if any(self.wants(f"{home}/kernels/{call.source}", call.graph, one) for one in call.operations)
+            for call in stage_sources.calls
+            if any(self.wants(f"{home}/kernels/{call.source}", call.graph, operation) for operation in call.operations)
         ]
         if not calls:
             return
@@ -197,13 +197,13 @@ class Dump:
         files = {f"{home}/kernels.tsv": "graph\tkernel\tfile\toperations\n" + "".join(rows)}
         # An operation that a library computes has no source.
         files |= {
-            f"{home}/kernels/{call.source}.py": found.kernels[call.source]
+            f"{home}/kernels/{call.source}.py": stage_sources.kernels[call.source]
             for call in calls
-            if call.source in found.kernels
+            if call.source in stage_sources.kernels
         }
-        files[f"{home}/relax.py"] = f"# for {found.target}\n{found.functions}"
-        if found.device:
-            files[f"{home}/kernels.cu"] = found.device
+        files[f"{home}/relax.py"] = f"# for {stage_sources.target}\n{stage_sources.functions}"
+        if stage_sources.device:
+            files[f"{home}/kernels.cu"] = stage_sources.device
         if self._files is not None:
             self._files.write(files)
 
@@ -227,9 +227,9 @@ class Dump:
         if part is module:
             return self.write(name, self._printer.print(module))
         assert self._only is not None
-        kept = count_ops(part)
-        summary = f"{kept} of {counted(count_ops(module), 'operation')}, those that match {self._only.pattern}"
-        return self.write(name, self._printer.print(part.noted(EXCERPT, summary))) if kept else None
+        count = count_ops(part)
+        summary = f"{count} of {counted(count_ops(module), 'operation')}, those that match {self._only.pattern}"
+        return self.write(name, self._printer.print(part.noted(EXCERPT, summary))) if count else None
 
     def write(self, name: str, text: str) -> str:
         """Write a file, and the folders that its name needs."""

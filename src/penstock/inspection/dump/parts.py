@@ -1,4 +1,4 @@
-"""Parts of a module that are modules themselves.
+"""Parts of a module as modules of their own.
 
 They print, parse and verify, so all commands that take IR files take them.
 
@@ -32,9 +32,9 @@ def excerpt(module: Module, wanted: Wanted) -> Module:
     graphs = {name: _cut(graph, [op for op in graph.ops if wanted(name, op)]) for name, graph in module.graphs.items()}
     if all(graphs[name] is graph for name, graph in module.graphs.items()):
         return module
-    kept = [graph for graph in graphs.values() if graph.ops]
-    touched = {op.var for graph in kept for op in graph.ops if "var" in op.attrs}
-    return _part(module, kept, {name: var for name, var in module.vars.items() if name in touched})
+    nonempty = [graph for graph in graphs.values() if graph.ops]
+    touched = {op.var for graph in nonempty for op in graph.ops if "var" in op.attrs}
+    return _part(module, nonempty, {name: var for name, var in module.vars.items() if name in touched})
 
 
 def _cut(graph: Graph, ops: list[Op]) -> Graph:

@@ -120,9 +120,11 @@ def _model_metadata(module: Module) -> dict[str, str]:
 
 
 def _set(props: Any, metadata: Mapping[str, str]) -> None:
-    kept = [(prop.key, prop.value) for prop in props if prop.key not in metadata]
+    other_properties = [(prop.key, prop.value) for prop in props if prop.key not in metadata]
     del props[:]
-    props.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in [*kept, *metadata.items()])
+    props.extend(
+        onnx.StringStringEntryProto(key=key, value=value) for key, value in [*other_properties, *metadata.items()]
+    )
 
 
 # ------------------------------------------------------------------------------------------------ without a source

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exported:
-    """The files that were written, the number of tensors that were filled in, and the step of their checkpoint."""
+    """The result of an export: the files that were written, the number of tensors that were filled in, and the step of
+    their checkpoint."""
 
     files: tuple[Path, ...]
     tensors: int
@@ -98,11 +99,11 @@ def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:
             "is a checkpoint itself", where=str(source), hint=f"penstock export BUNDLE --checkpoint {source}"
         )
     place = find_checkpoint(source)
-    there = read_index(place).bundle
-    if not there or not Path(there).is_dir():
-        problem = f"its bundle is no longer at {there}" if there else "does not say which bundle it is of"
+    bundle = read_index(place).bundle
+    if not bundle or not Path(bundle).is_dir():
+        problem = f"its bundle is no longer at {bundle}" if bundle else "does not say which bundle it is of"
         raise UsageError(problem, where=str(place), hint=f"penstock export BUNDLE --checkpoint {source}")
-    return open_bundle(there), place
+    return open_bundle(bundle), place
 
 
 def _check_places(outs: Mapping[str, Path], bundle: Bundle, changed: bool) -> None:

@@ -133,9 +133,9 @@ def _median_call(program: StageProgram, graph: Graph, module: Module, clock: Cal
     times: list[float] = []
     while len(times) < _CALLS or (sum(times) < _SECONDS and len(times) < _MOST_CALLS):
         begin = clock()
-        kept = program.call(graph.name, args)
+        results = program.call(graph.name, args)
         times.append(clock() - begin)
-        del kept  # freeing results is not the kernel's time
+        del results  # freeing results is not the kernel's time
     return statistics.median(times)
 
 

@@ -160,7 +160,7 @@ def _last(name: str) -> str:
 
 
 def zsh(commands: list[Command]) -> str:
-    """Return the function of bash, in the syntax of zsh."""
+    """Return the completion script for zsh, which does the same as that for bash."""
     names = [c.name for c in commands if c.name]
     finding = "".join(f'      "{_above(name)} {_last(name)}") command="{name}" ;;\n' for name in names)
     values = "".join(

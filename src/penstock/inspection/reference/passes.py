@@ -30,9 +30,9 @@ def list_passes() -> Iterator[str]:
 
 def known(name: str, names: Iterable[str], what: str, command: str) -> str:
     """Return the name as the table spells it; `-` and `_` are the same. `command` lists the names."""
-    by_spelling = {one.replace("_", "-"): one for one in names}
-    if (one := by_spelling.get(name.replace("_", "-"))) is not None:
-        return one
+    by_spelling = {spelled.replace("_", "-"): spelled for spelled in names}
+    if (spelled := by_spelling.get(name.replace("_", "-"))) is not None:
+        return spelled
     raise UsageError(
         f"there is no {what} {name!r}", hint=meant(name, by_spelling.values()) or f"`{command}` lists those there are"
     )

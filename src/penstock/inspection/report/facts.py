@@ -92,13 +92,13 @@ def _summary(material: Material, predicted: Predicted | None) -> dict[str, Any]:
 
 def _predictions(predicted: Predicted) -> dict[str, Any]:
     uses = predicted.forecast.simulated.ranks
-    whole = sum(use.busy + use.waiting + use.idle for use in uses)
+    total = sum(use.busy + use.waiting + use.idle for use in uses)
     return {
         "step": predicted.step,
         "samples": predicted.forecast.samples,
         "drained": predicted.forecast.drained,
         "bound_by": binding(predicted.forecast),
-        "busy": sum(use.busy for use in uses) / whole if whole else 1.0,
+        "busy": sum(use.busy for use in uses) / total if total else 1.0,
         "measured_graphs": predicted.measured,
         "path": predicted.forecast.simulated.critical_path,
     }

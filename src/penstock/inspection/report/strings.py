@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Strings(dict[str, int]):
-    """Numbers of texts, in the order of their first use."""
+    """A table of texts by number, in the order of their first use."""
 
     def __missing__(self, text: str) -> int:
         number = self[text] = len(self)

@@ -1,6 +1,6 @@
 """Pictures of a simulated run: text for a terminal, SVG with memory over time for a browser.
 
-In: a Simulated. Out: text, or a self-contained SVG. (trace.py writes Chrome traces.)
+In: a Simulated. Out: text, or a self-contained SVG. (exports/schedule.py writes Chrome traces.)
 
 In the text every column is an equal part of the time. It shows the kind of action that took most of it (F, B, W, U, P,
 N), `.` where nothing ran for most of it. The SVG has one row per rank with a box for every computation that is wide

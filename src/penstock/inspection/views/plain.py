@@ -1,4 +1,4 @@
-"""Facts as JSON.
+"""Facts of a program as JSON.
 
 In: frozen dataclasses of numbers, words, tuples and mappings. Out: the same as text that any JSON reader takes.
 """

@@ -39,7 +39,8 @@ _SIZES = ("shape", "stop")
 
 @dataclass(frozen=True)
 class Family:
-    """One way to make a case smaller. `together` says whether several atoms can be removed at once."""
+    """A family of edits: one way to make a case smaller. `together` says whether several atoms can be removed at
+    once."""
 
     name: str
     atoms: Callable[[Case], Sequence[Any]]
@@ -66,9 +67,9 @@ def tidied(case: Case) -> Case:
         graph = graphs[head]
         used = {v for op in graph.ops for v in op.ins} | {*graph.outs, *graph.saved}
         # The inputs say how many microbatches a batch has: one is always needed.
-        kept = tuple(v for v in graph.ins if v in used) or graph.ins[:1]
-        graphs[head] = replace(graph, ins=kept)
-        module = module.but(inputs=kept)
+        inputs = tuple(v for v in graph.ins if v in used) or graph.ins[:1]
+        graphs[head] = replace(graph, ins=inputs)
+        module = module.but(inputs=inputs)
     touched = {op.var for graph in graphs.values() for op in graph.ops if "var" in op.attrs}
     module = module.but(graphs=graphs, vars={name: var for name, var in module.vars.items() if name in touched})
     return _fitted(case, module)

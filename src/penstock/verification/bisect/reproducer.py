@@ -57,7 +57,7 @@ _CRASHES = (PenstockError, AssertionError, LookupError, TypeError, ValueError, S
 
 @dataclass(frozen=True)
 class Written:
-    """A reproducer: its place, its content, and the command that shows the fault."""
+    """A reproducer as it was written: its place, its content, and the command that shows the fault."""
 
     folder: Path
     command: str

@@ -91,8 +91,8 @@ class _Recorder(torch.fx.Interpreter):
         result = super().run_node(n)
         if n.op == "call_function":
             several = isinstance(result, tuple | list)
-            for i, one in enumerate(result if several else [result]):
-                name, array = f"{n.name}.{i}" if several else n.name, _array(one)
+            for i, entry in enumerate(result if several else [result]):
+                name, array = f"{n.name}.{i}" if several else n.name, _array(entry)
                 if array is not None:
                     self.results.append((name, array))
                     self.targets[name] = str(n.target)

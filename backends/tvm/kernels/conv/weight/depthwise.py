@@ -41,7 +41,7 @@ def emit_depthwise_gradient(body: Body, w: WeightGradient) -> None:
 
 
 class _Depthwise:
-    """Emits the gradient for pairs of channels."""
+    """The emitter of the weight gradient of a depthwise convolution, by pairs of channels."""
 
     def __init__(self, body: Body, w: WeightGradient) -> None:
         self.body, self.w, self.emit = body, w, body.emit

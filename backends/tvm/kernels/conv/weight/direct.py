@@ -17,7 +17,7 @@ The form chosen is the cheaper one by multiply-adds, lanes that stay empty inclu
 Order: a panel of lanes after the other. When the packed panel is small for all images, a tile stays in registers over
 all of them; else images are outside, tiles are added up in memory, and the result is finished after the last image.
 
-Limits: as for correlation.py; both sides in memory; not both sides with few channels (depthwise.py), no
+Limits: as for tools/correlation.py; both sides in memory; not both sides with few channels (depthwise.py), no
 kernel with more columns than a tile has rows.
 """
 

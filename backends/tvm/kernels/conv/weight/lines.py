@@ -1,7 +1,7 @@
 """Positions of a convolution as lines of numbers along a sum, for gradients of its weight on tile registers.
 
-In: the sizes of a gradient, two spatial dimensions. Out: a Layout, which gives each position of dy and of x a place in
-a line, so that
+In: the sizes of a gradient, two spatial dimensions. Out: a LineLayout, which gives each position of dy and of x a
+place in a line, so that
 
     dw[o, c, tap] = sum over lines l of  dy[o, l] * x[c, l + shift(tap)]
 
@@ -37,7 +37,7 @@ _BYTES, _STREAM, _VECTORS = 4.0, 12.0, 26.0
 
 @dataclass(frozen=True)
 class Axis:
-    """One spatial dimension."""
+    """One spatial dimension of the convolution whose gradient is computed."""
 
     size: int
     out: int
@@ -79,7 +79,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class LineLayout:
-    """`height` rows of dy make a unit; `together` pairs of units a block."""
+    """The division of images into units of rows. `height` rows of dy make a unit; `together` pairs of units a block."""
 
     rows: Axis
     columns: Axis
@@ -198,7 +198,7 @@ class LineLayout:
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """`strips` strips of 32 channels are packed together."""
+    """A layout with the cycles that it takes. `strips` strips of 32 channels are packed together."""
 
     layout: LineLayout
     strips: int

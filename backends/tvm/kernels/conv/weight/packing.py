@@ -1,6 +1,6 @@
 """Operands of a convolution's gradient for its weight, packed into words of pairs for tile registers.
 
-In: x and dy in memory, and a Layout (lines.py). Out: words of a block of pairs of units,
+In: x and dy in memory, and a LineLayout (lines.py). Out: words of a block of pairs of units,
 
     dy  for 32 filters [steps, 2 row tiles, parts, 16 filters, 16 lines]
     x   for 16 channels [parts, lines, 16 channels], so that 16 lines from any one on are a tile, for any tap
@@ -41,7 +41,7 @@ _ROWS = 16
 
 
 class WeightPacking:
-    """Emits the packing of both operands."""
+    """The emitter of the packing of both operands."""
 
     def __init__(self, body: Body, w: WeightGradient, layout: LineLayout) -> None:
         self.body, self.w, self.layout, self.emit = body, w, layout, body.emit
@@ -184,7 +184,8 @@ class WeightPacking:
     # ------------------------------------------------------------------------------ x
 
     def x(self, words: Buffer, start: Expr, group: Expr, tile: Expr, block: Expr) -> Expr | None:
-        """Pack the channels of tile number `tile`, from word `start` on. Return what `dy` returns."""
+        """Pack the channels of tile number `tile`, from word `start` on. Return a flag that a number is too large for
+        tiles, as `dy` does."""
         emit, layout = self.emit, self.layout
         large = Magnitudes(emit) if self.parts > 1 else None
         channels = self._channels(group, tile)

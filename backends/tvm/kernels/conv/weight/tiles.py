@@ -90,7 +90,7 @@ class _PackedOperands:
 
 
 class _WeightTiles:
-    """Emits the gradient on tile registers."""
+    """The emitter of the gradient on tile registers."""
 
     def __init__(self, body: Body, w: WeightGradient, plan: PackingPlan) -> None:
         self.body, self.w, self.emit, self.layout, self.strips = body, w, body.emit, plan.layout, plan.strips
