@@ -5,9 +5,9 @@ the file. Each has the node's name as its `loc`. Tensor names are kept (names.py
 Opsets 7 to 28 of the default domain are supported. Every size is a number once `dims` has bound the symbolic ones.
 Inputs that `known` binds to values are not inputs of the module.
 
-trained.py decides which initializers are parameters. All others are constants. Results that depend on constants alone
-are computed here. Constants that are small or have one value throughout become `const`, larger ones buffers. An
-initializer used by several nodes stays one variable, read once.
+trained.py decides which initializers are parameters, by the rules of constants/. All others are constants. Results
+that depend on constants alone are computed here. Constants that are small or have one value throughout become `const`,
+larger ones buffers. An initializer used by several nodes stays one variable, read once.
 
 The importer tries these readings of a node in this order: a call of one of the model's functions (functions.py);
 control flow or a sequence (control.py, sequences.py); a computation on known operands (folding.py); an operator with a
@@ -201,7 +201,7 @@ class _OnnxImporter:
             return KnownTensor(label, self.source.array(tensor))
         return (
             OnnxWeight(label, kind, tensor)
-            if self.trained(tensor.name, kind)
+            if self.trained(tensor, kind)
             else KnownTensor(label, self.source.array(tensor))
         )
 
