@@ -105,9 +105,12 @@ def _windows(size: int) -> Iterator[np.ndarray]:
 def is_bands(array: np.ndarray) -> bool:
     """Return whether the rows, or the columns, are hills that move to the right and are zero elsewhere."""
     shape = [size for size in array.shape if size > 1]
-    if len(shape) != 2 or array[:_SAMPLE].min() < 0 or array.min() != 0 or 2 * np.count_nonzero(array) > array.size:
+    if len(shape) != 2:
         return False
-    matrix = array.reshape(shape).astype(np.float64)
+    matrix = array.reshape(shape)
+    if matrix[:_SAMPLE].min() < 0 or matrix.min() != 0 or 2 * np.count_nonzero(matrix) > matrix.size:
+        return False
+    matrix = matrix.astype(np.float64)
     return _hills(matrix) or _hills(matrix.T)
 
 

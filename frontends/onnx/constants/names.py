@@ -37,7 +37,7 @@ _MADE = re.compile(
     re.VERBOSE,
 )
 # A path of attributes, as in the state dict of torch.
-_PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+_PATH = re.compile(r"\w+(\.\w+)*")
 
 
 def _last(name: str) -> str:

@@ -215,15 +215,17 @@ _BY_ELEMENTS = ("sinusoids", "window", "filter-bank", "expectation", "steps")
 def decide(tensor: Stored) -> Rule | None:
     """Return the row that decides on a tensor, or None if it is a weight like any other."""
     constant: Rule | None = None
-    for reader in tensor.readers or (Reader(RESULT, 0),):
-        rule = next((rule for rule in RULES if rule.fits(tensor, reader)), None)
-        if rule is None or rule.trained:
-            return rule
-        constant = constant or rule
+    with np.errstate(all="ignore"):  # elements of any file, nan and infinity among them
+        for reader in tensor.readers or (Reader(RESULT, 0),):
+            rule = next((rule for rule in RULES if rule.fits(tensor, reader)), None)
+            if rule is None or rule.trained:
+                return rule
+            constant = constant or rule
     return constant
 
 
 def looks_set(tensor: Stored) -> Rule | None:
     """Return the row by which the elements of a tensor are those of a constant, if there is one."""
     rows = [rule for rule in RULES if rule.name in _BY_ELEMENTS]
-    return next((rule for rule in rows for reader in tensor.readers if rule.fits(tensor, reader)), None)
+    with np.errstate(all="ignore"):
+        return next((rule for rule in rows for reader in tensor.readers if rule.fits(tensor, reader)), None)
