@@ -78,19 +78,19 @@ def _oscillate(lines: np.ndarray, rounded: float) -> bool:
     c = (middle * sides).sum(axis=1) / squares
     error = np.abs(sides - c[:, None] * middle).max(axis=1, initial=0)
     fits = (error <= rounded * largest) & (np.abs(c) <= 2 + rounded)
-    moving = np.count_nonzero(np.abs(c) < _SLOW)
+    moving = int(np.count_nonzero(np.abs(c) < _SLOW))
     return bool(fits.all()) and moving >= 2 and 8 * moving >= len(lines)
 
 
 def is_window(array: np.ndarray) -> bool:
     """Return whether a vector is a known window."""
-    found = array.reshape(-1).astype(np.float64)
-    if found.size < FEWEST or max(array.shape) != found.size:
+    vector = array.reshape(-1).astype(np.float64)
+    if vector.size < FEWEST or max(array.shape) != vector.size:
         return False
-    largest = np.abs(found).max()
+    largest = np.abs(vector).max()
     if not np.isfinite(largest) or largest == 0:
         return False
-    return any(np.allclose(found / largest, window / window.max(), atol=_ROUNDED) for window in _windows(found.size))
+    return any(np.allclose(vector / largest, window / window.max(), atol=_ROUNDED) for window in _windows(vector.size))
 
 
 def _windows(size: int) -> Iterator[np.ndarray]:
@@ -126,7 +126,7 @@ def _hills(rows: np.ndarray) -> bool:
     places = np.arange(rows.shape[1] - 1)
     rising = (steps >= 0) | (places >= peaks[:, None])
     falling = (steps <= 0) | (places < peaks[:, None])
-    wide = np.count_nonzero(np.count_nonzero(rows, axis=1) >= 3)
+    wide = int(np.count_nonzero(np.count_nonzero(rows, axis=1) >= 3))
     uneven = any(len(np.unique(row[row > 0])) > 1 for row in rows)
     return bool(rising.all() and falling.all()) and 4 * wide >= len(rows) and uneven
 

@@ -27,12 +27,15 @@ _BUFFER = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _PARAMETER = re.compile(
-    r"(\w*_)?(weight|weights|bias|biases|kernel|scale|gamma|beta|alpha|slope|gain|temperature|clip_val|w|b)(_g|_v|_orig)?",
-    re.IGNORECASE,
+    r"""(\w*_)?(
+        weights? | bias | biases | kernel | scale | gamma | beta | alpha | slope | gain | temperature | clip_val | w | b
+    )(_g|_v|_orig)?""",
+    re.VERBOSE | re.IGNORECASE,
 )
 _MADE = re.compile(
     r"""\d+ | onnx::\w+ | .*_output_\d+ | Constant_\d+ | ortshared_\w+
-      | (val|const|constant|CONST|tensor|lifted_tensor|_tensor_constant|scalar_tensor|_to_copy)(_default)?(_\d+)?(_cast)?
+      | (val|const|constant|CONST|tensor|lifted_tensor|_tensor_constant|scalar_tensor|_to_copy)
+        (_default)?(_\d+)?(_cast)?
     """,
     re.VERBOSE,
 )

@@ -5,13 +5,15 @@
     looks_set  a stored tensor -> the row by which its elements are those of a constant, whatever its use
 
 A row is asked for each reader of a tensor (uses.py), and the first that fits decides for that reader. The tensor is
-trained if any reader needs it to be, and constant if rows say so for every reader. A tensor that no row fits is trained.
+trained if any reader needs it to be, and constant if rows say so for every reader. A tensor that no row fits is
+trained.
 
 Known limit: a random matrix that the module holds as a buffer is like a weight in all that a file says, and is trained.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,7 +66,7 @@ class Stored:
 
     @cached_property
     def named(self) -> bool:
-        """The fact that the name is that of a parameter. Numbers of rank 0 often have such names, but not from torch."""
+        """The fact that the name is that of a parameter. Only torch's exporter does not call numbers of rank 0 so."""
         return (bool(self.shape) or self.in_state_dict) and says_parameter(self.name)
 
     @cached_property
@@ -123,7 +125,7 @@ def _is_expectation(t: Stored, reader: Reader) -> bool:
     return (
         (reader.kind, reader.position) == ("Conv", 1)
         and len(t.shape) > 2
-        and t.shape[1] == np.prod(t.shape) >= elements.FEWEST
+        and t.shape[1] == math.prod(t.shape) >= elements.FEWEST
         and np.array_equal(t.array.reshape(-1), np.arange(t.shape[1]))
     )
 

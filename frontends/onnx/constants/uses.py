@@ -74,12 +74,12 @@ def uses_in(model: onnx.ModelProto) -> Callable[[onnx.TensorProto], tuple[Reader
 
 
 def _graph(walk: _Walk, graph: onnx.GraphProto, around: _Names, depth: int) -> None:
-    own: dict[str, _Origin | None] = dict.fromkeys((value.name for value in graph.input), None)
+    here: dict[str, _Origin | None] = dict.fromkeys((value.name for value in graph.input), None)
     for tensor in graph.initializer:
         walk.tensors.append(tensor)
-        own[tensor.name] = origin = ("stored", id(tensor))
+        here[tensor.name] = origin = ("stored", id(tensor))
         walk.dims[origin] = tuple(tensor.dims)
-    _nodes(walk, graph.node, ChainMap(own, *around.maps), [value.name for value in graph.output], depth)
+    _nodes(walk, graph.node, ChainMap(here, *around.maps), [value.name for value in graph.output], depth)
 
 
 def _nodes(walk: _Walk, nodes: Iterable[onnx.NodeProto], names: _Names, results: Iterable[str], depth: int) -> None:
@@ -129,7 +129,7 @@ def _readers_inside(walk: _Walk, node: onnx.NodeProto, depth: int) -> list[Reade
         body = _Walk(walk.functions, inside=walk.inside, tensors=walk.tensors)
         parameters: dict[str, _Origin | None] = {name: ("parameter", i) for i, name in enumerate(function.input)}
         _nodes(body, function.node, ChainMap(parameters), function.output, depth + 1)
-        walk.readers.update({origin: found for origin, found in body.readers.items() if origin[0] == "stored"})
+        walk.readers.update({origin: readers for origin, readers in body.readers.items() if origin[0] == "stored"})
         walk.inside[key] = [body.readers.get(("parameter", i), {}) for i in range(len(function.input))]
     return walk.inside[key]
 
