@@ -108,6 +108,10 @@ def _is_setting(_: Stored, reader: Reader) -> bool:
     return reader.kind in _NO_GRADIENT or reader.position in _SETTINGS.get(reader.kind, ())
 
 
+def _is_norm(_: Stored, reader: Reader) -> bool:
+    return reader.kind.endswith("Normalization") and reader.position in (1, 2)
+
+
 def _is_statistic(_: Stored, reader: Reader) -> bool:
     return reader.kind == "BatchNormalization" and reader.position in (3, 4)
 
@@ -164,7 +168,10 @@ def _is_filling(t: Stored, reader: Reader) -> bool:
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    # Uses that no gradient comes back from, whatever the name.
+    # Uses that say it all, whatever the name.
+    # torch's exporter makes one tensor of equal ones: of a new scale and a new running variance, too.
+    Rule("norm", True, "the scale or offset of a normalisation, whatever else reads it",
+         _is_norm),
     Rule("setting", False, "compared with, or taken as a setting: no gradient comes back",
          _is_setting),
     Rule("statistic", False, "the running mean or variance of a batch norm",
@@ -185,6 +192,9 @@ RULES: tuple[Rule, ...] = (
     # Parameters whose use alone would not tell.
     Rule("parameter-name", True, "the name is one of parameters: weight, bias, scale, gamma, alpha and the like",
          lambda t, _: t.named),
+    # Before the next row: an eps may be added to a product with one channel, too.
+    Rule("eps", False, "a small number added before a root, a logarithm or a division",
+         _is_eps),
     Rule("bias-of-one", True, "added to the result of a product or convolution with one channel",
          lambda t, reader: t.single and bool(t.shape) and reader.channels == 1),
     # Constants by their use.
@@ -199,8 +209,6 @@ RULES: tuple[Rule, ...] = (
          _is_exponent),
     Rule("choice", False, "one number that Where chooses",
          _is_choice),
-    Rule("eps", False, "a small number added before a root, a logarithm or a division",
-         _is_eps),
     Rule("number", False, "a single number of the formulas: the 1, the 0.5 and the root of 2 of a GELU",
          _is_number),
     Rule("filling", False, "one number throughout, joined or cut, with a name that the exporter made up",
