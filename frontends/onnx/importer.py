@@ -32,6 +32,7 @@ from penstock.ir.types import TensorType, dtype_of
 from penstock.support.errors import UsageError
 
 from .binding import Given, Inputs, bind
+from .constants.separation import separate_statistics
 from .control import CONTROL
 from .folding import fold, small
 from .functions import DEEPEST, MOST_NODES, call, definition, has_definition, identity
@@ -79,6 +80,7 @@ def import_onnx(
     opsets = opsets_of(source)
     graph = source.model.graph
     _check(source)
+    separate_statistics(source.model)
     try:
         bound = bind(graph, dims or {}, known or {}, where)
     except UsageError as error:

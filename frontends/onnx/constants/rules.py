@@ -161,7 +161,7 @@ def _is_number(t: Stored, reader: Reader) -> bool:
 
 
 def _is_filling(t: Stored, reader: Reader) -> bool:
-    return reader.kind in _LAYOUT and made_by_exporter(t.name) and t.filled
+    return reader.kind in _LAYOUT and (t.single or made_by_exporter(t.name)) and t.filled
 
 
 # ---------------------------------------------------------------------------------------- the table
@@ -169,7 +169,7 @@ def _is_filling(t: Stored, reader: Reader) -> bool:
 # fmt: off
 RULES: tuple[Rule, ...] = (
     # Uses that say it all, whatever the name.
-    # torch's exporter makes one tensor of equal ones: of a new scale and a new running variance, too.
+    # Exporters that write equal tensors once may call a new scale as they call the running variance.
     Rule("norm", True, "the scale or offset of a normalisation, whatever else reads it",
          _is_norm),
     Rule("setting", False, "compared with, or taken as a setting: no gradient comes back",
@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
          _is_choice),
     Rule("number", False, "a single number of the formulas: the 1, the 0.5 and the root of 2 of a GELU",
          _is_number),
-    Rule("filling", False, "one number throughout, joined or cut, with a name that the exporter made up",
+    Rule("filling", False, "one number, joined or cut; of many elements if the exporter made up the name",
          _is_filling),
     Rule("rank-0", False, "of rank 0, as exporters write the numbers of the source text",
          lambda t, _: not t.shape),

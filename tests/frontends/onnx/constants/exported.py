@@ -49,8 +49,13 @@ def lifted(path: Path, *, other: bool, rank_0: bool = False) -> Path:
 
 def without_names(path: Path) -> Path:
     """Give all initializers names that say nothing, as an exporter other than torch's."""
+    return renamed(path, {tensor.name: f"t{i}" for i, tensor in enumerate(onnx.load(path).graph.initializer)})
+
+
+def renamed(path: Path, names: dict[str, str]) -> Path:
+    """Call initializers otherwise, in a file of an exporter other than torch's."""
     model = onnx.load(path)
-    _rename(model, {tensor.name: f"t{i}" for i, tensor in enumerate(model.graph.initializer)})
+    _rename(model, names)
     model.producer_name = "other"
     onnx.save(model, path)
     return path

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.onnx.constants import rules
 
-from .exported import asked_of_torch, export, lifted, torch_names, trained_by, without_names
+from .exported import asked_of_torch, export, lifted, renamed, torch_names, trained_by, without_names
 from .test_elements import fourier, mel
 
 WIDTH, TIME = 16, 10
@@ -68,6 +68,11 @@ def simplified(path: Path) -> Path:
     return lifted(path, other=False)
 
 
+def called_as_statistics(path: Path) -> Path:
+    names = {"norm.weight": "stored.running_var", "norm.bias": "stored.running_mean"}
+    return renamed(path, names)
+
+
 def as_written(path: Path) -> Path:
     return path
 
@@ -75,7 +80,7 @@ def as_written(path: Path) -> Path:
 TOKEN = torch.zeros(1, 1, WIDTH)
 CASES: dict[str, tuple[Callable[[Path], Path], Callable[[], nn.Module]]] = {
     "setting": (as_written, lambda: Formula(lambda m, x: x * (x > m.levels), levels=torch.rand(WIDTH))),
-    "norm": (as_written, lambda: Formula(lambda m, x: m.norm(x.tanh()), norm=nn.BatchNorm1d(TIME))),
+    "norm": (called_as_statistics, lambda: Formula(lambda m, x: m.norm(x.tanh()), norm=nn.BatchNorm1d(TIME))),
     "buffer-name": (as_written, lambda: Formula(lambda m, x: x @ m.mel_basis, mel_basis=torch.rand(WIDTH, 5))),
     "mask": (
         as_written,
@@ -104,7 +109,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], Callable[[], nn.Module]]] = {
     "choice": (other, lambda: Formula(lambda _, x: torch.where(x[:1] > x[1:], x[1:], torch.tensor(-3.0)))),
     "number": (other, lambda: Formula(gelu)),
     "filling": (simplified, lambda: Formula(lambda _, x: torch.cat([x, torch.zeros(2, 3, WIDTH)], 1))),
-    "rank-0": (rank_0, lambda: Formula(lambda _, x: torch.cat([x, torch.tensor(2.0).expand(2, 3, WIDTH)], 1))),
+    "rank-0": (rank_0, lambda: Formula(lambda _, x: F.prelu(x, torch.tensor(0.25)))),
 }  # fmt: skip
 # The importer of BatchNormalization reads no statistic as a weight: its row is there for the report.
 REPORTED = {"statistic"}
