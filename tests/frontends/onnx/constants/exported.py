@@ -28,6 +28,8 @@ def export(module: nn.Module, path: Path, *inputs: Tensor) -> Path:
 def lifted(path: Path, *, other: bool, rank_0: bool = False) -> Path:
     """Make initializers of the floats in Constant nodes, of one element where they are numbers, as optimisers of files do.
 
+    With `rank_0` these have no dimension.
+
     With `other` the file says that it is of another exporter, and these have short names.
     """
     model = onnx.load(path)
@@ -37,7 +39,7 @@ def lifted(path: Path, *, other: bool, rank_0: bool = False) -> Path:
         if array.dtype != np.float32 or _limits_clip(model, node.output[0]):
             continue
         names[node.output[0]] = f"k{len(names)}" if other else node.output[0]
-        array = array if array.ndim or rank_0 else array[None]
+        array = array.reshape(() if rank_0 else (1,)) if array.size == 1 else array
         model.graph.initializer.append(numpy_helper.from_array(array, names[node.output[0]]))
         model.graph.node.remove(node)
     _rename(model, names)

@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], Callable[[], nn.Module]]] = {
     "choice": (other, lambda: Formula(lambda _, x: torch.where(x[:1] > x[1:], x[1:], torch.tensor(-3.0)))),
     "number": (other, lambda: Formula(gelu)),
     "filling": (simplified, lambda: Formula(lambda _, x: torch.cat([x, torch.zeros(2, 3, WIDTH)], 1))),
-    "rank-0": (rank_0, lambda: Formula(lambda _, x: F.prelu(x, torch.tensor(0.25)))),
+    "rank-0": (rank_0, lambda: Formula(lambda _, x: F.prelu(x, torch.full((1,), 0.25)))),
 }  # fmt: skip
 # The importer of BatchNormalization reads no statistic as a weight: its row is there for the report.
 REPORTED = {"statistic"}
@@ -284,13 +284,19 @@ OF_TORCH: dict[str, Callable[[], nn.Module]] = {
 WRITERS = {"torch": as_written, "simplified": simplified, "other": other}
 
 
+def _make_different(parameters: list[nn.Parameter]) -> None:
+    """Leave the first of equal parameters as torch begins with it. Its exporter would write the others as the same tensor."""
+    with torch.no_grad():
+        for i, parameter in enumerate(parameters):
+            if any(torch.equal(parameter, other) for other in parameters[:i]):
+                parameter.add_(0.001 * i)
+
+
 def law(writer: str, names: list[str], folder: Path) -> tuple[set[str], set[str]]:
     """Return what a file of these blocks trains, and what torch does."""
     torch.manual_seed(0)
     module = nn.Sequential(*((BLOCKS | OF_TORCH)[name]() for name in names))
-    with torch.no_grad():  # products begin with numbers of their own; all that torch begins with one number stays so
-        for i, parameter in enumerate(p for p in module.parameters() if p.dim() > 1 and p.any()):
-            parameter.add_(0.001 * i)
+    _make_different(list(module.parameters()))
     path = WRITERS[writer](export(module, folder / "model.onnx", torch.randn(2, TIME, WIDTH)))
     imported, trained = trained_by(path)
     return torch_names(imported, trained, module), asked_of_torch(module)
