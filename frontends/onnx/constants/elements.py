@@ -84,9 +84,9 @@ def _oscillate(lines: np.ndarray, rounded: float) -> bool:
 
 def is_window(array: np.ndarray) -> bool:
     """Return whether a vector is a known window."""
-    vector = array.reshape(-1).astype(np.float64)
-    if vector.size < FEWEST or max(array.shape) != vector.size:
+    if array.size < FEWEST or max(array.shape) != array.size:
         return False
+    vector = array.reshape(-1).astype(np.float64)
     largest = np.abs(vector).max()
     if not np.isfinite(largest) or largest == 0:
         return False
@@ -105,7 +105,7 @@ def _windows(size: int) -> Iterator[np.ndarray]:
 def is_bands(array: np.ndarray) -> bool:
     """Return whether the rows, or the columns, are hills that move to the right and are zero elsewhere."""
     shape = [size for size in array.shape if size > 1]
-    if len(shape) != 2:
+    if len(shape) != 2 or not array.size:
         return False
     matrix = array.reshape(shape)
     if matrix[:_SAMPLE].min() < 0 or matrix.min() != 0 or 2 * np.count_nonzero(matrix) > matrix.size:

@@ -33,7 +33,7 @@ _PARAMETER = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _MADE = re.compile(
-    r"""\d+ | onnx::\w+ | .*_output_\d+ | Constant_\d+ | ortshared_\w+
+    r"""\d+ | onnx::\w+ | .*_output_\d+ | Constant_\d+ | ortshared_\w+ | const_fold_opt__\d+
       | (val|const|constant|CONST|tensor|lifted_tensor|_tensor_constant|scalar_tensor|_to_copy)
         (_default)?(_\d+)?(_cast)?
     """,

@@ -36,6 +36,8 @@ _SETTINGS = {
 }  # fmt: skip
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "Neg", "Sqrt", "Reciprocal", "Sum", "Mean", "Exp", "Log"})
 _LAYOUT = frozenset({"Concat", "Tile", "Slice", "Split", "ScatterND", "ScatterElements", "Gather", "GatherND", "Pad"})
+# Where states begin: operands of loops, and the first states of recurrent layers.
+_BEGINNINGS = {"Loop": range(2, 99), "Scan": range(99), "LSTM": (5, 6), "GRU": (5,), "RNN": (5,)}
 _DIVIDED = frozenset({"Sqrt 0", "Reciprocal 0", "Div 1", "Log 0", "Pow 0"})
 # The largest number that is added only to keep a root, a logarithm or a quotient finite.
 _TINY = 1e-2
@@ -161,7 +163,8 @@ def _is_number(t: Stored, reader: Reader) -> bool:
 
 
 def _is_filling(t: Stored, reader: Reader) -> bool:
-    return reader.kind in _LAYOUT and (t.single or made_by_exporter(t.name)) and t.filled
+    placed = reader.kind in _LAYOUT or reader.position in _BEGINNINGS.get(reader.kind, ())
+    return placed and (t.single or made_by_exporter(t.name)) and t.filled
 
 
 # ---------------------------------------------------------------------------------------- the table
@@ -211,7 +214,7 @@ RULES: tuple[Rule, ...] = (
          _is_choice),
     Rule("number", False, "a single number of the formulas: the 1, the 0.5 and the root of 2 of a GELU",
          _is_number),
-    Rule("filling", False, "one number, joined or cut; of many elements if the exporter made up the name",
+    Rule("filling", False, "one number, joined, cut or as a first state; of many elements if the exporter made up the name",
          _is_filling),
     Rule("rank-0", False, "of rank 0, as exporters write the numbers of the source text",
          lambda t, _: not t.shape),

@@ -15,35 +15,37 @@ import onnx
 
 from penstock.ir.graph import Namer
 
-from .uses import uses_in
+from .uses import Reader, kind_of, uses_in
 
 _STATISTICS = (3, 4)
 
 
+def _is_statistic(reader: Reader) -> bool:
+    return reader.kind == "BatchNormalization" and reader.position in _STATISTICS
+
+
 def separate_statistics(model: onnx.ModelProto) -> None:
     graph = model.graph
-    norms = [node for node in graph.node if node.op_type == "BatchNormalization" and not node.domain]
+    norms = [node for node in graph.node if kind_of(node) == "BatchNormalization"]
     if not norms:
         return
     readers = uses_in(model)
     shared = {
         tensor.name: tensor
         for tensor in graph.initializer
-        if {reader.position in _STATISTICS for reader in readers(tensor) if reader.kind == "BatchNormalization"}
-        == {True, False}
+        if {_is_statistic(reader) for reader in readers(tensor)} == {True, False}
     }
     if not shared:
         return
     stored = {tensor.name: tensor.name for tensor in graph.initializer}
     for node in graph.node:
-        if node.op_type == "Identity" and not node.domain and node.input[0] in stored:
-            stored[node.output[0]] = stored[node.input[0]]
+        if kind_of(node) == "Identity":
+            stored.update({node.output[0]: stored[name] for name in node.input if name in stored})
     namer = Namer([*stored, *(value.name for value in graph.input), *(o for node in graph.node for o in node.output)])
     copies: dict[str, str] = {}
     for node in norms:
-        for position in _STATISTICS:
-            name = node.input[position]
-            if stored.get(name) not in shared:
+        for position, name in enumerate(node.input):
+            if position not in _STATISTICS or stored.get(name) not in shared:
                 continue
             if name not in copies:
                 copies[name] = namer.fresh(f"{name}.statistic")

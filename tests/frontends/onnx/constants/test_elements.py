@@ -135,7 +135,7 @@ def test_weights_of_fresh_modules_show_nothing(make: type[nn.Module]) -> None:
             assert [name for name, test in TESTS.items() if test(parameter.detach().numpy())] == []
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (1, 1), (9,), (9, 9)])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (1, 1), (9,), (9, 9), (3, 0, 9), (0, 9), (9, 3)])
 @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, 2.0])
 def test_any_elements_get_an_answer(shape: tuple[int, ...], value: float) -> None:
     with np.errstate(all="ignore"):

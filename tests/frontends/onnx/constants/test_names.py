@@ -47,6 +47,7 @@ MADE = [
     "_to_copy_3",
     "ortshared_1_0_1_0_token_12",
     "const",
+    "const_fold_opt__12",
 ]
 OTHERS = [
     "mask_token",

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.onnx.constants import rules
 
+from ..cases import write_model
 from .exported import asked_of_torch, export, lifted, renamed, torch_names, trained_by, without_names
 from .test_elements import fourier, mel
 
@@ -176,6 +177,17 @@ def test_statistics_are_told_of(tmp_path: Path) -> None:
     imported, trained = trained_by(path)
     assert torch_names(imported, trained, module) == asked_of_torch(module)
     assert [line for line in imported.report if line.startswith("not trained by rule statistic, 2: ")]
+
+
+@pytest.mark.parametrize("name", ["const_fold_opt__3", "first"])
+def test_first_states_of_recurrent_layers(tmp_path: Path, name: str) -> None:
+    """One of zeros is a constant if the exporter made up its name; called by a person it may be learnt."""
+    text = f"(float[3,2,4] x) => (float[3,1,2,5] y) {{ y = GRU<hidden_size = 5>(x, w, r, '', '', {name}) }}".replace(
+        "''", ""
+    )
+    arrays = {"w": np.ones((1, 15, 4)), "r": np.ones((1, 15, 5)), name: np.zeros((1, 2, 5))}
+    path = write_model(tmp_path / "a.onnx", text, arrays={n: a.astype(np.float32) for n, a in arrays.items()})
+    assert trained_by(path)[1] == {"w", "r"} | ({name} if name == "first" else set())
 
 
 def test_names_in_the_report_are_bounded(tmp_path: Path) -> None:

@@ -39,6 +39,24 @@ def test_new_norms_are_trained_and_their_statistics_are_not(path: Path) -> None:
     assert [v in read for v in op.ins[1:]] == [True, True, False, False]
 
 
+class OneOffset(nn.Module):
+    """A layer norm whose new offset equals the new mean of a batch norm that has no offset of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.batch = nn.LayerNorm(4), nn.BatchNorm1d(4, affine=False)
+        self.batch.running_var.fill_(2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.batch(self.norm(x).tanh())
+
+
+def test_another_weight_may_share_the_tensor(tmp_path: Path) -> None:
+    path = export(OneOffset(), tmp_path / "model.onnx", torch.randn(3, 4))
+    assert "batch.running_mean" not in {t.name for t in onnx.load(path).graph.initializer}
+    assert trained_by(path)[1] >= {"norm.weight", "norm.bias"}
+
+
 def test_without_the_separation_they_are_not_trained(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     monkeypatch.setattr(importer, "separate_statistics", lambda _: None)
