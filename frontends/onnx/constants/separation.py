@@ -12,12 +12,15 @@ Known limit: batch norms inside of functions and of control flow are left as the
 from __future__ import annotations
 
 import onnx
+from onnx.helper import make_tensor_value_info
 
 from penstock.ir.graph import Namer
 
 from .uses import Reader, kind_of, uses_in
 
 _STATISTICS = (3, 4)
+# From this IR version on an initializer need not be an input of the graph, too.
+_FREE = 4
 
 
 def _is_statistic(reader: Reader) -> bool:
@@ -39,8 +42,8 @@ def separate_statistics(model: onnx.ModelProto) -> None:
         return
     stored = {tensor.name: tensor.name for tensor in graph.initializer}
     for node in graph.node:
-        if kind_of(node) == "Identity":
-            stored.update({node.output[0]: stored[name] for name in node.input if name in stored})
+        if kind_of(node) == "Identity" and node.input and node.input[0] in stored:
+            stored[node.output[0]] = stored[node.input[0]]
     namer = Namer([*stored, *(value.name for value in graph.input), *(o for node in graph.node for o in node.output)])
     copies: dict[str, str] = {}
     for node in norms:
@@ -52,4 +55,6 @@ def separate_statistics(model: onnx.ModelProto) -> None:
                 tensor = graph.initializer.add()
                 tensor.CopyFrom(shared[stored[name]])
                 tensor.name = copies[name]
+                if model.ir_version < _FREE:
+                    graph.input.add().CopyFrom(make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
             node.input[position] = copies[name]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+import penstock as ps
 from penstock.frontends.onnx import import_onnx, importer
 
-from ..cases import compare
+from ..cases import compare, judge
 from .exported import asked_of_torch, export, torch_names, trained_by
 
 
@@ -37,6 +38,21 @@ def test_new_norms_are_trained_and_their_statistics_are_not(path: Path) -> None:
     (op,) = [op for op in imported.module.graphs["main"].ops if op.kind == "batch_norm"][:1]
     read = {op.outs[0]: op.var for op in imported.module.graphs["main"].ops if op.kind == "read"}
     assert [v in read for v in op.ins[1:]] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("version", [3, 8])
+def test_the_bundle_gives_back_a_valid_file(path: Path, version: int) -> None:
+    """Files of IR version 3 list every initializer as an input."""
+    model = onnx.load(path)
+    model.ir_version = version
+    for tensor in model.graph.initializer if version < 4 else ():
+        model.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    onnx.save(model, path)
+    ps.compile(ps.plan(ps.from_onnx(path), ps.Cluster.local(1)), path.parent / "bundle", backend="numpy")
+    ps.export(path.parent / "bundle", onnx=path.parent / "out.onnx")
+    onnx.checker.check_model(path.parent / "out.onnx", full_check=True)
+    x = np.random.default_rng(0).standard_normal((2, 3, 5)).astype(np.float32)
+    np.testing.assert_array_equal(*(judge(file, {"x0": x})[0] for file in (path, path.parent / "out.onnx")))
 
 
 class OneOffset(nn.Module):
