@@ -89,6 +89,14 @@ def onnx_operators() -> str:
     )
 
 
+def rules_of_constants() -> str:
+    """The rules by which an import takes initializers for parameters or constants, in their order."""
+    from penstock.frontends.onnx.constants.rules import RULES
+
+    rows = [f"| `{rule.name}` | {'trained' if rule.trained else 'constant'} | {rule.reason} |\n" for rule in RULES]
+    return "".join(["| rule | makes it | because it is |\n", "| --- | --- | --- |\n", *rows])
+
+
 def torch_operations() -> str:
     from penstock.frontends.torch.table import CHECKS, RULES, WHOLE
 
@@ -287,6 +295,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "coverage-words": coverage_words,
     "onnx-operators": onnx_operators,
     "onnx-support": onnx_support,
+    "constants": rules_of_constants,
     "torch-operations": torch_operations,
     "conformance": conformance,
     "families": families,

@@ -5,9 +5,9 @@ the file. Each has the node's name as its `loc`. Tensor names are kept (names.py
 Opsets 7 to 28 of the default domain are supported. Every size is a number once `dims` has bound the symbolic ones.
 Inputs that `known` binds to values are not inputs of the module.
 
-trained.py decides which initializers are parameters. All others are constants. Results that depend on constants alone
-are computed here. Constants that are small or have one value throughout become `const`, larger ones buffers. An
-initializer used by several nodes stays one variable, read once.
+trained.py decides which initializers are parameters, by the rules of constants/. All others are constants. Results
+that depend on constants alone are computed here. Constants that are small or have one value throughout become `const`,
+larger ones buffers. An initializer used by several nodes stays one variable, read once.
 
 The importer tries these readings of a node in this order: a call of one of the model's functions (functions.py);
 control flow or a sequence (control.py, rules/sequences.py); a computation on known operands (folding.py); an operator
@@ -33,6 +33,7 @@ from penstock.ir.types import TensorType, dtype_of
 from penstock.support.errors import UsageError
 
 from .binding import Given, Inputs, bind
+from .constants.separation import separate_statistics
 from .control import CONTROL
 from .folding import fold, small
 from .functions import DEEPEST, MOST_NODES, call, definition, has_definition, identity
@@ -80,6 +81,7 @@ def import_onnx(
     opsets = opsets_of(source)
     graph = source.model.graph
     _check(source)
+    separate_statistics(source.model)
     try:
         bound = bind(graph, dims or {}, known or {}, where)
     except UsageError as error:
@@ -202,7 +204,7 @@ class _OnnxImporter:
             return KnownTensor(label, self.source.array(tensor))
         return (
             OnnxWeight(label, kind, tensor)
-            if self.trained(tensor.name, kind)
+            if self.trained(tensor, kind)
             else KnownTensor(label, self.source.array(tensor))
         )
 

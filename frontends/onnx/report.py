@@ -11,6 +11,9 @@ from penstock.frontends.imported import counted, refusal, some
 from penstock.ir.graph import PARAM, Op, Var
 from penstock.support.errors import UnsupportedModel
 
+# The most characters of a name in the lines about constants.
+LONGEST_NAME = 64
+
 
 @dataclass
 class Findings:
@@ -23,7 +26,10 @@ class Findings:
     needs: dict[str, None] = field(default_factory=dict)
     bound: list[str] = field(default_factory=list)
     folded: list[str] = field(default_factory=list)
-    scalars: list[str] = field(default_factory=list)
+    # By the rule of constants/rules.py: its reason, and the initializers.
+    constants: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
+    # Initializers that are trained though they look like constants, by what makes them look so.
+    unusual: dict[str, list[str]] = field(default_factory=dict)
     matched: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     expanded: list[str] = field(default_factory=list)
@@ -81,11 +87,27 @@ def report(
         lines.append(f"frozen by name: {some(findings.matched)}")
     if findings.buffers:
         lines.append(f"buffers of the exported module, not trained: {some(findings.buffers)}")
-    if findings.scalars:
-        lines.append(
-            f"initializers of rank 0, taken as constants: {some(findings.scalars)} "
-            "(--trained REGEX makes parameters of them)"
-        )
+    lines += _told_constants(findings)
     if unused:
         lines.append(f"floating-point initializers that no result depends on as tensors, left out: {some(unused)}")
     return lines
+
+
+def _told_constants(findings: Findings) -> list[str]:
+    """Write a line on each rule that kept initializers from training, and on what is trained all the same."""
+    lines = [
+        f"not trained by rule {rule}, {len(names)}: {_short(names)} ({reason})"
+        for rule, (reason, names) in findings.constants.items()
+    ]
+    if lines:
+        lines.append("--trained REGEX makes parameters of initializers that rules took for constants")
+    return lines + [
+        f"trained though unusual, {len(names)}: {_short(names)} ({reason})"
+        for reason, names in findings.unusual.items()
+    ]
+
+
+def _short(names: Sequence[str]) -> str:
+    """List the first names, each shortened in its middle to a bounded length."""
+    half = LONGEST_NAME // 2 - 2
+    return some([name if len(name) <= LONGEST_NAME else f"{name[:half]}...{name[-half:]}" for name in names])

@@ -1,23 +1,25 @@
 """The choice of the initializers of an ONNX file that are trained.
 
-Every floating-point initializer that is used as a tensor is a parameter, except
+These decide on a floating-point initializer, the first that says something:
 
-* those whose name matches `frozen` (a regular expression, searched for anywhere in the name),
-* those that the exporter calls buffers: torch's writes each weight's kind in the module into the metadata (KIND),
-* the running mean and variance of a BatchNormalization; the rule of the operator updates them in training mode,
-* operands that a rule needs as numbers (a bound of Clip, the value of Pad); that rule reads them,
-* those of rank 0: exporters write the numbers of the source text (a scale, an epsilon) that way.
+* `frozen`, a regular expression, searched for anywhere in the name: not trained
+* `trained`, another one: trained
+* the exporter: torch's writes each weight's kind in the module into the metadata (KIND), parameter, buffer or constant
+* the table of rules about use, name and elements (constants/rules.py)
 
-`trained` names exceptions from all of these but `frozen`. An initializer that the exporter calls a parameter is one, of
-any rank.
+All others are parameters.
 """
 
 from __future__ import annotations
+
+import onnx
 
 from penstock.frontends.names import pattern_of
 from penstock.ir.types import FLOATS, TensorType
 from penstock.support.errors import UsageError
 
+from .constants.rules import Stored, decide, looks_set
+from .constants.uses import uses_in
 from .report import Findings
 from .source import OnnxFile, stored_in
 
@@ -26,14 +28,17 @@ KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 
 
 class Trained:
-    """The decision by name whether an initializer is trained. Decisions that may surprise are added to the findings."""
+    """The decision whether an initializer is trained. Decisions that may surprise are added to the findings."""
 
     def __init__(self, source: OnnxFile, findings: Findings, frozen: str | None, trained: str | None) -> None:
-        self._findings = findings
+        self._source, self._findings = source, findings
         graph = source.model.graph
+        self._readers = uses_in(source.model)
         self._said = {
             value.name: entry.value for value in graph.value_info for entry in value.metadata_props if entry.key == KIND
         }
+        # A file that says the kind of each weight says it of the whole state dict. Other names are made up.
+        self._from_torch = source.model.producer_name == "pytorch" and not self._said
         floating = [tensor.name for _, _, tensor in stored_in(graph) if source.is_float(tensor)]
         patterns = []
         for flag, text in (("frozen", frozen), ("trained", trained)):
@@ -43,18 +48,40 @@ class Trained:
             patterns.append(pattern)
         self._frozen, self._trained = patterns
 
-    def __call__(self, name: str, kind: TensorType) -> bool:
+    def __call__(self, initializer: onnx.TensorProto, kind: TensorType) -> bool:
         if kind.dtype not in FLOATS:
             return False
-        kind_in_module = self._said.get(name)
+        name, kind_in_module = initializer.name, self._said.get(initializer.name)
         if self._frozen is not None and self._frozen.search(name):
             self._findings.matched.append(name)
             return False
+        tensor = Stored(
+            name,
+            kind.dims,
+            self._readers(initializer),
+            lambda: self._source.array(initializer),
+            self._from_torch,
+        )
         if (self._trained is not None and self._trained.search(name)) or kind_in_module == "PARAMETER":
+            self._tell_unusual(tensor, "told to be trained")
             return True
-        if kind_in_module == "BUFFER":
+        if kind_in_module in ("BUFFER", "CONSTANT_TENSOR"):
             self._findings.buffers.append(name)
             return False
-        if kind.rank == 0:
-            self._findings.scalars.append(name)
-        return kind.rank > 0
+        rule = decide(tensor)
+        if rule is not None and not rule.trained:
+            self._findings.constants.setdefault(rule.name, (rule.reason, []))[1].append(name)
+            return False
+        self._tell_unusual(tensor, rule.reason if rule is not None else "read as a weight or bias is")
+        return True
+
+    def _tell_unusual(self, tensor: Stored, why: str) -> None:
+        """Note a tensor that is trained though it has one element, or the elements of a constant."""
+        rule = looks_set(tensor)
+        if rule is not None:
+            self._note(f"{why}; but {rule.reason}", tensor)
+        elif tensor.single:
+            self._note(f"one element; {why}", tensor)
+
+    def _note(self, reason: str, tensor: Stored) -> None:
+        self._findings.unusual.setdefault(reason, []).append(tensor.name)

@@ -114,7 +114,7 @@ class ReadingOptions:
     )
     frozen: str | None = setting(None, "parameters that are not trained", shown="REGEX")
     trained: str | None = setting(
-        None, "initializers that are trained although they hold a single number", shown="REGEX"
+        None, "initializers that are trained although they look like constants", shown="REGEX"
     )
 
 

@@ -29,23 +29,27 @@ def roles(imported) -> dict[str, str]:
 
 MIXED = """(float[2,3,4] x) => (float[2,3,4] y)
   <float[3] bn_s = {1, 2, 3}, float[3] bn_b = {0, 1, 0}, float[3] bn_m = {0, 1, 2}, float[3] bn_v = {1, 2, 1},
-   float[1] one = {2}, float number = {0.5}, float low = {-1}, float[4] never = {1, 2, 3, 4}, int64[2] axes = {0, 1}> {
+   float[1] one = {2}, float[1] gain = {3}, float number = {0.5}, float low = {-1}, float[4] never = {1, 2, 3, 4}, int64[2] axes = {0, 1}> {
   a = BatchNormalization(x, bn_s, bn_b, bn_m, bn_v)
-  b = Mul(a, one)
+  b = Mul(a, gain)
   c = Mul(b, number)
   d = Clip(c, low)
-  y = Add(d, one)
+  e = Add(d, one)
+  y = Mul(e, gain)
 }"""
 
 
 def test_which_initializers_are_trained(tmp_path: Path) -> None:
     path = write_model(tmp_path / "mixed.onnx", MIXED)
     imported = compare(path, {"x": draw("x", F32, (2, 3, 4))})
-    assert roles(imported) == {"bn_s": "param", "bn_b": "param", "one": "param"}
+    assert roles(imported) == {"bn_s": "param", "bn_b": "param", "gain": "param"}
     report = "\n".join(imported.report)
-    assert "initializers of rank 0, taken as constants: number, low" in report
+    assert "not trained by rule number, 2: one, number (" in report
+    assert "not trained by rule bound, 1: low (" in report
+    assert "not trained by rule statistic, 2: bn_m, bn_v (" in report
+    assert "trained though unusual, 1: gain (one element; the name" in report
     assert "left out: never" in report
-    assert "used more than once, trained as one variable each: one" in report
+    assert "used more than once, trained as one variable each: gain" in report
 
 
 def test_statistics_with_many_entries_are_buffers(tmp_path: Path) -> None:
