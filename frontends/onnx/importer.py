@@ -1,7 +1,8 @@
 """The importer of ONNX: reads a file and returns a Module and its weights.
 
-The module has one graph `main`: the model's inputs, its outputs, and one or a few operations per node, in the order of
-the file. Each has the node's name as its `loc`. Tensor names are kept (names.py says how illegal ones are spelled).
+The module has one graph `main`: the model's inputs, its outputs, and one or a few operations per node. They are in the
+order of the file, which source.py mends. Each has the node's name as its `loc`. Tensor names are kept (names.py says
+how illegal ones are spelled).
 Opsets 7 to 28 of the default domain are supported. Every size is a number once `dims` has bound the symbolic ones.
 Inputs that `known` binds to values are not inputs of the module.
 
@@ -86,6 +87,8 @@ def import_onnx(
             raise CannotImport(where, [*unknown, *error.what.splitlines()[1:]], hint=error.hint) from error
         raise
     findings = Findings()
+    if source.moved:
+        findings.warnings.append(f"nodes that lie before those whose results they take, put in order: {source.moved}")
     importer = _OnnxImporter(source, opsets, findings, Trained(source, findings, frozen, trained))
     importer.take_inputs(graph, bound)
     importer.take_initializers(graph)

@@ -16,10 +16,11 @@ from penstock.support.errors import UnsupportedModel
 class Findings:
     """Findings that each give a line of the report.
 
-    `problems` end the import. `needs` are the inputs whose values would have to be known.
+    `problems` end the import, `warnings` do not. `needs` are the inputs whose values would have to be known.
     """
 
     problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     needs: dict[str, None] = field(default_factory=dict)
     bound: list[str] = field(default_factory=list)
     folded: list[str] = field(default_factory=list)
@@ -61,7 +62,7 @@ def report(
 
     `nodes` is the number of the model's nodes. `unused` are floating-point initializers that nothing depends on.
     """
-    lines = [counted(variables.values())]
+    lines = [counted(variables.values()), *(f"warning: {warning}" for warning in findings.warnings)]
     if dims:
         lines.append("dimensions bound: " + ", ".join(f"{name}={size}" for name, size in dims.items()))
     if findings.bound:
