@@ -18,7 +18,7 @@ rule (table.py); an operator that ONNX defines by a function. One CannotImport l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -258,9 +258,9 @@ class _OnnxImporter:
                 promises = promised_by_node(node)
             try:
                 results = self._results(node, promises)
-                _compare(proto, results, promises, "shape inference")
+                _agree(proto, results, promises)
                 if scope is self.scope:
-                    _compare(proto, results, self.declared, "the model")
+                    self._compare_declared(proto, results)
                 node.finish(results)
                 self.marks.take(proto, self.builder.ops[first:])
             finally:
@@ -274,6 +274,15 @@ class _OnnxImporter:
         if results is None:
             for name in filter(None, proto.output):
                 scope.tensors[name] = Lost(promises.types.get(name))
+
+    def _compare_declared(self, proto: onnx.NodeProto, results: Sequence[Result]) -> None:
+        """Compare results with the types that the model declares. As in onnxruntime, a shape may be out of date."""
+        for name, actual, declared in _differences(proto, results, self.declared):
+            if actual.dtype != declared.dtype:
+                raise Refused(_difference(name, actual, declared, "the model"))
+            self.findings.warnings.append(
+                f"output {name} comes out as {actual}, but the model says {declared}, which is out of date"
+            )
 
     def _note(self, problem: str, error: Exception) -> None:
         self.findings.problems.append(problem)
@@ -391,10 +400,22 @@ def _all_read(node: OnnxNode, results: Sequence[Result]) -> Sequence[Result]:
     return results
 
 
-def _compare(proto: onnx.NodeProto, results: Sequence[Result], promises: Promises, authority: str) -> None:
-    """Compare each result with the type that is promised for it."""
+def _agree(proto: onnx.NodeProto, results: Sequence[Result], promises: Promises) -> None:
+    """Refuse results that are too few, or of another type than is promised."""
     if len(results) < sum(1 for name in proto.output if name):
         raise Refused(f"only the first {len(results)} results are supported")
+    for difference in _differences(proto, results, promises):
+        raise Refused(_difference(*difference, "shape inference"))
+
+
+def _difference(name: str, actual: TensorType, promised: TensorType, authority: str) -> str:
+    return f"result {name} comes out as {actual}, but {authority} says {promised}"
+
+
+def _differences(
+    proto: onnx.NodeProto, results: Sequence[Result], promises: Promises
+) -> Iterator[tuple[str, TensorType, TensorType]]:
+    """Yield the name of each result that is not of the promised type, its type, and the promised one."""
     for name, result in zip(proto.output, results, strict=False):
         promised = promises.types.get(name)
         array = result.array if isinstance(result, KnownTensor) else result
@@ -402,7 +423,7 @@ def _compare(proto: onnx.NodeProto, results: Sequence[Result], promises: Promise
             continue
         actual = TensorType(dtype_of(array.dtype), array.shape) if isinstance(array, np.ndarray) else array.type
         if actual is not None and actual != promised:
-            raise Refused(f"result {name} comes out as {actual}, but {authority} says {promised}")
+            yield name, actual, promised
 
 
 def _why_unknown(node: onnx.NodeProto) -> str:
