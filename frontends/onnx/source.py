@@ -35,7 +35,8 @@ SMALL = 1024
 # domain.
 _UNREGISTERED = ("GroupNormalization", "LayerNormalization", "SimplifiedLayerNormalization")
 _OTHER_OPSET, _NO_SHAPE = "whereas model imports version", "Field 'shape' of 'type' is required"
-_TOLERATED = (_NO_SHAPE, *(f"registered for {kind}" for kind in _UNREGISTERED), _OTHER_OPSET)
+_NO_OPSET = "No opset import for domain ''"
+_TOLERATED = (_NO_OPSET, _NO_SHAPE, *(f"registered for {kind}" for kind in _UNREGISTERED), _OTHER_OPSET)
 # The most elements of a sparse tensor, zeros included.
 MOST_DENSE = 1 << 26
 
@@ -74,8 +75,8 @@ class OnnxFile:
     def check(self) -> str:
         """Return the objection of onnx.checker to the file, "" if it is valid.
 
-        Three more things count as valid because exporters write them: functions of another opset, tensors without a
-        shape, and operators that the checker does not have or calls deprecated.
+        Four more things count as valid because exporters write them: functions of another opset, tensors without a
+        shape, operators that the checker does not have or calls deprecated, and an opset of another domain alone.
         """
         light = self._light() if self.moved else None
         problem = _complaint(light or str(self.path))
@@ -233,6 +234,8 @@ def _mend(model: onnx.ModelProto, about: str) -> None:
     """Remove the cause of an objection from a copy, so that the checker goes on to the next."""
     if about == _OTHER_OPSET:  # each function is read in its own opset
         del model.functions[:]
+    elif about == _NO_OPSET:
+        model.opset_import.append(onnx.helper.make_opsetid("", onnx.defs.onnx_opset_version()))
     elif about == _NO_SHAPE:
         for graph in all_graphs(model.graph):
             for value in (*graph.input, *graph.output, *graph.value_info):

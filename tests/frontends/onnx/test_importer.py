@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 from penstock.frontends.onnx import CannotImport, import_onnx
+from penstock.support.errors import UnsupportedModel, UsageError
 
 from .cases import compare, draw, judge
 
@@ -49,3 +50,51 @@ def test_an_element_type_that_is_wrong_is_an_error_in_both(tmp_path: Path) -> No
         import_onnx(path)
     with pytest.raises(Exception, match="Type Error"):
         judge(path, {"x": draw("x", F32, (2,))})
+
+
+# ---------------------------------------------------------------------------------------- opsets
+
+
+@pytest.mark.parametrize(
+    ("opsets", "node"),
+    [
+        ('"com.microsoft" : 1', "y = com.microsoft.Gelu(x)"),
+        ('"com.microsoft" : 1', "h = com.microsoft.Gelu(x) y = Neg(h)"),
+        ('"ai.onnx.ml" : 3', "h = Neg(x) y = Relu(h)"),
+    ],
+)
+def test_an_opset_of_another_domain_is_enough(tmp_path: Path, opsets: str, node: str) -> None:
+    """Nodes of the default domain are then read in its newest opset, as in onnxruntime."""
+    path = _saved(tmp_path, f"(float[2,3] x) => (float[2,3] y) {{ {node} }}", opsets)
+    compare(path, {"x": draw("x", F32, (2, 3))})
+
+
+def test_what_is_not_supported_of_another_domain_is_listed(tmp_path: Path) -> None:
+    path = _saved(
+        tmp_path,
+        '(string[2] x) => (float[2] y) { h = ai.onnx.ml.LabelEncoder<keys_strings = ["a"], values_floats = [1.0]>(x) '
+        "[last] y = acme.Turbo(h) }",
+        '"ai.onnx.ml" : 3, "acme" : 1',
+    )
+    with pytest.raises(CannotImport) as caught:
+        import_onnx(path)
+    assert caught.value.exit_code == 3
+    text = str(caught.value)
+    assert "LabelEncoder_0 (ai.onnx.ml LabelEncoder): " in text
+    assert "last (acme Turbo): operators of domain acme are not supported" in text
+
+
+def test_a_file_without_any_opset_is_not_valid(tmp_path: Path) -> None:
+    path = _saved(tmp_path, "(float[2] x) => (float[2] y) { y = Neg(x) }")
+    model = onnx.load(path)
+    del model.opset_import[:]
+    onnx.save(model, path)
+    with pytest.raises(UsageError, match="not a valid ONNX model"):
+        import_onnx(path)
+
+
+@pytest.mark.parametrize(("domain", "version", "only"), [("com.microsoft", 2, "1"), ("ai.onnx.ml", 6, "1 to 5")])
+def test_versions_of_other_domains_are_checked(tmp_path: Path, domain: str, version: int, only: str) -> None:
+    path = _saved(tmp_path, "(float[2] x) => (float[2] y) { y = Neg(x) }", f'"" : 20, "{domain}" : {version}')
+    with pytest.raises(UnsupportedModel, match=f"version {version} of domain {domain} is not supported, only {only}$"):
+        import_onnx(path)
