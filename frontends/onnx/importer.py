@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from penstock.frontends.imported import Imported, told_renames
+from penstock.frontends.imported import Imported, Unimported, told_renames
 from penstock.frontends.names import Names
 from penstock.frontends.writer import Lost, Refused
 from penstock.ir.graph import Value, Var
@@ -39,7 +39,7 @@ from .functions import DEEPEST, MOST_NODES, call, definition, has_definition, id
 from .hints import Marks
 from .inference import Promises, promised_by_node, promises_of, rounds_up
 from .node import OnnxBuilder, OnnxNode
-from .report import CannotImport, Findings, report, row
+from .report import CannotImport, Findings, problem_of, report
 from .source import OnnxFile, node_name, our_dtype, stored_in
 from .structure import take_structure
 from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of
@@ -113,11 +113,11 @@ def _check(source: OnnxFile) -> None:
     raise UsageError(f"not a valid ONNX model: {problem}", where=str(source.path))
 
 
-def _unknown_operators(source: OnnxFile) -> list[str]:
+def _unknown_operators(source: OnnxFile) -> list[Unimported]:
     """List the nodes whose operators are not supported on any operands."""
     functions = {identity(f) for f in source.model.functions}
     nodes = [(i, node) for i, node in enumerate(source.model.graph.node) if identity(node) not in functions]
-    return [row(node_name(node, i), node, reason) for i, node in nodes if (reason := _why_unknown(node))]
+    return [problem_of(node_name(node, i), node, reason) for i, node in nodes if (reason := _why_unknown(node))]
 
 
 def _behind_rounded_pools(graph: onnx.GraphProto) -> set[str]:
@@ -270,7 +270,7 @@ class _OnnxImporter:
             pass
         except _DO_NOT_FIT as error:
             results = None
-            self._note(row(scope.prefix + node_name(proto, index), proto, str(error)), error)
+            self._note(problem_of(scope.prefix + node_name(proto, index), proto, str(error)), error)
         if results is None:
             for name in filter(None, proto.output):
                 scope.tensors[name] = Lost(promises.types.get(name))
@@ -284,7 +284,7 @@ class _OnnxImporter:
                 f"output {name} comes out as {actual}, but the model says {declared}, which is out of date"
             )
 
-    def _note(self, problem: str, error: Exception) -> None:
+    def _note(self, problem: Unimported, error: Exception) -> None:
         self.findings.problems.append(problem)
         cause: BaseException | None = error
         while cause is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from penstock.frontends.imported import counted, refusal, some
+from penstock.frontends.imported import Unimported, counted, refusal, some
 from penstock.ir.graph import PARAM, Op, Var
 from penstock.support.errors import UnsupportedModel
 
@@ -19,7 +19,7 @@ class Findings:
     `problems` end the import, `warnings` do not. `needs` are the inputs whose values would have to be known.
     """
 
-    problems: list[str] = field(default_factory=list)
+    problems: list[Unimported | str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     needs: dict[str, None] = field(default_factory=dict)
     bound: list[str] = field(default_factory=list)
@@ -31,14 +31,16 @@ class Findings:
 
 
 class CannotImport(UnsupportedModel):
-    """An error that lists every node that cannot be imported.
+    """An error that lists all that cannot be imported.
 
     `needs` names the inputs that some node needs to be known at import: binding them (`known=`) may help.
     """
 
-    def __init__(self, where: str, rows: Sequence[str], needs: Iterable[str] = (), hint: str = "") -> None:
+    def __init__(
+        self, where: str, problems: Sequence[Unimported | str], needs: Iterable[str] = (), hint: str = ""
+    ) -> None:
         super().__init__(
-            refusal(rows),
+            refusal(problems),
             where=where,
             hint="docs/onnx-operators.md lists what is supported, and what to do about the rest"
             + (f"; {hint}" if hint else ""),
@@ -46,8 +48,8 @@ class CannotImport(UnsupportedModel):
         self.needs = tuple(needs)
 
 
-def row(name: str, node: onnx.NodeProto, reason: str) -> str:
-    return f"{name} ({node.domain or 'ai.onnx'} {node.op_type}): {reason}"
+def problem_of(name: str, node: onnx.NodeProto, reason: str) -> Unimported:
+    return Unimported(name, f"{node.domain or 'ai.onnx'} {node.op_type}", reason)
 
 
 def report(

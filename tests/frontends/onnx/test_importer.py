@@ -98,3 +98,25 @@ def test_versions_of_other_domains_are_checked(tmp_path: Path, domain: str, vers
     path = _saved(tmp_path, "(float[2] x) => (float[2] y) { y = Neg(x) }", f'"" : 20, "{domain}" : {version}')
     with pytest.raises(UnsupportedModel, match=f"version {version} of domain {domain} is not supported, only {only}$"):
         import_onnx(path)
+
+
+# ---------------------------------------------------------------------------------------- the list of what fails
+
+
+def test_nodes_that_fail_alike_share_a_line(tmp_path: Path) -> None:
+    loop = (
+        "Loop(n, , x)<body = b (int64 i, bool c, float[2] s) => (bool d, float[2] t) { d = Identity(c) t = Relu(s) }>"
+    )
+    loops = " ".join(f"l{i} = {loop}" for i in range(19))
+    text = f"(float[2] x, int64 n) => (float[2] y) {{ {loops} a = acme.Turn(x) b = acme.Turn(x) y = acme.Twist(a) }}"
+    with pytest.raises(CannotImport) as caught:
+        import_onnx(_saved(tmp_path, text, '"" : 20, "acme" : 1'))
+    rows = [line.strip() for line in caught.value.what.splitlines()]
+    assert rows[0].endswith("22 places:")
+    assert rows[1].startswith(
+        "ai.onnx Loop: 19 nodes (Loop_0, Loop_1, Loop_2, ...): the number of iterations is computed at"
+    )
+    assert rows[2:] == [
+        "acme Turn: 2 nodes (Turn_19, Turn_20): operators of domain acme are not supported",
+        "Twist_21 (acme Twist): operators of domain acme are not supported",
+    ]
