@@ -44,6 +44,7 @@ from .source import OnnxFile, node_name, our_dtype, stored_in
 from .structure import take_structure
 from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of
 from .tensors import (
+    BodyUnfinished,
     Empty,
     KnownTensor,
     NeedsKnown,
@@ -242,7 +243,14 @@ class _OnnxImporter:
         finally:
             self.depth -= 1
         if len(self.findings.problems) > before:
-            raise NodeUnfinished
+            raise BodyUnfinished
+
+    def note_choice(self, n: OnnxNode, condition: Value) -> None:
+        """Record that a body cannot be imported which may not run: the inputs behind the condition decide."""
+        behind = tuple(self.builder.inputs_behind(condition))
+        if behind:
+            self.findings.needs.update(dict.fromkeys(behind))
+            self.findings.choices.setdefault(behind, {})[n.name] = None
 
     def take_node(self, proto: onnx.NodeProto, index: int, scope: Scope) -> None:
         """Import one node into a scope. If it cannot be imported, record why, and mark its results as lost."""
@@ -349,7 +357,12 @@ class _OnnxImporter:
                     f"output {value.name}: sequences and optionals cannot be results, only tensors"
                 )
         if self.findings.problems:
-            raise CannotImport(str(self.source.path), self.findings.problems, self.findings.needs)
+            raise CannotImport(
+                str(self.source.path),
+                self.findings.problems,
+                self.findings.needs,
+                "; ".join(self.findings.told_choices()),
+            )
 
     # ------------------------------------------------------------------------------------ the result
 

@@ -11,23 +11,34 @@ from penstock.frontends.imported import Unimported, counted, refusal, some
 from penstock.ir.graph import PARAM, Op, Var
 from penstock.support.errors import UnsupportedModel
 
+from .tensors import known_flags
+
 
 @dataclass
 class Findings:
     """Findings that each give a line of the report.
 
     `problems` end the import, `warnings` do not. `needs` are the inputs whose values would have to be known.
+    `choices` lists, by inputs that decide at run time whether a body runs, nodes with a body that cannot be imported.
     """
 
     problems: list[Unimported | str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     needs: dict[str, None] = field(default_factory=dict)
+    choices: dict[tuple[str, ...], dict[str, None]] = field(default_factory=dict)
     bound: list[str] = field(default_factory=list)
     folded: list[str] = field(default_factory=list)
     scalars: list[str] = field(default_factory=list)
     matched: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     expanded: list[str] = field(default_factory=list)
+
+    def told_choices(self) -> list[str]:
+        """Write a hint on each of the choices."""
+        return [
+            f"{known_flags(inputs, 'VALUE')} decides at import which part of {some(list(nodes))} runs, and leaves out the rest"
+            for inputs, nodes in self.choices.items()
+        ]
 
 
 class CannotImport(UnsupportedModel):
