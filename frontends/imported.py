@@ -67,9 +67,9 @@ class Unimported:
 
 
 def refusal(problems: Sequence[Unimported | str]) -> str:
-    """List what cannot be imported for an error: nodes of one operator and one reason in one row, all others in one each.
+    """List what cannot be imported, for an error.
 
-    A row of several nodes names the first three.
+    Nodes of one operator and one reason share a row, which names the first three.
     """
     groups: dict[object, list[Unimported | str]] = {}
     for number, problem in enumerate(problems):
