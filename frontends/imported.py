@@ -53,10 +53,39 @@ class Imported:
     hints: Hints = field(default_factory=Hints)
 
 
-def refusal(rows: Sequence[str]) -> str:
-    """List the nodes that cannot be imported, one row each, for an error."""
-    count = f"{len(rows)} places" if len(rows) > 1 else "one place"
-    return f"the model cannot be imported, {count}:\n" + "\n".join(f"  {row}" for row in rows)
+@dataclass(frozen=True)
+class Unimported:
+    """A node that cannot be imported: its name, its operator, and why. `line` is that of the model's code, if known."""
+
+    name: str
+    kind: str
+    reason: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind}){self.line}: {self.reason}"
+
+
+def refusal(problems: Sequence[Unimported | str]) -> str:
+    """List what cannot be imported, for an error.
+
+    Nodes of one operator and one reason share a row, which names the first three.
+    """
+    groups: dict[object, list[Unimported | str]] = {}
+    for number, problem in enumerate(problems):
+        key = (problem.kind, problem.reason) if isinstance(problem, Unimported) else number
+        groups.setdefault(key, []).append(problem)
+    count = f"{len(problems)} places" if len(problems) > 1 else "one place"
+    return f"the model cannot be imported, {count}:\n" + "\n".join(f"  {_row(group)}" for group in groups.values())
+
+
+def _row(group: Sequence[Unimported | str]) -> str:
+    first = group[0]
+    if isinstance(first, str) or len(group) == 1:
+        return str(first)
+    names = [f"{problem.name}{problem.line}" for problem in group[:3] if isinstance(problem, Unimported)]
+    shown = ", ".join([*names, *(["..."] if len(group) > 3 else [])])
+    return f"{first.kind}: {len(group)} nodes ({shown}): {first.reason}"
 
 
 def counted(variables: Collection[Var]) -> str:

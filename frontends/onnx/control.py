@@ -31,7 +31,7 @@ from penstock.ir.types import numpy_dtype
 from .functions import BodyImporter, results_of
 from .inference import promises_of
 from .node import OnnxNode, Result
-from .tensors import KnownTensor, OnnxWeight, Scope, Tensor, TensorList
+from .tensors import BodyUnfinished, KnownTensor, NodeUnfinished, OnnxWeight, Scope, Tensor, TensorList
 
 
 class Graphs(BodyImporter, Protocol):
@@ -39,6 +39,9 @@ class Graphs(BodyImporter, Protocol):
 
     def open_graph(self, graph: onnx.GraphProto, n: OnnxNode, part: str) -> Scope:
         """Open a scope around a graph, with its initializers, which all its runs share."""
+
+    def note_choice(self, n: OnnxNode, condition: Value) -> None:
+        """Record that a condition at run time decides whether a body that cannot be imported runs."""
 
 
 Control = Callable[[Graphs, OnnxNode], Sequence[Result]]
@@ -52,6 +55,23 @@ def _run(importer: Graphs, graph: onnx.GraphProto, scope: Scope, operands: Seque
     scope.tensors.update({formal.name: tensor for formal, tensor in zip(graph.input, operands, strict=True)})
     importer.run_nodes(graph.node, scope)
     return results_of(scope, [value.name for value in graph.output])
+
+
+def _run_if(
+    importer: Graphs,
+    n: OnnxNode,
+    condition: bool | Value,
+    graph: onnx.GraphProto,
+    scope: Scope,
+    operands: Sequence[Tensor],
+) -> list[Tensor]:
+    """Import the nodes of a graph that runs on a condition. If they cannot be, record that the condition decides."""
+    try:
+        return _run(importer, graph, scope, operands)
+    except BodyUnfinished:
+        if isinstance(condition, Value):
+            importer.note_choice(n, condition)
+        raise
 
 
 def _body(n: OnnxNode, name: str = "body") -> onnx.GraphProto:
@@ -102,11 +122,19 @@ def _choose(n: OnnxNode, condition: Value, yes: Tensor, no: Tensor) -> Tensor:
 
 def _if(importer: Graphs, n: OnnxNode) -> Sequence[Result]:
     condition = _condition(n, n.operand(0))
-    results = {}
+    results: dict[bool, list[Tensor]] = {}
+    failed: NodeUnfinished | None = None
     for outcome, part in ((True, "then"), (False, "else")):
         graph = _body(n, f"{part}_branch")
-        if condition is not (not outcome):
-            results[outcome] = _run(importer, graph, importer.open_graph(graph, n, part).inside(f"{part}/"), ())
+        if condition is (not outcome):
+            continue
+        scope = importer.open_graph(graph, n, part).inside(f"{part}/")
+        try:
+            results[outcome] = _run_if(importer, n, condition, graph, scope, ())
+        except NodeUnfinished as error:  # the other branch may have more to report
+            failed = error
+    if failed is not None:
+        raise failed
     if not isinstance(condition, Value):
         return results[condition]
     n.require(len(results[True]) == len(results[False]), "the branches have different numbers of results")
@@ -143,7 +171,7 @@ def _loop(importer: Graphs, n: OnnxNode) -> Sequence[Result]:
             if collected:
                 n.constant_of(condition, "the condition of a loop that collects results")
         operands = (n.known_of(np.array(i, np.int64)), _as_tensor(n, condition), *state)
-        again, *results = _run(importer, body, scope.inside(f"{i}/"), operands)
+        again, *results = _run_if(importer, n, condition, body, scope.inside(f"{i}/"), operands)
         after, outputs = results[: len(state)], results[len(state) :]
         if isinstance(condition, Value):  # the iteration may not have run
             state = [_choose(n, condition, new, old) for new, old in zip(after, state, strict=True)]

@@ -7,7 +7,7 @@ the function's gets the value in this call, or else the default.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from penstock.frontends.writer import Refused
 
 from .inference import type_proto
 from .node import OnnxNode
+from .source import graphs_of
 from .tensors import NodeUnfinished, Scope, Tensor, is_lost
 from .versions import DOMAINS, OPSETS
 
@@ -95,19 +96,13 @@ def _fill_in(node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto 
             named.CopyFrom(value)
             named.name = attribute.name
             attribute = named
-        for graph in _graphs(attribute):
+        for graph in graphs_of(attribute):
             for inner in graph.node:
                 _fill_in(inner, attributes)
         kept.append(attribute)
     whole = [onnx.AttributeProto.FromString(a.SerializeToString()) for a in kept]
     del node.attribute[:]
     node.attribute.extend(whole)
-
-
-def _graphs(attribute: onnx.AttributeProto) -> Iterator[onnx.GraphProto]:
-    if attribute.HasField("g"):
-        yield attribute.g
-    yield from attribute.graphs
 
 
 # ---------------------------------------------------------------------------------------- ONNX's own definitions

@@ -1,7 +1,8 @@
 """The importer of ONNX: reads a file and returns a Module and its weights.
 
-The module has one graph `main`: the model's inputs, its outputs, and one or a few operations per node, in the order of
-the file. Each has the node's name as its `loc`. Tensor names are kept (names.py says how illegal ones are spelled).
+The module has one graph `main`: the model's inputs, its outputs, and one or a few operations per node. They are in the
+order of the file, which source.py mends. Each has the node's name as its `loc`. Tensor names are kept (names.py says
+how illegal ones are spelled).
 Opsets 7 to 28 of the default domain are supported. Every size is a number once `dims` has bound the symbolic ones.
 Inputs that `known` binds to values are not inputs of the module.
 
@@ -18,14 +19,14 @@ imported.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 
-from penstock.frontends.imported import Imported, told_renames
+from penstock.frontends.imported import Imported, Unimported, told_renames
 from penstock.frontends.names import Names
 from penstock.frontends.writer import Lost, Refused
 from penstock.ir.graph import Value, Var
@@ -40,11 +41,12 @@ from .functions import DEEPEST, MOST_NODES, call, definition, has_definition, id
 from .hints import Marks
 from .inference import Promises, promised_by_node, promises_of, rounds_up
 from .node import OnnxBuilder, OnnxNode
-from .report import CannotImport, Findings, report, row
+from .report import CannotImport, Findings, problem_of, report
 from .source import OnnxFile, node_name, our_dtype, stored_in
 from .structure import take_structure
 from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of
 from .tensors import (
+    BodyUnfinished,
     Empty,
     KnownTensor,
     NeedsKnown,
@@ -89,6 +91,8 @@ def import_onnx(
             raise CannotImport(where, [*unknown, *error.what.splitlines()[1:]], hint=error.hint) from error
         raise
     findings = Findings()
+    if source.moved:
+        findings.warnings.append(f"nodes that lie before those whose results they take, put in order: {source.moved}")
     importer = _OnnxImporter(source, opsets, findings, Trained(source, findings, frozen, trained))
     importer.take_inputs(graph, bound)
     importer.take_initializers(graph)
@@ -113,11 +117,11 @@ def _check(source: OnnxFile) -> None:
     raise UsageError(f"not a valid ONNX model: {problem}", where=str(source.path))
 
 
-def _unknown_operators(source: OnnxFile) -> list[str]:
+def _unknown_operators(source: OnnxFile) -> list[Unimported]:
     """List the nodes whose operators are not supported on any operands."""
     functions = {identity(f) for f in source.model.functions}
     nodes = [(i, node) for i, node in enumerate(source.model.graph.node) if identity(node) not in functions]
-    return [row(node_name(node, i), node, reason) for i, node in nodes if (reason := _why_unknown(node))]
+    return [problem_of(node_name(node, i), node, reason) for i, node in nodes if (reason := _why_unknown(node))]
 
 
 def _behind_rounded_pools(graph: onnx.GraphProto) -> set[str]:
@@ -242,7 +246,14 @@ class _OnnxImporter:
         finally:
             self.depth -= 1
         if len(self.findings.problems) > before:
-            raise NodeUnfinished
+            raise BodyUnfinished
+
+    def note_choice(self, n: OnnxNode, condition: Value) -> None:
+        """Record that a body cannot be imported which may not run: the inputs behind the condition decide."""
+        behind = tuple(self.builder.inputs_behind(condition))
+        if behind:
+            self.findings.needs.update(dict.fromkeys(behind))
+            self.findings.choices.setdefault(behind, {})[n.name] = None
 
     def take_node(self, proto: onnx.NodeProto, index: int, scope: Scope) -> None:
         """Import one node into a scope. If it cannot be imported, record why, and mark its results as lost."""
@@ -258,9 +269,9 @@ class _OnnxImporter:
                 promises = promised_by_node(node)
             try:
                 results = self._results(node, promises)
-                _compare(proto, results, promises, "shape inference")
+                _agree(proto, results, promises)
                 if scope is self.scope:
-                    _compare(proto, results, self.declared, "the model")
+                    self._compare_declared(proto, results)
                 node.finish(results)
                 self.marks.take(proto, self.builder.ops[first:])
             finally:
@@ -270,12 +281,21 @@ class _OnnxImporter:
             pass
         except _DO_NOT_FIT as error:
             results = None
-            self._note(row(scope.prefix + node_name(proto, index), proto, str(error)), error)
+            self._note(problem_of(scope.prefix + node_name(proto, index), proto, str(error)), error)
         if results is None:
             for name in filter(None, proto.output):
                 scope.tensors[name] = Lost(promises.types.get(name))
 
-    def _note(self, problem: str, error: Exception) -> None:
+    def _compare_declared(self, proto: onnx.NodeProto, results: Sequence[Result]) -> None:
+        """Compare results with the types that the model declares. As in onnxruntime, a shape may be out of date."""
+        for name, actual, declared in _differences(proto, results, self.declared):
+            if actual.dtype != declared.dtype:
+                raise Refused(_difference(name, actual, declared, "the model"))
+            self.findings.warnings.append(
+                f"output {name} comes out as {actual}, but the model says {declared}, which is out of date"
+            )
+
+    def _note(self, problem: Unimported, error: Exception) -> None:
         self.findings.problems.append(problem)
         cause: BaseException | None = error
         while cause is not None:
@@ -340,7 +360,12 @@ class _OnnxImporter:
                     f"output {value.name}: sequences and optionals cannot be results, only tensors"
                 )
         if self.findings.problems:
-            raise CannotImport(str(self.source.path), self.findings.problems, self.findings.needs)
+            raise CannotImport(
+                str(self.source.path),
+                self.findings.problems,
+                self.findings.needs,
+                "; ".join(self.findings.told_choices()),
+            )
 
     # ------------------------------------------------------------------------------------ the result
 
@@ -391,10 +416,22 @@ def _all_read(node: OnnxNode, results: Sequence[Result]) -> Sequence[Result]:
     return results
 
 
-def _compare(proto: onnx.NodeProto, results: Sequence[Result], promises: Promises, authority: str) -> None:
-    """Compare each result with the type that is promised for it."""
+def _agree(proto: onnx.NodeProto, results: Sequence[Result], promises: Promises) -> None:
+    """Refuse results that are too few, or of another type than is promised."""
     if len(results) < sum(1 for name in proto.output if name):
         raise Refused(f"only the first {len(results)} results are supported")
+    for difference in _differences(proto, results, promises):
+        raise Refused(_difference(*difference, "shape inference"))
+
+
+def _difference(name: str, actual: TensorType, promised: TensorType, authority: str) -> str:
+    return f"result {name} comes out as {actual}, but {authority} says {promised}"
+
+
+def _differences(
+    proto: onnx.NodeProto, results: Sequence[Result], promises: Promises
+) -> Iterator[tuple[str, TensorType, TensorType]]:
+    """Yield the name of each result that is not of the promised type, its type, and the promised one."""
     for name, result in zip(proto.output, results, strict=False):
         promised = promises.types.get(name)
         array = result.array if isinstance(result, KnownTensor) else result
@@ -402,7 +439,7 @@ def _compare(proto: onnx.NodeProto, results: Sequence[Result], promises: Promise
             continue
         actual = TensorType(dtype_of(array.dtype), array.shape) if isinstance(array, np.ndarray) else array.type
         if actual is not None and actual != promised:
-            raise Refused(f"result {name} comes out as {actual}, but {authority} says {promised}")
+            yield name, actual, promised
 
 
 def _why_unknown(node: onnx.NodeProto) -> str:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from penstock.frontends.imported import counted, refusal, some
+from penstock.frontends.imported import Unimported, counted, refusal, some
 from penstock.ir.graph import PARAM, Op, Var
 from penstock.support.errors import UnsupportedModel
+
+from .tensors import known_flags
 
 # The most characters of a name in the lines about constants.
 LONGEST_NAME = 64
@@ -19,11 +21,14 @@ LONGEST_NAME = 64
 class Findings:
     """Findings that each give a line of the report.
 
-    `problems` end the import. `needs` are the inputs whose values would have to be known.
+    `problems` end the import, `warnings` do not. `needs` are the inputs whose values would have to be known.
+    `choices` lists, by inputs that decide at run time whether a body runs, nodes with a body that cannot be imported.
     """
 
-    problems: list[str] = field(default_factory=list)
+    problems: list[Unimported | str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     needs: dict[str, None] = field(default_factory=dict)
+    choices: dict[tuple[str, ...], dict[str, None]] = field(default_factory=dict)
     bound: list[str] = field(default_factory=list)
     folded: list[str] = field(default_factory=list)
     # By the rule of constants/rules.py: its reason, and the initializers.
@@ -34,16 +39,26 @@ class Findings:
     buffers: list[str] = field(default_factory=list)
     expanded: list[str] = field(default_factory=list)
 
+    def told_choices(self) -> list[str]:
+        """Write a hint on each of the choices."""
+        told = "decides at import which part of"
+        return [
+            f"{known_flags(inputs, 'VALUE')} {told} {some(list(nodes))} runs, and leaves out the rest"
+            for inputs, nodes in self.choices.items()
+        ]
+
 
 class CannotImport(UnsupportedModel):
-    """An error that lists every node that cannot be imported.
+    """An error that lists all that cannot be imported.
 
     `needs` names the inputs that some node needs to be known at import: binding them (`known=`) may help.
     """
 
-    def __init__(self, where: str, rows: Sequence[str], needs: Iterable[str] = (), hint: str = "") -> None:
+    def __init__(
+        self, where: str, problems: Sequence[Unimported | str], needs: Iterable[str] = (), hint: str = ""
+    ) -> None:
         super().__init__(
-            refusal(rows),
+            refusal(problems),
             where=where,
             hint="docs/onnx-operators.md lists what is supported, and what to do about the rest"
             + (f"; {hint}" if hint else ""),
@@ -51,8 +66,8 @@ class CannotImport(UnsupportedModel):
         self.needs = tuple(needs)
 
 
-def row(name: str, node: onnx.NodeProto, reason: str) -> str:
-    return f"{name} ({node.domain or 'ai.onnx'} {node.op_type}): {reason}"
+def problem_of(name: str, node: onnx.NodeProto, reason: str) -> Unimported:
+    return Unimported(name, f"{node.domain or 'ai.onnx'} {node.op_type}", reason)
 
 
 def report(
@@ -67,7 +82,7 @@ def report(
 
     `nodes` is the number of the model's nodes. `unused` are floating-point initializers that nothing depends on.
     """
-    lines = [counted(variables.values())]
+    lines = [counted(variables.values()), *(f"warning: {warning}" for warning in findings.warnings)]
     if dims:
         lines.append("dimensions bound: " + ", ".join(f"{name}={size}" for name, size in dims.items()))
     if findings.bound:

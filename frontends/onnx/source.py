@@ -1,10 +1,11 @@
 """The ONNX file that is imported: read by its path, checked, its external data kept inside its folder, its tensors as
 arrays.
 
-In: a path. Out: the model, a type for each tensor, arrays, and a hash of everything that was read. Arrays are not
-copied where the format allows it; external data is memory-mapped. A UsageError refuses a file that is missing,
-truncated or not a valid model. It also refuses external data that is missing, too short, or outside the model's folder
-(absolute paths, `..`, links that lead out of it). A memory-mapped array is read-only and must not outlive the file.
+In: a path. Out: the model with its nodes in order, a type for each tensor, arrays, and a hash of everything that was
+read. Arrays are not copied where the format allows it; external data is memory-mapped. A UsageError refuses a file that
+is missing, truncated or not a valid model. It also refuses external data that is missing, too short, or outside the
+model's folder (absolute paths, `..`, links that lead out of it). A memory-mapped array is read-only and must not
+outlive the file.
 
 Known limit: onnx's checker is native code, so a file made to crash it would end the process. None is known.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableSequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import numpy as np
@@ -23,6 +24,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import numpy_helper
 from onnx.helper import tensor_dtype_to_np_dtype
 
+from penstock.frontends.order import NeedCircle, order_by_need
 from penstock.ir.graph import Namer
 from penstock.ir.types import FLOATS, TensorType, dtype_of
 from penstock.support.errors import UsageError
@@ -34,9 +36,12 @@ SMALL = 1024
 # domain.
 _UNREGISTERED = ("GroupNormalization", "LayerNormalization", "SimplifiedLayerNormalization")
 _OTHER_OPSET, _NO_SHAPE = "whereas model imports version", "Field 'shape' of 'type' is required"
-_TOLERATED = (_NO_SHAPE, *(f"registered for {kind}" for kind in _UNREGISTERED), _OTHER_OPSET)
+_NO_OPSET = "No opset import for domain ''"
+_TOLERATED = (_NO_OPSET, _NO_SHAPE, *(f"registered for {kind}" for kind in _UNREGISTERED), _OTHER_OPSET)
 # The most elements of a sparse tensor, zeros included.
 MOST_DENSE = 1 << 26
+
+_Nodes = MutableSequence[onnx.NodeProto]
 
 
 def element_name(elem_type: int) -> str:
@@ -54,11 +59,12 @@ def our_dtype(elem_type: int) -> str:
 
 
 class OnnxFile:
-    """A model file and its external data."""
+    """A model file and its external data. `moved` says how many of its nodes were put in order."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.model = _parse(self.path)
+        self.moved = put_in_order(self.model, str(self.path))
         self._folder = self.path.parent.resolve()
         self._files: dict[str, Path] = {}
         for tensor in _tensors(self.model.graph):
@@ -70,11 +76,11 @@ class OnnxFile:
     def check(self) -> str:
         """Return the objection of onnx.checker to the file, "" if it is valid.
 
-        Three more things count as valid because exporters write them: functions of another opset, tensors without a
-        shape, and operators that the checker does not have or calls deprecated.
+        Four more things count as valid because exporters write them: functions of another opset, tensors without a
+        shape, operators that the checker does not have or calls deprecated, and an opset of another domain alone.
         """
-        problem = _complaint(str(self.path))
-        light = None
+        light = self._light() if self.moved else None
+        problem = _complaint(light or str(self.path))
         for about in _TOLERATED:
             if about in problem:
                 light = light or self._light()
@@ -229,6 +235,8 @@ def _mend(model: onnx.ModelProto, about: str) -> None:
     """Remove the cause of an objection from a copy, so that the checker goes on to the next."""
     if about == _OTHER_OPSET:  # each function is read in its own opset
         del model.functions[:]
+    elif about == _NO_OPSET:
+        model.opset_import.append(onnx.helper.make_opsetid("", onnx.defs.onnx_opset_version()))
     elif about == _NO_SHAPE:
         for graph in all_graphs(model.graph):
             for value in (*graph.input, *graph.output, *graph.value_info):
@@ -286,7 +294,7 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
-            for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+            for inner in graphs_of(attribute):
                 yield from _tensors(inner)
 
 
@@ -301,7 +309,7 @@ def _placed(graph: onnx.GraphProto, path: str) -> Iterator[tuple[str, onnx.Graph
     for index, node in enumerate(graph.node):
         for attribute in node.attribute:
             at = f"{path}{node_name(node, index)}/{attribute.name.removesuffix('_branch')}/"
-            for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+            for inner in graphs_of(attribute):
                 yield from _placed(inner, at)
 
 
@@ -332,6 +340,75 @@ def stored_in(graph: onnx.GraphProto) -> list[Label]:
         return tensor.name if not path or times[tensor.name] == 1 else namer.fresh(f"{path}{tensor.name}")
 
     return [(label(path, tensor), inner, tensor) for path, inner, tensor in initializers]
+
+
+# ---------------------------------------------------------------------------------------- the order of nodes
+
+
+def put_in_order(model: onnx.ModelProto, where: str) -> int:
+    """Put each node behind those whose results it takes. Return how many nodes lay before one of these.
+
+    A node without a name whose graph is ordered anew is called by its place in the file.
+    """
+    moved = sum(_order_nodes(function.node, f"{function.name}/", where) for function in model.functions)
+    return moved + _order_nodes(model.graph.node, "", where)
+
+
+def _order_nodes(nodes: _Nodes, path: str, where: str) -> int:
+    """Order nodes, and those inside them. `path` leads to their graph."""
+    moved = 0
+    for index, node in enumerate(nodes):
+        for attribute in node.attribute:
+            for inner in graphs_of(attribute):
+                moved += _order_nodes(inner.node, f"{path}{node_name(node, index)}/", where)
+    needs = [_needs(node) for node in nodes]
+    try:
+        order = order_by_need(needs, [[name for name in node.output if name] for node in nodes])
+    except NeedCircle as circle:
+        names = [f"{path}{node_name(nodes[i], i)} ({nodes[i].op_type})" for i in circle.numbers]
+        shown = names if len(names) <= 8 else [*names[:8], f"{len(names) - 8} more"]
+        raise UsageError(
+            f"not a valid ONNX model: nodes need each other's results in a circle: {', '.join(shown)}", where=where
+        ) from circle
+    if order == list(range(len(nodes))):
+        return moved
+    makers: dict[str, int] = {}
+    for index, node in enumerate(nodes):
+        for name in node.output:
+            makers.setdefault(name, index)
+    moved += sum(any(makers.get(name, -1) > i for name in names) for i, names in enumerate(needs))
+    kept = []
+    for number in order:
+        copy = onnx.NodeProto()
+        copy.CopyFrom(nodes[number])
+        copy.name = node_name(copy, number)
+        kept.append(copy)
+    del nodes[:]
+    nodes.extend(kept)
+    return moved
+
+
+def _needs(node: onnx.NodeProto) -> dict[str, None]:
+    """List the names that a node takes, its graphs included, in order."""
+    names = dict.fromkeys(filter(None, node.input))
+    for attribute in node.attribute:
+        for graph in graphs_of(attribute):
+            names.update(dict.fromkeys(_taken(graph)))
+    return names
+
+
+def _taken(graph: onnx.GraphProto) -> Iterator[str]:
+    """Yield the names that a graph takes from around it."""
+    inside = {value.name for value in (*graph.input, *graph.initializer)}
+    inside.update(sparse.values.name for sparse in graph.sparse_initializer)
+    inside.update(name for node in graph.node for name in node.output)
+    for names in (*map(_needs, graph.node), [value.name for value in graph.output]):
+        yield from (name for name in names if name not in inside)
+
+
+def graphs_of(attribute: onnx.AttributeProto) -> tuple[onnx.GraphProto, ...]:
+    """List the graphs that an attribute holds."""
+    return (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs)
 
 
 def _hash_file(path: Path) -> bytes:

@@ -54,6 +54,11 @@ Tensor = KnownTensor | OnnxWeight | Value | TensorList | Empty | Lost
 Result = Tensor | np.ndarray
 
 
+def known_flags(inputs: Sequence[str], what: str) -> str:
+    """Write the flags that bind these inputs."""
+    return " ".join(f"--known {name}={what}" for name in inputs)
+
+
 class NeedsKnown(Refused):
     """A refusal because numbers that must be known depend on inputs of the model. Binding these may help."""
 
@@ -65,7 +70,7 @@ class NeedsKnown(Refused):
     def of(cls, wanted: Mapping[str, Sequence[str]]) -> NeedsKnown:
         """Create the error. `wanted` maps each thing that must be known to the inputs that it is computed from."""
         inputs = list(dict.fromkeys(name for behind in wanted.values() for name in behind))
-        flags = " ".join(f"--known {name}=VALUES" for name in inputs)
+        flags = known_flags(inputs, "VALUES")
         verb, they = ("is", "it has") if len(wanted) == 1 else ("are", "they have")
         return cls(
             f"{', '.join(wanted)} {verb} computed at run time from {', '.join(inputs)}, "
@@ -76,6 +81,10 @@ class NeedsKnown(Refused):
 
 class NodeUnfinished(Exception):
     """An exception for a node that depends on another one whose problem has been recorded."""
+
+
+class BodyUnfinished(NodeUnfinished):
+    """An exception for a node with a graph inside of it, of which a node cannot be imported."""
 
 
 @dataclass

@@ -24,18 +24,20 @@ from .source import OnnxFile
 OPSETS = range(7, 29)
 IR_VERSIONS = range(3, 15)
 DOMAINS = ("", "ai.onnx")
-# Other domains whose operators have rules, with their only version.
-OTHERS = {"com.microsoft": 1}
+# Other domains whose operators have rules, with their versions.
+OTHERS = {"com.microsoft": range(1, 2), "ai.onnx.ml": range(1, 6)}
 
 
 def opsets_of(source: OnnxFile) -> dict[str, int]:
-    """Return the opset of each domain of a model. The default domain is called ''."""
+    """Return the opset of each domain of a model. The default domain is called ''.
+
+    A model that names other domains only has the newest opset of the default one, as in onnxruntime.
+    """
     model, where = source.model, str(source.path)
     versions = {entry.domain: int(entry.version) for entry in model.opset_import}
-    default = next((versions[d] for d in DOMAINS if d in versions), None)
-    if default is None:
-        problem = source.check() or "it names no opset of the default domain"
-        raise UsageError(f"not a valid ONNX model: {problem}", where=where)
+    if not versions:
+        raise UsageError(f"not a valid ONNX model: {source.check() or 'it names no opset'}", where=where)
+    default = next((versions[d] for d in DOMAINS if d in versions), OPSETS[-1])
     if model.ir_version > IR_VERSIONS[-1]:
         raise UnsupportedModel(
             f"IR version {model.ir_version} is not supported, only {IR_VERSIONS[0]} to {IR_VERSIONS[-1]}",
@@ -48,10 +50,11 @@ def opsets_of(source: OnnxFile) -> dict[str, int]:
             where=where,
             hint="onnx.version_converter can change the opset of a model, or export it again",
         )
-    for domain, version in OTHERS.items():
-        if versions.get(domain, version) != version:
+    for domain, supported in OTHERS.items():
+        if versions.get(domain, supported[0]) not in supported:
+            only = " to ".join(map(str, dict.fromkeys((supported[0], supported[-1]))))
             raise UnsupportedModel(
-                f"version {versions[domain]} of domain {domain} is not supported, only {version}", where=where
+                f"version {versions[domain]} of domain {domain} is not supported, only {only}", where=where
             )
     return {**versions, "": default}
 

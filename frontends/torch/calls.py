@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node as Call
 from torch.utils import _pytree as pytree
 
-from penstock.frontends.imported import refusal
+from penstock.frontends.imported import Unimported, refusal
 from penstock.frontends.writer import LARGEST, Lost, Refused
 from penstock.ir.graph import Value
 from penstock.ir.types import TensorType
@@ -35,7 +35,7 @@ _UNSET = "empty"
 class Caller:
     """An importer of calls in order."""
 
-    def __init__(self, builder: TorchBuilder, sizes: SymbolSizes, problems: list[str]) -> None:
+    def __init__(self, builder: TorchBuilder, sizes: SymbolSizes, problems: list[Unimported | str]) -> None:
         self.builder = builder
         self.sizes = sizes
         self.problems = problems
@@ -59,7 +59,7 @@ class Caller:
         except (Refused, TypeError) as error:
             if node is not None:
                 node.abandon()
-            self.problems.append(f"{location(call)} ({_called(call)}){_line(call)}: {error}")
+            self.problems.append(Unimported(location(call), _called(call), str(error), _line(call)))
             env[call] = self._lost(call)
 
     def _result(self, node: TorchNode) -> Any:
@@ -214,10 +214,10 @@ def _line(call: Call) -> str:
     return f" at {PurePath(outside[-1][0]).name}:{outside[-1][1]}" if outside else ""
 
 
-def complain(where: str, rows: Sequence[str]) -> UnsupportedModel:
-    unknown = any(row.endswith(_NO_RULE) for row in rows)
+def complain(where: str, problems: Sequence[Unimported | str]) -> UnsupportedModel:
+    unknown = any(str(problem).endswith(_NO_RULE) for problem in problems)
     return UnsupportedModel(
-        refusal(rows),
+        refusal(problems),
         where=where,
         hint="docs/frontends.md lists the operations of ATen that are supported" if unknown else "",
     )

@@ -28,7 +28,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
-from penstock.frontends.imported import Imported, State, counted, some, told_renames
+from penstock.frontends.imported import Imported, State, Unimported, counted, some, told_renames
 from penstock.frontends.names import Names, legal, pattern_of
 from penstock.frontends.writer import Lost, Refused
 from penstock.ir.graph import BUFFER, Value, Var
@@ -91,7 +91,7 @@ class _ProgramImporter:
         # Variables first: an input of forward with the name of a variable gets another one.
         self.builder = TorchBuilder(Names(held))
         self.sizes = SymbolSizes(program, self.fed, dims, where)
-        self.problems: list[str] = []
+        self.problems: list[Unimported | str] = []
         self.caller = Caller(self.builder, self.sizes, self.problems)
         self.inputs: list[Value] = []
         self.spelled: dict[str, str] = {}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.frontends.formulas.layout import concat, cut_negative, entry, stack
-from penstock.frontends.imported import refusal
+from penstock.frontends.imported import Unimported, refusal
 from penstock.frontends.names import Names, pattern_of
 from penstock.frontends.writer import GraphWriter, Refused, Writer
 from penstock.ir.graph import Value
@@ -82,3 +82,20 @@ def test_a_pattern_is_compiled_or_is_an_error_that_names_its_flag() -> None:
 def test_an_error_counts_the_places() -> None:
     assert refusal(["a: no"]) == "the model cannot be imported, one place:\n  a: no"
     assert refusal(["a: no", "b: no"]) == "the model cannot be imported, 2 places:\n  a: no\n  b: no"
+
+
+def test_nodes_of_one_operator_and_reason_are_one_row() -> None:
+    loops = [Unimported(f"L{i}", "ai.onnx Loop", "no number") for i in range(19)]
+    others = [
+        Unimported("a", "Det", "no rule"),
+        "input x: no",
+        Unimported("b", "Det", "no"),
+        Unimported("c", "Det", "no rule", " at m.py:3"),
+    ]
+    assert refusal([others[0], *loops, *others[1:]]).splitlines() == [
+        "the model cannot be imported, 23 places:",
+        "  Det: 2 nodes (a, c at m.py:3): no rule",
+        "  ai.onnx Loop: 19 nodes (L0, L1, L2, ...): no number",
+        "  input x: no",
+        "  b (Det): no",
+    ]

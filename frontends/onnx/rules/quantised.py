@@ -219,7 +219,39 @@ def _matmul_to_float(n: OnnxNode) -> Result:
     return n.emit("add", scaled, n.value(6)) if n.has(6) else scaled
 
 
+def _column(n: OnnxNode, i: int, count: int) -> Value:
+    """Return a scale or zero point of a matrix as one number, or as one per column of the product."""
+    s = n.statistic(i)
+    if s.type.size == 1 and s.type.rank <= 1:
+        return reshape(n, s, ())
+    n.require(s.type.dims == (count,), f"{s.type} does not give one number per column of {count}")
+    return s
+
+
+def _gemm(n: OnnxNode) -> Result:
+    """Write QGemm: alpha * scales * (A B + C), divided by the scale of the result, which is quantised with a zero point.
+
+    C is in the integers of the product.
+    """
+    x, y, ta, tb = n.value(0), n.value(3), bool(n.int_attr("transA")), bool(n.int_attr("transB"))
+    n.require(x.type.rank == y.type.rank == 2, f"needs two matrices, got {x.type} and {y.type}")
+    columns = y.type.dims[0 if tb else 1]
+    y_zero = _column(n, 5, columns) if n.has(5) else None
+    if y_zero is not None and y_zero.type.rank and tb:
+        y_zero = reshape(n, y_zero, (columns, 1))
+    lhs = _less_zero(n, x, reshape(n, n.statistic(2), ()) if n.has(2) else None, "i32")
+    total = n.emit("matmul", lhs, _less_zero(n, y, y_zero, "i32"), ta=ta, tb=tb)
+    total = n.emit("add", total, n.value(6)) if n.has(6) else total
+    scale = n.emit("mul", reshape(n, n.statistic(1), ()), n.float_attr("alpha", 1.0))
+    scale = n.emit("mul", scale, _column(n, 4, columns))
+    if n.has(7):
+        scale = n.emit("div", scale, reshape(n, n.statistic(7), ()))
+    result = n.emit("mul", n.cast(total, "f32"), scale)
+    return _saturated(n, result, reshape(n, n.statistic(8), ()), n.type(8).dtype) if n.has(8) else result
+
+
 MICROSOFT: dict[str, Rule] = {
+    "QGemm": _gemm,
     "QuantizeLinear": _quantize,
     "DequantizeLinear": _dequantize,
     "QLinearAdd": _binary("add"),

@@ -185,6 +185,58 @@ def test_what_cannot_be_written_out_says_why(tmp_path: Path, text: str, said: st
     assert len(caught.value.what.splitlines()) == 2  # an iteration that fails is reported once
 
 
+BRANCH = """(float[2] x, bool c, bool k) => (float[2] y) { h = And(c, k)
+  y = If(h)<then_branch = p () => (float[2] t) { t = Relu(x) }, else_branch = q () => (float[2] e) { e = acme.Swirl(x) }> }"""
+INNER = """(float[2] x, bool c, bool k) => (float[2] y) {
+  y = If(c)<then_branch = p () => (float[2] t) { t = If(k)<then_branch = r () => (float[2] u) { u = acme.Swirl(x) },
+  else_branch = s () => (float[2] v) { v = Neg(x) }> }, else_branch = q () => (float[2] e) { e = Relu(x) }> }"""
+ITERATION = """(float[2] x, bool c) => (float[2] y) <int64 n = {3}> {
+  y = Loop(n, c, x)<body = b (int64 i, bool q, float[2] s) => (bool d, float[2] t) { d = Identity(q) t = acme.Swirl(s) }> }"""
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "known"),
+    [
+        (BRANCH, "--known c=VALUE --known k=VALUE decides at import which part of If_1 runs", {"c": True, "k": True}),
+        (INNER, "--known c=VALUE decides at import which part of If_0 runs", {"c": False}),
+        (INNER, "--known k=VALUE decides at import which part of If_0/then/If_0 runs", {"k": False}),
+        (ITERATION, "--known c=VALUE decides at import which part of Loop_0 runs", {"c": False}),
+    ],
+    ids=["branch", "outer", "inner", "loop"],
+)
+def test_a_fault_in_a_body_that_an_input_chooses_names_the_input(
+    tmp_path: Path, text: str, flags: str, known: dict[str, bool]
+) -> None:
+    """Binding it as the hint says imports the rest."""
+    path = tmp_path / "mini.onnx"
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20, "acme" : 1]> g {text}'), path)
+    with pytest.raises(CannotImport, match="Swirl") as caught:
+        import_onnx(path)
+    assert flags in caught.value.hint
+    assert set(known) <= set(caught.value.needs)
+    import_onnx(path, known=known)
+
+
+def test_a_fault_that_no_input_chooses_gets_no_such_hint(tmp_path: Path) -> None:
+    path = tmp_path / "mini.onnx"
+    text = """(float[2] x, bool c) => (float[2] y) { h = acme.Swirl(x) k = Constant<value = bool {1}>()
+      z = If(k)<then_branch = p () => (float[2] t) { t = acme.Swirl(x) }, else_branch = q () => (float[2] e) { e = Relu(x) }>
+      y = If(c)<then_branch = p () => (float[2] u) { u = Relu(h) }, else_branch = q () => (float[2] v) { v = Relu(z) }> }"""
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20, "acme" : 1]> g {text}'), path)
+    with pytest.raises(CannotImport) as caught:
+        import_onnx(path)
+    assert "--known" not in caught.value.hint
+    assert caught.value.needs == ()
+
+
+def test_faults_of_both_branches_are_listed(tmp_path: Path) -> None:
+    path = tmp_path / "mini.onnx"
+    text = "(float[2] x, bool c) => (float[2] y) { y = If(c)<then_branch = p () => (float[2] t) { t = acme.Left(x) }, else_branch = q () => (float[2] e) { e = acme.Right(x) }> }"
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20, "acme" : 1]> g {text}'), path)
+    with pytest.raises(CannotImport, match=r"If_0/then/Left_0 (.|\n)*If_0/else/Right_0 "):
+        import_onnx(path)
+
+
 def test_inputs_that_are_sequences_are_bound_to_lists(tmp_path: Path) -> None:
     path = _written(
         tmp_path,

@@ -104,7 +104,7 @@ class OnnxOriginal:
                 yield legal(name_in_file), array
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all results of all nodes, in the order of the file."""
+        """Return all results of all nodes, in the order of the import."""
         import onnx
         import onnxruntime
 
@@ -130,10 +130,14 @@ class OnnxOriginal:
         return dict(zip(self.nodes, results, strict=True))
 
     def load(self) -> onnx.ModelProto:
-        """Read the file."""
+        """Read the file, with its nodes in order."""
         import onnx
 
-        return onnx.load(self.path)
+        from penstock.frontends.onnx.source import put_in_order  # lazy: heavy
+
+        model = onnx.load(self.path)
+        put_in_order(model, str(self.path))
+        return model
 
     def theirs(self, name: str) -> str:
         """Return the file's name of a value."""

@@ -71,6 +71,13 @@ uint8[2,3] x, float ps, uint8 xz, float pu, uint8 uz => uint8[2,3] y | y = QLine
 int8[2,3] x, float ps, int8 xz, float pu, int8 uz => int8[2,3] y | y = QLinearLeakyRelu<alpha = 0.3>(x, ps, xz, pu, uz)
 uint8[2,3,4,4] x, float ps, uint8 xz, float pu, uint8 uz => uint8[2,3,1,1] y | y = QLinearGlobalAveragePool(x, ps, xz, pu, uz)
 uint8[3,4] x, uint8[4,5] v, float ps, float[5] pt, uint8 xz, uint8[5] vz, float[5] b => float[3,5] y | y = MatMulIntegerToFloat(x, v, ps, pt, xz, vz, b)
+uint8[3,4] x, float pa, uint8 xz, int8[4,5] v, float[5] pb, int8[5] vz, int32[5] c => float[3,5] y | y = QGemm<alpha = 0.5>(x, pa, xz, v, pb, vz, c)
+uint8[3,4] x, float pa, uint8 xz, int8[4,5] v, float pb, int8 vz => float[3,5] y | y = QGemm(x, pa, xz, v, pb, vz)
+uint8[4,3] x, float pa, uint8 xz, int8[5,4] v, float[5] pb, int8[5] vz, int32[3,1] c => float[3,5] y | y = QGemm<transA = 1, transB = 1>(x, pa, xz, v, pb, vz, c)
+int8[3,4] x, float pa, int8 xz, int8[5,4] v, float[5] pb, int8[5] vz, int32[5] c, float pu, int8 uz => int8[3,5] y | y = QGemm<transB = 1, alpha = 0.7>(x, pa, xz, v, pb, vz, c, pu, uz)
+uint8[4,3] x, float pa, uint8 xz, uint8[4,5] v, float pb, uint8 vz, float pu, uint8 uz => uint8[3,5] y | y = QGemm<transA = 1>(x, pa, xz, v, pb, vz, , pu, uz)
+uint8[3,4] x, float pa, uint8 xz, int8[4,5] v, float[5] pb, int8[5] vz, int32[1] c, float pu => float[3,5] y | y = QGemm(x, pa, xz, v, pb, vz, c, pu)
+uint8[3,4] x, float pa, uint8 xz, int8[4,5] v, float[5] pb, int8[5] vz, int32 c, uint8 uz => uint8[3,5] y | y = QGemm<alpha = 0.1>(x, pa, xz, v, pb, vz, c, , uz)
 """
 ROWS = [tuple(part.strip() for part in line.split("|")) for line in CASES.strip().splitlines()]
 
@@ -173,6 +180,20 @@ def test_what_is_not_supported_says_why(tmp_path: Path, signature: str, body: st
     path, _ = _model(tmp_path / "mini.onnx", signature, body)
     with pytest.raises(UnsupportedModel, match=said):
         import_onnx(path)
+
+
+def test_a_product_with_the_scale_of_another_column_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.frontends.onnx.rules import quantised
+
+    signature, body = next(row for row in ROWS if "QGemm<transA = 1, transB = 1>" in row[1])
+    path, feeds = _model(tmp_path / "mini.onnx", signature, body)
+    compare(path, feeds)
+    column = quantised._column
+    monkeypatch.setattr(
+        quantised, "_column", lambda n, i, count: n.emit("gather", column(n, i, count), np.arange(count)[::-1], axis=0)
+    )
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        compare(path, feeds)
 
 
 def test_models_that_onnxruntime_optimised(tmp_path: Path) -> None:
