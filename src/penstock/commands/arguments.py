@@ -150,7 +150,8 @@ def dims_of(words: Iterable[str]) -> dict[str, int]:
     """Read sizes of symbolic dimensions."""
     dims: dict[str, int] = {}
     for word in words:
-        name, equals, number = word.partition("=")
+        # A name may hold the sign, a number does not.
+        name, equals, number = word.rpartition("=")
         if not equals or not (number.isascii() and number.isdecimal()) or not 1 <= int(number) < 2**31:
             raise UsageError(
                 f"bad --dim {word!r}, expected NAME=INT with a number from 1 to {2**31 - 1}, e.g. --dim batch=4"

@@ -1,8 +1,9 @@
-"""Wording of messages: counts, bytes, lists, and the escaping of quoted text."""
+"""Wording of messages: counts, bytes, lists, flags for a shell, and the escaping of quoted text."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -24,6 +25,13 @@ def shown_bytes(count: float) -> str:
 def exact_bytes(count: int) -> str:
     """Return bytes for people with the number itself, for a size that may be close to a limit."""
     return f"{shown_bytes(count)} ({count} bytes)" if count >= 1024 else shown_bytes(count)
+
+
+def flag_for(flag: str, name: str, value: object) -> str:
+    """Return `--dim NAME=VALUE` as a shell takes it: names of models may hold blanks, operators and quotes."""
+    word = shlex.quote(f"{name}={value}")
+    # A word that begins with a dash would be taken for a flag of its own.
+    return f"{flag}={word}" if name.startswith("-") else f"{flag} {word}"
 
 
 def meant(name: str, names: Iterable[str]) -> str:
