@@ -22,6 +22,16 @@ def shown_bytes(count: float) -> str:
     return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
 
 
+def shown_rate(count: float, unit: str = "B/s") -> str:
+    """Return a rate for people in thousands, as cluster files have them: 1.25e8 -> 125 MB/s."""
+    scales = ["", "k", "M", "G", "T", "P"]
+    while float(f"{count:.3g}") >= 1000 and len(scales) > 1:
+        count /= 1000
+        scales.pop(0)
+    rounded = float(f"{count:.3g}")
+    return f"{rounded:.0f} {scales[0]}{unit}" if rounded >= 100 else f"{rounded:g} {scales[0]}{unit}"
+
+
 def exact_bytes(count: int) -> str:
     """Return bytes for people with the number itself, for a size that may be close to a limit."""
     return f"{shown_bytes(count)} ({count} bytes)" if count >= 1024 else shown_bytes(count)

@@ -215,7 +215,7 @@ def test_sizes_are_proposed_as_a_shell_takes_them(tmp_path: Path) -> None:
     assert dims == {"batch size": 3, "2*n": 3, "-m": 3, "a=b": 3, "plain": 3}
     assert import_onnx(path, dims=dims).module.inputs[0].type.dims == (3, 3, 3, 3, 3)
     with pytest.raises(SystemExit):  # control: bare names are taken apart
-        parser.parse_args("--dim batch size=3".split())
+        parser.parse_args(["--dim", "batch", "size=3"])
 
 
 @pytest.mark.parametrize("values", [[4, 3], (4.0, 3.0), np.array([4, 3], np.int32)])
