@@ -16,7 +16,7 @@ from penstock.planning.options import PlanOptions, ReadingOptions, SearchOptions
 from penstock.support.errors import UsageError
 from penstock.support.settings import Description, defaults_of, flags_of, settings_of
 
-from .types import device_list, reader
+from .types import device_list, reader, show_rarely
 
 if TYPE_CHECKING:
     from penstock.inspection.dump import Dump
@@ -52,7 +52,9 @@ def _add_setting(parser: Flags, name: str, setting: Description, needed: bool, d
         about["type"] = setting.read
     if needed:
         about["required"] = True
-    parser.add_argument(*flags_of(name, setting), dest=name, **about)
+    action = parser.add_argument(*flags_of(name, setting), dest=name, **about)
+    if setting.rare:
+        show_rarely(action)
 
 
 def _word(setting: Description, default: object) -> str | None:
@@ -75,16 +77,22 @@ def settings_from(kind: type[Kind], arguments: argparse.Namespace, **known: Any)
 
 def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False, metavar: str = "MODEL.onnx") -> None:
     """Add the arguments of `plan` and `compile`, and of `verify`, which takes more than models."""
-    _add_reading(parser, optional, metavar)
-    _add_training(parser)
-    _add_dividing(parser)
+    _add_reading(parser.add_argument_group("model"), optional, metavar)
+    _add_dividing(parser.add_argument_group("devices and plan"))
+    add_settings(parser.add_argument_group("training (without a loss, the bundle is for inference)"), TrainingOptions)
     add_dump_arguments(parser, default=os.environ.get("PENSTOCK_DUMP"))
 
 
-def _add_reading(parser: argparse.ArgumentParser, optional: bool, metavar: str) -> None:
-    """Add the model, the settings of its import, and the devices."""
-    parser.add_argument("model", metavar=metavar, nargs="?" if optional else None)
-    devices = parser.add_mutually_exclusive_group()
+def _add_reading(model: Flags, optional: bool, metavar: str) -> None:
+    """Add the model, and the settings of its import."""
+    model.add_argument("model", metavar=metavar, nargs="?" if optional else None)
+    add_settings(model, ReadingOptions)
+    add_settings(model, PlanOptions, "precision", left_open=True)
+
+
+def _add_dividing(dividing: Flags) -> None:
+    """Add the division of the work: devices, stages, microbatches, their order, and where stages begin."""
+    devices = dividing.add_mutually_exclusive_group()
     devices.add_argument("--cluster", metavar="FILE", help="cluster file, TOML or YAML (.yaml, .yml)")
     devices.add_argument(
         "--devices",
@@ -93,31 +101,18 @@ def _add_reading(parser: argparse.ArgumentParser, optional: bool, metavar: str) 
         help="N equal CPU devices on this machine, or a list of `cpu` and CUDA architectures, e.g. cpu,sm_90 "
         "(default: 1)",
     )
-    add_settings(parser, ReadingOptions)
-    add_settings(parser, PlanOptions, "precision", "wire", left_open=True)
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    training = parser.add_argument_group("training (without a loss, the bundle is for inference)")
-    add_settings(training, TrainingOptions)
-    add_settings(training, PlanOptions, "microbatches", left_open=True)
-    add_settings(training, SearchOptions, "batch", left_open=True)
-    add_settings(training, PlanOptions, "schedule", left_open=True)
-    add_settings(training, PlanOptions, "recompute", left_open=True)
-
-
-def _add_dividing(parser: argparse.ArgumentParser) -> None:
-    """Add the division of the work: libraries, stages, their devices, and where stages begin."""
-    add_settings(parser, PlanOptions, "cuda_libraries")
-    parser.add_argument(
+    add_settings(dividing, PlanOptions, "stages", left_open=True)
+    add_settings(dividing, PlanOptions, "microbatches", left_open=True)
+    add_settings(dividing, SearchOptions, "batch", left_open=True)
+    add_settings(dividing, PlanOptions, "schedule", left_open=True)
+    plan = dividing.add_argument(
         "--plan",
         metavar="FILE.json",
         help="carry out this plan: what `penstock plan --json` printed, or the plan.json of a bundle, perhaps edited",
     )
-    add_settings(parser, PlanOptions, "stages", left_open=True)
-    add_settings(parser, PlanOptions, "replicas", left_open=True)
-    add_settings(parser, PlanOptions, "split_at")
-    add_settings(parser, PlanOptions, "hints")
+    show_rarely(plan)
+    add_settings(dividing, PlanOptions, "replicas", "recompute", "wire", left_open=True)
+    add_settings(dividing, PlanOptions, "split_at", "hints", "cuda_libraries")
 
 
 def add_dump_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -130,17 +125,19 @@ def add_dump_arguments(parser: argparse.ArgumentParser, default: str | None = No
         help="dump the module after every pass that changes it, and what is made of it"
         + (" (default: $PENSTOCK_DUMP, else no dump)" if parser.prog.endswith(("plan", "compile")) else ""),
     )
-    dumping.add_argument(
+    only = dumping.add_argument(
         "--dump-ir-filter",
         metavar="REGEX",
         help="dump only operations whose line FILE @GRAPH OPERATION matches, e.g. '_fuse @' for a pass, '@s0[.]F ' "
         "for a graph, '= matmul'",
     )
-    dumping.add_argument(
+    changed = dumping.add_argument(
         "--dump-ir-changed",
         action="store_true",
         help="dump what each pass changed, by name, in place of whole modules; without --dump-ir print it on stderr",
     )
+    if parser.prog.endswith(("plan", "compile")):
+        show_rarely(only, changed)
 
 
 # ------------------------------------------------------------------------------------------------ values
