@@ -14,14 +14,14 @@ import signal
 import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
 from penstock.support.atomic_files import DISK_ERRORS
 from penstock.support.errors import DoesNotFit, PenstockError, UsageError
 from penstock.support.out_of_memory import is_out_of_memory
-from penstock.support.terminal import open_standard_streams, say_as_is
+from penstock.support.terminal import open_standard_streams, python_warnings_counted, say_as_is
 from penstock.support.words import counted, meant, visible, visible_lines
 from penstock.version import __version__
 
@@ -79,6 +79,9 @@ MODULES = {
     "verify": "penstock.commands.inspecting.verify",
 }
 
+# Commands that say in one line what libraries warned of. Others run for long, and their warnings come at once.
+_WARNINGS_COUNTED = ("plan", "compile", "verify")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
@@ -108,7 +111,9 @@ def _terminated_in_order() -> Iterator[None]:
 def _run(words: list[str], verbose: bool) -> int:
     try:
         arguments = parse(words)
-        return int(arguments.run(arguments) or 0)
+        counted_here = arguments.command in _WARNINGS_COUNTED and not verbose
+        with python_warnings_counted() if counted_here else nullcontext():
+            return int(arguments.run(arguments) or 0)
     except PenstockError as error:
         if verbose:
             raise
