@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.planning.options import PlanOptions, ReadingOptions, SearchOptions, TrainingOptions
 from penstock.support.errors import UsageError
+from penstock.support.paths import file_problem
 from penstock.support.settings import Description, defaults_of, flags_of, settings_of
 
 from .types import device_list, reader, show_rarely
@@ -185,6 +186,17 @@ def _number(text: str) -> bool | int | float:
     if text in ("true", "false"):
         return text == "true"
     return int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else float(text)
+
+
+def check_writable(places: Mapping[str, str | None]) -> None:
+    """Raise UsageError for files, by their flags, that cannot be written: before the work that would fill them."""
+    problems = [
+        f"cannot write {flag} {path}: {problem}"
+        for flag, path in places.items()
+        if path is not None and (problem := file_problem(os.path.abspath(path)))
+    ]
+    if problems:
+        raise UsageError("; ".join(problems))
 
 
 def dump_of(arguments: argparse.Namespace) -> Dump | None:
