@@ -167,17 +167,17 @@ def verify_model(
         expected = session.run(names, fed)
     say(f"{module.name}: comparing {len(names)} outputs with onnxruntime {onnxruntime.__version__}")
     store = DictStore(initial_arrays(module, model.imported.weights, list(module.vars), TYPED))
-    rows = []
+    rows, theirs = [], shown(module.outputs, originals)
     interpreted = run_graph(module.graphs["main"], inputs, store)
     rows += [
-        (f"interpreter: {name}", relative_error(a, b))
+        (f"interpreter: {theirs[name]}", relative_error(a, b))
         for name, a, b in zip(module.outputs, interpreted, expected, strict=True)
     ]
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         bundle = build(plan_model(model, Cluster.local(1)), Path(folder) / "bundle", BuildOptions(backend))
         computed = _one_microbatch(open_bundle(bundle), inputs)
     rows += [
-        (f"{backend}: {name}", relative_error(computed[name], b))
+        (f"{backend}: {theirs[name]}", relative_error(computed[name], b))
         for name, b in zip(module.outputs, expected, strict=True)
     ]
 
@@ -317,5 +317,8 @@ def _verify_inference(bundle: Bundle, reference: Module, weights: Arrays, seed: 
         rounded = run_graph(rounding.graphs["main"], inputs, typed, precision=TYPED)
         return [relative_error(a, b) for a, b in zip(rounded, expected, strict=True)]
 
-    rows = [(name, relative_error(outputs[name], b)) for name, b in zip(reference.outputs, expected, strict=True)]
+    theirs = shown(reference.outputs, bundle.renamed)
+    rows = [
+        (theirs[name], relative_error(outputs[name], b)) for name, b in zip(reference.outputs, expected, strict=True)
+    ]
     return _report(rows, [allowed_error(rounding, tolerance, roundings)] * len(rows))
