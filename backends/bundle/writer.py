@@ -29,6 +29,7 @@ from penstock.ir.types import dtype_of
 from penstock.support.atomic_files import naming
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.hardware import usable_cores
+from penstock.support.paths import directory_problem
 from penstock.support.words import itemised
 
 from .format import (
@@ -250,7 +251,7 @@ def check_replaceable(out: Path) -> None:
     """Refuse a place where no bundle may be written: before the work, and again at its end."""
     if not os.path.lexists(out):
         parent = next(folder for folder in Path(os.path.abspath(out)).parents if folder.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
+        if directory_problem(str(parent)):
             raise UsageError(
                 f"cannot be made: {parent} is no directory that may be written to",
                 where=str(out),

@@ -17,6 +17,7 @@ import onnx
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from penstock.support.errors import UsageError
+from penstock.support.words import flag_for
 
 from .source import OnnxFile, element_name
 
@@ -165,11 +166,13 @@ def _open_dimensions(
     """Fill in the shapes of inputs. Return the names of all dimensions, and the flags of those that are missing."""
     names: set[str] = set()
     flags: dict[str, str] = {}
+    several = len(inputs) > 1
     for value in inputs:
         if not value.type.HasField("tensor_type"):
-            result.odd[value.name] = (
-                f"is not a tensor but of {value.type.WhichOneof('value')}: --known {value.name}=... binds it to values"
-            )
+            kind = f"is not a tensor but of {value.type.WhichOneof('value')}"
+            # Without any input left there would be nothing to run.
+            binding = f": {flag_for('--known', value.name, '...')} binds it to values" if several else ""
+            result.odd[value.name] = kind + binding
             continue
         if not value.type.tensor_type.HasField("shape"):
             result.odd[value.name] = "has no shape, not even its number of dimensions is known"
@@ -187,7 +190,7 @@ def _open_dimensions(
             names.add(name)
             shape.append(sizes.get(name, 1))
             if name not in sizes:
-                problems.append(f"input {value.name}, dimension {axis} is {dim.dim_param or 'open'}: --dim {name}=INT")
-                flags[name] = f"--dim {name}=INT"
+                flags[name] = flag_for("--dim", name, "INT")
+                problems.append(f"input {value.name}, dimension {axis} is {dim.dim_param or 'open'}: {flags[name]}")
         result.shapes[value.name] = tuple(shape)
     return names, flags

@@ -166,7 +166,7 @@ class OnnxNode(Writer):
         behind = self._builder.inputs_behind(tensor) if isinstance(tensor, Value) else []
         if not behind:
             raise Refused(f"{what} is computed at run time, it has to be known at import")
-        raise NeedsKnown.of({what: behind})
+        raise NeedsKnown.of({what: behind}, self._builder.inputs.values())
 
     def ints(self, i: int, what: str) -> tuple[int, ...]:
         return tuple(int(n) for n in self.constant(i, what).reshape(-1))
@@ -185,7 +185,7 @@ class OnnxNode(Writer):
             except NeedsKnown as error:
                 unknown[what] = error.inputs
         if unknown:
-            raise NeedsKnown.of(unknown)
+            raise NeedsKnown.of(unknown, self._builder.inputs.values())
         return arrays
 
     def all_ints(self, wanted: Mapping[int, str]) -> dict[int, tuple[int, ...]]:

@@ -14,7 +14,7 @@ puts `prefix` before its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,7 @@ import onnx
 from penstock.frontends.writer import Lost, Refused
 from penstock.ir.graph import Value
 from penstock.ir.types import TensorType
+from penstock.support.words import flag_for
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ Result = Tensor | np.ndarray
 
 def known_flags(inputs: Sequence[str], what: str) -> str:
     """Write the flags that bind these inputs."""
-    return " ".join(f"--known {name}={what}" for name in inputs)
+    return " ".join(flag_for("--known", name, what) for name in inputs)
 
 
 class NeedsKnown(Refused):
@@ -67,14 +68,19 @@ class NeedsKnown(Refused):
         self.inputs = tuple(inputs)
 
     @classmethod
-    def of(cls, wanted: Mapping[str, Sequence[str]]) -> NeedsKnown:
-        """Create the error. `wanted` maps each thing that must be known to the inputs that it is computed from."""
+    def of(cls, wanted: Mapping[str, Sequence[str]], every: Collection[str]) -> NeedsKnown:
+        """Create the error. `wanted` maps each thing that must be known to the inputs that it is computed from.
+
+        Flags are proposed where `every` input of the model has more than these, as nothing would be left to run.
+        """
         inputs = list(dict.fromkeys(name for behind in wanted.values() for name in behind))
-        flags = known_flags(inputs, "VALUES")
+        advice = (
+            f": {known_flags(inputs, 'VALUES')}" if set(every) - set(inputs) else ", and the model has no other input"
+        )
         verb, they = ("is", "it has") if len(wanted) == 1 else ("are", "they have")
         return cls(
             f"{', '.join(wanted)} {verb} computed at run time from {', '.join(inputs)}, "
-            f"{they} to be known at import: {flags}",
+            f"{they} to be known at import{advice}",
             inputs,
         )
 

@@ -34,6 +34,7 @@ in a cache.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -376,8 +377,21 @@ def _weights(kernel: Kernel, device: Device) -> list[float]:
 
 
 def shown_seconds(seconds: float) -> str:
-    """Format seconds for people."""
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
+    """Format seconds for people: milliseconds, seconds, hours, days or years. Infinity says that there is no end."""
+    if seconds < 3600:
+        return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
+    if not math.isfinite(seconds):
+        return "no end"
+    units = {"hours": 3600.0, "days": 86400.0, "years": 365.25 * 86400}
+    name, size = [(name, size) for name, size in units.items() if seconds >= size][-1]
+    return f"{seconds / size:.1f} {name}" if seconds < 1000 * units["years"] else "more than 1000 years"
+
+
+def by_simulation(seconds: float | None) -> str:
+    """Say what a simulation found; without a finite number none of the plans was legal and fitted."""
+    if seconds is None or not math.isfinite(seconds):
+        return "no plan of it is legal and fits when simulated"
+    return f"{shown_seconds(seconds)} simulated"
 
 
 def graph_seconds(graph: Graph, device: Device, prices: Prices = ROOFLINE) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from math import inf
 
 from penstock.support.errors import DoesNotFit
-from penstock.support.words import itemised
+from penstock.support.words import exact_bytes, itemised
 
 from .problem import PlacementProblem, holds
 from .programme import Programme
@@ -67,10 +67,10 @@ def check_room(problem: PlacementProblem, units: Units) -> None:
         elif not any(time < inf and holds(kind, memory) for kind, time in zip(units.kinds, times, strict=True)):
             names = ", ".join(problem.nodes[n].name for n in nodes[:5]) + (", ..." if len(nodes) > 5 else "")
             problems.append(
-                f"{names}: {memory:.0f} bytes that must be on one device, and none can run them and has the room"
+                f"{names}: {exact_bytes(round(memory))} that must be on one device, and none can run them and has the room"
             )
     held, room = sum(units.memory), sum(kind.count * kind.memory for kind in units.kinds)
     if held > room * (1 + 1e-12):
-        problems.append(f"all nodes take {held:.0f} bytes, all devices have {room:.0f}")
+        problems.append(f"all nodes take {exact_bytes(round(held))}, all devices have {exact_bytes(round(room))}")
     if problems:
         raise DoesNotFit("no placement fits:" + itemised(problems[:20]), hint="add devices or memory")

@@ -30,7 +30,7 @@ from penstock.ir.schedule_names import TRAINING
 from penstock.passes.costs.prices import shown_seconds
 from penstock.passes.schedules.schedule import SCHEDULES
 from penstock.support.errors import DoesNotFit
-from penstock.support.words import counted, shown_bytes
+from penstock.support.words import counted, shown_bytes, shown_rate
 
 from .chain import Chain
 from .fleet import Fleet, fleet_of
@@ -173,7 +173,7 @@ def _faster(fleet: Fleet) -> Iterator[tuple[str, Fleet]]:
                 bandwidth=2 * speed, shares=tuple((name, 2 * rate) for name, rate in original.shares)
             )
 
-        yield f"links of {speed:.4g} bytes/s twice as fast", Fleet(fleet.devices, path)
+        yield f"links of {shown_rate(speed)} twice as fast", Fleet(fleet.devices, path)
 
 
 # ------------------------------------------------------------------------------------------------ when nothing fits

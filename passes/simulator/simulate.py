@@ -27,6 +27,7 @@ do.
 from __future__ import annotations
 
 import math
+import sys
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable
@@ -59,6 +60,9 @@ from .sharing import Resource, Sharing
 
 Seconds = Callable[[int, Action], float]
 Bytes = Callable[[str, int, int], float]
+
+# Bytes per second below which 2^64 bytes would take longer than a float can say.
+_DEAD = sys.float_info.min * 2.0**64
 
 
 def wire_chain(schedule: Schedule) -> Schedule:
@@ -188,6 +192,8 @@ class _Simulation:
         for key, hops in routes.items():
             speeds = {name: speed for hop in hops for name, speed in hop.shares}
             times = Counter(name for hop in hops for name, _ in hop.shares)
+            if dead := [name for name, speed in speeds.items() if speed < _DEAD]:
+                raise UsageError(f"link {', '.join(dead)} is dead: at its rate no message would ever arrive")
             for name, speed in speeds.items():
                 self.uses.setdefault(name, LinkUse(name, speed))
             shared = [name for name, speed in speeds.items() if users[name] > 1 and speed < math.inf]

@@ -50,6 +50,7 @@ from penstock.runtime.messages.control import Setup
 from penstock.runtime.messages.status import Status, await_saves
 from penstock.runtime.state.store import Store, as_array
 from penstock.support.errors import PeerLost, PenstockError, VerifyError
+from penstock.support.words import shown_bytes
 
 from .format import (
     FORMAT,
@@ -167,7 +168,8 @@ class Saver:
             if writing.written != written:
                 moved, written = now, writing.written
             if now - moved > _STALLED:
-                done = "its part" if writing.written >= writing.total else f"{writing.written} of {writing.total} bytes"
+                part = f"{shown_bytes(writing.written)} of {shown_bytes(writing.total)}"
+                done = "its part" if writing.written >= writing.total else part
                 what = (
                     f"the checkpoint of step {writing.step} got no further for {_STALLED:g} s: this rank has "
                     f"written {done}"
@@ -176,7 +178,7 @@ class Saver:
             if writing.thread.is_alive():
                 # To the launcher, a rank whose line does not change hangs.
                 self._status.show(
-                    f"saving step {writing.step}: {writing.written >> 20} of {writing.total >> 20} MiB, "
+                    f"saving step {writing.step}: {shown_bytes(writing.written)} of {shown_bytes(writing.total)}, "
                     f"{now - started:.0f} s"
                 )
         self.check()

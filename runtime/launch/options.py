@@ -134,6 +134,7 @@ class DeadlineOptions:
         shown="S",
         read=float,
         problems=_heartbeat_problems,
+        rare=True,
     )
 
 
@@ -149,7 +150,7 @@ class SampleOptions:
     )
     shuffle: bool = setting(False, "visit samples in a new order every epoch")
     seed: int = setting(
-        0, "for --shuffle and synthetic data (default: 0)", shown="N", check=SEED, problems=_seed_problems
+        0, "for --shuffle and synthetic data (default: 0)", shown="N", check=SEED, problems=_seed_problems, rare=True
     )
     last: str = setting(
         WRAP,
@@ -158,6 +159,7 @@ class SampleOptions:
         flags=("--last-batch",),
         choices=LAST,
         problems=_last_problems,
+        rare=True,
     )
     eval_data: str | None = setting(
         None, "samples to compute the mean loss of, without training on them (docs/data.md)", shown="FILE"
@@ -176,6 +178,7 @@ class RateOptions:
         f"how the learning rate changes, e.g. {EXAMPLES}, in place of the one the bundle was compiled with",
         shown="R",
         flags=("--lr-schedule",),
+        rare=True,
     )
 
 
@@ -201,11 +204,13 @@ class CheckpointOptions:
         check=POSITIVE,
         needs="checkpoint",
         problems=_between("--keep-last", 1, _MOST_STEPS),
+        rare=True,
     )
     checkpoint_wait: bool = setting(
         False,
         "let training wait while a checkpoint is written, which needs no memory for a copy of the state",
         needs="checkpoint",
+        rare=True,
     )
     resume: str | None = setting(
         None, "go on from the newest whole checkpoint in this directory, or from this checkpoint", shown="DIR"
@@ -222,6 +227,7 @@ class FailureOptions:
         "warn (default: warn)",
         choices=NAN_POLICIES,
         problems=_nan_problems,
+        rare=True,
     )
     max_restarts: int = setting(
         0,
@@ -235,6 +241,7 @@ class FailureOptions:
         False,
         "with fewer devices than before plan anew on those that are left, and go on (default: end with an error)",
         needs="checkpoint",
+        rare=True,
     )
 
 
@@ -251,6 +258,7 @@ class TelemetryOptions:
         "prometheus:FILE.prom; may be given several times",
         shown="KIND:WHERE",
         many=True,
+        rare=True,
     )
     log_ranks: str = setting(
         DEFAULT,
@@ -258,6 +266,7 @@ class TelemetryOptions:
         "0,2; errors are shown in any case (default: 0)",
         shown="LIST",
         problems=log_ranks_problems,
+        rare=True,
     )
 
 
@@ -269,11 +278,13 @@ class GroupOptions:
         None,
         "in a group: what its ranks have in common and nobody else has, at least 32 bytes (docs/security.md)",
         shown="FILE",
+        rare=True,
     )
     tls: str | None = setting(
         None,
         "in a group: let the keepers of the ranks speak over TLS, with cert.pem and key.pem of this directory",
         shown="DIR",
+        rare=True,
     )
 
 
@@ -322,6 +333,7 @@ class RunOptions(
         check=POSITIVE,
         needs="eval_data",
         problems=_between("--eval-every", 1, _MOST_STEPS),
+        rare=True,
     )
 
     def chunks(self, first: int, end: int) -> Iterator[int]:

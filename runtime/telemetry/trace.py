@@ -54,7 +54,7 @@ def write_trace(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}), encoding="utf-8")
     except OSError as error:
-        raise PenstockError(f"cannot write the trace: {error}", where=str(path)) from error
+        raise PenstockError(f"cannot write the trace: {error.strerror or error}", where=str(path)) from error
 
 
 def _row_name(rank: int, module: Module | None) -> str:

@@ -20,6 +20,7 @@ from penstock.models import write_gpt
 from penstock.passes.planner.refine import Refined
 from penstock.planning import tries
 from penstock.planning.explain import argument
+from penstock.planning.facts import planner_facts
 from penstock.planning.pipeline import before_partition
 from penstock.planning.tries import sizes_of
 from penstock.planning.watching import Feedback
@@ -304,6 +305,13 @@ def test_changes_are_against_the_best_by_the_same_formulas(symbolic):
         (line,) = [line for line in told if line.startswith("what if: schedule gpipe: ")]
         assert "(10.0% faster)" in line
         assert (", but " in line and line.endswith(" simulated")) == said
+    # Nor is a number made up where no plan of a schedule could be simulated, and plan.json stays JSON.
+    refused = replace(search, result=result, refined={"gpipe": Refined(other, float("inf"), 0)})
+    (line,) = [line for line in argument(refused) if line.startswith("what if: schedule gpipe: ")]
+    assert line.endswith(", but no plan of it is legal and fits when simulated")
+    facts = planner_facts(refused)
+    assert facts["simulated"] == {"gpipe": None}
+    json.dumps(facts, allow_nan=False)
 
 
 def test_flags_that_the_planner_decides(symbolic, capsys):

@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.planning.options import PlanOptions, ReadingOptions, SearchOptions, TrainingOptions
 from penstock.support.errors import UsageError
+from penstock.support.paths import file_problem
 from penstock.support.settings import Description, defaults_of, flags_of, settings_of
 
-from .types import device_list, reader
+from .types import device_list, reader, show_rarely
 
 if TYPE_CHECKING:
     from penstock.inspection.dump import Dump
@@ -52,7 +53,9 @@ def _add_setting(parser: Flags, name: str, setting: Description, needed: bool, d
         about["type"] = setting.read
     if needed:
         about["required"] = True
-    parser.add_argument(*flags_of(name, setting), dest=name, **about)
+    action = parser.add_argument(*flags_of(name, setting), dest=name, **about)
+    if setting.rare:
+        show_rarely(action)
 
 
 def _word(setting: Description, default: object) -> str | None:
@@ -75,16 +78,22 @@ def settings_from(kind: type[Kind], arguments: argparse.Namespace, **known: Any)
 
 def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False, metavar: str = "MODEL.onnx") -> None:
     """Add the arguments of `plan` and `compile`, and of `verify`, which takes more than models."""
-    _add_reading(parser, optional, metavar)
-    _add_training(parser)
-    _add_dividing(parser)
+    _add_reading(parser.add_argument_group("model"), optional, metavar)
+    _add_dividing(parser.add_argument_group("devices and plan"))
+    add_settings(parser.add_argument_group("training (without a loss, the bundle is for inference)"), TrainingOptions)
     add_dump_arguments(parser, default=os.environ.get("PENSTOCK_DUMP"))
 
 
-def _add_reading(parser: argparse.ArgumentParser, optional: bool, metavar: str) -> None:
-    """Add the model, the settings of its import, and the devices."""
-    parser.add_argument("model", metavar=metavar, nargs="?" if optional else None)
-    devices = parser.add_mutually_exclusive_group()
+def _add_reading(model: Flags, optional: bool, metavar: str) -> None:
+    """Add the model, and the settings of its import."""
+    model.add_argument("model", metavar=metavar, nargs="?" if optional else None)
+    add_settings(model, ReadingOptions)
+    add_settings(model, PlanOptions, "precision", left_open=True)
+
+
+def _add_dividing(dividing: Flags) -> None:
+    """Add the division of the work: devices, stages, microbatches, their order, and where stages begin."""
+    devices = dividing.add_mutually_exclusive_group()
     devices.add_argument("--cluster", metavar="FILE", help="cluster file, TOML or YAML (.yaml, .yml)")
     devices.add_argument(
         "--devices",
@@ -93,31 +102,18 @@ def _add_reading(parser: argparse.ArgumentParser, optional: bool, metavar: str) 
         help="N equal CPU devices on this machine, or a list of `cpu` and CUDA architectures, e.g. cpu,sm_90 "
         "(default: 1)",
     )
-    add_settings(parser, ReadingOptions)
-    add_settings(parser, PlanOptions, "precision", "wire", left_open=True)
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    training = parser.add_argument_group("training (without a loss, the bundle is for inference)")
-    add_settings(training, TrainingOptions)
-    add_settings(training, PlanOptions, "microbatches", left_open=True)
-    add_settings(training, SearchOptions, "batch", left_open=True)
-    add_settings(training, PlanOptions, "schedule", left_open=True)
-    add_settings(training, PlanOptions, "recompute", left_open=True)
-
-
-def _add_dividing(parser: argparse.ArgumentParser) -> None:
-    """Add the division of the work: libraries, stages, their devices, and where stages begin."""
-    add_settings(parser, PlanOptions, "cuda_libraries")
-    parser.add_argument(
+    add_settings(dividing, PlanOptions, "stages", left_open=True)
+    add_settings(dividing, PlanOptions, "microbatches", left_open=True)
+    add_settings(dividing, SearchOptions, "batch", left_open=True)
+    add_settings(dividing, PlanOptions, "schedule", left_open=True)
+    plan = dividing.add_argument(
         "--plan",
         metavar="FILE.json",
         help="carry out this plan: what `penstock plan --json` printed, or the plan.json of a bundle, perhaps edited",
     )
-    add_settings(parser, PlanOptions, "stages", left_open=True)
-    add_settings(parser, PlanOptions, "replicas", left_open=True)
-    add_settings(parser, PlanOptions, "split_at")
-    add_settings(parser, PlanOptions, "hints")
+    show_rarely(plan)
+    add_settings(dividing, PlanOptions, "replicas", "recompute", "wire", left_open=True)
+    add_settings(dividing, PlanOptions, "split_at", "hints", "cuda_libraries")
 
 
 def add_dump_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -130,17 +126,19 @@ def add_dump_arguments(parser: argparse.ArgumentParser, default: str | None = No
         help="dump the module after every pass that changes it, and what is made of it"
         + (" (default: $PENSTOCK_DUMP, else no dump)" if parser.prog.endswith(("plan", "compile")) else ""),
     )
-    dumping.add_argument(
+    only = dumping.add_argument(
         "--dump-ir-filter",
         metavar="REGEX",
         help="dump only operations whose line FILE @GRAPH OPERATION matches, e.g. '_fuse @' for a pass, '@s0[.]F ' "
         "for a graph, '= matmul'",
     )
-    dumping.add_argument(
+    changed = dumping.add_argument(
         "--dump-ir-changed",
         action="store_true",
         help="dump what each pass changed, by name, in place of whole modules; without --dump-ir print it on stderr",
     )
+    if parser.prog.endswith(("plan", "compile")):
+        show_rarely(only, changed)
 
 
 # ------------------------------------------------------------------------------------------------ values
@@ -150,7 +148,8 @@ def dims_of(words: Iterable[str]) -> dict[str, int]:
     """Read sizes of symbolic dimensions."""
     dims: dict[str, int] = {}
     for word in words:
-        name, equals, number = word.partition("=")
+        # A name may hold the sign, a number does not.
+        name, equals, number = word.rpartition("=")
         if not equals or not (number.isascii() and number.isdecimal()) or not 1 <= int(number) < 2**31:
             raise UsageError(
                 f"bad --dim {word!r}, expected NAME=INT with a number from 1 to {2**31 - 1}, e.g. --dim batch=4"
@@ -187,6 +186,17 @@ def _number(text: str) -> bool | int | float:
     if text in ("true", "false"):
         return text == "true"
     return int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else float(text)
+
+
+def check_writable(places: Mapping[str, str | None]) -> None:
+    """Raise UsageError for files, by their flags, that cannot be written: before the work that would fill them."""
+    problems = [
+        f"cannot write {flag} {path}: {problem}"
+        for flag, path in places.items()
+        if path is not None and (problem := file_problem(os.path.abspath(path)))
+    ]
+    if problems:
+        raise UsageError("; ".join(problems))
 
 
 def dump_of(arguments: argparse.Namespace) -> Dump | None:

@@ -13,17 +13,19 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
 from penstock.support.atomic_files import DISK_ERRORS
 from penstock.support.errors import DoesNotFit, PenstockError, UsageError
 from penstock.support.out_of_memory import is_out_of_memory
-from penstock.support.terminal import open_standard_streams, say_as_is
-from penstock.support.words import meant, visible, visible_lines
+from penstock.support.terminal import open_standard_streams, python_warnings_counted, say_as_is
+from penstock.support.words import counted, meant, visible, visible_lines
 from penstock.version import __version__
+
+from .types import is_rare
 
 
 class CommandModule(Protocol):
@@ -77,6 +79,9 @@ MODULES = {
     "verify": "penstock.commands.inspecting.verify",
 }
 
+# Commands that say in one line what libraries warned of. Others run for long, and their warnings come at once.
+_WARNINGS_COUNTED = ("plan", "compile", "verify")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
@@ -106,7 +111,9 @@ def _terminated_in_order() -> Iterator[None]:
 def _run(words: list[str], verbose: bool) -> int:
     try:
         arguments = parse(words)
-        return int(arguments.run(arguments) or 0)
+        counted_here = arguments.command in _WARNINGS_COUNTED and not verbose
+        with python_warnings_counted() if counted_here else nullcontext():
+            return int(arguments.run(arguments) or 0)
     except PenstockError as error:
         if verbose:
             raise
@@ -194,6 +201,45 @@ class _Parser(argparse.ArgumentParser):
             hint = f"{words} {hint}"
         raise UsageError(message, hint=hint)
 
+    def format_help(self) -> str:
+        """Return the help without what is rarely used, of which the last line says how much there is."""
+        rare = [action for action in self._actions if is_rare(action)]
+        return self.explain(without=rare) if rare else super().format_help()
+
+    def explain(self, without: Collection[argparse.Action] = ()) -> str:
+        """Return the help of all arguments but some; those that every command has come last."""
+        formatter = self._get_formatter()
+        formatter.add_usage(
+            self._short_usage() if without else self.usage, self._actions, self._mutually_exclusive_groups
+        )
+        formatter.add_text(self.description)
+        for group in sorted(self._action_groups, key=lambda group: group is self._optionals):
+            if shown := [action for action in group._group_actions if action not in without]:
+                formatter.start_section(group.title)
+                formatter.add_text(group.description)
+                formatter.add_arguments(shown)
+                formatter.end_section()
+        if without:
+            formatter.add_text(f"{counted(len(without), 'more option')}: {self.prog} --help-all")
+        return formatter.format_help()
+
+    def _short_usage(self) -> str:
+        """Return the arguments that must be given."""
+        needed = [action for action in self._actions if action.required and action.option_strings]
+        places = [action for action in self._actions if not action.option_strings]
+        words = [f"{action.option_strings[0]} {action.metavar}" for action in needed]
+        words += [f"{action.metavar}" if action.required else f"[{action.metavar}]" for action in places]
+        return " ".join(["%(prog)s", "[options]", *words])
+
+
+class _HelpAll(argparse._HelpAction):
+    """The argument that prints the help of all arguments."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *more: object) -> NoReturn:
+        assert isinstance(parser, _Parser)
+        parser._print_message(parser.explain(), sys.stdout)
+        parser.exit()
+
 
 def command_line(named: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands with their arguments; where one is named, the others have no arguments."""
@@ -210,4 +256,6 @@ def command_line(named: str | None = None) -> argparse.ArgumentParser:
             command = cast(CommandModule, import_module(MODULES[name]))
             child.set_defaults(explained_by=child, run=command.run)
             command.add_arguments(child)
+            if any(map(is_rare, child._actions)):
+                child.add_argument("--help-all", action=_HelpAll, help="show all options, with those of rare use")
     return parser

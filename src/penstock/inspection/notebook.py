@@ -64,7 +64,7 @@ def _(bundle: Bundle) -> str:
 def _(bundle: Bundle) -> str:
     """Show the ranks with their files, and the module."""
     ranks = [
-        (r.rank, r.stage, r.device, r.host, r.threads, f"{bundle.bytes_of(r.files):,} bytes")
+        (r.rank, r.stage, r.device, r.host, r.threads, shown_bytes(bundle.bytes_of(r.files)))
         for r in bundle.manifest.ranks
     ]
     line = _bundle_line(bundle)
@@ -78,7 +78,7 @@ def _(bundle: Bundle) -> str:
 
 def _bundle_line(bundle: Bundle) -> str:
     manifest = bundle.manifest
-    size = f"{bundle.bytes_of(manifest.files):,} bytes"
+    size = shown_bytes(bundle.bytes_of(manifest.files))
     ranks = counted(len(manifest.ranks), "rank")
     return f"bundle {bundle.path}: {manifest.name}, back end {manifest.backend}, {ranks}, {size}"
 

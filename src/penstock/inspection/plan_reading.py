@@ -41,7 +41,7 @@ class _Planner(msgspec.Struct):
     limited_by: str = ""
     what_if: dict[str, float | None] = {}
     passed_over: str = ""
-    simulated: dict[str, float] = {}
+    simulated: dict[str, float | None] = {}
 
 
 class _Plan(msgspec.Struct):

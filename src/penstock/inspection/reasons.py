@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from penstock.ir.graph import Module
-from penstock.passes.costs.prices import shown_seconds
+from penstock.passes.costs.prices import by_simulation, shown_seconds
 from penstock.support.errors import VerifyError
 from penstock.support.words import counted
 
@@ -92,7 +92,8 @@ def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterat
             continue
         outcome = "nothing fits" if seconds is None else _against(float(seconds), usual)
         if kind in simulated and seconds is not None and float(seconds) < usual:
-            outcome += f", but {shown_seconds(float(simulated[kind]))} simulated"
+            seconds_there = simulated[kind]
+            outcome += f", but {by_simulation(None if seconds_there is None else float(seconds_there))}"
         yield f"what if: {name}: {outcome}"
     if planner["left_out"]:
         yield f"{counted(len(planner['left_out']), 'device')} left out: {', '.join(planner['left_out'])}"

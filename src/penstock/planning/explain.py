@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from penstock.ir.graph import Module
 from penstock.ir.schedule_names import SYNCHRONOUS
-from penstock.passes.costs.prices import shown_seconds
+from penstock.passes.costs.prices import by_simulation, shown_seconds
 from penstock.passes.memory.lifetimes import memory_table
 from penstock.passes.simulator.forecast import binding
 from penstock.support.terminal import table
@@ -75,7 +75,7 @@ def _ranks(module: Module, predicted: Predicted) -> Iterator[str]:
             stage,
             device,
             shares[rank],
-            f"{predicted.busy[rank] * 1e3:.3f} ms",
+            shown_seconds(predicted.busy[rank]),
             f"{predicted.busy[rank] / predicted.pace:.0%}" if predicted.pace else "-",
             *(shown_bytes(memory[rank][c]) for c in columns),
         ]
@@ -162,7 +162,7 @@ def _changes(search: Search, usual: float) -> Iterator[str]:
         )
         simulated = search.refined.get(change.name.removeprefix("schedule "))
         if simulated is not None and change.step is not None and change.step < usual:
-            effect += f", but {shown_seconds(simulated.step)} simulated"
+            effect += f", but {by_simulation(simulated.step)}"
         yield f"what if: {change.name}: {effect}"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.ir.batch_shares import microbatch_size
@@ -84,9 +85,18 @@ def planner_facts(search: Search) -> dict[str, Any]:
         "refused": dict(search.refused),
         "left_out": search.left_out,
         **({"passed_over": passed_over(search)} if other else {}),
-        **({"simulated": {kind: refined.step for kind, refined in search.refined.items()}} if search.refined else {}),
+        **(
+            {"simulated": _finite({kind: refined.step for kind, refined in search.refined.items()})}
+            if search.refined
+            else {}
+        ),
         **({"what_if": changed_steps(search)} if len(search.result.fleet.devices) <= _FEW_DEVICES else {}),
     }
+
+
+def _finite(steps: Mapping[str, float]) -> dict[str, float | None]:
+    """Return null for schedules of which no plan could be simulated, as JSON knows no infinity."""
+    return {kind: step if math.isfinite(step) else None for kind, step in steps.items()}
 
 
 def changed_steps(search: Search) -> dict[str, float | None]:

@@ -30,7 +30,7 @@ class PlanOptions:
     )
     stages: int = setting(0, "pipeline stages (default: as many as the devices make)", check=POSITIVE, shown="N")
     split_at: Sequence[str] = setting(
-        (), "start a new stage at this node or value instead of searching", shown="NODE", many=True
+        (), "start a new stage at this node or value instead of searching", shown="NODE", many=True, rare=True
     )
     microbatches: int = setting(1, "microbatches per batch (default: 1)", check=POSITIVE, shown="M")
     replicas: int = setting(
@@ -39,6 +39,7 @@ class PlanOptions:
         "with --batch, the most of one stage, by default any number)",
         check=POSITIVE,
         shown="N",
+        rare=True,
     )
     devices: Sequence[Sequence[str]] = ()
     shares: Sequence[Sequence[int]] = ()
@@ -53,24 +54,28 @@ class PlanOptions:
         "what is computed again in the backward pass instead of saved: what the memory of the devices asks for, "
         "nothing, or all (default: auto)",
         choices=("auto", "none", "all"),
+        rare=True,
     )
     cuda_libraries: str = setting(
         "torch",
         "who computes products, convolutions and attention on GPUs: the vendor's libraries through torch, or kernels "
         "of ours (default: torch)",
         choices=("torch", "none"),
+        rare=True,
     )
     wire: str = setting(
         "f32",
         "element type of float32 activations and gradients on their way between stages: half the bytes for a rounding "
         "at each boundary (default: f32)",
         choices=FLOATS,
+        rare=True,
     )
     hints: bool = setting(
         True,
         "placement hints in the model (pipeline stages, layer_ann): follow them where they fit, or ignore them "
         "(default: use)",
         words={"use": True, "ignore": False},
+        rare=True,
     )
 
 
@@ -111,10 +116,11 @@ class ReadingOptions:
         "bind an input to numbers between commas or to FILE.npy, for models that take shapes, axes or counts as inputs",
         shown="NAME=VALUES",
         many=True,
+        rare=True,
     )
-    frozen: str | None = setting(None, "parameters that are not trained", shown="REGEX")
+    frozen: str | None = setting(None, "parameters that are not trained", shown="REGEX", rare=True)
     trained: str | None = setting(
-        None, "initializers that are trained although they look like constants", shown="REGEX"
+        None, "initializers that are trained although they look like constants", shown="REGEX", rare=True
     )
 
 
@@ -132,7 +138,7 @@ class TrainingOptions:
     )
     lr: float | None = setting(None, "learning rate", shown="X", read=float)
     lr_schedule: str | None = setting(
-        None, f"how the learning rate changes, e.g. {EXAMPLES} (default: constant)", shown="R"
+        None, f"how the learning rate changes, e.g. {EXAMPLES} (default: constant)", shown="R", rare=True
     )
     group: Sequence[str] = setting(
         (),
@@ -140,14 +146,18 @@ class TrainingOptions:
         "frozen; e.g. 'embed{kind=adamw,weight_decay=0}'; the first that matches counts",
         shown="G",
         many=True,
+        rare=True,
     )
     weight_decay: float | None = setting(
-        None, "decay of the weights, of optimisers that have one", shown="X", read=float
+        None, "decay of the weights, of optimisers that have one", shown="X", read=float, rare=True
     )
-    clip: float | None = setting(None, "scale the gradient down to this norm where it is longer", shown="X", read=float)
+    clip: float | None = setting(
+        None, "scale the gradient down to this norm where it is longer", shown="X", read=float, rare=True
+    )
     skip_nonfinite: bool = setting(
         False,
         "leave out updates whose gradient is infinite or nan (with --clip and in f16 that is done in any case)",
+        rare=True,
     )
 
 
@@ -155,6 +165,10 @@ class TrainingOptions:
 class BuildOptions:
     """Settings of making code. `jobs` is the most processes to compile with: one per core if not given."""
 
-    backend: str = setting("tvm", "code generator (default: tvm)", choices=("tvm", "numpy"))
-    target: str = setting("host", "instruction set to compile for, e.g. host, x86-64-v3 (default: host)", shown="NAME")
-    jobs: int | None = setting(None, "processes to compile with (default: one per core)", check=POSITIVE, shown="N")
+    backend: str = setting("tvm", "code generator (default: tvm)", choices=("tvm", "numpy"), rare=True)
+    target: str = setting(
+        "host", "instruction set to compile for, e.g. host, x86-64-v3 (default: host)", shown="NAME", rare=True
+    )
+    jobs: int | None = setting(
+        None, "processes to compile with (default: one per core)", check=POSITIVE, shown="N", rare=True
+    )

@@ -28,7 +28,7 @@ from penstock.passes.planner.profile import Profile, profile_chain
 from penstock.passes.planner.refine import Refined, refine
 from penstock.passes.planner.sparing import without_little_help
 from penstock.support.errors import DoesNotFit, PenstockError, UsageError, VerifyError
-from penstock.support.words import itemised
+from penstock.support.words import flag_for, itemised
 
 from .choice import Search, first_reason
 from .model import Load, Model, ModelFile
@@ -89,7 +89,7 @@ def _smaller_size(source: ModelFile, cluster: Cluster, training: Training, optio
             # A size without a plan is not proposed; the error of the first search is the one that is reported.
             return ""
         assert plan.search is not None
-        return f"--dim {name}={plan.search.chosen.plan.size}"
+        return flag_for("--dim", name, plan.search.chosen.plan.size)
     return ""
 
 

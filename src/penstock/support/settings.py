@@ -47,7 +47,8 @@ class Description:
     """A setting beside its name and default: `help`, the words to choose from, the check of its values or what reads
     them, and the placeholder `shown` for a value. `words` are what flags call values that are no text. `flags` are its
     spellings as a flag where these are not its name; `many` says that it may be given several times. `problems` lists
-    what is wrong with a value that is not None, and `needs` names the setting without which this one says nothing."""
+    what is wrong with a value that is not None, and `needs` names the setting without which this one says nothing. A
+    `rare` one stands in `--help-all` alone."""
 
     help: str
     choices: tuple[str, ...] = ()
@@ -59,6 +60,7 @@ class Description:
     many: bool = False
     problems: Callable[[Any], list[str]] | None = None
     needs: str = ""
+    rare: bool = False
 
 
 def setting(default: Any, help: str = "", **about: Any) -> Any:

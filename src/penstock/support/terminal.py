@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 
-from .words import visible, visible_lines
+from .words import counted, shortened, visible, visible_lines
 
 PLAIN_EVERY = 5.0
 _STDERR = 2
@@ -144,6 +147,53 @@ def say(text: str) -> None:
 def say_as_is(text: str) -> None:
     """Print lines for people on stderr, whose parts were escaped already."""
     write_to_people(f"{text}\n")
+
+
+# A warning as the logger of onnxruntime writes it, perhaps in colour.
+_WARNED = re.compile(r"(?:\x1b\[[\d;]*m)?\d{4}-\d\d-\d\d [\d:.]+ \[W:onnxruntime:[^\]]*\] (.*?)\s*(?:\x1b\[0?m)?")
+
+
+@contextlib.contextmanager
+def python_warnings_counted() -> Iterator[None]:
+    """Say in one line how often libraries warned through Python, and what the first warning was."""
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            yield
+        finally:
+            said = [f"{item.category.__name__}: {' '.join(str(item.message).split())}" for item in caught]
+            _say_warned("Python", said)
+
+
+@contextlib.contextmanager
+def onnxruntime_warnings_counted() -> Iterator[None]:
+    """Say in one line how often the logger of onnxruntime warned, and what came first.
+
+    It writes to descriptor 2 directly, which leads into a file for the while. All other lines are written to stderr
+    afterwards; they are lost where the process is ended by a signal.
+    """
+    if sys.stderr is not None:
+        sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            said = []
+            for line in file.read().decode(errors="replace").splitlines(keepends=True):
+                if (warned := _WARNED.fullmatch(line.rstrip("\r\n"))) is not None:
+                    said.append(warned[1])
+                else:
+                    write_to_people(line)
+            _say_warned("onnxruntime", said)
+
+
+def _say_warned(source: str, said: Sequence[str]) -> None:
+    if said:
+        say(f"{source} warned {counted(len(said), 'time')}; first: {shortened(said[0])}")
 
 
 def terminal_width() -> int | None:

@@ -1,8 +1,9 @@
-"""Wording of messages: counts, bytes, lists, and the escaping of quoted text."""
+"""Wording of messages: counts, bytes, lists, flags for a shell, and the escaping of quoted text."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -21,9 +22,26 @@ def shown_bytes(count: float) -> str:
     return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
 
 
+def shown_rate(count: float, unit: str = "B/s") -> str:
+    """Return a rate for people in thousands, as cluster files have them: 1.25e8 -> 125 MB/s."""
+    scales = ["", "k", "M", "G", "T", "P"]
+    while float(f"{count:.3g}") >= 1000 and len(scales) > 1:
+        count /= 1000
+        scales.pop(0)
+    rounded = float(f"{count:.3g}")
+    return f"{rounded:.0f} {scales[0]}{unit}" if rounded >= 100 else f"{rounded:g} {scales[0]}{unit}"
+
+
 def exact_bytes(count: int) -> str:
     """Return bytes for people with the number itself, for a size that may be close to a limit."""
     return f"{shown_bytes(count)} ({count} bytes)" if count >= 1024 else shown_bytes(count)
+
+
+def flag_for(flag: str, name: str, value: object) -> str:
+    """Return `--dim NAME=VALUE` as a shell takes it: names of models may hold blanks, operators and quotes."""
+    word = shlex.quote(f"{name}={value}")
+    # A word that begins with a dash would be taken for a flag of its own.
+    return f"{flag}={word}" if name.startswith("-") else f"{flag} {word}"
 
 
 def meant(name: str, names: Iterable[str]) -> str:

@@ -43,7 +43,7 @@ from penstock.planning.model import from_onnx
 from penstock.planning.options import BuildOptions
 from penstock.runtime.data.samples import SyntheticSamples
 from penstock.support.errors import UsageError, VerifyError
-from penstock.support.terminal import say, table
+from penstock.support.terminal import onnxruntime_warnings_counted, say, table
 from penstock.verification.bisect.data import read_data
 
 Arrays = Mapping[str, np.ndarray]
@@ -145,7 +145,8 @@ def verify_model(
 
     `data` has inputs as a reproducer has them; without it they are drawn.
     """
-    import onnxruntime
+    with onnxruntime_warnings_counted():  # its import looks for devices
+        import onnxruntime
 
     from penstock.planning.pipeline import plan_model  # lazy: heavy
 
@@ -159,24 +160,24 @@ def verify_model(
         )
     inputs = synthetic_batch(module, 1, seed) if data is None else _given_inputs(data)
     originals = model.imported.names
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [originals.get(name, name) for name in module.outputs]
-    expected = session.run(
-        names, {**model.imported.bound, **{originals.get(name, name): array for name, array in inputs.items()}}
-    )
+    fed = {**model.imported.bound, **{originals.get(name, name): array for name, array in inputs.items()}}
+    with onnxruntime_warnings_counted():
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        expected = session.run(names, fed)
     say(f"{module.name}: comparing {len(names)} outputs with onnxruntime {onnxruntime.__version__}")
     store = DictStore(initial_arrays(module, model.imported.weights, list(module.vars), TYPED))
-    rows = []
+    rows, theirs = [], shown(module.outputs, originals)
     interpreted = run_graph(module.graphs["main"], inputs, store)
     rows += [
-        (f"interpreter: {name}", relative_error(a, b))
+        (f"interpreter: {theirs[name]}", relative_error(a, b))
         for name, a, b in zip(module.outputs, interpreted, expected, strict=True)
     ]
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         bundle = build(plan_model(model, Cluster.local(1)), Path(folder) / "bundle", BuildOptions(backend))
         computed = _one_microbatch(open_bundle(bundle), inputs)
     rows += [
-        (f"{backend}: {name}", relative_error(computed[name], b))
+        (f"{backend}: {theirs[name]}", relative_error(computed[name], b))
         for name, b in zip(module.outputs, expected, strict=True)
     ]
 
@@ -316,5 +317,8 @@ def _verify_inference(bundle: Bundle, reference: Module, weights: Arrays, seed: 
         rounded = run_graph(rounding.graphs["main"], inputs, typed, precision=TYPED)
         return [relative_error(a, b) for a, b in zip(rounded, expected, strict=True)]
 
-    rows = [(name, relative_error(outputs[name], b)) for name, b in zip(reference.outputs, expected, strict=True)]
+    theirs = shown(reference.outputs, bundle.renamed)
+    rows = [
+        (theirs[name], relative_error(outputs[name], b)) for name, b in zip(reference.outputs, expected, strict=True)
+    ]
     return _report(rows, [allowed_error(rounding, tolerance, roundings)] * len(rows))

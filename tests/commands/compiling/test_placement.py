@@ -88,7 +88,10 @@ def test_what_fits_nowhere_exits_with_4(file: Path, capsys: pytest.CaptureFixtur
     file.write_text(json.dumps(data | {"maxSizePerFPGA": 2**21, "maxCPUs": 0}))
     for split in ("--contiguous", "--any"):
         assert call("plan", "--workload", file, split) == 4
-        assert "all nodes take 6291456 bytes, all devices have 4194304" in capsys.readouterr().err
+        assert (
+            "all nodes take 6.0 MiB (6291456 bytes), all devices have 4.0 MiB (4194304 bytes)"
+            in capsys.readouterr().err
+        )
 
 
 def test_problems_of_a_file_are_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

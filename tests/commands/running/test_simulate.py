@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import xml.etree.ElementTree as ElementTree
 from functools import partial
@@ -91,6 +92,21 @@ def test_other_links_and_clusters(bundle, tmp_path, capsys):
     other.write_text('[[device]]\nname = "cpu:0"\n')
     assert call("simulate", bundle, "--cluster", other) == 2
     assert "no device cpu:1, on which stages are" in capsys.readouterr().err
+
+
+def test_a_link_that_moves_nothing_is_named(bundle, capsys):
+    """No table says that a batch takes infinitely long, or writes out hundreds of digits."""
+    for dead in ("5e-324", "1e-300"):
+        assert call("simulate", bundle, "--bandwidth", dead) == 2
+        printed = "".join(capsys.readouterr())
+        assert re.search(r"link \S+ is dead: at its rate no message would ever arrive", printed)
+        assert not re.search(r"\binf\b|Infinity", printed)
+    assert call("simulate", bundle, "--bandwidth", "1e-9") == 0  # control: it takes long, and ends
+    printed = "".join(capsys.readouterr())
+    assert "one batch takes more than 1000 years" in printed
+    assert max(map(len, printed.splitlines())) < 400
+    assert call("simulate", bundle, "--bandwidth", "1e9") == 0
+    assert re.search(r"one batch takes \d+\.\d+ ms", capsys.readouterr().out)
 
 
 def test_tables_pictures_and_traces(bundle, tmp_path, capsys):

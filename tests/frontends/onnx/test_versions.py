@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +112,7 @@ def _reshaped(path: Path) -> Path:
     ("text", "said", "needs"),
     [
         (
-            "(int64 a, int64 b, int64 c) => (int64[?] y) { y = Range(a, b, c) }",
+            "(float[2] x, int64 a, int64 b, int64 c) => (int64[?] y) { y = Range(a, b, c) }",
             "the start, the limit, the step are computed",
             "abc",
         ),
@@ -148,6 +150,72 @@ def test_the_error_names_the_inputs_that_have_to_be_known(tmp_path: Path) -> Non
     ) as caught:
         import_onnx(_reshaped(tmp_path))
     assert caught.value.needs == ("s",)
+
+
+def test_values_are_proposed_as_a_shell_takes_them(tmp_path: Path) -> None:
+    """Names with blanks and operators come back from a shell as they are, and bind the input."""
+    model = onnx.load(_reshaped(tmp_path))
+    name = "shape of $x; 'all'"
+    model.graph.input[1].name = name
+    model.graph.node[0].input[:] = [name, name]
+    onnx.save(model, tmp_path / "b.onnx")
+    with pytest.raises(CannotImport) as caught:
+        import_onnx(tmp_path / "b.onnx")
+    _, _, proposed = next(line for line in str(caught.value).splitlines() if "--known" in line).partition("import: ")
+    assert shlex.split(proposed) == ["--known", f"{name}=VALUES"]
+    assert proposed.split() != shlex.split(proposed), "control: a shell would take the bare name apart"
+    assert import_onnx(tmp_path / "b.onnx", known={name: [4, 3]}).bound.keys() == {name}
+
+
+def test_no_value_is_proposed_for_the_only_input(tmp_path: Path) -> None:
+    """Nothing would be left to run."""
+    text = "(int64 n) => (float[?] y) { y = Range(zero, n, one) }"
+    path = write_model(tmp_path / "a.onnx", text, arrays={"zero": np.array(0), "one": np.array(1)})
+    with pytest.raises(CannotImport, match="the model has no other input") as caught:
+        import_onnx(path)
+    assert "--known" not in str(caught.value)
+    assert caught.value.needs == ("n",)
+    other = write_model(
+        tmp_path / "b.onnx", text.replace("(int64 n)", "(int64 n, float x)"),
+        arrays={"zero": np.array(0), "one": np.array(1)},
+    )  # fmt: skip
+    with pytest.raises(CannotImport, match="--known n=VALUES"):  # control
+        import_onnx(other)
+
+
+def test_no_value_is_proposed_for_the_only_sequence(tmp_path: Path) -> None:
+    sequence = helper.make_tensor_sequence_value_info("s t", TensorProto.FLOAT, [2])
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2])
+    result = helper.make_tensor_value_info("y", TensorProto.INT64, [])
+    path = tmp_path / "a.onnx"
+    for inputs, proposed in (([sequence], False), ([sequence, x], True)):
+        graph = helper.make_graph([helper.make_node("SequenceLength", ["s t"], ["y"])], "g", inputs, [result])
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+        with pytest.raises(UnsupportedModel, match="input s t: is not a tensor") as caught:
+            import_onnx(path)
+        assert ("--known 's t=...'" in str(caught.value)) == proposed
+
+
+def test_sizes_are_proposed_as_a_shell_takes_them(tmp_path: Path) -> None:
+    from penstock.commands.arguments import dims_of
+
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch size", "2*n", "-m", "a=b", "plain"])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [x], [y])
+    path = tmp_path / "a.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    with pytest.raises(UsageError) as caught:
+        import_onnx(path)
+    proposed = caught.value.hint.removeprefix("add ").partition(", or dims=")[0]
+    assert proposed.endswith(" --dim plain=INT")
+    words = shlex.split(proposed.replace("INT", "3"))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dim", action="append")
+    dims = dims_of(parser.parse_args(words).dim)
+    assert dims == {"batch size": 3, "2*n": 3, "-m": 3, "a=b": 3, "plain": 3}
+    assert import_onnx(path, dims=dims).module.inputs[0].type.dims == (3, 3, 3, 3, 3)
+    with pytest.raises(SystemExit):  # control: bare names are taken apart
+        parser.parse_args(["--dim", "batch", "size=3"])
 
 
 @pytest.mark.parametrize("values", [[4, 3], (4.0, 3.0), np.array([4, 3], np.int32)])

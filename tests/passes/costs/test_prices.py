@@ -28,12 +28,14 @@ from penstock.passes.costs.prices import (
     Transfer,
     alone,
     bound,
+    by_simulation,
     cost,
     efficiency_of,
     family_of,
     graph_seconds,
     op_seconds,
     rank_seconds,
+    shown_seconds,
     work_of,
 )  # fmt: skip
 from penstock.passes.kernels.divide import Kernel, kernels_of
@@ -254,3 +256,14 @@ def test_what_was_measured_of_a_device_survives_the_text() -> None:
     )
     assert parse_module(text) == module
     assert parse_module(text.replace("efficiency.products=0.5", "efficiency.products=0.6")) != module
+
+
+def test_seconds_for_people() -> None:
+    """From a millisecond to years: no row of digits, and no number where there is none."""
+    times = [0.0, 3.61e-4, 1.0, 599.5, 7200.0, 3 * 86400.0, 4e8, 1e300, float("inf")]
+    said = ["0.000 ms", "0.361 ms", "1.000 s", "599.500 s", "2.0 hours", "3.0 days", "12.7 years"]
+    assert [shown_seconds(time) for time in times] == [*said, "more than 1000 years", "no end"]
+    assert by_simulation(0.5) == "500.000 ms simulated"
+    for nothing in (None, float("inf")):
+        assert by_simulation(nothing) == "no plan of it is legal and fits when simulated"
+    assert f"{float('inf'):.3f} s" == "inf s", "control: what it stands in for"

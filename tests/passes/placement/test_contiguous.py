@@ -111,10 +111,10 @@ def test_devices_may_stay_empty() -> None:
 
 def test_memory_decides_where_nothing_fits() -> None:
     assert split_contiguously(path(6, memory=3.0)).value == 3.25
-    with pytest.raises(DoesNotFit, match="all nodes take 6 bytes, all devices have 4"):
+    with pytest.raises(DoesNotFit, match="all nodes take 6 B, all devices have 4 B"):
         split_contiguously(path(6, memory=2.0))
     together = replace(path(6, memory=3.5), nodes=tuple(replace(n, colour=i % 2) for i, n in enumerate(path(6).nodes)))
-    with pytest.raises(DoesNotFit, match=r"0, 1, 2, 3, 4, \.\.\.: 6 bytes that must be on one device"):
+    with pytest.raises(DoesNotFit, match=r"0, 1, 2, 3, 4, \.\.\.: 6 B that must be on one device"):
         split_contiguously(together)
     lumps = PlacementProblem(
         (DeviceKind("accelerator", 2, 5.0),), tuple(PlacedNode(str(i), (1.0,), memory=3.0) for i in range(3)), ()

@@ -15,8 +15,9 @@ from .planned import plan_of
 def add_arguments(parser: ArgumentParser) -> None:
     """Add those of a model, and those of making code."""
     add_model_arguments(parser)
-    parser.add_argument("-o", "--out", required=True, metavar="BUNDLE", help="bundle directory to write")
-    add_settings(parser, BuildOptions)
+    output = parser.add_argument_group("output")
+    output.add_argument("-o", "--out", required=True, metavar="BUNDLE", help="bundle directory to write")
+    add_settings(output, BuildOptions)
 
 
 def run(arguments: Namespace) -> None:

@@ -83,7 +83,7 @@ def run_demo(options: DemoOptions) -> int:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot use the folder: {error}", where=str(out)) from error
+        raise UsageError(f"cannot use the folder: {error.strerror or error}", where=str(out)) from error
     path = _compiled(out, options)
     losses = _trained(out, options)
     tail = max(1, min(5, len(losses) // 4))

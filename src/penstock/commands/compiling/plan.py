@@ -9,6 +9,7 @@ from argparse import ArgumentParser, Namespace
 
 from penstock.commands.arguments import add_model_arguments, dump_of
 from penstock.commands.running import grade
+from penstock.commands.types import show_rarely
 from penstock.support.errors import UsageError
 
 from . import placement
@@ -18,28 +19,31 @@ from .planned import plan_of
 def add_arguments(parser: ArgumentParser) -> None:
     """Add those of a model, of a grade and of placement files."""
     add_model_arguments(parser, optional=True)
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument_group("output").add_argument("--json", action="store_true", help="print the plan as JSON")
     grading = parser.add_argument_group("after a run (MODEL.onnx is then a bundle)")
     grading.add_argument(
         "--grade",
         metavar="METRICS",
         help="compare what the bundle's plan predicted with the metrics of a run, and keep corrections",
     )
-    grading.add_argument(
+    trace = grading.add_argument(
         "--trace", metavar="FILE", help="with --grade: the trace of the run, for computations one by one"
     )
     workload = parser.add_argument_group("placement files (in place of a model)")
     workload.add_argument(
         "--workload", metavar="FILE.json", help="a graph in the public device-placement format (docs/placement.md)"
     )
-    workload.add_argument(
+    objective = workload.add_argument(
         "--objective",
         choices=("throughput", "latency"),
         help="what is minimised: the largest load of a device, or the time of one sample alone (default: throughput)",
     )
     splits = workload.add_mutually_exclusive_group()
-    splits.add_argument("--contiguous", action="store_true", help="devices take contiguous sets of nodes (default)")
-    splits.add_argument("--any", action="store_true", help="devices take any nodes: throughput only")
+    contiguous = splits.add_argument(
+        "--contiguous", action="store_true", help="devices take contiguous sets of nodes (default)"
+    )
+    anything = splits.add_argument("--any", action="store_true", help="devices take any nodes: throughput only")
+    show_rarely(trace, objective, contiguous, anything)
 
 
 def run(arguments: Namespace) -> None:

@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from penstock.commands.arguments import add_dump_arguments, dump_of
+from penstock.commands.arguments import add_dump_arguments, check_writable, dump_of
 from penstock.support.errors import UsageError
 
 
@@ -48,6 +48,7 @@ def run(arguments: Namespace) -> None:
     from penstock.passes.manager import parse_pipeline, run_passes  # lazy: heavy
     from penstock.passes.pipelines import PASSES  # lazy: heavy
 
+    check_writable({"-o": arguments.out})
     text, where = _pipeline_of(arguments)
     calls = parse_pipeline(text, PASSES, where)
     before = load_module(arguments.file)
@@ -63,6 +64,7 @@ def run(arguments: Namespace) -> None:
         dump.report(module)
     text = print_module(module)
     if arguments.out:
+        Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.out).write_text(text, encoding="utf-8")
     else:
         sys.stdout.write(text)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.commands.arguments import add_model_arguments, add_settings, dims_of, known_of, settings_from
 from penstock.commands.compiling.planned import plan_of
+from penstock.commands.types import show_rarely
 from penstock.planning.options import TrainingOptions
 from penstock.support.errors import UsageError
 from penstock.support.settings import POSITIVE, SEED, given, setting, settings_of
@@ -30,6 +31,9 @@ _OF_COMPILE = (
     *(name for name in settings_of(TrainingOptions) if name not in _SHARED),
     *("batch", "schedule", "recompute", "plan", "stages", "replicas", "split_at"),
 )
+
+
+_USUAL = ("help", "verbose", "model", "dim", "devices", "loss")
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,14 @@ class BisectOptions:
         "where the smallest reproducer of what is wrong goes, or none (default: the name of what is checked, with "
         ".repro)",
         shown="DIR",
+        rare=True,
     )
     shrink: float = setting(
         60.0,
         "how many seconds to make the reproducer smaller (default: 60; 0: leave it as it is)",
         read=float,
         shown="S",
+        rare=True,
     )
 
 
@@ -82,18 +88,25 @@ class ParityOptions:
         "npz with one array per input, shuffled (default: synthetic); with a model or FILE.ir the inputs.safetensors "
         "of a reproducer",
         shown="FILE|synthetic",
+        rare=True,
     )
     optimizers: str | None = setting(
-        None, "kinds, each perhaps with its learning rate (default: momentum,adamw,muon)", shown="LIST"
+        None, "kinds, each perhaps with its learning rate (default: momentum,adamw,muon)", shown="LIST", rare=True
     )
     seeds: int | None = setting(
-        None, "runs of each, with other dropout and orders of samples (default: 3)", check=POSITIVE, shown="N"
+        None,
+        "runs of each, with other dropout and orders of samples (default: 3)",
+        check=POSITIVE,
+        shown="N",
+        rare=True,
     )
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of a model, and those of each question."""
     add_model_arguments(parser, metavar="MODEL.onnx|BUNDLE|DUMPS|FILE.ir")
+    # What a question takes from `compile` says more beside the others of `compile`.
+    show_rarely(*(action for action in parser._actions if action.dest not in _USUAL))
     add_settings(parser.add_argument_group("checking"), VerifyOptions)
     bisect = parser.add_argument_group("with --bisect (and the arguments of `compile`, for a model)")
     bisect.add_argument(

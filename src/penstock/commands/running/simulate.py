@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.commands.arguments import add_settings, settings_from
+from penstock.commands.arguments import add_settings, check_writable, settings_from
 from penstock.support.errors import UsageError
 from penstock.support.settings import POSITIVE, setting
 from penstock.support.terminal import say, table
@@ -73,6 +73,7 @@ def run(arguments: Namespace) -> None:
     from penstock.passes.simulator.machine import Route  # lazy: heavy
 
     options = settings_from(SimulateOptions, arguments)
+    check_writable({"--gantt": arguments.gantt, "--trace": arguments.trace})
     module = load_module(arguments.file)
     verify_read(module, arguments.file)
     if arguments.cluster:
@@ -96,6 +97,7 @@ def run(arguments: Namespace) -> None:
     if arguments.gantt:
         from penstock.inspection.views.gantt import svg_gantt  # lazy: heavy
 
+        Path(arguments.gantt).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.gantt).write_text(
             svg_gantt(predicted.simulated, f"{module.name}, {module.schedule.name}", predicted.curves()),
             encoding="utf-8",

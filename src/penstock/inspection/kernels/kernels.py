@@ -36,7 +36,7 @@ from penstock.passes.costs.prices import bound
 from penstock.passes.kernels.divide import divide, kernels_of
 from penstock.support.errors import UsageError
 from penstock.support.terminal import table
-from penstock.support.words import shown_bytes
+from penstock.support.words import shown_bytes, shown_rate
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def kernel_source(rows: Sequence[KernelRow], name: str) -> str:
 
 def rates_text(device: Device) -> str:
     """Return the rates of a device as text."""
-    return f"{device.flops / 1e9:.4g} GFLOP/s, {device.bandwidth / 1e9:.3g} GB/s"
+    return f"{shown_rate(device.flops, 'FLOP/s')}, {shown_rate(device.bandwidth)}"
 
 
 def format_report(rows: Sequence[KernelRow], module: Module, width: int | None = None) -> str:

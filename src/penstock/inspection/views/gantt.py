@@ -15,6 +15,7 @@ from html import escape
 import numpy as np
 
 from penstock.ir.schedule import COMPUTE
+from penstock.passes.costs.prices import shown_seconds
 from penstock.passes.simulator.result import Simulated
 
 Curve = Sequence[tuple[float, float]]
@@ -44,7 +45,7 @@ def text_gantt(simulated: Simulated, columns: int = 100, until: float | None = N
         best, idle = table.argmax(axis=0), 1 - table.sum(axis=0)
         cells = ["." if idle[c] > table[best[c], c] else kinds[best[c]] for c in range(columns)]
         lines.append(f"{f'rank {rank}':<{label}} | {''.join(cells).rstrip('.')}")
-    return "\n".join([*lines, f"the first {end * 1e3:.3f} ms, {end / columns * 1e3:.3f} ms a column"])
+    return "\n".join([*lines, f"the first {shown_seconds(end)}, {shown_seconds(end / columns)} a column"])
 
 
 def svg_gantt(simulated: Simulated, title: str, curves: Mapping[int, Curve] | None = None) -> str:
@@ -62,7 +63,7 @@ def svg_gantt(simulated: Simulated, title: str, curves: Mapping[int, Curve] | No
         ),
         (
             f'<rect width="100%" height="100%" fill="white"/><text x="8" y="16">{escape(title, quote=False)}: '
-            f"{end * 1e3:.3f} ms</text>"
+            f"{shown_seconds(end)}</text>"
         ),
     ]
     for number, (rank, line) in enumerate(simulated.lines.items()):
