@@ -124,7 +124,7 @@ class _Walk:
     def _bounded(self, op: Op) -> _Bounds | None:
         if op.kind == "const":
             raw = complete_attrs(op)["value"]
-            numbers = [float(x) for x in (raw if isinstance(raw, tuple) else (raw,))]  # type: ignore[arg-type]
+            numbers = [float(x) for x in (raw if isinstance(raw, tuple) else (raw,))]
             counts = len(numbers) > 1 and numbers == [float(i) for i in range(len(numbers))]
             return _Bounds(min(numbers), max(numbers), counts) if numbers else None
         if op.kind == "iota":

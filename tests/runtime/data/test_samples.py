@@ -8,8 +8,8 @@ from oracles.classifier import CLASSES, ROWS, WIDTH, classifier
 
 from penstock.ir.text import parse_module
 from penstock.runtime.data.batches import check_batch
-from penstock.runtime.data.files import read_npz, write_npz
 from penstock.runtime.data.domains import domain_of
+from penstock.runtime.data.files import read_npz, write_npz
 from penstock.runtime.data.ranges import first_outside, integer_range
 from penstock.runtime.data.samples import FileSamples, SyntheticSamples, check_data, open_data
 from penstock.runtime.messages.control import DataSpec

@@ -79,8 +79,8 @@ class ParityOptions:
 
     data: str | None = setting(
         None,
-        "npz with one array per input, shuffled (default: synthetic); with a model or FILE.ir the inputs.safetensors "
-        "of a reproducer",
+        "inputs, as `run --data` takes them (default: synthetic), with a model or FILE.ir also the inputs.safetensors of "
+        "a reproducer; with --parity an npz, shuffled",
         shown="FILE|synthetic",
     )
     optimizers: str | None = setting(
@@ -136,7 +136,7 @@ def run(arguments: Namespace) -> int:
     _refuse(arguments, _SHARED, not (arguments.parity or arguments.bisect), "without --parity or --bisect")
     _refuse(arguments, _OF_COMPILE, not arguments.bisect or kind != "a model", "without --bisect of a model")
     _refuse(arguments, ("passes",), kind != "FILE.ir", "without FILE.ir")
-    _refuse(arguments, ("data",), kind == "a folder" or arguments.bisect, "with what has no use for it")
+    _refuse(arguments, ("data",), arguments.bisect, "with --bisect, which draws its inputs")
     if arguments.parity:
         return _verify_parity(arguments, options)
     if kind == "FILE.ir":
@@ -166,7 +166,13 @@ def _verify_folder(arguments: Namespace, options: VerifyOptions) -> int:
 
     if arguments.dim or arguments.known or options.backend:
         raise UsageError("--dim, --known and --backend are for models; a bundle has them built in")
-    return verify_bundle(arguments.model, steps=options.steps or 4, seed=options.seed or 0, tolerance=options.tolerance)
+    return verify_bundle(
+        arguments.model,
+        steps=options.steps or 4,
+        seed=options.seed or 0,
+        tolerance=options.tolerance,
+        data=arguments.data,
+    )
 
 
 def _verify_model(arguments: Namespace, options: VerifyOptions) -> int:
