@@ -246,7 +246,9 @@ def write_family(name: str, seed: int, folder: Path) -> tuple[Path, Path]:
     path, data = folder / f"{stem}.onnx", folder / f"{stem}.npz"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.onnx.export(module, tuple(inputs.values()), path, input_names=list(inputs), dynamo=False, opset_version=17)
+        torch.onnx.export(
+            module, tuple(inputs.values()), path, input_names=list(inputs), dynamo=False, opset_version=17
+        )
     np.savez(data, **{key: x.numpy() for key, x in inputs.items()})
     if family.quantised:
         path = quantise(path, data)
@@ -269,6 +271,11 @@ def quantise(path: Path, data: Path) -> Path:
 
     target = path.with_name(f"{path.stem}_int8.onnx")
     quantize_static(
-        path, target, Reader(), quant_format=QuantFormat.QDQ, activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8
+        path,
+        target,
+        Reader(),
+        quant_format=QuantFormat.QDQ,
+        activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QInt8,
     )
     return target

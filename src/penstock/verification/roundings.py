@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from math import sqrt
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -146,15 +146,26 @@ class RoundingNoise:
             return np.where(exact, array, self._moved(array, UNIT_ROUNDOFF[dtype]))
 
 
-def moves(
-    run: Callable[[RoundingNoise], Mapping[K, Array]], exact: Mapping[K, Array], seed: int, runs: range
-) -> dict[K, Distance]:
-    """Return how far noise moves each result, at most, in some runs."""
-    spread = dict.fromkeys(exact, Distance())
-    for number in runs:
-        noisy = run(RoundingNoise(seed, number))
-        spread = {key: spread[key] | distance(noisy[key], array) for key, array in exact.items()}
-    return spread
+class RoundingEffect(Generic[K]):
+    """How far noise moves each result of a program, at most, in a number of runs. None is made before it is asked for.
+
+    `run` runs the program with noise, and `exact` are its results in float64.
+    """
+
+    def __init__(
+        self, run: Callable[[RoundingNoise], Mapping[K, Array]], exact: Mapping[K, Array], seed: int = 0
+    ) -> None:
+        self._run, self.exact, self._seed = run, exact, seed
+        self._spread = dict.fromkeys(exact, Distance())
+        self.runs = 0
+
+    def moved(self, runs: int) -> Mapping[K, Distance]:
+        """Return how far results are moved in at least so many runs."""
+        while self.runs < runs:
+            noisy = self._run(RoundingNoise(self._seed, self.runs))
+            self._spread = {key: self._spread[key] | distance(noisy[key], array) for key, array in self.exact.items()}
+            self.runs += 1
+        return self._spread
 
 
 def allowed_by(spread: Distance) -> Distance:

@@ -18,7 +18,20 @@ from penstock.support.errors import VerifyError
 from penstock.support.terminal import say, table
 from penstock.support.words import counted
 
-from .roundings import MORE_RUNS, NOWHERE, RUNS, Distance, RoundingNoise, allowed_by, distance, moves, same_gaps
+from .roundings import (
+    MORE_RUNS,
+    NOWHERE,
+    RUNS,
+    SIZE,
+    SLACK,
+    Distance,
+    RoundingEffect,
+    RoundingNoise,
+    allowed_by,
+    distance,
+    same_gaps,
+)
+from .tolerance import Allowed
 
 K = TypeVar("K", bound=Hashable)
 OK, FAILED, UNTOLD = "ok", "FAILED", "cannot tell"
@@ -74,9 +87,8 @@ class Judge(Generic[K]):
         *,
         grown: Callable[[Mapping[K, Distance]], Mapping[K, Distance]] = lambda spread: spread,
     ) -> None:
-        self.exact, self._rounded, self._noisy, self._seed, self._grown = exact, rounded, noisy, seed, grown
-        self._spread: dict[K, Distance] = {}
-        self._done = 0
+        self.exact, self._rounded, self._grown = exact, rounded, grown
+        self._effect = RoundingEffect(noisy, exact, seed)
 
     @cached_property
     def rounded(self) -> Mapping[K, Array]:
@@ -109,13 +121,24 @@ class Judge(Generic[K]):
         return row
 
     def _moved(self, runs: int) -> Mapping[K, Distance]:
-        if self._done < runs:
-            more = moves(self._noisy, self.exact, self._seed, range(self._done, runs))
-            self._spread = {key: self._spread.get(key, Distance()) | more[key] for key in more}
-            self._done = runs
-            largest = max((one.worst for one in self._spread.values()), default=0.0)
+        done, spread = self._effect.runs, self._effect.moved(runs)
+        if done < runs:
+            largest = max((one.worst for one in spread.values()), default=0.0)
             say(f"rounding alone moves results by up to {largest:.1e}, in {runs} runs of the interpreter in float64")
-        return self._grown(self._spread)
+        return self._grown(spread)
+
+
+def widened(effect: RoundingEffect[K], key: K, allowed: Allowed, errors: Sequence[Distance]) -> Allowed:
+    """Return the tolerance of a value that rounding explains, or the one there was where it explains no error."""
+    for runs in (RUNS, RUNS + MORE_RUNS):
+        limit = allowed_by(effect.moved(runs)[key])
+        if any(error.within(limit) for error in errors):
+            why = (
+                f"{SLACK:g} times what noise of {SIZE:g} roundings moves it by, in {runs} runs of the interpreter in "
+                "float64"
+            )
+            return Allowed(max(allowed.error, limit.worst), why, blurred=not limit.mean <= WIDEST)
+    return allowed
 
 
 def report(rows: Sequence[Comparison], hint: str = "") -> int:
