@@ -35,6 +35,8 @@ K = TypeVar("K", bound=Hashable)
 SIZE, SLACK = 2.0, 2.0
 RUNS, MORE_RUNS = 8, 24
 LANES = 4.0
+# Binary digits that a constant has by nature, like 0.75; with more it was rounded.
+_DIGITS = 8
 # Sums of 16-bit numbers are made in float32.
 _SUM = UNIT_ROUNDOFF["f32"]
 # Operations that only choose among their operands, or flip a sign.
@@ -144,6 +146,30 @@ class RoundingNoise:
         with np.errstate(all="ignore"):
             exact = array.astype(numpy_dtype(dtype)).astype(np.float64) == array
             return np.where(exact, array, self._moved(array, UNIT_ROUNDOFF[dtype]))
+
+
+class ConstantNoise:
+    """Constants as the numbers that they may have been rounded from: the square root of 2 is in no file.
+
+    Those with few digits are what they are.
+    """
+
+    def __init__(self, *seed: int) -> None:
+        self._source = np.random.default_rng(seed)
+
+    def operands(self, op: Op, ins: list[Array]) -> list[Array]:
+        """Leave operands as they are."""
+        return ins
+
+    def results(self, op: Op, results: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Move constants by up to a rounding of their type."""
+        dtype = op.outs[0].type.dtype if op.outs else ""
+        if op.kind != "const" or dtype not in FLOATS or dtype == "f64":
+            return results
+        array = results[0]
+        mantissa = np.frexp(array)[0] * 2**_DIGITS
+        share = self._source.choice([-1.0, 1.0], array.shape) * UNIT_ROUNDOFF[dtype]
+        return (np.where(mantissa == np.rint(mantissa), array, array * (1 + share)),)
 
 
 class RoundingEffect(Generic[K]):

@@ -136,7 +136,6 @@ def run(arguments: Namespace) -> int:
     _refuse(arguments, _SHARED, not (arguments.parity or arguments.bisect), "without --parity or --bisect")
     _refuse(arguments, _OF_COMPILE, not arguments.bisect or kind != "a model", "without --bisect of a model")
     _refuse(arguments, ("passes",), kind != "FILE.ir", "without FILE.ir")
-    _refuse(arguments, ("data",), arguments.bisect, "with --bisect, which draws its inputs")
     if arguments.parity:
         return _verify_parity(arguments, options)
     if kind == "FILE.ir":
@@ -264,7 +263,8 @@ def _bisect(arguments: Namespace, options: VerifyOptions) -> int:
         raise UsageError(f"--shrink {reproducer.shrink}", hint="a number of seconds, from 0 on")
     with _trail(arguments, options) as trail:
         return bisect(
-            trail, Options(options.steps or 3, options.seed or 0, options.tolerance, repro, reproducer.shrink)
+            trail,
+            Options(options.steps or 3, options.seed or 0, options.tolerance, repro, reproducer.shrink, arguments.data),
         )
 
 
