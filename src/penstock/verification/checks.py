@@ -30,7 +30,7 @@ import numpy as np
 
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.graph import Graph, Module, Op, Value
+from penstock.ir.graph import Graph, Module, Op
 from penstock.ir.interpreter.graphs import Noise, run_graph
 from penstock.ir.interpreter.ops import F64, TYPED
 from penstock.ir.interpreter.recurrence import run_recurrence
@@ -47,7 +47,7 @@ from penstock.support.errors import UsageError, VerifyError
 from penstock.support.terminal import say
 
 from .inputs import batches_of
-from .quantisation import step_values, told_steps
+from .quantisation import step_share, step_values, told_steps
 from .roundings import Distance, RoundingNoise
 from .verdicts import Comparison, Judge, report
 
@@ -146,6 +146,9 @@ def verify_model(
 
     exact, rounded, noisy = _runs(graph, module, model.imported.weights, inputs, keep)
     judge = Judge(exact, rounded, noisy, seed)
+    steps = {
+        name: np.ones(()) if v is None else kept[v.name] for name, v in scales.items() if v is None or v.name in kept
+    }
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         bundle = build(plan_model(model, Cluster.local(1)), Path(folder) / "bundle", BuildOptions(backend))
         computed = _one_microbatch(open_bundle(bundle), inputs)
@@ -154,9 +157,22 @@ def verify_model(
     for whose, results, others in (("interpreter", expected, {}), (backend, computed, expected)):
         for name in module.outputs:
             also = [others[name]] if name in others else []
-            row = judge.compare(f"{whose}: {name}", name, results[name], limit, asked=tolerance is not None, also=also)
-            rows.append(_with_steps(row, results[name], exact[name], scales, name, kept))
-    _tell_fusions(path, model, inputs, expected, scales, kept)
+            step = steps.get(name, np.zeros(()))
+            row = judge.compare(
+                f"{whose}: {name}",
+                name,
+                results[name],
+                limit,
+                asked=tolerance is not None,
+                also=also,
+                step=step_share(step, exact[name]),
+            )
+            rows.append(replace(row, remark=told_steps(results[name], exact[name], step) or row.remark))
+    if steps:
+        fused = _of_onnxruntime(path, model, inputs, fused=True)
+        for name, step in steps.items():
+            if told := told_steps(fused[name], expected[name], step):
+                say(f"{name}: onnxruntime with its optimiser, which is not compared with, {told}")
     return report(rows)
 
 
@@ -202,38 +218,6 @@ def _runs(
 
 def _errors(computed: Arrays, exact: Arrays) -> list[float]:
     return [relative_error(computed[name], array) for name, array in exact.items()]
-
-
-def _with_steps(
-    row: Comparison,
-    computed: np.ndarray,
-    exact: np.ndarray,
-    scales: Mapping[str, Value | None],
-    name: str,
-    kept: Arrays,
-) -> Comparison:
-    """Add to a comparison how many steps of quantisation it is off."""
-    if name not in scales:
-        return row
-    scale = scales[name]
-    steps = told_steps(computed, exact, None if scale is None else kept.get(scale.name))
-    return replace(row, remark=steps or row.remark)
-
-
-def _tell_fusions(
-    path: str,
-    model: Model,
-    inputs: Arrays,
-    expected: Arrays,
-    scales: Mapping[str, Value | None],
-    kept: Arrays,
-) -> None:
-    """Say how far onnxruntime's optimiser, which quantises less often, is from onnxruntime without it."""
-    fused = _of_onnxruntime(path, model, inputs, fused=True) if scales else {}
-    for name, scale in scales.items():
-        steps = told_steps(fused[name], expected[name], None if scale is None else kept.get(scale.name))
-        if steps:
-            say(f"{name}: onnxruntime with its optimiser, which is not compared with, {steps}")
 
 
 def _one_microbatch(bundle: Bundle, inputs: Arrays) -> dict[str, np.ndarray]:

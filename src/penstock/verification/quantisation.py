@@ -60,22 +60,25 @@ def _is_short(value: Value, makers: Mapping[Value, Op]) -> bool:
     return True
 
 
-def told_steps(a: Array, b: Array, scale: Array | None) -> str:
+def step_share(step: Array, result: Array) -> float:
+    """Return the size of the largest step over the largest magnitude of a result; 0 where it has none."""
+    magnitude = float(np.abs(result).max(initial=0.0)) if result.dtype != bool else 0.0
+    return float(np.abs(step).max()) / magnitude if magnitude else 0.0
+
+
+def told_steps(a: Array, b: Array, step: Array) -> str:
     """Describe the difference of two results in steps of quantisation; nothing where they are not whole steps apart."""
-    x, y = (np.asarray(array, dtype=np.float64) for array in (a, b))
-    if x.shape != y.shape:
+    x, y, size = (np.asarray(array, dtype=np.float64) for array in (a, b, step))
+    if not size.all():
         return ""
-    step = np.ones(()) if scale is None else np.abs(np.asarray(scale, dtype=np.float64))
     try:
-        steps = np.abs(x - y) / np.broadcast_to(step, x.shape)
-    except ValueError:  # a scale per channel, whose axis was moved since
+        steps = np.abs(x - y) / np.broadcast_to(np.abs(size), x.shape)
+    except ValueError:  # another shape, or a scale per channel whose axis was moved since
         return ""
     if not np.isfinite(steps).all() or (np.abs(steps - np.rint(steps)) > _NEAR).any():
         return ""
-    many = int(np.count_nonzero(np.rint(steps)))
+    many, most = int(np.count_nonzero(np.rint(steps))), int(np.rint(steps).max(initial=0))
     if not many:
         return ""
-    most = int(np.rint(steps).max())
-    size = f"{float(step.max()):.2g}"
     which = "by one step of quantisation" if most == 1 else f"by up to {most} steps of quantisation"
-    return f"differs {which}, {size}, in {many} of {counted(steps.size, 'element')}"
+    return f"differs {which}, {float(np.abs(size).max()):.2g}, in {many} of {counted(steps.size, 'element')}"

@@ -2,8 +2,9 @@
 
 A result is compared with the same in float64. It is right where it is no more than the tolerance away. Where it is
 further off, rounding is asked: how far it moves the result on these very inputs (roundings.py). A result that is
-further off than that is wrong. One that is not is right, unless rounding moves it by more than WIDEST on the average:
-then a right program and a wrong one look the same, and the verdict is that nobody can tell. That is no failure.
+further off than that is wrong. One that is not is right, unless rounding moves it by more than WIDEST on the average
+(and by more than a step, where results are in steps): then a right program and a wrong one look the same, and the
+verdict is that nobody can tell. That is no failure.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Comparison:
     """One result: how far it is off, how far it may be, and a line about it.
 
     `limit` is what rounding explains where that was asked for, else the tolerance. `empty` says that no element is
-    finite on either side.
+    finite on either side. Beside an effect of rounding of up to `widest` a fault would still show.
     """
 
     what: str
@@ -53,6 +54,7 @@ class Comparison:
     limit: Distance | None = None
     empty: bool = False
     remark: str = ""
+    widest: float = WIDEST
 
     @property
     def verdict(self) -> str:
@@ -63,7 +65,7 @@ class Comparison:
             return OK
         if self.limit is None or not self.error.within(self.limit):
             return FAILED
-        return UNTOLD if not self.limit.mean <= WIDEST else OK
+        return UNTOLD if not self.limit.mean <= self.widest else OK
 
     @property
     def allowed(self) -> float:
@@ -96,13 +98,25 @@ class Judge(Generic[K]):
         return self._rounded()
 
     def compare(
-        self, what: str, key: K, computed: Array, tolerance: float, *, asked: bool = False, also: Sequence[Array] = ()
+        self,
+        what: str,
+        key: K,
+        computed: Array,
+        tolerance: float,
+        *,
+        asked: bool = False,
+        also: Sequence[Array] = (),
+        step: float = 0.0,
     ) -> Comparison:
-        """Judge a result. `also` are right results that round in other ways; `asked` says that the tolerance is the
-        user's, and alone counts.
+        """Judge a result.
+
+        `also` are right results that round in other ways; `asked` says that the tolerance is the user's, and alone
+        counts. A result in steps of quantisation can be told from others where rounding moves it by no more than one on
+        the average; `step` is the size of one over the largest magnitude.
         """
         error = distance(computed, self.exact[key])
-        row = Comparison(what, error, tolerance, empty=same_gaps(computed, self.exact[key]))
+        empty = same_gaps(computed, self.exact[key])
+        row = Comparison(what, error, tolerance, empty=empty, widest=max(WIDEST, step))
         if asked or row.verdict != FAILED:
             return row
         row = replace(row, limit=allowed_by(self._moved(RUNS)[key]))
