@@ -73,6 +73,8 @@ class Bytes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.head = nn.Conv1d(257, 16, 5, padding=2), nn.Linear(16, 4)
+        with torch.no_grad():
+            self.conv.bias.add_(500)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(F.one_hot(x, 257).float().transpose(1, 2))
