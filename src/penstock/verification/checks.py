@@ -137,7 +137,7 @@ def verify_model(
         )
     inputs = batches_of(module, 1, 1, seed, data, model.imported.names)[0]
     expected = _of_onnxruntime(path, model, inputs)
-    say(f"{module.name}: comparing {len(expected)} outputs of onnxruntime {onnxruntime.__version__} with float64")
+    say(f"{module.name}: comparing {len(expected)} outputs with onnxruntime {onnxruntime.__version__}")
     scales = step_values(graph)
     kept: dict[str, np.ndarray] = {}
 

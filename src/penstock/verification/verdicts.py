@@ -157,7 +157,7 @@ def widened(effect: RoundingEffect[K], key: K, allowed: Allowed, errors: Sequenc
 
 def report(rows: Sequence[Comparison], hint: str = "") -> int:
     """Print the comparisons, and what cannot be told; raise VerifyError where one failed."""
-    wide = any(row.limit is not None for row in rows) or len({row.tolerance for row in rows}) > 1
+    wide = len({row.allowed for row in rows}) > 1 or any(row.allowed > row.tolerance for row in rows)
     cells = [
         [row.what, f"{row.error.worst:.2e}", *([f"{row.allowed:.1e}"] if wide else []), row.verdict] for row in rows
     ]

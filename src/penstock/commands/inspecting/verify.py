@@ -45,8 +45,8 @@ class VerifyOptions:
     seed: int | None = setting(None, "for the random inputs (default: 0)", check=SEED, shown="N")
     tolerance: float | None = setting(
         None,
-        "largest relative error that passes (default: 1e-5; with 16-bit floats what their roundings do to this model; "
-        "with --bisect and FILE.ir what rounding explains, which is printed)",
+        "largest relative error that passes (default: 1e-5, with 16-bit floats what their roundings do to this model, or "
+        "what rounding explains on these inputs; with --bisect and FILE.ir the latter, which is printed)",
         read=float,
         shown="X",
     )
