@@ -1,13 +1,15 @@
 """The meaning of one graph, in NumPy.
 
 `run_graph` executes one graph against a store of variables, and returns its results. With `precision="f64"` every
-float is computed in float64: that is the oracle; "typed" follows the declared element types.
+float is computed in float64: that is the oracle; "typed" follows the declared element types. `noise` changes operands
+and results of operations on their way, as roundings would.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.ir.graph import Graph, Op, Slot, slot_of
 from penstock.ir.memo import Derived
@@ -17,12 +19,21 @@ from .ops import PRECISIONS, TYPED, Array, Prepared, apply_op, prepare_op
 from .store import DictStore, Variables, as_value
 
 
+class Noise(Protocol):
+    """Changes to the numbers of pure operations: before one is computed, and after."""
+
+    def operands(self, op: Op, ins: list[Array]) -> list[Array]: ...
+
+    def results(self, op: Op, results: tuple[Array, ...]) -> tuple[Array, ...]: ...
+
+
 def run_graph(
     graph: Graph,
     ins: Sequence[object] | Mapping[str, object],
     store: Variables | None = None,
     precision: str = TYPED,
     watch: Callable[[Op, tuple[Array, ...]], None] | None = None,
+    noise: Noise | None = None,
 ) -> list[Array]:
     """Compute the results of one graph, in the order of `graph.results`. `ins` follow `graph.ins`, or are given by
     name."""
@@ -46,7 +57,11 @@ def run_graph(
             unknown = [f"%{v.name}" for v in op.ins if v.name not in values]
             if unknown:
                 raise VerifyError(f"{', '.join(unknown)} has no value yet")
-            results = _run_op(entry, [values[v.name] for v in op.ins], store, precision)
+            operands = [values[v.name] for v in op.ins]
+            if noise is None or entry.slot is not None:
+                results = _run_op(entry, operands, store, precision)
+            else:
+                results = noise.results(op, _run_op(entry, noise.operands(op, operands), store, precision))
         except (VerifyError, ValueError, TypeError) as error:  # errors of NumPy for operands that do not fit
             names = ", ".join(f"%{v.name}" for v in op.outs) or f"@{op.var}"
             raise VerifyError(

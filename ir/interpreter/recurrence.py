@@ -21,7 +21,7 @@ from penstock.ir.graph import GRAD, MICROBATCH, Graph, Module, Op, Var, rewrite,
 from penstock.support.errors import UsageError
 from penstock.support.words import counted
 
-from .graphs import run_graph
+from .graphs import Noise, run_graph
 from .ops import F64, Array
 from .store import Arrays, VersionStore, initial_arrays
 
@@ -86,6 +86,7 @@ def run_recurrence(
     delay: int = 0,
     precision: str = F64,
     watch: Watch | None = None,
+    noise: Noise | None = None,
 ) -> InterpretedRun:
     """Train the unsplit module by the recurrence, batch by batch; without a B graph only the forward runs.
 
@@ -113,15 +114,15 @@ def run_recurrence(
         for k, mb in enumerate(parts):
             run.log.append((-1, t * len(parts) + k, FORWARD, version))
             seen = watching(watch, forward, t * len(parts) + k)
-            results = by_name(forward, run_graph(forward, mb, store.at(version), precision, seen))
+            results = by_name(forward, run_graph(forward, mb, store.at(version), precision, seen, noise))
             run.outputs[t * len(parts) + k] = {name: results[name] for name in module.outputs}
             if backward is not None:
                 run.log.append((-1, t * len(parts) + k, BACKWARD, version))
                 seen = watching(watch, backward, t * len(parts) + k)
-                run_graph(backward, {**mb, **results}, store.at(version), precision, seen)
+                run_graph(backward, {**mb, **results}, store.at(version), precision, seen, noise)
         for graph in (norm, update):
             if graph is not None:
-                results_of = run_graph(graph, [], store.at(made=t + 1), precision, watching(watch, graph, t))
+                results_of = run_graph(graph, [], store.at(made=t + 1), precision, watching(watch, graph, t), noise)
                 run.handed_out.setdefault(t, {}).update(by_name(graph, results_of))
     run.buffers = {name: store.buffers(name) for name in stepped}
     collect(run, module, store)

@@ -28,12 +28,6 @@ class Use(NamedTuple):
     high: int
 
 
-def integer_limit(module: Module, name: str) -> int:
-    """Return the limit of an integer input: the rows of what it indexes, the classes it labels; 2 when the module says
-    nothing."""
-    return min((use.high for use in uses(module, name, sliced=True)), default=2)
-
-
 def integer_range(module: Module, name: str) -> Range | None:
     """Return the range [low, high) that every value of an integer input must lie in; None when the module says
     nothing."""

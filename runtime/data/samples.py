@@ -11,8 +11,7 @@ on from a checkpoint made with other batches has an `offset`: the position that 
 Integers that the module indexes a table with, or takes for classes, must lie in its range (ranges.py). A file is
 checked microbatch by microbatch as it is read, so that no update sees a value out of range.
 
-Synthetic data: normal floats; integers below the smallest number of rows or classes that the module uses them for; both
-seeded with (seed, input, microbatch).
+Synthetic data: numbers that fit what the module does with them (domains.py), seeded with (seed, input, microbatch).
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ import numpy as np
 
 from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import Module
-from penstock.ir.types import FLOATS, numpy_dtype
 from penstock.runtime.messages.control import DataSpec
 from penstock.runtime.messages.defaults import DROP, LAST, PAD, SYNTHETIC, WRAP
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised
 
 from .batches import NONE, name_problems, type_problems
+from .domains import domains_of
 from .files import absolute_source, open_columns
-from .ranges import first_outside, integer_limit, integer_range
+from .ranges import first_outside, integer_range
 
 
 def data_spec(data: str | os.PathLike[str], shuffle: bool, seed: int, last: str = WRAP) -> DataSpec:
@@ -176,18 +175,15 @@ def _rows(places: np.ndarray, per_sample: int) -> slice | np.ndarray:
 
 
 class SyntheticSamples:
-    """Seeded noise of the right types."""
+    """Seeded noise of the right types, in the domains of the inputs."""
 
     def __init__(self, module: Module, seed: int, offset: int = 0) -> None:
         self._ahead = offset // microbatch_size(module)
         self._types = {value.name: value.type for value in module.data_inputs}
-        self._limits = {name: integer_limit(module, name) for name in self._types}
+        self._domains = domains_of(module, self._types)
         self._seed = seed
 
     def microbatch(self, mb: int, name: str) -> np.ndarray:
         type = self._types[name]
         generator = np.random.default_rng([self._seed, zlib.crc32(name.encode()), mb + self._ahead])
-        if type.dtype in FLOATS:
-            return generator.standard_normal(type.dims, np.float32).astype(numpy_dtype(type.dtype))
-        limit = 2 if type.dtype == "bool" else self._limits[name]
-        return generator.integers(0, limit, type.dims).astype(numpy_dtype(type.dtype))
+        return self._domains[name].draw(generator, type)

@@ -1,35 +1,37 @@
 """`penstock verify`: compare results of Penstock with references that do not share its fast path.
 
-A model is run forward by onnxruntime, by the interpreter, and by compiled stages on one device. A training bundle is
-run by its real worker processes. Every microbatch loss is compared with the sequential recurrence W(t+1) = W(t) -
-upd(grad f(W(t - delay))). The interpreter computes it in float64 on the model before it was cut into stages. An
-inference bundle is compared with the interpreter. Errors are relative to the largest magnitude of the expected array.
+The judge is the interpreter in float64. A model is run forward by onnxruntime, without its optimiser, and by compiled
+stages on one device, and both are compared with it: does the import mean what the file says, and does the code compute
+it? A training bundle is run by its real worker processes. Every microbatch loss is compared with the sequential
+recurrence W(t+1) = W(t) - upd(grad f(W(t - delay))), on the model before it was cut into stages. An inference bundle is
+compared with that model. Errors are relative to the largest magnitude of the expected array.
 
-The limit is 1e-5 where everything is computed in f32 or f64. For 16-bit floats, of unit roundoff u (2^-8 for bf16,
-2^-11 for f16), no fixed number would do, because roundings add up along the model. So the interpreter runs such a model
-twice: in float64, and rounding every result as the IR says. The distance of the two is the effect of these roundings on
-this model. Compiled stages round at no more places than that (values that travel in 16 bits are rounded there, too) but
-add up in another order. They may be MARGIN times as far off, or u, whichever is more.
+A result may be 1e-5 off where everything is computed in f32 or f64. For 16-bit floats, of unit roundoff u (2^-8 for
+bf16, 2^-11 for f16), no fixed number would do, because roundings add up along the model. So the interpreter runs such a
+model twice: in float64, and rounding every result as the IR says. The distance of the two is the effect of these
+roundings on this model. Compiled stages round at no more places than that (values that travel in 16 bits are rounded
+there, too) but add up in another order. They may be MARGIN times as far off, or u, whichever is more.
 
-Training can make one rounding large: AdamW divides by what may be almost nothing, and a rate that is too high amplifies
-every difference. Where losses of a training in f32 or f64 exceed the limit, the interpreter runs the recurrence RUNS
-times more, in the declared types. Weights and inputs are then each changed by one rounding. The error of a loss, or of
-one before it, in these runs is the effect of rounding alone: MARGIN times that is allowed, up to WIDEST. A fault that
-shows before roundings have grown is found as before. `--tolerance` overrides all this.
+A result that is further off is compared with two more that are right, too: the interpreter's when it rounds as the
+types say, and onnxruntime's. Then rounding is asked for its effect on these very inputs, and verdicts.py decides. In a
+training rounding grows from step to step: a loss may be off by what those before it are. `--tolerance` overrides all
+this.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.graph import Module
-from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.graph import Graph, Module, Op
+from penstock.ir.interpreter.graphs import Noise, run_graph
 from penstock.ir.interpreter.ops import F64, TYPED
 from penstock.ir.interpreter.recurrence import run_recurrence
 from penstock.ir.interpreter.store import DictStore, initial_arrays
@@ -41,17 +43,21 @@ from penstock.passes.schedules.schedule import SCHEDULES
 from penstock.planning.build import build
 from penstock.planning.model import from_onnx
 from penstock.planning.options import BuildOptions
-from penstock.runtime.data.samples import SyntheticSamples
 from penstock.support.errors import UsageError, VerifyError
-from penstock.support.terminal import onnxruntime_warnings_counted, say, table
-from penstock.verification.bisect.data import read_data
+from penstock.support.terminal import onnxruntime_warnings_counted, say
+
+from .inputs import batches_of
+from .quantisation import step_share, step_values, told_steps
+from .roundings import Distance, RoundingNoise
+from .verdicts import Comparison, Judge, report
+
+if TYPE_CHECKING:
+    from penstock.planning.model import Model
 
 Arrays = Mapping[str, np.ndarray]
 TOLERANCE = 1e-5
 # Two runs whose roundings differ only in some places may still differ by more than one of them from the exact result.
 MARGIN = 4.0
-# The runs that show the effect of rounding on a training, and the largest error that counts as such.
-RUNS, WIDEST = 8, 1e-2
 
 
 def relative_error(computed: np.ndarray, expected: np.ndarray) -> float:
@@ -92,39 +98,12 @@ def allowed_error(module: Module, tolerance: float | None, roundings: Callable[[
     return limit
 
 
-def synthetic_batch(module: Module, microbatches: int, seed: int, batch: int = 0) -> dict[str, np.ndarray]:
-    """Return one global batch of seeded noise, as `penstock run --data synthetic` feeds it."""
-    samples = SyntheticSamples(module, seed)
-    parts = range(batch * microbatches, (batch + 1) * microbatches)
-    pieces = {v.name: [samples.microbatch(mb, v.name) for mb in parts] for v in module.data_inputs}
-    # Every microbatch gets the whole scalar input.
-    return {name: np.concatenate(arrays) if arrays[0].ndim else arrays[0] for name, arrays in pieces.items()}
-
-
 def changed_by(roundoff: float, array: np.ndarray, source: np.random.Generator) -> np.ndarray:
     """Return each number a little more or less, in float64; arrays without floats stay."""
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         return array
     moved: np.ndarray = array.astype(np.float64) * (1 + roundoff * source.choice([-1.0, 1.0], array.shape))
     return moved
-
-
-def _report(rows: list[tuple[str, float]], limits: Sequence[float], hint: str = "") -> int:
-    """Print the comparisons; raise VerifyError where one error is above its limit. Limits that differ are shown."""
-    verdicts = ["ok" if error <= limit else "FAILED" for (_, error), limit in zip(rows, limits, strict=True)]
-    shown = [[f"{limit:.1e}"] for limit in limits] if len(set(limits)) > 1 else [[] for _ in limits]
-    cells = [
-        [what, f"{error:.2e}", *limit, verdict]
-        for (what, error), limit, verdict in zip(rows, shown, verdicts, strict=True)
-    ]
-    print(table(["compared", "relative error", *(["allowed"] if len(set(limits)) > 1 else []), "verdict"], cells))
-    failed = [what for (what, _), verdict in zip(rows, verdicts, strict=True) if verdict != "ok"]
-    if failed:
-        most = f"more than {limits[0]:g}" if len(set(limits)) == 1 else "more than is allowed"
-        raise VerifyError(
-            f"{len(failed)} of {len(rows)} comparisons are off by {most}: {', '.join(failed[:5])}", hint=hint
-        )
-    return 0
 
 
 # ------------------------------------------------------------------------------------------------ models
@@ -140,10 +119,9 @@ def verify_model(
     backend: str,
     data: str | None = None,
 ) -> int:
-    """Compare the forward pass of an ONNX file: onnxruntime against the interpreter, and against a compiled bundle of
-    one stage.
+    """Compare the forward pass of an ONNX file in onnxruntime and in a compiled bundle of one stage with float64.
 
-    `data` has inputs as a reproducer has them; without it they are drawn.
+    `data` names files with inputs, as `run` takes them, or those of a reproducer; without it they are drawn.
     """
     with onnxruntime_warnings_counted():  # its import looks for devices
         import onnxruntime
@@ -151,42 +129,97 @@ def verify_model(
     from penstock.planning.pipeline import plan_model  # lazy: heavy
 
     model = from_onnx(path, dims, known=known)
-    module = model.module
+    module, graph = model.module, model.module.graphs["main"]
     if module.draws:
         raise UsageError(
             "the model draws random numbers (dropout), and no two runtimes draw the same",
             where=path,
             hint="export it at rest: module.eval() before torch.onnx.export",
         )
-    inputs = synthetic_batch(module, 1, seed) if data is None else _given_inputs(data)
-    originals = model.imported.names
-    names = [originals.get(name, name) for name in module.outputs]
-    fed = {**model.imported.bound, **{originals.get(name, name): array for name, array in inputs.items()}}
-    with onnxruntime_warnings_counted():
-        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        expected = session.run(names, fed)
-    say(f"{module.name}: comparing {len(names)} outputs with onnxruntime {onnxruntime.__version__}")
-    store = DictStore(initial_arrays(module, model.imported.weights, list(module.vars), TYPED))
-    rows, theirs = [], shown(module.outputs, originals)
-    interpreted = run_graph(module.graphs["main"], inputs, store)
-    rows += [
-        (f"interpreter: {theirs[name]}", relative_error(a, b))
-        for name, a, b in zip(module.outputs, interpreted, expected, strict=True)
-    ]
+    inputs = batches_of(module, 1, 1, seed, data, model.imported.names)[0]
+    expected = _of_onnxruntime(path, model, inputs)
+    say(f"{module.name}: comparing {len(expected)} outputs with onnxruntime {onnxruntime.__version__}")
+    scales = step_values(graph)
+    kept: dict[str, np.ndarray] = {}
+
+    def keep(op: Op, results: tuple[np.ndarray, ...]) -> None:
+        kept.update((v.name, x) for v, x in zip(op.outs, results, strict=True) if v in scales.values())
+
+    exact, rounded, noisy = _runs(graph, module, model.imported.weights, inputs, keep)
+    judge = Judge(exact, rounded, noisy, seed)
+    steps = {
+        name: np.ones(()) if v is None else kept[v.name] for name, v in scales.items() if v is None or v.name in kept
+    }
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         bundle = build(plan_model(model, Cluster.local(1)), Path(folder) / "bundle", BuildOptions(backend))
         computed = _one_microbatch(open_bundle(bundle), inputs)
-    rows += [
-        (f"{backend}: {theirs[name]}", relative_error(computed[name], b))
-        for name, b in zip(module.outputs, expected, strict=True)
-    ]
+    limit = allowed_error(module, tolerance, lambda: _errors(judge.rounded, exact))
+    rows: list[Comparison] = []
+    theirs = shown(module.outputs, model.imported.names)
+    for whose, results, others in (("interpreter", expected, {}), (backend, computed, expected)):
+        for name in module.outputs:
+            also = [others[name]] if name in others else []
+            step = steps.get(name, np.zeros(()))
+            row = judge.compare(
+                f"{whose}: {theirs[name]}",
+                name,
+                results[name],
+                limit,
+                asked=tolerance is not None,
+                also=also,
+                step=step_share(step, exact[name]),
+            )
+            rows.append(replace(row, remark=told_steps(results[name], exact[name], step) or row.remark))
+    if steps:
+        fused = _of_onnxruntime(path, model, inputs, fused=True)
+        for name, step in steps.items():
+            if told := told_steps(fused[name], expected[name], step):
+                say(f"{theirs[name]}: onnxruntime with its optimiser, which is not compared with, {told}")
+    return report(rows)
 
-    def roundings() -> list[float]:
-        wide = DictStore(initial_arrays(module, model.imported.weights, list(module.vars), F64))
-        exact = run_graph(module.graphs["main"], inputs, wide, precision=F64)
-        return [relative_error(a, b) for a, b in zip(interpreted, exact, strict=True)]
 
-    return _report(rows, [allowed_error(module, tolerance, roundings)] * len(rows))
+def _of_onnxruntime(path: str, model: Model, inputs: Arrays, *, fused: bool = False) -> dict[str, np.ndarray]:
+    """Return the outputs of onnxruntime by our names, without its optimiser where it runs the model so."""
+    import onnxruntime
+
+    names = model.imported.names
+    feeds = {**model.imported.bound, **{names.get(name, name): array for name, array in inputs.items()}}
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if not fused:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    outputs = [names.get(name, name) for name in model.module.outputs]
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return dict(zip(model.module.outputs, session.run(outputs, feeds), strict=True))
+
+
+def _runs(
+    graph: Graph,
+    module: Module,
+    weights: Arrays,
+    inputs: Arrays,
+    keep: Callable[[Op, tuple[np.ndarray, ...]], None] | None = None,
+    rounding: Graph | None = None,
+) -> tuple[
+    dict[str, np.ndarray], Callable[[], dict[str, np.ndarray]], Callable[[RoundingNoise], dict[str, np.ndarray]]
+]:
+    """Return the results of a graph in float64, and functions that run it as its types say, and with noise.
+
+    `rounding` is the graph with more roundings, where there are some.
+    """
+
+    def run(graph: Graph, precision: str, noise: Noise | None = None) -> dict[str, np.ndarray]:
+        store = DictStore(initial_arrays(module, weights, list(module.vars), precision))
+        results = run_graph(graph, inputs, store, precision, None if noise or precision == TYPED else keep, noise)
+        return {v.name: np.asarray(x) for v, x in zip(graph.results, results, strict=True)}
+
+    rounding = rounding or graph
+    outputs = run(graph, F64)
+    return outputs, lambda: run(rounding, TYPED), lambda noise: run(rounding, F64, noise)
+
+
+def _errors(computed: Arrays, exact: Arrays) -> list[float]:
+    return [relative_error(computed[name], array) for name, array in exact.items()]
 
 
 def _one_microbatch(bundle: Bundle, inputs: Arrays) -> dict[str, np.ndarray]:
@@ -202,15 +235,10 @@ def _one_microbatch(bundle: Bundle, inputs: Arrays) -> dict[str, np.ndarray]:
     return {name: array if ranks[name] else array.reshape(()) for name, array in arrays.items()}
 
 
-def _given_inputs(path: str) -> dict[str, np.ndarray]:
-    _, batches = read_data(path)
-    return batches[0] if batches else {}
-
-
 # ------------------------------------------------------------------------------------------------ bundles
 
 
-def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float | None) -> int:
+def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float | None, data: str | None = None) -> int:
     """Run a bundle for real, and compare with the interpreter in float64."""
     bundle = open_bundle(path)
     reference = bundle.reference
@@ -218,10 +246,20 @@ def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float | None) 
         raise VerifyError("the bundle holds no reference model to compare with", where=path, hint="compile it again")
     for module in (bundle.module, reference):
         check(module, tuple(dict.fromkeys(("typed", *module.facts))))
-    weights = bundle.weights()
-    if "B" in reference.graphs:
-        return _verify_training(bundle, reference, weights, steps, seed, tolerance)
-    return _verify_inference(bundle, reference, weights, seed, tolerance)
+    weights, schedule = bundle.weights(), bundle.module.schedule
+    trains = "B" in reference.graphs
+    assert schedule is not None
+    batches = batches_of(
+        bundle.module,
+        steps if trains else 1,
+        schedule.microbatches if trains else 1,
+        seed,
+        data,
+        bundle.renamed,
+    )
+    if trains:
+        return _verify_training(bundle, reference, weights, batches, seed, tolerance)
+    return _verify_inference(bundle, reference, weights, batches[0], seed, tolerance)
 
 
 def delay_of(module: Module) -> int:
@@ -231,94 +269,79 @@ def delay_of(module: Module) -> int:
 
 
 def _verify_training(
-    bundle: Bundle, reference: Module, weights: Arrays, steps: int, seed: int, tolerance: float | None
+    bundle: Bundle,
+    reference: Module,
+    weights: Arrays,
+    batches: Sequence[Arrays],
+    seed: int,
+    tolerance: float | None,
 ) -> int:
     from penstock.runtime.job.job import open as open_job  # lazy: heavy
 
     schedule = bundle.module.schedule
     assert schedule is not None
     delay, rounding = delay_of(bundle.module), round_trips(reference, bundle.module)
-    batches = [synthetic_batch(bundle.module, schedule.microbatches, seed, t) for t in range(steps)]
     say(
-        f"{bundle.module.name}: {steps} steps of {schedule.name}, every microbatch loss against the float64 "
+        f"{bundle.module.name}: {len(batches)} steps of {schedule.name}, every microbatch loss against the float64 "
         f"recurrence with delay {delay}"
     )
-    expected = run_recurrence(reference, weights, batches, delay=delay, precision=F64).losses
+
+    def losses(module: Module, precision: str, noise: Noise | None = None) -> dict[int, np.ndarray]:
+        run = run_recurrence(module, weights, batches, delay=delay, precision=precision, noise=noise)
+        return {i: np.array(loss) for i, loss in enumerate(run.losses)}
+
+    def grown(spread: Mapping[int, Distance]) -> Mapping[int, Distance]:
+        """Give every loss of a step the largest effect up to there: all have the weights of one step."""
+        so_far, limits = Distance(), dict[int, Distance]()
+        for first in range(0, len(spread), schedule.microbatches):
+            of_step = range(first, first + schedule.microbatches)
+            for i in of_step:
+                so_far |= spread[i]
+            limits |= dict.fromkeys(of_step, so_far)
+        return limits
+
+    exact = losses(reference, F64)
+    judge = Judge(
+        exact,
+        lambda: losses(rounding, TYPED),
+        lambda noise: losses(rounding, F64, noise),
+        seed,
+        grown=grown,
+    )
     with open_job(bundle.path) as job:
         losses_of_run = [loss for step in job.steps(batches) for loss in step.losses]
-    rows = [
-        (
-            f"step {i // schedule.microbatches} microbatch {i % schedule.microbatches} loss {b:.6f}",
-            relative_error(np.array(a), np.array(b)),
-        )
-        for i, (a, b) in enumerate(zip(losses_of_run, expected, strict=True))
-    ]
 
     def roundings() -> list[float]:
-        losses = run_recurrence(rounding, weights, batches, delay=delay, precision=TYPED).losses
-        return [relative_error(np.array(a), np.array(b)) for a, b in zip(losses, expected, strict=True)]
+        return [relative_error(judge.rounded[i], loss) for i, loss in exact.items()]
 
-    limits = [allowed_error(rounding, tolerance, roundings)] * len(rows)
-    if tolerance is None and coarsest_roundoff(rounding) is None and any(not error <= limits[0] for _, error in rows):
-        limits = _allowed_by_rounding(reference, weights, batches, expected, delay, seed)
-    hint = (
-        "--bisect looks for the pass or the kernel; where it finds none, roundings grow in this training: look "
-        "at --steps 2, or at "
-        "other seeds"
-    )
-    return _report(rows, limits, hint)
-
-
-def _allowed_by_rounding(
-    reference: Module,
-    weights: Arrays,
-    batches: list[dict[str, np.ndarray]],
-    expected: Sequence[float],
-    delay: int,
-    seed: int,
-) -> list[float]:
-    """Return the limit of each loss: the largest error, up to its step, in runs that round otherwise."""
-    moves = np.zeros(len(expected))
-    for run in range(RUNS):
-        source = np.random.default_rng([seed, run])
-
-        def shake(array: np.ndarray, source: np.random.Generator = source) -> np.ndarray:
-            return (
-                changed_by(float(np.finfo(array.dtype).eps), array, source).astype(array.dtype)
-                if array.dtype.kind == "f"
-                else array
-            )
-
-        shaken = [{name: shake(np.asarray(array)) for name, array in arrays.items()} for arrays in (weights, *batches)]
-        losses = run_recurrence(reference, shaken[0], shaken[1:], delay=delay, precision=TYPED).losses
-        moves = np.maximum(
-            moves, [relative_error(np.array(a), np.array(b)) for a, b in zip(losses, expected, strict=True)]
+    limit = allowed_error(rounding, tolerance, roundings)
+    rows = [
+        judge.compare(
+            f"step {i // schedule.microbatches} microbatch {i % schedule.microbatches} loss {float(exact[i]):.6f}",
+            i,
+            np.array(loss),
+            limit,
+            asked=tolerance is not None,
         )
-    # All microbatches of a step have the same weights.
-    of_steps = np.maximum.accumulate(moves.reshape(len(batches), -1).max(axis=1))
-    say(
-        f"the interpreter, rounding as the IR says, is off by up to {of_steps[-1]:.1e} in {RUNS} runs from "
-        "numbers changed by one rounding"
-    )
-    return [
-        min(max(TOLERANCE, MARGIN * float(move)), WIDEST) for move in of_steps.repeat(len(expected) // len(batches))
+        for i, loss in enumerate(losses_of_run)
     ]
+    return report(rows, "--bisect looks for the pass or the kernel")
 
 
-def _verify_inference(bundle: Bundle, reference: Module, weights: Arrays, seed: int, tolerance: float | None) -> int:
-    inputs, rounding = synthetic_batch(bundle.module, 1, seed), round_trips(reference, bundle.module)
-    store = DictStore(initial_arrays(reference, weights, list(reference.vars), F64))
-    expected = run_graph(reference.graphs["main"], inputs, store, precision=F64)
-    outputs = _one_microbatch(bundle, inputs)
+def _verify_inference(
+    bundle: Bundle, reference: Module, weights: Arrays, inputs: Arrays, seed: int, tolerance: float | None
+) -> int:
+    rounding = round_trips(reference, bundle.module)
+    exact, rounded, noisy = _runs(
+        reference.graphs["main"], reference, weights, inputs, rounding=rounding.graphs["main"]
+    )
+    judge = Judge(exact, rounded, noisy, seed)
+    outputs, theirs = _one_microbatch(bundle, inputs), shown(reference.outputs, bundle.renamed)
     say(f"{bundle.module.name}: outputs of the pipeline against the interpreter in float64")
-
-    def roundings() -> list[float]:
-        typed = DictStore(initial_arrays(reference, weights, list(reference.vars), TYPED))
-        rounded = run_graph(rounding.graphs["main"], inputs, typed, precision=TYPED)
-        return [relative_error(a, b) for a, b in zip(rounded, expected, strict=True)]
-
-    theirs = shown(reference.outputs, bundle.renamed)
-    rows = [
-        (theirs[name], relative_error(outputs[name], b)) for name, b in zip(reference.outputs, expected, strict=True)
-    ]
-    return _report(rows, [allowed_error(rounding, tolerance, roundings)] * len(rows))
+    limit = allowed_error(rounding, tolerance, lambda: _errors(judge.rounded, exact))
+    return report(
+        [
+            judge.compare(theirs[name], name, outputs[name], limit, asked=tolerance is not None)
+            for name in reference.outputs
+        ]
+    )

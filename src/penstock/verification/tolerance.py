@@ -15,7 +15,7 @@ sqrt(n), of the longest sum. Where types have 16 bits, sums are made in more, an
 Errors are relative to the largest element, so that small elements of a sum that cancels are not judged by their own
 size. Some numbers are worse than that by nature: a gradient that is zero but for rounding, divided by its own size. For
 them the reference is computed again with every input changed by one rounding. A float64 result may be MARGIN times as
-far off as the reference moves.
+far off as the reference moves. Where types are shorter, noise says how far rounding moves them (roundings.py).
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ _WORDS = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat1
 
 @dataclass(frozen=True)
 class Allowed:
-    """A relative error, and one line that says where it comes from."""
+    """A relative error, and one line that says where it comes from.
+
+    `blurred` says that rounding may change the value so much that a fault would not show in it.
+    """
 
     error: float
     why: str
+    blurred: bool = False
 
     def __str__(self) -> str:
         return f"{self.error:.2g}: {self.why}"

@@ -8,8 +8,9 @@ from oracles.classifier import CLASSES, ROWS, WIDTH, classifier
 
 from penstock.ir.text import parse_module
 from penstock.runtime.data.batches import check_batch
+from penstock.runtime.data.domains import domain_of
 from penstock.runtime.data.files import read_npz, write_npz
-from penstock.runtime.data.ranges import first_outside, integer_limit, integer_range
+from penstock.runtime.data.ranges import first_outside, integer_range
 from penstock.runtime.data.samples import FileSamples, SyntheticSamples, check_data, open_data
 from penstock.runtime.messages.control import DataSpec
 from penstock.support.errors import UsageError
@@ -191,7 +192,7 @@ def test_limits_of_integers_are_found_through_layout_changes():
 """,
         "tokens.ir",
     )
-    assert [integer_limit(module, v.name) for v in module.inputs] == [11, 4, 2]
+    assert [domain_of(module, v.name).high for v in module.inputs] == [11, 4, 2]
     # Negative indices count from the end, negative labels mean nothing.
     assert [integer_range(module, v.name) for v in module.inputs] == [(-11, 11), (0, 4), None]
 
@@ -223,7 +224,7 @@ def test_limits_are_found_in_a_later_stage_and_not_behind_a_slice():
         "stages.ir",
     )
     assert [integer_range(module, v.name) for v in module.inputs] == [(-11, 11), None]
-    assert [integer_limit(module, v.name) for v in module.inputs] == [11, 11]
+    assert [domain_of(module, v.name).high for v in module.inputs] == [11, 11]
 
 
 @pytest.mark.parametrize("value", [-1, CLASSES, 7, -100, 10**8])

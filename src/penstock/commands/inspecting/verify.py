@@ -49,8 +49,8 @@ class VerifyOptions:
     seed: int | None = setting(None, "for the random inputs (default: 0)", check=SEED, shown="N")
     tolerance: float | None = setting(
         None,
-        "largest relative error that passes (default: 1e-5; with 16-bit floats what their roundings do to this model; "
-        "with --bisect and FILE.ir what rounding explains, which is printed)",
+        "largest relative error that passes (default: 1e-5, with 16-bit floats what their roundings do to this model, or "
+        "what rounding explains on these inputs; with --bisect and FILE.ir the latter, which is printed)",
         read=float,
         shown="X",
     )
@@ -85,8 +85,8 @@ class ParityOptions:
 
     data: str | None = setting(
         None,
-        "npz with one array per input, shuffled (default: synthetic); with a model or FILE.ir the inputs.safetensors "
-        "of a reproducer",
+        "inputs, as `run --data` takes them (default: synthetic), with a model or FILE.ir also the inputs.safetensors of "
+        "a reproducer; with --parity an npz, shuffled",
         shown="FILE|synthetic",
         rare=True,
     )
@@ -149,7 +149,6 @@ def run(arguments: Namespace) -> int:
     _refuse(arguments, _SHARED, not (arguments.parity or arguments.bisect), "without --parity or --bisect")
     _refuse(arguments, _OF_COMPILE, not arguments.bisect or kind != "a model", "without --bisect of a model")
     _refuse(arguments, ("passes",), kind != "FILE.ir", "without FILE.ir")
-    _refuse(arguments, ("data",), kind == "a folder" or arguments.bisect, "with what has no use for it")
     if arguments.parity:
         return _verify_parity(arguments, options)
     if kind == "FILE.ir":
@@ -179,7 +178,13 @@ def _verify_folder(arguments: Namespace, options: VerifyOptions) -> int:
 
     if arguments.dim or arguments.known or options.backend:
         raise UsageError("--dim, --known and --backend are for models; a bundle has them built in")
-    return verify_bundle(arguments.model, steps=options.steps or 4, seed=options.seed or 0, tolerance=options.tolerance)
+    return verify_bundle(
+        arguments.model,
+        steps=options.steps or 4,
+        seed=options.seed or 0,
+        tolerance=options.tolerance,
+        data=arguments.data,
+    )
 
 
 def _verify_model(arguments: Namespace, options: VerifyOptions) -> int:
@@ -271,7 +276,8 @@ def _bisect(arguments: Namespace, options: VerifyOptions) -> int:
         raise UsageError(f"--shrink {reproducer.shrink}", hint="a number of seconds, from 0 on")
     with _trail(arguments, options) as trail:
         return bisect(
-            trail, Options(options.steps or 3, options.seed or 0, options.tolerance, repro, reproducer.shrink)
+            trail,
+            Options(options.steps or 3, options.seed or 0, options.tolerance, repro, reproducer.shrink, arguments.data),
         )
 
 

@@ -28,7 +28,7 @@ from penstock.ir.graph import BUFFER, PARAM, Graph, Module, Op, Value, Var, grap
 from penstock.ir.interpreter.ops import Array
 from penstock.ir.ops import infer_op
 from penstock.ir.types import TensorType, numpy_dtype
-from penstock.runtime.data.ranges import integer_limit
+from penstock.runtime.data.domains import domain_of
 
 from .case import KERNEL, Case
 
@@ -315,7 +315,7 @@ def _rows(array: Array, old: Value, new: Value, module: Module) -> Array:
         return array
     apart = array.reshape(-1, *old.type.dims)
     samples = _corner(apart, (len(apart), *new.type.dims)).reshape(-1, *new.type.dims[1:])
-    limit = integer_limit(module, new.name) if samples.dtype.kind in "iu" else None
+    limit = domain_of(module, new.name).high if samples.dtype.kind in "iu" else None
     return samples if limit is None else samples % max(1, limit)
 
 

@@ -4,7 +4,9 @@ OnnxOriginal runs an ONNX file in onnxruntime, without its optimiser, with the r
 TorchOriginal (torch_original.py) does the same with a program of torch. `first_difference` compares them with the
 interpreter's values of the imported module, in the order of the framework.
 
-Both round as the types say; penstock.verification.tolerance says how far they may be apart for that.
+Both round as the types say; penstock.verification.tolerance says how far they may be apart for that. The interpreter in
+float64 is the judge: a value that is no further off than noise like that of rounding moves it on these inputs
+(penstock.verification.roundings) is right, whichever of the two is nearer.
 
 Limits: a value that the importer renames, folds away or computes otherwise inside a node has no counterpart; results of
 nodes inside loops and branches are not compared; nor is a model of 2 GiB or more.
@@ -21,12 +23,14 @@ import numpy as np
 
 from penstock.frontends.names import legal
 from penstock.ir.graph import Graph, Module, Op
-from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.graphs import Noise, run_graph
 from penstock.ir.interpreter.ops import F64, TYPED, Array
 from penstock.ir.interpreter.store import DictStore, initial_arrays
 from penstock.support.terminal import say
 from penstock.verification.checks import relative_error
+from penstock.verification.roundings import RoundingEffect, distance
 from penstock.verification.tolerance import as_typed, asked
+from penstock.verification.verdicts import widened
 
 from .steps import Original
 from .values import Errors, Spot
@@ -54,31 +58,39 @@ def first_difference(
     """Run the module of an import beside its original."""
     graph = module.graphs.get("main") or module.graphs["F"]
     rounded, exact = (_values(module, graph, weights, inputs, precision) for precision in (TYPED, F64))
-    makers = graph.producers()
-    ops = {v.name: op for v, op in makers.items()}
+    ops = {v.name: op for v, op in graph.producers().items()}
+    effect = RoundingEffect(lambda noise: _values(module, graph, weights, inputs, F64, noise), exact)
     count, errors = 0, Errors()
     for name, array in original.values(inputs):
         if name not in rounded or array.shape != rounded[name].shape:
             continue
-        error, drift = relative_error(rounded[name], array), relative_error(rounded[name], exact[name])
+        drift = relative_error(rounded[name], exact[name])
+        error = min(relative_error(rounded[name], array), relative_error(exact[name], array))
         allowed = asked(tolerance) if tolerance is not None else as_typed(graph, ops.get(name), drift)
+        if tolerance is None and not error <= allowed.error:
+            allowed = widened(effect, name, allowed, [distance(array, x[name]) for x in (exact, rounded)])
         count, errors = count + 1, errors + Errors.of(error, allowed)
         if not error <= allowed.error:
-            return Compared(
-                count, errors, Spot(graph.name, ops.get(name), f"%{name}", original.source_of(name), error, allowed)
-            )
+            spot = Spot(graph.name, ops.get(name), f"%{name}", original.source_of(name), error, allowed)
+            return Compared(count, errors, spot)
     return Compared(count, errors, None)
 
 
 def _values(
-    module: Module, graph: Graph, weights: Mapping[str, Array], inputs: Mapping[str, Array], precision: str
+    module: Module,
+    graph: Graph,
+    weights: Mapping[str, Array],
+    inputs: Mapping[str, Array],
+    precision: str,
+    noise: Noise | None = None,
 ) -> dict[str, Array]:
     values: dict[str, Array] = {v.name: np.asarray(inputs[v.name]) for v in graph.ins if v.name in inputs}
 
     def keep(op: Op, results: tuple[Array, ...]) -> None:
         values.update((v.name, array) for v, array in zip(op.outs, results, strict=True))
 
-    run_graph(graph, inputs, DictStore(initial_arrays(module, weights, list(module.vars), precision)), precision, keep)
+    store = DictStore(initial_arrays(module, weights, list(module.vars), precision))
+    run_graph(graph, inputs, store, precision, keep, noise)
     return values
 
 

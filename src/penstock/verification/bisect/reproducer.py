@@ -35,7 +35,7 @@ from penstock.passes.pipelines import PASSES
 from penstock.support.errors import PenstockError, UsageError, VerifyError
 from penstock.support.terminal import say, table
 from penstock.support.words import counted
-from penstock.verification.checks import synthetic_batch
+from penstock.verification.inputs import synthetic_batch
 
 from .case import KERNEL, Case
 from .data import read_data, write_data

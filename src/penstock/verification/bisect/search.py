@@ -22,12 +22,13 @@ from penstock.support.errors import PenstockError, VerifyError
 from penstock.support.terminal import say, table
 from penstock.support.words import counted
 from penstock.verification.bisect import reproducer
+from penstock.verification.inputs import batches_of
 
 from .kernels import KernelVerdict, first_kernel
 from .original import OnnxOriginal, first_difference
 from .shrinking import Budget
 from .steps import WRITTEN, Original, Trail
-from .trial import Off, Trial, can_run, is_whole
+from .trial import Off, Trial, can_run, is_whole, microbatches_per_batch
 from .values import Errors, Spot
 
 Problems = dict[int, Off | PenstockError | None]
@@ -35,13 +36,18 @@ Problems = dict[int, Off | PenstockError | None]
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a search. `repro` is the place of the reproducer, `shrink` the seconds for making it smaller."""
+    """The options of a search.
+
+    `repro` is the place of the reproducer, `shrink` the seconds for making it smaller. `data` are the inputs, which are
+    drawn where it is None.
+    """
 
     steps: int = 3
     seed: int = 0
     tolerance: float | None = None
     repro: Path | None = None
     shrink: float = 60.0
+    data: str | None = None
 
 
 def bisect(trail: Trail, options: Options) -> int:
@@ -63,9 +69,11 @@ class _TrailSearch:
         self.trail, self.options = trail, options
         # Drawn weights show more than those of a fresh model, whose biases are zero and whose numbers are small; but
         # the model's own weights decide.
-        self.trial = Trial(trail.steps, options.steps, options.seed, options.tolerance)
+        count = microbatches_per_batch(trail.steps)
+        batches = batches_of(trail.steps[0].module, options.steps, count, options.seed, options.data, trail.renamed)
+        self.trial = Trial(trail.steps, options.steps, options.seed, options.tolerance, batches=batches)
         self.model_trial = (
-            Trial(trail.steps, options.steps, options.seed, options.tolerance, trail.weights)
+            Trial(trail.steps, options.steps, options.seed, options.tolerance, trail.weights, batches)
             if trail.weights
             else self.trial
         )
@@ -122,6 +130,11 @@ class _TrailSearch:
             say("with drawn weights all is well, with the model's own weights it is not")
             self.trial = self.model_trial
             self._look_at_passes(self.model_trial)
+        if gaps := sorted(self.trial.gaps & self.model_trial.gaps):
+            print(
+                f"cannot tell on these inputs: no element of {', '.join(gaps[:5])} is finite; --data FILE has inputs of "
+                "your own, --seed N draws others"
+            )
 
     def _look_at_passes(self, trial: Trial) -> None:
         steps = self.trail.steps

@@ -6,8 +6,9 @@ compared with the effect of moving its value, for the first microbatch only.
 
 The loss may have kinks nearby, many of them where a layer of ReLUs is wide: a derivative that is off is tried again
 with smaller steps, between which there are fewer. A kink may be where nothing moves (a ReLU of exactly zero): then
-differences to both sides differ, and by that much the derivative may be off. A derivative that has several parts (a
-value with several readers) is judged by their sum alone.
+differences to both sides differ, and by that much the derivative may be off. Where rounding moves the loss as much as
+the steps do, slopes of different steps differ, and by SAFETY times that much it may be off, too. A derivative that has
+several parts (a value with several readers) is judged by their sum alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -25,14 +27,16 @@ from penstock.ir.interpreter.ops import F64, Array
 from penstock.ir.interpreter.recurrence import Watch
 from penstock.ir.interpreter.store import DictStore
 from penstock.ir.ops import make
-from penstock.ir.types import FLOATS
+from penstock.ir.types import FLOATS, UNIT_ROUNDOFF
 from penstock.verification.tolerance import Allowed
 
 from .values import Seen, Spot
 
 # The move of a value for a difference, relative to its size: the error of the difference goes with the square, that of
 # rounding with the inverse. A right derivative is right at one of these.
-_MOVES = (1e-5, 1e-6, 1e-7)
+_MOVES = (1e-5, 1e-6, 1e-7, 1e-8)
+# How many times their own difference two slopes may be off.
+SAFETY = 4.0
 # The microbatches that are used: with two of them it shows whether they are added up.
 _MOST = 2
 ALLOWED = Allowed(
@@ -107,16 +111,25 @@ class Slopes:
             float(np.linalg.norm(gradient)),
             loss(0.0 * direction),
         )
-        difference = kink = slope = float("nan")
+        if not np.isfinite(middle):
+            # A loss that is not finite has no slope, whatever its derivative says.
+            return 0.0
+        slopes: list[float] = []
+        kink = 0.0
         for move in _MOVES:
             move *= max(1.0, float(np.abs(at).max(initial=0.0)))
             left, right = loss(-move * direction), loss(move * direction)
-            slope, kink = (right - left) / (2 * move), abs(right - 2 * middle + left) / (2 * move)
-            difference = abs(predicted - slope) / max(abs(slope), size, 1e-8)
+            slopes.append((right - left) / (2 * move))
+            kink = abs(right - 2 * middle + left) / (2 * move)
+            difference = abs(predicted - slopes[-1]) / max(abs(slopes[-1]), size, 1e-8)
             if difference <= ALLOWED.error:
                 return difference
-        difference -= kink / max(abs(slope), size, 1e-8)
-        return 0.0 if difference <= 0 else difference
+        # The two moves that agree best say what the slope is, to within the difference of their slopes.
+        one, other = min(pairwise(slopes), key=lambda pair: abs(pair[0] - pair[1]))
+        rounding = 2 * UNIT_ROUNDOFF["f64"] * abs(middle) / _MOVES[0]
+        excess = min(abs(predicted - one), abs(predicted - other))
+        excess -= max(kink, SAFETY * abs(one - other), SAFETY * rounding)
+        return 0.0 if excess <= 0 else excess / max(abs(other), size, 1e-8)
 
     def _loss_with(self, name: str, at: Array, added: Array) -> float:
         """Return the share of the first microbatches in the mean loss of the first batch, with `added` added to a

@@ -76,7 +76,9 @@ def bundle_trail(bundle: Bundle) -> Iterator[Trail]:
     steps = [TrailStep("reference.ir", "", bundle.reference), *_made_again(bundle)]
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         original = _original_of(bundle, Path(scratch))
-        yield Trail(str(bundle.path), steps, bundle.weights(), original, compiled=_Bundled(bundle))
+        yield Trail(
+            str(bundle.path), steps, bundle.weights(), original, compiled=_Bundled(bundle), renamed=bundle.renamed
+        )
 
 
 def _made_again(bundle: Bundle) -> Iterator[TrailStep]:
@@ -178,7 +180,7 @@ def planned_trail(
                 "the model draws random numbers (dropout), and no two runtimes draw the same: its import is "
                 "not compared"
             )
-        yield Trail(name, steps, model.imported.weights, compared, refusal, program)
+        yield Trail(name, steps, model.imported.weights, compared, refusal, program, model.imported.names)
 
 
 def _refused(folder: Path) -> str:

@@ -55,7 +55,8 @@ class Trail:
     """All that is known of a compilation.
 
     `weights` are empty where only dumps are left of a model: then they are drawn. `refused` is the call of a pass that
-    did not finish, and its error; `compiled` is the code of the last module.
+    did not finish, and its error; `compiled` is the code of the last module. `renamed` are the model's names of inputs
+    that the modules spell otherwise.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Trail:
     original: Original | None = None
     refused: tuple[str, PenstockError] | None = None
     compiled: CompiledStages | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.steps, "there is nothing to compare"

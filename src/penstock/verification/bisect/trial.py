@@ -33,7 +33,7 @@ import numpy as np
 
 from penstock.ir.action_kinds import WEIGHTS
 from penstock.ir.graph import GRAD, PARAM, Module, Var, graph_kind
-from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.graphs import Noise, run_graph
 from penstock.ir.interpreter.ops import F64, Array, array_dtype
 from penstock.ir.interpreter.recurrence import InterpretedRun, Watch, microbatches_of, run_recurrence
 from penstock.ir.interpreter.schedules import run_schedule
@@ -45,7 +45,9 @@ from penstock.passes.partition.chain import forward_graph
 from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
 from penstock.support.errors import PenstockError, VerifyError
 from penstock.support.words import counted
-from penstock.verification.checks import changed_by, delay_of, relative_error, synthetic_batch
+from penstock.verification.checks import changed_by, delay_of, relative_error
+from penstock.verification.inputs import synthetic_batch
+from penstock.verification.roundings import ConstantNoise, same_gaps
 from penstock.verification.tolerance import Allowed, asked, in_float64
 
 from .slopes import ALLOWED as SLOPE_ALLOWED
@@ -88,7 +90,7 @@ class Trial:
         batches: Sequence[Mapping[str, Array]] = (),
     ) -> None:
         self.first, self.seed, self.tolerance = steps[0].module, seed, tolerance
-        self.microbatches, self.loss_scale = _microbatches(steps), _loss_scale(steps)
+        self.microbatches, self.loss_scale = microbatches_per_batch(steps), _loss_scale(steps)
         # The first module with its final updates: all later ones are compared with it. Those before it are judged by
         # their derivatives alone.
         begin = next((i for i, step in enumerate(steps) if updates(step.module)), len(steps))
@@ -101,6 +103,9 @@ class Trial:
                 self.weights.setdefault(name, drawn(var, np.random.default_rng([seed, zlib.crc32(name.encode())])))
         self.batches = list(batches) or [synthetic_batch(self.first, self.microbatches, seed, t) for t in range(count)]
         self.parts = microbatches_of(self.first, self.batches[0])
+        # Results without a finite element, as they should be: nobody can tell whether they are right.
+        self.gaps: set[str] = set()
+        self.noise: Noise | None = None
 
     # -------------------------------------------------------------------------------------------- faults of a module
 
@@ -162,6 +167,9 @@ class Trial:
             kind, number, name = key
             if kind != "output" and module is not None and name not in module.vars:
                 continue
+            if key in computed and same_gaps(computed[key], array):
+                self.gaps.add(self._said(kind, number, name))
+                continue
             error = relative_error(computed[key], array) if key in computed else float("inf")
             allowed = self._allowed if error <= self._allowed.error else self._allowed_for(key, delay)
             if not error <= allowed.error:
@@ -187,7 +195,9 @@ class Trial:
             return self._allowed
         movement = self._moved(delay).get(key, 0.0)
         return self._allowed.widened(
-            movement, "what the reference moves by when all weights and inputs are changed by one rounding of float64"
+            movement,
+            "what the reference moves by when weights and inputs are changed by a rounding of float64, constants by one of "
+            "their type",
         )
 
     def _moved(self, delay: int | None) -> Mapping[Result | Key, float]:
@@ -224,13 +234,18 @@ class Trial:
 
     @cached_property
     def _shaken(self) -> Trial:
-        """The same trial with numbers that are each changed by one rounding."""
+        """The same trial with numbers that are each changed by one rounding.
+
+        A constant like the square root of 2 was rounded to its type when it was written. A pass that knows the formula
+        may take the number itself.
+        """
         source = np.random.default_rng([self.seed, 1])
 
         def shake(array: Array) -> Array:
             return changed_by(2 * UNIT_ROUNDOFF["f64"], array, source)
 
         other = copy(self)
+        other.noise = ConstantNoise(self.seed)
         # Cached results of this trial are not those of the other.
         for cached in ("_wanted", "_moves"):
             vars(other).pop(cached, None)
@@ -258,7 +273,9 @@ class Trial:
     def forward(self, module: Module, microbatch: int, store: DictStore | None = None) -> dict[str, Array]:
         """Run the forward graph for one microbatch, and return its results by name."""
         graph = forward_graph(module)
-        results = run_graph(graph, self.parts[microbatch], self.store(module) if store is None else store, F64)
+        results = run_graph(
+            graph, self.parts[microbatch], self.store(module) if store is None else store, F64, noise=self.noise
+        )
         return {v.name: array for v, array in zip(graph.results, results, strict=True)}
 
     def backward(self, module: Module, watch: Watch | None = None, most: int | None = None) -> DictStore:
@@ -266,7 +283,8 @@ class Trial:
         store = self.store(module)
         for k, part in enumerate(self.parts[:most]):
             inputs = {**part, **self.forward(module, k, store)}
-            run_graph(module.graphs["B"], inputs, store, F64, None if watch is None else partial(watch, "B", k))
+            seen = None if watch is None else partial(watch, "B", k)
+            run_graph(module.graphs["B"], inputs, store, F64, seen, self.noise)
         return store
 
     def _gradients(self, module: Module) -> dict[Result, Array]:
@@ -286,12 +304,12 @@ class Trial:
         assert self.trained is not None
         if not is_whole(self.trained):
             return self.execute(self.trained, watch)
-        return run_recurrence(self.trained, self.weights, self.batches, delay=delay, watch=watch)
+        return run_recurrence(self.trained, self.weights, self.batches, delay=delay, watch=watch, noise=self.noise)
 
     def execute(self, module: Module, watch: Watch | None = None) -> InterpretedRun:
         """Train as the module says; stages that have no schedule yet get one."""
         if is_whole(module):
-            return run_recurrence(module, self.weights, self.batches, watch=watch)
+            return run_recurrence(module, self.weights, self.batches, watch=watch, noise=self.noise)
         if module.schedule is None:
             module = schedule(module, ScheduleOptions(_plainest(module), self.microbatches))
         return run_schedule(module, self.weights, self.batches if updates(module) else self.batches[:1], watch=watch)
@@ -303,7 +321,7 @@ class Trial:
             return
         graph = forward_graph(module)
         for k, part in enumerate(self.parts):
-            run_graph(graph, part, self.store(module), F64, partial(seen.watch, graph.name, k))
+            run_graph(graph, part, self.store(module), F64, partial(seen.watch, graph.name, k), self.noise)
         if "B" in module.graphs:
             self.backward(module, seen.watch)
 
@@ -387,7 +405,7 @@ def _delay(module: Module) -> int:
     return delay_of(module) if module.schedule is not None else 0
 
 
-def _microbatches(steps: Sequence[TrailStep]) -> int:
+def microbatches_per_batch(steps: Sequence[TrailStep]) -> int:
     """Return the microbatches of the schedule, or else those in the call of autodiff."""
     planned = [step.module.schedule.microbatches for step in steps if step.module.schedule is not None]
     return next(iter([*planned, *map(int, _options(steps, r"\bmicrobatches=(\d+)"))]), 1)

@@ -64,28 +64,30 @@ class Errors:
     """The errors of values.
 
     `unjudged` ones have no limit: where the interpreter, rounding as the types say, has other elements finite than in
-    float64, or none, its own error is infinite.
+    float64, or none, its own error is infinite. Of `blurred` ones nobody can tell, as rounding alone moves them so far.
     """
 
     largest: float = 0.0
     unjudged: int = 0
+    blurred: int = 0
 
     @classmethod
     def of(cls, error: float, allowed: Allowed) -> Errors:
         """Return the error of one value, unjudged where its limit is infinite."""
-        return cls(error) if np.isfinite(allowed.error) else cls(unjudged=1)
+        return cls(error, blurred=int(allowed.blurred)) if np.isfinite(allowed.error) else cls(unjudged=1)
 
     def __add__(self, other: Errors) -> Errors:
-        return Errors(max(self.largest, other.largest), self.unjudged + other.unjudged)
+        return Errors(max(self.largest, other.largest), self.unjudged + other.unjudged, self.blurred + other.blurred)
 
     @property
     def verdict(self) -> str:
         """The verdict where no value is off."""
-        return (
-            "ok"
-            if not self.unjudged
-            else f"ok; {counted(self.unjudged, 'value')} not judged: not finite in the interpreter"
-        )
+        parts = ["ok"]
+        if self.unjudged:
+            parts.append(f"{counted(self.unjudged, 'value')} not judged: not finite in the interpreter")
+        if self.blurred:
+            parts.append(f"cannot tell of {counted(self.blurred, 'value')}, as rounding alone moves them too far")
+        return "; ".join(parts)
 
 
 def told(error: float) -> str:
