@@ -51,7 +51,7 @@ from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import Module
 from penstock.runtime.group.group import RankGroup
 from penstock.runtime.messages.control import Setup
-from penstock.runtime.messages.status import Status, await_saves
+from penstock.runtime.messages.status import Deadline, Status, await_saves
 from penstock.runtime.state.store import Store, as_array
 from penstock.support.atomic_files import naming
 from penstock.support.errors import PeerLost, PenstockError, VerifyError
@@ -187,13 +187,12 @@ class Saver:
         if writing is None:
             return 0.0
         assert writing.thread is not None
-        moved, written = started, -1
+        deadline, written = Deadline(_STALLED), -1
         while writing.thread.is_alive():
             writing.thread.join(_SHOW_SECONDS)
-            now = time.monotonic()
             if writing.written != written:
-                moved, written = now, writing.written
-            if now - moved > _STALLED:
+                deadline, written = Deadline(_STALLED), writing.written
+            if deadline.is_over():
                 done = "its part" if writing.written >= writing.total else f"{writing.written} of {writing.total} bytes"
                 what = (
                     f"the checkpoint of step {writing.step} got no further for {_STALLED:g} s: this rank has "
@@ -204,7 +203,7 @@ class Saver:
                 # To the launcher, a rank whose line does not change hangs.
                 self._status.show(
                     f"saving step {writing.step}: {writing.written >> 20} of {writing.total >> 20} MiB, "
-                    f"{now - started:.0f} s"
+                    f"{time.monotonic() - started:.0f} s"
                 )
         self.check()
         self._writing = None
