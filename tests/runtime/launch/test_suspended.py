@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-import failures
+import failure_runs
 import pytest
 
 from penstock.runtime.job.run import run_bundle
@@ -46,7 +46,11 @@ STARTS = {"local": start_local, "group": start_group}
 
 def workers_of(running):
     """Return the process of each rank."""
-    return failures.workers(running[0].pid) if len(running) == 1 else [failures.children(p.pid)[0] for p in running]
+    return (
+        failure_runs.workers(running[0].pid)
+        if len(running) == 1
+        else [failure_runs.children(p.pid)[0] for p in running]
+    )
 
 
 def steps_told(folder):
@@ -59,7 +63,7 @@ def test_a_run_goes_on_after_its_machine_stood_still(bundle_of, tmp_path, kind):
     running = STARTS[kind](path, tmp_path)
     stopped = []
     try:
-        assert failures.wait_for(lambda: failures.steps_in(tmp_path / "m.jsonl") > 100)
+        assert failure_runs.wait_for(lambda: failure_runs.steps_in(tmp_path / "m.jsonl") > 100)
         stopped = suspend([process.pid for process in running], SECONDS, random.Random(7))
         said = finish(running)
     finally:
@@ -92,7 +96,7 @@ def test_control_a_rank_that_does_not_come_back_is_found(bundle_of, tmp_path, ki
     running = STARTS[kind](bundle_of(2, "2bw", 2).path, tmp_path)
     stopped = []
     try:
-        assert failures.wait_for(lambda: failures.steps_in(tmp_path / "m.jsonl") > 100)
+        assert failure_runs.wait_for(lambda: failure_runs.steps_in(tmp_path / "m.jsonl") > 100)
         victim = workers_of(running)[1]
         stopped = suspend([process.pid for process in running], SECONDS, random.Random(1), besides=[victim])
         began = time.monotonic()
