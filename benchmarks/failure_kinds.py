@@ -185,7 +185,7 @@ def metrics(place: Place, chance: random.Random) -> Result:
     second = place.spawn(place.command(checkpoints=place.folder / "other"))
     wait_for(lambda: second.codes() != [None], 60)
     send(run.pid, signal.SIGCONT)
-    said = place.expect(second, [2], "writes metrics")
+    said = place.expect(second, [2], "another run writes its metrics there")
     place.expect_well(run)
     return Result("metrics", after=after, said=said)
 
@@ -264,7 +264,7 @@ def strangers(place: Place, chance: random.Random) -> Result:
                     held.append(socket.create_connection(("127.0.0.1", port), 1.0))
                     visits += 1
                     _disturb(held, chance)
-            time.sleep(0.1)
+            time.sleep(0.02)
     finally:
         for one in held:
             one.close()

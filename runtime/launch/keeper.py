@@ -326,8 +326,10 @@ class Keeper:
             self._own("silent", PeerLost.__name__, f"{state}: no sign of life for {seconds:.0f} s")
 
     def _own(self, kind: str, error: str, what: str, where: str = "", hint: str = "") -> None:
-        """Record a failure of this rank; the first one counts."""
-        if self.rank in self._troubles:
+        """Record a failure of this rank; the first one counts. But the end of a launcher takes the store with it, where
+        the group meets, and so the workers notice it first."""
+        known = self._troubles.get(self.rank)
+        if known is not None and (known.kind, kind) != ("symptom", "abandoned"):
             return
         trouble = Trouble(kind, time.monotonic(), self._own_doing(), error, what, where, hint)
         self._troubles[self.rank] = trouble

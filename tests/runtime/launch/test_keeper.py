@@ -20,9 +20,11 @@ import pytest
 from penstock.runtime.group.trust import Trust
 from penstock.runtime.job.run import run_bundle
 from penstock.runtime.launch import restarts
+from penstock.runtime.launch.keeper import Keeper
 from penstock.runtime.launch.options import RunOptions
 from penstock.runtime.launch.peers import PeerHello, Peers, Proof, Pulse
 from penstock.runtime.messages.control import Alive, Channel
+from penstock.runtime.messages.status import StatusBoard
 from penstock.support.errors import UsageError
 
 from ..waiting import is_running
@@ -222,6 +224,22 @@ def test_a_keeper_is_light():
     """What it takes to become one imports no torch, which takes seconds and hundreds of MiB."""
     script = "import sys, penstock.runtime.job.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def test_a_launcher_that_is_gone_is_the_cause_of_what_its_ranks_lost():
+    """It took the store with it. Nothing else replaces what was noticed first, which is the control."""
+
+    def told(*kinds):
+        keeper = Keeper.__new__(Keeper)
+        keeper.rank, keeper._troubles, keeper._mesh, keeper._board = 0, {}, None, StatusBoard(1)
+        for kind in kinds:
+            keeper._own(kind, "PeerLost", "what")
+        return keeper._troubles[0].kind
+
+    assert told("symptom", "abandoned") == "abandoned"
+    assert told("symptom", "died") == "symptom"
+    assert told("error", "abandoned") == "error"
+    assert told("died", "abandoned") == "died"
 
 
 def test_which_run_is_unfinished(tmp_path):
