@@ -208,6 +208,7 @@ class Keeper:
                     "ended", PeerLost.__name__, f"was ended by {signal.Signals(self._signal).name} from its launcher"
                 )
                 if self._mesh is None or self._is_settled(0.5):
+                    self._pulse()
                     return 128 + self._signal
             if self._launcher is not None and os.getppid() != self._launcher:
                 self._own(
@@ -334,6 +335,8 @@ class Keeper:
         trouble = Trouble(kind, time.monotonic(), self._own_doing(), error, what, where, hint)
         self._troubles[self.rank] = trouble
         if self._mesh is not None:
+            # How far this rank came: no other rank may know.
+            self._mesh.send_all(Pulse(trouble.doing, self._own_steps(), self._board.busy(0)))
             self._mesh.send_all(Told(kind, trouble.doing, error, what, where, hint))
 
     def _hear(self, rank: int, said: Said | str | None) -> None:
