@@ -106,6 +106,7 @@ def signals(place: Place, chance: random.Random) -> Result:
         send(run.pid, number)
         # It waits for a checkpoint that is being written.
         seconds = place.await_end(4.0)
+        wait_for(lambda: not run.lives())
         if run.codes() != [128 + number]:
             place.problems.append(f"exit codes {run.codes()}, expected {128 + number}")
         return Result("signals", name, 0, after, seconds, 4.0, place.go_on(), said=run.text().splitlines()[-1])

@@ -249,6 +249,8 @@ class Place:
 
     def expect(self, run: Started, codes: Iterable[int], words: str) -> str:
         """Judge the end of a run that failed: its exit codes, and the one error that it printed. Return that."""
+        # One that is ending has no environment any more, and no exit code yet.
+        wait_for(lambda: not run.lives(), END_SECONDS)
         allowed, errors = set(codes), errors_in(run.text())
         if found := [code for code in run.codes() if code not in allowed]:
             self.problems.append(f"exit codes {found}, expected {sorted(allowed)}: {run.text()[-500:]}")

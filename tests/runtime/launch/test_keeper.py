@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import failure_runs
 import pytest
@@ -22,9 +23,9 @@ from penstock.runtime.job.run import run_bundle
 from penstock.runtime.launch import restarts
 from penstock.runtime.launch.keeper import Keeper
 from penstock.runtime.launch.options import RunOptions
-from penstock.runtime.launch.peers import PeerHello, Peers, Proof, Pulse
+from penstock.runtime.launch.peers import PeerHello, Peers, Proof, Pulse, Told
 from penstock.runtime.messages.control import Alive, Channel
-from penstock.runtime.messages.status import StatusBoard
+from penstock.runtime.messages.status import Status, StatusBoard
 from penstock.support.errors import UsageError
 
 from ..waiting import is_running
@@ -240,6 +241,18 @@ def test_a_launcher_that_is_gone_is_the_cause_of_what_its_ranks_lost():
     assert told("symptom", "died") == "symptom"
     assert told("error", "abandoned") == "error"
     assert told("died", "abandoned") == "died"
+
+
+def test_a_rank_that_failed_says_how_far_it_came():
+    """Right before what happened to it: the rank that finishes steps may be the only one that knows."""
+    sent = []
+    keeper = Keeper.__new__(Keeper)
+    keeper.rank, keeper._troubles, keeper._board = 0, {}, StatusBoard(1)
+    keeper._mesh = SimpleNamespace(send_all=sent.append)
+    Status(keeper._board.descriptor, 0).finish(41)
+    keeper._own("died", "PeerLost", "what")
+    assert [type(record) for record in sent] == [Pulse, Told]
+    assert sent[0].steps == 42
 
 
 def test_which_run_is_unfinished(tmp_path):
