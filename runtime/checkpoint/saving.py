@@ -305,8 +305,8 @@ class Saver:
                 # Rank 0 may have removed the directory, for a cause that it shared before.
                 cause = self._failure_of_others(key)
             if cause is None:
-                own = SaveFailure(self._rank, str(error), isinstance(error, OSError))
-                self._exchange.set(f"{key}/failed", msgspec.json.encode(own).decode())
+                failure = SaveFailure(self._rank, str(error), isinstance(error, OSError))
+                self._exchange.set(f"{key}/failed", msgspec.json.encode(failure).decode())
         except RuntimeError as lost:  # the store went with the rank that serves it
             if isinstance(error, FileNotFoundError):
                 return self._lost(writing, lost)
