@@ -9,6 +9,9 @@ group's store. Rank 0 writes the index when it has heard of all, and renames the
 removes the checkpoints that are not to be kept. Files and directories are flushed to the disk before each rename. So
 the index is there when everything is, and never for half of it.
 
+A rank that cannot write its part tells the other ranks why. They give the save up, too, and end with that cause. Rank 0
+then removes what is written: under another name, so that no rank adds a file meanwhile.
+
 One save at a time: the next one waits until the one before is done, and says so. A save without `background` waits
 for its own end, and takes no copy. An error of a thread is raised in the rank's main thread at its next action
 (`check`), and ends the run. Waiting is bounded by progress: a save of which nothing more is written for `_STALLED`
@@ -32,6 +35,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -47,8 +51,9 @@ from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import Module
 from penstock.runtime.group.group import RankGroup
 from penstock.runtime.messages.control import Setup
-from penstock.runtime.messages.status import Status, await_saves
+from penstock.runtime.messages.status import Deadline, Status, await_saves
 from penstock.runtime.state.store import Store, as_array
+from penstock.support.atomic_files import naming
 from penstock.support.errors import PeerLost, PenstockError, VerifyError
 from penstock.support.words import shown_bytes
 
@@ -90,6 +95,28 @@ class _Writing:
     thread: threading.Thread | None = None
     failure: BaseException | None = None
     work: Path | None = field(default=None)
+
+
+class SaveFailure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The cause of a save that failed on a rank, for the other ranks. `system`: the system refused to write."""
+
+    rank: int
+    what: str
+    system: bool
+
+    def error(self, directory: Path) -> PenstockError:
+        """Return the error of a rank that gives the save up for this cause."""
+        if self.system:
+            return _unwritable(directory, f"rank {self.rank}: {self.what}")
+        return PeerLost(f"rank {self.rank} failed as it wrote the checkpoint: {self.what}", where=str(directory))
+
+
+class _GivenUp(Exception):
+    """Another rank could not write its part."""
+
+    def __init__(self, cause: SaveFailure) -> None:
+        super().__init__(cause.what)
+        self.cause = cause
 
 
 class Saver:
@@ -161,13 +188,12 @@ class Saver:
         if writing is None:
             return 0.0
         assert writing.thread is not None
-        moved, written = started, -1
+        deadline, written = Deadline(_STALLED), -1
         while writing.thread.is_alive():
             writing.thread.join(_SHOW_SECONDS)
-            now = time.monotonic()
             if writing.written != written:
-                moved, written = now, writing.written
-            if now - moved > _STALLED:
+                deadline, written = Deadline(_STALLED), writing.written
+            if deadline.is_over():
                 part = f"{shown_bytes(writing.written)} of {shown_bytes(writing.total)}"
                 done = "its part" if writing.written >= writing.total else part
                 what = (
@@ -179,7 +205,7 @@ class Saver:
                 # To the launcher, a rank whose line does not change hangs.
                 self._status.show(
                     f"saving step {writing.step}: {shown_bytes(writing.written)} of {shown_bytes(writing.total)}, "
-                    f"{now - started:.0f} s"
+                    f"{time.monotonic() - started:.0f} s"
                 )
         self.check()
         self._writing = None
@@ -238,7 +264,8 @@ class Saver:
             files = {}
             while parts:
                 name, version, arrays = parts.pop(0)
-                digest, size = write_tensors(writing.work / name, arrays, progress=count)
+                with naming(writing.work / name):
+                    digest, size = write_tensors(writing.work / name, arrays, progress=count)
                 types = {tensor: str(self._bundle.module.vars[tensor].type) for tensor in arrays}
                 files[name] = SavedFile(digest, size, version, types)
             self._exchange.set(f"{key}/part/{self._rank}", msgspec.json.encode(files).decode())
@@ -247,7 +274,7 @@ class Saver:
             writing.reported = True
             if self._rank == 0:
                 for rank in range(1, self._group.world):
-                    files |= msgspec.json.decode(self._await(f"{key}/part/{rank}"), type=dict[str, SavedFile])
+                    files |= msgspec.json.decode(self._await(f"{key}/part/{rank}", key), type=dict[str, SavedFile])
                 finish_save(
                     writing.work,
                     writing.directory,
@@ -259,31 +286,56 @@ class Saver:
                 self._exchange.set(f"{key}/done", "")
                 # The store with the messages of other ranks lives in this process, which may end when this thread has.
                 for rank in range(1, self._group.world):
-                    self._await(f"{key}/heard/{rank}")
+                    self._await(f"{key}/heard/{rank}", key)
             else:
-                self._await(f"{key}/done")
+                self._await(f"{key}/done", key)
                 self._exchange.set(f"{key}/heard/{self._rank}", "")
         except RuntimeError as error:  # of the group's store
-            first = str(error).partition("\n")[0]
-            writing.failure = PeerLost(
-                f"the other ranks are gone while the checkpoint of step {writing.step} is written: {first}"
-            )
+            writing.failure = self._lost(writing, error)
         except BaseException as error:  # handed on by `check`
-            if self._rank == 0:
-                shutil.rmtree(writing.work, ignore_errors=True)
-            writing.failure = error
+            writing.failure = self._give_up(writing, key, error)
         finally:
             self._status.end_save()
 
-    def _await(self, key: str) -> bytes:
-        """Return a value that another rank's thread puts there. The caller of `finish` bounds the wait; the process
-        ends it otherwise."""
-        while not self._exchange.check([key]):
+    def _give_up(self, writing: _Writing, key: str, error: BaseException) -> BaseException:
+        """Return the cause of a failure of this rank's thread, and share it with the other ranks if it is this rank's
+        own."""
+        assert writing.work is not None
+        cause = error.cause if isinstance(error, _GivenUp) else None
+        try:
+            if isinstance(error, FileNotFoundError):
+                # Rank 0 may have removed the directory, for a cause that it shared before.
+                cause = self._failure_of_others(key)
+            if cause is None:
+                failure = SaveFailure(self._rank, str(error), isinstance(error, OSError))
+                self._exchange.set(f"{key}/failed", msgspec.json.encode(failure).decode())
+        except RuntimeError as lost:  # the store went with the rank that serves it
+            if isinstance(error, FileNotFoundError):
+                return self._lost(writing, lost)
+        if self._rank == 0:
+            remove_unfinished(writing.work)
+        return error if cause is None else cause.error(writing.directory)
+
+    def _lost(self, writing: _Writing, error: RuntimeError) -> PeerLost:
+        first = str(error).partition("\n")[0]
+        return PeerLost(f"the other ranks are gone while the checkpoint of step {writing.step} is written: {first}")
+
+    def _failure_of_others(self, key: str) -> SaveFailure | None:
+        if not self._exchange.check([f"{key}/failed"]):
+            return None
+        return msgspec.json.decode(bytes(self._exchange.get(f"{key}/failed")), type=SaveFailure)
+
+    def _await(self, name: str, key: str) -> bytes:
+        """Return a value that another rank's thread puts there for the save `key`, unless a rank could not write its
+        part. The caller of `finish` bounds the wait; the process ends it otherwise."""
+        while not self._exchange.check([name]):
+            if (cause := self._failure_of_others(key)) is not None:
+                raise _GivenUp(cause)
             time.sleep(_LOOK_SECONDS)
-        return bytes(self._exchange.get(key))
+        return bytes(self._exchange.get(name))
 
 
-def _unwritable(directory: Path, error: BaseException) -> PenstockError:
+def _unwritable(directory: Path, error: object) -> PenstockError:
     return PenstockError(f"cannot write the checkpoint: {error}", where=str(directory))
 
 
@@ -297,6 +349,14 @@ def start_save(directory: Path, step: int) -> Path:
     work = directory / f".{step_name(step)}.{secrets.token_hex(4)}.tmp"
     work.mkdir()
     return work
+
+
+def remove_unfinished(work: Path) -> None:
+    """Remove the working directory of a save that failed. What the system does not let go is left for the next save."""
+    gone = work.with_suffix(".gone")
+    with suppress(OSError):
+        work.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def clear_away(directory: Path) -> None:
@@ -390,7 +450,7 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -40,7 +40,7 @@ from typing import IO, Any, NoReturn
 
 from penstock.backends.registry import backend_of
 from penstock.runtime.messages.control import Rank
-from penstock.runtime.messages.status import is_stopped
+from penstock.runtime.messages.status import Deadline, is_stopped
 from penstock.support.entry_points import ENTRY_POINTS, command_line, load
 from penstock.support.errors import DoesNotFit, PeerLost, PenstockError
 from penstock.support.out_of_memory import ended_out_of_memory
@@ -153,7 +153,10 @@ class Server:
                 ) from error
         try:
             self._await_ready()
-            if not process.has_begun(_FORK_SECONDS):
+            deadline = Deadline(_FORK_SECONDS)
+            while not process.has_begun(_TICK_SECONDS) and not deadline.is_over():
+                continue
+            if not process.has_begun(0):
                 raise PeerLost(f"no process for rank {rank.rank} within {_FORK_SECONDS:g} s", where="launch")
         except BaseException:  # an interrupt, too: its caller does not wait for it
             self._server.kill()
@@ -166,14 +169,13 @@ class Server:
 
     def _await_ready(self) -> None:
         """Wait for the imports, which take any time on a busy machine; a process that is stopped gets on with none."""
-        started = ran = time.monotonic()
+        imports, stopped = Deadline(_IMPORT_SECONDS), Deadline(_STOPPED_SECONDS)
         while not self._ready.wait(_TICK_SECONDS):
-            now = time.monotonic()
             if not is_stopped(self.pid):
-                ran = now
-            if now - ran > _STOPPED_SECONDS:
-                raise PeerLost(f"{self._named()} has been stopped for {now - ran:.0f} s", where="launch")
-            if now - started > _IMPORT_SECONDS:
+                stopped = Deadline(_STOPPED_SECONDS)
+            if stopped.is_over():
+                raise PeerLost(f"{self._named()} has been stopped for {_STOPPED_SECONDS:g} s", where="launch")
+            if imports.is_over():
                 raise PeerLost(f"imports took longer than {_IMPORT_SECONDS:g} s", where="launch")
 
     def _named(self) -> str:

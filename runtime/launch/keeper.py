@@ -40,7 +40,7 @@ from penstock.ir.graph import Module
 from penstock.runtime.group.hosts import Interface, ProcessPlace, check_world, choose_interface, place_of, same_host
 from penstock.runtime.group.trust import open_trust
 from penstock.runtime.messages.control import Alive, Channel, Done, Failed, Gathered, Message, Planned
-from penstock.runtime.messages.status import Patience, StatusBoard, await_saves, describe_line, is_stopped
+from penstock.runtime.messages.status import Deadline, Patience, StatusBoard, await_saves, describe_line, is_stopped
 from penstock.support.errors import PeerLost, PenstockError, UsageError, VerifyError
 from penstock.support.processes import command_of
 from penstock.support.terminal import say_as_is
@@ -167,7 +167,9 @@ class Keeper:
         files = {} if self._log is None else {self.rank: self._log}
         self._follower = Follower(files, {self.rank: self.bundle.rank(self.rank).stage}, self._log_ranks)
         self._channel = Channel(ours)
-        self._started = time.monotonic()
+        # For the first sign of life.
+        self._start_limit = START_SECONDS + self.options.timeout
+        self._starting = Deadline(self._start_limit)
         self._reader = threading.Thread(target=self._read, name="worker", daemon=True)
         self._reader.start()
 
@@ -206,6 +208,7 @@ class Keeper:
                     "ended", PeerLost.__name__, f"was ended by {signal.Signals(self._signal).name} from its launcher"
                 )
                 if self._mesh is None or self._is_settled(0.5):
+                    self._pulse()
                     return 128 + self._signal
             if self._launcher is not None and os.getppid() != self._launcher:
                 self._own(
@@ -316,21 +319,24 @@ class Keeper:
                 self._ran = time.monotonic()
             elif self._patience.over(self._ran):
                 self._own("silent", PeerLost.__name__, f"has been stopped for {time.monotonic() - self._ran:.0f} s")
-        limit = START_SECONDS + self.options.timeout
-        if code is None and not beat and time.monotonic() - self._started > limit:
-            self._own("silent", PeerLost.__name__, f"gave no sign of life within {limit:g} s")
+        if code is None and not beat and self._starting.is_over():
+            self._own("silent", PeerLost.__name__, f"gave no sign of life within {self._start_limit:g} s")
         if code is None and beat and self._patience.over(beat):
             state = "is stopped" if is_stopped(self._process.pid) else "hangs"
             seconds = time.monotonic() - beat
             self._own("silent", PeerLost.__name__, f"{state}: no sign of life for {seconds:.0f} s")
 
     def _own(self, kind: str, error: str, what: str, where: str = "", hint: str = "") -> None:
-        """Record a failure of this rank; the first one counts."""
-        if self.rank in self._troubles:
+        """Record a failure of this rank; the first one counts. But the end of a launcher takes the store with it, where
+        the group meets, and so the workers notice it first."""
+        known = self._troubles.get(self.rank)
+        if known is not None and (known.kind, kind) != ("symptom", "abandoned"):
             return
         trouble = Trouble(kind, time.monotonic(), self._own_doing(), error, what, where, hint)
         self._troubles[self.rank] = trouble
         if self._mesh is not None:
+            # How far this rank came: no other rank may know.
+            self._mesh.send_all(Pulse(trouble.doing, self._own_steps(), self._board.busy(0)))
             self._mesh.send_all(Told(kind, trouble.doing, error, what, where, hint))
 
     def _hear(self, rank: int, record: Said | str | None) -> None:

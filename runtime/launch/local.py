@@ -45,7 +45,7 @@ from penstock.runtime.messages.control import (
     Wake,
 )
 from penstock.runtime.messages.defaults import HEARTBEAT
-from penstock.runtime.messages.status import Patience, StatusBoard, await_saves, describe_line, is_stopped
+from penstock.runtime.messages.status import Deadline, Patience, StatusBoard, await_saves, describe_line, is_stopped
 from penstock.support.errors import PeerLost, PenstockError, UsageError, VerifyError
 from penstock.support.words import counted
 
@@ -143,9 +143,9 @@ class Workers:
         setup = msgspec.structs.replace(setup, secret=secrets.token_hex(32))
         for rank in range(self.count):
             self.send(rank, setup)
-        waiting, deadline = set(range(self.count)), time.monotonic() + START_SECONDS + setup.timeout
+        waiting, deadline = set(range(self.count)), Deadline(START_SECONDS + setup.timeout)
         while waiting:
-            if time.monotonic() > deadline:
+            if deadline.is_over():
                 missing = ", ".join(f"rank {r} ({self._board.read(r) or 'starting'})" for r in sorted(waiting))
                 raise PeerLost(f"not ready after {START_SECONDS + setup.timeout:g} s: {missing}", where="launch")
             received = self.poll()
@@ -219,12 +219,12 @@ class Workers:
     def receive(self) -> tuple[int, Message, Arrays]:
         """Return the next message. Ranks have deadlines of their own; when no rank moves for longer than those, the run
         is given up."""
-        lines, moved = None, time.monotonic()
+        lines, deadline = None, Deadline(self._patience)
         while (received := self.poll()) is None:
             now = [self._board.read(rank) for rank in range(self.count)]
             if now != lines:
-                lines, moved = now, time.monotonic()
-            elif time.monotonic() - moved > self._patience:
+                lines, deadline = now, Deadline(self._patience)
+            elif deadline.is_over():
                 self.end()
                 listed = "; ".join(others(dict(enumerate(now))))
                 raise PeerLost(

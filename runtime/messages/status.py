@@ -30,6 +30,8 @@ _BEAT, _STEPS, _SAVE, _BUSY = range(_LINE // 8, _LINE // 8 + 4)
 _SAVE_QUIET_SECONDS, _SAVE_SECONDS = 4.0, 30.0
 # Seconds between two heartbeats.
 BEAT_SECONDS = 0.25
+# The longest time between two looks at a deadline.
+LOOK_SECONDS = 1.0
 WORDS = {
     "F": "forward of microbatch",
     "B": "backward of microbatch",
@@ -180,16 +182,33 @@ class Patience:
         return 0 < self.limit < self._looked - max(heard, self._since)
 
 
+class Deadline:
+    """A span of seconds in which the process that waits runs itself. Time in which it did not look counts for little:
+    it was stopped, or the machine stood still, and so did what it waits for."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left, self._looked = seconds, time.monotonic()
+
+    def left(self) -> float:
+        """Return the seconds that are left. The caller asks at least every LOOK_SECONDS."""
+        now = time.monotonic()
+        self._left -= min(now - self._looked, 2 * LOOK_SECONDS)
+        self._looked = now
+        return self._left
+
+    def is_over(self) -> bool:
+        return self.left() <= 0
+
+
 def await_saves(look: Callable[[], Sequence[float]]) -> None:
     """Wait for a checkpoint that is being written though the run has come to its end. `look` returns how far the saves
     are of the ranks that can still finish it."""
-    started = moved = time.monotonic()
+    whole, quiet = Deadline(_SAVE_SECONDS), Deadline(_SAVE_QUIET_SECONDS)
     seen: list[float] = []
     while any(progress := list(look())):
-        now = time.monotonic()
         if progress != seen:
-            seen, moved = progress, now
-        if now - moved > _SAVE_QUIET_SECONDS or now - started > _SAVE_SECONDS:
+            seen, quiet = progress, Deadline(_SAVE_QUIET_SECONDS)
+        if quiet.is_over() or whole.is_over():
             return
         time.sleep(0.02)
 

@@ -27,7 +27,6 @@ import os
 import select
 import socket
 import struct
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -36,6 +35,7 @@ import torch
 
 from penstock.ir.graph import Value
 from penstock.ir.messages import parcels
+from penstock.runtime.messages.status import LOOK_SECONDS, Deadline
 from penstock.runtime.state.store import CPU, Recycled
 from penstock.support.errors import DoesNotFit
 
@@ -69,13 +69,13 @@ class PacketSocket:
 
     def send(self, packet: bytes, file: int | None = None) -> None:
         rights = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
-        until = time.monotonic() + self._seconds
+        deadline = Deadline(self._seconds)
         while True:
             try:
                 self._end.sendmsg([packet], rights)
             except BlockingIOError:
                 # Packets that were not read yet are few, but the system says how many it takes.
-                _poll(self._room, until)
+                _poll(self._room, deadline)
             else:
                 return
 
@@ -94,21 +94,21 @@ class PacketSocket:
                 return packet, _FILE.unpack(data)[0]
         return packet, None
 
-    def wait(self, until: float) -> tuple[bytes, int | None]:
-        """Return a packet; TimeoutError if there is none by `until`, by the monotonic clock."""
+    def wait(self, deadline: Deadline) -> tuple[bytes, int | None]:
+        """Return a packet; TimeoutError if there is none in time."""
         while (received := self.take()) is None:
-            _poll(self._ready, until)
+            _poll(self._ready, deadline)
         return received
 
     def close(self) -> None:
         self._end.close()
 
 
-def _poll(ready: select.poll, until: float) -> None:
-    left = until - time.monotonic()
+def _poll(ready: select.poll, deadline: Deadline) -> None:
+    left = deadline.left()
     if left <= 0:
         raise TimeoutError("timed out")
-    ready.poll(min(left, 3600.0) * 1e3)
+    ready.poll(min(left, LOOK_SECONDS) * 1e3)
 
 
 class SharedBlocks:
@@ -180,7 +180,7 @@ class SharedIncoming:
         return messages, [Arrival(self, number)]
 
     def wait(self, number: int, timeout: timedelta) -> None:
-        packet, _ = self._line.wait(time.monotonic() + timeout.total_seconds())
+        packet, _ = self._line.wait(Deadline(timeout.total_seconds()))
         kind, arrived = _HEAD.unpack(packet)
         if (kind, arrived) != (_DONE, number):
             raise OutOfTurn(f"sent message {arrived} where {number} was expected")
@@ -223,17 +223,17 @@ class SharedOutgoing:
 
     def finish(self, number: int, values: Sequence[torch.Tensor], timeout: timedelta) -> None:
         """Write a message that had to wait."""
-        blocks = self._free(number, time.monotonic() + timeout.total_seconds())
+        blocks = self._free(number, Deadline(timeout.total_seconds()))
         assert blocks is not None
         self._write(number, blocks, values)
         # After an error nothing goes past the message that failed.
         self._ended += 1
 
-    def _free(self, number: int, until: float | None) -> list[tuple[int, int]] | None:
+    def _free(self, number: int, deadline: Deadline | None) -> list[tuple[int, int]] | None:
         """Return the blocks that a message goes to, as files and places. None if there are none yet and it is not to be
         waited for them."""
         while True:
-            received = self._line.take() if until is None else self._line.wait(until)
+            received = self._line.take() if deadline is None else self._line.wait(deadline)
             if received is None:
                 return None
             packet, file = received

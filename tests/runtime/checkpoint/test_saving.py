@@ -18,7 +18,6 @@ import pytest
 from oracles.classifier import make_batches
 
 from penstock.backends.bundle.tensor_file import write_tensors
-from penstock.ir.graph import stage_vars, stepped_vars
 from penstock.runtime.checkpoint import saving
 from penstock.runtime.checkpoint.finding import choose, damage_of, decide_together, find_checkpoint
 from penstock.runtime.checkpoint.format import FORMAT, Index, SavedFile, read_index, read_tensors
@@ -30,12 +29,12 @@ from penstock.runtime.launch.restarts import Beginning
 from penstock.runtime.messages import status
 from penstock.runtime.messages.control import Setup
 from penstock.runtime.messages.status import Status
-from penstock.runtime.state.store import Store
 from penstock.runtime.telemetry.metrics import Metrics
 from penstock.support.errors import PenstockError, UsageError, VerifyError
 
 from ..job.held import below
 from ..waiting import is_running, wait_until
+from .savers import Ranks
 
 TIMEOUT = 30
 
@@ -230,52 +229,6 @@ def test_a_kill_at_any_moment_leaves_a_folder_that_loads(tmp_path, trials):
 # ------------------------------------------------------------------------------------------------ in the background
 
 
-class Ranks:
-    """The savers of all ranks of a bundle, in one process, with their stores filled."""
-
-    def __init__(self, bundle, tmp_path, monkeypatch):
-        self.meeting = host_store(bundle.world_size, TIMEOUT)
-        self.bundle, self.directory, self.stores, self.savers = bundle, tmp_path / "ckpt", [], []
-        self.may_write = threading.Event()
-        self.may_write.set()
-        self.error = None
-
-        def write(path, arrays, metadata=None, progress=None):
-            assert self.may_write.wait(TIMEOUT)
-            if self.error is not None and path.name.startswith("rank1"):
-                raise self.error
-            return write_tensors(path, arrays, metadata, progress)
-
-        monkeypatch.setattr(saving, "write_tensors", write)
-        setup = Setup(str(bundle.path), TIMEOUT)
-        for rank in range(bundle.world_size):
-            store = Store(stage_vars(bundle.module, rank), stepped_vars(bundle.module), version=1)
-            for name in store.variables:
-                if name not in store.gradients:
-                    store.newest(name).fill_(1)
-            group = RankGroup(self.meeting.clone(), rank, bundle.world_size, TIMEOUT)
-            self.stores.append(store)
-            self.savers.append(saving.Saver(bundle, rank, group, setup, store, Status(None, rank)))
-
-    def together(self, action):
-        """What every rank does, at once; the errors."""
-        errors = [None] * len(self.savers)
-
-        def do(rank):
-            try:
-                action(self.savers[rank])
-            except PenstockError as error:
-                errors[rank] = error
-
-        threads = [threading.Thread(target=do, args=(rank,), daemon=True) for rank in range(len(self.savers))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT)
-            assert not thread.is_alive()
-        return errors
-
-
 @pytest.fixture
 def ranks(bundle_of, tmp_path, monkeypatch):
     return Ranks(bundle_of(2, "1f1b", 2), tmp_path, monkeypatch)
@@ -333,7 +286,7 @@ def test_one_save_at_a_time(ranks):
 
 def test_an_error_of_a_writer_comes_out_once_and_nothing_is_left_half(ranks):
     ranks.together(lambda saver: saver.save(ranks.directory, 1))
-    ranks.error = OSError(28, "No space left on device")
+    ranks.errors[1] = OSError(28, "No space left on device")
     ranks.together(lambda saver: saver.save(ranks.directory, 1, background=True))
     with pytest.raises(PenstockError, match=r"cannot write the checkpoint: .*No space left on device") as caught:
         ranks.savers[1].finish()

@@ -17,7 +17,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import failures
+import failure_runs
 import msgspec
 import pytest
 from torch.distributed import PrefixStore, TCPStore
@@ -411,14 +411,14 @@ def test_a_group_with_a_secret_over_tls(bundle_of, tmp_path, tls, secrets):
     """It trains, and the secret is in no argument of any of its processes, nor in what they say."""
     both = start(bundle_of(2, "1f1b", 2).path, tmp_path, 20, more=("--secret", str(secrets[0]), "--tls", str(tls)))
     # Workers take seconds to import what they need.
-    assert failures.wait_for(lambda: all(failures.children(process.pid) for process in both))
-    processes = [pid for process in both for pid in (process.pid, *failures.children(process.pid))]
+    assert failure_runs.wait_for(lambda: all(failure_runs.children(process.pid) for process in both))
+    processes = [pid for process in both for pid in (process.pid, *failure_runs.children(process.pid))]
     arguments = [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in processes]
     assert sum(str(secrets[0]) in text for text in arguments) == 4, "the control: what is looked at has the arguments"
     said = finish(both)
     assert [process.returncode for process in both] == [0, 0], said
     assert not [text for text in said + arguments if secrets[0].read_text() in text]
-    assert failures.steps_in(tmp_path / "m.jsonl") == 20
+    assert failure_runs.steps_in(tmp_path / "m.jsonl") == 20
 
 
 @needs_openssl

@@ -13,90 +13,23 @@ import struct
 import subprocess
 import sys
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
-import failures
+import failure_runs
 import pytest
-from namespaces import available
 
 from penstock.runtime.group.trust import Trust
 from penstock.runtime.job.run import run_bundle
 from penstock.runtime.launch import restarts
+from penstock.runtime.launch.keeper import Keeper
 from penstock.runtime.launch.options import RunOptions
-from penstock.runtime.launch.peers import PeerHello, Peers, Proof, Pulse
+from penstock.runtime.launch.peers import PeerHello, Peers, Proof, Pulse, Told
 from penstock.runtime.messages.control import Alive, Channel
+from penstock.runtime.messages.status import Status, StatusBoard
 from penstock.support.errors import UsageError
 
 from ..waiting import is_running
 from .two_ranks import finish, start
-
-NO_NAMESPACES = available()
-needs_namespaces = pytest.mark.skipif(bool(NO_NAMESPACES), reason=f"no network namespaces: {NO_NAMESPACES}")
-
-
-# ------------------------------------------------------------------------------------------------ trials
-
-
-@needs_namespaces
-def test_a_cut_network():
-    """Four ranks in namespaces; a shorter heartbeat than usual."""
-    (trial,) = failures.trials(1, seed=3, steps=150, heartbeat=3, recover=False, kinds=["cut"])
-    assert trial["problems"] == []
-
-
-@pytest.mark.slow
-@needs_namespaces
-def test_a_few_trials():
-    """One of each kind."""
-    found = failures.trials(3, seed=3, steps=150, heartbeat=3, recover=False)
-    assert [trial["problems"] for trial in found] == [[], [], []]
-
-
-@pytest.mark.slow
-@needs_namespaces
-def test_many_trials():
-    assert not [trial for trial in failures.trials(30, seed=1, steps=400, heartbeat=10) if trial["problems"]]
-
-
-@needs_namespaces
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_who_is_ended_leaves_no_namespaces(number):
-    """Nor what ran in them."""
-    script = "import time; from namespaces import Hosts\nwith Hosts(['a']) as hosts:\n"
-    script += (
-        "    print(hosts._prefix, hosts.start(0, ['sleep', '100'], {}, None).pid, flush=True)\n    time.sleep(100)"
-    )
-    folder = Path(failures.__file__).parent
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        prefix, sleeper = process.stdout.readline().split()
-        assert prefix in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-        process.send_signal(number)
-        process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
-    assert prefix not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert failures.wait_for(lambda: not is_running(int(sleeper)), 5)
-
-
-@pytest.mark.slow
-def test_a_short_soak():
-    found = failures.soak(40, 20, seed=2)
-    assert found["problems"] == []
-    assert found["lost"] == 1
-
-
-@pytest.mark.slow
-def test_a_long_soak():
-    found = failures.soak(2000, 200, seed=2)
-    assert found["problems"] == []
-    assert found["lost"] >= 9
-    assert max(found["slopes"].values()) < failures.STEEPEST
-
 
 # ------------------------------------------------------------------------------------------------ on one host
 
@@ -104,20 +37,20 @@ def test_a_long_soak():
 @pytest.mark.slow
 def test_without_heartbeats_a_stopped_rank_is_found_by_the_timeout(bundle_of, tmp_path):
     running = start(bundle_of(2, "1f1b", 2).path, tmp_path, 10**6, heartbeat=0, timeout=5)
-    assert failures.wait_for(lambda: failures.steps_in(tmp_path / "m.jsonl") > 3)
-    (worker,) = failures.children(running[1].pid)
+    assert failure_runs.wait_for(lambda: failure_runs.steps_in(tmp_path / "m.jsonl") > 3)
+    (worker,) = failure_runs.children(running[1].pid)
     os.kill(worker, signal.SIGSTOP)
     said = finish(running)
     assert [process.returncode for process in running] == [6, 6]
     assert "rank 1 (stage 1) did not answer within 5 s; waited for" in said[0]
     assert "penstock: error" not in said[1]
-    assert failures.wait_for(lambda: not is_running(worker), 5)
+    assert failure_runs.wait_for(lambda: not is_running(worker), 5)
 
 
 def test_a_rank_that_its_launcher_ends_ends_the_other_one_soon(bundle_of, tmp_path):
     """An evicted pod: its rank gets a signal, and the others none. They do not wait for a heartbeat to be missed."""
     running = start(bundle_of(2, "1f1b", 2).path, tmp_path, 10**6, heartbeat=30)
-    assert failures.wait_for(lambda: failures.steps_in(tmp_path / "m.jsonl") > 3)
+    assert failure_runs.wait_for(lambda: failure_runs.steps_in(tmp_path / "m.jsonl") > 3)
     running[1].terminate()
     said = finish(running, 20)
     assert [process.returncode for process in running] == [6, 143]
@@ -127,14 +60,14 @@ def test_a_rank_that_its_launcher_ends_ends_the_other_one_soon(bundle_of, tmp_pa
 def test_a_worker_that_is_stopped_as_it_starts(bundle_of, tmp_path):
     """It has no heartbeat yet. Its own keeper sees it, and ends: the launcher is to end the other ranks."""
     running = start(bundle_of(2, "1f1b", 2).path, tmp_path, 10, heartbeat=2)
-    assert failures.wait_for(lambda: failures.children(running[1].pid))
-    (worker,) = failures.children(running[1].pid)
+    assert failure_runs.wait_for(lambda: failure_runs.children(running[1].pid))
+    (worker,) = failure_runs.children(running[1].pid)
     os.kill(worker, signal.SIGSTOP)
     assert running[1].wait(20) == 6
     running[0].terminate()
     said = finish(running)
     assert re.search(r"rank 1 .* has been stopped for \d+ s during starting", said[1]), said[1]
-    assert failures.wait_for(lambda: not is_running(worker), 5)
+    assert failure_runs.wait_for(lambda: not is_running(worker), 5)
 
 
 AGENT = """
@@ -167,10 +100,10 @@ def test_a_group_ends_with_the_agent_that_started_it(bundle_of, tmp_path, launch
     assert agent.stdout is not None
     ranks = [int(pid) for pid in agent.stdout.readline().split()]
     try:
-        assert failures.wait_for(lambda: failures.steps_in(tmp_path / "m.jsonl") > 3)
+        assert failure_runs.wait_for(lambda: failure_runs.steps_in(tmp_path / "m.jsonl") > 3)
         agent.kill()
         agent.wait()
-        ended = failures.wait_for(lambda: not any(map(is_running, ranks)), 10 if launcher != "SOME_LAUNCHER" else 4)
+        ended = failure_runs.wait_for(lambda: not any(map(is_running, ranks)), 10 if launcher != "SOME_LAUNCHER" else 4)
         assert ended == (launcher == "TORCHELASTIC_RUN_ID")
         text = (tmp_path / "said").read_text()
         assert text.count("penstock: error") == ended
@@ -207,7 +140,7 @@ def test_a_group_goes_on_where_it_was(bundle_of, tmp_path):
     path, steps = bundle_of(2, "2bw", 2).path, 1000
     more = ("--checkpoint", str(tmp_path / "ckpt"), "--checkpoint-every", "100")
     running = start(path, tmp_path, steps, more=more)
-    assert failures.wait_for(lambda: failures.steps_in(tmp_path / "m.jsonl") > 130)
+    assert failure_runs.wait_for(lambda: failure_runs.steps_in(tmp_path / "m.jsonl") > 130)
     with pytest.raises(UsageError, match=r"is in use: process .* saves checkpoints there"):
         run_bundle(path, steps=1, checkpoint=tmp_path / "ckpt", progress=False)
     for process in running:
@@ -220,7 +153,7 @@ def test_a_group_goes_on_where_it_was(bundle_of, tmp_path):
     )
     assert "ended by" not in said[1]
     assert (tmp_path / "ckpt" / restarts.FILE).exists()
-    before = failures.steps_in(tmp_path / "m.jsonl")
+    before = failure_runs.steps_in(tmp_path / "m.jsonl")
     assert before < steps
     running = start(path, tmp_path, steps, more=more)
     said = finish(running, 120)
@@ -264,10 +197,10 @@ def test_torchrun_starts_again(bundle_of, tmp_path, more):
     with (tmp_path / "log").open("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
-            assert failures.wait_for(lambda: failures.steps_in(metrics) > 130)
-            keepers = failures.children(process.pid)
+            assert failure_runs.wait_for(lambda: failure_runs.steps_in(metrics) > 130)
+            keepers = failure_runs.children(process.pid)
             assert len(keepers) == 2
-            (worker,) = failures.children(keepers[1])
+            (worker,) = failure_runs.children(keepers[1])
             os.kill(worker, signal.SIGKILL)
             assert process.wait(120) == 0
         finally:
@@ -292,6 +225,34 @@ def test_a_keeper_is_light():
     """What it takes to become one imports no torch, which takes seconds and hundreds of MiB."""
     script = "import sys, penstock.runtime.job.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def test_a_launcher_that_is_gone_is_the_cause_of_what_its_ranks_lost():
+    """It took the store with it. Nothing else replaces what was noticed first, which is the control."""
+
+    def told(*kinds):
+        keeper = Keeper.__new__(Keeper)
+        keeper.rank, keeper._troubles, keeper._mesh, keeper._board = 0, {}, None, StatusBoard(1)
+        for kind in kinds:
+            keeper._own(kind, "PeerLost", "what")
+        return keeper._troubles[0].kind
+
+    assert told("symptom", "abandoned") == "abandoned"
+    assert told("symptom", "died") == "symptom"
+    assert told("error", "abandoned") == "error"
+    assert told("died", "abandoned") == "died"
+
+
+def test_a_rank_that_failed_says_how_far_it_came():
+    """Right before what happened to it: the rank that finishes steps may be the only one that knows."""
+    sent = []
+    keeper = Keeper.__new__(Keeper)
+    keeper.rank, keeper._troubles, keeper._board = 0, {}, StatusBoard(1)
+    keeper._mesh = SimpleNamespace(send_all=sent.append)
+    Status(keeper._board.descriptor, 0).finish(41)
+    keeper._own("died", "PeerLost", "what")
+    assert [type(record) for record in sent] == [Pulse, Told]
+    assert sent[0].steps == 42
 
 
 def test_which_run_is_unfinished(tmp_path):
