@@ -55,6 +55,11 @@ def set_threads(threads: int) -> None:
         os.environ.setdefault("TVM_BIND_THREADS", "0")
 
 
+def allows_threads(threads: int) -> bool:
+    """Return whether `set_threads` would take this number."""
+    return not _THREADS or _THREADS[0] == threads
+
+
 class _Entry(NamedTuple):
     """A graph's function, and the facts that a call needs, prepared beforehand: a small kernel takes no longer than a
     few lines of Python."""
@@ -127,12 +132,15 @@ class TvmProgram:
             if (error := self._mistyped(graph, args)) is not None:
                 raise error from None
             raise
+        return self._results(returned, results, count)
+
+    def _results(self, returned: Any, results: int, arguments: int) -> list[torch.Tensor]:
         if results == 1:
             # Results come as torch tensors if any argument was one.
-            return [returned] if count else [self._taken(returned)]
+            return [returned] if arguments else [self._taken(returned)]
         item = self._item
         parts = [item(returned, i) for i in range(results)]
-        return parts if count else [self._taken(x) for x in parts]
+        return parts if arguments else [self._taken(x) for x in parts]
 
     def watch(self, graph: str, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Temporary]]:
         """Run one graph, and give the memory that it took for itself."""
@@ -154,6 +162,32 @@ class TvmProgram:
                     raise error from None
                 raise
             self._held[graph] = ([x.data_ptr() for x in ready], packed)
+
+    def bind(self, graph: str, slots: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+        """Return a graph as a function of its inputs alone: the slots, often far more than inputs, are checked once."""
+        function, count, results, sig, _ = self._entries[graph]
+        self._look(graph, slots, len(sig.ins))
+        ready = [self._as_slot(slot, x, graph) for slot, x in zip(sig.slots, slots, strict=True)]
+        addresses, held = self._held.get(graph, (None, []))
+        forms = held if addresses == [x.data_ptr() for x in ready] else None
+        if graph not in self._packs:
+            forms = []
+
+        def call(ins: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            # A call looks at all, and says what does not fit.
+            if forms is None or self.boundary > 1 or not (all(map(self._is_here, ins)) and all(map(_address, ins))):
+                return self.call(graph, [*ins, *ready])
+            if not all(map(_is_contiguous, ins)):
+                ins = [x.contiguous() for x in ins]
+            try:
+                returned = function(*ins, *ready, *forms)
+            except _MISTYPED:
+                if (error := self._mistyped(graph, [*ins, *ready])) is not None:
+                    raise error from None
+                raise
+            return self._results(returned, results, count)
+
+        return call
 
     def _packed(self, graph: str, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         where, packed = self._held.get(graph, (None, []))
