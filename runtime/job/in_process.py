@@ -45,7 +45,7 @@ from penstock.runtime.messages.control import Arrays
 from penstock.runtime.state.store import TORCH_DTYPES, as_array
 from penstock.runtime.worker.feeds import number_of
 from penstock.runtime.worker.loading import load_store
-from penstock.runtime.worker.worker import describe_failure
+from penstock.runtime.worker.worker import describe_failure, resident_bytes
 from penstock.support.errors import DoesNotFit, UsageError
 
 from .requests import RequestPart, SampleLayout, Ticket
@@ -95,6 +95,8 @@ class LoadedModel:
             module, entry.stage, bundle.stage_files(entry.stage), entry.threads, entry.device
         )
         self._device = self._program.device
+        # The size of the process before it had any variable of the model.
+        self.base_bytes = resident_bytes()
         self.store = load_store(bundle, entry.stage, start.tables, start.place, self._device)
         called = signature(graph)
         self._slots = [self.store.buffer(slot, None) for slot in called.slots]
@@ -136,9 +138,12 @@ class LoadedModel:
         }
 
     def compute(self, inputs: Mapping[str, np.ndarray], mb: int | None = None) -> Arrays:
-        """Return the outputs of one microbatch, all by our names. Its inputs were checked. `mb` is the number that its
-        random draws are made from, by default the next one."""
-        tensors = [tensor_of(np.require(inputs[one.name], one.dtype, ["C", "A", "W"])) for one in self._inputs]
+        """Return the outputs of one microbatch, all by our names. Its inputs were checked; those that the graph does not
+        read may be missing. `mb` is the number that its random draws are made from, by default the next one."""
+        tensors = [
+            tensor_of(np.require(inputs[one.name], one.dtype, ["C", "A", "W"])) if one.name in inputs else None
+            for one in self._inputs
+        ]
         return self._run(tensors, mb)
 
     def _fitting(self, given: Any) -> list[torch.Tensor] | None:
@@ -168,12 +173,13 @@ class LoadedModel:
             ticket.take(part, self.compute(self.layout.microbatch([part])))
         return ticket.results()
 
-    def _run(self, tensors: Sequence[torch.Tensor], mb: int | None) -> Arrays:
+    def _run(self, tensors: Sequence[torch.Tensor | None], mb: int | None) -> Arrays:
         try:
             with self._lock:
                 number = self._microbatch if mb is None else mb
                 self._microbatch = number + 1
-                ins = [self._drawn(number) if place is None else tensors[place] for place in self._order]
+                given = [self._drawn(number) if place is None else tensors[place] for place in self._order]
+                ins = [x for x in given if x is not None]
                 if self._device.type != "cpu":
                     ins = [x.to(self._device) for x in ins]
                 results = self._call(ins)

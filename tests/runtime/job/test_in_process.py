@@ -26,7 +26,7 @@ from penstock.ir.text import parse_module
 from penstock.models import write_bert, write_cnn, write_mlp
 from penstock.runtime.job import in_process
 from penstock.runtime.job.in_process import LoadedModel
-from penstock.support.errors import UsageError, VerifyError
+from penstock.support.errors import DoesNotFit, UsageError, VerifyError
 
 from .held import below
 
@@ -359,3 +359,80 @@ def test_trained_weights_of_a_checkpoint(bundle_of, tmp_path):
     assert not np.allclose(found, logits(x), rtol=1e-3)
     with pytest.raises(UsageError, match="no checkpoint"):
         ps.load(bundle_of(1, "forward", 2).path, checkpoint=tmp_path / "none")
+
+
+def test_a_job_of_one_rank_starts_no_process_unless_something_asks_for_one(bundle_of):
+    bundle, before = bundle_of(1, "forward", 2).path, below(os.getpid())
+    given = [rows(count, count) for count in (1, 3, 4, 9)]
+    for mode in ("throughput", "latency"):
+        with ps.open(bundle, timeout=TIMEOUT, mode=mode) as job:
+            futures = [job.submit({"x": x}) for x in given]
+            for x, streamed, future in zip(given, job.stream({"x": x} for x in given), futures, strict=True):
+                for found in (job.infer({"x": x}), streamed, future.result(TIMEOUT)):
+                    np.testing.assert_allclose(found["logits"], logits(x), rtol=1e-5, atol=1e-6)
+            assert not np.allclose(job.infer({"x": given[0]})["logits"], logits(given[1][:1]))
+            np.testing.assert_array_equal(job.parameters()["w0"], initial_weights(1)["w0"])
+            assert below(os.getpid()) == before
+            assert not job.workers.process_ids()
+            future = job.submit({"x": given[3]})
+        # Closing answers what was accepted.
+        np.testing.assert_allclose(future.result(0)["logits"], logits(given[3]), rtol=1e-5, atol=1e-6)
+        for ask in (job.infer, job.submit):
+            with pytest.raises(UsageError, match="the job is closed"):
+                ask({"x": given[0]})
+    # The control: what needs a worker has one, which computes the same.
+    for options in ({"audit": True}, {"pace": {"F": 0.001}}, {"latency": 0.001}):
+        with ps.open(bundle, timeout=TIMEOUT, **options) as job:
+            assert len(job.workers.process_ids()) == 1
+            np.testing.assert_allclose(job.infer({"x": given[3]})["logits"], logits(given[3]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_job_in_this_process_saves_what_another_loads(bundle_of, tmp_path):
+    with ps.open(bundle_of(1, "1f1b", 2).path, timeout=TIMEOUT) as job:
+        list(job.run(make_batches(3, 2)))
+        job.save(tmp_path / "trained")
+        trained = job.parameters()["w0"]
+    bundle = bundle_of(1, "forward", 2).path
+    with ps.open(bundle, timeout=TIMEOUT, resume=tmp_path / "trained") as job:
+        assert not job.workers.process_ids()
+        for background in (False, True):
+            job.save(tmp_path / "again", background=background)
+    x = rows(4)
+    for place in ("trained", "again"):
+        found = ps.load(bundle, checkpoint=tmp_path / place)(x)["logits"]
+        np.testing.assert_allclose(found, x @ trained, rtol=1e-5, atol=1e-6)
+    assert not np.allclose(x @ trained, logits(x), rtol=1e-3)
+
+
+def test_an_error_of_a_computation_ends_the_job(bundle_of, monkeypatch):
+    def fail(ins: list[torch.Tensor]) -> list[torch.Tensor]:
+        raise MemoryError("std::bad_alloc")
+
+    with pytest.raises(DoesNotFit, match="gave no more memory"), ps.open(bundle_of(1, "forward", 2).path) as job:  # noqa: PT012
+        monkeypatch.setattr(job.workers.model, "_call", fail)
+        with pytest.raises(DoesNotFit):
+            job.infer({"x": rows(4)})
+        future = job.submit({"x": rows(4)})
+        with pytest.raises(DoesNotFit):
+            future.result(TIMEOUT)
+        job.submit({"x": rows(4)})
+    assert job.workers.ended
+
+
+def test_random_draws_are_those_of_a_worker(tmp_path):
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.5)).train()
+    plan = ps.plan(ps.from_torch(module, (torch.zeros(4, 8),)), ps.Cluster.local(1, threads=[1]))
+    assert plan.module.draws
+    bundle = ps.compile(plan, tmp_path / "bundle", backend="numpy")
+    asked = [{"input": rows(count, count)} for count in (4, 6, 4)]
+    with ps.open(bundle, timeout=TIMEOUT, audit=True) as job:
+        expected = [job.infer(inputs) for inputs in asked]
+    model = ps.load(bundle)
+    with ps.open(bundle, timeout=TIMEOUT) as job:
+        for ask in (model, job.infer):
+            for inputs, one in zip(asked, expected, strict=True):
+                agree(ask(inputs), one)
+    # The control: the next microbatch draws other numbers.
+    with pytest.raises(AssertionError):
+        agree(model(asked[0]), expected[0])
