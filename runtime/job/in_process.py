@@ -126,11 +126,11 @@ class LoadedModel:
 
     def __call__(self, *inputs: Any) -> Arrays:
         """Return all outputs by the model's names. Inputs are a dict by name, or arrays in the order of the inputs, of
-        any number of samples. The arrays are read before this returns; the outputs are the caller's."""
-        given = inputs[0] if len(inputs) == 1 else inputs
-        tensors = self._fitting(given)
+        any number of samples. Arrays are read before this returns; outputs are the caller's."""
+        request = inputs[0] if len(inputs) == 1 else inputs
+        tensors = self._fitting(request)
         if tensors is None:
-            return self._answer(given)
+            return self._answer(request)
         results = self._run(tensors, None)
         return {
             outside: results[name][None] if name in self._scalars else results[name]
@@ -138,8 +138,8 @@ class LoadedModel:
         }
 
     def compute(self, inputs: Mapping[str, np.ndarray], mb: int | None = None) -> Arrays:
-        """Return the outputs of one microbatch, all by our names. Its inputs were checked; those that the graph does not
-        read may be missing. `mb` is the number that its random draws are made from, by default the next one."""
+        """Return the outputs of one microbatch, all by our names. Its inputs were checked; those that the graph
+        does not read may be missing. `mb` is the number that its random draws are made from, by default the next one."""
         tensors = [
             tensor_of(np.require(inputs[one.name], one.dtype, ["C", "A", "W"])) if one.name in inputs else None
             for one in self._inputs
@@ -178,8 +178,8 @@ class LoadedModel:
             with self._lock:
                 number = self._microbatch if mb is None else mb
                 self._microbatch = number + 1
-                given = [self._drawn(number) if place is None else tensors[place] for place in self._order]
-                ins = [x for x in given if x is not None]
+                named = [self._drawn(number) if place is None else tensors[place] for place in self._order]
+                ins = [x for x in named if x is not None]
                 if self._device.type != "cpu":
                     ins = [x.to(self._device) for x in ins]
                 results = self._call(ins)
@@ -207,13 +207,13 @@ def _input(value: Value, outside: str, bounds: Range | None) -> _Input:
 
 def _sharing(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> frozenset[int]:
     """Return the places of results whose memory is also that of another tensor, or of a result before it."""
-    taken = [_span(x) for x in others if x.numel()]
+    spans = [_span(x) for x in others if x.numel()]
     shared = set()
     for place, result in enumerate(results):
         begin, end = _span(result)
-        if any(begin < last and first < end for first, last in taken):
+        if any(begin < last and first < end for first, last in spans):
             shared.add(place)
-        taken.append((begin, end))
+        spans.append((begin, end))
     return frozenset(shared)
 
 

@@ -4,10 +4,10 @@
         loss = job.step(batch)
         job.save("ckpt/")
 
-A Job holds the local workers of one bundle, or computes itself (own_process.py). A batch is a dict of arrays by input name (the model's or ours), a whole
-global batch (m microbatches one after the other). `step` runs one batch and empties the pipeline. `run` keeps the
-pipeline full over an iterable and gives each loss as it is known. Both compute the same numbers. The global step counts
-on over all calls, and from a checkpoint on after `resume`.
+A Job holds the local workers of one bundle, or computes itself (own_process.py). A batch is a dict of arrays by input
+name (the model's or ours), a whole global batch (m microbatches one after the other). `step` runs one batch and empties
+the pipeline. `run` keeps the pipeline full over an iterable and gives each loss as it is known. Both compute the same
+numbers. The global step counts on over all calls, and from a checkpoint on after `resume`.
 
 An inference bundle answers requests (`infer`, `stream`, `submit`; runtime/job/inference.py).
 

@@ -2,8 +2,8 @@
 whose ranks are processes.
 
 In: commands and microbatches, as a worker gets them. Out: the same answers, in order. Work is done in the thread that
-sends it, so that the thread of requests (dispatcher.py) computes, and a request that is waited for may compute in the
-caller's thread (inference.py). Nothing is started, and nothing can be lost or hang apart from the job itself.
+sends it. So the thread of requests (dispatcher.py) computes; a request that is waited for may compute in the caller's
+thread (inference.py). Nothing is started, and nothing can be lost or hang apart from the job itself.
 
 A job has worker processes where something asks for them: several ranks, a training, samples of its own, measurements
 (`audit`, `trace`, `pace`, `latency`), or a number of threads that this process does not have.
@@ -53,8 +53,9 @@ _POLL_SECONDS = 0.2
 
 def needs_workers(bundle: Bundle, options: JobOptions) -> bool:
     """Return whether anything asks for worker processes."""
-    asked = options.audit, options.trace, options.pace, options.latency, options.data, options.evaluation
-    if bundle.world_size > 1 or loss_stage(bundle.module) is not None or any(asked):
+    measures = options.audit or options.trace or options.pace or options.latency
+    reads = options.data is not None or options.evaluation is not None
+    if bundle.world_size > 1 or loss_stage(bundle.module) is not None or measures or reads:
         return True
     return not backend_of(bundle.manifest.backend).allows(bundle.rank(0).threads)
 
