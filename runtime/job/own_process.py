@@ -6,7 +6,7 @@ sends it. So the thread of requests (dispatcher.py) computes; a request that is 
 thread (inference.py). Nothing is started, and nothing can be lost or hang apart from the job itself.
 
 A job has worker processes where something asks for them: several ranks, a training, samples of its own, measurements
-(`audit`, `trace`, `pace`, `latency`), or a number of threads that this process does not have.
+(`audit`, `trace`, `pace`, `latency`), a GPU, or a number of threads that this process does not have.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.backends.bundle.format import Bundle
+from penstock.backends.interface import device_of
 from penstock.backends.registry import backend_of
 from penstock.ir.batch_shares import loss_stage
 from penstock.ir.graph import PARAM
@@ -57,7 +58,10 @@ def needs_workers(bundle: Bundle, options: JobOptions) -> bool:
     reads = options.data is not None or options.evaluation is not None
     if bundle.world_size > 1 or loss_stage(bundle.module) is not None or measures or reads:
         return True
-    return not backend_of(bundle.manifest.backend).allows(bundle.rank(0).threads)
+    entry = bundle.rank(0)
+    device = device_of(bundle.module, entry.stage, entry.device)
+    on_gpu = device is not None and device.kind == "cuda"
+    return on_gpu or not backend_of(bundle.manifest.backend).allows(entry.threads)
 
 
 class OwnProcess:

@@ -47,7 +47,7 @@ def set_threads(threads: int) -> None:
     if _THREADS and _THREADS[0] != threads:
         raise UsageError(
             f"this process runs its compiled code with {_THREADS[0]} threads, {threads} were asked for",
-            hint="start one process per stage",
+            hint="start a process for each number, as `penstock.open` does",
         )
     if not _THREADS:
         _THREADS.append(threads)
@@ -151,10 +151,7 @@ class TvmProgram:
         again."""
         if graph in self._packs:
             sig = self._entries[graph].signature
-            if len(slots) != len(sig.slots):
-                raise VerifyError(f"has {len(sig.slots)} slots, got {len(slots)} tensors", where=f"graph {graph}")
-            self._look(graph, slots, len(sig.ins))
-            ready = [self._as_slot(slot, x, graph) for slot, x in zip(sig.slots, slots, strict=True)]
+            ready = self._ready(graph, slots)
             try:
                 packed = list(self._packs[graph](*ready))
             except _MISTYPED:
@@ -166,8 +163,7 @@ class TvmProgram:
     def bind(self, graph: str, slots: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
         """Return a graph as a function of its inputs alone: the slots, often far more than inputs, are checked once."""
         function, count, results, sig, _ = self._entries[graph]
-        self._look(graph, slots, len(sig.ins))
-        ready = [self._as_slot(slot, x, graph) for slot, x in zip(sig.slots, slots, strict=True)]
+        ready = self._ready(graph, slots)
         addresses, held = self._held.get(graph, (None, []))
         forms = held if addresses == [x.data_ptr() for x in ready] else None
         if graph not in self._packs:
@@ -175,12 +171,13 @@ class TvmProgram:
 
         def call(ins: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             # A call looks at all, and says what does not fit.
-            if forms is None or self.boundary > 1 or not (all(map(self._is_here, ins)) and all(map(_address, ins))):
+            known = forms is not None and self.boundary == 1 and len(ins) == len(sig.ins)
+            if not known or not (all(map(self._is_here, ins)) and all(map(_address, ins))):
                 return self.call(graph, [*ins, *ready])
             if not all(map(_is_contiguous, ins)):
                 ins = [x.contiguous() for x in ins]
             try:
-                returned = function(*ins, *ready, *forms)
+                returned = function(*ins, *ready, *(forms or ()))
             except _MISTYPED:
                 if (error := self._mistyped(graph, [*ins, *ready])) is not None:
                     raise error from None
@@ -188,6 +185,14 @@ class TvmProgram:
             return self._results(returned, results, count)
 
         return call
+
+    def _ready(self, graph: str, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Check all slots of a graph."""
+        sig = self._entries[graph].signature
+        if len(slots) != len(sig.slots):
+            raise VerifyError(f"has {len(sig.slots)} slots, got {len(slots)} tensors", where=f"graph {graph}")
+        self._look(graph, slots, len(sig.ins))
+        return [self._as_slot(slot, x, graph) for slot, x in zip(sig.slots, slots, strict=True)]
 
     def _packed(self, graph: str, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         where, packed = self._held.get(graph, (None, []))

@@ -22,6 +22,7 @@ import penstock as ps
 from penstock.backends.bundle.signing import KEY_VARIABLE
 from penstock.backends.bundle.writer import Provenance, write_bundle
 from penstock.backends.registry import backend_of
+from penstock.backends.tvm.run import load as run_load
 from penstock.ir.text import parse_module
 from penstock.models import write_bert, write_cnn, write_mlp
 from penstock.runtime.job import in_process
@@ -319,6 +320,20 @@ def test_one_call_computes_at_a_time(model, monkeypatch):
     assert ask_together() == 1
     monkeypatch.setattr(model, "_lock", contextlib.nullcontext())
     assert ask_together() > 1
+
+
+def test_another_number_of_threads_needs_another_process(compiled, monkeypatch):
+    """TVM has one number of threads per process: a model says so, a job starts a worker."""
+    case = compiled("mlp")
+    inputs = case.inputs(0)
+    with ps.open(case.bundle, timeout=TIMEOUT) as job:
+        assert not job.workers.process_ids()
+    monkeypatch.setattr(run_load, "_THREADS", [2])
+    with pytest.raises(UsageError, match=r"with 2 threads, 1 were asked for\n.*penstock\.open"):
+        ps.load(case.bundle)
+    with ps.open(case.bundle, timeout=TIMEOUT) as job:
+        assert len(job.workers.process_ids()) == 1
+        agree(job.infer(inputs), case.expected(inputs))
 
 
 def test_bundles_that_one_process_does_not_run(bundle_of, tmp_path):
