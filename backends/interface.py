@@ -58,6 +58,10 @@ class StageProgram(Protocol):
         keep what it derives from them. Calls with other tensors give the right result, too. For graphs that only read
         their variables."""
 
+    def bind(self, graph: str, slots: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+        """Return a graph as a function of its inputs alone, with these tensors as its slots. They are checked once, and
+        must stay where they are. What `hold` derived from them is used."""
+
 
 @dataclass(frozen=True)
 class KernelCall:
@@ -125,6 +129,9 @@ class Backend(Protocol):
 
     def prepare(self) -> None:
         """Import what loading a stage takes, and touch no device: for a process that ranks are forked from."""
+
+    def allows(self, threads: int) -> bool:
+        """Return whether this process may load stages of so many threads: what was loaded before may forbid that."""
 
     def load_stage(
         self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None

@@ -6,7 +6,7 @@ There is nothing to compile: the program of a stage is the text of its module, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,10 @@ class NumpyBackend:
 
     def prepare(self) -> None:
         """Prepare nothing: importing this module is enough."""
+
+    def allows(self, threads: int) -> bool:
+        """Allow any number: the interpreter starts no threads."""
+        return True
 
     def load_stage(
         self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None
@@ -89,6 +93,10 @@ class NumpyProgram:
 
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
         """Hold nothing: operands are used as they are."""
+
+    def bind(self, graph: str, slots: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+        """Return a graph as a function of its inputs alone."""
+        return lambda ins: self.call(graph, [*ins, *slots])
 
     def watch(self, graph: str, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], None]:
         """Run a graph; NumPy does not tell what memory it takes."""

@@ -64,6 +64,12 @@ class TvmBackend:
 
         load_runtime()
 
+    def allows(self, threads: int) -> bool:
+        """Return whether no stage of another number of threads was loaded: TVM cannot change it."""
+        from penstock.backends.tvm.run.load import allows_threads  # lazy: heavy
+
+        return allows_threads(threads)
+
     def load_stage(
         self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None
     ) -> StageProgram:

@@ -33,6 +33,7 @@ from penstock.runtime.messages.control import Arrays, Done, End, Message, Output
 from penstock.runtime.messages.defaults import LATENCY
 from penstock.support.errors import PenstockError, QueueFull
 
+from .own_process import OwnProcess
 from .requests import Flying, Packer, Request, RequestPart, SampleLayout, Ticket
 
 # Seconds to wait for our thread when the job is ended: it may be in the middle of a send.
@@ -51,7 +52,7 @@ class Serving:
 
     def __init__(
         self,
-        workers: Workers,
+        workers: Workers | OwnProcess,
         layout: SampleLayout,
         fed: Sequence[Collection[str]],
         batch: int,
@@ -66,7 +67,9 @@ class Serving:
         self._next = batch * per_batch
         self._one_by_one = mode == LATENCY
         self._packer = Packer(layout, shares=not self._one_by_one)
-        self._most, self._hungry = 2 * workers.count + 2, len(workers.bundle.module.stages)
+        # In this process a microbatch is done when it was sent: its outputs come before the next one.
+        self._most = 1 if isinstance(workers, OwnProcess) else 2 * workers.count + 2
+        self._hungry = len(workers.bundle.module.stages)
         self._flying: dict[int, Flying] = {}
         # Shared between threads, under the condition.
         self._changed = threading.Condition()

@@ -23,6 +23,7 @@ from penstock.runtime.messages.control import Arrays
 from penstock.support.errors import UsageError
 
 from .dispatcher import Drained, Note, Serving
+from .own_process import OwnProcess
 from .requests import Request, SampleLayout
 
 # A dict, or arrays in the order of the inputs, as in runtime/data/batches.py.
@@ -34,7 +35,13 @@ class Inference:
     """Requests to the workers of one bundle. Any thread may `submit`."""
 
     def __init__(
-        self, workers: Workers, bundle: Bundle, fed: Sequence[Collection[str]], mode: str, queue: int, note: Note
+        self,
+        workers: Workers | OwnProcess,
+        bundle: Bundle,
+        fed: Sequence[Collection[str]],
+        mode: str,
+        queue: int,
+        note: Note,
     ) -> None:
         assert bundle.module.schedule is not None
         self.layout = SampleLayout(bundle.module, bundle.renamed)
@@ -44,8 +51,14 @@ class Inference:
         self._serving: Serving | None = None
         self._closed = False
         self._lock = threading.RLock()
+        # Random draws are made from the numbers of microbatches, which the run of requests counts.
+        self._model = workers.model if isinstance(workers, OwnProcess) and not bundle.module.draws else None
 
     def infer(self, inputs: Inputs) -> Arrays:
+        if self._model is not None:
+            if self._closed:
+                raise UsageError("the job is closed")
+            return self._model(inputs)
         return self.send(self.layout.request(inputs, "inputs")).result()
 
     def submit(self, inputs: Inputs, timeout: float | None, where: str = "request") -> Future[Arrays]:

@@ -4,10 +4,10 @@
         loss = job.step(batch)
         job.save("ckpt/")
 
-A Job holds the local workers of one bundle. A batch is a dict of arrays by input name (the model's or ours), a whole
-global batch (m microbatches one after the other). `step` runs one batch and empties the pipeline. `run` keeps the
-pipeline full over an iterable and gives each loss as it is known. Both compute the same numbers. The global step counts
-on over all calls, and from a checkpoint on after `resume`.
+A Job holds the local workers of one bundle, or computes itself (own_process.py). A batch is a dict of arrays by input
+name (the model's or ours), a whole global batch (m microbatches one after the other). `step` runs one batch and empties
+the pipeline. `run` keeps the pipeline full over an iterable and gives each loss as it is known. Both compute the same
+numbers. The global step counts on over all calls, and from a checkpoint on after `resume`.
 
 An inference bundle answers requests (`infer`, `stream`, `submit`; runtime/job/inference.py).
 
@@ -68,6 +68,7 @@ from penstock.support.errors import UsageError
 from penstock.support.terminal import say
 
 from .inference import Inference, Inputs
+from .own_process import OwnProcess, needs_workers
 
 _NO_MORE: Any = object()
 
@@ -76,7 +77,7 @@ TrainingBatch = Mapping[str, Any] | Sequence[Any]
 
 
 class Job:
-    """The workers of one bundle, for training or inference."""
+    """The ranks of one bundle, for training or inference."""
 
     def __init__(
         self,
@@ -121,8 +122,13 @@ class Job:
         # The directories that it saves into.
         self.claims = Claims()
         self._begin_records()
-        setup = self._setup(options, self._find_start(options))
-        self.workers = Workers(bundle, setup, heartbeat, log_ranks)
+        start = self._find_start(options)
+        setup = self._setup(options, start)
+        self.workers: Workers | OwnProcess = (
+            Workers(bundle, setup, heartbeat, log_ranks)
+            if needs_workers(bundle, options)
+            else OwnProcess(bundle, setup, start)
+        )
         self.inference = None if self.trains else Inference(self.workers, bundle, self._fed, mode, queue, self._note)
 
     def _begin_records(self) -> None:

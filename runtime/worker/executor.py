@@ -48,6 +48,7 @@ from penstock.runtime.transport.transport import RankTransport
 from penstock.support.errors import VerifyError
 
 from .actions import ActionStream, Feed
+from .feeds import number_of
 from .pace import Pace
 
 Report = Callable[[Record, Mapping[str, np.ndarray]], None]
@@ -297,15 +298,14 @@ class Executor:
             if value.name not in self.fed and value.name != MICROBATCH:
                 owner = f"microbatch {mb}" if mb >= 0 else f"batch {-1 - mb}"
                 raise VerifyError(f"%{value.name} of {owner} is not there", where=f"stage {self.stage}")
-            array = self._number(mb) if value.name == MICROBATCH else self.feed.microbatch(mb, value.name)
+            array = (
+                number_of(mb, self._ahead, self._key)
+                if value.name == MICROBATCH
+                else self.feed.microbatch(mb, value.name)
+            )
             tensor = fill(self._buffers.tensor(value.type), array)
             self.store.put(mb, value.name, tensor)
         return tensor
-
-    def _number(self, mb: int) -> np.ndarray:
-        """Return the number that random draws of a microbatch are made from. It is the place in the data, and in the
-        upper word the difference of the seed to the module's."""
-        return np.array((mb + self._ahead) ^ self._key << 32, np.uint64).view(np.int64)
 
     def _note(self, action: Action) -> None:
         if self.log is not None and action.version is not None:

@@ -122,6 +122,12 @@ class Prefetch(DataFeed):
                 self._changed.notify_all()
 
 
+def number_of(mb: int, ahead: int, key: int) -> np.ndarray:
+    """Return the number that random draws of a microbatch are made from. It is the place in the data, `ahead` of what
+    was counted here, and in the upper word the difference of the seed to the module's."""
+    return np.array((mb + ahead) ^ key << 32, np.uint64).view(np.int64)
+
+
 class NoSamples:
     """The samples of a rank that feeds nothing."""
 

@@ -26,9 +26,7 @@ import torch
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.backends.registry import backend_of
 from penstock.ir.batch_shares import fed_inputs, microbatch_size, share_of
-from penstock.ir.graph import GRAD, PARAM, Module, Var, stage_vars, stepped_vars, summed_vars
-from penstock.runtime.checkpoint.format import read_index
-from penstock.runtime.checkpoint.resuming import fill_tensors, load_state
+from penstock.ir.graph import PARAM, Module, summed_vars
 from penstock.runtime.checkpoint.saving import Saver
 from penstock.runtime.data.samples import FileSamples, Samples, open_data
 from penstock.runtime.group.group import RankGroup, host_store, join_store
@@ -68,6 +66,7 @@ from penstock.support.out_of_memory import is_out_of_memory
 from .evaluation import evaluate
 from .executor import Conduct, Executor
 from .feeds import DataFeed, NoSamples, Prefetch
+from .loading import load_store
 from .message_feeds import BatchFeed, Receive, RequestFeed
 
 Reply = Callable[[Record, Mapping[str, np.ndarray]], None]
@@ -218,37 +217,12 @@ class Worker:
             self.executor.events.clear()
         self.reply(Done(peak_bytes(), self.base), {})
 
-    # -------------------------------------------------------------------------------------------- state
-
     def _load_store(self, device: torch.device) -> Store:
-        variables = stage_vars(self.module, self.stage)
         place = None if self.setup.resume is None else Path(self.setup.resume)
-        step = 0 if place is None else read_index(place).step
-        stepped = stepped_vars(self.module)
-        store = Store(
-            variables, stepped, version=step, grow=not self.setup.retire, device=device, summed=self._summed()
+        summed = summed_vars(self.module, self.stage) if self.group.team is not None else ()
+        return load_store(
+            self.bundle, self.stage, self.tables, place, device, grow=not self.setup.retire, summed=summed
         )
-        for name, var in variables.items():
-            if var.init == "zeros" and var.role != GRAD:
-                store.newest(name).zero_()
-        self._fill_tables(variables, store)
-        if place is None:
-            fill_tensors(
-                self.bundle.weights_file(self.stage),
-                {name: store.newest(name) for name, var in variables.items() if var.init == "file"},
-            )
-        else:
-            load_state(place, store, variables)
-        return store
-
-    def _summed(self) -> list[str]:
-        return summed_vars(self.module, self.stage) if self.group.team is not None else []
-
-    def _fill_tables(self, variables: Mapping[str, Var], store: Store) -> None:
-        for name, var in variables.items():
-            if isinstance(var.init, tuple):
-                tensor = store.newest(name)
-                tensor.copy_(torch.tensor(self.tables.get(name, var.init), dtype=tensor.dtype).reshape(tensor.shape))
 
 
 def peak_bytes() -> int:

@@ -34,6 +34,7 @@ _HOMES = {
     "Model": "penstock.api",
     "Plan": "penstock.api",
     "Dump": "penstock.inspection.dump",
+    "load": "penstock.runtime.job.in_process",
     "open": "penstock.runtime.job.job",
     "run_bundle": "penstock.runtime.job.run",
     "Cluster": "penstock.ir.cluster.cluster",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from penstock.ir.cluster.cluster import Cluster
     from penstock.ir.training.optimizers import SGD, Adagrad, Adam, AdamW, Group, Lion, Momentum, Muon
     from penstock.ir.training.rates import Constant, Cosine, Linear, Steps
+    from penstock.runtime.job.in_process import load
     from penstock.runtime.job.job import open
     from penstock.runtime.job.run import run_bundle
     from penstock.support.errors import PenstockError
@@ -81,6 +83,7 @@ __all__ = [
     "export",
     "from_onnx",
     "from_torch",
+    "load",
     "load_trace",
     "open",
     "plan",

@@ -47,12 +47,17 @@ def set_threads(threads: int) -> None:
     if _THREADS and _THREADS[0] != threads:
         raise UsageError(
             f"this process runs its compiled code with {_THREADS[0]} threads, {threads} were asked for",
-            hint="start one process per stage",
+            hint="start a process for each number, as `penstock.open` does",
         )
     if not _THREADS:
         _THREADS.append(threads)
         os.environ["TVM_NUM_THREADS"] = str(threads)
         os.environ.setdefault("TVM_BIND_THREADS", "0")
+
+
+def allows_threads(threads: int) -> bool:
+    """Return whether `set_threads` would take this number."""
+    return not _THREADS or _THREADS[0] == threads
 
 
 class _Entry(NamedTuple):
@@ -127,12 +132,15 @@ class TvmProgram:
             if (error := self._mistyped(graph, args)) is not None:
                 raise error from None
             raise
+        return self._results(returned, results, count)
+
+    def _results(self, returned: Any, results: int, arguments: int) -> list[torch.Tensor]:
         if results == 1:
             # Results come as torch tensors if any argument was one.
-            return [returned] if count else [self._taken(returned)]
+            return [returned] if arguments else [self._taken(returned)]
         item = self._item
         parts = [item(returned, i) for i in range(results)]
-        return parts if count else [self._taken(x) for x in parts]
+        return parts if arguments else [self._taken(x) for x in parts]
 
     def watch(self, graph: str, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Temporary]]:
         """Run one graph, and give the memory that it took for itself."""
@@ -143,10 +151,7 @@ class TvmProgram:
         again."""
         if graph in self._packs:
             sig = self._entries[graph].signature
-            if len(slots) != len(sig.slots):
-                raise VerifyError(f"has {len(sig.slots)} slots, got {len(slots)} tensors", where=f"graph {graph}")
-            self._look(graph, slots, len(sig.ins))
-            ready = [self._as_slot(slot, x, graph) for slot, x in zip(sig.slots, slots, strict=True)]
+            ready = self._ready(graph, slots)
             try:
                 packed = list(self._packs[graph](*ready))
             except _MISTYPED:
@@ -154,6 +159,40 @@ class TvmProgram:
                     raise error from None
                 raise
             self._held[graph] = ([x.data_ptr() for x in ready], packed)
+
+    def bind(self, graph: str, slots: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+        """Return a graph as a function of its inputs alone: the slots, often far more than inputs, are checked once."""
+        function, count, results, sig, _ = self._entries[graph]
+        ready = self._ready(graph, slots)
+        addresses, held = self._held.get(graph, (None, []))
+        forms = held if addresses == [x.data_ptr() for x in ready] else None
+        if graph not in self._packs:
+            forms = []
+
+        def call(ins: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            # A call looks at all, and says what does not fit.
+            known = forms is not None and self.boundary == 1 and len(ins) == len(sig.ins)
+            if not known or not (all(map(self._is_here, ins)) and all(map(_address, ins))):
+                return self.call(graph, [*ins, *ready])
+            if not all(map(_is_contiguous, ins)):
+                ins = [x.contiguous() for x in ins]
+            try:
+                returned = function(*ins, *ready, *(forms or ()))
+            except _MISTYPED:
+                if (error := self._mistyped(graph, [*ins, *ready])) is not None:
+                    raise error from None
+                raise
+            return self._results(returned, results, count)
+
+        return call
+
+    def _ready(self, graph: str, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Check all slots of a graph."""
+        sig = self._entries[graph].signature
+        if len(slots) != len(sig.slots):
+            raise VerifyError(f"has {len(sig.slots)} slots, got {len(slots)} tensors", where=f"graph {graph}")
+        self._look(graph, slots, len(sig.ins))
+        return [self._as_slot(slot, x, graph) for slot, x in zip(sig.slots, slots, strict=True)]
 
     def _packed(self, graph: str, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         where, packed = self._held.get(graph, (None, []))

@@ -188,6 +188,37 @@ def test_held_weights_are_packed_once(tmp_path: Path) -> None:
         program.hold(graph.name, [weight])
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_a_bound_graph_takes_its_inputs_alone(held: bool, tmp_path: Path) -> None:
+    """Results are those of the interpreter, whether operands were packed before or not; what does not fit is the error of a call."""
+    graph = linear(64, 256, 96, False)
+    program = build([graph], tmp_path)
+    x, weight, bias = (torch.tensor(a) for a in make_args(graph, np.random.default_rng(4)))
+    (expected,) = NumpyProgram([graph]).call(graph.name, [x, weight, bias])
+    if held:
+        program.hold(graph.name, [weight, bias])
+    call = program.bind(graph.name, [weight, bias])
+    assert not difference(call([x])[0], expected)
+    assert torch.equal(NumpyProgram([graph]).bind(graph.name, [weight, bias])([x])[0], expected)
+    apart = x.repeat_interleave(2, -1)[..., ::2]
+    assert not difference(call([apart])[0], expected)
+    # Packed before, the operands are as they were then; otherwise as they are. Other slots are other numbers.
+    weight.zero_()
+    assert (not difference(call([x])[0], expected)) == held
+    other = program.bind(graph.name, [torch.ones_like(weight), bias])([x])[0]
+    assert difference(other, expected)
+    with pytest.raises(VerifyError, match=r"argument 0 must be f32\[.*\], it is torch\.float64"):
+        call([x.double()])
+    with pytest.raises(VerifyError, match="takes 1 inputs and 2 slots, got 4 tensors"):
+        call([x, x])
+    with pytest.raises(VerifyError, match="argument 0 is on meta"):
+        call([x.to("meta")])
+    with pytest.raises(VerifyError, match="argument 2 is on meta"):
+        program.bind(graph.name, [weight, bias.to("meta")])
+    with pytest.raises(VerifyError, match="has 2 slots, got 1 tensors"):
+        program.bind(graph.name, [weight])
+
+
 def test_one_variable_in_two_orders(tmp_path: Path) -> None:
     """A tied weight: looked up, multiplied as it is and the other way round, by rows few and many."""
     w = Writer()

@@ -49,6 +49,38 @@ def test_synthetic_data_one_request_at_a_time(mlp, capsys):
     assert "3 requests of 4 samples (latency): 9 samples in" in captured.err
 
 
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+def test_one_rank_answers_without_a_worker_as_two_do_with_workers(mode, mlp, tmp_path, capsys, monkeypatch):
+    path, several = mlp
+    plan = ps.plan(ps.from_onnx(path, dims={"batch": 4}), ps.Cluster.local(1))
+    bundle = ps.compile(plan, tmp_path / "bundle", backend="numpy")
+    (input_,) = plan.module.data_inputs
+    np.savez(tmp_path / "x.npz", **{input_.name: np.random.default_rng(0).standard_normal((23, 6)).astype(np.float32)})
+    np.savez(tmp_path / "bad.npz", **{input_.name: np.zeros((4, 7), np.float32)})
+
+    def answers(bundle, name):
+        words = ["--mode", mode, "--request", "3", "--json", "--output", str(tmp_path / name)]
+        codes = [main(["infer", str(bundle), "--data", str(tmp_path / data), *words]) for data in ("bad.npz", "x.npz")]
+        said = capsys.readouterr()
+        counts = {key: value for key, value in json.loads(said.out).items() if isinstance(value, int | str)}
+        refused = [line for line in said.err.splitlines() if "shape is" in line]
+        with np.load(tmp_path / name) as arrays:
+            return codes, counts, refused, dict(arrays)
+
+    codes, counts, refused, expected = answers(several, "several.npz")
+    assert codes == [2, 0]
+    assert refused
+    monkeypatch.setattr("penstock.runtime.job.job.Workers", lambda *given: pytest.fail("started workers"))
+    *others, arrays = answers(bundle, "one.npz")
+    assert others == [codes, counts, refused]
+    assert arrays.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(arrays[name], array, rtol=1e-5, atol=1e-6)
+    # The control: two ranks have workers.
+    with pytest.raises(pytest.fail.Exception, match="started workers"):
+        answers(several, "none.npz")
+
+
 def test_what_cannot_be_meant_starts_nothing(mlp, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("penstock.runtime.job.job.Workers", lambda *given: pytest.fail("started workers"))
     np.savez(tmp_path / "x.npz", x=np.zeros(3))

@@ -1,0 +1,247 @@
+"""A bundle for inference that runs in the calling process: no worker, no message, no copy that is not needed.
+
+    model = penstock.load("bundle/")
+    outputs = model({"x": x})            a dict of arrays by the model's names, or arrays in the order of the inputs
+
+In: a bundle of one rank, arrays of NumPy or torch. Out: NumPy arrays by the model's output names. The meaning of a
+request is that of `Job.infer` (requests.py): any number of samples, cut into microbatches, the last one filled up.
+
+A request of exactly one microbatch whose arrays fit takes the short way: kernels read the caller's memory. Element type
+and shape must be those of the module, and the memory on the CPU, contiguous, aligned and writable (torch takes no
+other). An array that is not contiguous, aligned or writable is copied once. Everything else takes the long way, whose
+checks are those of a job, and so are its errors.
+
+Outputs are the caller's: each call allocates them anew. One that the kernels place in the memory of an input, of a
+variable or of another output is copied. Which outputs these are is a property of the compiled graph, found out in the
+first call.
+
+Any thread may call; one call computes at a time. The interpreter lock is released meanwhile. Threads of torch, OpenMP
+and BLAS stay as the caller has set them. TVM has one number of threads per process: that of the first bundle.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.backends.bundle.format import Bundle, open_bundle
+from penstock.backends.numpy_backend import tensor_of
+from penstock.backends.registry import backend_of
+from penstock.ir.action_kinds import FORWARD
+from penstock.ir.batch_shares import loss_stage, microbatch_size
+from penstock.ir.graph import MICROBATCH, Value, signature
+from penstock.ir.names import shown
+from penstock.ir.ops import OPS
+from penstock.ir.types import numpy_dtype
+from penstock.runtime.checkpoint.finding import choose
+from penstock.runtime.checkpoint.resuming import Start, start_from
+from penstock.runtime.data.ranges import Range, integer_range
+from penstock.runtime.messages.control import Arrays
+from penstock.runtime.state.store import TORCH_DTYPES, as_array
+from penstock.runtime.worker.feeds import number_of
+from penstock.runtime.worker.loading import load_store
+from penstock.runtime.worker.worker import describe_failure, resident_bytes
+from penstock.support.errors import DoesNotFit, UsageError
+
+from .requests import RequestPart, SampleLayout, Ticket
+
+
+class _Input(NamedTuple):
+    """An input as callers name it, and what its arrays must be."""
+
+    name: str
+    outside: str
+    dims: tuple[int, ...]
+    dtype: np.dtype[Any]
+    like: torch.dtype
+    bounds: Range | None
+
+    def tensor(self, given: Any) -> torch.Tensor | None:
+        """Return what a caller gives as a tensor, over its own memory where that can be. None where it does not fit."""
+        if isinstance(given, np.ndarray):
+            if given.dtype != self.dtype or given.shape != self.dims:
+                return None
+            flags = given.flags
+            array = given if flags.c_contiguous and flags.writeable and flags.aligned else given.copy(order="C")
+            return tensor_of(array) if self._in_range(array) else None
+        if isinstance(given, torch.Tensor):
+            if not given.is_cpu or given.dtype != self.like or given.shape != self.dims:
+                return None
+            tensor = given.detach().contiguous()
+            return tensor if self.bounds is None or self._in_range(as_array(tensor)) else None
+        return None
+
+    def _in_range(self, array: np.ndarray) -> bool:
+        if self.bounds is None or not array.size:
+            return True
+        return bool(self.bounds[0] <= array.min() and array.max() < self.bounds[1])
+
+
+class LoadedModel:
+    """A bundle of one rank, ready to compute in this process. Any thread may call it."""
+
+    def __init__(self, bundle: Bundle, start: Start) -> None:
+        module, entry = bundle.module, bundle.rank(0)
+        graph = module.stage_graph(entry.stage, FORWARD)
+        assert graph is not None
+        self.bundle, self.warnings = bundle, start.warnings
+        self.layout = SampleLayout(module, bundle.renamed)
+        self._program = backend_of(bundle.manifest.backend).load_stage(
+            module, entry.stage, bundle.stage_files(entry.stage), entry.threads, entry.device
+        )
+        self._device = self._program.device
+        # The size of the process before it had any variable of the model.
+        self.base_bytes = resident_bytes()
+        self.store = load_store(bundle, entry.stage, start.tables, start.place, self._device)
+        called = signature(graph)
+        self._slots = [self.store.buffer(slot, None) for slot in called.slots]
+        if not any(OPS[op.kind].effect and op.kind != "read" for op in graph.ops):
+            self._program.hold(graph.name, self._slots)
+        self._call = self._program.bind(graph.name, self._slots)
+        outside = shown([value.name for value in module.data_inputs], bundle.renamed)
+        self._inputs = [
+            _input(value, outside[value.name], integer_range(module, value.name)) for value in module.data_inputs
+        ]
+        places = {one.name: i for i, one in enumerate(self._inputs)}
+        # For each input of the graph its place among those of the model; None for the number of the microbatch.
+        self._order = [None if value.name == MICROBATCH else places[value.name] for value in called.ins]
+        results = [value.name for value in called.results]
+        outputs = shown(self.layout.outputs, bundle.renamed)
+        # Our name, the name outside, the place among the results.
+        self._outputs = [(name, outputs[name], results.index(name)) for name in self.layout.outputs]
+        self._scalars = {name for name, type in self.layout.outputs.items() if not type.rank}
+        self._microbatch, self._ahead, self._key = 0, start.offset // microbatch_size(module), start.key
+        self._shared: frozenset[int] | None = None
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{one.outside}: {self.layout.inputs[one.name]}" for one in self._inputs)
+        outputs = ", ".join(f"{outside}: {self.layout.outputs[name]}" for name, outside, _ in self._outputs)
+        return f"<penstock model {self.bundle.manifest.name}: {inputs} -> {outputs}>"
+
+    def __call__(self, *inputs: Any) -> Arrays:
+        """Return all outputs by the model's names. Inputs are a dict by name, or arrays in the order of the inputs, of
+        any number of samples. Arrays are read before this returns; outputs are the caller's."""
+        request = inputs[0] if len(inputs) == 1 else inputs
+        tensors = self._fitting(request)
+        if tensors is None:
+            return self._answer(request)
+        results = self._run(tensors, None)
+        return {
+            outside: results[name][None] if name in self._scalars else results[name]
+            for name, outside, _ in self._outputs
+        }
+
+    def compute(self, inputs: Mapping[str, np.ndarray], mb: int | None = None) -> Arrays:
+        """Return the outputs of one microbatch, all by our names. Its inputs were checked; those that the graph
+        does not read may be missing. `mb` is the number that its random draws are made from, by default the next one."""
+        tensors = [
+            tensor_of(np.require(inputs[one.name], one.dtype, ["C", "A", "W"])) if one.name in inputs else None
+            for one in self._inputs
+        ]
+        return self._run(tensors, mb)
+
+    def _fitting(self, given: Any) -> list[torch.Tensor] | None:
+        """Return the tensors of a request of one microbatch; None if any of it does not fit as it is."""
+        if isinstance(given, Mapping):
+            values: Sequence[Any] = [given.get(one.outside) for one in self._inputs]
+            count = len(given)
+        else:
+            values = given if isinstance(given, list | tuple) else (given,)
+            count = len(values)
+        if count != len(self._inputs):
+            return None
+        tensors = []
+        for one, value in zip(self._inputs, values, strict=True):
+            tensor = one.tensor(value)
+            if tensor is None:
+                return None
+            tensors.append(tensor)
+        return tensors
+
+    def _answer(self, given: Any) -> Arrays:
+        """Answer a request in microbatches, or say all that does not fit."""
+        ticket = Ticket(self.layout.request(given, "inputs"), self.layout)
+        while ticket.left:
+            part = RequestPart(ticket, ticket.sent, 0, min(self.layout.samples, ticket.left))
+            ticket.sent += part.samples
+            ticket.take(part, self.compute(self.layout.microbatch([part])))
+        return ticket.results()
+
+    def _run(self, tensors: Sequence[torch.Tensor | None], mb: int | None) -> Arrays:
+        try:
+            with self._lock:
+                number = self._microbatch if mb is None else mb
+                self._microbatch = number + 1
+                named = [self._drawn(number) if place is None else tensors[place] for place in self._order]
+                ins = [x for x in named if x is not None]
+                if self._device.type != "cpu":
+                    ins = [x.to(self._device) for x in ins]
+                results = self._call(ins)
+                if self._shared is None:
+                    self._shared = _sharing(results, [*ins, *self._slots])
+            shared = self._shared
+            return {
+                name: as_array(results[place].clone() if place in shared else results[place])
+                for name, _, place in self._outputs
+            }
+        except (RuntimeError, MemoryError) as error:
+            failure = describe_failure(error)
+            if failure.error == DoesNotFit.__name__:
+                raise DoesNotFit(failure.what, hint=failure.hint) from error
+            raise
+
+    def _drawn(self, number: int) -> torch.Tensor:
+        return tensor_of(number_of(number, self._ahead, self._key))
+
+
+def _input(value: Value, outside: str, bounds: Range | None) -> _Input:
+    type = value.type
+    return _Input(value.name, outside, type.dims, numpy_dtype(type.dtype), TORCH_DTYPES[type.dtype], bounds)
+
+
+def _sharing(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Return the places of results whose memory is also that of another tensor, or of a result before it."""
+    spans = [_span(x) for x in others if x.numel()]
+    shared = set()
+    for place, result in enumerate(results):
+        begin, end = _span(result)
+        if any(begin < last and first < end for first, last in spans):
+            shared.add(place)
+        spans.append((begin, end))
+    return frozenset(shared)
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    return x.data_ptr(), x.data_ptr() + x.nbytes
+
+
+# ------------------------------------------------------------------------------------------------ the way in
+
+
+def load(path: str | os.PathLike[str], *, checkpoint: str | os.PathLike[str] | None = None) -> LoadedModel:
+    """Check a bundle for inference and load it into this process. It must be of one stage on one device.
+
+    `checkpoint` is a checkpoint of a training of the model, or a directory of them, of which the newest is taken: its
+    weights stand in for those of the bundle.
+    """
+    bundle = open_bundle(path)
+    if loss_stage(bundle.module) is not None:
+        raise UsageError(
+            "the bundle is for training",
+            where=str(bundle.path),
+            hint="compile the model without a loss for inference, or train it with `penstock.open`",
+        )
+    if bundle.world_size > 1:
+        raise UsageError(
+            f"the bundle is for {bundle.world_size} processes, and a loaded model is one",
+            where=str(bundle.path),
+            hint="`penstock.open` starts them, and `job.infer` asks them; or compile it for one device",
+        )
+    chosen = None if checkpoint is None else choose(checkpoint)
+    return LoadedModel(bundle, start_from(bundle, None, chosen, None, None))
