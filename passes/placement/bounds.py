@@ -67,7 +67,8 @@ def check_room(problem: PlacementProblem, units: Units) -> None:
         elif not any(time < inf and holds(kind, memory) for kind, time in zip(units.kinds, times, strict=True)):
             names = ", ".join(problem.nodes[n].name for n in nodes[:5]) + (", ..." if len(nodes) > 5 else "")
             problems.append(
-                f"{names}: {exact_bytes(round(memory))} that must be on one device, and none can run them and has the room"
+                f"{names}: {exact_bytes(round(memory))} that must be on one device, and none can run them and has "
+                "the room"
             )
     held, room = sum(units.memory), sum(kind.count * kind.memory for kind in units.kinds)
     if held > room * (1 + 1e-12):

@@ -236,6 +236,7 @@ def test_the_reference_has_every_option_and_every_name() -> None:
         assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", spelled)) == _options(parser) - {
             "-h",
             "--help",
+            "--help-all",
             "-v",
             "--verbose",
         }
