@@ -214,7 +214,7 @@ RULES: tuple[Rule, ...] = (
          _is_choice),
     Rule("number", False, "a single number of the formulas: the 1, the 0.5 and the root of 2 of a GELU",
          _is_number),
-    Rule("filling", False, "one number, joined, cut or as a first state; of many elements if the exporter made up the name",
+    Rule("filling", False, "one number, joined, cut or a first state; if of many elements, with a made-up name",
          _is_filling),
     Rule("rank-0", False, "of rank 0, as exporters write the numbers of the source text",
          lambda t, _: not t.shape),
