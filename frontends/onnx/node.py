@@ -252,6 +252,10 @@ class OnnxNode(Writer):
     def floats_attr(self, name: str) -> tuple[float, ...]:
         return tuple(float(str(np.float32(x))) for x in self._attribute(name, ()))
 
+    def float_array(self, name: str) -> np.ndarray:
+        """Return the stored f32 numbers as they are."""
+        return np.array(self._attribute(name, ()), np.float32).reshape(-1)
+
     def texts_attr(self, name: str) -> tuple[str, ...]:
         return tuple(x.decode(errors="replace") for x in self._attribute(name, ()))
 

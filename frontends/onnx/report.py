@@ -41,9 +41,9 @@ class Findings:
 
     def told_choices(self) -> list[str]:
         """Write a hint on each of the choices."""
-        told = "decides at import which part of"
+        effect = "decides at import which part of"
         return [
-            f"{known_flags(inputs, 'VALUE')} {told} {some(list(nodes))} runs, and leaves out the rest"
+            f"{known_flags(inputs, 'VALUE')} {effect} {some(list(nodes))} runs, and leaves out the rest"
             for inputs, nodes in self.choices.items()
         ]
 

@@ -1,4 +1,4 @@
-"""All rules by ONNX operator type (default domain, opsets 7 to 28; com.microsoft, version 1).
+"""All rules by ONNX operator type (default domain, opsets 7 to 28; com.microsoft, ai.onnx.ml).
 
 To support an operator, add its row to the family it belongs to.
 """
@@ -23,6 +23,7 @@ from .rules import (
     sequences,
     signals,
 )
+from .rules.ml import features, linear, trees
 from .versions import DOMAINS
 
 RULES: dict[str, Rule] = {
@@ -42,7 +43,10 @@ RULES: dict[str, Rule] = {
     **quantised.RULES,
 }
 
-OTHERS: dict[str, dict[str, Rule]] = {"com.microsoft": {**quantised.MICROSOFT, **microsoft.RULES}}
+OTHERS: dict[str, dict[str, Rule]] = {
+    "com.microsoft": {**quantised.MICROSOFT, **microsoft.RULES},
+    "ai.onnx.ml": {**features.RULES, **linear.RULES, **trees.RULES},
+}
 
 
 def rule_of(domain: str, kind: str) -> Rule | None:

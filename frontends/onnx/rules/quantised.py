@@ -229,9 +229,9 @@ def _column(n: OnnxNode, i: int, count: int) -> Value:
 
 
 def _gemm(n: OnnxNode) -> Result:
-    """Write QGemm: alpha * scales * (A B + C), divided by the scale of the result, which is quantised with a zero point.
+    """Write QGemm: alpha * scales * (A B + C), divided by the scale of the result. C is in integers of the product.
 
-    C is in the integers of the product.
+    With a zero point the result is quantised.
     """
     x, y, ta, tb = n.value(0), n.value(3), bool(n.int_attr("transA")), bool(n.int_attr("transB"))
     n.require(x.type.rank == y.type.rank == 2, f"needs two matrices, got {x.type} and {y.type}")
