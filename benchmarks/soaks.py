@@ -24,6 +24,7 @@ from failure_runs import (
     make_bundle,
     named,
     prepare,
+    send,
     steps_in,
     wait_for,
     workers,
@@ -225,12 +226,12 @@ def together(seconds: float, seed: int) -> dict[str, Any]:
         served = ps.compile(ps.plan(model, ps.Cluster.local(2)), folder / "served", backend="numpy")
         read, write = os.pipe()
         try:
-            training = place.local("--keep-last", "2", "--no-progress", steps=10**7)
+            training = place.local("--keep-last", "2", steps=10**7)
             serving = place.spawn([sys.executable, "-c", _SERVE, str(served)], stdin=read)
             sampled = _sample(place, seconds, [training, serving])
             os.close(write)
             steps = steps_in(place.metrics)
-            os.kill(training.pid, signal.SIGINT)
+            send(training.pid, signal.SIGINT)
             wait_for(lambda: not training.lives() and not serving.lives())
             place.await_end(END_SECONDS)
         finally:
