@@ -22,7 +22,7 @@ from failure_runs import (
     children,
     is_there,
     make_bundle,
-    named,
+    name_of,
     prepare,
     send,
     steps_in,
@@ -263,9 +263,10 @@ def _sample(place: Place, seconds: float, runs: list[Started]) -> dict[int, Samp
     begin = time.monotonic()
     while (at := time.monotonic() - begin) < seconds and all(run.lives() for run in runs):
         for pid in place.everyone():
-            if pid not in sampled:
-                sampled[pid] = Sampled(f"{_role(pid, roles)} {named(pid)}")
-            sampled[pid].look(pid, at)
+            one = sampled.setdefault(pid, Sampled(""))
+            # A process gets its name some time after its number.
+            one.name = f"{_role(pid, roles)}, {name_of(pid)}"
+            one.look(pid, at)
         time.sleep(1.0)
     return sampled
 
