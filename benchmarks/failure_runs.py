@@ -234,7 +234,7 @@ class Place:
         wait_for(lambda: not self.everyone(), GIVE_UP if within is None else within + self.shared.slack + END_SECONDS)
         seconds, left = time.monotonic() - begin, self.everyone()
         if left:
-            self.problems.append(f"{len(left)} processes were left behind: {', '.join(map(named, left))}")
+            self.problems.append(f"{len(left)} processes were left behind: {', '.join(map(name_of, left))}")
         if within is not None and seconds > within + self.shared.slack:
             self.problems.append(f"it took {seconds:.1f} s, and {within:g} s are promised")
         return seconds
@@ -321,10 +321,10 @@ class Started:
         return "".join(log.read_text(errors="replace") for log in self.logs)
 
 
-def named(pid: int) -> str:
-    """Name a process for a message."""
+def name_of(pid: int) -> str:
+    """Return the name that `ps` shows for a process; its number once it has ended."""
     try:
-        return f"{pid} ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+        return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return str(pid)
 

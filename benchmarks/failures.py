@@ -26,7 +26,8 @@ from typing import Any
 
 from failure_kinds import KINDS, NEEDS
 from failure_runs import Place, Result, Shared, prepare
-from machine import markdown, processor, system, write_json
+from failure_tables import table_of
+from machine import processor, system, write_json
 from soaks import soak, together
 
 # Seconds that a busy machine may add to those that are promised.
@@ -79,21 +80,6 @@ def line_of(result: Result) -> str:
     outcome = "; ".join(result.problems) or "ok"
     what = f"{result.kind:11} {result.target:20} rank {result.rank} after step {result.after:4}"
     return f"{what}: {ended}, went on in {result.again_s:5.1f} s: {outcome}"
-
-
-def table_of(results: Sequence[Result]) -> str:
-    """Write a table with a line for each kind: trials, failures, and the longest time against the promised one."""
-    lines = []
-    for kind in dict.fromkeys(result.kind for result in results):
-        mine = [result for result in results if result.kind == kind]
-        timed = [result for result in mine if result.seconds is not None]
-        longest = max(timed, key=lambda result: (result.seconds or 0) - (result.within or 0), default=None)
-        seconds = "" if longest is None else f"{longest.seconds:.1f} of {longest.within:g}"
-        again = max(result.again_s for result in mine)
-        lines.append([kind, len(mine), sum(bool(r.problems) for r in mine), seconds, f"{again:.1f}" if again else ""])
-    return markdown(
-        ["kind", "trials", "failed", "longest seconds until the end", "until the first step after it"], lines
-    )
 
 
 def chosen_kinds(text: str | None) -> tuple[list[str], list[str]]:

@@ -22,8 +22,9 @@ from failure_runs import (
     children,
     is_there,
     make_bundle,
-    named,
+    name_of,
     prepare,
+    send,
     steps_in,
     wait_for,
     workers,
@@ -225,12 +226,12 @@ def together(seconds: float, seed: int) -> dict[str, Any]:
         served = ps.compile(ps.plan(model, ps.Cluster.local(2)), folder / "served", backend="numpy")
         read, write = os.pipe()
         try:
-            training = place.local("--keep-last", "2", "--no-progress", steps=10**7)
+            training = place.local("--keep-last", "2", steps=10**7)
             serving = place.spawn([sys.executable, "-c", _SERVE, str(served)], stdin=read)
             sampled = _sample(place, seconds, [training, serving])
             os.close(write)
             steps = steps_in(place.metrics)
-            os.kill(training.pid, signal.SIGINT)
+            send(training.pid, signal.SIGINT)
             wait_for(lambda: not training.lives() and not serving.lives())
             place.await_end(END_SECONDS)
         finally:
@@ -262,9 +263,10 @@ def _sample(place: Place, seconds: float, runs: list[Started]) -> dict[int, Samp
     begin = time.monotonic()
     while (at := time.monotonic() - begin) < seconds and all(run.lives() for run in runs):
         for pid in place.everyone():
-            if pid not in sampled:
-                sampled[pid] = Sampled(f"{_role(pid, roles)} {named(pid)}")
-            sampled[pid].look(pid, at)
+            one = sampled.setdefault(pid, Sampled(""))
+            # A process gets its name some time after its number.
+            one.name = f"{_role(pid, roles)}, {name_of(pid)}"
+            one.look(pid, at)
         time.sleep(1.0)
     return sampled
 

@@ -288,6 +288,22 @@ def results() -> dict[str, Callable[[], str]]:
     return {f"results-{name}": partial(committed_part, name) for name in PARTS}
 
 
+def failure_trials() -> str:
+    """What the committed trials of failures found, and the committed long run."""
+    sys.path.append(str(HERE.parent / "benchmarks"))
+    from failure_tables import trials_table
+
+    return trials_table()
+
+
+def long_run() -> str:
+    """What processes gained in the committed run of training and inference at once."""
+    sys.path.append(str(HERE.parent / "benchmarks"))
+    from failure_tables import together_table
+
+    return together_table()
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "grammar": lambda: docstring("penstock.ir.text", "module    =", "A module is printed"),
     "verifier": lambda: docstring("penstock.ir.verify.verifier", "typed ", "Cost:"),
@@ -322,6 +338,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "walk-hang": lambda: walkthrough("hang"),
     "walk-does-not-fit": lambda: walkthrough("does-not-fit"),
     **results(),
+    "failure-trials": failure_trials,
+    "long-run": long_run,
     "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),
     "all-commands": reference("commands"),
     "python": reference("python"),

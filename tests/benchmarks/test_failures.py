@@ -191,7 +191,7 @@ def test_training_and_requests_side_by_side() -> None:
     assert found["problems"] == []
     assert found["steps"] > 0
     assert found["requests"] > 0
-    assert {one["process"].split()[0] for one in found["processes"]} == {"training", "serving"}
+    assert {one["process"].split(",")[0] for one in found["processes"]} == {"training", "serving"}
 
 
 def test_what_is_gained_is_seen() -> None:
