@@ -60,7 +60,7 @@ class StageProgram(Protocol):
 
     def bind(self, graph: str, slots: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
         """Return a graph as a function of its inputs alone, with these tensors as its slots. They are checked once, and
-        must stay where they are. What `hold` derived from them is used."""
+        must stay where they are. What `hold` derived from them is used. Any thread may call it, one at a time."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ variable or of another output is copied. Which outputs these are is a property o
 first call.
 
 Any thread may call; one call computes at a time. The interpreter lock is released meanwhile. Threads of torch, OpenMP
-and BLAS stay as the caller has set them. TVM has one number of threads per process: that of the first bundle.
+and BLAS stay as the caller has set them. TVM has one number of threads per process, that of the first bundle, which
+is left in the environment.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class _Input(NamedTuple):
             return tensor_of(array) if self._in_range(array) else None
         if isinstance(given, torch.Tensor):
             if not given.is_cpu or given.dtype != self.like or given.shape != self.dims:
+                return None
+            if given.layout is not torch.strided or given.is_neg():
                 return None
             tensor = given.detach().contiguous()
             return tensor if self.bounds is None or self._in_range(as_array(tensor)) else None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +28,7 @@ from penstock.ir.graph import Graph, Signature, Slot, signature, slot_types
 from penstock.ir.types import LONG_NAMES, TensorType
 from penstock.support.errors import UsageError, VerifyError
 
+from .callers import call_from_lasting_thread
 from .machine import VirtualMachine
 from .watch import watched
 
@@ -88,6 +90,7 @@ class TvmProgram:
             attrgetter("is_cpu") if self.device.type == "cpu" else lambda x: x.device == self.device
         )
         set_threads(threads)
+        self._threads = threads
         # TVM reads the number of threads when it is loaded.
         self._machine = self._open(library)
         from tvm_ffi import get_global_func  # lazy: heavy
@@ -184,7 +187,8 @@ class TvmProgram:
                 raise
             return self._results(returned, results, count)
 
-        return call
+        # A stage of one thread starts no others.
+        return call if self._threads == 1 else partial(call_from_lasting_thread, call)
 
     def _ready(self, graph: str, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Check all slots of a graph."""

@@ -1,0 +1,89 @@
+"""Tests of calls from threads that stay: results and errors come back, threads are used again, and callers that come and
+go leave no threads of TVM behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.backends.tvm.run.callers import call_from_lasting_thread
+from penstock.models import write_mlp
+
+# Threads of the process after each of several rounds of callers that end: of the model, then of its inner function.
+COUNTED = """
+import faulthandler, json, os, sys, threading, time
+
+faulthandler.dump_traceback_later(250, exit=True)
+import numpy as np
+import penstock as ps
+
+model = ps.load(sys.argv[1])
+x = np.random.default_rng(0).standard_normal((64, 512)).astype(np.float32)
+expected = model(x)["y"]
+
+def threads(ask):
+    def same():
+        wrong.extend([] if np.array_equal(ask(), expected) else [1])
+    found, wrong = [], []
+    for _ in range(3):
+        for _ in range(5):
+            caller = threading.Thread(target=same)
+            caller.start()
+            caller.join()
+        time.sleep(0.2)  # threads that have ended go a moment later
+        found.append(len(os.listdir("/proc/self/task")))
+    return found, len(wrong)
+
+lasting = threads(lambda: model(x)["y"])
+model._call = model._call.args[0]
+print(json.dumps([lasting, threads(lambda: model(x)["y"])]))
+"""
+
+
+def test_results_and_errors_come_back() -> None:
+    assert call_from_lasting_thread(divmod, 7, 3) == (2, 1)
+    with pytest.raises(ZeroDivisionError):
+        call_from_lasting_thread(divmod, 7, 0)
+    assert call_from_lasting_thread(threading.current_thread) is not threading.current_thread()
+
+
+def test_threads_are_as_many_as_calls_at_one_time() -> None:
+    together = threading.Barrier(4)
+
+    def meet(number: int) -> tuple[int, threading.Thread]:
+        together.wait(20)
+        return number, threading.current_thread()
+
+    found: list[tuple[int, threading.Thread]] = []
+    for _ in range(3):
+        callers = [
+            threading.Thread(target=lambda number=number: found.append(call_from_lasting_thread(meet, number)))
+            for number in range(4)
+        ]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(20)
+    assert sorted(number for number, _ in found) == sorted([*range(4)] * 3)
+    assert len({thread for _, thread in found}) == 4
+
+
+def test_callers_that_end_leave_nothing(tmp_path: Path) -> None:
+    """The control calls from the threads of the callers themselves: TVM keeps a helper for each."""
+    path = write_mlp(tmp_path / "m.onnx", [512, 1024, 512], batch=64)
+    plan = ps.plan(ps.from_onnx(path), ps.Cluster.local(1, threads=[2]))
+    bundle = ps.compile(plan, tmp_path / "bundle", jobs=1)
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED, str(bundle)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (lasting, wrong), (own, wrong_own) = json.loads(done.stdout)
+    assert (wrong, wrong_own) == (0, 0)
+    assert lasting[-1] <= lasting[0] + 2, lasting
+    assert own[-1] >= own[0] + 10, own
