@@ -4,7 +4,7 @@ TVM gives every thread that runs a parallel loop helpers of its own, and keeps t
 that starts a thread per request would so collect helpers without end. Here calls go to threads that stay: as many as
 there were calls at one time. One that waits for work costs nothing but its memory.
 
-In: a function, its arguments. Out: its result, or its error. A handing over takes some 10 microseconds.
+In: a function, its arguments. Out: its result, or its error.
 
 Limit: a caller that is interrupted waits for the end of its call, because the stage is busy until then.
 """
@@ -37,11 +37,11 @@ class _Caller:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         self._work.put((function, args))
+        answer: _Answer | None = None
         interrupt: KeyboardInterrupt | None = None
-        while True:
+        while answer is None:
             try:
                 answer = self._answers.get()
-                break
             except KeyboardInterrupt as error:
                 interrupt = error
         if interrupt is not None:

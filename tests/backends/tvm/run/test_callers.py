@@ -4,9 +4,12 @@ go leave no threads of TVM behind."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +75,28 @@ def test_threads_are_as_many_as_calls_at_one_time() -> None:
             caller.join(20)
     assert sorted(number for number, _ in found) == sorted([*range(4)] * 3)
     assert len({thread for _, thread in found}) == 4
+
+
+def test_an_interrupted_caller_waits_for_its_call() -> None:
+    """The stage is busy until then; the next call has its own answer."""
+    done: list[int] = []
+
+    def work() -> int:
+        time.sleep(0.3)
+        done.append(1)
+        return 1
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call_from_lasting_thread(work)
+    finally:
+        timer.join(20)
+        signal.signal(signal.SIGINT, previous)
+    assert done == [1]
+    assert call_from_lasting_thread(divmod, 7, 3) == (2, 1)
 
 
 def test_callers_that_end_leave_nothing(tmp_path: Path) -> None:
