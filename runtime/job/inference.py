@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.backends.bundle.format import Bundle
 from penstock.runtime.launch.local import Workers
@@ -23,8 +23,10 @@ from penstock.runtime.messages.control import Arrays
 from penstock.support.errors import UsageError
 
 from .dispatcher import Drained, Note, Serving
-from .own_process import OwnProcess
 from .requests import Request, SampleLayout
+
+if TYPE_CHECKING:
+    from .own_process import OwnProcess
 
 # A dict, or arrays in the order of the inputs, as in runtime/data/batches.py.
 Inputs = Mapping[str, Any] | Sequence[Any]
@@ -52,7 +54,7 @@ class Inference:
         self._closed = False
         self._lock = threading.RLock()
         # Random draws are made from the numbers of microbatches, which the run of requests counts.
-        self._model = workers.model if isinstance(workers, OwnProcess) and not bundle.module.draws else None
+        self._model = None if bundle.module.draws or isinstance(workers, Workers) else workers.model
 
     def infer(self, inputs: Inputs) -> Arrays:
         if self._model is not None:

@@ -35,7 +35,6 @@ from penstock.runtime.checkpoint.lock import Claims
 from penstock.runtime.checkpoint.resuming import Start, start_from
 from penstock.runtime.data.batches import check_batch, share_of_batch, take_batch
 from penstock.runtime.data.samples import check_data
-from penstock.runtime.launch.local import Workers
 from penstock.runtime.launch.options import JobOptions, OpenOptions, keywords
 from penstock.runtime.launch.preflight import check_job, check_names, job_options
 from penstock.runtime.messages.control import (
@@ -68,7 +67,7 @@ from penstock.support.errors import UsageError
 from penstock.support.terminal import say
 
 from .inference import Inference, Inputs
-from .own_process import OwnProcess, needs_workers
+from .ranks import start_ranks
 
 _NO_MORE: Any = object()
 
@@ -123,12 +122,7 @@ class Job:
         self.claims = Claims()
         self._begin_records()
         start = self._find_start(options)
-        setup = self._setup(options, start)
-        self.workers: Workers | OwnProcess = (
-            Workers(bundle, setup, heartbeat, log_ranks)
-            if needs_workers(bundle, options)
-            else OwnProcess(bundle, setup, start)
-        )
+        self.workers = start_ranks(bundle, self._setup(options, start), start, options)
         self.inference = None if self.trains else Inference(self.workers, bundle, self._fed, mode, queue, self._note)
 
     def _begin_records(self) -> None:

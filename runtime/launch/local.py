@@ -98,6 +98,8 @@ class Workers:
     ) -> None:
         self.bundle = bundle
         self.count = bundle.world_size
+        # The most microbatches of requests that the ranks may hold at once.
+        self.most_in_flight = 2 * self.count + 2
         self._board = StatusBoard(self.count)
         self._messages: queue.SimpleQueue[tuple[int, Message | None, Arrays]] = queue.SimpleQueue()
         self._processes: list[Process] = []

@@ -31,10 +31,10 @@ def write_to_people(text: str) -> None:
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
     text = text.encode(encoding, "backslashreplace").decode(encoding)
     try:
-        own = sys.stderr.fileno() == _STDERR
+        is_stderr = sys.stderr.fileno() == _STDERR
     except (OSError, ValueError):
-        own = False
-    if not own:  # the calling program put a stream of its own in the place of stderr
+        is_stderr = False
+    if not is_stderr:  # the calling program put a stream of its own in the place of stderr
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(text)
             sys.stderr.flush()
