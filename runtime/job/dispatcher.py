@@ -26,6 +26,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from penstock.ir.batch_shares import share_of
 from penstock.runtime.launch.local import Workers
@@ -33,8 +34,10 @@ from penstock.runtime.messages.control import Arrays, Done, End, Message, Output
 from penstock.runtime.messages.defaults import LATENCY
 from penstock.support.errors import PenstockError, QueueFull
 
-from .own_process import OwnProcess
 from .requests import Flying, Packer, Request, RequestPart, SampleLayout, Ticket
+
+if TYPE_CHECKING:
+    from .own_process import OwnProcess
 
 # Seconds to wait for our thread when the job is ended: it may be in the middle of a send.
 _ABORT_SECONDS = 2.0
@@ -68,7 +71,7 @@ class Serving:
         self._one_by_one = mode == LATENCY
         self._packer = Packer(layout, shares=not self._one_by_one)
         # In this process a microbatch is done when it was sent: its outputs come before the next one.
-        self._most = 1 if isinstance(workers, OwnProcess) else 2 * workers.count + 2
+        self._most = 2 * workers.count + 2 if isinstance(workers, Workers) else 1
         self._hungry = len(workers.bundle.module.stages)
         self._flying: dict[int, Flying] = {}
         # Shared between threads, under the condition.

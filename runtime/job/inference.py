@@ -4,6 +4,10 @@
     for outputs in job.stream(requests): ...       many, in order, several in flight
     future = job.submit(inputs)                    from any thread; future.result(timeout) waits
 
+A job of one rank computes itself (own_process.py), and `infer` in the thread of its caller. It has a worker process
+where something asks for one: a training, samples of its own, measurements (`audit`, `trace`, `pace`, `latency`), a GPU,
+or a number of threads that this process does not have.
+
 The run of requests (runtime/job/dispatcher.py) begins with the first of them. It ends when the job has to do something
 else: it is drained then, and begins anew with the next request.
 """
@@ -15,20 +19,43 @@ import threading
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.backends.bundle.format import Bundle
+from penstock.backends.interface import device_of
+from penstock.backends.registry import backend_of
+from penstock.ir.batch_shares import loss_stage
+from penstock.runtime.checkpoint.resuming import Start
 from penstock.runtime.launch.local import Workers
-from penstock.runtime.messages.control import Arrays
+from penstock.runtime.launch.options import JobOptions
+from penstock.runtime.messages.control import Arrays, Setup
 from penstock.support.errors import UsageError
 
 from .dispatcher import Drained, Note, Serving
-from .own_process import OwnProcess
 from .requests import Request, SampleLayout
+
+if TYPE_CHECKING:
+    from .own_process import OwnProcess
 
 # A dict, or arrays in the order of the inputs, as in runtime/data/batches.py.
 Inputs = Mapping[str, Any] | Sequence[Any]
 _NO_MORE: Inputs = {}
+
+
+def own_process(bundle: Bundle, setup: Setup, options: JobOptions, start: Start) -> OwnProcess | None:
+    """Return the rank of a job that needs no worker; None where anything asks for worker processes."""
+    measures = options.audit or options.trace or options.pace or options.latency
+    reads = options.data is not None or options.evaluation is not None
+    if bundle.world_size > 1 or loss_stage(bundle.module) is not None or measures or reads:
+        return None
+    entry = bundle.rank(0)
+    device = device_of(bundle.module, entry.stage, entry.device)
+    on_gpu = device is not None and device.kind == "cuda"
+    if on_gpu or not backend_of(bundle.manifest.backend).allows(entry.threads):
+        return None
+    from .own_process import OwnProcess  # lazy: heavy
+
+    return OwnProcess(bundle, setup, start)
 
 
 class Inference:
@@ -52,7 +79,7 @@ class Inference:
         self._closed = False
         self._lock = threading.RLock()
         # Random draws are made from the numbers of microbatches, which the run of requests counts.
-        self._model = workers.model if isinstance(workers, OwnProcess) and not bundle.module.draws else None
+        self._model = None if isinstance(workers, Workers) or bundle.module.draws else workers.model
 
     def infer(self, inputs: Inputs) -> Arrays:
         if self._model is not None:

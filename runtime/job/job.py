@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.ir.batch_shares import fed_inputs, loss_stage, microbatch_size, share_of
@@ -67,8 +67,10 @@ from penstock.runtime.worker.evaluation import count_evaluation, mean_loss
 from penstock.support.errors import UsageError
 from penstock.support.terminal import say
 
-from .inference import Inference, Inputs
-from .own_process import OwnProcess, needs_workers
+from .inference import Inference, Inputs, own_process
+
+if TYPE_CHECKING:
+    from .own_process import OwnProcess
 
 _NO_MORE: Any = object()
 
@@ -124,11 +126,8 @@ class Job:
         self._begin_records()
         start = self._find_start(options)
         setup = self._setup(options, start)
-        self.workers: Workers | OwnProcess = (
-            Workers(bundle, setup, heartbeat, log_ranks)
-            if needs_workers(bundle, options)
-            else OwnProcess(bundle, setup, start)
-        )
+        own = own_process(bundle, setup, options, start)
+        self.workers: Workers | OwnProcess = own or Workers(bundle, setup, heartbeat, log_ranks)
         self.inference = None if self.trains else Inference(self.workers, bundle, self._fed, mode, queue, self._note)
 
     def _begin_records(self) -> None:

@@ -4,9 +4,6 @@ whose ranks are processes.
 In: commands and microbatches, as a worker gets them. Out: the same answers, in order. Work is done in the thread that
 sends it. So the thread of requests (dispatcher.py) computes; a request that is waited for may compute in the caller's
 thread (inference.py). Nothing is started, and nothing can be lost or hang apart from the job itself.
-
-A job has worker processes where something asks for them: several ranks, a training, samples of its own, measurements
-(`audit`, `trace`, `pace`, `latency`), a GPU, or a number of threads that this process does not have.
 """
 
 from __future__ import annotations
@@ -18,14 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from penstock.backends.bundle.format import Bundle
-from penstock.backends.interface import device_of
-from penstock.backends.registry import backend_of
-from penstock.ir.batch_shares import loss_stage
 from penstock.ir.graph import PARAM
 from penstock.runtime.checkpoint.resuming import Start
 from penstock.runtime.checkpoint.saving import Saver
 from penstock.runtime.group.group import RankGroup, host_store
-from penstock.runtime.launch.options import JobOptions
 from penstock.runtime.messages.control import (
     Arrays,
     Done,
@@ -50,18 +43,6 @@ from penstock.support.errors import VerifyError
 from .in_process import LoadedModel
 
 _POLL_SECONDS = 0.2
-
-
-def needs_workers(bundle: Bundle, options: JobOptions) -> bool:
-    """Return whether anything asks for worker processes."""
-    measures = options.audit or options.trace or options.pace or options.latency
-    reads = options.data is not None or options.evaluation is not None
-    if bundle.world_size > 1 or loss_stage(bundle.module) is not None or measures or reads:
-        return True
-    entry = bundle.rank(0)
-    device = device_of(bundle.module, entry.stage, entry.device)
-    on_gpu = device is not None and device.kind == "cuda"
-    return on_gpu or not backend_of(bundle.manifest.backend).allows(entry.threads)
 
 
 class OwnProcess:
