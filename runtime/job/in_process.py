@@ -141,8 +141,8 @@ class LoadedModel:
         }
 
     def compute(self, inputs: Mapping[str, np.ndarray], mb: int | None = None) -> Arrays:
-        """Return the outputs of one microbatch, all by our names. Its inputs were checked; those that the graph
-        does not read may be missing. `mb` is the number that its random draws are made from, by default the next one."""
+        """Return the outputs of one microbatch, all by our names. Its inputs were checked; those that the graph does
+        not read may be missing. `mb` is the number for its random draws, by default the next one."""
         tensors = [
             tensor_of(np.require(inputs[one.name], one.dtype, ["C", "A", "W"])) if one.name in inputs else None
             for one in self._inputs
