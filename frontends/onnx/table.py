@@ -23,7 +23,7 @@ from .rules import (
     sequences,
     signals,
 )
-from .rules.ml import features, linear, trees
+from .rules.ml import features, linear, trees, vectors
 from .versions import DOMAINS
 
 RULES: dict[str, Rule] = {
@@ -45,7 +45,7 @@ RULES: dict[str, Rule] = {
 
 OTHERS: dict[str, dict[str, Rule]] = {
     "com.microsoft": {**quantised.MICROSOFT, **microsoft.RULES},
-    "ai.onnx.ml": {**features.RULES, **linear.RULES, **trees.RULES},
+    "ai.onnx.ml": {**features.RULES, **linear.RULES, **trees.RULES, **vectors.RULES},
 }
 
 
