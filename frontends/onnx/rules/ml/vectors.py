@@ -152,10 +152,10 @@ def _improved(n: OnnxNode, matrix: Value, p: Value, slope: Value, total: Value) 
     rows, classes = p.type.dims
     for i in range(classes):
         row = reshape(n, cut(n, matrix, 1, i, i + 1), (rows, classes))
-        own, here = cut(n, row, 1, i, i + 1), cut(n, slope, 1, i, i + 1)
-        change = n.emit("div", n.emit("sub", total, here), own)
+        bend, here = cut(n, row, 1, i, i + 1), cut(n, slope, 1, i, i + 1)
+        change = n.emit("div", n.emit("sub", total, here), bend)
         scale = n.emit("add", change, 1.0)
-        bent = n.emit("add", n.emit("mul", change, own), n.emit("mul", here, 2.0))
+        bent = n.emit("add", n.emit("mul", change, bend), n.emit("mul", here, 2.0))
         total = n.emit("div", n.emit("add", total, n.emit("mul", change, bent)), n.emit("mul", scale, scale))
         slope = n.emit("div", n.emit("add", slope, n.emit("mul", change, row)), scale)
         p = n.emit("div", n.emit("add", p, n.emit("mul", change, np.eye(classes, dtype=np.float32)[i : i + 1])), scale)

@@ -115,6 +115,23 @@ def test_a_wrong_kernel_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         _agree("SVMRegressor", x, (F32,), **attributes)
 
 
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_probabilities_take_steps_enough(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten steps agree with onnxruntime, which takes as many as it needs. One does not."""
+    random = np.random.default_rng(classes)
+    pairs = classes * (classes - 1) // 2
+    x = (random.standard_normal((200, 3)) * 4).astype(F32)
+    attributes: dict[str, Any] = {
+        "support_vectors": _numbers(random, classes, 3), "coefficients": _numbers(random, classes - 1, classes),
+        "vectors_per_class": [1] * classes, "rho": _numbers(random, pairs), "classlabels_ints": list(range(classes)),
+        "kernel_type": "LINEAR", "prob_a": _numbers(random, pairs), "prob_b": _numbers(random, pairs),
+    }  # fmt: skip
+    _agree("SVMClassifier", x, BOTH, **attributes)
+    monkeypatch.setattr(vectors, "_STEPS", 1)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        _agree("SVMClassifier", x, BOTH, **attributes)
+
+
 def test_distances_of_far_points_lose_nothing() -> None:
     """The squares are so large that f32 would not hold their difference."""
     random = np.random.default_rng(0)
