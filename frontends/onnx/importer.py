@@ -44,7 +44,7 @@ from .node import OnnxBuilder, OnnxNode
 from .report import CannotImport, Findings, problem_of, report
 from .source import OnnxFile, node_name, our_dtype, stored_in
 from .structure import take_structure
-from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of
+from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of, why_without_rule
 from .tensors import (
     BodyUnfinished,
     Empty,
@@ -447,7 +447,7 @@ def _why_unknown(node: onnx.NodeProto) -> str:
     if rule_of(node.domain, node.op_type) is not None:
         return ""
     if node.domain in OTHERS:
-        return "no rule for this operator"
+        return why_without_rule(node)
     if node.domain not in DOMAINS:
         return f"operators of domain {node.domain} are not supported"
     if node.op_type in CONTROL or node.op_type in FOLD_ONLY or node.op_type in UPGRADES or has_definition(node.op_type):

@@ -72,8 +72,8 @@ def test_an_opset_of_another_domain_is_enough(tmp_path: Path, opsets: str, node:
 def test_what_is_not_supported_of_another_domain_is_listed(tmp_path: Path) -> None:
     path = _saved(
         tmp_path,
-        '(string[2] x) => (float[2] y) { h = ai.onnx.ml.LabelEncoder<keys_strings = ["a"], values_floats = [1.0]>(x) '
-        "[last] y = acme.Turbo(h) }",
+        '(int64[2] x) => (float[2] y) { h = ai.onnx.ml.LabelEncoder<keys_int64s = [1], values_strings = ["a"]>(x) '
+        "[last] y = acme.Turbo(x) }",
         '"ai.onnx.ml" : 3, "acme" : 1',
     )
     with pytest.raises(CannotImport) as caught:
