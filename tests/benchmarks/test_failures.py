@@ -20,6 +20,7 @@ import failure_kinds
 import failure_runs
 import failures
 import soaks
+from failure_tables import table_of
 from hostile_index import WAYS
 from namespaces import available
 
@@ -135,6 +136,21 @@ def test_processes_are_found_whoever_their_parent_is(tmp_path: Path) -> None:
     finally:
         stranger.kill()
         stranger.wait()
+
+
+def test_the_table_has_the_worst_of_each_kind() -> None:
+    """By the seconds beyond those that are promised, not by seconds alone."""
+    rows = [
+        failure_runs.Result("stop", seconds=11.0, within=12.0, again_s=3.0),
+        failure_runs.Result("signals", seconds=3.0, within=4.0),
+        failure_runs.Result("signals", seconds=2.5, within=2.0, problems=["it took 2.5 s"]),
+        failure_runs.Result("stderr"),
+    ]
+    assert table_of(rows).splitlines()[2:] == [
+        "| signals | 2 | 1 | 2.5 of 2 |  |",
+        "| stderr | 1 | 0 |  |  |",
+        "| stop | 1 | 0 | 11.0 of 12 | 3.0 |",
+    ]
 
 
 def test_every_way_to_spoil_an_index_changes_it() -> None:
