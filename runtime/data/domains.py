@@ -52,7 +52,7 @@ class Domain(NamedTuple):
         return (np.abs(normal) + np.float32(0.1) if self.positive else normal).astype(dtype)
 
 
-class _Line(NamedTuple):
+class _Bound(NamedTuple):
     """At most scale * x + offset, where x is the input; `flipped` is offset - x."""
 
     scale: float
@@ -60,7 +60,7 @@ class _Line(NamedTuple):
     flipped: bool = False
 
 
-class _Bounds(NamedTuple):
+class _Range(NamedTuple):
     """The least and the largest number of a value that no input decides; `counts` says that it is 0, 1, 2, ..."""
 
     low: float
@@ -70,7 +70,7 @@ class _Bounds(NamedTuple):
 
 @dataclass
 class _Uses:
-    """What one input was seen to be used for."""
+    """The uses of one input."""
 
     limits: set[int] = field(default_factory=set)
     thresholds: set[int] = field(default_factory=set)
@@ -83,7 +83,7 @@ def domain_of(module: Module, name: str) -> Domain:
     dtype = next(value.type.dtype for value in module.data_inputs if value.name == name)
     uses = _Uses()
     # Values that go from one graph to another keep their names.
-    shared, known = {name: _Line(1, 0)}, 0
+    shared, known = {name: _Bound(1, 0)}, 0
     while len(shared) > known:
         known = len(shared)
         for graph in module.graphs.values():
@@ -103,10 +103,10 @@ def domain_of(module: Module, name: str) -> Domain:
 class _Walk:
     """One graph, operation by operation."""
 
-    def __init__(self, graph: Graph, shared: dict[str, _Line], uses: _Uses) -> None:
+    def __init__(self, graph: Graph, shared: dict[str, _Bound], uses: _Uses) -> None:
         self.graph, self.shared, self.uses = graph, shared, uses
         self.lines = {value.name: shared[value.name] for value in graph.ins if value.name in shared}
-        self.bounds: dict[str, _Bounds] = {}
+        self.bounds: dict[str, _Range] = {}
 
     def run(self) -> None:
         """Follow the input through the graph, and record what goes on to others."""
@@ -121,29 +121,29 @@ class _Walk:
             if value.name in self.lines:
                 self.shared.setdefault(value.name, self.lines[value.name])
 
-    def _bounded(self, op: Op) -> _Bounds | None:
+    def _bounded(self, op: Op) -> _Range | None:
         if op.kind == "const":
             raw = complete_attrs(op)["value"]
             numbers = [float(x) for x in (raw if isinstance(raw, tuple) else (raw,))]
             counts = len(numbers) > 1 and numbers == [float(i) for i in range(len(numbers))]
-            return _Bounds(min(numbers), max(numbers), counts) if numbers else None
+            return _Range(min(numbers), max(numbers), counts) if numbers else None
         if op.kind == "iota":
             # Along its axis, of which there is one.
-            return _Bounds(0, op.outs[0].type.dims[int(complete_attrs(op)["axis"])] - 1, True)  # type: ignore[arg-type]
+            return _Range(0, op.outs[0].type.dims[int(complete_attrs(op)["axis"])] - 1, True)  # type: ignore[arg-type]
         if op.kind == "cast" or definition(op.kind).family == "layout":
             return self.bounds.get(op.ins[0].name)
         if op.kind == "mul" and all(v.name in self.bounds for v in op.ins):
             a, b = (self.bounds[v.name] for v in op.ins)
             ends = [x * y for x in a[:2] for y in b[:2]]
-            return _Bounds(min(ends), max(ends))
+            return _Range(min(ends), max(ends))
         return None
 
-    def _other(self, op: Op) -> tuple[int, _Bounds | None]:
+    def _other(self, op: Op) -> tuple[int, _Range | None]:
         """Return which of two operands is the input, and the bounds of the other."""
         at = 0 if op.ins[0].name in self.lines else 1
         return at, self.bounds.get(op.ins[1 - at].name)
 
-    def _carried(self, op: Op) -> _Line | None:
+    def _carried(self, op: Op) -> _Bound | None:
         """Return what the first result says of the input, if anything."""
         kind, lines = op.kind, [self.lines[v.name] for v in op.ins if v.name in self.lines]
         if (kind == "cast" and op.outs[0].type.dtype != "bool") or definition(kind).family == "layout":
@@ -160,17 +160,17 @@ class _Walk:
         if kind not in ("add", "sub", "mul") or any(line.flipped for line in lines):
             return None
         if len(lines) > 1:
-            return _Line(lines[0].scale + lines[1].scale, lines[0].offset + lines[1].offset) if kind == "add" else None
+            return _Bound(lines[0].scale + lines[1].scale, lines[0].offset + lines[1].offset) if kind == "add" else None
         at, other = self._other(op)
         return None if other is None else self._moved(kind, lines[0], at, other)
 
-    def _moved(self, kind: str, line: _Line, at: int, other: _Bounds) -> _Line | None:
+    def _moved(self, kind: str, line: _Bound, at: int, other: _Range) -> _Bound | None:
         """Return the sum, difference or product of the input and a number."""
         if kind == "add":
-            return _Line(line.scale, line.offset + other.high)
+            return _Bound(line.scale, line.offset + other.high)
         if kind == "sub":
-            return _Line(line.scale, line.offset - other.low) if at == 0 else _Line(-1, other.high, flipped=True)
-        return _Line(line.scale * other.high, line.offset * other.high) if other.low > 0 else None
+            return _Bound(line.scale, line.offset - other.low) if at == 0 else _Bound(-1, other.high, flipped=True)
+        return _Bound(line.scale * other.high, line.offset * other.high) if other.low > 0 else None
 
     def _use(self, op: Op) -> None:
         uses, kind = self.uses, op.kind

@@ -23,6 +23,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,10 +47,11 @@ from penstock.planning.options import BuildOptions
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.terminal import onnxruntime_warnings_counted, say
 
+from .bisect.original import OnnxOriginal, first_difference
 from .inputs import batches_of
 from .quantisation import step_share, step_values, told_steps
-from .roundings import Distance, RoundingNoise
-from .verdicts import Comparison, Judge, report
+from .roundings import Distance, RoundingNoise, relative_error
+from .verdicts import UNTOLD, Comparison, Judge, report
 
 if TYPE_CHECKING:
     from penstock.planning.model import Model
@@ -58,21 +60,6 @@ Arrays = Mapping[str, np.ndarray]
 TOLERANCE = 1e-5
 # Two runs whose roundings differ only in some places may still differ by more than one of them from the exact result.
 MARGIN = 4.0
-
-
-def relative_error(computed: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest difference over the largest magnitude.
-
-    It is infinite when shapes or non-finite elements differ, or when nothing is finite.
-    """
-    a, b = np.asarray(computed, dtype=np.float64), np.asarray(expected, dtype=np.float64)
-    if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
-        return float("inf")
-    finite = np.isfinite(b)
-    if not finite.any():
-        return 0.0 if not finite.size else float("inf")
-    scale = float(np.abs(b[finite]).max())
-    return float(np.abs(a[finite] - b[finite]).max()) / (scale or 1.0)
 
 
 def coarsest_roundoff(module: Module) -> float | None:
@@ -139,43 +126,66 @@ def verify_model(
     inputs = batches_of(module, 1, 1, seed, data, model.imported.names)[0]
     expected = _of_onnxruntime(path, model, inputs)
     say(f"{module.name}: comparing {len(expected)} outputs with onnxruntime {onnxruntime.__version__}")
-    scales = step_values(graph)
     kept: dict[str, np.ndarray] = {}
+    scales = step_values(graph)
 
     def keep(op: Op, results: tuple[np.ndarray, ...]) -> None:
         kept.update((v.name, x) for v, x in zip(op.outs, results, strict=True) if v in scales.values())
 
     exact, rounded, noisy = _runs(graph, module, model.imported.weights, inputs, keep)
     judge = Judge(exact, rounded, noisy, seed)
-    steps = {
-        name: np.ones(()) if v is None else kept[v.name] for name, v in scales.items() if v is None or v.name in kept
-    }
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         bundle = build(plan_model(model, Cluster.local(1)), Path(folder) / "bundle", BuildOptions(backend))
         computed = _one_microbatch(open_bundle(bundle), inputs)
     limit = allowed_error(module, tolerance, lambda: _errors(judge.rounded, exact))
-    rows: list[Comparison] = []
+    steps = {name: np.ones(()) if v is None else kept.get(v.name, np.zeros(())) for name, v in scales.items()}
     theirs = shown(module.outputs, model.imported.names)
-    for whose, results, others in (("interpreter", expected, {}), (backend, computed, expected)):
-        for name in module.outputs:
-            also = [others[name]] if name in others else []
-            step = steps.get(name, np.zeros(()))
-            row = judge.compare(
-                f"{whose}: {theirs[name]}",
-                name,
-                results[name],
-                limit,
-                asked=tolerance is not None,
-                also=also,
-                step=step_share(step, exact[name]),
-            )
-            rows.append(replace(row, remark=told_steps(results[name], exact[name], step) or row.remark))
+    compare = partial(_compared, judge, limit=limit, asked=tolerance is not None, steps=steps)
+    rows = [compare(f"interpreter: {theirs[name]}", name, expected[name]) for name in module.outputs]
+    rows = _looked_into(rows, path, model, inputs)
+    rows += [
+        compare(f"{backend}: {theirs[name]}", name, computed[name], also=[expected[name]]) for name in module.outputs
+    ]
     if steps:
         fused = _of_onnxruntime(path, model, inputs, fused=True)
         for name, step in steps.items():
-            if told := told_steps(fused[name], expected[name], step):
-                say(f"{theirs[name]}: onnxruntime with its optimiser, which is not compared with, {told}")
+            if apart := told_steps(fused[name], expected[name], step):
+                say(f"{theirs[name]}: onnxruntime with its optimiser, which is not compared with, {apart}")
     return report(rows)
+
+
+def _compared(
+    judge: Judge[str],
+    what: str,
+    name: str,
+    result: np.ndarray,
+    *,
+    limit: float,
+    asked: bool,
+    steps: Arrays,
+    also: Sequence[np.ndarray] = (),
+) -> Comparison:
+    """Judge an output, and say how many steps of quantisation it is off, if it has any."""
+    exact, step = judge.exact[name], steps.get(name, np.zeros(()))
+    row = judge.compare(what, name, result, limit, asked=asked, also=also, step=step_share(step, exact))
+    return replace(row, remark=told_steps(result, exact, step) or row.remark)
+
+
+def _looked_into(rows: list[Comparison], path: str, model: Model, inputs: Arrays) -> list[Comparison]:
+    """Let values on the way judge an import of which the outputs cannot tell.
+
+    A wrong import may be one that rounding moves more than it moves the model. Before that, some value of it is off.
+    """
+    if all(row.verdict != UNTOLD for row in rows):
+        return rows
+    original = OnnxOriginal(Path(path), model.imported.names, model.imported.bound)
+    spot = first_difference(original, model.module, model.imported.weights, inputs, None).first
+    if spot is None:
+        return rows
+    remark = f"{spot.tensor} on the way to it is off by {spot.error:.2g}, of {spot.allowed.error:.2g} allowed"
+    return [
+        replace(row, limit=Distance(), empty=False, remark=remark) if row.verdict == UNTOLD else row for row in rows
+    ]
 
 
 def _of_onnxruntime(path: str, model: Model, inputs: Arrays, *, fused: bool = False) -> dict[str, np.ndarray]:

@@ -69,7 +69,7 @@ _OF_FIRST = ("matmul", "conv", "conv_grad_input", "conv_grad_weight")
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two arrays are apart, over the largest magnitude of the expected one: at most, and root mean square."""
+    """The distance of two arrays over the largest magnitude of the expected one: at most, and root mean square."""
 
     worst: float = 0.0
     mean: float = 0.0
@@ -110,6 +110,21 @@ def distance(computed: Array, expected: Array) -> Distance:
         return Distance()
     apart = np.abs(a[finite] - b[finite]) / (float(np.abs(b[finite]).max()) or 1.0)
     return Distance(float(apart.max()), float(np.sqrt(np.mean(np.square(apart)))))
+
+
+def relative_error(computed: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference over the largest magnitude.
+
+    It is infinite when shapes or non-finite elements differ, or when nothing is finite.
+    """
+    a, b = np.asarray(computed, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+    if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
+        return float("inf")
+    finite = np.isfinite(b)
+    if not finite.any():
+        return 0.0 if not finite.size else float("inf")
+    scale = float(np.abs(b[finite]).max())
+    return float(np.abs(a[finite] - b[finite]).max()) / (scale or 1.0)
 
 
 class RoundingNoise:
@@ -173,7 +188,7 @@ class ConstantNoise:
 
 
 class RoundingEffect(Generic[K]):
-    """How far noise moves each result of a program, at most, in a number of runs. None is made before it is asked for.
+    """The largest moves of the results of a program by noise, in a number of runs. None is made before it is asked for.
 
     `run` runs the program with noise, and `exact` are its results in float64.
     """

@@ -4,7 +4,7 @@ A result is compared with the same in float64. It is right where it is no more t
 further off, rounding is asked: how far it moves the result on these very inputs (roundings.py). A result that is
 further off than that is wrong. One that is not is right, unless rounding moves it by more than WIDEST on the average
 (and by more than a step, where results are in steps): then a right program and a wrong one look the same, and the
-verdict is that nobody can tell. That is no failure.
+verdict is that these inputs cannot tell. That is no failure.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def report(rows: Sequence[Comparison], hint: str = "") -> int:
 
 
 def _told(untold: Sequence[Comparison], count: int) -> str:
-    """Return the line on results that nobody can judge."""
+    """Return the line on results that cannot be judged."""
     names = ", ".join(row.what for row in untold[:5])
     if all(row.empty for row in untold):
         why = "no element of them is finite"
@@ -194,5 +194,5 @@ def _told(untold: Sequence[Comparison], count: int) -> str:
         why = f"rounding alone may change them by {moved:.1e} on the average"
     return (
         f"cannot tell on these inputs: {len(untold)} of {counted(count, 'comparison')} ({names}), as {why}; "
-        "--data FILE has inputs of your own, --seed N draws others"
+        "--data FILE has inputs of your own, --seed N draws others, and --bisect judges each kernel by itself"
     )

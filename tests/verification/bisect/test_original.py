@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx.parser
 import pytest
 import torch
 
 import penstock as ps
 from penstock.commands.parser import main
+from penstock.ir.graph import Op, rewrite
 from penstock.support.errors import VerifyError
 from penstock.verification.bisect.search import Options
 from penstock.verification.bisect.torch_original import bisect_torch
@@ -75,3 +78,58 @@ def test_models_that_draw_are_not_compared_with_another_runtime(
         told = capsys.readouterr()
         assert ("its import is not compared" in told.err) == bool(on)
         assert ("onnxruntime" in told.out) != bool(on)
+
+
+GELU = """<ir_version: 8, opset_import: ["" : 17]> gelu (float[4, 6] x) => (float[4, 6] y)
+<float[6, 6] w = {1, 2, 0, 1, 3, 1, 0, 1, 4, 1, 2, 0, 3, 0, 1, 2, 1, 1, 0, 2, 1, 3, 0, 1, 1, 0, 2, 1, 1, 3, 2, 1, 0, 0, 1, 2},
+ float root = {ROOT}, float one = {1}, float half = {0.5}> {
+    a = MatMul(x, w)  b = Div(a, root)  c = Erf(b)  d = Add(c, one)  e = Mul(a, d)  y = Mul(e, half)
+}"""
+
+
+def test_a_constant_that_was_rounded_is_no_fault_of_a_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`simplify` knows the formula, and takes the square root of 2 itself. The control is a pass that takes 1.41 for it."""
+    from penstock.passes.pipelines import PASSES
+
+    path = tmp_path / "gelu.onnx"
+    path.write_bytes(onnx.parser.parse_model(GELU.replace("ROOT", "1.4142135")).SerializeToString())
+    words = ["verify", str(path), "--bisect", "--repro", "none", "--backend", "numpy"]
+    assert main(words) == 0
+    assert "nothing changes what gelu computes" in capsys.readouterr().out
+    row = PASSES["simplify"]
+
+    def changed(op: Op) -> list[Op] | None:
+        value = op.attrs.get("value")
+        return (
+            [op.with_attrs(value=1.41)]
+            if op.kind == "const" and isinstance(value, float) and 1.4 < value < 1.5
+            else None
+        )
+
+    monkeypatch.setitem(
+        PASSES,
+        "simplify",
+        replace(row, run=lambda module, options: module.but(graphs={"main": rewrite(module.graphs["main"], changed)})),
+    )
+    assert main(words) == 5
+    assert "first wrong after: simplify" in capsys.readouterr().out
+
+
+def test_bisect_with_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An import that is wrong for negative numbers is right for others."""
+    from penstock.frontends.onnx.table import RULES
+
+    text = """<ir_version: 8, opset_import: ["" : 17]> m (float[4, 6] x) => (float[4, 6] y) { y = Abs(x) }"""
+    path = tmp_path / "m.onnx"
+    path.write_bytes(onnx.parser.parse_model(text).SerializeToString())
+    source = np.random.default_rng(0)
+    for name, low in (("positive", 0.0), ("any", -1.0)):
+        np.savez(tmp_path / f"{name}.npz", x=source.uniform(low, 1, (4, 6)).astype(np.float32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RULES, "Abs", lambda n: n.emit("relu", n.value()))
+        words = ["verify", str(path), "--bisect", "--repro", "none", "--backend", "numpy", "--data"]
+        assert main([*words, str(tmp_path / "positive.npz")]) == 0
+        assert main([*words, str(tmp_path / "any.npz")]) == 5
+    assert "first wrong: the import" in capsys.readouterr().out

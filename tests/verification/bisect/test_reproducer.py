@@ -97,7 +97,7 @@ def test_flags_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFix
         ([model, "--schedule", "2bw", "--lr", "0"], "--lr, --schedule without --bisect of a model"),
         ([model, "--repro", "x"], "--repro without --bisect"),
         ([model, "-p", "fuse"], "--passes without FILE.ir"),
-        ([model, "--bisect", "--data", "x"], "--data with what has no use for it"),
+        ([model, "--bisect", "--data", "x"], "cannot read the data"),
         ([model, "--bisect", "--shrink", "-1"], "--shrink -1"),
         ([str(tmp_path / "m.ir"), "--bisect"], "are for models"),
         ([str(tmp_path), "--bisect", "--loss", "mse"], "are for models; a folder has them built in"),

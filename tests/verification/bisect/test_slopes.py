@@ -49,3 +49,21 @@ def test_at_a_kink_any_slope_between_its_sides_will_do(slope: float) -> None:
 def test_a_loss_that_is_not_finite_has_no_derivative() -> None:
     assert not error(lambda x: float("nan") if x > 0 else x, 1.0) <= ALLOWED.error
     assert not error(lambda x: x, float("nan")) <= ALLOWED.error
+
+
+def test_a_derivative_that_is_zero_but_for_rounding() -> None:
+    """The loss is a large number that only rounding moves: 1e8 plus less than it can hold. The controls: a derivative
+    that would show beside the noise, and one of a loss that is smooth."""
+    source = np.random.default_rng(0)
+
+    def noisy(x: float) -> float:
+        return 1e8 + float(source.integers(-2, 3)) * 1.5e-8
+
+    assert error(noisy, 1e-6) <= ALLOWED.error
+    assert error(noisy, 1.0) > ALLOWED.error
+    assert error(lambda x: 2 * x, 2.001) > ALLOWED.error
+
+
+def test_a_loss_that_is_not_finite_where_it_begins_says_nothing() -> None:
+    assert error(lambda x: float("inf"), 1.0) == 0.0
+    assert error(lambda x: 0.0, 1.0) > ALLOWED.error

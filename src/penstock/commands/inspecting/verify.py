@@ -49,10 +49,16 @@ class VerifyOptions:
     seed: int | None = setting(None, "for the random inputs (default: 0)", check=SEED, shown="N")
     tolerance: float | None = setting(
         None,
-        "largest relative error that passes (default: 1e-5, with 16-bit floats what their roundings do to this model, or "
-        "what rounding explains on these inputs; with --bisect and FILE.ir the latter, which is printed)",
+        "largest relative error that passes (default: 1e-5, with 16-bit floats what their roundings do to this model, "
+        "or what rounding explains on these inputs; with --bisect and FILE.ir the latter, which is printed)",
         read=float,
         shown="X",
+    )
+    data: str | None = setting(
+        None,
+        "inputs, as `run --data` takes them (default: synthetic), with a model or FILE.ir also the inputs.safetensors "
+        "of a reproducer; with --parity an npz, shuffled",
+        shown="FILE|synthetic",
     )
     backend: str | None = setting(
         None, "what to check a model or an IR file with (default: tvm)", choices=("tvm", "numpy")
@@ -83,13 +89,6 @@ class BisectOptions:
 class ParityOptions:
     """Settings of the comparison of late updates with plain training."""
 
-    data: str | None = setting(
-        None,
-        "inputs, as `run --data` takes them (default: synthetic), with a model or FILE.ir also the inputs.safetensors of "
-        "a reproducer; with --parity an npz, shuffled",
-        shown="FILE|synthetic",
-        rare=True,
-    )
     optimizers: str | None = setting(
         None, "kinds, each perhaps with its learning rate (default: momentum,adamw,muon)", shown="LIST", rare=True
     )

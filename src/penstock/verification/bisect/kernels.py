@@ -37,8 +37,7 @@ from penstock.ir.types import FLOATS, TensorType, numpy_dtype
 from penstock.passes.kernels.divide import kernels_of
 from penstock.support.errors import UsageError
 from penstock.support.terminal import say
-from penstock.verification.checks import relative_error
-from penstock.verification.roundings import RoundingEffect, distance
+from penstock.verification.roundings import RoundingEffect, distance, relative_error
 from penstock.verification.tolerance import as_typed, asked
 from penstock.verification.verdicts import widened
 

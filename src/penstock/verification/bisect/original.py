@@ -27,8 +27,7 @@ from penstock.ir.interpreter.graphs import Noise, run_graph
 from penstock.ir.interpreter.ops import F64, TYPED, Array
 from penstock.ir.interpreter.store import DictStore, initial_arrays
 from penstock.support.terminal import say
-from penstock.verification.checks import relative_error
-from penstock.verification.roundings import RoundingEffect, distance
+from penstock.verification.roundings import RoundingEffect, distance, relative_error
 from penstock.verification.tolerance import as_typed, asked
 from penstock.verification.verdicts import widened
 

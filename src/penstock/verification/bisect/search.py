@@ -132,8 +132,8 @@ class _TrailSearch:
             self._look_at_passes(self.model_trial)
         if gaps := sorted(self.trial.gaps & self.model_trial.gaps):
             print(
-                f"cannot tell on these inputs: no element of {', '.join(gaps[:5])} is finite; --data FILE has inputs of "
-                "your own, --seed N draws others"
+                f"cannot tell on these inputs: no element of {', '.join(gaps[:5])} is finite; --data FILE has inputs "
+                "of your own, --seed N draws others"
             )
 
     def _look_at_passes(self, trial: Trial) -> None:

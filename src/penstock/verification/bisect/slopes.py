@@ -115,17 +115,19 @@ class Slopes:
             # A loss that is not finite has no slope, whatever its derivative says.
             return 0.0
         slopes: list[float] = []
-        kink = 0.0
+        kinks: list[float] = []
         for move in _MOVES:
             move *= max(1.0, float(np.abs(at).max(initial=0.0)))
             left, right = loss(-move * direction), loss(move * direction)
             slopes.append((right - left) / (2 * move))
-            kink = abs(right - 2 * middle + left) / (2 * move)
+            kinks.append(abs(right - 2 * middle + left) / (2 * move))
             difference = abs(predicted - slopes[-1]) / max(abs(slopes[-1]), size, 1e-8)
             if difference <= ALLOWED.error:
                 return difference
         # The two moves that agree best say what the slope is, to within the difference of their slopes.
-        one, other = min(pairwise(slopes), key=lambda pair: abs(pair[0] - pair[1]))
+        pairs = [abs(a - b) for a, b in pairwise(slopes)]
+        at_best = pairs.index(min(pairs))
+        (one, other), kink = slopes[at_best : at_best + 2], min(kinks[at_best : at_best + 2])
         rounding = 2 * UNIT_ROUNDOFF["f64"] * abs(middle) / _MOVES[0]
         excess = min(abs(predicted - one), abs(predicted - other))
         excess -= max(kink, SAFETY * abs(one - other), SAFETY * rounding)

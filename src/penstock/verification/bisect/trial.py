@@ -45,9 +45,9 @@ from penstock.passes.partition.chain import forward_graph
 from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
 from penstock.support.errors import PenstockError, VerifyError
 from penstock.support.words import counted
-from penstock.verification.checks import changed_by, delay_of, relative_error
+from penstock.verification.checks import changed_by, delay_of
 from penstock.verification.inputs import synthetic_batch
-from penstock.verification.roundings import ConstantNoise, same_gaps
+from penstock.verification.roundings import ConstantNoise, relative_error, same_gaps
 from penstock.verification.tolerance import Allowed, asked, in_float64
 
 from .slopes import ALLOWED as SLOPE_ALLOWED
@@ -196,8 +196,8 @@ class Trial:
         movement = self._moved(delay).get(key, 0.0)
         return self._allowed.widened(
             movement,
-            "what the reference moves by when weights and inputs are changed by a rounding of float64, constants by one of "
-            "their type",
+            "what the reference moves by when weights and inputs are changed by a rounding of float64, and constants "
+            "by one of their type",
         )
 
     def _moved(self, delay: int | None) -> Mapping[Result | Key, float]:

@@ -19,7 +19,7 @@ from penstock.ir.interpreter.ops import Array
 from penstock.ir.schedule import PER_BATCH, READERS
 from penstock.ir.text import print_op
 from penstock.support.words import counted
-from penstock.verification.checks import relative_error
+from penstock.verification.roundings import relative_error
 from penstock.verification.tolerance import Allowed
 
 # The kind of a graph, a microbatch (of an update: a batch), and the name of a value.
@@ -64,7 +64,7 @@ class Errors:
     """The errors of values.
 
     `unjudged` ones have no limit: where the interpreter, rounding as the types say, has other elements finite than in
-    float64, or none, its own error is infinite. Of `blurred` ones nobody can tell, as rounding alone moves them so far.
+    float64, or none, its own error is infinite. `blurred` ones cannot be judged either: rounding moves them too far.
     """
 
     largest: float = 0.0
