@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -190,8 +191,18 @@ def _dashes(word: str) -> str:
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """The usual help, whose lines never break inside of a flag."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that reports usage errors through our own error class, so that they look and exit like all others."""
+
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        return _HelpFormatter(self.prog)
 
     def error(self, message: str) -> NoReturn:
         hint = f"`{self.prog} --help` explains the arguments"
