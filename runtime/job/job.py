@@ -126,8 +126,8 @@ class Job:
         self._begin_records()
         start = self._find_start(options)
         setup = self._setup(options, start)
-        own = own_process(bundle, setup, options, start)
-        self.workers: Workers | OwnProcess = own or Workers(bundle, setup, heartbeat, log_ranks)
+        own_rank = own_process(bundle, setup, options, start)
+        self.workers: Workers | OwnProcess = own_rank or Workers(bundle, setup, heartbeat, log_ranks)
         self.inference = None if self.trains else Inference(self.workers, bundle, self._fed, mode, queue, self._note)
 
     def _begin_records(self) -> None:
