@@ -20,7 +20,9 @@ def _write_trees(path: Path, rows: int, features: int) -> Path:
     """Write scaled features, random trees of three classes on them, and trees with missing values that are summed."""
     random = np.random.default_rng(5)
     nodes = random_trees(random, 6, features, MODES)
-    weights = [(tree, node, kind, float(random.standard_normal())) for tree, node in leaves_of(nodes) for kind in range(3)]
+    weights = [
+        (tree, node, kind, float(random.standard_normal())) for tree, node in leaves_of(nodes) for kind in range(3)
+    ]
 
     def owned(what: str) -> dict[str, list]:
         names = ("treeids", "nodeids", "ids", "weights")
