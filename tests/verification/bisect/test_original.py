@@ -14,6 +14,7 @@ import penstock as ps
 from penstock.commands.parser import main
 from penstock.ir.graph import Op, rewrite
 from penstock.support.errors import VerifyError
+from penstock.verification.bisect.original import OnnxOriginal
 from penstock.verification.bisect.search import Options
 from penstock.verification.bisect.torch_original import bisect_torch
 
@@ -133,3 +134,15 @@ def test_bisect_with_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert main([*words, str(tmp_path / "positive.npz")]) == 0
         assert main([*words, str(tmp_path / "any.npz")]) == 5
     assert "first wrong: the import" in capsys.readouterr().out
+
+
+def test_values_of_a_file_out_of_order_come_in_the_order_of_the_import(tmp_path: Path) -> None:
+    text = (
+        '<ir_version: 8, opset_import: ["" : 13]> m (float[2] x) => (float[2] y) { y = Neg(b) b = Exp(a) a = Relu(x) }'
+    )
+    path = tmp_path / "mixed.onnx"
+    path.write_bytes(onnx.parser.parse_model(text).SerializeToString())
+    x = np.array([1.0, -2.0], np.float32)
+    values = dict(OnnxOriginal(path, {}).values({"x": x}))
+    assert list(values) == ["a", "b", "y"]
+    np.testing.assert_allclose(values["y"], -np.exp(np.maximum(x, 0)), rtol=1e-6)

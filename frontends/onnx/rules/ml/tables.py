@@ -187,7 +187,7 @@ def newest_forest(n: OnnxNode, targets: int) -> Forest:
     """Read the trees of a TreeEnsemble. Each leaf has one weight, for one target."""
     names = ("featureids", "truenodeids", "falsenodeids", "trueleafs", "falseleafs")
     features, yes, no, yes_leaf, no_leaf = (n.ints_attr(f"nodes_{name}") for name in names)
-    splits, modes = (n.array_attr(f"nodes_{name}").reshape(-1) for name in ("splits", "modes"))
+    splits, modes = _widened(n.array_attr("nodes_splits")), n.array_attr("nodes_modes").reshape(-1)
     missing = n.ints_attr("nodes_missing_value_tracks_true") or (0,) * len(features)
     n.ignore("nodes_hitrates")
     columns: tuple[Sized, ...] = (features, yes, no, yes_leaf, no_leaf, splits, modes, missing)
@@ -215,11 +215,16 @@ def newest_forest(n: OnnxNode, targets: int) -> Forest:
     n.room(len(extra))
     for feature, number, two in extra:
         builder.add("EQ", feature, number, two, missing=False)
-    numbers = n.array_attr("leaf_weights").reshape(-1)
+    numbers = _widened(n.array_attr("leaf_weights"))
     owners = n.ints_attr("leaf_targetids")
     _same_length(n, {"leaf_targetids": owners, "leaf_weights": numbers})
     table = _weights(n, range(len(owners)), owners, numbers, (len(owners), targets))
     return builder.build(n.ints_attr("tree_roots"), *table)
+
+
+def _widened(numbers: np.ndarray) -> np.ndarray:
+    """Convert numbers to f32, but those that are f64."""
+    return numbers.reshape(-1).astype(np.float64 if numbers.dtype == np.float64 else np.float32)
 
 
 def _sets(numbers: np.ndarray) -> list[list[float]]:

@@ -101,7 +101,7 @@ def _or_nothing(n: OnnxNode, forest: Forest, leaves: Value, sums: Value) -> Valu
 def _always_weighed(forest: Forest) -> np.ndarray:
     """Say of each target whether some tree has a weight for it in every leaf."""
     always = np.zeros(forest.weights.shape[1], bool)
-    for root in forest.roots:
+    for root in np.unique(forest.roots):
         leaves, here = [], np.array([root])
         while len(here):
             leaves.append(here[here >= forest.inner])

@@ -93,7 +93,8 @@ def _pairs(n: OnnxNode, x: Value, sizes: Sequence[int]) -> Value:
         f"{len(weights)} coefficients and {len(rho)} numbers rho do not fit {classes} classes of {count} vectors",
     )
     weights = weights.reshape(classes - 1, count)
-    table = np.zeros((count, n.room(len(pairs))), np.float32)
+    n.room(max(count, classes) * len(pairs))
+    table = np.zeros((count, len(pairs)), np.float32)
     for column, (first, second) in enumerate(pairs):
         for mine, other in ((first, second - 1), (second, first)):
             vectors = slice(ends[mine], ends[mine + 1])
