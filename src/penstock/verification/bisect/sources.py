@@ -21,6 +21,7 @@ from penstock.inspection.dump_reading import EXCERPT, PASSES, dumped_passes, mad
 from penstock.support.errors import PenstockError, UsageError, VerifyError
 from penstock.support.terminal import say
 
+from .original import OnnxOriginal
 from .steps import WRITTEN, CompiledStages, Original, Trail, TrailStep
 
 if TYPE_CHECKING:
@@ -111,8 +112,6 @@ def _original_of(bundle: Bundle, scratch: Path) -> Original | None:
         return None
     from penstock.inspection.exports.weights import export  # lazy: heavy
 
-    from .original import OnnxOriginal  # lazy: heavy
-
     path = scratch / "model.onnx"
     try:
         export(bundle.path, onnx=path)
@@ -146,8 +145,6 @@ def model_trail(
     """Open the trail of an ONNX file, whose original is onnxruntime."""
 
     def original(model: Model) -> Original:
-        from .original import OnnxOriginal  # lazy: heavy
-
         return OnnxOriginal(Path(path), model.imported.names, model.imported.bound)
 
     return planned_trail(path, plan, load, original, folder, backend)
