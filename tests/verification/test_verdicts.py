@@ -113,6 +113,28 @@ def test_nothing_finite_is_nothing_to_tell(tmp_path: Path, capsys: pytest.Captur
     assert "cannot tell" not in capsys.readouterr().out
 
 
+def test_a_wrong_import_that_rounding_moves_more_than_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns are standardised. An import that takes almost nothing for their scale leaves but roundings, of which the
+    outputs say nothing; a value before them does. The control is the right import."""
+    path = written(
+        tmp_path,
+        """m (float[8, 16] x) => (float[8, 16] y) <float[16] w = {2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3}, float c = {100}> {
+            t = Mul(x, w)  u = Add(t, c)  ones = Constant<value_ints = [1]>()  m = ReduceMean<axes = [1]>(u)
+            d = Sub(u, m)  q = Mul(d, d)  v = ReduceMean<axes = [1]>(q)  s = Sqrt(v)  y = Div(d, s) }""",
+    )
+    assert verified(path) == 0
+    assert "cannot tell" not in capsys.readouterr().out
+    model = from_onnx(path)
+    assert list(model.imported.weights) == ["w"]
+    weights = {"w": model.imported.weights["w"][::-1] * np.float32(1e-6)}
+    wrong = replace(model, imported=replace(model.imported, weights=weights))
+    monkeypatch.setattr(checks, "from_onnx", lambda *given, **named: wrong)
+    assert verified(path) == 5
+    assert "interpreter: y: %t on the way to it is off by" in capsys.readouterr().out
+
+
 def test_verdicts_and_their_words(capsys: pytest.CaptureFixture[str]) -> None:
     small, large = Distance(1e-4, 1e-5), Distance(0.3, 0.1)
     right = Comparison("right", small, 1e-5, limit=Distance(2e-4, 2e-5))

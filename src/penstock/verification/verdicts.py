@@ -194,5 +194,5 @@ def _told(untold: Sequence[Comparison], count: int) -> str:
         why = f"rounding alone may change them by {moved:.1e} on the average"
     return (
         f"cannot tell on these inputs: {len(untold)} of {counted(count, 'comparison')} ({names}), as {why}; "
-        "--data FILE has inputs of your own, --seed N draws others, and --bisect judges each kernel by itself"
+        "--data FILE has inputs of your own, --seed N draws others"
     )
