@@ -301,31 +301,30 @@ class _Children:
         return bool(self._running or self._ended)
 
     def start(self, order: Mapping[str, Any], descriptors: list[int]) -> None:
-        began, begins = os.pipe()
         try:
             parent, pid = os.getpid(), os.fork()
         except OSError as error:
-            for descriptor in (began, begins, *descriptors):
+            for descriptor in descriptors:
                 os.close(descriptor)
             self._say({"refused": order["start"], "why": error.strerror})
             return
         if not pid:
             try:
-                # The process gets a group of its own before the launcher knows of it, because signals go to groups. No
-                # process could end it when the server is gone.
-                os.setsid()
+                os.setpgid(0, 0)
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 self._connection.close()
-                for other in (began, begins, *self._running):
+                for other in self._running:
                     os.close(other)
                 if os.getppid() == parent:
                     _become(Rank(order["rank"], order["world"], order["threads"], *descriptors), parent)
             finally:
                 os._exit(1)
-        for descriptor in (begins, *descriptors):
+        for descriptor in descriptors:
             os.close(descriptor)
-        os.read(began, 1)
-        os.close(began)
+        # The process gets a group of its own before the launcher knows of it, because signals go to groups. It does not
+        # have to run for that: one that was stopped at once is not waited for. The group stays in the session of this
+        # process, so that the system ends one that is stopped when this process is gone.
+        os.setpgid(pid, pid)
         watch = os.pidfd_open(pid)
         self._running[watch] = (order["start"], pid)
         self.poll.register(watch, select.POLLIN)

@@ -17,6 +17,7 @@ from oracles.classifier import make_batches
 
 from penstock.runtime.job.job import Job
 from penstock.runtime.launch import forkserver
+from penstock.runtime.launch import local as launch
 from penstock.runtime.launch.forkserver import Server, fork_rank
 from penstock.runtime.messages.control import Rank
 from penstock.runtime.messages.status import is_stopped
@@ -132,6 +133,55 @@ def test_a_server_that_is_stopped_as_it_starts(bundle_of, monkeypatch):
     monkeypatch.setattr(forkserver.subprocess, "Popen", stopped)
     with pytest.raises(PeerLost, match=r"forked from \(process \d+ on .*\) has been stopped for"):
         Job(bundle_of(2, "1f1b", 2), timeout=30)
+
+
+STOPPED = """
+import os, signal
+fork, count = os.fork, []
+def stopped():
+    count.append(0)
+    pid = fork()
+    if not pid and len(count) == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return pid
+os.fork = stopped
+"""
+
+
+@pytest.fixture
+def stopped_at_once(tmp_path, monkeypatch):
+    """Stop the second rank before it has done anything."""
+    (tmp_path / "sitecustomize.py").write_text(STOPPED)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+
+
+@pytest.mark.usefixtures("stopped_at_once")
+def test_a_rank_that_is_stopped_at_once_is_found_as_any_other(bundle_of):
+    """The server does not wait for it, and it is not left behind."""
+    with pytest.raises(
+        PeerLost, match=r"rank 1 \(stage 1, process \d+ on .*\) is stopped: no sign of life for"
+    ) as caught:
+        Job(bundle_of(2, "1f1b", 2), timeout=600, heartbeat=2)
+    pid = int(str(caught.value).partition("process ")[2].split()[0])
+    assert wait_until(lambda: not is_running(pid))
+
+
+@pytest.mark.usefixtures("stopped_at_once")
+def test_a_rank_that_is_stopped_at_once_ends_with_its_server(bundle_of, monkeypatch):
+    """It had no time to ask the system for that."""
+    started, fork = [], launch.fork_rank
+
+    def forked(*said):
+        started.append(fork(*said))
+        if len(started) == 2:
+            assert wait_until(lambda: is_stopped(started[1].pid))
+            os.kill(parent_of(started[1].pid), signal.SIGKILL)
+        return started[-1]
+
+    monkeypatch.setattr(launch, "fork_rank", forked)
+    with pytest.raises(PeerLost, match="was killed by SIGKILL, and all ranks with it"):
+        Job(bundle_of(2, "1f1b", 2), timeout=600, heartbeat=30)
+    assert wait_until(lambda: not any(is_running(process.pid) for process in started))
 
 
 def test_ranks_end_with_their_server(bundle_of):
