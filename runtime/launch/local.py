@@ -3,10 +3,10 @@
 In: a checked bundle and a Setup. Out: messages of the workers, or one error.
 
 Every worker has a socket pair for commands and reports, a line on the status board, and a group of its own in a session
-without a terminal. So an interrupt from the terminal reaches the launcher alone. All of them end when the launcher does, because their control
-connection ends. When one fails, the other workers are ended: terminated, and killed after two seconds. One error names
-rank, stage and action of the one that failed first. A process that died is the cause of its peers' broken connections,
-not the other way round.
+without a terminal. So an interrupt from the terminal reaches the launcher alone. All of them end when the launcher
+does, because their control connection ends. When one fails, the other workers are ended: terminated, and killed after
+two seconds. One error names rank, stage and action of the one that failed first. A process that died is the cause of
+its peers' broken connections, not the other way round.
 
 Output of the workers goes to unnamed files. That of ranks that were asked for is shown as it comes, the end of any
 when it dies without a report.
