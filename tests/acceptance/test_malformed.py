@@ -67,7 +67,7 @@ def tried(good, tmp_path, monkeypatch, capfd):
         raise AssertionError(f"took more than {SECONDS} s")
 
     for place in (
-        "penstock.runtime.job.job.Workers",
+        "penstock.runtime.job.ranks.Workers",
         "penstock.runtime.launch.options.os.execve",
         "penstock.doctor.examine.measure",
     ):

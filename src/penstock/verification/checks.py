@@ -195,12 +195,15 @@ def _of_onnxruntime(path: str, model: Model, inputs: Arrays, *, fused: bool = Fa
     names = model.imported.names
     feeds = {**model.imported.bound, **{names.get(name, name): array for name, array in inputs.items()}}
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    if not fused:
+    if fused:
+        options.log_severity_level = 3  # the run without the optimiser has warned already
+    else:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     outputs = [names.get(name, name) for name in model.module.outputs]
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return dict(zip(model.module.outputs, session.run(outputs, feeds), strict=True))
+    with onnxruntime_warnings_counted():
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        results = session.run(outputs, feeds)
+    return dict(zip(model.module.outputs, results, strict=True))
 
 
 def _runs(

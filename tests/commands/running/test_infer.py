@@ -70,7 +70,7 @@ def test_one_rank_answers_without_a_worker_as_two_do_with_workers(mode, mlp, tmp
     codes, counts, refused, expected = answers(several, "several.npz")
     assert codes == [2, 0]
     assert refused
-    monkeypatch.setattr("penstock.runtime.job.job.Workers", lambda *given: pytest.fail("started workers"))
+    monkeypatch.setattr("penstock.runtime.job.ranks.Workers", lambda *given: pytest.fail("started workers"))
     *others, arrays = answers(bundle, "one.npz")
     assert others == [codes, counts, refused]
     assert arrays.keys() == expected.keys()
@@ -82,7 +82,7 @@ def test_one_rank_answers_without_a_worker_as_two_do_with_workers(mode, mlp, tmp
 
 
 def test_what_cannot_be_meant_starts_nothing(mlp, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("penstock.runtime.job.job.Workers", lambda *given: pytest.fail("started workers"))
+    monkeypatch.setattr("penstock.runtime.job.ranks.Workers", lambda *given: pytest.fail("started workers"))
     np.savez(tmp_path / "x.npz", x=np.zeros(3))
     words = ["--data", str(tmp_path / "x.npz"), "--samples", "3", "--output", str(tmp_path / "x.npz" / "y")]
     assert main(["infer", str(mlp[1]), *words]) == 2

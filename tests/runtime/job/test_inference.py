@@ -142,7 +142,7 @@ def test_a_full_queue_pushes_back_and_waiting_requests_can_be_cancelled(bundle_o
 
 
 def test_options_that_mean_nothing(bundle_of, monkeypatch):
-    monkeypatch.setattr("penstock.runtime.job.job.Workers", lambda *given: pytest.fail("started workers"))
+    monkeypatch.setattr("penstock.runtime.job.ranks.Workers", lambda *given: pytest.fail("started workers"))
     with pytest.raises(
         UsageError, match=r"one of throughput, latency, got 'fast'; the queue must hold 1 to 1000000 requests, got 0"
     ):

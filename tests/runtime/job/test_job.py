@@ -176,7 +176,7 @@ def test_run_bundle_writes_metrics_and_a_trace(bundle_of, tmp_path, capfd):
 
 def test_data_that_does_not_fit_starts_nothing(bundle_of, tmp_path, monkeypatch):
     np.savez(tmp_path / "bad.npz", x=np.zeros((3, 3)))
-    monkeypatch.setattr("penstock.runtime.job.job.Workers", lambda *given: pytest.fail("started workers"))
+    monkeypatch.setattr("penstock.runtime.job.ranks.Workers", lambda *given: pytest.fail("started workers"))
     with pytest.raises(UsageError, match="labels: missing"):
         run_bundle(bundle_of(2, "2bw", 4).path, data=str(tmp_path / "bad.npz"))
     with pytest.raises(UsageError, match="--checkpoint-every needs --checkpoint"):

@@ -24,7 +24,7 @@ from penstock.support.paths import directory_problem, file_problem
 @pytest.fixture
 def refuse(bundle_of, monkeypatch):
     """refuse(text, **options): `run` refuses the options, saying so, and starts nothing."""
-    monkeypatch.setattr("penstock.runtime.job.job.Workers", lambda *given: pytest.fail("started workers"))
+    monkeypatch.setattr("penstock.runtime.job.ranks.Workers", lambda *given: pytest.fail("started workers"))
 
     def refuse(text, **options):
         with pytest.raises(UsageError) as caught:

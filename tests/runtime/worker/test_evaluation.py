@@ -147,7 +147,7 @@ def test_replicas_share_portions_out(tmp_path):
 
 
 def test_what_cannot_be_evaluated_is_refused(bundle_of, tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.runtime.job.job.Workers", lambda *given: pytest.fail("started workers"))
+    monkeypatch.setattr("penstock.runtime.job.ranks.Workers", lambda *given: pytest.fail("started workers"))
     held, _ = write(tmp_path / "eval.npz", 7, 2)
     path = bundle_of(2, "2bw", 2).path
     with pytest.raises(UsageError, match="noise is nothing to evaluate on"):
