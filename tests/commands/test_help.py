@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.commands.parser import COMMANDS, command_line, main
-from penstock.commands.types import is_rare
+from penstock.commands.rare import is_rare
 from penstock.inspection.reference.completion import commands_of, script
 from penstock.planning.options import BuildOptions, PlanOptions, ReadingOptions, TrainingOptions
 from penstock.runtime.launch.options import RunOptions

@@ -9,6 +9,8 @@ import sys
 from penstock.commands.parser import command_line
 
 HEAVY = ("torch", "tvm", "onnx", "onnxruntime", "numpy", "networkx", "highspy")
+# Of Python's own library what takes a third as long as all that the list of commands needs.
+SLOW = ("dataclasses", "inspect", "tempfile", "pathlib", "hashlib", "secrets")
 CODE = """
 import contextlib, io, json, sys
 from penstock.commands.parser import main
@@ -18,15 +20,17 @@ for words in json.loads(sys.argv[1]):
 print(json.dumps([name for name in json.loads(sys.argv[2]) if name in sys.modules]))
 """
 
+# What the environment loads for itself, before the first line of a program, is not counted: python -S loads none of it.
+PATH = f"import sys; sys.path[:] = {sys.path!r}"
 
 # Without looking for garbage, and without taking apart what was imported, which would take as long again.
 BEGIN = "import gc, json, os, sys\ngc.disable()"
 END = f"print(json.dumps([n for n in {HEAVY!r} if n in sys.modules]), flush=True)\nos._exit(0)"
 
 
-def loaded_by(*commands: list[str]) -> set[str]:
-    """The heavy libraries that a process has after these commands."""
-    words = [sys.executable, "-c", CODE, json.dumps(commands), json.dumps(HEAVY)]
+def loaded_by(*commands: list[str], among: tuple[str, ...] = HEAVY) -> set[str]:
+    """The libraries among these that a process has after these commands."""
+    words = [sys.executable, "-S", "-c", PATH + CODE, json.dumps(commands), json.dumps(among)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -36,6 +40,12 @@ def test_help_loads_nothing_heavy() -> None:
     assert names is not None
     assert len(list(names)) > 10
     assert loaded_by(["--help"], ["--version"], *([name, "--help"] for name in names)) == set()
+
+
+def test_the_list_of_commands_loads_nothing_slow() -> None:
+    assert loaded_by(["--help"], among=SLOW) == set()
+    # The control: arguments of a command are settings, which are dataclasses.
+    assert "dataclasses" in loaded_by(["run", "--help"], among=SLOW)
 
 
 def test_what_a_command_needs_is_seen() -> None:

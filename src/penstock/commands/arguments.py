@@ -17,7 +17,8 @@ from penstock.support.errors import UsageError
 from penstock.support.paths import file_problem
 from penstock.support.settings import Description, defaults_of, flags_of, settings_of
 
-from .types import device_list, reader, show_rarely
+from .rare import show_rarely
+from .types import device_list, reader
 
 if TYPE_CHECKING:
     from penstock.inspection.dump import Dump

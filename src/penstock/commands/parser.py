@@ -19,14 +19,13 @@ from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
-from penstock.support.atomic_files import DISK_ERRORS
-from penstock.support.errors import DoesNotFit, PenstockError, UsageError
+from penstock.support.errors import DISK_ERRORS, DoesNotFit, PenstockError, UsageError
 from penstock.support.out_of_memory import is_out_of_memory
 from penstock.support.terminal import open_standard_streams, python_warnings_counted, say_as_is
 from penstock.support.words import counted, meant, visible, visible_lines
 from penstock.version import __version__
 
-from .types import is_rare
+from .rare import is_rare
 
 
 class CommandModule(Protocol):

@@ -1,4 +1,4 @@
-"""Numbers and lists on the command line, as argparse takes them, and the mark of arguments that are rarely used.
+"""Numbers and lists on the command line, as argparse takes them.
 
 In: text. Out: a value, or a message about what was expected.
 """
@@ -37,14 +37,3 @@ def device_list(text: str) -> int | str:
         )
     number: int = positive_number(text)
     return number
-
-
-def show_rarely(*actions: argparse.Action) -> None:
-    """Let arguments stand in `--help-all` alone."""
-    for action in actions:
-        vars(action)["rare"] = True
-
-
-def is_rare(action: argparse.Action) -> bool:
-    """Return whether an argument stands in `--help-all` alone."""
-    return bool(vars(action).get("rare"))

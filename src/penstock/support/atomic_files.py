@@ -8,15 +8,13 @@ Nothing is flushed to the disk: a caller that needs that flushes the file before
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# The disk is at fault, or its quota: no other option or path of the user's is asked for.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+from .errors import DISK_ERRORS
 
 
 @contextmanager

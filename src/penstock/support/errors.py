@@ -10,9 +10,13 @@ program. Lines of any length, and lists of any, are cut.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 
 from .words import shortened, visible, visible_lines
+
+# The disk is at fault, or its quota: no other option or path of the user's is asked for.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 
 class PenstockError(Exception):

@@ -11,7 +11,6 @@ import os
 import re
 import select
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -174,7 +173,7 @@ def onnxruntime_warnings_counted() -> Iterator[None]:
     if sys.stderr is not None:
         sys.stderr.flush()
     kept = os.dup(2)
-    with tempfile.TemporaryFile() as file:
+    with open(os.memfd_create("stderr"), "w+b") as file:
         os.dup2(file.fileno(), 2)
         try:
             yield

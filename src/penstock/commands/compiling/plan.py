@@ -8,8 +8,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from penstock.commands.arguments import add_model_arguments, dump_of
+from penstock.commands.rare import show_rarely
 from penstock.commands.running import grade
-from penstock.commands.types import show_rarely
 from penstock.support.errors import UsageError
 
 from . import placement

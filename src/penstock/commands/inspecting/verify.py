@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.commands.arguments import add_model_arguments, add_settings, dims_of, known_of, settings_from
 from penstock.commands.compiling.planned import plan_of
-from penstock.commands.types import show_rarely
+from penstock.commands.rare import show_rarely
 from penstock.planning.options import TrainingOptions
 from penstock.support.errors import UsageError
 from penstock.support.settings import POSITIVE, SEED, given, setting, settings_of
