@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from failures import children, steps_in, wait_for
+from failure_runs import children, steps_in, wait_for
 from namespaces import kill
 
 import penstock as ps

@@ -45,7 +45,7 @@ def test_the_command_line_has_the_settings_of_a_run():
     actions = {flag: action for action in run_parser()._actions for flag in action.option_strings}
     described = settings_of(RunOptions)
     flagged = {flag: name for name, about in described.items() for flag in flags_of(name, about)}
-    assert flagged.keys() == actions.keys() - {"-h", "--help", "-v", "--verbose", "-q", "--quiet"}
+    assert flagged.keys() == actions.keys() - {"-h", "--help", "--help-all", "-v", "--verbose", "-q", "--quiet"}
     for flag, name in flagged.items():
         setting, action, default = described[name], actions[flag], defaults(RunOptions)[name]
         assert action.help == setting.help, flag
