@@ -304,6 +304,16 @@ def long_run() -> str:
     return together_table()
 
 
+def small_models() -> str:
+    """What a call of small models took in the committed run, by where they compute."""
+    sys.path.append(str(HERE.parent / "benchmarks"))
+    from machine import markdown
+    from one_process import table_of
+
+    document = json.loads((HERE.parent / "benchmarks/results/one_process.json").read_text(encoding="utf-8"))
+    return markdown(*table_of(document["rows"])) + "\n"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "grammar": lambda: docstring("penstock.ir.text", "module    =", "A module is printed"),
     "verifier": lambda: docstring("penstock.ir.verify.verifier", "typed ", "Cost:"),
@@ -340,6 +350,7 @@ PARTS: dict[str, Callable[[], str]] = {
     **results(),
     "failure-trials": failure_trials,
     "long-run": long_run,
+    "small-models": small_models,
     "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),
     "all-commands": reference("commands"),
     "python": reference("python"),
