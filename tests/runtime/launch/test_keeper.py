@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import failure_runs
@@ -57,11 +58,24 @@ def test_a_rank_that_its_launcher_ends_ends_the_other_one_soon(bundle_of, tmp_pa
     assert "was ended by SIGTERM from its launcher" in said[0]
 
 
+def command_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def test_a_worker_that_is_stopped_as_it_starts(bundle_of, tmp_path):
     """It has no heartbeat yet. Its own keeper sees it, and ends: the launcher is to end the other ranks."""
     running = start(bundle_of(2, "1f1b", 2).path, tmp_path, 10, heartbeat=2)
-    assert failure_runs.wait_for(lambda: failure_runs.children(running[1].pid))
-    (worker,) = failure_runs.children(running[1].pid)
+    keeper = running[1].pid
+
+    def begun():
+        """The worker once it is a program of its own: before that its keeper waits for it in the system."""
+        return [pid for pid in failure_runs.children(keeper) if command_of(pid) not in (b"", command_of(keeper))]
+
+    assert failure_runs.wait_for(begun)
+    (worker,) = begun()
     os.kill(worker, signal.SIGSTOP)
     assert running[1].wait(20) == 6
     running[0].terminate()
