@@ -145,13 +145,49 @@ class Var:
     init: str | tuple[float, ...] = "file"
 
 
+# The one axis with a meaning: along it microbatches are dealt out, along every other one ranks share a microbatch.
+REPLICAS = "dp"
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Devices arranged along named axes, the last axis fastest."""
+    """Devices arranged along named axes, the last axis fastest. A place is the number of a device in it."""
 
     name: str
     axes: tuple[tuple[str, int], ...]
     devices: tuple[str, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    def coordinates(self, place: int) -> dict[str, int]:
+        """Return where a device lies on every axis."""
+        along: dict[str, int] = {}
+        for axis, size in reversed(self.axes):
+            place, along[axis] = divmod(place, size)
+        return along
+
+    def group(self, place: int, over: Iterable[str]) -> tuple[int, ...]:
+        """Return the places that differ from this one along the axes in `over` alone, itself among them. The first of
+        these axes is major."""
+        axes = [axis for axis in over if self.sizes.get(axis, 1) > 1]
+        here, sizes = self.coordinates(place), self.sizes
+        places = []
+        for number in range(math.prod(sizes[axis] for axis in axes)):
+            other = dict(here)
+            for axis in reversed(axes):
+                number, other[axis] = divmod(number, sizes[axis])
+            at = 0
+            for axis, size in self.axes:
+                at = at * size + other[axis]
+            places.append(at)
+        return tuple(places)
+
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """Return the places of each team, in order: those that work on one microbatch together."""
+        shared = [axis for axis, _ in self.axes if axis != REPLICAS]
+        return tuple(dict.fromkeys(self.group(place, shared) for place in range(len(self.devices))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +220,9 @@ class Note:
 # The input that no data gives: how many microbatches came before this one since training began. Random numbers depend
 # on it.
 MICROBATCH = "microbatch.number"
+
+# Inputs that no data gives: where a rank lies on an axis of its stage's mesh, such as `mesh.tp`.
+COORDINATE = "mesh."
 
 # The norm of the whole gradient before clipping, a result of updates that use it. An update by a gradient whose norm is
 # not finite is skipped.
@@ -241,8 +280,12 @@ class Module:
 
     def devices_of(self, stage: int) -> tuple[str, ...]:
         """Return the devices that a stage lies on, one rank each: one, or those of its mesh."""
+        return self.mesh_of(stage).devices
+
+    def mesh_of(self, stage: int) -> Mesh:
+        """Return the mesh that a stage lies on; for a single device, one without axes."""
         place = self.stages[stage].place
-        return next((mesh.devices for mesh in self.meshes if mesh.name == place), (place,))
+        return next((mesh for mesh in self.meshes if mesh.name == place), Mesh(place, (), (place,)))
 
     def rank_devices(self) -> list[str]:
         """Return the device of every rank: ranks are numbered stage by stage."""

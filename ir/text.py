@@ -44,7 +44,7 @@ from penstock.support.words import visible
 from .attrs import Attr, Scalar, parse_literal, parse_scalar, print_literal, split_items
 from .graph import FORMER_ROLES, ROLES, Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
 from .schedule import Action, Program, Schedule
-from .types import parse_type
+from .types import TYPE_PATTERN, parse_type
 
 NAME = r"[\w./:\-]+"
 T = TypeVar("T")
@@ -174,7 +174,7 @@ def print_module(module: Module) -> str:
 
 # ------------------------------------------------------------------------------------------------ parsing
 
-_VALUE = re.compile(rf"%({NAME}) : (\w+\[[\w,/]*\](?:\+\w+)*)")
+_VALUE = re.compile(rf"%({NAME}) : ({TYPE_PATTERN})")
 # Control characters of terminals: C0 and C1, but for tabs and ends of lines. The printer writes them as escapes, in
 # strings alone.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

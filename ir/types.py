@@ -1,12 +1,18 @@
 """Tensor types: an element type, a shape, and how the shape is laid over mesh axes.
 
 Text form: `f32[64,512]`, symbolic dimensions `f32[B,512]`, a dimension split over mesh axes `f32[64/dp,512]`, a sum
-that is still partial over an axis `f32[64,512]+tp`. `str(t)` and `parse_type` are exact inverses.
+that is still partial over an axis `f32[64,512]+tp`. In `f32[64,3*768/tp]` a dimension has three blocks, each of which
+is split. `str(t)` and `parse_type` are exact inverses.
+
+Sizes are those of the whole tensor. A dimension of n elements that is split k ways lies in contiguous parts of
+ceil(n/k); of several axes the first is major. `local` is the part of one device. Its last parts may reach beyond the
+tensor: they are padding there.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -61,12 +67,14 @@ def dtype_of(array_dtype: object) -> str:
 
 class TensorType(NamedTuple):
     """The type of a tensor: element type, shape, and how it lies on a mesh. `axes[i]` are the mesh axes that split
-    dimension i (empty: replicated); `partial` are axes with an unreduced sum."""
+    dimension i (empty: replicated); `partial` are axes with an unreduced sum; `blocks[i]` counts the blocks of
+    dimension i, each of which is split (empty: one block each). `laid` makes types in this form."""
 
     dtype: str
     shape: tuple[Dim, ...]
     axes: tuple[tuple[str, ...], ...] = ()
     partial: tuple[str, ...] = ()
+    blocks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return _type_str(self)
@@ -94,6 +102,42 @@ class TensorType(NamedTuple):
     def nbytes(self) -> int:
         return _nbytes(self)
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether no axis splits the tensor, nor leaves a sum of it to be added up."""
+        return not self.axes and not self.partial
+
+    @property
+    def plain(self) -> TensorType:
+        """The type of the whole tensor on one device."""
+        return self if self.is_plain else TensorType(self.dtype, self.shape)
+
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """Return the axes that split a dimension."""
+        return self.axes[dim] if self.axes else ()
+
+    def blocks_of(self, dim: int) -> int:
+        """Return the number of blocks of a dimension."""
+        return self.blocks[dim] if self.blocks else 1
+
+    def laid(
+        self, axes: Sequence[tuple[str, ...]] = (), partial: Iterable[str] = (), blocks: Sequence[int] = ()
+    ) -> TensorType:
+        """Return the type with another layout. Blocks of dimensions that are not split are forgotten."""
+        kept = tuple(b if i < len(axes) and axes[i] else 1 for i, b in enumerate(blocks))
+        return TensorType(
+            self.dtype,
+            self.shape,
+            tuple(map(tuple, axes)) if any(axes) else (),
+            tuple(sorted(partial)),
+            kept if any(b > 1 for b in kept) else (),
+        )
+
+    def local(self, sizes: Mapping[str, int]) -> TensorType:
+        """Return the type of what one device has of the tensor, on a mesh with axes of these sizes. An axis that the
+        mesh does not have has size 1."""
+        return self if self.is_plain else _local(self, tuple(sorted(sizes.items())))
+
     def with_shape(self, shape: tuple[Dim, ...]) -> TensorType:
         return TensorType(self.dtype, tuple(shape))
 
@@ -106,14 +150,35 @@ def _nbytes(t: TensorType) -> int:
     return t.size * ITEM_BYTES[t.dtype]
 
 
+def part_size(n: int, parts: int, blocks: int = 1) -> int:
+    """Return the elements of one part of a dimension of n elements, each block of which is split so many ways."""
+    return blocks * -(-(n // blocks) // parts)
+
+
+@lru_cache(maxsize=65536)
+def _local(t: TensorType, sizes: tuple[tuple[str, int], ...]) -> TensorType:
+    size = dict(sizes)
+    parts = [prod(size.get(axis, 1) for axis in t.axes_of(i)) for i in range(t.rank)]
+    return t.with_shape(
+        tuple(part_size(n, k, t.blocks_of(i)) for i, (n, k) in enumerate(zip(t.dims, parts, strict=True)))
+    )
+
+
 @lru_cache(maxsize=65536)
 def _type_str(t: TensorType) -> str:
-    dims = [str(n) + "".join("/" + a for a in (t.axes[i] if t.axes else ())) for i, n in enumerate(t.shape)]
-    return f"{t.dtype}[{','.join(dims)}]" + "".join("+" + a for a in t.partial)
+    if t.is_plain:
+        return f"{t.dtype}[{','.join(map(str, t.shape))}]"
+    dims = [
+        (f"{b}*{n // b}" if (b := t.blocks_of(i)) > 1 and isinstance(n, int) else str(n))
+        + "".join("/" + axis for axis in t.axes_of(i))
+        for i, n in enumerate(t.shape)
+    ]
+    return f"{t.dtype}[{','.join(dims)}]" + "".join("+" + axis for axis in t.partial)
 
 
-_TYPE = re.compile(r"(\w+)\[([\w,/]*)\]((?:\+\w+)*)")
-_DIM = re.compile(r"(\d+|[A-Za-z_]\w*)((?:/[A-Za-z_]\w*)*)")
+TYPE_PATTERN = r"\w+\[[\w,/*]*\](?:\+\w+)*"
+_TYPE = re.compile(r"(\w+)\[([\w,/*]*)\]((?:\+\w+)*)")
+_DIM = re.compile(r"(?:([1-9]\d*)\*)?(\d+|[A-Za-z_]\w*)((?:/[A-Za-z_]\w*)*)")
 
 
 @lru_cache(maxsize=65536)
@@ -126,15 +191,21 @@ def parse_type(text: str) -> TensorType:
         )
     shape: list[Dim] = []
     axes: list[tuple[str, ...]] = []
+    blocks: list[int] = []
     for part in match[2].split(",") if match[2] else ():
         dim = _DIM.fullmatch(part)
-        if dim is None:
+        if dim is None or (dim[1] and not (dim[2].isdigit() and dim[3] and int(dim[1]) > 1)):
             raise ValueError(
-                f"bad dimension {part!r} in {text!r}, expected a number or a name, then /axis for each mesh axis"
+                f"bad dimension {part!r} in {text!r}, expected a number or a name, then /axis for each mesh axis; "
+                "a number of blocks, such as 3*256/tp, stands before sizes that are split"
             )
-        shape.append(int(dim[1]) if dim[1].isdigit() else dim[1])
-        axes.append(tuple(dim[2].split("/")[1:]))
-    return TensorType(match[1], tuple(shape), tuple(axes) if any(axes) else (), tuple(match[3].split("+")[1:]))
+        blocks.append(int(dim[1] or 1))
+        shape.append(int(dim[2]) * blocks[-1] if dim[2].isdigit() else dim[2])
+        axes.append(tuple(dim[3].split("/")[1:]))
+    partial = tuple(match[3].split("+")[1:])
+    if partial != tuple(sorted(partial)):
+        raise ValueError(f"bad tensor type {text!r}, expected the axes of partial sums in alphabetical order")
+    return TensorType(match[1], tuple(shape)).laid(axes, partial, blocks)
 
 
 def broadcast_shapes(*shapes: tuple[Dim, ...]) -> tuple[Dim, ...]:

@@ -22,12 +22,13 @@ from penstock.ir.attrs import Attr, Attrs
 from penstock.ir.graph import ANNOTATIONS, Op, Value
 from penstock.ir.types import TensorType
 
-from . import contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
+from . import collectives, contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
+from .collectives import axes_over, layout_of
 from .layout import VIEWS
 from .table import ANY, OpCost, OpDef, Required, integer, ints, reduced_axes
 from .windows import Window, window_of
 
-_FAMILIES = (elementwise, draws, layout, reductions, contractions, windows, rows, indexing, training)
+_FAMILIES = (elementwise, draws, layout, reductions, contractions, windows, rows, indexing, collectives, training)
 
 OPS: dict[str, OpDef] = {row.name: row for family in _FAMILIES for row in family.ROWS}
 assert len(OPS) == sum(len(family.ROWS) for family in _FAMILIES), "two rows have one name"
@@ -64,8 +65,9 @@ def definition(kind: str) -> OpDef:
 
 
 def infer_op(op: Op, var_types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
-    """Return the result types of an op by its row. Raise TypeError when operands, attributes or variable do not fit."""
-    row, types = definition(op.kind), tuple([v.type for v in op.ins])
+    """Return the result types of an op by its row, without layouts. Raise TypeError when operands, attributes or
+    variable do not fit."""
+    row, types = definition(op.kind), tuple([v.type.plain for v in op.ins])
     if row.family == "state":
         return _type_of_variable(op, types, var_types)
     # Constants may hold tables, whose hash takes longer than their check.
@@ -119,9 +121,10 @@ def _type_of_variable(
     _check_arity(definition(op.kind), types)
     if var not in var_types:
         raise TypeError(f"no variable @{var} in the module")
-    if types and types[0] != var_types[var]:
-        raise TypeError(f"@{var} is {var_types[var]}, the operand is {types[0]}")
-    return (var_types[var],) if op.kind in ("read", "take") else ()
+    plain = var_types[var].plain
+    if types and types[0] != plain:
+        raise TypeError(f"@{var} is {plain}, the operand is {types[0]}")
+    return (plain,) if op.kind in ("read", "take") else ()
 
 
 def cost_of(op: Op) -> OpCost:
@@ -156,12 +159,14 @@ __all__ = [
     "OpDef",
     "Required",
     "Window",
+    "axes_over",
     "complete_attrs",
     "cost_of",
     "definition",
     "infer_op",
     "integer",
     "ints",
+    "layout_of",
     "make",
     "reduced_axes",
     "window_of",

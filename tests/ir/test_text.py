@@ -128,3 +128,27 @@ def test_the_former_word_for_settings_is_read() -> None:
     assert "f64[] setting init" in print_module(module)
     with pytest.raises(ParseError):
         parse_module(text.replace("WORD", "tables"))
+
+
+@pytest.mark.parametrize(
+    ("text", "local"),
+    [
+        ("f32[64,512/tp]", "f32[64,256]"),
+        ("f32[7/tp]", "f32[4]"),
+        ("f32[3*7/tp,2/dp/tp]", "f32[12,1]"),
+        ("f32[8/dp/tp]+sp", "f32[1]"),
+        ("i64[5/none]", "i64[5]"),
+    ],
+)
+def test_types_with_a_layout_print_and_say_what_one_device_has(text: str, local: str) -> None:
+    parsed = parse_type(text)
+    assert str(parsed) == text
+    assert str(parsed.local({"tp": 2, "dp": 4})) == local
+    assert parsed.plain.is_plain
+    assert parsed.plain.local({"tp": 2}) == parsed.plain
+
+
+@pytest.mark.parametrize("text", ["f32[3*8]", "f32[1*8/tp]", "f32[0*8/tp]", "f32[3*B/tp]", "f32[8]+tp+dp", "f32[8/]"])
+def test_layouts_that_say_nothing_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="bad"):
+        parse_type(text)

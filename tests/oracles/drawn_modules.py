@@ -20,7 +20,7 @@ literals = st.one_of(scalars, st.lists(scalars, max_size=4).map(tuple))
 def types(draw: st.DrawFn) -> TensorType:
     shape = tuple(draw(st.lists(st.one_of(st.integers(0, 512), st.sampled_from(["B", "seq_len"])), max_size=4)))
     axes = tuple(tuple(draw(st.lists(st.sampled_from(["dp", "tp"]), max_size=2, unique=True))) for _ in shape)
-    partial = tuple(draw(st.lists(st.sampled_from(["dp", "tp"]), max_size=2, unique=True)))
+    partial = tuple(sorted(draw(st.lists(st.sampled_from(["dp", "tp"]), max_size=2, unique=True))))
     return TensorType(draw(st.sampled_from(DTYPES)), shape, axes if any(axes) else (), partial)
 
 

@@ -1,5 +1,5 @@
 """The meaning of each row of the op table in NumPy: `NUMPY[kind](inputs, attrs) -> results`, for every row but the
-state operations.
+state operations and what the ranks of a group do together (ir/interpreter/collectives.py).
 
 `attrs` are complete (see `complete_attrs`). Each function is the definition that kernels are tested against, so it is
 written to be obviously right, not to be fast. Arithmetic is done in the element type of the operands, long sums in
