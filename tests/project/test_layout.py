@@ -55,6 +55,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("graph",),
         ("training", "messages", "names"),
         ("ops",),
+        ("sharding",),
         ("liveness", "text", "grid", "batch_shares"),
         ("memory",),
         ("verify", "interpreter"),
