@@ -1,8 +1,8 @@
 """Tiles: the slices of a whole tensor that one place of a mesh holds.
 
 In: a type with axes and blocks, a mesh, a place in it. Out: a TensorTile: for every dimension, the ranges of the
-whole tensor with their places in the local array. The local array has the shape of `TensorType.local`; what no range covers is
-padding, which is zero.
+whole tensor with their places in the local array. The local array has the shape of `TensorType.local`; what no range
+covers is padding, which is zero.
 
     f32[10/tp] at the last of 4 places: 9..10 lies at 0, the local array has 3 elements, two of them are padding
     f32[2*4/tp] at the first of 2 places: 0..2 lies at 0, 4..6 at 2
