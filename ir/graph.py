@@ -224,6 +224,9 @@ MICROBATCH = "microbatch.number"
 # Inputs that no data gives: where a rank lies on an axis of its stage's mesh, such as `mesh.tp`.
 COORDINATE = "mesh."
 
+# The fact of modules whose stage graphs are what one device does: types are those of parts, collectives are operations.
+LOCAL = "local"
+
 # The norm of the whole gradient before clipping, a result of updates that use it. An update by a gradient whose norm is
 # not finite is skipped.
 NORM = "gradient.norm"
@@ -286,6 +289,24 @@ class Module:
         """Return the mesh that a stage lies on; for a single device, one without axes."""
         place = self.stages[stage].place
         return next((mesh for mesh in self.meshes if mesh.name == place), Mesh(place, (), (place,)))
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether stage graphs are what one device does (local form)."""
+        return LOCAL in self.facts
+
+    def local_type(self, type: TensorType, stage: int) -> TensorType:
+        """Return the type of what one device of a stage has of an input, a variable or a value of an edge."""
+        return type if type.is_plain else type.local(self.mesh_of(stage).sizes)
+
+    def local_values(self, values: Iterable[Value], stage: int) -> tuple[Value, ...]:
+        """Return values with their types on one device of a stage."""
+        return tuple(v if v.type.is_plain else Value(v.name, self.local_type(v.type, stage)) for v in values)
+
+    def given_names(self, stage: int) -> set[str]:
+        """Return the names that graphs of a stage take without a maker: inputs of the module, and coordinates."""
+        coordinates = {f"{COORDINATE}{axis}" for axis in self.mesh_of(stage).sizes} if self.is_local else set()
+        return {value.name for value in self.inputs} | coordinates
 
     def rank_devices(self) -> list[str]:
         """Return the device of every rank: ranks are numbered stage by stage."""

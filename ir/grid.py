@@ -93,8 +93,8 @@ class Played:
 
 def message_rules(schedule: Schedule) -> Rules:
     """Return the rules of a schedule with sends and receives: an event is a message, or the arrival of a rank at a sum
-    over its stage."""
-    members = schedule.members()
+    over its replicas."""
+    replicas = schedule.replicas()
     summing = {a.stage for a in schedule.actions() if a.kind == SUM}
 
     def message(rank: int, action: Action) -> Event:
@@ -104,7 +104,7 @@ def message_rules(schedule: Schedule) -> Rules:
     events: dict[str, Callable[[int, Action], Iterable[Event]]] = {
         MESSAGE: lambda rank, a: (message(rank, a),),
         ARRIVAL: lambda rank, a: ((SUM, rank, a.mb),),
-        ARRIVALS: lambda rank, a: [(SUM, member, a.mb) for member in members[a.stage]] if a.stage in summing else (),
+        ARRIVALS: lambda rank, a: [(SUM, other, a.mb) for other in replicas[rank]] if a.stage in summing else (),
         NOTHING: lambda rank, a: (),
     }
     needs, gives, meets = (

@@ -14,10 +14,12 @@ Once per batch, with the number of the batch:
     N             returns the part of this stage in what all stages have to agree on, the norm of the gradient
     U             update
     SP RP SN RN   move results of P and N to where N and U take them
-    AR            sums the gradients of a batch over the ranks of the stage
+    AR            sums the gradients of a batch over the teams of the stage
 
-A stage lies on one rank or on several, its replicas. One rank of each stage runs a given microbatch of a batch, the
-same one in every batch. The peer of a send or receive is a rank. With one rank per stage, rank r runs stage r.
+A stage lies on one rank or on several. Those that run the same microbatches of a batch are a team: they work on each of
+them together. One team of each stage runs a given microbatch, the same one in every batch. Teams are replicas of each
+other: the ranks at one place of all teams have the same part of the stage, and AR sums over these. Mostly a team is one
+rank. The peer of a send or receive is a rank. With one rank per stage, rank r runs stage r.
 
 Training has no fixed length, so a schedule is a *period*: for each rank a `start` list, run once, and a `batch` list,
 run once per batch. Both are written as for batch 1 (microbatches m .. 2m-1 of m per batch): weight versions are
@@ -168,12 +170,31 @@ class Schedule:
             ranks[stage] = (*ranks.get(stage, ()), rank)
         return ranks
 
-    def runners(self) -> dict[tuple[int, int], int]:
-        """Return the rank of a stage that runs each microbatch: (stage, number in the batch) -> rank."""
+    def teams(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        """Return the teams of every stage: the ranks that run the same microbatches, in order."""
+        teams: dict[int, dict[frozenset[int], tuple[int, ...]]] = {}
+        for rank, stage in sorted(self.homes().items()):
+            numbers = frozenset(a.mb % self.microbatches for a in self.ranks[rank].batch if a.kind == FORWARD)
+            of_stage = teams.setdefault(stage, {})
+            of_stage[numbers] = (*of_stage.get(numbers, ()), rank)
+        return {stage: tuple(of_stage.values()) for stage, of_stage in teams.items()}
+
+    def replicas(self) -> dict[int, tuple[int, ...]]:
+        """Return for every rank the ranks that have its part of the stage, one of each team and itself among them: AR
+        sums over these."""
+        groups: dict[int, tuple[int, ...]] = {}
+        for teams in self.teams().values():
+            for group in zip(*teams, strict=False):
+                groups |= dict.fromkeys(group, group)
+        return {rank: groups.get(rank, (rank,)) for rank in self.homes()}
+
+    def runners(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Return the team of a stage that runs each microbatch: (stage, number in the batch) -> ranks."""
         return {
-            (a.stage, a.mb % self.microbatches): rank
-            for rank, program in self.ranks.items()
-            for a in program.batch
+            (stage, a.mb % self.microbatches): team
+            for stage, teams in self.teams().items()
+            for team in teams
+            for a in self.ranks[team[0]].batch
             if a.kind == FORWARD
         }
 
@@ -202,27 +223,32 @@ class Schedule:
 
 
 class Routes:
-    """The ranks between which a message goes: from the rank that runs a microbatch on one stage to the one that runs it
-    on the other. Results that are sent once per batch are the same on all ranks of a stage. So each rank takes them
-    from one of those, in turn.
+    """The ranks between which a message goes. The team that runs a microbatch on one stage sends to the team that runs
+    it on the other, each rank to the one at its own place. Results that are sent once per batch are the same in all
+    teams of a stage. So each team takes them from one of those, in turn.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.members, self._runners, self._per_batch = schedule.members(), schedule.runners(), schedule.microbatches
-        self._number = {rank: i for ranks in self.members.values() for i, rank in enumerate(ranks)}
+        self._teams, self._runners, self._per_batch = schedule.teams(), schedule.runners(), schedule.microbatches
+        # The stage of every rank, the number of its team there, and its place in the team.
+        self._at = {
+            rank: (stage, number, place)
+            for stage, teams in self._teams.items()
+            for number, team in enumerate(teams)
+            for place, rank in enumerate(team)
+        }
 
     def source(self, rank: int, phase: str, stage: int, number: int) -> int:
         """Return the rank of `stage` that sends to `rank`; `number` is that of the microbatch, or of the batch."""
+        _, at, place = self._at[rank]
         if phase not in PER_BATCH:
-            return self._runners[stage, number % self._per_batch]
-        ranks = self.members[stage]
-        return ranks[self._number[rank] % len(ranks)]
+            team = self._runners[stage, number % self._per_batch]
+        else:
+            team = self._teams[stage][at % len(self._teams[stage])]
+        return team[place % len(team)]
 
     def targets(self, rank: int, phase: str, stage: int, number: int) -> list[int]:
         """Return the ranks of `stage` that `rank` sends to."""
-        if phase not in PER_BATCH:
-            return [self._runners[stage, number % self._per_batch]]
-        return [other for other in self.members[stage] if self.source(other, phase, self._stage(rank), number) == rank]
-
-    def _stage(self, rank: int) -> int:
-        return next(stage for stage, ranks in self.members.items() if rank in ranks)
+        home = self._at[rank][0]
+        teams = self._teams[stage] if phase in PER_BATCH else (self._runners[stage, number % self._per_batch],)
+        return [other for team in teams for other in team if self.source(other, phase, home, number) == rank]

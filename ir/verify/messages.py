@@ -46,7 +46,7 @@ def _check_edges(module: Module) -> Iterator[Problem]:
             yield Problem(
                 place, f"there is none, but @s{key[1]}.{taker} takes {_values(values)} from @s{key[0]}.{key[2]}"
             )
-        elif list(edges[key].values) != values:
+        elif any(list(module.local_values(edges[key].values, stage)) != values for stage in key[:2]):
             yield Problem(place, f"carries {_values(edges[key].values)}, expected {_values(values)}")
     for key, edge in edges.items():
         if key not in expected:
@@ -90,6 +90,7 @@ class _Ends:
         self._into, self._out = into, out
         self._arriving = {(stage, phase, peer) for (stage, _), sources in into.items() for peer, phase in sources}
         self._homes, self._members = run.schedule.homes(), run.schedule.members()
+        self._teams = run.schedule.teams()
         self._done: dict[tuple[str, int, int, int | None], int] = {}
         self._problem = FirstOfEach(run, rank)
 
@@ -99,9 +100,9 @@ class _Ends:
                 yield from check(self, step, a)
             self._done.setdefault((a.kind, a.stage, a.mb, a.peer), step)
         for (kind, stage, mb, _), step in self._done.items():
-            # One of the ranks of a stage sends results that exist once per batch. The check of the receiver notices a
+            # One of the teams of a stage sends results that exist once per batch. The check of the receiver notices a
             # missing one.
-            each = kind not in PER_BATCH or len(self._members[stage]) == 1
+            each = kind not in PER_BATCH or len(self._teams[stage]) == 1
             for target in self._out.get((stage, kind), ()) if each else ():
                 peers, send = self._members[target], SEND_OF[kind]
                 if not any((send, stage, mb, peer) in self._done for peer in peers):
@@ -182,14 +183,14 @@ def _check_channels(run: ConcreteRun) -> Iterator[Problem]:
 
 
 def _check_sums(run: ConcreteRun) -> Iterator[Problem]:
-    """Check that the ranks of a stage sum up the gradients of the same batches in the same order."""
-    orders: dict[int, dict[int, list[tuple[int, int]]]] = {}
+    """Check that ranks sum up the gradients of the same batches in the same order as their replicas."""
+    replicas = run.schedule.replicas()
+    orders: dict[tuple[int, ...], dict[int, list[tuple[int, int]]]] = {}
     for rank, actions in run.programs.items():
         for step, a in enumerate(actions):
             if a.kind == SUM:
-                orders.setdefault(a.stage, {}).setdefault(rank, []).append((a.mb, step))
-    for stage, by_rank in orders.items():
-        members = run.schedule.members()[stage]
+                orders.setdefault(replicas[rank], {}).setdefault(rank, []).append((a.mb, step))
+    for members, by_rank in orders.items():
         leader, order = members[0], by_rank.get(members[0], [])
         for rank in members[1:]:
             other = by_rank.get(rank, [])

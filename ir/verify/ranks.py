@@ -2,13 +2,14 @@
 
 In: a module with a schedule. Out: problems.
 
-A stage has one rank for each of its devices, and ranks are numbered stage by stage. Where it has several,
-they share its work out by microbatches.
+A stage has one rank for each of its devices, and ranks are numbered stage by stage. Its mesh says which of them are a
+team: teams share the work of the stage out by microbatches, and all ranks of a team do the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from penstock.ir.action_kinds import FORWARD
 from penstock.ir.graph import Module, written_vars
@@ -53,14 +54,19 @@ def check_homes(module: Module, schedule: Schedule) -> Iterator[Problem]:
 
 
 def check_dealing(module: Module, schedule: Schedule) -> Iterator[Problem]:
-    """Check that one rank of each stage runs a given microbatch. A variable that changes with every microbatch is on
-    one rank only."""
+    """Check that one team of each stage runs a given microbatch, all its ranks in the same way. A variable that changes
+    with every microbatch is on one team only."""
+    widths: dict[int, int] = {}
     for stage, ranks in schedule.members().items():
-        dealt: dict[int, list[int]] = {k: [] for k in range(schedule.microbatches)}
-        for rank in ranks:
-            for k in {a.mb % schedule.microbatches for a in schedule.ranks[rank].batch if a.kind == FORWARD}:
-                dealt[k].append(rank)
         place = f"schedule {schedule.name}, stage {stage}"
+        teams = [tuple(ranks[at] for at in team) for team in module.mesh_of(stage).teams()]
+        widths[len(teams[0])] = stage
+        for team in teams:
+            yield from _check_team(schedule, team, place)
+        dealt: dict[int, list[int]] = {k: [] for k in range(schedule.microbatches)}
+        for team in teams:
+            for k in {a.mb % schedule.microbatches for a in schedule.ranks[team[0]].batch if a.kind == FORWARD}:
+                dealt[k].append(team[0])
         for k, runners in dealt.items():
             if len(runners) > 1:
                 yield Problem(
@@ -70,9 +76,28 @@ def check_dealing(module: Module, schedule: Schedule) -> Iterator[Problem]:
             elif not runners and len(ranks) > 1:
                 yield Problem(place, f"microbatch {k} of a batch is run by no rank")
         forward = module.stage_graph(stage, FORWARD)
-        moving = sorted(written_vars(forward)) if forward is not None and len(ranks) > 1 else []
+        moving = sorted(written_vars(forward)) if forward is not None and len(teams) > 1 else []
         if moving:
             what = (
-                f"@{moving[0]} changes with every microbatch, so each of the {len(ranks)} ranks would have another one"
+                f"@{moving[0]} changes with every microbatch, so each of the {len(teams)} ranks would have another one"
             )
             yield Problem(place, what, hint="put this stage on one device")
+    if len(widths) > 1:
+        listed = " and ".join(f"{width} on stage {stage}" for width, stage in sorted(widths.items()))
+        yield Problem(f"schedule {schedule.name}", f"teams have {listed} ranks, expected as many on all stages")
+
+
+def _check_team(schedule: Schedule, team: Sequence[int], place: str) -> Iterator[Problem]:
+    """Check that the ranks of a team run the same actions in the same order. Only the peers of messages differ."""
+    programs = [schedule.ranks[rank] for rank in team]
+    alike = [[a._replace(peer=None) for a in (*p.start, *p.batch)] for p in programs]
+    for rank, program, actions in zip(team[1:], programs[1:], alike[1:], strict=True):
+        at = next((i for i, pair in enumerate(zip_longest(alike[0], actions)) if pair[0] != pair[1]), None)
+        if at is None and len(program.start) == len(programs[0].start):
+            continue
+        at = min(len(program.start), len(programs[0].start)) if at is None else at
+        first, other = (str(listed[at]) if at < len(listed) else "nothing" for listed in (alike[0], actions))
+        yield Problem(
+            f"{place}, rank {rank} step {at} ({other})",
+            f"rank {team[0]} of the same team does {first} there; expected the same actions in the same order",
+        )

@@ -38,11 +38,11 @@ def sources(module: Module) -> dict[tuple[int, int, str], list[Value]]:
     """List what each stage's graphs take from other stages' graphs, by (source, destination, phase), in the source's
     order."""
     edges: dict[tuple[int, int, str], list[Value]] = {}
-    fed = {v.name for v in module.inputs}
     for phase in PHASES:
         graphs = {s.index: g for s in module.stages if (g := module.stage_graph(s.index, phase))}
         for dst in (s.index for s in module.stages):
             savers = (module.stage_graph(dst, kind) for kind in ACTION_KINDS[phase].saved_by)
+            fed = module.given_names(dst)
             kept = {v.name for saver in savers if saver for v in saver.saved}
             wanted = (
                 {v.name for kind in TAKERS[phase] if (g := module.stage_graph(dst, kind)) for v in g.ins} - fed - kept
@@ -99,9 +99,7 @@ def _check_order(module: Module, run: ConcreteRun) -> Iterator[Problem]:
         for s in module.stages
         if (graph := module.stage_graph(s.index, FORWARD)) and (names := written_vars(graph))
     }
-    summing = {
-        stage for stage, ranks in run.schedule.members().items() if len(ranks) > 1 and summed_vars(module, stage)
-    }
+    summing = {stage for stage, teams in run.schedule.teams().items() if len(teams) > 1 and summed_vars(module, stage)}
     for rank, actions in run.programs.items():
         yield from _Order(run, rank, kinds, summing).check(actions)
         yield from _check_forward_order(run, rank, actions, moving)
@@ -183,7 +181,7 @@ class _Order:
             self._added.setdefault((a.stage, a.mb // self._m), []).append(a.mb)
 
     def _lost(self, stage: int) -> Iterator[Problem]:
-        run, alone = self._run, len(self._run.schedule.members()[stage]) == 1
+        run, alone = self._run, len(self._run.schedule.teams()[stage]) == 1
         for kind in sorted(self._kinds[stage] | ({SUM} if stage in self._summing else set())):
             numbers = range(run.first, run.first + run.batches) if kind in PER_BATCH else run.microbatches
             lost = [

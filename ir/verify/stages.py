@@ -127,7 +127,7 @@ def _check_split(module: Module) -> Iterator[Problem]:
 def _check_providers(module: Module) -> Iterator[Problem]:
     """Check that each input of a stage graph comes from the user, from the same stage's forward, or from one other
     stage. Results of P and N are for their own stage, too."""
-    fed = {v.name for v in module.inputs}
+    inputs = {v.name for v in module.inputs}
     makers: dict[str, dict[str, list[int]]] = {}
     for phase in (*PHASES, UPDATE):
         returned = makers.setdefault(phase, {})
@@ -146,7 +146,7 @@ def _check_providers(module: Module) -> Iterator[Problem]:
         if not (sources or earlier):
             continue
         for index in (s.index for s in module.stages):
-            graph = module.stage_graph(index, kind)
+            graph, fed = module.stage_graph(index, kind), module.given_names(index)
             kept = {v.name for k in earlier if (g := module.stage_graph(index, k)) for v in g.saved}
             itself = {index} if row.way else set()
             for value in graph.ins if graph else ():
@@ -158,7 +158,7 @@ def _check_providers(module: Module) -> Iterator[Problem]:
                     what = f"takes {value!r}, which nobody provides: {tried}"
                     yield Problem(f"@s{index}.{kind}", what)
     for name in module.outputs:
-        if name not in makers[FORWARD] and name not in fed:
+        if name not in makers[FORWARD] and name not in inputs:
             yield Problem(f"%{name}", "is an output of the module, but no stage returns it; was a layer dropped?")
 
 

@@ -25,12 +25,13 @@ microbatches takes 0.2 seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from penstock.ir.action_kinds import ACTION_KINDS, BACKWARD, FORWARD, NORM_PARTS, PARTS, UPDATE, WEIGHTS, adder
 from penstock.ir.graph import (
     BUFFER,
+    COORDINATE,
     GRAD,
     PARAM,
     ROLES,
@@ -40,6 +41,7 @@ from penstock.ir.graph import (
     Module,
     Op,
     Value,
+    graph_stage,
     touched_vars,
     touching_ops,
 )
@@ -96,14 +98,39 @@ def check_typed(module: Module) -> Iterator[Problem]:
     for name, graph in module.graphs.items():
         if name != graph.name:
             yield Problem(f"@{name}", f"the graph stored under this name is called @{graph.name}")
-        yield from _check_unless_known(graph, types)
+        stage = graph_stage(name) if module.is_local else None
+        here = stage if stage is not None and stage < len(module.stages) else None
+        yield from _check_unless_known(graph, types if here is None else _local_types(module, types, here))
         for value in (*graph.ins, *graph.outs, *graph.saved):
             other, place = seen.setdefault(value.name, (value, f"@{name}"))
-            if other.type != value.type:
+            expected = other.type if here is None else module.local_type(other.type, here)
+            if expected != value.type:
                 yield Problem(
                     f"@{name}",
-                    f"%{value.name} is {value.type} here and {other.type} in {place}; equal names mean equal tensors",
+                    f"%{value.name} is {value.type} here and {expected} in {place}; equal names mean equal tensors",
                 )
+        if here is not None:
+            yield from _check_coordinates(module, graph, here)
+
+
+def _local_types(module: Module, types: Mapping[str, TensorType], stage: int) -> dict[str, TensorType]:
+    """Return the types of what one device of a stage has of each variable."""
+    return {name: module.local_type(kind, stage) for name, kind in types.items()}
+
+
+def _check_coordinates(module: Module, graph: Graph, stage: int) -> Iterator[Problem]:
+    """Check that a graph takes coordinates of axes that there are, and no data is called like them."""
+    fed, known = {value.name for value in module.inputs}, module.given_names(stage)
+    for value in graph.ins:
+        if not value.name.startswith(COORDINATE):
+            continue
+        if value.name in fed:
+            yield Problem(f"%{value.name}", "is an input of the module, but a rank has its coordinates from its mesh")
+        elif value.name not in known:
+            axes = ", ".join(module.mesh_of(stage).sizes) or "none"
+            yield Problem(f"@{graph.name}", f"takes %{value.name}; the axes of the mesh of stage {stage} are {axes}")
+        elif value.type != TensorType("i64", ()):
+            yield Problem(f"@{graph.name}", f"takes %{value.name} as {value.type}, a coordinate is i64[]")
 
 
 # The types of the variables with which a graph was found right.

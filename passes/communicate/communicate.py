@@ -82,7 +82,7 @@ def _makers(graphs: dict[int, Graph], problems: list[str]) -> dict[str, int]:
 
 def _is_local(module: Module, stage: int, phase: str, value: Value) -> bool:
     """Return whether the rank has the value without receiving it."""
-    if any(v.name == value.name for v in module.inputs):
+    if value.name in module.given_names(stage):
         return True
     savers = (module.stage_graph(stage, kind) for kind in ACTION_KINDS[phase].saved_by)
     return any(v.name == value.name for saver in savers if saver is not None for v in saver.saved)

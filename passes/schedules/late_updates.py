@@ -1,6 +1,6 @@
 """Run an update on which ranks have to agree as late as is legal, so that no rank waits for the rest.
 
-In: the schedule of F, B (and W) and U that a generator made. Out: the same with the sum of gradients over the ranks of
+In: the schedule of F, B (and W) and U that a generator made. Out: the same with the sum of gradients over the teams of
 a stage (AR), P and N right behind the last backward of a batch. Under a schedule with a delay, U stands right before
 the first forward that reads the version it makes. By then the results of other stages have arrived long ago. With a
 delay of one batch that is within the batch after (ir/schedule.py). Without a delay U comes right behind, as before.
@@ -23,7 +23,8 @@ _AGREEING = tuple(kind for kind in BATCH_ORDER if kind != UPDATE)
 
 def update_late(module: Module, schedule: Schedule, delay: int) -> Schedule:
     """Return the schedule with AR, P and N of the stages that have them, and with updates as late as these need."""
-    summing = {s.index for s in module.stages if len(module.devices_of(s.index)) > 1 and summed_vars(module, s.index)}
+    teams = schedule.teams()
+    summing = {s.index for s in module.stages if len(teams[s.index]) > 1 and summed_vars(module, s.index)}
     kinds = {
         s.index: [k for k in _AGREEING if (s.index in summing if k == SUM else module.stage_graph(s.index, k))]
         for s in module.stages
@@ -39,9 +40,9 @@ def update_late(module: Module, schedule: Schedule, delay: int) -> Schedule:
 def sum_late(schedule: Schedule, delay: int) -> Schedule:
     """Return the schedule with late sums where there is no module. Every stage on several ranks sums up its gradients,
     and nothing else waits for other ranks."""
-    members = schedule.members()
-    summing = {stage for stage, ranks in members.items() if len(ranks) > 1}
-    kinds = {stage: [SUM] if stage in summing else [] for stage in members}
+    teams = schedule.teams()
+    summing = {stage for stage, listed in teams.items() if len(listed) > 1}
+    kinds = {stage: [SUM] if stage in summing else [] for stage in teams}
     waiting = summing if delay else set()
     ranks = {
         rank: _agreeing(program, schedule.microbatches, delay, kinds, waiting)

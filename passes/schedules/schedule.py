@@ -10,13 +10,14 @@ Backwards run in microbatch order in all schedules. So gradients are summed in t
 compared bit by bit. A new schedule is one file, one row of SCHEDULES, and one name in ir/schedule_names.py. Whether
 order and delay fit together is not decided here but by the checker.
 
-A stage on several devices has a rank for each, and the microbatches of a batch are shared out among them (dealing.py):
-each of them runs the order of the schedule, and leaves out what is not its own.
+A stage on several devices has a rank for each. They make up teams (`Mesh.teams`), mostly of one rank, and the
+microbatches of a batch are shared out among these (dealing.py): each team runs the order of the schedule, and leaves
+out what is not its own. All ranks of a team do the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, WEIGHTS
@@ -46,7 +47,7 @@ assert all(kind.trains == (name in TRAINING) for name, kind in SCHEDULES.items()
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
     """Options of `schedule`. `kind` is a row of SCHEDULES; `microbatches` per batch must be the number that autodiff
-    averaged over. `shares` are how many of them each rank runs, stage by stage: as many each as can be if not given."""
+    averaged over. `shares` are how many of them each team runs, stage by stage: as many each as can be if not given."""
 
     kind: str = "1f1b"
     microbatches: int = 1
@@ -91,13 +92,24 @@ def _own_part(program: Program, own: Set[int], microbatches: int) -> Program:
     return Program(tuple(kept(program.start)), (*batch[:done], *updates, *batch[done:]))
 
 
+def _for_all(built: Schedule, teams: Iterable[Iterable[Sequence[int]]]) -> Schedule:
+    """Return a schedule that has the program of each team, in order, as one of their ranks. `teams` are the places of
+    the ranks of each team, by stage."""
+    programs, listed, first = dict[int, Program](), iter(built.ranks.values()), 0
+    for stage in teams:
+        placed = {first + place: program for team, program in zip(stage, listed, strict=False) for place in team}
+        programs |= sorted(placed.items())
+        first += len(placed)
+    return Schedule(built.name, built.microbatches, programs)
+
+
 def schedule(module: Module, options: ScheduleOptions) -> Module:
     """Assign the computations to every rank. A stage without a backward, weight gradient or update graph gets no such
     action."""
-    ranks = [len(module.devices_of(s.index)) for s in module.stages]
-    _check_size(len(ranks), options.microbatches)
-    shares = shares_of(options.shares, ranks, options.microbatches)
-    result = build_schedule(options.kind, len(ranks), options.microbatches, shares)
+    teams = [module.mesh_of(s.index).teams() for s in module.stages]
+    _check_size(len(teams), options.microbatches)
+    shares = shares_of(options.shares, list(map(len, teams)), options.microbatches)
+    result = _for_all(build_schedule(options.kind, len(teams), options.microbatches, shares), teams)
     trainable = any(module.stage_graph(s.index, BACKWARD) for s in module.stages)
     if SCHEDULES[options.kind].trains and not trainable:
         raise UsageError(

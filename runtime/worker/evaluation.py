@@ -25,7 +25,7 @@ from penstock.ir.action_kinds import DROP, FORWARD
 from penstock.ir.batch_shares import loss_stage
 from penstock.ir.graph import MICROBATCH, Module
 from penstock.ir.ops import OPS
-from penstock.ir.schedule import RECEIVE_OF, RECEIVES, SEND_OF, Action
+from penstock.ir.schedule import RECEIVE_OF, RECEIVES, SEND_OF, Action, Routes
 from penstock.runtime.data.samples import FileSamples, check_data
 from penstock.runtime.messages.control import DataSpec
 from penstock.runtime.messages.defaults import SYNTHETIC, WRAP
@@ -154,16 +154,20 @@ def _program(module: Module, rank: int, stage: int, count: int) -> Iterator[list
     """Yield the actions of a rank for each of its portions: no rank waits for a later stage, so none waits for ever."""
     assert module.schedule is not None
     m, runners = module.schedule.microbatches, module.schedule.runners()
+    routes = Routes(module.schedule)
     forward = [edge for edge in module.edges if edge.phase == FORWARD]
     for mb in range(count):
-        if runners[stage, mb % m] != rank:
+        if rank not in runners[stage, mb % m]:
             continue
         receives = [
-            Action(RECEIVE_OF[FORWARD], stage, mb, peer=runners[edge.src, mb % m])
+            Action(RECEIVE_OF[FORWARD], stage, mb, peer=routes.source(rank, FORWARD, edge.src, mb))
             for edge in forward
             if edge.dst == stage
         ]
         sends = [
-            Action(SEND_OF[FORWARD], stage, mb, peer=runners[edge.dst, mb % m]) for edge in forward if edge.src == stage
+            Action(SEND_OF[FORWARD], stage, mb, peer=peer)
+            for edge in forward
+            if edge.src == stage
+            for peer in routes.targets(rank, FORWARD, edge.dst, mb)
         ]
         yield [*receives, Action(FORWARD, stage, mb), *sends, Action(DROP, stage, mb)]
