@@ -38,7 +38,7 @@ from penstock.ir.ops import OPS, VIEWS, complete_attrs, ints, reduced_axes
 
 _EFFECTS = ("accum", "write", "take")
 _HALVES = ("f16", "bf16")
-# Operations that read each operand once, into packed panels.
+# Operations that read each operand once, into packed panels; a library reads memory instead.
 _PACKING = ("matmul", "conv", "conv_grad_input")
 # Operations with results that elementwise operations can go on with while they stand in registers.
 _OPEN = {
@@ -272,9 +272,12 @@ class _Fuser:
         """Return whether a cast needs no memory for its result.
 
         Widening a 16-bit float costs its readers nothing where it would be in memory anyway, and memory in 16 bits is
-        half as much. Rounding a variable that only products read costs nothing either, as they pack it.
+        half as much. Rounding a variable that only products read costs nothing either, as they pack it. A library
+        takes operands from memory, so nothing is computed for it on the way.
         """
         source = op.ins[0]
+        if self._library_reads(op.outs[0]):
+            return False
         widens, rounds = source.type.dtype in _HALVES, op.outs[0].type.dtype in _HALVES
         maker = self.makers.get(source)
         if widens and op.outs[0].type.dtype == "f32":
@@ -301,7 +304,14 @@ class _Fuser:
         """Return whether an operation reads its operands in packing loops, be it through layout changes."""
         if op.kind in VIEWS and self._is_inline(op):
             return all(self._packs(u) for u in self.readers.get(op.outs[0], []))
-        return op.kind in _PACKING
+        return op.kind in _PACKING and "library" not in op.attrs
+
+    def _library_reads(self, value: Value) -> bool:
+        """Return whether a library reads the value, be it through layout changes."""
+        return any(
+            "library" in u.attrs or (u.kind in VIEWS and self._library_reads(u.outs[0]))
+            for u in self.readers.get(value, [])
+        )
 
     def _stores_in_layout(self, op: Op) -> _Group | None:
         """Return the group that can store its result in the layout that `op` makes."""

@@ -152,7 +152,7 @@ def encoder() -> ps.Model:
 class Rotated(nn.Module):
     """A block as llama has them: a norm by the mean square, rotated queries and keys, keys and values for several heads, a gated feed-forward."""
 
-    def __init__(self, width: int = 16, heads: int = 4, shared: int = 2) -> None:
+    def __init__(self, width: int = 16, heads: int = 4, shared: int = 2, positions: int = 8) -> None:
         super().__init__()
         self.heads, self.shared = heads, shared
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
@@ -164,7 +164,7 @@ class Rotated(nn.Module):
             nn.Linear(width, 24, bias=False),
             nn.Linear(24, width, bias=False),
         )
-        self.register_buffer("angles", torch.zeros(8, width // heads), persistent=False)
+        self.register_buffer("angles", torch.zeros(positions, width // heads), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
@@ -185,10 +185,11 @@ class Rotated(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16, vocab: int = 29, positions: int = 8) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(29, 16), nn.ModuleList(Rotated() for _ in range(2))
-        self.norm, self.head = nn.RMSNorm(16), nn.Linear(16, 29, bias=False)
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(Rotated(width, positions=positions) for _ in range(2))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocab, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)

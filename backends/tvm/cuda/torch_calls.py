@@ -16,10 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.ir.ops import window_of
 
+from .torch_attention import attention, attention_grad
+
 if TYPE_CHECKING:
     import torch
 
 NAME = "penstock.torch"
+# Sizes that tensor cores like, and the smallest size of a product for which zeros are added.
+_BOUNDARY, _PADDED_FROM = 8, 64
 
 # A layout change: its kind and its attributes as JSON has them.
 View = tuple[str, Mapping[str, Any]]
@@ -67,7 +71,23 @@ def _viewed(x: torch.Tensor, chain: Sequence[View]) -> torch.Tensor:
 def _matmul(a: Mapping[str, Any], outs: Sequence[torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> None:
     import torch  # lazy: heavy
 
-    torch.matmul(x.mT if a["ta"] else x, y.mT if a["tb"] else y, out=outs[0])
+    x, y, out = (x.mT if a["ta"] else x), (y.mT if a["tb"] else y), outs[0]
+    if not pads(x, y):
+        torch.matmul(x, y, out=out)
+        return
+    # Zeros along the sum add nothing, and what they give in other dimensions is left out.
+    rows, depth, columns = (-n % _BOUNDARY for n in (x.shape[-2], x.shape[-1], y.shape[-1]))
+    x, y = torch.nn.functional.pad(x, (0, depth, 0, rows)), torch.nn.functional.pad(y, (0, columns, 0, depth))
+    out.copy_(torch.matmul(x, y).narrow(-2, 0, out.shape[-2]).narrow(-1, 0, out.shape[-1]))
+
+
+def pads(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether a product is made with sizes that are multiples of 8. Tensor cores get 16 bits from 16-byte
+    boundaries; without those a product takes several times as long. Copies with zeros pay from a size on."""
+    rows, depth, columns = x.shape[-2], x.shape[-1], y.shape[-1]
+    ragged = any(n % _BOUNDARY for n in (rows, depth, columns))
+    large = min(rows, depth, columns) >= _PADDED_FROM
+    return x.is_cuda and x.element_size() == 2 and ragged and large
 
 
 class _Window:
@@ -125,104 +145,10 @@ def _conv_grad_weight(a: Mapping[str, Any], outs: Sequence[torch.Tensor], x: tor
     outs[0].copy_(g.gradients(dy, g.bordered(x), w, [False, True, False])[1])
 
 
-def _bias(a: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor, mask: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the addend of scores: for a mask that hides, or adds, and a causal border. None: no addend, or a border
-    alone."""
-    import torch  # lazy: heavy
-
-    if not mask:
-        return None
-    (m,) = mask
-    lowest = torch.finfo(q.dtype).min
-    added = (
-        torch.zeros_like(m, dtype=q.dtype).masked_fill_(~m, lowest) if m.dtype == torch.bool else m.clamp(min=lowest)
-    )
-    if a["causal"]:
-        later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        added = added.expand(*added.shape[:-2], q.shape[2], k.shape[2]) if added.ndim >= 2 else added
-        added = torch.where(later, -torch.inf, added)
-    return added
-
-
-def _attention(
-    a: Mapping[str, Any], outs: Sequence[Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor
-) -> None:
-    """Compute attention. Readers of the row statistics use only p = e^(score - largest) / sum. In this call `largest`
-    is the logarithm of the sum of all e^score, and `sum` is 1."""
-    import torch  # lazy: heavy
-
-    y, largest, total = outs
-    bias, causal = _bias(a, q, k, mask), bool(a["causal"]) and not mask
-    statistics = largest is not None or total is not None
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if (
-        statistics
-        and q.is_cuda
-        and half
-        and bias is None
-        and q.shape[3] % 8 == 0
-        and q.shape[2:] == k.shape[2:] == v.shape[2:]
-        and q.shape[3] <= 256
-    ):
-        result, logarithm, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, causal, False, scale=a["scale"]
-        )
-    else:
-        result = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=a["scale"])
-        logarithm = None
-    if y is not None:
-        y.copy_(result)
-    if largest is not None:
-        largest.copy_(_logarithm(a, q, k, bias, causal) if logarithm is None else logarithm)
-    if total is not None:
-        total.fill_(1)
-
-
-def _logarithm(
-    a: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, causal: bool
-) -> torch.Tensor:
-    """Compute log sum e^score, with all scores in memory for a moment: only where torch's kernel does not give it."""
-    import torch  # lazy: heavy
-
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = torch.matmul(q, k.mT).to(wide).mul_(a["scale"])
-    if bias is not None:
-        scores.add_(bias)
-    if causal:
-        scores.masked_fill_(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1), -torch.inf)
-    return scores.logsumexp(-1)
-
-
-def _attention_grad(
-    a: Mapping[str, Any],
-    outs: Sequence[Any],
-    dy: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *further: torch.Tensor,
-) -> None:
-    """Compute the gradients of attention. Torch's kernels need their own record of the forward pass, so that is run
-    once more."""
-    import torch  # lazy: heavy
-
-    mask = further[3:]
-    bias, causal = _bias(a, q, k, mask), bool(a["causal"]) and not mask
-    operands = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad():
-        y = torch.nn.functional.scaled_dot_product_attention(
-            operands[0], operands[1], operands[2], bias, is_causal=causal, scale=a["scale"]
-        )
-    gradients = torch.autograd.grad(y, operands, dy)
-    for out, gradient in zip(outs, gradients, strict=True):
-        if out is not None:
-            out.copy_(gradient)
-
-
 # The functions of library calls: they take attributes, results, operands.
 CALLS: dict[str, Callable[..., None]] = {
-    "attention": _attention,
-    "attention_grad": _attention_grad,
+    "attention": attention,
+    "attention_grad": attention_grad,
     "matmul": _matmul,
     "conv": _conv,
     "conv_grad_input": _conv_grad_input,

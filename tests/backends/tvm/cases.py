@@ -145,8 +145,8 @@ def build(graphs: Sequence[Graph], folder: Path, target: str = "host") -> TvmPro
     return TvmProgram(built.path, graphs)
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> str:
-    """What is wrong with a result; empty if nothing is."""
+def difference(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> str:
+    """What is wrong with a result; empty if nothing is. A tolerance of its own is for numbers made of rounded ones."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return f"{found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"
     if not expected.dtype.is_floating_point:
@@ -160,7 +160,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> str:
     finite = np.isfinite(b)
     scale = np.abs(b[finite]).max(initial=0.0)
     error = np.abs(a[finite] - b[finite]).max(initial=0.0)
-    limit = TOLERANCE["f64" if expected.dtype == torch.float64 else "f32"] * max(scale, 1e-30)
+    limit = (tolerance or TOLERANCE["f64" if expected.dtype == torch.float64 else "f32"]) * max(scale, 1e-30)
     return f"error {error:.2e} at scale {scale:.2e}" if error > limit else ""
 
 

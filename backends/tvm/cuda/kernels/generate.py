@@ -37,6 +37,7 @@ from penstock.backends.tvm.target import TargetMachine
 from penstock.ir.graph import Op, Value, slot_of
 from penstock.ir.ops import complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS
+from penstock.support.errors import UnsupportedModel
 
 from .attention import emit_attention, emit_attention_grad
 from .body import DeviceBody
@@ -319,14 +320,26 @@ KINDS = frozenset((*POINTWISE, *INDEXED, *MAIN))
 def generate(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
     """Generate the kernel of a group; NotOneKernel when it needs several."""
     if any(op.attrs.get("library") for op in group.ops):
-        try:
-            return library_call(group)
-        except NotOneKernel:
-            if len(group.ops) > 1:
-                raise
+        return _promised_call(group)
     body = _empty(group, machine)
     emit_group(body, dict.fromkeys(MAIN, _emit_main))
     return body.kernel()
+
+
+def _promised_call(group: Fusion) -> GeneratedKernel:
+    """Return the call of a library that an annotation promises. No kernel takes its place: it would be several times
+    slower, without a word."""
+    try:
+        return library_call(group)
+    except NotOneKernel as refusal:
+        if len(group.ops) > 1:
+            raise
+        op = group.ops[0]
+        raise UnsupportedModel(
+            f"{op.kind} %{op.outs[0].name} is promised to {op.attrs['library']}, and cannot go there: {refusal}",
+            where=op.loc,
+            hint="`libraries` runs before `fuse`; `--cuda-libraries none` uses Penstock's own kernels",
+        ) from refusal
 
 
 def _emit_main(body: DeviceBody, op: Op) -> None:

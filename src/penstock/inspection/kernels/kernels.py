@@ -23,6 +23,7 @@ parts are measured. A mesh counts as its first device. Sources are those for thi
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,7 @@ from penstock.ir.ops import cost_of
 from penstock.ir.schedule import COMPUTE, PER_BATCH
 from penstock.passes.costs.prices import bound
 from penstock.passes.kernels.divide import divide, kernels_of
+from penstock.passes.kernels.libraries import left_to_kernels
 from penstock.support.errors import UsageError
 from penstock.support.terminal import table
 from penstock.support.words import shown_bytes, shown_rate
@@ -187,6 +189,7 @@ def format_report(rows: Sequence[KernelRow], module: Module, width: int | None =
             graph = module.stage_graph(stage.index, kind)
             if graph is not None:
                 lines.append(_division_line(graph, of_stage))
+                lines += _library_lines(graph)
         lines.append("")
     return "\n".join(lines).rstrip()
 
@@ -245,6 +248,17 @@ def _division_line(graph: Graph, rows: Sequence[KernelRow]) -> str:
         f"{len(division.inline)} without "
         f"memory or in tables + {len(division.reads)} reads; {flops / 1e6:.3f} MFLOP"
     )
+
+
+def _library_lines(graph: Graph) -> list[str]:
+    """Say how many contractions a library computes, and which it leaves to kernels; nothing where none is asked."""
+    count = Counter(op.attrs["library"] for op in graph.ops if "library" in op.attrs)
+    if not count:
+        return []
+    left = left_to_kernels(graph)
+    total = sum(count.values()) + len(left)
+    calls = ", ".join(f"{n} of {total} products, convolutions and attentions by {name}" for name, n in count.items())
+    return [f"{graph.name}: {calls}", *(f"{graph.name}: {text}" for text in left)]
 
 
 def _names(names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,7 @@ def test_library_calls_mean_the_same(kind: str, tmp_path: Path) -> None:
     samples = [s for s in samples_of(kind) if s.dtype in FLOATS and all(v.type.size for v in (*s.op.ins, *s.op.outs))]
     graphs = [with_library(s.graph(f"s0.g{i}")) for i, s in enumerate(samples)]
     for s, g in zip(samples, graphs, strict=True):
-        hides = kind.startswith("attention") and s.op.ins[-1].type.dtype == "bool" and s.dtype in ("f16", "bf16")
-        assert isinstance(plan_kernels(g, device_machine("sm_90")).steps[0].kernel.function, LibraryCall) != hides, s
+        assert isinstance(plan_kernels(g, device_machine("sm_90")).steps[0].kernel.function, LibraryCall), s
     program = build_serial(graphs, tmp_path)
     assert not [f"{s} {w}" for s, g in zip(samples, graphs, strict=True) for w in wrong_results(program, g, s.arrays())]
 
@@ -167,9 +167,11 @@ def test_layout_changes_in_front_of_library_calls_are_views(tmp_path: Path) -> N
     assert not compare(build_serial([graph], tmp_path), graph, make_args(graph, np.random.default_rng(4)))
 
 
-@pytest.mark.parametrize("library", ["torch", "none"])
-@pytest.mark.parametrize("name", ["gpt", "cnn"])
-def test_the_graphs_of_a_training(name: str, library: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "library", "precision"),
+    [*product(["gpt", "cnn"], ["torch", "none"], ["f32"]), ("gpt", "torch", "bf16")],
+)
+def test_the_graphs_of_a_training(name: str, library: str, precision: str, tmp_path: Path) -> None:
     """Fused kernels, state updated in place, kernels with several launches, and library calls between them."""
     register()
     if name == "gpt":
@@ -178,7 +180,7 @@ def test_the_graphs_of_a_training(name: str, library: str, tmp_path: Path) -> No
         path = write_cnn(tmp_path / "cnn.onnx")
     model = api.from_onnx(path, dims={"batch": 2})
     training = Training(loss="cross_entropy", optimizer=Momentum(lr=0.1), microbatches=2)
-    plan = api.plan(model, Cluster.listed("sm_90"), training, cuda_libraries=library)
+    plan = api.plan(model, Cluster.listed("sm_90"), training, cuda_libraries=library, precision=precision)
     graphs = [g for g in plan.module.graphs.values() if g.name.startswith("s0.")]
     assert {g.name for g in graphs} == {"s0.F", "s0.B", "s0.U"}
     inference = api.plan(model, Cluster.listed("sm_90"), None, cuda_libraries=library).module.graphs["s0.F"]
@@ -188,14 +190,16 @@ def test_the_graphs_of_a_training(name: str, library: str, tmp_path: Path) -> No
     assert any(note.origin == "libraries" for note in plan.module.notes) == (library == "torch")
     program = build_serial(graphs, tmp_path)
     assert not compare(program, graphs[-1], make_args(graphs[-1], np.random.default_rng(3)))
+    # Rounded to 8 bits, a number in between may fall to either side.
+    tolerance = 0.02 if precision == "bf16" else None
     # Two steps: what the backward graph gets is what the forward graph saved, on both sides.
     first, second = (initial_state(plan) for _ in range(2))
     rng, interpreter = np.random.default_rng(4), NumpyProgram(graphs)
     for _ in range(2):
         fed = {v.name: random_array(rng, v.type) for v in plan.module.inputs}
         found, expected = one_step(program, graphs[:3], fed, first), one_step(interpreter, graphs[:3], fed, second)
-        assert not difference(found, expected)
-    differences = {name: difference(first[name], second[name]) for name in first}
+        assert not difference(found, expected, tolerance)
+    differences = {name: difference(first[name], second[name], tolerance) for name in first}
     assert not {name: wrong for name, wrong in differences.items() if wrong}
 
 
