@@ -155,11 +155,10 @@ def overlaps(one: TensorTile, other: TensorTile) -> list[SharedSlices]:
     return [SharedSlices(tuple(a for a, _ in pairs), tuple(b for _, b in pairs)) for pairs in product(*shared)]
 
 
-def missing_element(type: TensorType, tiles: Sequence[Ranges]) -> tuple[int, ...] | None:
+def missing_element(shape: Sequence[int], tiles: Sequence[Ranges]) -> tuple[int, ...] | None:
     """Return the first element of a tensor that none of some tiles holds; None when they hold all."""
     cuts = [
-        sorted({0, n, *(edge for ranges in tiles for pair in ranges[i] for edge in pair)})
-        for i, n in enumerate(type.dims)
+        sorted({0, n, *(edge for ranges in tiles for pair in ranges[i] for edge in pair)}) for i, n in enumerate(shape)
     ]
     held = np.zeros([len(line) - 1 for line in cuts], bool)
     for ranges in tiles:

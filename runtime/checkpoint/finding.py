@@ -23,6 +23,7 @@ from penstock.support.paths import read_plain
 from penstock.support.words import itemised
 
 from .format import INDEX, LATEST, is_saved, left_behind, read_index, saved_step, saved_steps
+from .stored_tiles import conflicts
 
 # Keepers and launchers look at checkpoints, too, and need no torch.
 if TYPE_CHECKING:
@@ -58,7 +59,15 @@ def damage_of(place: Path) -> list[str]:
         index = read_index(place)
     except VerifyError as error:
         return [error.what]
-    return [p for name, file in index.files.items() for p in file_problems(place / name, file.sha256, file.size, name)]
+    problems = [
+        p for name, file in index.files.items() for p in file_problems(place / name, file.sha256, file.size, name)
+    ]
+    if problems:
+        return problems
+    try:
+        return list(conflicts(place, index.files))
+    except VerifyError as error:
+        return [error.what]
 
 
 def candidates(directory: Path) -> list[Path]:

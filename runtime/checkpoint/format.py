@@ -11,6 +11,9 @@ found by name over all files. So a bundle of the same model may load it with oth
 microbatches (resuming.py). Two versions of the weights are kept under 2bw. So a run that is resumed on the same bundle
 computes bit for bit what an uninterrupted one does.
 
+A tensor that is split over devices lies in several files, each of which holds a tile of it, without padding. The index
+gives the type of the whole tensor, and the ranges of every tile (stored_tiles.py). Such a checkpoint is of format 3.
+
 This module holds the format of the files, and reads and checks them: every file against its hash. All ranks must see
 the same directory.
 """
@@ -28,24 +31,19 @@ import numpy as np
 from penstock.backends.bundle.format import contained, file_problems, stored_vars
 from penstock.backends.bundle.tensor_file import map_tensors
 from penstock.ir.graph import GRAD, SETTING, Module, Var
+from penstock.ir.sharding.tiles import TensorTile
 from penstock.runtime.messages.control import DataSpec
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.paths import read_plain
 
-# Format 1 did not say how many samples were read, nor seeds and names of the model; it is read, too.
-FORMAT, READABLE = 2, (1, 2)
+from .stored_tiles import SavedFile, files_for, tile_problem, whole_array
+
+# Format 1 did not say how many samples were read, nor seeds and names of the model; it is read, too. Format 3 has
+# tiles: checkpoints without them are still written in format 2, which older versions read.
+FORMAT, TILED, READABLE = 2, 3, (1, 2, 3)
 # An entry of the index takes some hundreds of bytes.
 LONGEST_INDEX = 1 << 28
 INDEX, INDEX_HASH, LATEST = "index.json", "index.sha256", "latest"
-
-
-class SavedFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One file of a checkpoint. `version` is that of the parameters in the file; `tensors` maps names to types."""
-
-    sha256: str
-    size: int
-    version: int
-    tensors: dict[str, str]
 
 
 class Index(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -156,6 +154,8 @@ def read_index(checkpoint: Path) -> Index:
         raise VerifyError(f"{INDEX}: step, samples or microbatches is out of range", where=str(checkpoint))
     if problem := _version_problem(index):
         raise VerifyError(f"{INDEX}: {problem}", where=str(checkpoint), hint="resume from an older checkpoint")
+    if problem := tile_problem(index.files):
+        raise VerifyError(f"{INDEX}: {problem}", where=str(checkpoint), hint="resume from an older checkpoint")
     return index
 
 
@@ -187,9 +187,9 @@ def read_newest(checkpoint: Path, index: Index, module: Module) -> dict[str, np.
     types = index.types(index.step)
     wanted = stored_vars(module)
     problems = [
-        f"{name}: the bundle has {var.type}, the checkpoint {types.get(name, 'nothing')}"
+        f"{name}: the bundle has {var.type.plain}, the checkpoint {types.get(name, 'nothing')}"
         for name, var in wanted.items()
-        if types.get(name) != str(var.type)
+        if types.get(name) != str(var.type.plain)
     ]
     problems += [f"{name}: the bundle has no such variable" for name in types if name not in module.vars]
     if problems:
@@ -200,29 +200,23 @@ def read_newest(checkpoint: Path, index: Index, module: Module) -> dict[str, np.
 
 
 def read_tensors(checkpoint: Path, index: Index, names: set[str]) -> dict[str, np.ndarray]:
-    """Map the newest contents of variables from files that were checked."""
-    tensors: dict[str, np.ndarray] = {}
-    for file, wanted in files_for(index, names, index.step).items():
+    """Map the newest contents of variables from files that were checked; join those that lie in tiles."""
+    parts: dict[str, list[tuple[np.ndarray, TensorTile]]] = {}
+    for file, wanted in files_for(index.files, dict.fromkeys(names), index.step).items():
         arrays = map_tensors(check_file(checkpoint, index, file))
-        if lost := wanted - arrays.keys():
+        if lost := wanted.keys() - arrays.keys():
             raise VerifyError(
                 f"{file} does not hold {', '.join(sorted(lost))}, which the index lists", where=str(checkpoint)
             )
-        tensors |= {name: arrays[name] for name in wanted}
-    return tensors
-
-
-def files_for(index: Index, names: set[str], version: int) -> dict[str, set[str]]:
-    """Return the files that hold the wanted tensors of a version: file name -> tensor names. Names that are nowhere are
-    left out."""
-    files: dict[str, set[str]] = {}
-    left = set(names)
-    for name, file in index.files.items():
-        names_here = left & file.tensors.keys() if file.version == version else set()
-        if names_here:
-            files[name] = names_here
-            left -= names_here
-    return files
+        for name, tile in wanted.items():
+            if name in index.files[file].tiles and arrays[name].shape != tile.shape:
+                raise VerifyError(
+                    f"{file} has {list(arrays[name].shape)} of {name}, expected {list(tile.shape)}",
+                    where=str(checkpoint),
+                )
+            parts.setdefault(name, []).append((arrays[name], tile))
+    types = index.types(index.step)
+    return {name: whole_array(types[name], held) for name, held in parts.items()}
 
 
 def check_file(checkpoint: Path, index: Index, name: str) -> Path:

@@ -23,13 +23,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from penstock.backends.bundle.format import Bundle
 from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import PARAM, Module, Var, stage_vars, stepped_vars
+from penstock.ir.sharding.tiles import TensorTile, overlaps
 from penstock.ir.training.rates import Rate
 from penstock.runtime.messages.control import DataSpec
 from penstock.runtime.messages.defaults import WRAP
@@ -38,7 +39,8 @@ from penstock.support.errors import VerifyError
 from penstock.support.words import counted, itemised
 
 from .finding import Chosen
-from .format import Index, another_model, check_file, files_for, is_kept, random_seed, read_index
+from .format import Index, another_model, check_file, is_kept, random_seed, read_index
+from .stored_tiles import files_for
 
 if TYPE_CHECKING:
     import torch
@@ -100,8 +102,8 @@ def check_resume(index: Index, module: Module, data: DataSpec | None, where: str
     used = {name: var for stage in module.stages for name, var in stage_vars(module, stage.index).items()}
     for name, var in used.items():
         missing = name not in types and name in _SCALE
-        if is_kept(var) and types.get(name) != str(var.type) and not missing:
-            unlike.append(f"{name}: the bundle has {var.type}, the checkpoint {types.get(name, 'nothing')}")
+        if is_kept(var) and types.get(name) != str(var.type.plain) and not missing:
+            unlike.append(f"{name}: the bundle has {var.type.plain}, the checkpoint {types.get(name, 'nothing')}")
     # State of the optimiser is named after its parameter, and goes with it.
     lost = [
         name for name in types.keys() - used.keys() if name.rpartition(".")[0] not in types and name not in _COUNTERS
@@ -111,7 +113,7 @@ def check_resume(index: Index, module: Module, data: DataSpec | None, where: str
     # An optimiser of another kind, or a parameter that is frozen here, are no other model, although its file may have
     # been written anew.
     parameters = {name for name, var in used.items() if var.role == PARAM}
-    if other is not None and any(types.get(name) != str(used[name].type) for name in parameters):
+    if other is not None and any(types.get(name) != str(used[name].type.plain) for name in parameters):
         raise other
     if index.format == 1 and module.schedule is not None and index.microbatches != module.schedule.microbatches:
         problems.append(
@@ -177,39 +179,79 @@ def _describe(data: DataSpec) -> str:
 # ------------------------------------------------------------------------------------------------ loading
 
 
-def load_state(place: Path, store: Store, variables: Mapping[str, Var]) -> None:
+def load_state(place: Path, store: Store, variables: Mapping[str, Var], tiles: Mapping[str, TensorTile]) -> None:
     """Fill the variables of one rank from a checkpoint that fits. The store is at the checkpoint's step; variables that
-    have values without it keep them."""
+    have values without it keep them. `tiles` are the rank's own: of a tensor that is split it reads nothing else."""
     index = read_index(place)
     names = {name for name, var in variables.items() if is_kept(var)}
-    for file, tensors in files_for(index, names, index.step).items():
-        fill_tensors(check_file(place, index, file), {name: store.newest(name) for name in tensors})
-    wanted: dict[int, set[str]] = {}
-    for name in names & store.versioned.keys():
-        for version in range(max(index.step - variables[name].versions + 1, 0), index.step):
-            wanted.setdefault(version, set()).add(name)
-    for version in sorted(wanted, reverse=True):
-        buffers = {name: store.restore_older(version, name) for name in sorted(wanted[version])}
-        for file, tensors in files_for(index, wanted[version], version).items():
-            fill_tensors(check_file(place, index, file), {name: buffers.pop(name) for name in tensors})
-        for name, buffer in buffers.items():
+    _fill_version(place, index, index.step, {name: store.newest(name) for name in names}, tiles)
+    for version in range(index.step - 1, -1, -1):
+        late = [n for n in sorted(names & store.versioned.keys()) if version > index.step - variables[n].versions]
+        if not late:
+            break
+        buffers = {name: store.restore_older(version, name) for name in late}
+        there = _fill_version(place, index, version, buffers, tiles)
+        for name in buffers.keys() - there:
             # It was saved where one version was enough.
-            buffer.copy_(store.versioned[name].place(version + 1))
+            buffers[name].copy_(store.versioned[name].place(version + 1))
 
 
-def fill_tensors(path: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors from a safetensors file whose hash was checked."""
+def _fill_version(
+    place: Path, index: Index, version: int, buffers: Mapping[str, torch.Tensor], tiles: Mapping[str, TensorTile]
+) -> set[str]:
+    """Fill buffers with a version of their variables; return the names that the checkpoint has."""
+    files = files_for(index.files, {name: tiles[name] for name in buffers}, version)
+    for key, stored in files.items():
+        fill_tiles(
+            _checked(place, index, key, stored, tiles),
+            {name: Filling(buffers[name], tiles[name], tile) for name, tile in stored.items()},
+        )
+    return {name for stored in files.values() for name in stored}
+
+
+def _checked(
+    place: Path, index: Index, key: str, stored: Mapping[str, TensorTile], tiles: Mapping[str, TensorTile]
+) -> Path:
+    """Return the path of a file, once it is checked. A rank that takes slices of its tensors does not read the others
+    for the hash, which rank 0 compared as it chose the checkpoint: only the size is compared again."""
+    file = index.files[key]
+    sliced = any(tile.ranges != tiles[name].ranges for name, tile in stored.items())
+    if not sliced and (not file.tiles or stored.keys() == file.tensors.keys()):
+        return check_file(place, index, key)
+    path = place / key
+    if path.is_symlink() or not path.is_file() or path.stat().st_size != file.size:
+        raise VerifyError(
+            f"the checkpoint is damaged: {key} is not a plain file of {file.size} bytes",
+            where=str(place),
+            hint="resume from an older checkpoint",
+        )
+    return path
+
+
+class Filling(NamedTuple):
+    """A tensor to fill: the tile of the whole that it holds, and the one that the file holds."""
+
+    tensor: torch.Tensor
+    wanted: TensorTile
+    stored: TensorTile
+
+
+def fill_tiles(path: Path, into: Mapping[str, Filling]) -> None:
+    """Fill tensors from a safetensors file that was checked, and read no more of it than they take. Padding stays as it
+    is."""
     if not into:
         return
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            for name, tensor in into.items():
-                stored = file.get_tensor(name)
-                if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
-                    raise VerifyError(
-                        f"{name} is {stored.dtype}{list(stored.shape)}, expected {tensor.dtype}{list(tensor.shape)}",
-                        where=str(path),
-                    )
-                tensor.copy_(stored)
+            for name, (tensor, wanted, stored) in into.items():
+                slices = file.get_slice(name)
+                # A file with another shape than its index says shares no slice that could be trusted.
+                if tuple(slices.get_shape()) != stored.shape:
+                    raise VerifyError(f"{name} is {slices.get_shape()}, expected {list(stored.shape)}", where=str(path))
+                for shared in overlaps(stored, wanted):
+                    part = slices[shared.one]
+                    if part.dtype != tensor.dtype:
+                        raise VerifyError(f"{name} is {part.dtype}, expected {tensor.dtype}", where=str(path))
+                    tensor[shared.other].copy_(part)
     except SafetensorError as error:
         raise VerifyError(str(error), where=str(path)) from error

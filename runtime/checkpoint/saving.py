@@ -1,6 +1,7 @@
 """The writing of checkpoints, in the background of training (their contents: format.py).
 
-In: a rank's store with a drained pipeline. Out: a directory that is there whole or not at all.
+In: a rank's store with a drained pipeline. Out: a directory that is there whole or not at all. Each rank writes what
+no rank of a lower number in its stage has: whole tensors, or its tiles of them.
 
 A save has two parts. Training waits for the first. In it rank 0 makes a working directory beside the checkpoint's
 place and clears away the remains of dead saves. Every rank that writes copies its state. A thread of every rank does
@@ -49,6 +50,7 @@ from penstock.backends.bundle.tensor_file import write_tensors
 from penstock.backends.bundle.writer import flush_directory
 from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import Module
+from penstock.ir.sharding.tiles import TensorTile, copy, owns, seat_of, tile_of, whole_tile
 from penstock.runtime.group.group import RankGroup
 from penstock.runtime.messages.control import Setup
 from penstock.runtime.messages.status import Deadline, Status, await_saves
@@ -62,8 +64,8 @@ from .format import (
     INDEX,
     INDEX_HASH,
     LATEST,
+    TILED,
     Index,
-    SavedFile,
     is_kept,
     left_behind,
     random_seed,
@@ -73,6 +75,7 @@ from .format import (
     step_name,
 )
 from .lock import make_directories
+from .stored_tiles import SavedFile
 
 # The longest time without progress of a save. Flushing a large file to a slow disk is one step.
 _STALLED = 600.0
@@ -131,10 +134,8 @@ class Saver:
             store,
             status,
         )
-        module = bundle.module
-        stage = module.rank_stages()[rank]
-        # The ranks of a stage have the same variables: its first one saves them.
-        self._writes = rank == module.rank_stages().index(stage)
+        # Ranks that have the same tile of a variable: the first one of them saves it.
+        self._mesh, self._place = seat_of(bundle.module, rank)
         self._count = 0
         self._writing: _Writing | None = None
 
@@ -232,25 +233,36 @@ class Saver:
         return work
 
     def _parts(self, step: int, copied: bool) -> list[tuple[str, int, Arrays]]:
-        """Return the files of this rank: name, version, arrays."""
-        if not self._writes:
-            return []
-        names = [name for name, var in self._store.variables.items() if is_kept(var)]
+        """Return the files of this rank: name, version, arrays without padding."""
+        vars = self._bundle.module.vars
+        mine = {n for n in self._store.variables if owns(vars[n].type, self._mesh, self._place)}
+        names = [name for name, var in self._store.variables.items() if name in mine and is_kept(var)]
         parts = [(f"rank{self._rank}.safetensors", step, {name: self._store.newest(name) for name in names})]
         parts += [
-            (f"rank{self._rank}.older.safetensors", version, tensors)
+            (f"rank{self._rank}.older.safetensors", version, {n: t for n, t in tensors.items() if n in mine})
             for version, tensors in self._store.older().items()
         ]
         files: list[tuple[str, int, Arrays]] = []
         for name, version, tensors in parts:
             # A tensor on another device is copied anyway.
             arrays = {
-                key: np.array(as_array(t), copy=(copied and t.device.type == "cpu") or None)
+                key: np.array(self._packed(key, as_array(t)), copy=(copied and t.device.type == "cpu") or None)
                 for key, t in tensors.items()
             }
             if arrays:
                 files.append((name, version, arrays))
         return files
+
+    def _packed(self, name: str, array: np.ndarray) -> np.ndarray:
+        tile = self._tile(name)
+        if tile == tile.packed:
+            return array
+        packed = np.empty(tile.packed.shape, array.dtype)
+        copy(array, tile, packed, tile.packed)
+        return packed
+
+    def _tile(self, name: str) -> TensorTile:
+        return tile_of(self._bundle.module.vars[name].type, self._mesh, self._place)
 
     def _write(self, writing: _Writing, key: str, parts: list[tuple[str, int, Arrays]], keep_last: int | None) -> None:
         """Write the files of this rank, in the thread of the save."""
@@ -266,8 +278,14 @@ class Saver:
                 name, version, arrays = parts.pop(0)
                 with naming(writing.work / name):
                     digest, size = write_tensors(writing.work / name, arrays, progress=count)
-                types = {tensor: str(self._bundle.module.vars[tensor].type) for tensor in arrays}
-                files[name] = SavedFile(digest, size, version, types)
+                types = {tensor: self._bundle.module.vars[tensor].type.plain for tensor in arrays}
+                files[name] = SavedFile(
+                    digest,
+                    size,
+                    version,
+                    {tensor: str(type) for tensor, type in types.items()},
+                    {n: self._tile(n).ranges for n, type in types.items() if self._tile(n) != whole_tile(type)},
+                )
             self._exchange.set(f"{key}/part/{self._rank}", msgspec.json.encode(files).decode())
             # The order matters: a rank that gets the order to end may end as soon as it has reported its part.
             self._status.save(writing.written, done=self._rank != 0)
@@ -380,7 +398,7 @@ def describe_save(bundle: Bundle, setup: Setup, step: int, files: dict[str, Save
     batch = microbatch_size(module) * module.schedule.microbatches
     theirs = bundle.source_names or {}
     return Index(
-        FORMAT,
+        TILED if any(file.tiles for file in files.values()) else FORMAT,
         step,
         module.name,
         module.schedule.name,

@@ -100,7 +100,7 @@ class LoadedModel:
         self._device = self._program.device
         # The size of the process before it had any variable of the model.
         self.base_bytes = resident_bytes()
-        self.store = load_store(bundle, entry.stage, start.tables, start.place, self._device)
+        self.store = load_store(bundle, 0, start.tables, start.place, self._device)
         called = signature(graph)
         self._slots = [self.store.buffer(slot, None) for slot in called.slots]
         if not any(OPS[op.kind].effect and op.kind != "read" for op in graph.ops):

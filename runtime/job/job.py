@@ -67,7 +67,7 @@ from penstock.support.errors import UsageError
 from penstock.support.terminal import say
 
 from .inference import Inference, Inputs
-from .ranks import start_ranks
+from .ranks import start_ranks, whole_parameters
 
 _NO_MORE: Any = object()
 
@@ -282,10 +282,7 @@ class Job:
 
     def parameters(self) -> Arrays:
         """Return the newest parameters of all stages by name."""
-        parameters: Arrays = {}
-        for _, arrays in self._ask(FetchParameters()):
-            parameters |= arrays
-        return parameters
+        return whole_parameters(self.module, [arrays for _, arrays in self._ask(FetchParameters())])
 
     def audit(self) -> list[Audit]:
         """Return the counts of each rank's store; with `audit=True` also which version was used by what."""

@@ -6,15 +6,20 @@ A job has worker processes where something asks for them: several ranks, a train
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from penstock.backends.bundle.format import Bundle
 from penstock.backends.interface import device_of
 from penstock.backends.registry import backend_of
 from penstock.ir.batch_shares import loss_stage
+from penstock.ir.graph import Module
+from penstock.ir.sharding.tiles import fill, seat_of
 from penstock.runtime.launch.local import Workers
 from penstock.runtime.launch.options import JobOptions
-from penstock.runtime.messages.control import Setup
+from penstock.runtime.messages.control import Arrays, Setup
 
 if TYPE_CHECKING:
     from penstock.runtime.checkpoint.resuming import Start
@@ -41,3 +46,18 @@ def start_ranks(bundle: Bundle, setup: Setup, start: Start, options: JobOptions)
     from .own_process import OwnProcess  # lazy: heavy
 
     return OwnProcess(bundle, setup, start)
+
+
+def whole_parameters(module: Module, answers: Sequence[Arrays]) -> Arrays:
+    """Return whole parameters from what each rank has of them, in the order of ranks."""
+    parameters: Arrays = {}
+    for rank, arrays in enumerate(answers):
+        mesh, place = seat_of(module, rank)
+        for name, array in arrays.items():
+            type = module.vars[name].type
+            if type.local(mesh.sizes) == type.plain:
+                parameters[name] = array
+            else:
+                whole = parameters.setdefault(name, np.zeros(type.dims, array.dtype))
+                fill(whole, array, type, mesh, place)
+    return parameters

@@ -185,8 +185,8 @@ class Versions:
 
 
 class Store:
-    """All state of one rank. `stepped` are the variables that have versions, `summed` gradients that are summed up over
-    ranks."""
+    """All state of one rank, with the types of what it has of each variable. `stepped` are the variables that have
+    versions, `summed` gradients that are summed up over ranks."""
 
     def __init__(
         self,
@@ -256,6 +256,12 @@ class Store:
         if name in self.versioned:
             return self.versioned[name].place(self.versioned[name].newest)
         return self.single[name]
+
+    def clear(self, name: str) -> None:
+        """Fill all buffers of a variable with zeros: the padding of one that is split over devices stays zero."""
+        buffers = self.versioned[name].buffers if name in self.versioned else [self.single[name]]
+        for buffer in buffers:
+            buffer.zero_()
 
     def older(self) -> dict[int, dict[str, torch.Tensor]]:
         """Return live versions other than the newest, with their parameters, which a checkpoint needs besides the

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from penstock.ir.action_kinds import DROP, FORWARD
-from penstock.ir.batch_shares import loss_stage
+from penstock.ir.batch_shares import loss_stage, microbatch_size
 from penstock.ir.graph import MICROBATCH, Module
 from penstock.ir.ops import OPS
 from penstock.ir.schedule import RECEIVE_OF, RECEIVES, SEND_OF, Action, Routes
@@ -30,6 +30,8 @@ from penstock.runtime.data.samples import FileSamples, check_data
 from penstock.runtime.messages.control import DataSpec
 from penstock.runtime.messages.defaults import SYNTHETIC, WRAP
 from penstock.support.errors import UsageError
+
+from .feeds import InputCuts
 
 if TYPE_CHECKING:
     from .executor import Executor
@@ -94,8 +96,8 @@ def count_evaluation(
 class PortionFeed:
     """Inputs of portions by their number."""
 
-    def __init__(self, samples: FileSamples | None, portions: Sequence[Portion], size: int) -> None:
-        self._samples, self._portions, self._size = samples, portions, size
+    def __init__(self, samples: FileSamples | None, portions: Sequence[Portion], size: int, cuts: InputCuts) -> None:
+        self._samples, self._portions, self._size, self._cuts = samples, portions, size, cuts
 
     def exists(self, batch: int) -> bool:
         raise AssertionError("portions make no batches")
@@ -106,23 +108,25 @@ class PortionFeed:
     def microbatch(self, mb: int, name: str) -> np.ndarray:
         assert self._samples is not None, f"input {name} was asked for on a rank that has no data"
         first, number = self._portions[mb]
-        return self._samples.take(np.tile(np.arange(first, first + number), self._size // number), name)
+        places = np.tile(np.arange(first, first + number), self._size // number)
+        return self._cuts(name, self._samples.take(places, name))
 
     def finish(self, batch: int) -> None:
         pass
 
 
-def evaluate(executor: Executor, samples: FileSamples | None, count: int, size: int) -> dict[int, float]:
+def evaluate(executor: Executor, samples: FileSamples | None, count: int, cuts: InputCuts) -> dict[int, float]:
     """Run this rank's part of an evaluation of `count` samples; return losses by number of portion, where they are
     computed."""
     with nullcontext() if executor.ledger is None else executor.ledger.paused():
-        return _evaluate(executor, samples, count, size)
+        return _evaluate(executor, samples, count, cuts)
 
 
-def _evaluate(executor: Executor, samples: FileSamples | None, count: int, size: int) -> dict[int, float]:
+def _evaluate(executor: Executor, samples: FileSamples | None, count: int, cuts: InputCuts) -> dict[int, float]:
     module, store, transport = executor.module, executor.store, executor.transport
+    size = microbatch_size(module)
     cut = portions(count, size)
-    executor.feed = PortionFeed(samples, cut, size)
+    executor.feed = PortionFeed(samples, cut, size, cuts)
     sent = frozenset(
         value.name
         for edge in module.edges

@@ -39,6 +39,7 @@ from penstock.ir.schedule import (
     SUM_USERS,
     Action,
 )
+from penstock.ir.sharding.tiles import seat_of
 from penstock.runtime.messages.control import LogEntry, Output, Record, Step
 from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import Status
@@ -144,9 +145,12 @@ class Executor:
         forward = self.graphs.get(FORWARD)
         outputs = {v.name for v in forward.outs} if forward is not None else set()
         self.is_loss_stage = loss_stage(self.module) == self.stage
+        mesh, place = seat_of(self.module, self.rank)
+        leads = any(place == team[0] for team in mesh.teams())
+        # What the module hands out is whole on every rank of a team: its first one reports it.
         self.outputs = (
             ()
-            if loss_stage(self.module) is not None
+            if loss_stage(self.module) is not None or not leads
             else tuple(name for name in self.module.outputs if name in outputs)
         )
         self._losses: dict[int, list[float]] = {}

@@ -1,6 +1,7 @@
 """Feeds: the inputs of a run on their way to the executor.
 
-In: samples, and the batches of a run. Out: a program.Feed.
+In: samples, and the batches of a run. Out: a program.Feed. An input that is split over the devices of a stage is cut
+for the rank (`InputCuts`); every rank of a team gets the same microbatches.
 
 `Prefetch` reads in a thread of its own, a few microbatches ahead of the last one that was asked for. It reads only
 those that the rank runs, in that order. An error there is raised where the microbatch is asked for; the microbatches
@@ -14,12 +15,39 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from penstock.ir.graph import Module
+from penstock.ir.sharding.tiles import cut, seat_of
 from penstock.runtime.data.samples import Samples
 from penstock.runtime.messages.defaults import AHEAD
 from penstock.support.errors import VerifyError
 
 # A read of a file may take long, but not for ever.
 _CLOSE_SECONDS = 30.0
+
+
+class InputCuts:
+    """The slices of inputs that a rank takes."""
+
+    def __init__(self, module: Module, rank: int) -> None:
+        self._mesh, self._place = seat_of(module, rank)
+        self._split = {value.name: value.type for value in module.inputs if not value.type.is_plain}
+
+    def __call__(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Return what the rank takes of a whole input."""
+        if name not in self._split:
+            return array
+        local: np.ndarray = cut(array, self._split[name], self._mesh, self._place)
+        return local
+
+
+class LocalSamples:
+    """Samples of files or made up ones, cut for a rank."""
+
+    def __init__(self, samples: Samples, cuts: InputCuts) -> None:
+        self._samples, self._cuts = samples, cuts
+
+    def microbatch(self, mb: int, name: str) -> np.ndarray:
+        return self._cuts(name, self._samples.microbatch(mb, name))
 
 
 class DataFeed:

@@ -1,26 +1,29 @@
-"""The variables of a stage, with their values: from the bundle, or from a checkpoint.
+"""The variables of a rank, with their values: from the bundle, or from a checkpoint.
 
-In: a bundle, a stage, the elements of its settings, the directory of a checkpoint. Out: a Store that is filled.
+In: a bundle, a rank, the elements of its settings, the directory of a checkpoint. Out: a Store that is filled. Of a
+variable that is split over the devices of its stage, the rank has the local type, and reads its own slices alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from penstock.backends.bundle.format import Bundle
 from penstock.ir.graph import GRAD, Var, stage_vars, stepped_vars
+from penstock.ir.sharding.tiles import TensorTile, copy, seat_of, tile_of, whole_tile
 from penstock.runtime.checkpoint.format import read_index
-from penstock.runtime.checkpoint.resuming import fill_tensors, load_state
+from penstock.runtime.checkpoint.resuming import Filling, fill_tiles, load_state
 from penstock.runtime.state.settings import Settings
 from penstock.runtime.state.store import Store
 
 
 def load_store(
     bundle: Bundle,
-    stage: int,
+    rank: int,
     tables: Settings,
     place: Path | None,
     device: torch.device,
@@ -28,27 +31,40 @@ def load_store(
     grow: bool = False,
     summed: Iterable[str] = (),
 ) -> Store:
-    """Return the state of a stage at a checkpoint, or at the beginning. `grow` and `summed` are those of a Store."""
+    """Return the state of a rank at a checkpoint, or at the beginning. `grow` and `summed` are those of a Store."""
     module = bundle.module
+    stage = bundle.rank(rank).stage
     variables = stage_vars(module, stage)
+    mesh, seat = seat_of(module, rank)
+    tiles = {name: tile_of(var.type, mesh, seat) for name, var in variables.items()}
+    local = {name: replace(var, type=var.type.local(mesh.sizes)) for name, var in variables.items()}
     step = 0 if place is None else read_index(place).step
-    store = Store(variables, stepped_vars(module), version=step, grow=grow, device=device, summed=summed)
+    store = Store(local, stepped_vars(module), version=step, grow=grow, device=device, summed=summed)
     for name, var in variables.items():
-        if var.init == "zeros" and var.role != GRAD:
+        if var.role == GRAD:
+            continue
+        if tiles[name].is_padded:
+            store.clear(name)
+        elif var.init == "zeros":
             store.newest(name).zero_()
-    _fill_tables(variables, tables, store)
+    _fill_tables(variables, tables, store, tiles)
     if place is None:
-        fill_tensors(
+        fill_tiles(
             bundle.weights_file(stage),
-            {name: store.newest(name) for name, var in variables.items() if var.init == "file"},
+            {
+                name: Filling(store.newest(name), tiles[name], whole_tile(var.type))
+                for name, var in variables.items()
+                if var.init == "file"
+            },
         )
     else:
-        load_state(place, store, variables)
+        load_state(place, store, variables, tiles)
     return store
 
 
-def _fill_tables(variables: Mapping[str, Var], tables: Settings, store: Store) -> None:
+def _fill_tables(variables: Mapping[str, Var], tables: Settings, store: Store, tiles: Mapping[str, TensorTile]) -> None:
     for name, var in variables.items():
         if isinstance(var.init, tuple):
             tensor = store.newest(name)
-            tensor.copy_(torch.tensor(tables.get(name, var.init), dtype=tensor.dtype).reshape(tensor.shape))
+            whole = torch.tensor(tables.get(name, var.init), dtype=tensor.dtype).reshape(var.type.dims)
+            copy(whole, whole_tile(var.type), tensor, tiles[name])

@@ -17,6 +17,8 @@ from penstock.runtime.messages.control import Arrays, Batch, End, Message, Reque
 from penstock.runtime.messages.status import Status
 from penstock.support.errors import VerifyError
 
+from .feeds import InputCuts
+
 # (message, its arrays); None when nothing is there and the caller did not want to wait
 Receive = Callable[[bool], tuple[Message, Arrays] | None]
 
@@ -64,7 +66,7 @@ class _MessageFeed:
 
 
 class BatchFeed(_MessageFeed):
-    """Batches as the launcher sends them: the microbatches that this rank runs."""
+    """Batches as the launcher sends them: the microbatches that this rank runs, whole."""
 
     _words = "batches"
 
@@ -74,13 +76,14 @@ class BatchFeed(_MessageFeed):
         self._per_batch = module.schedule.microbatches
         self._place = {index: i for i, index in enumerate(share_of(module, rank))}
         self._types = {value.name: value.type for value in module.inputs}
+        self._cuts = InputCuts(module, rank)
 
     def _unit_of(self, message: Message) -> int | None:
         return message.index if isinstance(message, Batch) else None
 
     def microbatch(self, mb: int, name: str) -> np.ndarray:
         batch, index = divmod(mb, self._per_batch)
-        return cut_batch(self._held[batch][name], self._types[name], self._place[index])
+        return self._cuts(name, cut_batch(self._held[batch][name], self._types[name], self._place[index]))
 
 
 class RequestFeed(_MessageFeed):
@@ -88,9 +91,9 @@ class RequestFeed(_MessageFeed):
 
     _words = "requests"
 
-    def __init__(self, first: int, receive: Receive, status: Status) -> None:
+    def __init__(self, first: int, receive: Receive, status: Status, cuts: InputCuts) -> None:
         super().__init__(first, receive)
-        self._status = status
+        self._status, self._cuts = status, cuts
 
     def wait(self, unit: int) -> None:
         # Requests may be a long time coming: the last action must not look like one that hangs.
@@ -101,4 +104,4 @@ class RequestFeed(_MessageFeed):
         return message.mb if isinstance(message, RequestBatch) else None
 
     def microbatch(self, mb: int, name: str) -> np.ndarray:
-        return self._held[mb][name]
+        return self._cuts(name, self._held[mb][name])

@@ -25,7 +25,7 @@ import torch
 
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.backends.registry import backend_of
-from penstock.ir.batch_shares import fed_inputs, microbatch_size, share_of
+from penstock.ir.batch_shares import fed_inputs, share_of
 from penstock.ir.graph import PARAM, Module, summed_vars
 from penstock.runtime.checkpoint.saving import Saver
 from penstock.runtime.data.samples import FileSamples, Samples, open_data
@@ -65,7 +65,7 @@ from penstock.support.out_of_memory import is_out_of_memory
 
 from .evaluation import evaluate
 from .executor import Conduct, Executor
-from .feeds import DataFeed, NoSamples, Prefetch
+from .feeds import DataFeed, InputCuts, LocalSamples, NoSamples, Prefetch
 from .loading import load_store
 from .message_feeds import BatchFeed, Receive, RequestFeed
 
@@ -125,10 +125,12 @@ class Worker:
         """Open the samples of training and of evaluation, where this stage takes any."""
         bundle, setup = self.bundle, self.setup
         self.samples: Samples = NoSamples()
+        self.cuts = InputCuts(self.module, self.rank)
         self.evaluation: FileSamples | None = None
         names = fed_inputs(self.module, self.stage)
         if setup.data is not None and names:
-            self.samples = open_data(self.module, setup.data, names, bundle.renamed, setup.offset)
+            samples = open_data(self.module, setup.data, names, bundle.renamed, setup.offset)
+            self.samples = LocalSamples(samples, self.cuts)
         if setup.evaluation is not None and names:
             self.evaluation = FileSamples(self.module, setup.evaluation, names, bundle.renamed)
 
@@ -157,14 +159,16 @@ class Worker:
                     self._run_data(first, batches)
                 self._finish_run()
             case Serve(first):
-                requests = RequestFeed(first * self.executor.schedule.microbatches, self.receive, self.status)
+                requests = RequestFeed(
+                    first * self.executor.schedule.microbatches, self.receive, self.status, self.cuts
+                )
                 self.executor.run(first, requests, unit=1)
                 self._finish_run()
             case SaveCommand(directory, step, background, keep_last):
                 waited = self.saver.save(Path(directory), step, background=background, keep_last=keep_last)
                 self.reply(Done(peak_bytes(), self.base, waited), {})
             case Evaluate(samples):
-                losses = evaluate(self.executor, self.evaluation, samples, microbatch_size(self.module))
+                losses = evaluate(self.executor, self.evaluation, samples, self.cuts)
                 if self.executor.is_loss_stage:
                     self.reply(Evaluated(losses), {})
                 self.reply(Done(peak_bytes(), self.base), {})
@@ -220,9 +224,7 @@ class Worker:
     def _load_store(self, device: torch.device) -> Store:
         place = None if self.setup.resume is None else Path(self.setup.resume)
         summed = summed_vars(self.module, self.stage) if self.group.team is not None else ()
-        return load_store(
-            self.bundle, self.stage, self.tables, place, device, grow=not self.setup.retire, summed=summed
-        )
+        return load_store(self.bundle, self.rank, self.tables, place, device, grow=not self.setup.retire, summed=summed)
 
 
 def peak_bytes() -> int:

@@ -114,5 +114,5 @@ def _strangers(types: Mapping[str, str], module: Module) -> Iterator[str]:
     for name, type_text in types.items():
         if name not in module.vars:
             yield f"{name}: the program has no such variable"
-        elif str(module.vars[name].type) != type_text:
-            yield f"{name}: the program has {module.vars[name].type}, the checkpoint {type_text}"
+        elif str(module.vars[name].type.plain) != type_text:
+            yield f"{name}: the program has {module.vars[name].type.plain}, the checkpoint {type_text}"

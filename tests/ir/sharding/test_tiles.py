@@ -152,7 +152,7 @@ def test_missing_elements_are_those_of_masks(type: TensorType, mesh: Mesh, data:
     held = np.zeros(type.dims, bool)
     for place in places:
         held |= mask(type, mesh, place)
-    missing = missing_element(type, [tile_of(type, mesh, place).ranges for place in places])
+    missing = missing_element(type.dims, [tile_of(type, mesh, place).ranges for place in places])
     first = np.argwhere(~held)
     assert missing == (tuple(first[0]) if len(first) else None)
 
@@ -196,6 +196,6 @@ def test_wrong_tiles_are_noticed() -> None:
     target = np.zeros(6, int)
     copy(parts[0], moved, target, whole_tile(type))
     assert not np.array_equal(target[mask(type, mesh, 0)], parts[0])
-    assert missing_element(type, [moved.ranges, tile_of(type, mesh, 1).ranges]) == (0,)
+    assert missing_element(type.dims, [moved.ranges, tile_of(type, mesh, 1).ranges]) == (0,)
     with pytest.raises(ValueError, match="broadcast"):
         copy(parts[0][:2], tile_of(type, mesh, 0), target, whole_tile(type))

@@ -16,6 +16,7 @@ from penstock.models import write_mlp
 from penstock.runtime.checkpoint import format as checkpoints
 from penstock.runtime.checkpoint import resuming
 from penstock.runtime.checkpoint.finding import find_checkpoint
+from penstock.runtime.checkpoint.stored_tiles import files_for
 from penstock.runtime.job.job import Job
 from penstock.runtime.job.run import run_bundle
 from penstock.runtime.messages.control import DataSpec
@@ -104,11 +105,12 @@ def test_tensors_are_found_by_name_over_all_files(saved):
     """A bundle that has all variables on other stages finds them as well."""
     index = checkpoints.read_index(saved[0] / "step-000003")
     names = {"w0", "w1", "w1.momentum", "other"}
-    assert checkpoints.files_for(index, names, 3) == {
+    wanted = dict.fromkeys(names)
+    assert {key: set(held) for key, held in files_for(index.files, wanted, 3).items()} == {
         "rank0.safetensors": {"w0"},
         "rank1.safetensors": {"w1", "w1.momentum"},
     }
-    assert checkpoints.files_for(index, names, 2) == {
+    assert {key: set(held) for key, held in files_for(index.files, wanted, 2).items()} == {
         "rank0.older.safetensors": {"w0"},
         "rank1.older.safetensors": {"w1"},
     }

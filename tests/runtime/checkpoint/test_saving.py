@@ -20,7 +20,8 @@ from oracles.classifier import make_batches
 from penstock.backends.bundle.tensor_file import write_tensors
 from penstock.runtime.checkpoint import saving
 from penstock.runtime.checkpoint.finding import choose, damage_of, decide_together, find_checkpoint
-from penstock.runtime.checkpoint.format import FORMAT, Index, SavedFile, read_index, read_tensors
+from penstock.runtime.checkpoint.format import FORMAT, Index, read_index, read_tensors
+from penstock.runtime.checkpoint.stored_tiles import SavedFile
 from penstock.runtime.group.group import RankGroup, host_store
 from penstock.runtime.job.job import Job
 from penstock.runtime.job.run import run_bundle

@@ -14,6 +14,7 @@ from penstock.runtime.job.requests import Packer, RequestPart, SampleLayout, Tic
 from penstock.runtime.messages.control import End, RequestBatch
 from penstock.runtime.messages.status import Status
 from penstock.runtime.worker.actions import ActionStream
+from penstock.runtime.worker.feeds import InputCuts
 from penstock.runtime.worker.message_feeds import RequestFeed
 from penstock.support.errors import UsageError
 
@@ -155,7 +156,8 @@ def test_a_request_is_copied_where_its_arrays_may_change():
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2), st.integers(0, 9), st.randoms())
 def test_microbatches_run_one_by_one_as_they_come(stages, m, first, count, random):
-    found = classifier(stages, "forward", m).schedule
+    module = classifier(stages, "forward", m)
+    found = module.schedule
     messages = [(RequestBatch(first * m + i), {"x": np.array(i)}) for i in range(count)] + [(End(), {})]
     for rank in range(stages):
         left = list(messages)
@@ -163,7 +165,7 @@ def test_microbatches_run_one_by_one_as_they_come(stages, m, first, count, rando
         def receive(wait, left=left):
             return left.pop(0) if wait or random.random() < 0.3 else None
 
-        feed = RequestFeed(first * m, receive, Status(None, rank))
+        feed = RequestFeed(first * m, receive, Status(None, rank), InputCuts(module, rank))
         stream, seen = ActionStream(found, rank, first, feed, 1), []
         while (upcoming := stream.pop()) is not None:
             seen.append(upcoming.action)
