@@ -103,7 +103,7 @@ class Worker:
         )
         assert self.module.schedule is not None
         near = group.connect_stages(self.module.schedule, program.device)
-        mates = self.module.schedule.members()[self.stage]
+        mates = self.module.schedule.replicas()[rank]
         if len(mates) > 1:
             group.form_team(mates, program.device)
         self.base = resident_bytes()
