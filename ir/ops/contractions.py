@@ -138,7 +138,8 @@ ROWS = (
         ta=False,
         tb=False,
         flops=_matmul_flops,
-        dims="... m k+, ... k+ n -> ... m n",
+        dims="... m k+ ~ta, ... k+ n ~tb -> ... m n",
+        linear="0 1",
     ),
     row(
         "conv",
@@ -147,7 +148,8 @@ ROWS = (
         _conv,
         "cross-correlation, x[n,c,...] with w[o,c/groups,...]",
         flops=_conv_flops,
-        dims="n c+ ...^, o c+ ...^ -> n o ...^",
+        dims="n (g c+) y...^, (g o) c+ k...^ -> n (g o) u...^",
+        linear="0 1",
         **_CONV,  # type: ignore[arg-type]
     ),
     row(
@@ -158,7 +160,8 @@ ROWS = (
         "gradient of conv for x, from (dy, w); `shape` is x's",
         flops=_conv_grad_input_flops,
         shape=Required(tuple),
-        dims="n o+ ...^, o+ c ...^ -> n c ...^",
+        dims="n (g o+) u...^, (g o+) c k...^ -> n (g c) y...^",
+        linear="0 1",
         **_CONV,  # type: ignore[arg-type]
     ),
     row(
@@ -169,7 +172,8 @@ ROWS = (
         "gradient of conv for w, from (x, dy); `shape` is w's",
         flops=_conv_grad_weight_flops,
         shape=Required(tuple),
-        dims="n+ c ...^, n+ o ...^ -> o c ...^",
+        dims="n+ (g c) y...^, n+ (g o) u...^ -> (g o) c k...^",
+        linear="0 1",
         **_CONV,  # type: ignore[arg-type]
     ),
     row(
@@ -183,7 +187,7 @@ ROWS = (
         causal=False,
         scale=Required(float),
         flops=_attention_flops,
-        dims="n h s^ d^, n h t^ d^, n h t^ e^ -> n h s^ e^, n h s^, n h s^",
+        dims="b h s^ d^, b h t^ d^, b h t^ e^ -> b h s^ e^, b h s^, b h s^",
     ),
     row(
         "attention_grad",
@@ -194,6 +198,6 @@ ROWS = (
         causal=False,
         scale=Required(float),
         flops=_attention_grad_flops,
-        dims="n h s^ e^, n h s^ d^, n h t^ d^, n h t^ e^, n h s^ e^, n h s^, n h s^ -> n h s^ d^, n h t^ d^, n h t^ e^",
+        dims="b h s^ e^, b h s^ d^, b h t^ d^, b h t^ e^, b h s^ e^, b h s^, b h s^ -> b h s^ d^, b h t^ d^, b h t^ e^",
     ),
 )

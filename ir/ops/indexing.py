@@ -41,7 +41,8 @@ ROWS = (
         _gather,
         "entries of x along `axis` at integer indices; negative ones count from the end",
         axis=0,
-        dims="r^ ..., i -> i ...",
+        dims="a... r*+@axis z..., i... -> a... i... z...",
+        linear="0",
     ),
     row(
         "gather_grad",
@@ -52,7 +53,8 @@ ROWS = (
         axis=0,
         shape=Required(tuple),
         flops=per_element(1),
-        dims="i+ ..., i+ -> r^ ...",
+        dims="a... i...+ z..., i...+ -> a... r*@axis z...",
+        linear="0",
     ),
     row(
         "scatter",
@@ -64,6 +66,6 @@ ROWS = (
         axis=0,
         add=False,
         flops=per_element(1),
-        dims="r^ ..., i^, i^ ... -> r^ ...",
+        dims="a... r^@axis z..., i...^, a... i...^ z... -> a... r^ z...",
     ),
 )

@@ -68,7 +68,8 @@ ROWS = (
         _reshape,
         "same elements in row-major order, new shape",
         shape=Required(tuple),
-        dims="...^ -> ...^",
+        dims="b (h e) -> b h e",
+        linear="0",
     ),
     row(
         "transpose",
@@ -77,6 +78,8 @@ ROWS = (
         _transpose,
         "dimension i of the result is dimension perm[i] of the operand",
         perm=Required(tuple),
+        dims="a b c -> a c b",
+        linear="0",
     ),
     row(
         "broadcast",
@@ -85,6 +88,7 @@ ROWS = (
         _broadcast_to,
         "repeat along dimensions of size 1 or missing in front",
         shape=Required(tuple),
+        linear="0",
     ),
     row(
         "slice",
@@ -95,7 +99,8 @@ ROWS = (
         start=Required(tuple),
         stop=Required(tuple),
         step=Required(tuple),
-        dims="...^ -> ...^",
+        dims="a (b^ e) -> a e",
+        linear="0",
     ),
     row(
         "pad",
@@ -107,7 +112,7 @@ ROWS = (
         high=Required(tuple),
         inner=(),
         value=0.0,
-        dims="...^ -> ...^",
+        dims="a e -> a (b^ e)",
     ),
     row(
         "concat",
@@ -116,6 +121,7 @@ ROWS = (
         _concat,
         "one after the other along `axis`",
         axis=Required(int),
-        dims="...^ -> ...^",
+        dims="a e@axis, ... -> a (b^ e)",
+        linear="all",
     ),
 )

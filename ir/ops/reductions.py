@@ -54,7 +54,8 @@ ROWS = (
         axes=Required(tuple),
         keep=False,
         flops=per_element(1),
-        dims="...+ -> ...",
+        dims="d... n...+@axes -> d...",
+        linear="0",
     ),
     row(
         "mean",
@@ -65,7 +66,8 @@ ROWS = (
         axes=Required(tuple),
         keep=False,
         flops=per_element(1),
-        dims="...^ -> ...",
+        dims="d... n...*+@axes -> d...",
+        linear="0",
     ),
     row(
         "max",
@@ -76,7 +78,7 @@ ROWS = (
         axes=Required(tuple),
         keep=False,
         flops=per_element(1),
-        dims="...^ -> ...",
+        dims="d... n...*@axes -> d...",
     ),
     row(
         "argmax",
@@ -86,6 +88,6 @@ ROWS = (
         "index of the first largest along `axis`",
         axis=Required(int),
         flops=per_element(1),
-        dims="...^ -> ...",
+        dims="a... n^@axis z... -> a... z...",
     ),
 )

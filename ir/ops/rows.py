@@ -88,7 +88,7 @@ ROWS = (
         "e^x over its sum along `axis`",
         axis=-1,
         flops=per_element(14),
-        dims="... n^ -> ... n^",
+        dims="a... n*@axis z... -> a... n z...",
     ),
     row(
         "softmax_grad",
@@ -98,9 +98,19 @@ ROWS = (
         "from (y, dy): y * (dy - sum(dy * y))",
         axis=-1,
         flops=per_element(4),
-        dims="... n^, ... n^ -> ... n^",
+        dims="a... n*@axis z..., a... n z... -> a... n z...",
+        linear="1",
     ),
-    row("log_softmax", "row", 1, _row, "logarithm of softmax", axis=-1, flops=per_element(14), dims="... n^ -> ... n^"),
+    row(
+        "log_softmax",
+        "row",
+        1,
+        _row,
+        "logarithm of softmax",
+        axis=-1,
+        flops=per_element(14),
+        dims="a... n*@axis z... -> a... n z...",
+    ),
     row(
         "log_softmax_grad",
         "row",
@@ -109,7 +119,8 @@ ROWS = (
         "from (y, dy): dy - e^y * sum(dy)",
         axis=-1,
         flops=per_element(14),
-        dims="... n^, ... n^ -> ... n^",
+        dims="a... n*@axis z..., a... n z... -> a... n z...",
+        linear="1",
     ),
     row(
         "cumsum",
@@ -121,7 +132,7 @@ ROWS = (
         exclusive=False,
         reverse=False,
         flops=per_element(1),
-        dims="... n^ -> ... n^",
+        dims="a... n^@axis z... -> a... n z...",
     ),
     row(
         "topk",
@@ -134,7 +145,7 @@ ROWS = (
         axis=-1,
         largest=True,
         flops=per_element(8),
-        dims="... n^ -> ... k^, ... k^",
+        dims="a... n^@axis z... -> a... k^ z..., a... k^ z...",
     ),
     row(
         "layer_norm",
@@ -145,7 +156,7 @@ ROWS = (
         axis=-1,
         eps=1e-5,
         flops=per_element(8),
-        dims="... n^, n^, n^ -> ... n^, ..., ...",
+        dims="s... n...^@axis, n...^, n...^ -> s... n...^, s..., s...",
     ),
     row(
         "layer_norm_grad",
@@ -155,7 +166,8 @@ ROWS = (
         "gradient for x, from (dy, x, scale, mean, rstd)",
         axis=-1,
         flops=per_element(10),
-        dims="... n^, ... n^, n^, ..., ... -> ... n^",
+        dims="s... n...^@axis, s... n...^, n...^, s..., s... -> s... n...^",
+        linear="0",
     ),
     row(
         "layer_norm_grad_weight",
@@ -165,7 +177,8 @@ ROWS = (
         "gradients for scale and bias, from (dy, x, mean, rstd)",
         axis=-1,
         flops=per_element(5),
-        dims="...+ n, ...+ n, ...+, ...+ -> n, n",
+        dims="s...+ n...@axis, s...+ n..., s...+, s...+ -> n..., n...",
+        linear="0",
     ),
     row(
         "batch_norm",
@@ -175,6 +188,6 @@ ROWS = (
         "(x - mean) / sqrt(var + eps) * scale + bias per channel, from (x, scale, bias, mean, var)",
         eps=1e-5,
         flops=per_element(4),
-        dims="n c ..., c, c, c, c -> n c ...",
+        dims="n c z..., c, c, c, c -> n c z...",
     ),
 )

@@ -46,6 +46,7 @@ class OpDef:
     flops: Flops
     doc: str
     effect: bool = False
+    linear: str = ""
 
 
 def need(condition: bool, message: str) -> None:
@@ -131,9 +132,19 @@ def row(
     dims: str = "",
     flops: Flops = free,
     effect: bool = False,
+    linear: str = "",
     **attrs: Attr | Required,
 ) -> OpDef:
     """Return a row; keywords that are not fields are its attributes, with their defaults."""
     return OpDef(
-        name, family, (arity, arity) if isinstance(arity, int) else arity, attrs, infer, dims, flops, doc, effect
+        name,
+        family,
+        (arity, arity) if isinstance(arity, int) else arity,
+        attrs,
+        infer,
+        dims,
+        flops,
+        doc,
+        effect,
+        linear,
     )

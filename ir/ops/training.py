@@ -73,7 +73,7 @@ ROWS = (
         _cross_entropy,
         "mean of lse - logit of the label, from (logits, labels); also gives lse = log(sum(e^logits)) per row",
         flops=per_element(14),
-        dims="... n^, ... -> , ...",
+        dims="b...*+ n*, b...*+ -> , b...",
     ),
     row(
         "cross_entropy_grad",
@@ -82,9 +82,9 @@ ROWS = (
         _cross_entropy_grad,
         "gradient for logits, from (logits, labels, lse, dloss)",
         flops=per_element(14),
-        dims="... n^, ..., ..., -> ... n^",
+        dims="b...* n*, b...*, b...*, -> b... n",
     ),
-    row("mse", "reduce", 2, _mse, "mean of the squared difference", flops=per_element(3), dims="...+, ...+ -> "),
+    row("mse", "reduce", 2, _mse, "mean of the squared difference", flops=per_element(3), dims="b...*+, b...*+ -> "),
     # optimisers: (w, g, state..., scalars...) -> (w, state...)
     row(
         "sgd",

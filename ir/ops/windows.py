@@ -93,7 +93,7 @@ ROWS = (
         _max_pool,
         "largest in each window; padding never wins",
         flops=_pool_flops,
-        dims="n c ...^ -> n c ...^",
+        dims="n c y...^ -> n c u...^",
         **_POOL,  # type: ignore[arg-type]
     ),
     row(
@@ -103,7 +103,8 @@ ROWS = (
         _max_pool_grad,
         "from (x, y, dy): dy goes to the first largest of each window",
         flops=_pool_flops,
-        dims="n c ...^, n c ...^, n c ...^ -> n c ...^",
+        dims="n c y...^, n c u...^, n c u...^ -> n c y...^",
+        linear="2",
         **_POOL,  # type: ignore[arg-type]
     ),
     row(
@@ -114,7 +115,8 @@ ROWS = (
         "mean of each window; `include_pad` counts padding",
         flops=_pool_flops,
         include_pad=False,
-        dims="n c ...^ -> n c ...^",
+        dims="n c y...^ -> n c u...^",
+        linear="0",
         **_POOL,  # type: ignore[arg-type]
     ),
     row(
@@ -126,7 +128,8 @@ ROWS = (
         flops=_pool_flops,
         include_pad=False,
         shape=Required(tuple),
-        dims="n c ...^ -> n c ...^",
+        dims="n c y...^ -> n c u...^",
+        linear="0",
         **_POOL,  # type: ignore[arg-type]
     ),
 )

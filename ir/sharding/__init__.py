@@ -1,1 +1,1 @@
-"""Layouts of tensors on the axes of a mesh: the slices of a whole tensor that a device has."""
+"""How tensors lie on a mesh: rules of operations, and the parts of a tensor that devices hold."""

@@ -1,0 +1,288 @@
+"""Own forms: operations whose local form is not the same operation on smaller shapes.
+
+`FORMS[kind](b, call)` writes the local operations of one operation, and returns its results in order. `call` has the
+local operands, the types of operands and results in the whole program, and the axes that split each name of the
+operation's rule (ir/sharding/rules.py). Forms see to the padding of dimensions with their own mark themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.ir.attrs import Attrs
+from penstock.ir.graph import Op, Value
+from penstock.ir.ops import complete_attrs, integer, reduced_axes
+from penstock.ir.sharding.splits import Rule
+from penstock.ir.types import TensorType
+
+from .building import LocalWriter
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """An operation that is made local. `axes` are those that split each name of its rule."""
+
+    op: Op
+    rule: Rule
+    axes: Mapping[str, tuple[str, ...]]
+    ins: tuple[Value, ...]
+
+    @property
+    def attrs(self) -> Attrs:
+        return complete_attrs(self.op)
+
+    def split_dims(self, operand: int) -> list[int]:
+        """Return the dimensions of an operand that are split."""
+        dims = self.rule.ins[operand]
+        return [i for i, factors in enumerate(dims) if any(self.axes.get(name) for name in factors)]
+
+    def axes_of(self, operand: int, dim: int) -> tuple[str, ...]:
+        """Return the axes that split a dimension of an operand."""
+        return self.op.ins[operand].type.axes_of(dim)
+
+    def whole(self, operand: int) -> TensorType:
+        return self.op.ins[operand].type
+
+
+Form = Callable[[LocalWriter, LocalCall], Sequence[Value]]
+
+
+def over(axes: tuple[str, ...]) -> str | tuple[str, ...]:
+    return axes[0] if len(axes) == 1 else axes
+
+
+def _uneven(b: LocalWriter, call: LocalCall, operand: int, dim: int) -> bool:
+    return call.whole(operand).dims[dim] % b.parts(call.axes_of(operand, dim)) != 0
+
+
+def _unpadded(b: LocalWriter, call: LocalCall, operand: int, dim: int, padding: float) -> Value:
+    """Return an operand whose padding along a dimension has another number."""
+    x = call.ins[operand]
+    if not _uneven(b, call, operand, dim):
+        return x
+    return b.masked(x, dim, call.axes_of(operand, dim), call.whole(operand).dims[dim], padding)
+
+
+def _reduced(b: LocalWriter, x: Value, axes: tuple[str, ...], by: str = "sum") -> Value:
+    """Return the sum, or the largest, over the ranks along some axes."""
+    present = b.present(axes)
+    if not present:
+        return x
+    return b.emit("all_reduce", x, over=over(present), **({"by": by} if by != "sum" else {}))
+
+
+# ------------------------------------------------------------------------------------------------ reductions
+
+
+def _mean(b: LocalWriter, call: LocalCall) -> list[Value]:
+    """Write a sum over this rank's part, divided by the whole count: the results of all ranks add up to the mean."""
+    x, axes = call.ins[0], reduced_axes(call.whole(0), call.attrs["axes"])
+    for dim in axes:
+        if call.axes_of(0, dim):
+            x = _unpadded(b, LocalCall(call.op, call.rule, call.axes, (x,)), 0, dim, 0.0)
+    count = 1
+    for dim in axes:
+        count *= call.whole(0).dims[dim]
+    total = b.emit("sum", x, axes=axes, keep=bool(call.attrs["keep"]))
+    return [b.emit("div", total, b.number(float(count), x.type.dtype))]
+
+
+def _max(b: LocalWriter, call: LocalCall) -> list[Value]:
+    axes, x = reduced_axes(call.whole(0), call.attrs["axes"]), call.ins[0]
+    split: tuple[str, ...] = ()
+    for dim in axes:
+        if call.axes_of(0, dim):
+            # The padding repeats an element of the tensor, so that it never wins over all.
+            if _uneven(b, call, 0, dim):
+                raise_unless_float(call, "max")
+                x = _unpadded(b, LocalCall(call.op, call.rule, call.axes, (x,)), 0, dim, float("-inf"))
+            split += call.axes_of(0, dim)
+    return [_reduced(b, b.emit("max", x, axes=axes, keep=bool(call.attrs["keep"])), split, "max")]
+
+
+def raise_unless_float(call: LocalCall, what: str) -> None:
+    """Refuse an uneven split of whole numbers, among which none is below all others."""
+    if call.whole(0).dtype not in ("f32", "f64", "f16", "bf16"):
+        raise TypeError(f"{what} of {call.whole(0)} cannot be split unevenly")
+
+
+def _row_axis(call: LocalCall) -> tuple[int, tuple[str, ...]]:
+    dim = integer(call.attrs["axis"]) % call.whole(0).rank
+    return dim, call.axes_of(0, dim)
+
+
+def _log_sum(b: LocalWriter, call: LocalCall) -> tuple[Value, Value, Value]:
+    """Return the operand less its largest element, e to the power of that, and the sum of these powers, along the row
+    that several ranks share."""
+    dim, axes = _row_axis(call)
+    x = _unpadded(b, call, 0, dim, float("-inf"))
+    largest = _reduced(b, b.emit("max", x, axes=(dim,), keep=True), axes, "max")
+    below = b.emit("sub", x, largest)
+    powers = b.emit("exp", below)
+    return below, powers, _reduced(b, b.emit("sum", powers, axes=(dim,), keep=True), axes)
+
+
+def _softmax(b: LocalWriter, call: LocalCall) -> list[Value]:
+    _, powers, total = _log_sum(b, call)
+    return [b.emit("div", powers, total)]
+
+
+def _log_softmax(b: LocalWriter, call: LocalCall) -> list[Value]:
+    below, _, total = _log_sum(b, call)
+    return [b.emit("sub", below, b.emit("log", total))]
+
+
+def _softmax_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
+    """Write y * (dy - sum(dy * y)); where padding is not zero, it is left out of the sum."""
+    dim, axes = _row_axis(call)
+    y, dy = (_unpadded(b, call, i, dim, 0.0) for i in range(2))
+    inner = _reduced(b, b.emit("sum", b.emit("mul", dy, y), axes=(dim,), keep=True), axes)
+    return [b.emit("mul", y, b.emit("sub", dy, inner))]
+
+
+def _log_softmax_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
+    dim, axes = _row_axis(call)
+    y, dy = call.ins[0], _unpadded(b, call, 1, dim, 0.0)
+    inner = _reduced(b, b.emit("sum", dy, axes=(dim,), keep=True), axes)
+    return [b.emit("sub", dy, b.emit("mul", b.emit("exp", y), inner))]
+
+
+# ------------------------------------------------------------------------------------------------ lookups
+
+
+def _own_rows(b: LocalWriter, indices: Value, whole: int, rows: int, axes: tuple[str, ...]) -> tuple[Value, Value]:
+    """Return indices into this rank's rows, and where they are in them. Negative indices count from the end."""
+    wide = indices if indices.type.dtype == "i64" else b.emit("cast", indices, dtype="i64")
+    zero = b.number(0, "i64")
+    positive = b.emit("where", b.emit("less", wide, zero), b.emit("add", wide, b.number(whole, "i64")), wide)
+    own = b.emit("sub", positive, b.first(axes, rows))
+    last = b.number(rows - 1, "i64")
+    inside = b.emit("and", b.emit("less_equal", zero, own), b.emit("less_equal", own, last))
+    return b.emit("minimum", b.emit("maximum", own, zero), last), inside
+
+
+def _spread(b: LocalWriter, mask: Value, x: Value, dim: int) -> Value:
+    """Return a mask of indices in the rank of a tensor that has the dimensions of the indices from `dim` on."""
+    behind = x.type.rank - dim - mask.type.rank
+    return b.emit("reshape", mask, shape=(*(1,) * dim, *mask.type.dims, *(1,) * behind))
+
+
+def _gather(b: LocalWriter, call: LocalCall) -> list[Value]:
+    """Look up this rank's rows; rows of others are zero, and all ranks add up to the result."""
+    dim = integer(call.attrs["axis"]) % call.whole(0).rank
+    table, indices = call.ins
+    axes = call.axes_of(0, dim)
+    if not axes:
+        return [b.emit("gather", table, indices, axis=dim)]
+    own, inside = _own_rows(b, indices, call.whole(0).dims[dim], table.type.dims[dim], axes)
+    found = b.emit("gather", table, own, axis=dim)
+    zero = b.number(0.0 if "f" in found.type.dtype else 0, found.type.dtype)
+    return [b.emit("where", _spread(b, inside, found, dim), found, zero)]
+
+
+def _gather_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
+    """Add this rank's rows of the gradient; those of others are zero in its place."""
+    result = call.op.outs[0].type
+    dim, local = integer(call.attrs["axis"]) % result.rank, result.local(b.sizes).dims
+    grad, indices = call.ins
+    if axes := result.axes_of(dim):
+        indices, inside = _own_rows(b, indices, result.dims[dim], local[dim], axes)
+        zero = b.number(0.0 if "f" in grad.type.dtype else 0, grad.type.dtype)
+        grad = b.emit("where", _spread(b, inside, grad, dim), grad, zero)
+    return [b.emit("gather_grad", grad, indices, axis=dim, shape=local)]
+
+
+def _iota(b: LocalWriter, call: LocalCall) -> list[Value]:
+    """Count from this rank's first element on."""
+    result = call.op.outs[0].type
+    dim, dtype = integer(call.attrs["axis"]) % result.rank, str(call.attrs["dtype"])
+    local, axes, blocks = result.local(b.sizes).dims, result.axes_of(dim), result.blocks_of(dim)
+    if not axes:
+        return [b.emit("iota", dtype=dtype, shape=local, axis=dim)]
+    each, size = result.dims[dim] // blocks, local[dim] // blocks
+    places = b.numbered((size,), 0, axes)
+    if blocks > 1:
+        starts = b.emit("mul", b.emit("iota", dtype="i64", shape=(blocks, 1)), b.number(each, "i64"))
+        places = b.emit("reshape", b.emit("add", starts, places), shape=(blocks * size,))
+    typed = places if dtype == "i64" else b.emit("cast", places, dtype=dtype)
+    column = b.emit("reshape", typed, shape=tuple(n if i == dim else 1 for i, n in enumerate(local)))
+    return [column if column.type.dims == local else b.emit("broadcast", column, shape=local)]
+
+
+# ------------------------------------------------------------------------------------------------ losses
+
+
+def _mse(b: LocalWriter, call: LocalCall) -> list[Value]:
+    """Write the sum over this rank's part, divided by the whole count."""
+    difference = b.emit("sub", *call.ins)
+    square = b.emit("mul", difference, difference)
+    for dim in range(call.whole(0).rank):
+        if call.axes_of(0, dim) and _uneven(b, call, 0, dim):
+            square = b.masked(square, dim, call.axes_of(0, dim), call.whole(0).dims[dim])
+    total = b.emit("sum", square, axes=tuple(range(square.type.rank)))
+    return [b.emit("div", total, b.number(float(call.whole(0).size), square.type.dtype))]
+
+
+def _label_place(b: LocalWriter, call: LocalCall) -> tuple[Value, Value]:
+    """Return where a class of this rank is the label, and the labels as a column beside the logits."""
+    logits, labels = call.ins[:2]
+    dim = logits.type.rank - 1
+    wide = labels if labels.type.dtype == "i64" else b.emit("cast", labels, dtype="i64")
+    column = b.emit("reshape", wide, shape=(*labels.type.dims, 1))
+    classes = b.number(call.whole(0).dims[dim], "i64")
+    positive = b.emit("where", b.emit("less", column, b.number(0, "i64")), b.emit("add", column, classes), column)
+    numbers = b.numbered(logits.type.dims, dim, call.axes_of(0, dim))
+    return b.emit("equal", numbers, positive), positive
+
+
+def _cross_entropy(b: LocalWriter, call: LocalCall) -> list[Value]:
+    """Write the mean over the whole count of rows. Where classes are split, the largest logit, the sum of powers and
+    the label's logit are found together."""
+    logits = call.whole(0)
+    dim, rows = logits.rank - 1, float(max(1, logits.size // logits.dims[-1]))
+    axes = call.axes_of(0, dim)
+    x = _unpadded(b, call, 0, dim, float("-inf"))
+    zero = b.number(0.0, logits.dtype)
+    largest = _reduced(b, b.emit("max", x, axes=(dim,), keep=True), axes, "max")
+    powers = b.emit("exp", b.emit("sub", x, largest))
+    total = _reduced(b, b.emit("sum", powers, axes=(dim,), keep=True), axes)
+    flat = call.ins[1].type.dims
+    lse = b.emit("reshape", b.emit("add", b.emit("log", total), largest), shape=flat)
+    place, _ = _label_place(b, call)
+    own = b.emit("sum", b.emit("where", place, x, zero), axes=(dim,))
+    losses = b.emit("sub", lse, _reduced(b, own, axes))
+    for i in range(dim):
+        if call.axes_of(0, i) and _uneven(b, call, 0, i):
+            losses = b.masked(losses, i, call.axes_of(0, i), logits.dims[i])
+    mean = b.emit("div", b.emit("sum", losses, axes=tuple(range(dim))), b.number(rows, logits.dtype))
+    return [mean, lse]
+
+
+def _cross_entropy_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
+    """Write (e^(logits - lse) - 1 at the label) * dloss / rows, with the whole count of rows."""
+    x, _, lse, grad = call.ins
+    logits = call.whole(0)
+    rows = float(max(1, logits.size // logits.dims[-1]))
+    column = b.emit("reshape", lse, shape=(*lse.type.dims, 1))
+    share = b.emit("exp", b.emit("sub", x, column))
+    place, _ = _label_place(b, call)
+    hot = b.emit("cast", place, dtype=logits.dtype)
+    scale = b.emit("div", grad, b.number(rows, logits.dtype))
+    return [b.emit("mul", b.emit("sub", share, hot), scale)]
+
+
+FORMS: dict[str, Form] = {
+    "mean": _mean,
+    "max": _max,
+    "softmax": _softmax,
+    "softmax_grad": _softmax_grad,
+    "log_softmax": _log_softmax,
+    "log_softmax_grad": _log_softmax_grad,
+    "gather": _gather,
+    "gather_grad": _gather_grad,
+    "iota": _iota,
+    "mse": _mse,
+    "cross_entropy": _cross_entropy,
+    "cross_entropy_grad": _cross_entropy_grad,
+}

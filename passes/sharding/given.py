@@ -1,0 +1,127 @@
+"""Layouts that the user gives: patterns of names, and how tensors with such names lie on the mesh.
+
+    h.*.c_attn.weight=[_,3*/tp]      the second dimension is three blocks, each split over tp; the first is whole
+    x=[?,/sp]                        the first dimension is left to propagation
+
+`_` is whole, `?` is free, `/a/b` splits over axes a and b, a major. Names are those of variables, inputs and values;
+of several patterns that fit, the first counts. One error lists all that is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+from penstock.ir.graph import REPLICAS, Module
+from penstock.ir.sharding.splits import UNSPLIT, Split
+from penstock.ir.types import TensorType
+from penstock.support.errors import UsageError
+from penstock.support.words import itemised, meant
+
+# A layout by dimension: None is free.
+Layout = tuple[Split | None, ...]
+
+_MESH_AXIS = re.compile(r"([A-Za-z_]\w*)=([1-9]\d*)")
+_WORDS: dict[str, Split | None] = {"?": None, "_": UNSPLIT}
+_DIMENSION = re.compile(r"(?:([1-9]\d*)\*)?((?:/[A-Za-z_]\w*)+)")
+
+
+@dataclass(frozen=True)
+class GivenLayout:
+    """A pattern of names with its layout, and the text that it was written as."""
+
+    pattern: str
+    layout: Layout
+    text: str
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Return the axes of a mesh, such as `dp=2,tp=2`, with their sizes."""
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        match = _MESH_AXIS.fullmatch(part.strip())
+        if match is None or match[1] in axes:
+            raise UsageError(
+                f"cannot read the mesh {text!r} at {part!r}",
+                hint="write axes with their sizes, each once, such as dp=2,tp=2",
+            )
+        axes[match[1]] = int(match[2])
+    return axes
+
+
+def parse_given(texts: Iterable[str]) -> list[GivenLayout]:
+    """Return the given layouts."""
+    layouts, problems = [], []
+    for text in texts:
+        pattern, equals, shape = text.rpartition("=")
+        shape = shape.strip()
+        if not equals or not (shape.startswith("[") and shape.endswith("]")):
+            problems.append(f"{text!r} is no PATTERN=[DIMENSION,...], such as 'h.*.weight=[_,/tp]'")
+            continue
+        words = [word.strip() for word in shape[1:-1].split(",")] if shape != "[]" else []
+        wrong = [word for word in words if word not in _WORDS and not _DIMENSION.fullmatch(word)]
+        if wrong:
+            problems.append(f"{text!r} has the dimension {wrong[0]!r}, expected _, ?, /AXIS or 3*/AXIS")
+        else:
+            layouts.append(GivenLayout(pattern.strip(), tuple(map(_split, words)), text))
+    if problems:
+        raise UsageError("cannot read these layouts:" + itemised(problems))
+    return layouts
+
+
+def _split(word: str) -> Split | None:
+    """Return the split that a dimension of a layout says."""
+    if word in _WORDS:
+        return _WORDS[word]
+    match = _DIMENSION.fullmatch(word)
+    assert match is not None
+    return Split(tuple(match[2].split("/")[1:]), int(match[1] or 1))
+
+
+def chosen_layouts(
+    module: Module, values: Mapping[str, TensorType], given: Sequence[GivenLayout], sizes: Mapping[str, int]
+) -> dict[str, Layout]:
+    """Return the layouts of variables, as `@name`, and of inputs and other values, as `%name`, that patterns name. A
+    layout that cannot be is refused."""
+    nodes = {f"@{name}": var.type for name, var in module.vars.items() if var.role != "grad"}
+    nodes |= {f"%{name}": t for name, t in values.items()}
+    chosen: dict[str, Layout] = {}
+    problems: list[str] = []
+    for entry in given:
+        fitting = [node for node in nodes if fnmatchcase(node[1:], entry.pattern)]
+        if not fitting:
+            names = [node[1:] for node in nodes]
+            problems.append(f"{entry.text!r} fits no name; {meant(entry.pattern, names) or 'try inspect --params'}")
+        for node in fitting:
+            if node not in chosen:
+                problems += [f"{entry.text!r}: {what}" for what in _misfits(node, nodes[node], entry.layout, sizes)]
+                chosen[node] = entry.layout
+    if problems:
+        raise UsageError("cannot lay tensors out like this:" + itemised(dict.fromkeys(problems)))
+    return chosen
+
+
+def _misfits(node: str, t: TensorType, layout: Layout, sizes: Mapping[str, int]) -> Iterable[str]:
+    if len(layout) != t.rank:
+        yield f"{node} is {t.plain}, the layout has {len(layout)} dimensions"
+        return
+    used: list[str] = []
+    for i, split in enumerate(layout):
+        for axis in split.axes if split else ():
+            if axis == REPLICAS:
+                yield f"{node}: microbatches are dealt out along {REPLICAS}, which splits no tensor"
+            elif axis not in sizes:
+                yield f"{node}: there is no axis {axis}, the mesh has {', '.join(sizes)}"
+            elif axis in used:
+                yield f"{node}: axis {axis} splits two dimensions"
+            used.append(axis)
+        if split is None or not set(split.axes) <= sizes.keys():
+            continue
+        n, parts = t.dims[i], prod(sizes[axis] for axis in split.axes)
+        if n % split.blocks or (split.blocks > 1 and n // split.blocks % parts):
+            yield f"{node}: dimension {i} has {n} elements, which are not {split.blocks} blocks of {parts} equal parts"
+        elif parts > 1 and n < parts:
+            yield f"{node}: dimension {i} has {n} elements for {parts} devices"

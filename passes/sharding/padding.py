@@ -1,0 +1,60 @@
+"""What the padding of local tensors holds: zeros, finite numbers, or anything.
+
+A dimension whose size does not divide is padded on the last ranks. Padding of variables and of what is fed is zero, and
+stays zero through operations that make zero of zero. A sum over a split dimension must not see padding that is
+anything else: `localize` masks it there. The state of a value counts for all of its uneven dimensions together.
+
+Zeros are taken for zero also where they meet an infinity of the model's own numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.ir.graph import Op
+from penstock.ir.ops import OPS
+
+ZERO, FINITE, ANYTHING = 0, 1, 2
+
+_KEEP = {
+    "neg", "abs", "sign", "floor", "round", "sqrt", "sin", "atan", "tanh", "erf", "relu", "detach", "gelu", "cast",
+    "reshape", "transpose", "broadcast", "slice", "concat", "pad", "sum", "mean",
+}  # fmt: skip
+_FINITE = {"exp", "cos", "sigmoid", "not", "equal", "less", "less_equal", "and", "or", "const", "iota", "random"}
+# All operands zero make zero.
+_JOINT = {"add", "sub", "minimum", "maximum"}
+# One zero operand beside finite ones makes zero.
+_FACTORS = {
+    "mul", "matmul", "conv", "conv_grad_input", "conv_grad_weight", "relu_grad", "gelu_grad",
+    "layer_norm_grad_weight", "gather_grad",
+}  # fmt: skip
+
+
+def padding_of(op: Op, ins: Sequence[int | None]) -> tuple[int, ...]:
+    """Return the states of an operation's results, from those of its operands; None is an operand without padding,
+    which may hold any number there."""
+    count, padded = len(op.outs), [state for state in ins if state is not None]
+    every = [FINITE if state is None else state for state in ins]
+    largest = max(padded, default=FINITE)
+    zero = False
+    if op.kind in _KEEP:
+        return (largest,) * count
+    if op.kind in _FINITE:
+        return (FINITE,) * count
+    if op.kind in _JOINT:
+        zero = max(every) == ZERO
+    elif op.kind in _FACTORS:
+        zero = ZERO in every and max(every) <= FINITE
+    elif op.kind == "where":
+        return (max(every[1:]),) * count
+    elif op.kind == "div":
+        return (ZERO if every[0] == ZERO and ins[1] is None else ANYTHING,) * count
+    elif op.kind == "attention":
+        return (every[2], *(FINITE if largest <= FINITE else ANYTHING,) * 2)
+    elif op.kind == "attention_grad":
+        return (ZERO if max(every[:4]) == ZERO and largest <= FINITE else ANYTHING,) * count
+    elif OPS[op.kind].family == "optimizer":
+        return (ZERO if largest == ZERO else ANYTHING,) * count
+    else:
+        return (ANYTHING,) * count
+    return (ZERO if zero else largest,) * count

@@ -1,0 +1,330 @@
+"""Resolution of layouts: which splits each operation takes, and the reshards in front of it.
+
+In: the graphs of a whole program and suggested splits (propagate.py). Out: the same operations, every value with its
+layout, and a `reshard` wherever an operand lies in another way than its operation takes it.
+
+For each operation in order, the splits of its names are chosen that cost least: bytes that reshards move, results that
+have to be added up, and the operation's own time. A partial sum stays one as long as all who read it can take it so
+(`linear`); where somebody cannot, it is added up at once, for all of them. The sum then has the value's name, and what
+was not added up is called `NAME.partial`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import prod
+
+from penstock.ir.graph import Graph, Module, Namer, Op, Value
+from penstock.ir.ops import OPS, cost_of
+from penstock.ir.sharding.splits import UNSPLIT, Rule, Split, laid_out, read_split
+from penstock.ir.types import TensorType
+
+from .propagate import Suggestions, allowed, fits, settled
+
+# What a floating-point operation, and a byte of memory that is touched, count beside a byte that is moved to another
+# device: rates of a processor core and of a link between processes.
+_FLOP, _TOUCHED = 1 / 50, 1 / 8
+_MOST_CHOICES = 512
+
+
+def moved_bytes(before: TensorType, after: TensorType, sizes: Mapping[str, int]) -> float:
+    """Estimate the bytes that a device sends in a reshard."""
+    parts = {axis for axes in after.axes for axis in axes}
+    total = 0.0
+    for axis in before.partial:
+        k, size = sizes.get(axis, 1), float(before.nbytes)
+        total += size * (k - 1) / k * (1 if axis in parts else 2)
+    at = {axis: i for i, axes in enumerate(before.axes) for axis in axes}
+    for axis, dim in at.items():
+        k = sizes.get(axis, 1)
+        if axis not in after.axes_of(dim) or before.blocks_of(dim) != after.blocks_of(dim):
+            share = before.nbytes / prod(sizes.get(other, 1) for other in at)
+            total += share * (k - 1) / (k if axis in parts else 1)
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Layouts of the operands and results of one operation, and their cost."""
+
+    ins: tuple[TensorType, ...]
+    outs: tuple[TensorType, ...]
+    cost: float
+
+
+class Resolution:
+    """The resolution of all graphs of a module."""
+
+    def __init__(self, module: Module, graphs: Sequence[Graph], suggested: Suggestions) -> None:
+        self.suggested, self.sizes = suggested, suggested.sizes
+        self.namer = Namer.of(*graphs)
+        self.var_types = {
+            name: var.type.laid(*_columns(settled(suggested.splits[f"@{name}"]))) for name, var in module.vars.items()
+        }
+        # Values as they lie, by name, across graphs.
+        self.laid: dict[str, Value] = {}
+        self._readers: dict[str, list[tuple[Op, int]]] = {}
+        self._makers: dict[str, Op] = {}
+        for graph in graphs:
+            for op in graph.ops:
+                for i, value in enumerate(op.ins):
+                    self._readers.setdefault(value.name, []).append((op, i))
+                self._makers |= {value.name: op for value in op.outs}
+        self._whole = {v.name for graph in graphs for v in graph.outs}
+        self.partial_ahead: Callable[[str], bool] = cache(self._is_partial_ahead)
+
+    def wanted(self, value: Value) -> TensorType:
+        """Return the type of a value as suggested."""
+        if value.name in self._whole:
+            return value.type.plain
+        return value.type.plain.laid(*_columns(settled(self.suggested.of(value))))
+
+    def graph(self, graph: Graph) -> Graph:
+        """Return a graph with layouts and reshards."""
+        return _GraphResolution(self, graph).run()
+
+    def _is_partial_ahead(self, name: str) -> bool:
+        """Return whether a value is likely to be a partial sum: its operation sums over a split dimension, or hands on
+        partial sums."""
+        op = self._makers.get(name)
+        if op is None or OPS[op.kind].family == "state" or op.kind == "reshard":
+            return False
+        rule = self.suggested.rules[id(op)]
+        axes: set[str] = set()
+        for value, dimensions in zip(op.ins, rule.ins, strict=True):
+            for split, factors in zip(self.suggested.of(value), dimensions, strict=True):
+                if split and split.axes and any(rule.leaves_sums(f) and allowed(op, rule, f) for f in factors):
+                    axes.update(split.axes)
+        if axes and not any(
+            axes & {a for s in self.suggested.of(v) if s for a in s.axes} for v in op.outs if v.name == name
+        ):
+            return True
+        ahead = frozenset(i for i, value in enumerate(op.ins) if self.partial_ahead(value.name))
+        return bool(ahead) and ahead in rule.linear and _keeps(op, ahead)
+
+    def stays_partial(self, value: Value) -> bool:
+        """Return whether all who read a value can take it as a partial sum."""
+        readers = self._readers.get(value.name, [])
+        return bool(readers) and value.name not in self._whole and all(self._takes(op, i) for op, i in readers)
+
+    def _takes(self, op: Op, operand: int) -> bool:
+        if op.kind == "reshard" or OPS[op.kind].family == "state":
+            return False
+        rule = self.suggested.rules[id(op)]
+        for operands in rule.linear:
+            if operand in operands and all(i == operand or self.partial_ahead(op.ins[i].name) for i in operands):
+                return _keeps(op, operands)
+        return False
+
+
+def _keeps(op: Op, operands: frozenset[int]) -> bool:
+    """Return whether handing a partial sum on moves no more bytes than adding it up before."""
+    return sum(v.type.nbytes for v in op.outs) <= sum(op.ins[i].type.nbytes for i in operands)
+
+
+def _columns(splits: Sequence[Split]) -> tuple[list[tuple[str, ...]], tuple[str, ...], list[int]]:
+    return [split.axes for split in splits], (), [split.blocks for split in splits]
+
+
+class _GraphResolution:
+    """The resolution of one graph."""
+
+    def __init__(self, all_graphs: Resolution, graph: Graph) -> None:
+        self.all, self.graph, self.sizes = all_graphs, graph, all_graphs.sizes
+        self.env: dict[str, Value] = {}
+        self.ops: list[Op] = []
+        self.adapted: dict[tuple[str, TensorType], Value] = {}
+        self.makers: dict[str, Op] = {}
+
+    def run(self) -> Graph:
+        for value in self.graph.ins:
+            laid = self.all.laid.get(value.name) or Value(value.name, self.all.wanted(value))
+            self.env[value.name] = self.all.laid[value.name] = laid
+        for op in self.graph.ops:
+            if OPS[op.kind].family == "state":
+                self._state(op)
+            elif op.kind == "reshard":
+                self._given_reshard(op)
+            else:
+                self._pure(op)
+        outs = tuple(self._adapt(self.env[v.name], v.type.plain, None) for v in self.graph.outs)
+        assert all(new.name == old.name for new, old in zip(outs, self.graph.outs, strict=True)), self.graph.name
+        ins, saved = (tuple(self.env[v.name] for v in values) for values in (self.graph.ins, self.graph.saved))
+        return Graph(self.graph.name, ins, outs, tuple(self.ops), saved)
+
+    def _state(self, op: Op) -> None:
+        t = self.all.var_types[op.var]
+        ins = tuple(self._adapt(self.env[v.name], t, op) for v in op.ins)
+        outs = tuple(Value(v.name, t) for v in op.outs)
+        self._emit(Op(op.kind, ins, outs, op.attrs, op.loc))
+
+    def _given_reshard(self, op: Op) -> None:
+        value = self.env[op.ins[0].name]
+        self._emit(Op(op.kind, (value,), op.outs, op.attrs, op.loc))
+
+    def _pure(self, op: Op) -> None:
+        rule = self.all.suggested.rules[id(op)]
+        here = [self.env[v.name] for v in op.ins]
+        choice = self._choose(op, rule, here)
+        ins = tuple(self._adapt(value, t, op) for value, t in zip(here, choice.ins, strict=True))
+        outs, after = [], []
+        for value, t in zip(op.outs, choice.outs, strict=True):
+            to = self._final(value, t)
+            raw = Value(value.name if to == t else self.all.namer.fresh(f"{value.name}.{_suffix(t)}"), t)
+            outs.append(raw)
+            if to != t:
+                attrs = {"to": str(to), **({"of": op.attrs["of"]} if "of" in op.attrs else {})}
+                after.append(Op("reshard", (raw,), (Value(value.name, to),), attrs, op.loc))
+        self._emit(Op(op.kind, ins, tuple(outs), op.attrs, op.loc))
+        for reshard in after:
+            self._emit(reshard)
+
+    def _emit(self, op: Op) -> None:
+        self.ops.append(op)
+        for value in op.outs:
+            self.makers[value.name] = op
+            self.env[value.name] = self.all.laid[value.name] = value
+
+    def _final(self, value: Value, t: TensorType) -> TensorType:
+        """Return the layout that a result gets at once: as given, added up where somebody needs the sum, else as it
+        is."""
+        given = f"%{value.name}" in self.all.suggested.given
+        if given or value.name in self.all._whole:
+            return self.all.wanted(value)
+        if t.partial and not self.all.stays_partial(value):
+            wanted = self.all.wanted(value)
+            # Only axes that are summed over may split the sum: everything else lies as the operation made it.
+            free = {axis for axes in wanted.axes for axis in axes} <= {*t.partial, *(a for x in t.axes for a in x)}
+            return wanted if free and _keeps_axes(t, wanted) else t.laid(t.axes, (), t.blocks)
+        return t
+
+    def _adapt(self, value: Value, t: TensorType, op: Op | None) -> Value:
+        """Return the value with another layout. A number that fills a constant is written anew."""
+        if value.type == t:
+            return value
+        known = self.adapted.get((value.name, t))
+        if known is not None:
+            return known
+        maker = self.makers.get(value.name)
+        name = self.all.namer.fresh(f"{value.name}.laid")
+        if maker is not None and maker.kind == "const" and not isinstance(maker.attrs.get("value"), tuple):
+            self._emit(Op("const", (), (Value(name, t),), maker.attrs, maker.loc))
+        else:
+            of = {"of": op.attrs["of"]} if op is not None and "of" in op.attrs else {}
+            self._emit(Op("reshard", (value,), (Value(name, t),), {"to": str(t), **of}, op.loc if op else ""))
+        self.adapted[value.name, t] = self.env[name]
+        return self.env[name]
+
+    # ---------------------------------------------------------------------------------------- choosing splits
+
+    def _choose(self, op: Op, rule: Rule, here: Sequence[Value]) -> _Choice:
+        best: _Choice | None = None
+        for splits in self._candidates(op, rule, here):
+            choice = self._choice(op, rule, here, splits)
+            if choice is not None and (best is None or choice.cost < best.cost):
+                best = choice
+        assert best is not None, f"{op.kind} has no layout"
+        return best
+
+    def _candidates(self, op: Op, rule: Rule, here: Sequence[Value]) -> Iterator[dict[str, Split]]:
+        """Yield splits of the operation's names: those of operands as they lie and of results as they are wanted, in all
+        combinations; nothing split comes last."""
+        options: dict[str, list[Split]] = {}
+        types = [*(v.type for v in here), *(self.all.wanted(v) for v in op.outs)]
+        for t, dimensions in zip(types, rule.operands(), strict=True):
+            for dim, factors in enumerate(dimensions):
+                axes = t.axes_of(dim)
+                if not axes or not factors:
+                    continue
+                parts = prod(self.sizes.get(axis, 1) for axis in axes)
+                read = read_split(factors, Split(axes, t.blocks_of(dim)), rule.sizes, parts)
+                if read is None:
+                    continue
+                name, split = read
+                if allowed(op, rule, name) and fits(split, rule.sizes[name], self.sizes, len(factors) == 1):
+                    listed = options.setdefault(name, [])
+                    if split not in listed:
+                        listed.append(split)
+        names = list(options)
+        while prod(len(options[name]) + 1 for name in names) > _MOST_CHOICES:
+            options[names.pop()] = []
+        for splits in product(*([*options[name], UNSPLIT] for name in names)):
+            yield {name: split for name, split in zip(names, splits, strict=True) if split.axes}
+
+    def _choice(self, op: Op, rule: Rule, here: Sequence[Value], splits: Mapping[str, Split]) -> _Choice | None:
+        ins = [laid_out(v.type.plain, d, splits, rule.sizes) for v, d in zip(here, rule.ins, strict=True)]
+        outs = [laid_out(v.type.plain, d, splits, rule.sizes) for v, d in zip(op.outs, rule.outs, strict=True)]
+        if any(t is None for t in (*ins, *outs)) or not _equal_factors(rule, splits, self.sizes):
+            return None
+        split_axes = {axis for split in splits.values() for axis in split.axes}
+        passing = self._passing(op, rule, here, split_axes)
+        needed = [_with_partial(t, passing, i) for i, t in enumerate(ins)]
+        made = [
+            t.laid(t.axes, self._sums(rule, splits, dims) | passing.keys(), t.blocks)
+            for t, dims in zip((t for t in outs if t is not None), rule.outs, strict=True)
+        ]
+        return _Choice(tuple(needed), tuple(made), self._cost(op, here, needed, made, split_axes))
+
+    def _sums(self, rule: Rule, splits: Mapping[str, Split], dims: Sequence[tuple[str, ...]]) -> set[str]:
+        """Return the axes over which a result is partial."""
+        own = {name for factors in dims for name in factors}
+        return {axis for name, s in splits.items() if name not in own and rule.leaves_sums(name) for axis in s.axes}
+
+    def _passing(self, op: Op, rule: Rule, here: Sequence[Value], taken: set[str]) -> dict[str, frozenset[int]]:
+        """Return the axes over which partial sums pass through the operation, with the operands that have them."""
+        passing: dict[str, frozenset[int]] = {}
+        for axis in sorted({axis for value in here for axis in value.type.partial}):
+            operands = frozenset(i for i, value in enumerate(here) if axis in value.type.partial)
+            if axis not in taken and operands in rule.linear and _keeps(op, operands):
+                passing[axis] = operands
+        return passing
+
+    def _cost(
+        self,
+        op: Op,
+        here: Sequence[Value],
+        ins: Sequence[TensorType],
+        outs: Sequence[TensorType],
+        axes: set[str],
+    ) -> float:
+        moved = 0.0
+        for value, t in zip(here, ins, strict=True):
+            if (value.name, t) not in self.adapted:
+                moved += moved_bytes(value.type, t, self.sizes)
+        for value, t in zip(op.outs, outs, strict=True):
+            moved += moved_bytes(t, self._final(value, t), self.sizes)
+            wanted = self.all.wanted(value)
+            if not t.partial and t != wanted:
+                moved += moved_bytes(t, wanted, self.sizes)
+        work, devices = cost_of(op), prod(self.sizes.get(axis, 1) for axis in axes)
+        return moved + (work.flops * _FLOP + work.bytes * _TOUCHED) / devices
+
+
+def _with_partial(t: TensorType | None, passing: Mapping[str, frozenset[int]], operand: int) -> TensorType:
+    assert t is not None
+    return t.laid(t.axes, [axis for axis, operands in passing.items() if operand in operands], t.blocks)
+
+
+def _equal_factors(rule: Rule, splits: Mapping[str, Split], sizes: Mapping[str, int]) -> bool:
+    """Return whether factors beside others in their dimension are split into equal parts."""
+    for dimensions in rule.operands():
+        for factors in dimensions:
+            for name in factors if len(factors) > 1 else ():
+                if name in splits and not fits(splits[name], rule.sizes[name], sizes, alone=False):
+                    return False
+    return True
+
+
+def _keeps_axes(before: TensorType, after: TensorType) -> bool:
+    """Return whether what splits the partial sum splits the sum in the same way."""
+    return all(
+        set(before.axes_of(i)) <= set(after.axes_of(i)) and before.blocks_of(i) == after.blocks_of(i)
+        for i in range(before.rank)
+    )
+
+
+def _suffix(t: TensorType) -> str:
+    return "partial" if t.partial else "unlaid"

@@ -1,0 +1,53 @@
+"""Split tensors over the axes of a mesh: the pass `shard` gives every value and variable a layout.
+
+In: the graphs of a whole program, a mesh, and layouts by pattern. Out: the same program in which types say how tensors
+lie, with reshards. It means what it meant: axes in types, and reshards, change no number. Programs name axes and no
+sizes; the sizes of the mesh decide what divides and what is cheap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from penstock.ir.graph import REPLICAS, Module, Value
+from penstock.support.errors import UsageError
+
+from .given import chosen_layouts, parse_given, parse_mesh
+from .propagate import Suggestions
+from .resolve import Resolution
+
+_ORDER = ("F", "main", "B", "N", "U")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOptions:
+    """Options of `shard`. `mesh` has the axes of a stage's mesh, such as `dp=2,tp=2`; `given` the layouts of tensors,
+    `PATTERN=[_,/tp]` each; of several that fit a name the first counts."""
+
+    mesh: str = ""
+    given: tuple[str, ...] = ()
+
+
+def shard(module: Module, options: ShardOptions) -> Module:
+    """Give every tensor a layout on the mesh: as given, spread to what can lie alike, with reshards in between."""
+    if not options.mesh:
+        if options.given:
+            raise UsageError("layouts are given, but no mesh", hint="name its axes, such as --mesh tp=2")
+        return module
+    sizes = {axis: size for axis, size in parse_mesh(options.mesh).items() if axis != REPLICAS}
+    order = [name for name in _ORDER if name in module.graphs]
+    graphs = [module.graphs[name] for name in (*order, *(n for n in module.graphs if n not in order))]
+    values = {v.name: v.type for graph in graphs for v in (*graph.ins, *(o for op in graph.ops for o in op.outs))}
+    given = chosen_layouts(module, values, parse_given(options.given), parse_mesh(options.mesh))
+    suggested = Suggestions(module, graphs, given, sizes)
+    suggested.spread()
+    resolution = Resolution(module, graphs, suggested)
+    laid = {graph.name: resolution.graph(graph) for graph in graphs}
+    inputs = tuple(
+        Value(v.name, resolution.laid[v.name].type if v.name in resolution.laid else v.type) for v in module.inputs
+    )
+    return module.but(
+        graphs={name: laid[name] for name in module.graphs},
+        vars={name: replace(var, type=resolution.var_types[name]) for name, var in module.vars.items()},
+        inputs=inputs,
+    )

@@ -1,0 +1,135 @@
+"""Every row of the op table over every legal split: the ranks of a mesh together compute what one device does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations
+from math import prod
+
+import numpy as np
+import pytest
+from oracles.sharding.laid_out import cut_out, put_together
+from samples import SAMPLES, Sample
+
+from penstock.ir.graph import Graph, Mesh, Module, Op, Stage, Value
+from penstock.ir.interpreter.graphs import run_graph, run_team
+from penstock.ir.ops import OPS
+from penstock.ir.sharding.rules import rule_of
+from penstock.ir.sharding.splits import Rule, Split, laid_out
+from penstock.ir.types import FLOATS, TensorType
+from penstock.passes.sharding.localize import localize
+from penstock.passes.sharding.propagate import allowed, fits
+
+MESHES = [
+    Mesh("m", (("a", 2),), ("c0", "c1")),
+    Mesh("m", (("a", 4),), tuple(f"c{i}" for i in range(4))),
+    Mesh("m", (("a", 2), ("b", 2)), tuple(f"c{i}" for i in range(4))),
+]
+# Of the samples of a row that differ in element type alone, one is enough.
+_SEEN: set[object] = set()
+
+
+def _is_first(s: Sample) -> bool:
+    key = (s.kind, s.pattern[0], str(sorted(s.pattern[1].items(), key=str)))
+    fresh = key not in _SEEN
+    _SEEN.add(key)
+    return fresh
+
+
+CHOSEN = [s for s in SAMPLES if _is_first(s) and sum(v.type.size for v in s.op.ins) < 20_000]
+
+
+def splits_of(op: Op, rule: Rule, mesh: Mesh) -> Iterator[dict[str, Split]]:
+    """Yield all ways to give the mesh's axes to the operation's names."""
+    axes = [axis for axis, _ in mesh.axes]
+    ways = [(axes,)] if len(axes) == 1 else [(axes,), (axes[::-1],), ([axes[0]], [axes[1]])]
+    for way in ways:
+        for names in permutations(rule.sizes, len(way)):
+            splits = {name: Split(tuple(part)) for name, part in zip(names, way, strict=True)}
+            if all(allowed(op, rule, name) and rule.sizes[name] for name in names):
+                yield splits
+
+
+def types_of(op: Op, rule: Rule, splits: dict[str, Split], sizes: dict[str, int]) -> list[TensorType] | None:
+    """Return the types of operands and results with these splits; None where they cannot be."""
+    for dims in rule.operands():
+        for factors in dims:
+            for name in factors:
+                alone = len(factors) == 1
+                if name in splits and not alone and not fits(splits[name], rule.sizes[name], sizes, alone):
+                    return None
+    types: list[TensorType] = []
+    for i, (value, dims) in enumerate(zip((*op.ins, *op.outs), rule.operands(), strict=True)):
+        t = laid_out(value.type, dims, splits, rule.sizes)
+        if t is None:
+            return None
+        own = {name for factors in dims for name in factors}
+        lacking = [name for name in splits if name not in own and rule.leaves_sums(name)]
+        partial = [axis for name in lacking for axis in splits[name].axes] if i >= len(op.ins) else []
+        types.append(t.laid(t.axes, partial, t.blocks))
+    return types
+
+
+def local_graph(op: Op, types: list[TensorType], mesh: Mesh) -> tuple[Graph, Graph]:
+    """Return the graph of one operation in whole and in local form."""
+    values = [Value(v.name, t) for v, t in zip((*op.ins, *op.outs), types, strict=True)]
+    ins, outs = tuple(values[: len(op.ins)]), tuple(values[len(op.ins) :])
+    whole = Graph("s0.F", ins, outs, (Op(op.kind, ins, outs, op.attrs),))
+    module = Module("one", meshes=(mesh,), stages=(Stage(0, "m"),), graphs={"s0.F": whole})
+    return whole, localize(module).graphs["s0.F"]
+
+
+def compare(s: Sample, mesh: Mesh, types: list[TensorType]) -> None:
+    op = s.op
+    arrays = [x.astype(np.float64) if v.type.dtype in FLOATS else x for x, v in zip(s.arrays(), op.ins, strict=True)]
+    whole, local = local_graph(op, types, mesh)
+    expected = run_graph(s.graph("whole"), arrays, precision="f64")
+    parts = [
+        {v.name: cut_out(x, v.type, mesh, place) for v, x in zip(whole.ins, arrays, strict=True)}
+        for place in range(len(mesh.devices))
+    ]
+    results = run_team(local, parts, mesh, precision="f64")
+    for i, (value, right) in enumerate(zip(whole.outs, expected, strict=True)):
+        got = put_together([outs[i] for outs in results], value.type, mesh)
+        np.testing.assert_allclose(got, right.astype(got.dtype), rtol=1e-11, atol=1e-12, err_msg=f"{s} {types}")
+
+
+@pytest.mark.parametrize("s", CHOSEN, ids=str)
+def test_every_legal_split_computes_what_one_device_does(s: Sample) -> None:
+    op = s.op
+    rule = rule_of(op)
+    for mesh in MESHES:
+        for splits in splits_of(op, rule, mesh):
+            types = types_of(op, rule, splits, mesh.sizes)
+            if types is not None:
+                compare(s, mesh, types)
+
+
+def test_most_rows_can_be_split() -> None:
+    """All but those that the note of the rule excludes whole have some legal split among the samples."""
+    split = {s.kind for s in CHOSEN for names in splits_of(s.op, rule_of(s.op), MESHES[0]) if names}
+    never = {row.name for row in OPS.values() if row.family not in ("state", "collective")} - split
+    assert never == {"ramp"}
+
+
+def test_control_a_wrong_rule_is_noticed() -> None:
+    """A product whose inner dimension is split, and whose result is taken for the sum."""
+    s = next(s for s in CHOSEN if s.kind == "matmul" and len(s.op.ins[0].type.dims) == 2)
+    rule = rule_of(s.op)
+    types = types_of(s.op, rule, {"k": Split(("a",))}, MESHES[0].sizes)
+    assert types is not None
+    assert types[2].partial == ("a",)
+    compare(s, MESHES[0], types)
+    with pytest.raises(AssertionError):
+        compare(s, MESHES[0], [*types[:2], types[2].plain])
+
+
+def test_control_splits_that_the_rule_refuses_are_wrong() -> None:
+    """The whole axis of a running sum, split without an own form."""
+    s = next(s for s in CHOSEN if s.kind == "cumsum" and prod(s.op.ins[0].type.dims) > 4)
+    axis = int(str(s.op.attrs["axis"])) % s.op.ins[0].type.rank
+    t = s.op.ins[0].type
+    laid = t.laid([("a",) if i == axis else () for i in range(t.rank)])
+    assert not rule_of(s.op).may_split("n")
+    with pytest.raises(AssertionError):
+        compare(s, MESHES[0], [laid, laid])
