@@ -22,6 +22,8 @@ from penstock.passes.rewrite.precision import PrecisionOptions, check_precision,
 from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
 from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
 from penstock.passes.schedules.weight_versions import WeightVersionsOptions, weight_versions
+from penstock.passes.sharding.localize import LocalizeOptions, localize
+from penstock.passes.sharding.shard import ShardOptions, shard
 from penstock.passes.training.autodiff import AutodiffOptions, autodiff
 from penstock.passes.training.guard import GuardOptions, guard
 from penstock.passes.training.optimizer import OptimizerOptions, optimizer
@@ -37,11 +39,13 @@ PASSES: dict[str, Pass] = {
         Pass("autodiff", autodiff, AutodiffOptions, gives=("differentiated",)),
         Pass("optimizer", optimizer, OptimizerOptions, needs=("differentiated",)),
         Pass("guard", guard, GuardOptions, needs=("differentiated",)),
+        Pass("shard", shard, ShardOptions, gives=("sharded",)),
         Pass("partition", partition, PartitionOptions),
         Pass("split", split, SplitOptions, gives=("staged",)),
         Pass("split-backward", split_backward, SplitBackwardOptions, needs=("staged",)),
         Pass("schedule", schedule, ScheduleOptions, needs=("staged",), gives=("scheduled",)),
         Pass("weight-versions", weight_versions, WeightVersionsOptions, needs=("scheduled",), gives=("versioned",)),
+        Pass("localize", localize, LocalizeOptions, needs=("staged", "sharded")),
         Pass("wire", wire, WireOptions, needs=("staged",)),
         Pass("communicate", communicate, CommunicateOptions, needs=("scheduled",), gives=("wired",)),
         Pass("lifetimes", lifetimes, LifetimesOptions, needs=("wired",), gives=("freed",)),
@@ -75,7 +79,8 @@ class PipelineOptions:
     """Settings of a pipeline. `precision` is the element type of activations, `wire` that of activations and gradients
     between stages; `recompute` is what is computed again in the backward pass: auto, none or all; `shares` are how many
     microbatches each device of a stage runs; `library`, where there are GPUs, is who computes contractions on them;
-    `guard` what is done about the gradient before it is used."""
+    `guard` what is done about the gradient before it is used; `mesh` the axes of every stage's devices, `layouts` how
+    tensors lie on them."""
 
     schedule: str = "1f1b"
     microbatches: int = 1
@@ -85,6 +90,8 @@ class PipelineOptions:
     shares: tuple[Scalar, ...] = ()
     library: str = ""
     guard: dict[str, Attr] | None = None
+    mesh: str = ""
+    layouts: tuple[str, ...] = ()
 
 
 DEFAULTS = PipelineOptions()
@@ -144,8 +151,9 @@ def _cutting(partition: dict[str, Attr], options: PipelineOptions) -> list[Pipel
         "recompute": options.recompute,
         "wire": options.wire,
     }
-    partition = {**partition, **same}
+    partition = {**partition, **same, **_meshed(options)}
     return [
+        _shard(options),
         PipelineEntry(
             "partition", partition, "sees forward, backward and update, so that costs and memory are those of training"
         ),
@@ -163,6 +171,7 @@ def _cutting(partition: dict[str, Attr], options: PipelineOptions) -> list[Pipel
             "needs to know the stages only",
         ),
         PipelineEntry("weight-versions", {}, "needs to know which forwards run before which update"),
+        _localize(options),
     ]
 
 
@@ -192,17 +201,20 @@ def inference_entries(partition: dict[str, Attr], options: PipelineOptions = DEF
     check_precision(options.precision)
     check_wire(options.wire)
     microbatches = options.microbatches
-    partition = {**partition, "microbatches": microbatches, "schedule": INFERENCE, "wire": options.wire}
+    same: dict[str, Attr] = {"microbatches": microbatches, "schedule": INFERENCE, "wire": options.wire}
+    partition = {**partition, **same, **_meshed(options)}
     return [
         PipelineEntry("simplify", {}, "constants first"),
         _decompose(options.library, "composites without a kernel of their own"),
         _precision(options.precision, "when no composite is left that has no kernel"),
+        _shard(options),
         PipelineEntry("partition", partition, "forward cost only"),
         PipelineEntry("split", {}, "annotations become one graph per stage"),
         PipelineEntry(
             "schedule", {"kind": INFERENCE, "microbatches": microbatches, "shares": options.shares}, "forwards in order"
         ),
         PipelineEntry("weight-versions", {}, "one version; the verifier wants it said"),
+        _localize(options),
         _wire(options.wire, "before edges get their types"),
         PipelineEntry("communicate", {}, "activations between stages"),
         _libraries(options.library),
@@ -213,6 +225,21 @@ def inference_entries(partition: dict[str, Attr], options: PipelineOptions = DEF
             "last: a microbatch is dropped once it is sent on, and what kernels are made of has no memory",
         ),
     ]
+
+
+def _meshed(options: PipelineOptions) -> dict[str, Attr]:
+    return {"mesh": options.mesh} if options.mesh else {}
+
+
+def _shard(options: PipelineOptions) -> PipelineEntry:
+    why = "on the whole program, so that gradients and updates follow the same rules as the model; names axes only"
+    settings: dict[str, Attr] = {"mesh": options.mesh, "given": options.layouts}
+    return PipelineEntry("shard", settings if options.mesh else {}, why, bool(options.mesh), "--mesh")
+
+
+def _localize(options: PipelineOptions) -> PipelineEntry:
+    why = "when graphs have their meshes, and before messages, memory and kernels, which are those of one device"
+    return PipelineEntry("localize", {}, why, bool(options.mesh), "--mesh")
 
 
 def _precision(precision: str, why: str) -> PipelineEntry:

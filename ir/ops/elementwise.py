@@ -97,7 +97,7 @@ ROWS = (
     ),
     row("iota", "source", 0, _iota, "0, 1, 2, ... along `axis`", dtype=Required(str), shape=Required(tuple), axis=0),
     # elementwise, one operand
-    row("neg", "elementwise", 1, _number, "-x", flops=per_element(1), linear="0"),
+    row("neg", "elementwise", 1, _number, "-x", flops=per_element(1), dims="| 0"),
     row("abs", "elementwise", 1, _number, "|x|", flops=per_element(1)),
     row("sign", "elementwise", 1, _number, "-1, 0 or 1", flops=per_element(1)),
     row("floor", "elementwise", 1, _float, "largest integer not above x", flops=per_element(1)),
@@ -122,7 +122,7 @@ ROWS = (
         flops=per_element(16),
         approximate="none",
     ),
-    row("detach", "elementwise", 1, _float, "x; gradients stop here", linear="0"),
+    row("detach", "elementwise", 1, _float, "x; gradients stop here", dims="| 0"),
     row("not", "elementwise", 1, _logic, "logical negation"),
     row("cast", "elementwise", 1, _cast, "change of element type; float to integer truncates", dtype=Required(str)),
     row(
@@ -134,10 +134,10 @@ ROWS = (
         dtype=Required(str),
     ),
     # elementwise, several operands, broadcast as in NumPy
-    row("add", "elementwise", 2, _number, "a + b", flops=per_element(1), linear="0+1"),
-    row("sub", "elementwise", 2, _number, "a - b", flops=per_element(1), linear="0+1"),
-    row("mul", "elementwise", 2, _number, "a * b", flops=per_element(1), linear="0 1"),
-    row("div", "elementwise", 2, _number, "a / b; integers truncate toward zero", flops=per_element(1), linear="0"),
+    row("add", "elementwise", 2, _number, "a + b", flops=per_element(1), dims="| 0+1"),
+    row("sub", "elementwise", 2, _number, "a - b", flops=per_element(1), dims="| 0+1"),
+    row("mul", "elementwise", 2, _number, "a * b", flops=per_element(1), dims="| 0 1"),
+    row("div", "elementwise", 2, _number, "a / b; integers truncate toward zero", flops=per_element(1), dims="| 0"),
     row(
         "rem",
         "elementwise",
@@ -173,8 +173,8 @@ ROWS = (
         "a with its bits moved down by b, all of them if b is negative; the sign moves in from above",
         flops=per_element(1),
     ),
-    row("where", "elementwise", 3, _where, "a where the condition holds, else b", linear="1+2"),
+    row("where", "elementwise", 3, _where, "a where the condition holds, else b", dims="| 1+2"),
     # gradients of elementwise ops that are worth one op: (x, dy)
-    row("relu_grad", "elementwise", 2, _float, "dy where x > 0, else 0", flops=per_element(1), linear="1"),
-    row("gelu_grad", "elementwise", 2, _gelu, "dy * gelu'(x)", flops=per_element(24), approximate="none", linear="1"),
+    row("relu_grad", "elementwise", 2, _float, "dy where x > 0, else 0", flops=per_element(1), dims="| 1"),
+    row("gelu_grad", "elementwise", 2, _gelu, "dy * gelu'(x)", flops=per_element(24), approximate="none", dims="| 1"),
 )

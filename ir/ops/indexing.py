@@ -41,8 +41,7 @@ ROWS = (
         _gather,
         "entries of x along `axis` at integer indices; negative ones count from the end",
         axis=0,
-        dims="a... r*+@axis z..., i... -> a... i... z...",
-        linear="0",
+        dims="a... r*+@axis z..., i... -> a... i... z... | 0",
     ),
     row(
         "gather_grad",
@@ -53,8 +52,7 @@ ROWS = (
         axis=0,
         shape=Required(tuple),
         flops=per_element(1),
-        dims="a... i...+ z..., i...+ -> a... r*@axis z...",
-        linear="0",
+        dims="a... i...+ z..., i...+ -> a... r*@axis z... | 0",
     ),
     row(
         "scatter",

@@ -68,8 +68,7 @@ ROWS = (
         _reshape,
         "same elements in row-major order, new shape",
         shape=Required(tuple),
-        dims="b (h e) -> b h e",
-        linear="0",
+        dims="b (h e) -> b h e | 0",
     ),
     row(
         "transpose",
@@ -78,8 +77,7 @@ ROWS = (
         _transpose,
         "dimension i of the result is dimension perm[i] of the operand",
         perm=Required(tuple),
-        dims="a b c -> a c b",
-        linear="0",
+        dims="a b c -> a c b | 0",
     ),
     row(
         "broadcast",
@@ -88,7 +86,7 @@ ROWS = (
         _broadcast_to,
         "repeat along dimensions of size 1 or missing in front",
         shape=Required(tuple),
-        linear="0",
+        dims="| 0",
     ),
     row(
         "slice",
@@ -99,8 +97,7 @@ ROWS = (
         start=Required(tuple),
         stop=Required(tuple),
         step=Required(tuple),
-        dims="a (b^ e) -> a e",
-        linear="0",
+        dims="a (b^ e) -> a e | 0",
     ),
     row(
         "pad",
@@ -121,7 +118,6 @@ ROWS = (
         _concat,
         "one after the other along `axis`",
         axis=Required(int),
-        dims="a e@axis, ... -> a (b^ e)",
-        linear="all",
+        dims="a e@axis, ... -> a (b^ e) | all",
     ),
 )

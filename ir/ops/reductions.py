@@ -54,8 +54,7 @@ ROWS = (
         axes=Required(tuple),
         keep=False,
         flops=per_element(1),
-        dims="d... n...+@axes -> d...",
-        linear="0",
+        dims="d... n...+@axes -> d... | 0",
     ),
     row(
         "mean",
@@ -66,8 +65,7 @@ ROWS = (
         axes=Required(tuple),
         keep=False,
         flops=per_element(1),
-        dims="d... n...*+@axes -> d...",
-        linear="0",
+        dims="d... n...*+@axes -> d... | 0",
     ),
     row(
         "max",

@@ -98,8 +98,7 @@ ROWS = (
         "from (y, dy): y * (dy - sum(dy * y))",
         axis=-1,
         flops=per_element(4),
-        dims="a... n*@axis z..., a... n z... -> a... n z...",
-        linear="1",
+        dims="a... n*@axis z..., a... n z... -> a... n z... | 1",
     ),
     row(
         "log_softmax",
@@ -119,8 +118,7 @@ ROWS = (
         "from (y, dy): dy - e^y * sum(dy)",
         axis=-1,
         flops=per_element(14),
-        dims="a... n*@axis z..., a... n z... -> a... n z...",
-        linear="1",
+        dims="a... n*@axis z..., a... n z... -> a... n z... | 1",
     ),
     row(
         "cumsum",
@@ -166,8 +164,7 @@ ROWS = (
         "gradient for x, from (dy, x, scale, mean, rstd)",
         axis=-1,
         flops=per_element(10),
-        dims="s... n...^@axis, s... n...^, n...^, s..., s... -> s... n...^",
-        linear="0",
+        dims="s... n...^@axis, s... n...^, n...^, s..., s... -> s... n...^ | 0",
     ),
     row(
         "layer_norm_grad_weight",
@@ -177,8 +174,7 @@ ROWS = (
         "gradients for scale and bias, from (dy, x, mean, rstd)",
         axis=-1,
         flops=per_element(5),
-        dims="s...+ n...@axis, s...+ n..., s...+, s...+ -> n..., n...",
-        linear="0",
+        dims="s...+ n...@axis, s...+ n..., s...+, s...+ -> n..., n... | 0",
     ),
     row(
         "batch_norm",

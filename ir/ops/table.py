@@ -132,17 +132,18 @@ def row(
     dims: str = "",
     flops: Flops = free,
     effect: bool = False,
-    linear: str = "",
     **attrs: Attr | Required,
 ) -> OpDef:
-    """Return a row; keywords that are not fields are its attributes, with their defaults."""
+    """Return a row; keywords that are not fields are its attributes, with their defaults. `dims` may have the operands
+    through which partial sums pass behind a bar."""
+    names, _, linear = (part.strip() for part in dims.partition("|"))
     return OpDef(
         name,
         family,
         (arity, arity) if isinstance(arity, int) else arity,
         attrs,
         infer,
-        dims,
+        names,
         flops,
         doc,
         effect,

@@ -103,8 +103,7 @@ ROWS = (
         _max_pool_grad,
         "from (x, y, dy): dy goes to the first largest of each window",
         flops=_pool_flops,
-        dims="n c y...^, n c u...^, n c u...^ -> n c y...^",
-        linear="2",
+        dims="n c y...^, n c u...^, n c u...^ -> n c y...^ | 2",
         **_POOL,  # type: ignore[arg-type]
     ),
     row(
@@ -115,8 +114,7 @@ ROWS = (
         "mean of each window; `include_pad` counts padding",
         flops=_pool_flops,
         include_pad=False,
-        dims="n c y...^ -> n c u...^",
-        linear="0",
+        dims="n c y...^ -> n c u...^ | 0",
         **_POOL,  # type: ignore[arg-type]
     ),
     row(
@@ -128,8 +126,7 @@ ROWS = (
         flops=_pool_flops,
         include_pad=False,
         shape=Required(tuple),
-        dims="n c y...^ -> n c u...^",
-        linear="0",
+        dims="n c y...^ -> n c u...^ | 0",
         **_POOL,  # type: ignore[arg-type]
     ),
 )

@@ -10,27 +10,27 @@ from penstock.ir.attrs import Attrs
 from penstock.ir.graph import Op
 from penstock.ir.ops import integer, ints, reduced_axes
 
-from .splits import OWN, SUM, WHOLE, Factors, Name, Rule, build
+from .splits import OWN, SUM, WHOLE, Factors, Name, SplitRule, build
 
-Computed = Callable[[Op, Attrs], Rule]
+Computed = Callable[[Op, Attrs], SplitRule]
 
 
 def _shapes(op: Op) -> list[tuple[int, ...]]:
     return [v.type.dims for v in (*op.ins, *op.outs)]
 
 
-def _transpose(op: Op, a: Attrs) -> Rule:
+def _transpose(op: Op, a: Attrs) -> SplitRule:
     names = [f"d{i}" for i in range(op.ins[0].type.rank)]
     return build([names, [names[p] for p in ints(a["perm"])]], _shapes(op), 1)
 
 
-def _broadcast(op: Op, a: Attrs) -> Rule:
-    rank, own = op.outs[0].type.rank, op.ins[0].type.rank
+def _broadcast(op: Op, a: Attrs) -> SplitRule:
+    rank, operand = op.outs[0].type.rank, op.ins[0].type.rank
     names = [f"d{i}" for i in range(rank)]
-    return build([names[rank - own :], names], _shapes(op), 1)
+    return build([names[rank - operand :], names], _shapes(op), 1)
 
 
-def _reshape(op: Op, a: Attrs) -> Rule:
+def _reshape(op: Op, a: Attrs) -> SplitRule:
     """Match dimensions from the left. Where products of sizes meet, a group of dimensions ends on both sides. Within a
     group the factors are what lies between consecutive products of either side, if each divides the next."""
     before, after = (v.type.dims for v in (*op.ins, *op.outs))
@@ -52,7 +52,7 @@ def _reshape(op: Op, a: Attrs) -> Rule:
     return build(names, _shapes(op), 1, sizes=sizes)
 
 
-def _slice(op: Op, a: Attrs) -> Rule:
+def _slice(op: Op, a: Attrs) -> SplitRule:
     """Untouched dimensions are free. Of a dimension made of equal blocks, of which the slice takes one, each block may
     be split."""
     x: list[Name] = []
@@ -74,7 +74,7 @@ def _slice(op: Op, a: Attrs) -> Rule:
     return build([x, y], _shapes(op), 1, {name: WHOLE for name in sizes if name[0] == "b"}, sizes)
 
 
-def _pad(op: Op, a: Attrs) -> Rule:
+def _pad(op: Op, a: Attrs) -> SplitRule:
     """Untouched dimensions are free. Where whole blocks of the operand's size are added, the block may be split."""
     x: list[Name] = []
     y: list[Name] = []
@@ -95,22 +95,22 @@ def _pad(op: Op, a: Attrs) -> Rule:
     return build([x, y], _shapes(op), 1, {name: WHOLE for name in sizes if name[0] == "b"}, sizes)
 
 
-def _concat(op: Op, a: Attrs) -> Rule:
+def _concat(op: Op, a: Attrs) -> SplitRule:
     """Other dimensions are free. Operands of one size are blocks of the result, each of which may be split."""
     rank, axis = op.ins[0].type.rank, integer(a["axis"]) % op.ins[0].type.rank
     lengths = {v.type.dims[axis] for v in op.ins}
-    own: list[Name] = [f"d{i}" for i in range(rank)]
-    result, sizes = list(own), dict[str, int]()
+    operand: list[Name] = [f"d{i}" for i in range(rank)]
+    result, sizes = list(operand), dict[str, int]()
     if len(lengths) == 1 and (length := lengths.pop()) > 1:
         sizes = {"b": len(op.ins), f"d{axis}": length}
-        own[axis], result[axis] = (f"d{axis}",), ("b", f"d{axis}")
+        operand[axis], result[axis] = (f"d{axis}",), ("b", f"d{axis}")
     else:
-        own[axis] = result[axis] = ()
-    return build([*[own] * len(op.ins), result], _shapes(op), len(op.ins), {"b": WHOLE} if sizes else {}, sizes)
+        operand[axis] = result[axis] = ()
+    return build([*[operand] * len(op.ins), result], _shapes(op), len(op.ins), {"b": WHOLE} if sizes else {}, sizes)
 
 
 def _reduction(mark: str, of_axis: bool = False) -> Computed:
-    def rule(op: Op, a: Attrs) -> Rule:
+    def rule(op: Op, a: Attrs) -> SplitRule:
         x = op.ins[0].type
         axes = (integer(a["axis"]) % x.rank,) if of_axis else reduced_axes(x, a["axes"])
         names = [f"n{i}" if i in axes else f"d{i}" for i in range(x.rank)]
@@ -126,7 +126,7 @@ def _conv(summed: str, order: tuple[int, int, int]) -> Computed:
     """Return the rule of a convolution or a gradient of one. `order` says which of operands and result are the image,
     the weight and the other image; `summed` is the name of the dimension that is summed over."""
 
-    def rule(op: Op, a: Attrs) -> Rule:
+    def rule(op: Op, a: Attrs) -> SplitRule:
         groups, values = integer(a["groups"]), (*op.ins, *op.outs)
         rank = values[0].type.rank
         x, w = values[order[0]].type.dims, values[order[1]].type.dims
@@ -145,7 +145,7 @@ def _conv(summed: str, order: tuple[int, int, int]) -> Computed:
 
 
 def _attention(grad: bool) -> Computed:
-    def rule(op: Op, a: Attrs) -> Rule:
+    def rule(op: Op, a: Attrs) -> SplitRule:
         q, k, v = (["b", "h", where, size] for where, size in (("s", "d"), ("t", "d"), ("t", "e")))
         y, row = ["b", "h", "s", "e"], ["b", "h", "s"]
         names = [y, q, k, v, y, row, row] if grad else [q, k, v]
@@ -158,8 +158,8 @@ def _attention(grad: bool) -> Computed:
     return rule
 
 
-def _source(op: Op, a: Attrs) -> Rule:
-    """A single number may be split in any way, a list of numbers or a count in none along its axis."""
+def _source(op: Op, a: Attrs) -> SplitRule:
+    """Return the rule of a source. A single number may be split in any way, a list of numbers in none."""
     names: list[Name] = [f"d{i}" for i in range(op.outs[0].type.rank)]
     listed = isinstance(a.get("value"), tuple)
     marks = dict.fromkeys([str(name) for name in names], WHOLE) if listed else {}

@@ -1,15 +1,15 @@
 """The rule of an operation for splitting tensors: a name for each dimension of its operands and results.
 
-In: an operation with whole shapes. Out: a Rule. Dimensions with one name are split alike. A name's mark says what a
-split means: without one it asks for nothing else, `+` leaves sums to be added up (results that lack the name are
-partial), `^` is refused, `*` needs the operation's own local form.
+In: an operation with whole shapes. Out: its rule. Dimensions with one name are split alike. A name's mark says what a
+split means. Without one it asks for nothing else. `+` leaves sums to be added up: results that lack the name are
+partial. `^` is refused, and `*` needs the operation's own local form.
 
 The rule comes from the row's dimension string, made concrete by the operation's shapes and attributes. Rows whose
 dimensions depend on attributes in other ways have a function in computed.py.
 
     ... m k+ ~ta       one name per dimension; `...` is any number of leading dimensions, which broadcast; ~ta swaps
                        the last two where the attribute says so
-    a... r^@axis z...  several groups have names of their own; @axis is the dimension that the attribute names
+    a... r^@axis z...  several groups have names of their listed_names; @axis is the dimension that the attribute names
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.ir.graph import Op
 from penstock.ir.ops import complete_attrs, definition
 
 from .computed import COMPUTED
-from .splits import Rule, build
+from .splits import SplitRule, build
 
 
 class _Token(NamedTuple):
@@ -60,7 +60,7 @@ def _parsed(text: str) -> tuple[tuple[tuple[tuple[_Token, ...], str], ...], int]
     return tuple(patterns), count
 
 
-def rule_of(op: Op) -> Rule:
+def rule_of(op: Op) -> SplitRule:
     """Return the rule of an operation."""
     row, attrs = definition(op.kind), complete_attrs(op)
     if op.kind in COMPUTED:
@@ -71,7 +71,7 @@ def rule_of(op: Op) -> Rule:
         rule = _broadcast(op)
     else:
         rule = _from_string(op, row.dims, attrs)
-    return Rule(rule.ins, rule.outs, rule.sizes, rule.marks, linear_of(row.linear, len(op.ins)))
+    return SplitRule(rule.ins, rule.outs, rule.sizes, rule.marks, linear_of(row.linear, len(op.ins)))
 
 
 @lru_cache(maxsize=256)
@@ -82,21 +82,21 @@ def linear_of(text: str, operands: int) -> tuple[frozenset[int], ...]:
     return tuple(frozenset(map(int, part.split("+"))) for part in text.split())
 
 
-def _alike(op: Op) -> Rule:
+def _alike(op: Op) -> SplitRule:
     """Return the rule of an operation that reads or changes a variable."""
     values = op.ins or op.outs
     names = tuple((f"d{i}",) for i in range(values[0].type.rank))
     sizes = {f"d{i}": n for i, n in enumerate(values[0].type.dims)}
-    return Rule((names,) * len(op.ins), (names,) * len(op.outs), sizes)
+    return SplitRule((names,) * len(op.ins), (names,) * len(op.outs), sizes)
 
 
-def _broadcast(op: Op) -> Rule:
+def _broadcast(op: Op) -> SplitRule:
     """Return the rule of an operation whose operands broadcast as in NumPy."""
     shapes = [v.type.dims for v in (*op.ins, *op.outs)]
     return build([[f"d{len(shape) - i}" for i in range(len(shape))] for shape in shapes], shapes, len(op.ins))
 
 
-def _from_string(op: Op, text: str, attrs: Attrs) -> Rule:
+def _from_string(op: Op, text: str, attrs: Attrs) -> SplitRule:
     patterns, count = _parsed(text)
     assert count == len(op.ins) or not op.ins, f"{op.kind} has {len(op.ins)} operands, its dimensions {text!r}"
     shapes = [v.type.dims for v in (*op.ins, *op.outs)]
@@ -109,11 +109,11 @@ def _from_string(op: Op, text: str, attrs: Attrs) -> Rule:
             if token.group:
                 # Named from the right, so that groups of several lengths are aligned as they broadcast.
                 length = lengths.get(token.name, len(shape) - sum(not t.group for t in tokens))
-                own = [f"{token.name}{length - i}" for i in range(length)]
+                listed_names = [f"{token.name}{length - i}" for i in range(length)]
             else:
-                own = [token.name]
-            listed += own
-            marks |= dict.fromkeys(own, token.mark) if token.mark else {}
+                listed_names = [token.name]
+            listed += listed_names
+            marks |= dict.fromkeys(listed_names, token.mark) if token.mark else {}
         if swap and attrs[swap]:
             listed[-2:] = listed[:-3:-1]
         names.append(listed)

@@ -32,7 +32,7 @@ Dimensions = tuple[Factors, ...]
 
 
 @dataclass(frozen=True)
-class Rule:
+class SplitRule:
     """The rule of one operation. `linear` are the sets of operands through which a partial sum passes."""
 
     ins: tuple[Dimensions, ...]
@@ -103,7 +103,7 @@ def build(
     operands: int,
     marks: Mapping[str, str] | None = None,
     sizes: Mapping[str, int] | None = None,
-) -> Rule:
+) -> SplitRule:
     """Return a rule from one name, or a tuple of factors, per dimension. A dimension of size 1 that others of its name
     exceed has none. `sizes` are those of factors."""
     size = dict(sizes or {})
@@ -118,7 +118,7 @@ def build(
         )
         for listed, shape in zip(names, shapes, strict=True)
     )
-    return Rule(dimensions[:operands], dimensions[operands:], size, dict(marks or {}))
+    return SplitRule(dimensions[:operands], dimensions[operands:], size, dict(marks or {}))
 
 
 def parts_of(split: Split, sizes: Mapping[str, int]) -> int:

@@ -17,6 +17,8 @@ every graph input has one provider
     scheduled       who computes what when: complete, each microbatch once, updates between batches, no deadlock
     versioned       forward and backward see one version, which exists and is not overwritten
     wired           sends and receives match, in order, and move exactly what the graphs need
+    sharded         whole graphs with layouts: every operation obeys its rule, partial sums pass linear operands only
+    local           stage graphs are what one device does: what is declared whole is the same on all ranks of a team
     freed           everything is dropped once, after its last use, and fits into the memory of the device
 
 Cost: about 5 microseconds per operation for its types, 15 to 20 with all facts; the schedule of 8 stages and 32
@@ -33,6 +35,7 @@ from penstock.ir.graph import (
     BUFFER,
     COORDINATE,
     GRAD,
+    LOCAL,
     PARAM,
     ROLES,
     SETTING,
@@ -51,6 +54,7 @@ from penstock.ir.schedule import COMPUTE, READERS
 from penstock.ir.types import TensorType
 from penstock.support.gc_pause import nothing_collected
 
+from .layouts import check_local, check_sharded
 from .messages import check_wired
 from .problems import LIMIT, Problem, op_place, op_window, to_error
 from .schedules import check_freed, check_scheduled
@@ -197,7 +201,7 @@ def _op_problems(op: Op, defined: dict[str, TensorType], types: dict[str, Tensor
         problems += [
             f"result %{v.name} is declared {v.type}, expected {t}"
             for v, t in zip(op.outs, inferred, strict=True)
-            if v.type != t
+            if v.type != t and (op.kind == "reshard" or v.type.plain != t)
         ]
     if op.kind == "read" and op.attrs.get("version", "latest") not in ("mb", "latest"):
         problems.append(f"reads version {op.attrs['version']}, expected mb or latest")
@@ -368,9 +372,17 @@ CHECKERS: dict[str, Checker] = {
     "differentiated": check_differentiated,
     "staged": check_staged,
     "fused": check_fused,
+    "sharded": check_sharded,
+    LOCAL: check_local,
     "scheduled": check_scheduled,
     "versioned": check_versioned,
     "wired": check_wired,
     "freed": check_freed,
 }
-LEVELS = (("typed",), ("differentiated", "staged", "fused"), ("scheduled",), ("versioned", "wired"), ("freed",))
+LEVELS = (
+    ("typed",),
+    ("differentiated", "staged", "fused", "sharded", LOCAL),
+    ("scheduled",),
+    ("versioned", "wired"),
+    ("freed",),
+)

@@ -67,8 +67,8 @@ class LocalWriter:
     def numbered(self, shape: tuple[int, ...], dim: int, axes: tuple[str, ...], dtype: str = "i64") -> Value:
         """Return the numbers in the whole tensor of this rank's elements along a dimension: one entry for each of them,
         with size 1 in all other dimensions."""
-        own = self.emit("iota", name=self.namer.fresh("local.places"), dtype="i64", shape=(shape[dim],))
-        places = self.emit("add", own, self.first(axes, shape[dim]))
+        numbers = self.emit("iota", name=self.namer.fresh("local.places"), dtype="i64", shape=(shape[dim],))
+        places = self.emit("add", numbers, self.first(axes, shape[dim]))
         if dtype != "i64":
             places = self.emit("cast", places, dtype=dtype)
         return self.emit("reshape", places, shape=tuple(n if i == dim else 1 for i, n in enumerate(shape)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from penstock.ir.attrs import Attrs
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs, integer, reduced_axes
-from penstock.ir.sharding.splits import Rule
+from penstock.ir.sharding.splits import SplitRule
 from penstock.ir.types import TensorType
 
 from .building import LocalWriter
@@ -24,7 +24,7 @@ class LocalCall:
     """An operation that is made local. `axes` are those that split each name of its rule."""
 
     op: Op
-    rule: Rule
+    rule: SplitRule
     axes: Mapping[str, tuple[str, ...]]
     ins: tuple[Value, ...]
 
@@ -156,10 +156,10 @@ def _own_rows(b: LocalWriter, indices: Value, whole: int, rows: int, axes: tuple
     wide = indices if indices.type.dtype == "i64" else b.emit("cast", indices, dtype="i64")
     zero = b.number(0, "i64")
     positive = b.emit("where", b.emit("less", wide, zero), b.emit("add", wide, b.number(whole, "i64")), wide)
-    own = b.emit("sub", positive, b.first(axes, rows))
+    at = b.emit("sub", positive, b.first(axes, rows))
     last = b.number(rows - 1, "i64")
-    inside = b.emit("and", b.emit("less_equal", zero, own), b.emit("less_equal", own, last))
-    return b.emit("minimum", b.emit("maximum", own, zero), last), inside
+    inside = b.emit("and", b.emit("less_equal", zero, at), b.emit("less_equal", at, last))
+    return b.emit("minimum", b.emit("maximum", at, zero), last), inside
 
 
 def _spread(b: LocalWriter, mask: Value, x: Value, dim: int) -> Value:
@@ -175,10 +175,10 @@ def _gather(b: LocalWriter, call: LocalCall) -> list[Value]:
     axes = call.axes_of(0, dim)
     if not axes:
         return [b.emit("gather", table, indices, axis=dim)]
-    own, inside = _own_rows(b, indices, call.whole(0).dims[dim], table.type.dims[dim], axes)
-    found = b.emit("gather", table, own, axis=dim)
-    zero = b.number(0.0 if "f" in found.type.dtype else 0, found.type.dtype)
-    return [b.emit("where", _spread(b, inside, found, dim), found, zero)]
+    rows, inside = _own_rows(b, indices, call.whole(0).dims[dim], table.type.dims[dim], axes)
+    looked_up = b.emit("gather", table, rows, axis=dim)
+    zero = b.number(0.0 if "f" in looked_up.type.dtype else 0, looked_up.type.dtype)
+    return [b.emit("where", _spread(b, inside, looked_up, dim), looked_up, zero)]
 
 
 def _gather_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
@@ -240,7 +240,7 @@ def _cross_entropy(b: LocalWriter, call: LocalCall) -> list[Value]:
     """Write the mean over the whole count of rows. Where classes are split, the largest logit, the sum of powers and
     the label's logit are found together."""
     logits = call.whole(0)
-    dim, rows = logits.rank - 1, float(max(1, logits.size // logits.dims[-1]))
+    dim, rows = logits.rank - 1, float(logits.size // logits.dims[-1])
     axes = call.axes_of(0, dim)
     x = _unpadded(b, call, 0, dim, float("-inf"))
     zero = b.number(0.0, logits.dtype)
@@ -250,8 +250,8 @@ def _cross_entropy(b: LocalWriter, call: LocalCall) -> list[Value]:
     flat = call.ins[1].type.dims
     lse = b.emit("reshape", b.emit("add", b.emit("log", total), largest), shape=flat)
     place, _ = _label_place(b, call)
-    own = b.emit("sum", b.emit("where", place, x, zero), axes=(dim,))
-    losses = b.emit("sub", lse, _reduced(b, own, axes))
+    label = b.emit("sum", b.emit("where", place, x, zero), axes=(dim,))
+    losses = b.emit("sub", lse, _reduced(b, label, axes))
     for i in range(dim):
         if call.axes_of(0, i) and _uneven(b, call, 0, i):
             losses = b.masked(losses, i, call.axes_of(0, i), logits.dims[i])
@@ -263,7 +263,7 @@ def _cross_entropy_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
     """Write (e^(logits - lse) - 1 at the label) * dloss / rows, with the whole count of rows."""
     x, _, lse, grad = call.ins
     logits = call.whole(0)
-    rows = float(max(1, logits.size // logits.dims[-1]))
+    rows = float(logits.size // logits.dims[-1])
     column = b.emit("reshape", lse, shape=(*lse.type.dims, 1))
     share = b.emit("exp", b.emit("sub", x, column))
     place, _ = _label_place(b, call)

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.ir.attrs import Attr
-from penstock.ir.graph import ANNOTATIONS, Graph, Module, Namer, Op, Value, graph_stage
+from penstock.ir.graph import ANNOTATIONS, LOCAL, Graph, Module, Namer, Op, Value, graph_stage
 from penstock.ir.ops import OPS, complete_attrs, integer, ints, make
 from penstock.ir.sharding.rules import rule_of
-from penstock.ir.sharding.splits import Rule, read_split
 from penstock.ir.sharding.splits import Split as Splitting
+from penstock.ir.sharding.splits import SplitRule, read_split
 from penstock.ir.types import TensorType
 from penstock.support.errors import VerifyError
 
@@ -43,7 +43,7 @@ def localize(module: Module, options: LocalizeOptions = LocalizeOptions()) -> Mo
         if stage is None:
             raise VerifyError("is no graph of a stage; localize runs after split", where=f"@{name}")
         graphs[name] = _Localizer(graph, module.mesh_of(stage).sizes, namer).run()
-    facts = tuple(fact for fact in module.facts if fact != "sharded")
+    facts = tuple(LOCAL if fact == "sharded" else fact for fact in module.facts)
     return module.but(graphs=graphs, facts=facts)
 
 
@@ -143,7 +143,7 @@ class _Localizer:
                 return named
         return self.b.emit("reshape", value, name=name, shape=value.type.dims)
 
-    def _masked(self, op: Op, rule: Rule, axes: Mapping[str, tuple[str, ...]]) -> tuple[Value, ...]:
+    def _masked(self, op: Op, rule: SplitRule, axes: Mapping[str, tuple[str, ...]]) -> tuple[Value, ...]:
         """Return local operands in which nothing that a sum runs over is padding that is not zero. One factor of a
         product has to be zero there, the others finite."""
         summed = [name for name in axes if rule.leaves_sums(name) and not rule.has_own_form(name)]
@@ -206,17 +206,17 @@ class _Localizer:
         return {"low": tuple(low), "high": tuple(high)}
 
 
-def _axes_of_names(op: Op, rule: Rule, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+def _axes_of_names(op: Op, rule: SplitRule, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
     """Return the axes that split the names of an operation, from the types of its operands and results."""
     axes: dict[str, tuple[str, ...]] = {}
     for value, dims in zip((*op.ins, *op.outs), rule.operands(), strict=True):
         for i, factors in enumerate(dims):
-            own = value.type.axes_of(i)
-            if own and factors:
+            split_by = value.type.axes_of(i)
+            if split_by and factors:
                 parts = 1
-                for axis in own:
+                for axis in split_by:
                     parts *= sizes.get(axis, 1)
-                read = read_split(factors, Splitting(own, value.type.blocks_of(i)), rule.sizes, parts)
+                read = read_split(factors, Splitting(split_by, value.type.blocks_of(i)), rule.sizes, parts)
                 if read is not None:
-                    axes[read[0]] = own
+                    axes[read[0]] = split_by
     return axes

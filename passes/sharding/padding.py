@@ -1,4 +1,4 @@
-"""What the padding of local tensors holds: zeros, finite numbers, or anything.
+"""The contents of padding in local tensors: zeros, finite numbers, or anything.
 
 A dimension whose size does not divide is padded on the last ranks. Padding of variables and of what is fed is zero, and
 stays zero through operations that make zero of zero. A sum over a split dimension must not see padding that is

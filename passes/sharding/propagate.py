@@ -18,7 +18,7 @@ from math import prod
 from penstock.ir.graph import GRAD, Graph, Module, Op, Value
 from penstock.ir.ops import OPS
 from penstock.ir.sharding.rules import rule_of
-from penstock.ir.sharding.splits import UNSPLIT, Factors, Rule, Split, read_split, split_of
+from penstock.ir.sharding.splits import UNSPLIT, Factors, Split, SplitRule, read_split, split_of
 
 from .forms import FORMS
 from .given import Layout
@@ -33,7 +33,7 @@ def rank_of(op: Op) -> int:
     return 0 if family in _FIRST else 1 if family in _SECOND else 2
 
 
-def allowed(op: Op, rule: Rule, name: str) -> bool:
+def allowed(op: Op, rule: SplitRule, name: str) -> bool:
     """Return whether a name of an operation may be split here."""
     return rule.may_split(name) and (not rule.has_own_form(name) or op.kind in FORMS)
 
@@ -52,7 +52,7 @@ class _Link:
     """An operation, and where the dimensions of each name are: node, dimension, its factors."""
 
     op: Op
-    rule: Rule
+    rule: SplitRule
     places: dict[str, list[tuple[str, int, Factors]]]
 
 
@@ -121,14 +121,14 @@ class Suggestions:
         return True
 
 
-def _link(op: Op, rule: Rule) -> _Link:
+def _link(op: Op, rule: SplitRule) -> _Link:
     variable = [f"@{op.var}"] if OPS[op.kind].family == "state" else []
     nodes = [f"%{v.name}" for v in (*op.ins, *op.outs)]
     dimensions = list(rule.operands())
     return _joined(op, rule, [*nodes, *variable], [*dimensions, *dimensions[:1] * len(variable)])
 
 
-def _joined(op: Op, rule: Rule, nodes: Sequence[str], dimensions: Sequence[tuple[Factors, ...]]) -> _Link:
+def _joined(op: Op, rule: SplitRule, nodes: Sequence[str], dimensions: Sequence[tuple[Factors, ...]]) -> _Link:
     places: dict[str, list[tuple[str, int, Factors]]] = {}
     for node, listed in zip(nodes, dimensions, strict=True):
         for dim, factors in enumerate(listed):

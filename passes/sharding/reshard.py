@@ -56,7 +56,7 @@ class _Steps:
         """Add partial sums up: scattered where an axis comes last on a dimension that it does not split yet."""
         for axis in [a for a in self.at.partial if a not in self.after.partial]:
             dim = next((i for i in range(self.at.rank) if axis in self.after.axes_of(i)), None)
-            rest = tuple(a for a in self.at.partial if a != axis)
+            behind = tuple(a for a in self.at.partial if a != axis)
             if dim is None or (*self.at.axes_of(dim), axis) != self.after.axes_of(dim)[: len(self.at.axes_of(dim)) + 1]:
                 continue
             blocks = self.after.blocks_of(dim)
@@ -66,7 +66,7 @@ class _Steps:
                 self.value = self.b.emit(
                     "reduce_scatter", self.value, axis=dim, over=axis, parts=self.b.sizes[axis], blocks=blocks
                 )
-            self._lay(dim, (*self.at.axes_of(dim), axis), blocks, rest)
+            self._lay(dim, (*self.at.axes_of(dim), axis), blocks, behind)
         left = tuple(a for a in self.at.partial if a not in self.after.partial)
         if left:
             if over := self.b.present(left):
@@ -130,15 +130,15 @@ def own_part(b: LocalWriter, x: Value, dim: int, axes: tuple[str, ...], blocks: 
     if blocks > 1:
         x = b.emit("reshape", x, shape=(*shape[:dim], blocks, each, *shape[dim + 1 :]))
         dim += 1
-    lead, rest = x.type.dims[:dim], x.type.dims[dim + 1 :]
+    lead, behind = x.type.dims[:dim], x.type.dims[dim + 1 :]
     if size * parts != each:
         high = tuple(size * parts - each if i == dim else 0 for i in range(x.type.rank))
         x = b.emit("pad", x, low=(0,) * x.type.rank, high=high)
-    apart = b.emit("reshape", x, shape=(*lead, parts, size, *rest))
-    own = b.emit("gather", apart, b.index(axes), axis=dim)
+    apart = b.emit("reshape", x, shape=(*lead, parts, size, *behind))
+    mine = b.emit("gather", apart, b.index(axes), axis=dim)
     if blocks > 1:
-        own = b.emit("reshape", own, shape=(*lead[:-1], blocks * size, *rest))
-    return own
+        mine = b.emit("reshape", mine, shape=(*lead[:-1], blocks * size, *behind))
+    return mine
 
 
 def _over(axes: tuple[str, ...]) -> str | tuple[str, ...]:

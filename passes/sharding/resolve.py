@@ -4,22 +4,23 @@ In: the graphs of a whole program and suggested splits (propagate.py). Out: the 
 layout, and a `reshard` wherever an operand lies in another way than its operation takes it.
 
 For each operation in order, the splits of its names are chosen that cost least: bytes that reshards move, results that
-have to be added up, and the operation's own time. A partial sum stays one as long as all who read it can take it so
-(`linear`); where somebody cannot, it is added up at once, for all of them. The sum then has the value's name, and what
-was not added up is called `NAME.partial`.
+have to be added up, and the operation's own time. A partial sum stays one if its only reader can take it so (`linear`);
+else it is added up at once, for all readers. The sum then has the value's name, and what was not added up is called
+`NAME.partial`. A view that is needed in another layout is taken of its operand in that layout, so that views of one
+tensor share what was moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from math import prod
 
 from penstock.ir.graph import Graph, Module, Namer, Op, Value
 from penstock.ir.ops import OPS, cost_of
-from penstock.ir.sharding.splits import UNSPLIT, Rule, Split, laid_out, read_split
+from penstock.ir.sharding.rules import rule_of
+from penstock.ir.sharding.splits import UNSPLIT, Split, SplitRule, laid_out, read_split
 from penstock.ir.types import TensorType
 
 from .propagate import Suggestions, allowed, fits, settled
@@ -28,6 +29,8 @@ from .propagate import Suggestions, allowed, fits, settled
 # device: rates of a processor core and of a link between processes.
 _FLOP, _TOUCHED = 1 / 50, 1 / 8
 _MOST_CHOICES = 512
+# Views of which every element of the operand is one of the result.
+_MOVES = ("reshape", "transpose")
 
 
 def moved_bytes(before: TensorType, after: TensorType, sizes: Mapping[str, int]) -> float:
@@ -67,14 +70,17 @@ class Resolution:
         # Values as they lie, by name, across graphs.
         self.laid: dict[str, Value] = {}
         self._readers: dict[str, list[tuple[Op, int]]] = {}
-        self._makers: dict[str, Op] = {}
         for graph in graphs:
             for op in graph.ops:
                 for i, value in enumerate(op.ins):
                     self._readers.setdefault(value.name, []).append((op, i))
-                self._makers |= {value.name: op for value in op.outs}
         self._whole = {v.name for graph in graphs for v in graph.outs}
-        self.partial_ahead: Callable[[str], bool] = cache(self._is_partial_ahead)
+        # Values that are likely to be partial sums.
+        self._ahead: set[str] = set()
+        for graph in graphs:
+            for op in graph.ops:
+                if self._leaves_partial(op):
+                    self._ahead |= {value.name for value in op.outs}
 
     def wanted(self, value: Value) -> TensorType:
         """Return the type of a value as suggested."""
@@ -86,11 +92,10 @@ class Resolution:
         """Return a graph with layouts and reshards."""
         return _GraphResolution(self, graph).run()
 
-    def _is_partial_ahead(self, name: str) -> bool:
-        """Return whether a value is likely to be a partial sum: its operation sums over a split dimension, or hands on
+    def _leaves_partial(self, op: Op) -> bool:
+        """Return whether results are likely to be partial sums: the operation sums over a split dimension, or hands on
         partial sums."""
-        op = self._makers.get(name)
-        if op is None or OPS[op.kind].family == "state" or op.kind == "reshard":
+        if OPS[op.kind].family == "state" or op.kind == "reshard":
             return False
         rule = self.suggested.rules[id(op)]
         axes: set[str] = set()
@@ -98,24 +103,23 @@ class Resolution:
             for split, factors in zip(self.suggested.of(value), dimensions, strict=True):
                 if split and split.axes and any(rule.leaves_sums(f) and allowed(op, rule, f) for f in factors):
                     axes.update(split.axes)
-        if axes and not any(
-            axes & {a for s in self.suggested.of(v) if s for a in s.axes} for v in op.outs if v.name == name
-        ):
+        if axes and not any(axes & {a for s in self.suggested.of(v) if s for a in s.axes} for v in op.outs):
             return True
-        ahead = frozenset(i for i, value in enumerate(op.ins) if self.partial_ahead(value.name))
+        ahead = frozenset(i for i, value in enumerate(op.ins) if value.name in self._ahead)
         return bool(ahead) and ahead in rule.linear and _keeps(op, ahead)
 
     def stays_partial(self, value: Value) -> bool:
-        """Return whether all who read a value can take it as a partial sum."""
+        """Return whether a partial sum is added up later: its only reader can take it so. Several readers would leave a
+        sum each to be added up."""
         readers = self._readers.get(value.name, [])
-        return bool(readers) and value.name not in self._whole and all(self._takes(op, i) for op, i in readers)
+        return len(readers) == 1 and value.name not in self._whole and self._takes(*readers[0])
 
     def _takes(self, op: Op, operand: int) -> bool:
         if op.kind == "reshard" or OPS[op.kind].family == "state":
             return False
         rule = self.suggested.rules[id(op)]
         for operands in rule.linear:
-            if operand in operands and all(i == operand or self.partial_ahead(op.ins[i].name) for i in operands):
+            if operand in operands and all(i == operand or op.ins[i].name in self._ahead for i in operands):
                 return _keeps(op, operands)
         return False
 
@@ -189,28 +193,31 @@ class _GraphResolution:
             self.env[value.name] = self.all.laid[value.name] = value
 
     def _final(self, value: Value, t: TensorType) -> TensorType:
-        """Return the layout that a result gets at once: as given, added up where somebody needs the sum, else as it
+        """Return the layout that a result gets at once: as given, added up where a reader needs the sum, else as it
         is."""
-        given = f"%{value.name}" in self.all.suggested.given
-        if given or value.name in self.all._whole:
+        if f"%{value.name}" in self.all.suggested.given or value.name in self.all._whole:
             return self.all.wanted(value)
         if t.partial and not self.all.stays_partial(value):
             wanted = self.all.wanted(value)
-            # Only axes that are summed over may split the sum: everything else lies as the operation made it.
+            # Only axes that are summed over may split the sum: everything else lies as the operation results it.
             free = {axis for axes in wanted.axes for axis in axes} <= {*t.partial, *(a for x in t.axes for a in x)}
             return wanted if free and _keeps_axes(t, wanted) else t.laid(t.axes, (), t.blocks)
         return t
 
     def _adapt(self, value: Value, t: TensorType, op: Op | None) -> Value:
-        """Return the value with another layout. A number that fills a constant is written anew."""
+        """Return the value with another layout. A number that fills a constant is written anew, and a view is taken of
+        its operand in another layout."""
         if value.type == t:
             return value
         known = self.adapted.get((value.name, t))
         if known is not None:
             return known
         maker = self.makers.get(value.name)
+        operand = self._viewed(maker, value, t) if maker is not None and maker.kind in _MOVES else None
         name = self.all.namer.fresh(f"{value.name}.laid")
-        if maker is not None and maker.kind == "const" and not isinstance(maker.attrs.get("value"), tuple):
+        if operand is not None and maker is not None:
+            self._emit(Op(maker.kind, (operand,), (Value(name, t),), maker.attrs, maker.loc))
+        elif maker is not None and maker.kind == "const" and not isinstance(maker.attrs.get("value"), tuple):
             self._emit(Op("const", (), (Value(name, t),), maker.attrs, maker.loc))
         else:
             of = {"of": op.attrs["of"]} if op is not None and "of" in op.attrs else {}
@@ -218,9 +225,27 @@ class _GraphResolution:
         self.adapted[value.name, t] = self.env[name]
         return self.env[name]
 
+    def _viewed(self, view: Op, value: Value, t: TensorType) -> Value | None:
+        """Return the operand of a view laid out so that the view of it is of type t; None where no layout does that."""
+        if value.type.partial or t.partial:
+            return None
+        rule, splits = rule_of(Op(view.kind, view.ins, (value,), view.attrs)), dict[str, Split]()
+        for dim, factors in enumerate(rule.outs[0]):
+            if axes := t.axes_of(dim):
+                parts = prod(self.sizes.get(axis, 1) for axis in axes)
+                read = read_split(factors, Split(axes, t.blocks_of(dim)), rule.sizes, parts) if factors else None
+                if read is None:
+                    return None
+                splits[read[0]] = read[1]
+        plain = view.ins[0].type.plain
+        operand, result = (
+            laid_out(x, dims, splits, rule.sizes) for x, dims in ((plain, rule.ins[0]), (t.plain, rule.outs[0]))
+        )
+        return self._adapt(view.ins[0], operand, view) if operand is not None and result == t else None
+
     # ---------------------------------------------------------------------------------------- choosing splits
 
-    def _choose(self, op: Op, rule: Rule, here: Sequence[Value]) -> _Choice:
+    def _choose(self, op: Op, rule: SplitRule, here: Sequence[Value]) -> _Choice:
         best: _Choice | None = None
         for splits in self._candidates(op, rule, here):
             choice = self._choice(op, rule, here, splits)
@@ -229,9 +254,9 @@ class _GraphResolution:
         assert best is not None, f"{op.kind} has no layout"
         return best
 
-    def _candidates(self, op: Op, rule: Rule, here: Sequence[Value]) -> Iterator[dict[str, Split]]:
-        """Yield splits of the operation's names: those of operands as they lie and of results as they are wanted, in all
-        combinations; nothing split comes last."""
+    def _candidates(self, op: Op, rule: SplitRule, here: Sequence[Value]) -> Iterator[dict[str, Split]]:
+        """Yield splits of the operation's names: those of operands as they lie and of results as they are wanted, in
+        all combinations; nothing split comes last."""
         options: dict[str, list[Split]] = {}
         types = [*(v.type for v in here), *(self.all.wanted(v) for v in op.outs)]
         for t, dimensions in zip(types, rule.operands(), strict=True):
@@ -254,26 +279,28 @@ class _GraphResolution:
         for splits in product(*([*options[name], UNSPLIT] for name in names)):
             yield {name: split for name, split in zip(names, splits, strict=True) if split.axes}
 
-    def _choice(self, op: Op, rule: Rule, here: Sequence[Value], splits: Mapping[str, Split]) -> _Choice | None:
+    def _choice(self, op: Op, rule: SplitRule, here: Sequence[Value], splits: Mapping[str, Split]) -> _Choice | None:
+        used = [axis for split in splits.values() for axis in split.axes]
+        if len(set(used)) < len(used):
+            return None
         ins = [laid_out(v.type.plain, d, splits, rule.sizes) for v, d in zip(here, rule.ins, strict=True)]
         outs = [laid_out(v.type.plain, d, splits, rule.sizes) for v, d in zip(op.outs, rule.outs, strict=True)]
         if any(t is None for t in (*ins, *outs)) or not _equal_factors(rule, splits, self.sizes):
             return None
-        split_axes = {axis for split in splits.values() for axis in split.axes}
-        passing = self._passing(op, rule, here, split_axes)
+        passing = self._passing(op, rule, here, set(used))
         needed = [_with_partial(t, passing, i) for i, t in enumerate(ins)]
-        made = [
+        results = [
             t.laid(t.axes, self._sums(rule, splits, dims) | passing.keys(), t.blocks)
             for t, dims in zip((t for t in outs if t is not None), rule.outs, strict=True)
         ]
-        return _Choice(tuple(needed), tuple(made), self._cost(op, here, needed, made, split_axes))
+        return _Choice(tuple(needed), tuple(results), self._cost(op, here, needed, results, set(used)))
 
-    def _sums(self, rule: Rule, splits: Mapping[str, Split], dims: Sequence[tuple[str, ...]]) -> set[str]:
+    def _sums(self, rule: SplitRule, splits: Mapping[str, Split], dims: Sequence[tuple[str, ...]]) -> set[str]:
         """Return the axes over which a result is partial."""
-        own = {name for factors in dims for name in factors}
-        return {axis for name, s in splits.items() if name not in own and rule.leaves_sums(name) for axis in s.axes}
+        here = {name for factors in dims for name in factors}
+        return {axis for name, s in splits.items() if name not in here and rule.leaves_sums(name) for axis in s.axes}
 
-    def _passing(self, op: Op, rule: Rule, here: Sequence[Value], taken: set[str]) -> dict[str, frozenset[int]]:
+    def _passing(self, op: Op, rule: SplitRule, here: Sequence[Value], taken: set[str]) -> dict[str, frozenset[int]]:
         """Return the axes over which partial sums pass through the operation, with the operands that have them."""
         passing: dict[str, frozenset[int]] = {}
         for axis in sorted({axis for value in here for axis in value.type.partial}):
@@ -308,7 +335,7 @@ def _with_partial(t: TensorType | None, passing: Mapping[str, frozenset[int]], o
     return t.laid(t.axes, [axis for axis, operands in passing.items() if operand in operands], t.blocks)
 
 
-def _equal_factors(rule: Rule, splits: Mapping[str, Split], sizes: Mapping[str, int]) -> bool:
+def _equal_factors(rule: SplitRule, splits: Mapping[str, Split], sizes: Mapping[str, int]) -> bool:
     """Return whether factors beside others in their dimension are split into equal parts."""
     for dimensions in rule.operands():
         for factors in dimensions:

@@ -13,16 +13,18 @@ from penstock.ir.graph import REPLICAS, Module, Value
 from penstock.support.errors import UsageError
 
 from .given import chosen_layouts, parse_given, parse_mesh
+from .presets import preset_layouts
 from .propagate import Suggestions
 from .resolve import Resolution
 
+PRESET = "preset:"
 _ORDER = ("F", "main", "B", "N", "U")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardOptions:
     """Options of `shard`. `mesh` has the axes of a stage's mesh, such as `dp=2,tp=2`; `given` the layouts of tensors,
-    `PATTERN=[_,/tp]` each; of several that fit a name the first counts."""
+    `PATTERN=[_,/tp]` or `preset:NAME` each; of several that fit a name the first counts."""
 
     mesh: str = ""
     given: tuple[str, ...] = ()
@@ -34,12 +36,17 @@ def shard(module: Module, options: ShardOptions) -> Module:
         if options.given:
             raise UsageError("layouts are given, but no mesh", hint="name its axes, such as --mesh tp=2")
         return module
-    sizes = {axis: size for axis, size in parse_mesh(options.mesh).items() if axis != REPLICAS}
+    mesh = parse_mesh(options.mesh)
+    sizes = {axis: size for axis, size in mesh.items() if axis != REPLICAS}
     order = [name for name in _ORDER if name in module.graphs]
     graphs = [module.graphs[name] for name in (*order, *(n for n in module.graphs if n not in order))]
     values = {v.name: v.type for graph in graphs for v in (*graph.ins, *(o for op in graph.ops for o in op.outs))}
-    given = chosen_layouts(module, values, parse_given(options.given), parse_mesh(options.mesh))
-    suggested = Suggestions(module, graphs, given, sizes)
+    written = [text for text in options.given if not text.startswith(PRESET)]
+    layouts = chosen_layouts(module, values, parse_given(written), mesh)
+    for text in options.given:
+        if text.startswith(PRESET):
+            layouts = preset_layouts(module, text.removeprefix(PRESET), sizes) | layouts
+    suggested = Suggestions(module, graphs, layouts, sizes)
     suggested.spread()
     resolution = Resolution(module, graphs, suggested)
     laid = {graph.name: resolution.graph(graph) for graph in graphs}

@@ -62,7 +62,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("files",),
     ),
     "passes": (
-        ("manager", "placement", "rewrite", "communicate", "kernels"),
+        ("manager", "placement", "rewrite", "communicate", "kernels", "sharding"),
         ("schedules", "training", "costs"),
         ("simulator", "memory"),
         ("partition",),

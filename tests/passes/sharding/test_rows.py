@@ -15,7 +15,7 @@ from penstock.ir.graph import Graph, Mesh, Module, Op, Stage, Value
 from penstock.ir.interpreter.graphs import run_graph, run_team
 from penstock.ir.ops import OPS
 from penstock.ir.sharding.rules import rule_of
-from penstock.ir.sharding.splits import Rule, Split, laid_out
+from penstock.ir.sharding.splits import Split, SplitRule, laid_out
 from penstock.ir.types import FLOATS, TensorType
 from penstock.passes.sharding.localize import localize
 from penstock.passes.sharding.propagate import allowed, fits
@@ -39,7 +39,7 @@ def _is_first(s: Sample) -> bool:
 CHOSEN = [s for s in SAMPLES if _is_first(s) and sum(v.type.size for v in s.op.ins) < 20_000]
 
 
-def splits_of(op: Op, rule: Rule, mesh: Mesh) -> Iterator[dict[str, Split]]:
+def splits_of(op: Op, rule: SplitRule, mesh: Mesh) -> Iterator[dict[str, Split]]:
     """Yield all ways to give the mesh's axes to the operation's names."""
     axes = [axis for axis, _ in mesh.axes]
     ways = [(axes,)] if len(axes) == 1 else [(axes,), (axes[::-1],), ([axes[0]], [axes[1]])]
@@ -50,7 +50,7 @@ def splits_of(op: Op, rule: Rule, mesh: Mesh) -> Iterator[dict[str, Split]]:
                 yield splits
 
 
-def types_of(op: Op, rule: Rule, splits: dict[str, Split], sizes: dict[str, int]) -> list[TensorType] | None:
+def types_of(op: Op, rule: SplitRule, splits: dict[str, Split], sizes: dict[str, int]) -> list[TensorType] | None:
     """Return the types of operands and results with these splits; None where they cannot be."""
     for dims in rule.operands():
         for factors in dims:

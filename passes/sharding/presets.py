@@ -1,0 +1,183 @@
+"""Layouts by name: what `preset:NAME` stands for in a given model, found by its structure.
+
+    megatron    pairs of products by parameters between which every dimension can be split: the columns of the first
+                and the rows of the second are, so that each pair costs one sum. Large vocabularies are split as well
+    sequence    the same, and what lies between the pairs is split along the dimension before the last
+    batch       inputs are split along their first dimension
+
+A preset uses the axis `tp`, or the only axis of the mesh beside dp. Known limits: only products with a parameter as
+their second operand are paired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from penstock.ir.graph import MICROBATCH, PARAM, REPLICAS, Graph, Module, Op, Value
+from penstock.ir.sharding.rules import rule_of
+from penstock.ir.sharding.splits import UNSPLIT, Split, read_split, split_of
+from penstock.support.errors import UsageError
+from penstock.support.words import meant
+
+from .given import Layout
+from .propagate import fits
+
+# Rows of a table, or columns of the last product, from which a vocabulary is split.
+VOCABULARY = 4096
+
+
+def axis_for(sizes: Mapping[str, int], preset: str) -> str:
+    """Return the axis that a preset splits over."""
+    axes = [axis for axis in sizes if axis != REPLICAS]
+    if "tp" in axes:
+        return "tp"
+    if len(axes) != 1:
+        raise UsageError(
+            f"preset {preset} needs one axis beside {REPLICAS}, the mesh has {', '.join(sizes)}",
+            hint="name the axis tp, or give layouts",
+        )
+    return axes[0]
+
+
+def preset_layouts(module: Module, preset: str, sizes: Mapping[str, int]) -> dict[str, Layout]:
+    """Return the layouts of a preset, by node: `@name` of variables, `%name` of values."""
+    if preset not in PRESETS:
+        raise UsageError(
+            f"there is no preset {preset!r}", hint=meant(preset, PRESETS) or f"there are {', '.join(PRESETS)}"
+        )
+    graph = module.graphs.get("F") or module.graphs["main"]
+    return PRESETS[preset](_Model(module, graph, axis_for(sizes, preset), dict(sizes)))
+
+
+@dataclass(slots=True)
+class _Columns:
+    """Parameters whose columns a trial splits, with the split of the dimension."""
+
+    splits: dict[str, tuple[int, Split]] = field(default_factory=dict)
+
+
+class _Model:
+    """The forward graph of a model, and its products by parameters."""
+
+    def __init__(self, module: Module, graph: Graph, axis: str, sizes: dict[str, int]) -> None:
+        self.module, self.graph, self.axis, self.sizes = module, graph, axis, sizes
+        self.makers = graph.producers()
+        self.reads = {op.outs[0]: op.var for op in graph.ops if op.kind == "read"}
+        self.rows: dict[str, Op] = {}
+
+    def parameter(self, value: Value) -> str | None:
+        """Return the parameter that a value is, perhaps transposed."""
+        name = self.reads.get(value)
+        return name if name is not None and self.module.vars[name].role == PARAM else None
+
+    def products(self) -> list[tuple[Op, str]]:
+        listed = [(op, self.parameter(op.ins[1])) for op in self.graph.ops if op.kind == "matmul"]
+        return [(op, name) for op, name in listed if name is not None]
+
+    def layout(self, name: str, dim: int, split: Split) -> Layout:
+        rank = self.module.vars[name].type.rank
+        return tuple(split if i == dim else UNSPLIT for i in range(rank))
+
+    def pairs(self) -> dict[str, Layout]:
+        """Return the layouts of all pairs of products: columns of the first, rows of the second."""
+        layouts: dict[str, Layout] = {}
+        for op, name in self.products():
+            columns = _Columns()
+            lhs = op.ins[0]
+            dim = lhs.type.rank - (2 if op.attrs.get("ta") else 1)
+            if f"@{name}" in layouts or not self._follow(lhs, dim, Split((self.axis,)), columns, set()):
+                continue
+            if not columns.splits or any(f"@{other}" in layouts for other in columns.splits):
+                continue
+            for other, (at, split) in columns.splits.items():
+                layouts[f"@{other}"] = self.layout(other, at, split)
+            inner = op.ins[1].type.rank - (1 if op.attrs.get("tb") else 2)
+            layouts[f"@{name}"] = self.layout(name, inner, Split((self.axis,)))
+            self.rows[name] = op
+        return layouts
+
+    def _follow(self, value: Value, dim: int, split: Split, columns: _Columns, seen: set[tuple[str, int]]) -> bool:
+        """Follow a split dimension back to columns of products by parameters; return whether all ways lead there."""
+        if (value.name, dim) in seen:
+            return True
+        seen.add((value.name, dim))
+        op = self.makers.get(value)
+        if op is None or (op.kind == "read" and self.parameter(value) is None):
+            return False
+        if op.kind == "read":
+            return True
+        rule, parts = rule_of(op), self.sizes[self.axis]
+        place = next(i for i, v in enumerate(op.outs) if v == value)
+        factors = rule.outs[place][dim]
+        read = read_split(factors, split, rule.sizes, parts) if factors else None
+        if read is None:
+            return False
+        name, of_name = read
+        if not rule.may_split(name) or rule.leaves_sums(name) or rule.has_own_form(name):
+            return False
+        if not fits(of_name, rule.sizes[name], self.sizes, len(factors) == 1):
+            return False
+        operands = [(i, d) for i, dims in enumerate(rule.ins) for d, listed in enumerate(dims) if name in listed]
+        if op.kind == "matmul" and (weight := self.parameter(op.ins[1])) is not None and all(i for i, _ in operands):
+            columns.splits[weight] = (operands[0][1], of_name)
+            return True
+        for i, d in operands:
+            before = split_of(rule.ins[i][d], {name: of_name}, rule.sizes)
+            if before is None or not self._follow(op.ins[i], d, before, columns, seen):
+                return False
+        return bool(operands) or op.kind in ("const", "iota")
+
+    def vocabulary(self, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+        """Return the layouts of large tables, and of the last product where it has many columns."""
+        added: dict[str, Layout] = {}
+        enough = max(VOCABULARY, prod(self.sizes.values()))
+        for op in self.graph.ops:
+            name = self.parameter(op.ins[0]) if op.kind == "gather" else None
+            if name and op.ins[0].type.rank == 2 and op.attrs.get("axis", 0) == 0 and op.ins[0].type.dims[0] >= enough:
+                added[f"@{name}"] = self.layout(name, 0, Split((self.axis,)))
+        products = self.products()
+        if products:
+            op, name = products[-1]
+            dim = op.ins[1].type.rank - (2 if op.attrs.get("tb") else 1)
+            if op.outs[0].type.dims[-1] >= enough and f"@{name}" not in layouts:
+                added.setdefault(f"@{name}", self.layout(name, dim, Split((self.axis,))))
+        return {node: layout for node, layout in added.items() if node not in layouts}
+
+
+def _megatron(model: _Model) -> dict[str, Layout]:
+    layouts = model.pairs()
+    if not layouts:
+        raise UsageError(
+            f"preset megatron finds no pair of products that {model.sizes[model.axis]} devices can split",
+            hint="give layouts, such as --shard 'h.*.weight=[_,/tp]'",
+        )
+    return layouts | model.vocabulary(layouts)
+
+
+def _sequence(model: _Model) -> dict[str, Layout]:
+    layouts = _megatron(model)
+    for op in model.rows.values():
+        t = op.outs[0].type
+        if t.rank >= 3 and t.dims[-2] >= model.sizes[model.axis]:
+            layouts[f"%{op.outs[0].name}"] = tuple(
+                Split((model.axis,)) if i == t.rank - 2 else UNSPLIT for i in range(t.rank)
+            )
+    return layouts
+
+
+def _batch(model: _Model) -> dict[str, Layout]:
+    inputs = [v for v in model.module.inputs if v.type.rank and v.name != MICROBATCH]
+    count = model.sizes[model.axis]
+    small = [v for v in inputs if v.type.dims[0] < count]
+    if small:
+        raise UsageError(f"preset batch: %{small[0].name} is {small[0].type}, too few samples for {count} devices")
+    return {f"%{v.name}": (Split((model.axis,)), *(None,) * (v.type.rank - 1)) for v in inputs}
+
+
+PRESETS: dict[str, Callable[[_Model], dict[str, Layout]]] = {
+    "megatron": _megatron,
+    "sequence": _sequence,
+    "batch": _batch,
+}
