@@ -15,7 +15,7 @@ INDEX = TensorType("i64", ())
 
 class LocalWriter:
     """A list of operations of one local graph. `sizes` are those of the mesh's axes; `coordinates` the inputs that say
-    where this rank lies on them, as far as somebody asked."""
+    where this rank lies on them, as far as operations ask."""
 
     def __init__(self, namer: Namer, sizes: Mapping[str, int]) -> None:
         self.namer, self.sizes = namer, sizes

@@ -21,6 +21,7 @@ from penstock.planning import model as models
 from penstock.planning.model import Load, Model
 from penstock.planning.options import BuildOptions, PlanOptions, SearchOptions
 from penstock.planning.plan import Plan
+from penstock.planning.shardings import layouts_of
 from penstock.planning.watching import Feedback, ProgressHook
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ def plan(
     cuda_libraries: str = "torch",
     wire: str = "f32",
     hints: bool = True,
+    mesh: str = "",
+    shard: str | Sequence[str] | Mapping[str, Any] = (),
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Plan:
@@ -90,6 +93,10 @@ def plan(
     `cuda_libraries` names the maker of contractions on GPUs: torch, which calls the vendor's libraries, or none. `wire`
     is the element type of float32 activations and gradients on their way between stages: f32, bf16 or f16. `hints` is
     whether placement hints of the model are followed, where it has some and `split_at` is not given.
+
+    `mesh` names the axes of every stage's devices, such as `dp=2,tp=2`. Along dp microbatches are dealt out; over other
+    axes tensors are split as `shard` says: `preset:megatron`, `FILE.toml`, `"w=[_,/tp]"`, or a mapping of names to
+    tuples such as `(None, "tp")`, or of modules to styles of torch's `parallelize_module`.
     """
     options = PlanOptions(
         schedule=schedule,
@@ -104,6 +111,8 @@ def plan(
         cuda_libraries=cuda_libraries,
         wire=wire,
         hints=hints,
+        mesh=mesh,
+        shard=layouts_of(shard),
     )
     return pipeline.plan_model(model, cluster, training, options, Feedback(dump, progress))
 

@@ -43,6 +43,19 @@ class PlanOptions:
     )
     devices: Sequence[Sequence[str]] = ()
     shares: Sequence[Sequence[int]] = ()
+    mesh: str = setting(
+        "",
+        "axes of every stage's devices, such as dp=2,tp=2: along dp microbatches are dealt out, over every other axis "
+        "tensors are split, as --shard says",
+        shown="AXIS=N,...",
+    )
+    shard: Sequence[str] = setting(
+        (),
+        "how tensors lie on the mesh: preset:megatron, preset:sequence or preset:batch, FILE.toml, or a layout such as "
+        "'h.*.fc.weight=[_,/tp]' (_ whole, ? free, /axis split); all others follow from these",
+        shown="LAYOUT",
+        many=True,
+    )
     precision: str | None = setting(
         None,
         "element type of activations and products; weights, sums and losses stay f32; with f16 the loss is scaled in "

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 from penstock.frontends.running_statistics import at_rest
 from penstock.frontends.training import Training, attach_loss
 from penstock.ir.attrs import Attr
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.graph import Module
+from penstock.ir.graph import REPLICAS, Mesh, Module
 from penstock.passes.manager import Call, run_passes
 from penstock.passes.pipelines import PASSES, PipelineOptions, inference_pipeline, training_pipeline
 from penstock.passes.schedules.dealing import fair_shares
+from penstock.passes.sharding.given import parse_mesh
 from penstock.support.errors import UsageError
 from penstock.support.words import counted
 
@@ -20,6 +22,7 @@ from .hints import follow_hints
 from .model import Model
 from .options import PlanOptions
 from .plan import Plan
+from .shardings import layouts_of
 from .watching import SILENT, Feedback
 
 _DEFAULTS = PlanOptions()
@@ -105,6 +108,8 @@ def _pipeline(
         wire=options.wire,
         shares=shares,
         library=options.cuda_libraries if any(d.kind == "cuda" for d in cluster.devices) else "",
+        mesh=options.mesh,
+        layouts=layouts_of(options.shard),
     )
     module = model.module.but(cluster=cluster)
     if training is None:
@@ -116,7 +121,7 @@ def _pipeline(
 
 def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...], ...]:
     """Return the devices of every stage, in the order of the cluster; none are named where each stage has one."""
-    stages, replicas = options.stages, options.replicas
+    stages, replicas = options.stages, _devices_per_stage(options)
     if replicas == 1:
         return ()
     names = [device.name for device in cluster.devices]
@@ -130,9 +135,24 @@ def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...],
     return tuple(tuple(names[s * replicas : (s + 1) * replicas]) for s in range(count))
 
 
+def _devices_per_stage(options: PlanOptions) -> int:
+    """Return the devices of a stage: its replicas, or what the axes of its mesh make."""
+    if not options.mesh:
+        return options.replicas
+    if options.replicas != 1:
+        raise UsageError("--replicas and --mesh both say how many devices a stage has", hint="the axis dp is replicas")
+    return prod(parse_mesh(options.mesh).values())
+
+
 def _shares(cluster: Cluster, options: PlanOptions) -> tuple[int, ...]:
     """Return the microbatches of a batch that each device runs, stage by stage."""
     shares: Sequence[Sequence[int]] = options.shares or [
-        fair_shares([cluster.device(name).flops for name in names], options.microbatches) for names in options.devices
+        fair_shares(_rates(cluster, names, options.mesh), options.microbatches) for names in options.devices
     ]
     return tuple(share for of_stage in shares for share in of_stage)
+
+
+def _rates(cluster: Cluster, names: Sequence[str], axes: str) -> list[float]:
+    """Return the rates of the teams of a stage: each is as fast as the slowest of its devices."""
+    mesh = Mesh("", tuple(parse_mesh(axes).items() if axes else [(REPLICAS, len(names))]), tuple(names))
+    return [min(cluster.device(names[place]).flops for place in team) for team in mesh.teams()]
