@@ -75,6 +75,8 @@ class Resolution:
                 for i, value in enumerate(op.ins):
                     self._readers.setdefault(value.name, []).append((op, i))
         self._whole = {v.name for graph in graphs for v in graph.outs}
+        # New names of results that are laid out anew at once: backward operations belong to who makes these.
+        self.raw_names: dict[str, str] = {}
         # Values that are likely to be partial sums.
         self._ahead: set[str] = set()
         for graph in graphs:
@@ -179,6 +181,7 @@ class _GraphResolution:
             to = self._final(value, t)
             raw = Value(value.name if to == t else self.all.namer.fresh(f"{value.name}.{_suffix(t)}"), t)
             outs.append(raw)
+            self.all.raw_names[value.name] = raw.name
             if to != t:
                 attrs = {"to": str(to), **({"of": op.attrs["of"]} if "of" in op.attrs else {})}
                 after.append(Op("reshard", (raw,), (Value(value.name, to),), attrs, op.loc))
@@ -187,6 +190,9 @@ class _GraphResolution:
             self._emit(reshard)
 
     def _emit(self, op: Op) -> None:
+        origin = str(op.attrs.get("of", ""))
+        if (name := self.all.raw_names.get(origin, origin)) != origin:
+            op = op.with_attrs(of=name)
         self.ops.append(op)
         for value in op.outs:
             self.makers[value.name] = op
