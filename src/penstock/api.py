@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from penstock.frontends.training import Training
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.schedule_names import SYNCHRONOUS
+from penstock.passes.sharding.written import layouts_of
 from penstock.planning import build, pipeline, search
 from penstock.planning import model as models
 from penstock.planning.model import Load, Model
 from penstock.planning.options import BuildOptions, PlanOptions, SearchOptions
 from penstock.planning.plan import Plan
-from penstock.planning.shardings import layouts_of
 from penstock.planning.watching import Feedback, ProgressHook
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from penstock.passes.manager import Call, run_passes
 from penstock.passes.pipelines import PASSES, PipelineOptions, inference_pipeline, training_pipeline
 from penstock.passes.schedules.dealing import fair_shares
 from penstock.passes.sharding.given import parse_mesh
+from penstock.passes.sharding.written import layouts_of
 from penstock.support.errors import UsageError
 from penstock.support.words import counted
 
@@ -22,7 +23,6 @@ from .hints import follow_hints
 from .model import Model
 from .options import PlanOptions
 from .plan import Plan
-from .shardings import layouts_of
 from .watching import SILENT, Feedback
 
 _DEFAULTS = PlanOptions()
