@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from penstock.ir.cluster.cluster import Device
+from penstock.ir.collective_calls import CollectiveCall
 from penstock.ir.graph import Graph, Module
+from penstock.support.errors import VerifyError
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,21 @@ class Temporary(NamedTuple):
     nbytes: int
     first: str
     last: str
+
+
+class Exchange(Protocol):
+    """The way in which the ranks of a stage do collectives together, handed over when a stage is loaded.
+
+    A program begins a collective where it stands in its graph, and waits for it before the first kernel that reads its
+    result. Between the two, `x` keeps its value, and `out` has none. A collective is begun again only after it
+    was waited for. All ranks of a group begin their collectives in one order, and wait for them in one order.
+    """
+
+    def begin(self, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Begin a collective of the tensor `x`; its result goes into `out`. Both are contiguous."""
+
+    def wait(self, call: CollectiveCall) -> None:
+        """Return when the result is there; PeerLost where a rank of the group is gone or does not answer."""
 
 
 class StageProgram(Protocol):
@@ -134,9 +151,25 @@ class Backend(Protocol):
         """Return whether this process may load stages of so many threads: what was loaded before may forbid that."""
 
     def load_stage(
-        self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None
+        self,
+        module: Module,
+        stage: int,
+        files: Sequence[Path],
+        threads: int = 1,
+        device: str | None = None,
+        *,
+        exchange: Exchange | None = None,
     ) -> StageProgram:
-        """Load the code of a stage for one of its devices: the first if none is named."""
+        """Load the code of a stage for one of its devices: the first if none is named. Graphs with collectives run with
+        an exchange alone."""
+
+
+def without_exchange(call: CollectiveCall) -> VerifyError:
+    """Return the error for a collective of a stage that was loaded without an exchange."""
+    return VerifyError(
+        "is done by the ranks of a group together, and this program was loaded for one rank alone",
+        where=f"@{call.graph}: {call}",
+    )
 
 
 def stage_graphs(module: Module, stage: int) -> tuple[Graph, ...]:

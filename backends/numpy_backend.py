@@ -7,16 +7,18 @@ There is nothing to compile: the program of a stage is the text of its module, w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.ir.graph import Graph, Module, Slot, signature
-from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.collective_calls import calls_of
+from penstock.ir.graph import Graph, Module, Op, Slot, signature
+from penstock.ir.interpreter.graphs import run_member
 from penstock.ir.types import numpy_dtype
 
-from .interface import DEFAULTS, CompileOptions, StageProgram, stage_graphs
+from .interface import DEFAULTS, CompileOptions, Exchange, StageProgram, stage_graphs, without_exchange
 
 if TYPE_CHECKING:
     import torch
@@ -42,10 +44,17 @@ class NumpyBackend:
         return True
 
     def load_stage(
-        self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None
+        self,
+        module: Module,
+        stage: int,
+        files: Sequence[Path],
+        threads: int = 1,
+        device: str | None = None,
+        *,
+        exchange: Exchange | None = None,
     ) -> StageProgram:
         """Load the graphs of a stage into a program."""
-        return NumpyProgram(stage_graphs(module, stage))
+        return NumpyProgram(stage_graphs(module, stage), exchange)
 
 
 class SlotStore:
@@ -82,12 +91,14 @@ class SlotStore:
 
 
 class NumpyProgram:
-    """The graphs of one stage, interpreted."""
+    """The graphs of one stage, interpreted. Collectives are waited for where they stand."""
 
-    def __init__(self, graphs: Sequence[Graph]) -> None:
+    def __init__(self, graphs: Sequence[Graph], exchange: Exchange | None = None) -> None:
         import torch  # lazy: heavy
 
         self.device = torch.device("cpu")
+        self._exchange = exchange
+        self._collectives = {call.key: call for graph in graphs for call in calls_of(graph)}
         self._graphs = {g.name: g for g in graphs}
         self._signatures = {g.name: signature(g) for g in graphs}
 
@@ -108,11 +119,19 @@ class NumpyProgram:
         arrays = [array_of(x) for x in args]
         store = SlotStore(dict(zip(sig.slots, arrays[len(sig.ins) :], strict=True)))
         # Copied before the updates: a result may be what was read from a buffer that an update writes over.
-        results = [
-            np.array(result, order="C") for result in run_graph(self._graphs[graph], arrays[: len(sig.ins)], store)
-        ]
+        computed = run_member(self._graphs[graph], arrays[: len(sig.ins)], store, partial(self._meet, graph))
+        results = [np.array(result, order="C") for result in computed]
         store.finish()
         return [tensor_of(result) for result in results]
+
+    def _meet(self, graph: str, op: Op, operand: np.ndarray) -> np.ndarray:
+        call = self._collectives[f"{graph} {op.outs[0].name}"]
+        if self._exchange is None:
+            raise without_exchange(call)
+        result = np.empty(op.outs[0].type.dims, operand.dtype)
+        self._exchange.begin(call, tensor_of(np.array(operand, order="C")), tensor_of(result))
+        self._exchange.wait(call)
+        return result
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:

@@ -19,7 +19,7 @@ from penstock.ir.graph import Graph, Module
 from penstock.ir.ops import OPS
 from penstock.support.errors import VerifyError
 
-from .interface import DEFAULTS, CompileOptions, StageProgram, device_of, stage_graphs, target_of
+from .interface import DEFAULTS, CompileOptions, Exchange, StageProgram, device_of, stage_graphs, target_of
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,14 @@ class TvmBackend:
         return allows_threads(threads)
 
     def load_stage(
-        self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None
+        self,
+        module: Module,
+        stage: int,
+        files: Sequence[Path],
+        threads: int = 1,
+        device: str | None = None,
+        *,
+        exchange: Exchange | None = None,
     ) -> StageProgram:
         """Load the library of a stage for one of its devices: the first if none is named."""
         (library,) = files
@@ -79,10 +86,10 @@ class TvmBackend:
         if gpu is not None:
             from penstock.backends.tvm.cuda.load import CudaProgram  # lazy: heavy
 
-            return CudaProgram(library, stage_graphs(module, stage), gpu, threads)
+            return CudaProgram(library, stage_graphs(module, stage), gpu, threads, exchange)
         from penstock.backends.tvm.run.load import TvmProgram  # lazy: heavy
 
-        return TvmProgram(library, stage_graphs(module, stage), threads)
+        return TvmProgram(library, stage_graphs(module, stage), threads, exchange=exchange)
 
 
 def _gpu_of(module: Module, stage: int, name: str | None = None) -> torch.device | None:

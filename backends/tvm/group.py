@@ -20,6 +20,7 @@ from typing import Any
 from penstock.ir.attrs import Attr
 from penstock.ir.graph import ANNOTATIONS, Graph, Module, Op, Slot, Value
 from penstock.ir.memory.workspace import INLINE, is_inline
+from penstock.ir.ops import EXCHANGES
 from penstock.ir.text import parse_module, print_graph
 from penstock.ir.types import TensorType
 from penstock.support.errors import PenstockError
@@ -103,6 +104,20 @@ class LibraryCall:
 
     name: str
     text: str
+
+
+# The functions that begin a collective and wait for it. The text says which one of a stage's.
+BEGIN, WAIT = "penstock.collective.begin", "penstock.collective.wait"
+
+
+def collective_kernel(group: Fusion) -> GeneratedKernel | None:
+    """Return the call that begins a collective, if the group is one; NotOneKernel for one among other operations. The
+    text is left to the graph's function."""
+    if not any(op.kind in EXCHANGES for op in group.ops):
+        return None
+    if len(group.ops) > 1:
+        raise NotOneKernel("a collective is a kernel of its own")
+    return GeneratedKernel(LibraryCall(BEGIN, ""), group.ops[0].ins, (), group.ops[0].outs)
 
 
 def name_of(group: Fusion) -> str:

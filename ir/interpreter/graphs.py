@@ -57,6 +57,21 @@ def run_graph(
     )
 
 
+def run_member(
+    graph: Graph, ins: Sequence[object], store: Variables, meet: Callable[[Op, Array], Array], precision: str = TYPED
+) -> list[Array]:
+    """Compute the results of a graph on one of several devices. `meet` does its collectives with the others."""
+    walk = _walk(graph, ins, store, precision)
+    answer: Array | None = None
+    while True:
+        try:
+            call = next(walk) if answer is None else walk.send(answer)
+        except StopIteration as end:
+            results: list[Array] = end.value
+            return results
+        answer = meet(call.op, call.operand)
+
+
 def run_team(
     graph: Graph,
     ins: Sequence[Mapping[str, object]],

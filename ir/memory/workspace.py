@@ -2,12 +2,12 @@
 
 In: a graph, fused or not. Out: their sizes in bytes.
 
-Values live from the kernel that makes them to the last one that reads them; inside a kernel, and for operations
-computed where they are read, nothing is stored. Kernels run in the order the back end runs them in: as early as the
-last of their operations allows. Variables, inputs and results have memory elsewhere. A block is used again for a later
-value of the same element type: the smallest free one that is large enough and at most FAR times too large, else the
-largest smaller one, which grows. That is what TVM's planner does (StaticPlanBlockMemory), and blocks are held until the
-call ends.
+Values live from the kernel that makes them to the last one that reads them. The operand of a collective lives until the
+first kernel that reads the result. Inside a kernel, and for operations computed where they are read, nothing is stored.
+Kernels run in the order the back end runs them in: as early as the last of their operations allows. Variables, inputs
+and results have memory elsewhere. A block is used again for a later value of the same element type: the smallest free
+one that is large enough and at most FAR times too large, else the largest smaller one, which grows. That is what TVM's
+planner does (StaticPlanBlockMemory), and blocks are held until the call ends.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.ir.graph import Graph, Op
+from penstock.ir.graph import Graph, Op, Value
 from penstock.ir.memo import Derived
+from penstock.ir.ops import EXCHANGES
 
 FAR = 16
 # How names of kernels begin that are computed where they are read.
@@ -33,6 +34,11 @@ def is_inline(op: Op) -> bool:
 def is_table(op: Op) -> bool:
     """Say whether an operation is a constant that needs memory: a list of values."""
     return op.kind == "const" and isinstance(op.attrs["value"], tuple)
+
+
+def exchanged_values(graph: Graph) -> set[Value]:
+    """Return the operands of collectives: they lie in memory, whatever makes them."""
+    return {v for op in graph.ops if op.kind in EXCHANGES for v in op.ins}
 
 
 @dataclass(slots=True)
@@ -56,6 +62,7 @@ def _planned(graph: Graph) -> list[int]:
     outside = {v.name for values in (graph.ins, graph.results, buffers) for v in values}
     reads = [_reads(kernel, makers) for kernel in kernels]
     order = _order(graph, kernels, reads)
+    reads = _with_exchanged(kernels, order, reads)
     last = {name: i for i, k in enumerate(order) for name in reads[k]}
     free: dict[str, list[_PlannedBlock]] = {}
     home: dict[str, tuple[_PlannedBlock, str]] = {}
@@ -92,7 +99,7 @@ def _reused(spare: list[_PlannedBlock], size: int) -> _PlannedBlock | None:
 
 def _kernels(graph: Graph) -> tuple[list[list[Op]], dict[str, Op]]:
     """Return the operations by kernel, and the makers of values that are computed where they are read."""
-    results = {v.name for v in graph.results}
+    results = {v.name for v in (*graph.results, *exchanged_values(graph))}
     inline: dict[str, Op] = {}
     members: dict[object, list[Op]] = {}
     for i, op in enumerate(graph.ops):
@@ -124,6 +131,22 @@ def _reads(kernel: Sequence[Op], inline: dict[str, Op]) -> dict[str, None]:
         else:
             loaded[name] = None
     return loaded
+
+
+def _with_exchanged(
+    kernels: Sequence[Sequence[Op]], order: Sequence[int], reads: Sequence[dict[str, None]]
+) -> list[dict[str, None]]:
+    """Return what kernels read, where the first reader of a collective's result reads its operand, too: there it is
+    waited for."""
+    waiting = {k[0].outs[0].name: k[0].ins[0].name for k in kernels if k[0].kind in EXCHANGES}
+    if not waiting:
+        return list(reads)
+    longer = [dict(read) for read in reads]
+    for k in order:
+        for name in reads[k]:
+            if name in waiting:
+                longer[k][waiting.pop(name)] = None
+    return longer
 
 
 def _order(graph: Graph, kernels: Sequence[Sequence[Op]], reads: Sequence[Mapping[str, None]]) -> list[int]:

@@ -23,7 +23,7 @@ from penstock.ir.graph import ANNOTATIONS, Op, Value
 from penstock.ir.types import TensorType
 
 from . import collectives, contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
-from .collectives import axes_over, layout_of
+from .collectives import EXCHANGES, axes_over, layout_of
 from .layout import VIEWS
 from .table import ANY, OpCost, OpDef, Required, integer, ints, reduced_axes
 from .windows import Window, window_of
@@ -153,6 +153,7 @@ def make(
 
 __all__ = [
     "ANY",
+    "EXCHANGES",
     "OPS",
     "VIEWS",
     "OpCost",

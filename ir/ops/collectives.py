@@ -13,6 +13,9 @@ from penstock.ir.types import TensorType, parse_type, part_size
 
 from .table import Required, Types, Values, axis_of, integer, need, need_numbers, per_element, row
 
+# Operations that the ranks of a group do together, each with a tensor of its own.
+EXCHANGES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift")
+
 
 def axes_over(over: Attr) -> tuple[str, ...]:
     """Return the mesh axes of a collective."""

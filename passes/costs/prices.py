@@ -18,11 +18,12 @@ returns None, and the next source is tried:
     a learned model would be one more Prices: it sees the kernel as a graph (`Kernel.body`), `work_of(kernel)` and the
     device
 
-Work is divided by family: products, convolutions, squares, attention, elements, updates (optimisers), layout. Squares
-are convolutions of 3x3 taps for which the back end for CPUs has fewer multiplications. Elements are work element by
-element, reductions, rows, windows and lookups. A device says which share of its rate and of its bandwidth a family
-reaches (`Device.efficiency`, measured by `penstock doctor`). For families that it does not list, EFFICIENCY below
-holds. Keys are `family` and `family.f16` for operations, and `family.bytes` for memory.
+Work is divided by family: products, convolutions, squares, attention, elements, updates (optimisers), layout,
+collectives. Squares are convolutions of 3x3 taps for which the back end for CPUs has fewer multiplications. Elements
+are work element by element, reductions, rows, windows and lookups. The price of a collective is what happens on its own
+device; links are the simulator's business. A device says which share of its rate and of its bandwidth a family reaches
+(`Device.efficiency`, measured by `penstock doctor`). For families that it does not list, EFFICIENCY below holds. Keys
+are `family` and `family.f16` for operations, and `family.bytes` for memory.
 
 Before stage graphs exist, kernels are those that `fuse` would choose in the whole graph: an operation that would be
 done while its operand stands in registers costs its arithmetic and no memory, and a layout change nothing. A cut may
@@ -52,8 +53,8 @@ from penstock.support.errors import UsageError
 
 from .cache_reach import bytes_near
 
-PRODUCTS, CONVOLUTIONS, SQUARES, ATTENTION, ELEMENTS, UPDATES, LAYOUT = (
-    "products", "convolutions", "squares", "attention", "elements", "updates", "layout",
+PRODUCTS, CONVOLUTIONS, SQUARES, ATTENTION, ELEMENTS, UPDATES, LAYOUT, COLLECTIVES = (
+    "products", "convolutions", "squares", "attention", "elements", "updates", "layout", "collectives",
 )  # fmt: skip
 _OF_KIND = {
     "matmul": PRODUCTS,
@@ -63,7 +64,7 @@ _OF_KIND = {
     "attention": ATTENTION,
     "attention_grad": ATTENTION,
 }
-_OF_FAMILY = {"optimizer": UPDATES, "layout": LAYOUT, "state": LAYOUT, "source": LAYOUT}
+_OF_FAMILY = {"optimizer": UPDATES, "layout": LAYOUT, "state": LAYOUT, "source": LAYOUT, "collective": COLLECTIVES}
 # The defaults of `Device.efficiency`: shares of `flops` (rate of a large float32 product) and of `bandwidth`.
 EFFICIENCY = {
     PRODUCTS: 0.9,
@@ -73,6 +74,7 @@ EFFICIENCY = {
     ELEMENTS: 0.2,
     UPDATES: 0.2,
     LAYOUT: 1.0,
+    COLLECTIVES: 0.2,
     f"{PRODUCTS}.bytes": 1.0,
     f"{CONVOLUTIONS}.bytes": 1.0,
     f"{SQUARES}.bytes": 1.0,
@@ -80,6 +82,7 @@ EFFICIENCY = {
     f"{ELEMENTS}.bytes": 1.0,
     f"{UPDATES}.bytes": 1.3,
     f"{LAYOUT}.bytes": 0.8,
+    f"{COLLECTIVES}.bytes": 1.0,
 }
 
 

@@ -14,7 +14,7 @@ it (constants, and layout changes, which are index arithmetic). A group is
   * reshapes and transpositions of a result that nothing else reads: it is stored in the new layout; results that are
     known at different points (the gradients of attention) also as the parts of their concatenation,
   * `accum` and `write` of its results, which are then done where the value is computed, and `take` of a gradient that
-    only it reads.
+    only it reads. A collective is a group by itself, and its operand lies in memory.
 
 `packed` on a product or convolution says that its weights never change in this module. The kernel may then read them in
 a packed order, made once when they are loaded. Only without training: there they change with every batch, and each
@@ -33,7 +33,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from penstock.ir.graph import Graph, Module, Op, Value, graph_stage
-from penstock.ir.memory.workspace import INLINE
+from penstock.ir.memory.workspace import INLINE, exchanged_values
 from penstock.ir.ops import OPS, VIEWS, complete_attrs, ints, reduced_axes
 
 _EFFECTS = ("accum", "write", "take")
@@ -150,7 +150,8 @@ class _Fuser:
 
     def __init__(self, graph: Graph, options: FuseOptions, fixed: frozenset[str]) -> None:
         self.graph, self.options, self.fixed = graph, options, fixed
-        self.results = set(graph.results)
+        # Values that lie in memory, whatever reads them here.
+        self.results = {*graph.results, *exchanged_values(graph)}
         self.makers = graph.producers()
         self.readers: dict[Value, list[Op]] = {}
         for op in graph.ops:

@@ -5,8 +5,8 @@ before its first use there, marked `recompute`.
 
 A copy keeps its names, so that the rest of B stays as it is. Its reads say `version=mb`, so that it sees the weights
 that F saw. What B makes again anyway (layout changes, what depends on variables alone) is placed anew with the copies.
-Random draws and operations with effects are never done again. Their results are saved where a copy needs them, and so
-is what comes from a variable that F changes.
+Random draws, collectives and operations with effects are never done again. Their results are saved where a copy needs
+them, and so is what comes from a variable that F changes.
 
 Modes: `none`; `all`: a stage keeps its inputs, draws, and nothing else; `auto`: a stage with a predicted peak within
 its budget stays as it is. Otherwise it computes again the cheapest set with a predicted peak that fits. Peaks are those
@@ -33,7 +33,7 @@ from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.liveness import drop_dead, from_state_alone
 from penstock.ir.memory.predict import Memory, measure_memory
-from penstock.ir.ops import OPS
+from penstock.ir.ops import EXCHANGES, OPS
 from penstock.ir.schedule import Schedule
 from penstock.passes.costs.prices import op_seconds
 from penstock.passes.kernels.fuse import FuseOptions, fuse
@@ -154,7 +154,7 @@ def may_repeat(forward: Graph) -> Callable[[Op], bool]:
     def safe(op: Op) -> bool:
         if op.kind == "read":
             return op.var not in changed
-        return op.kind not in DRAWS and not OPS[op.kind].effect
+        return op.kind not in (*DRAWS, *EXCHANGES) and not OPS[op.kind].effect
 
     return safe
 

@@ -137,7 +137,7 @@ def name_problems(module: Module, present: Iterable[str], renamed: Mapping[str, 
     names = set(present)
     expected = shown([value.name for value in module.data_inputs], renamed)
     problems = [
-        f"{expected[value.name]}: missing, expected {value.type.plain}"
+        f"{expected[value.name]}: missing, expected {value.type}"
         for value in module.data_inputs
         if value.name not in names
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -23,7 +23,7 @@ from penstock.ir.schedule import Schedule
 from penstock.support.errors import PeerLost, UsageError, VerifyError
 from penstock.support.words import itemised
 
-from .neighbours import End, connect, ends_of, identity
+from .neighbours import End, can_see_stores, connect, connect_pairs, ends_of, identity
 
 Result = TypeVar("Result")
 _LOOPBACK_SECONDS = 5.0
@@ -38,6 +38,18 @@ class Team:
     kind: str
 
 
+@dataclass(frozen=True, slots=True)
+class Circle:
+    """A group of ranks that do collectives together, as this rank knows it. `number` is the same on all of them. They
+    have sockets between them if they share memory, else a group of torch with the library that moves its bytes."""
+
+    ranks: tuple[int, ...]
+    number: int
+    lines: Mapping[int, socket.socket]
+    group: dist.ProcessGroup | None = None
+    kind: str = ""
+
+
 class RankGroup:
     """The ranks of one run, met at a store; `timeout` bounds every wait in it. `reports`: reports go over gloo, too, as
     under torchrun."""
@@ -46,15 +58,15 @@ class RankGroup:
         self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
         self._reports = reports
         self.team: Team | None = None
+        self._keys: list[str] = []
 
     def connect_stages(self, schedule: Schedule, device: torch.device) -> dict[End, socket.socket]:
         """Open the connections that the ranks of a schedule need. They are the sockets of channels between ranks that
         share memory, and gloo, unless nothing would go over it."""
         key = identity(device)
-        needed = self._reports or any(len(ranks) > 1 for ranks in schedule.members().values())
+        needed = self._reports or any(len(ranks) > 1 for ranks in schedule.replicas().values())
         # All ranks answer, and all decide the same.
-        keys = {value.decode() for value in self.gather("near", key.encode())}
-        if needed or keys != {key} or not key:
+        if needed or set(self._host_keys(key)) != {key} or not key:
             self.connect()
         return connect(self, ends_of(schedule, self.rank), key)
 
@@ -75,17 +87,50 @@ class RankGroup:
         have."""
         gpus = [gpu.decode() for gpu in self.gather(f"gpu/{ranks[0]}", gpu_of(device).encode(), ranks)]
         kind = sum_kind(gpus)
+        self.team = Team(tuple(ranks), self._new_group(ranks, kind, "sum up gradients", own=True), kind)
+
+    def form_circles(self, groups: Sequence[tuple[int, ...]], device: torch.device) -> list[Circle]:
+        """Open the groups in which this rank does collectives. All ranks call this with all groups, in one order."""
+        keys = self._host_keys(identity(device)) if groups else []
+        near = {ranks for ranks in groups if can_see_stores() and _are_equal([keys[rank] for rank in ranks])}
+        far = [ranks for ranks in groups if ranks not in near]
+        gpus = [gpu.decode() for gpu in self.gather("gpus", gpu_of(device).encode())] if far else []
+        # Groups of the same ranks in another order share one of torch's, whose members are in the order of ranks. All
+        # ranks open all of them: torch names groups by their number.
+        opened: dict[tuple[int, ...], tuple[dist.ProcessGroup, str]] = {}
+        for ranks in far:
+            members = tuple(sorted(ranks))
+            if members not in opened:
+                kind = sum_kind([gpus[rank] for rank in members])
+                opened[members] = self._new_group(members, kind, "do collectives", own=False), kind
+        peers = {rank for ranks in near if self.rank in ranks for rank in ranks} - {self.rank}
+        lines = connect_pairs(self, peers, keys[self.rank], "collectives") if peers else {}
+        circles = []
+        for number, ranks in enumerate(groups):
+            if self.rank in ranks:
+                of_group = {rank: lines[rank] for rank in ranks if ranks in near and rank != self.rank}
+                circles.append(Circle(ranks, number, of_group, *opened.get(tuple(sorted(ranks)), (None, ""))))
+        return circles
+
+    def _host_keys(self, key: str) -> list[str]:
+        """Return what ranks that can share memory have in common, by rank. All ranks ask each other once."""
+        if not self._keys:
+            self._keys = [value.decode() for value in self.gather("near", key.encode())]
+        return self._keys
+
+    def _new_group(self, ranks: Sequence[int], kind: str, purpose: str, *, own: bool) -> dist.ProcessGroup:
+        """Open a group of torch. With `own` its ranks call this, else all ranks of the run."""
         try:
-            process_group = dist.new_group(
-                list(ranks), timeout=time_span(self.timeout), backend=kind, use_local_synchronization=True
+            opened: dist.ProcessGroup = dist.new_group(
+                list(ranks), timeout=time_span(self.timeout), backend=kind, use_local_synchronization=own
             )
         except RuntimeError as error:
             raise PeerLost(
-                f"ranks {', '.join(map(str, ranks))}, which sum up gradients, did not connect within "
+                f"ranks {', '.join(map(str, ranks))}, which {purpose}, did not connect within "
                 f"{self.timeout:g} s: {error}",
                 where=f"rank {self.rank}",
             ) from error
-        self.team = Team(tuple(ranks), process_group, kind)
+        return opened
 
     def put(self, key: str, value: bytes) -> None:
         self._guard(lambda: self.store.set(key, value.decode()), f"publishing {key!r}")
@@ -129,6 +174,11 @@ class RankGroup:
             raise PeerLost(
                 f"waited up to {self.timeout:g} s for {waited_for}: {first}", where=f"rank {self.rank}"
             ) from error
+
+
+def _are_equal(keys: Sequence[str]) -> bool:
+    """Return whether ranks with these keys share memory."""
+    return len(set(keys)) == 1 and "" not in keys
 
 
 def gpu_of(device: torch.device) -> str:

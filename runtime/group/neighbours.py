@@ -1,6 +1,7 @@
 """The ranks that share this host's memory, and the sockets between them.
 
-In: a group that has met, the channels of this rank. Out: for each channel whose other end is near, one end of a socket.
+In: a group that has met, the channels of this rank, or its peers in collectives. Out: for each channel whose other end
+is near, or each near peer, one end of a socket.
 
 Two ranks are near if they run under one kernel (its boot's id), in one network namespace, as one user, and compute on
 CPUs. Each of them listens on a Unix socket without a place in the file system, whose random name goes through the
@@ -15,23 +16,26 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from penstock.ir.action_kinds import ACTION_KINDS
-from penstock.ir.schedule import MESSAGES, RECEIVES, SENDS, Schedule
+from penstock.ir.schedule import MESSAGES, SENDS, Schedule
 from penstock.runtime.state.store import CPU
 from penstock.support.errors import PeerLost, UsageError
 
 # A channel of a rank: the kind of its actions, and the peer.
 End = tuple[str, int]
+# The word in place of a kind for a socket that belongs to no channel.
+_PAIR = "pair"
 
 _CREDENTIALS = struct.Struct("3i")
 # Bytes of a hello, and how long a sender that connects has for it.
@@ -73,10 +77,30 @@ def identity(device: torch.device = CPU, environment: Mapping[str, str] = os.env
     return hashlib.sha256(f"{boot} {space.st_dev} {space.st_ino} {os.getuid()}".encode()).hexdigest()
 
 
+def can_see_stores() -> bool:
+    """Return whether processes of this machine see each other's stores in their order, without asking the system."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
 def connect(group: MeetingPlace, ends: Iterable[End], host_key: str, key: str = "stages") -> dict[End, socket.socket]:
     """Open the sockets of channels whose other end has the same `identity`. All ranks that share a channel call this,
     each with its own. A group that does this more than once needs another `key` each time."""
     ends = sorted(ends)
+    calls = {end: f"{ACTION_KINDS[end[0]].partner} {group.rank}" for end in ends if end[0] in SENDS}
+    return _connect(group, ends, calls, host_key, key)
+
+
+def connect_pairs(group: MeetingPlace, peers: Iterable[int], host_key: str, key: str) -> dict[int, socket.socket]:
+    """Open one socket to each of these peers that has the same `identity`. They all call this."""
+    ends = [(_PAIR, peer) for peer in sorted(peers)]
+    calls = {end: f"{_PAIR} {group.rank}" for end in ends if end[1] > group.rank}
+    return {peer: line for (_, peer), line in _connect(group, ends, calls, host_key, key).items()}
+
+
+def _connect(
+    group: MeetingPlace, ends: Sequence[End], calls: Mapping[End, str], host_key: str, key: str
+) -> dict[End, socket.socket]:
+    """Open the sockets of `ends`: this rank calls the peers of `calls` with these words, and answers the others."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sockets: dict[End, socket.socket] = {}
     until = time.monotonic() + group.timeout
@@ -90,13 +114,11 @@ def connect(group: MeetingPlace, ends: Iterable[End], host_key: str, key: str = 
             peer: json.loads(group.get(f"{key}/near/{peer}", f"rank {peer}, which may share memory"))
             for peer in {peer for _, peer in ends}
         }
-        near = [(kind, peer) for kind, peer in ends if host_key and peers[peer][0] == host_key]
-        for kind, peer in near:
-            if kind in SENDS:
-                sockets[kind, peer] = _call(
-                    f"\0penstock-{peers[peer][1]}", f"{ACTION_KINDS[kind].partner} {group.rank}", until
-                )
-        expected = {end for end in near if end[0] in RECEIVES}
+        near = [end for end in ends if host_key and peers[end[1]][0] == host_key]
+        for end in near:
+            if end in calls:
+                sockets[end] = _call(f"\0penstock-{peers[end[1]][1]}", calls[end], until)
+        expected = set(near) - calls.keys()
         while expected:
             end, connection = _answer(listener, until)
             if end in expected:

@@ -61,7 +61,7 @@ from penstock.runtime.messages.control import (
 from penstock.runtime.messages.defaults import AHEAD, HEARTBEAT, QUEUE, THROUGHPUT, TIMEOUT, WARN, WRAP
 from penstock.runtime.messages.ledger import LedgerEntry
 from penstock.runtime.telemetry.steps import StepsUnderWay
-from penstock.runtime.telemetry.trace import Event
+from penstock.runtime.telemetry.trace import CollectiveTimes, Event
 from penstock.runtime.worker.evaluation import count_evaluation, mean_loss
 from penstock.support.errors import UsageError
 from penstock.support.terminal import say
@@ -133,6 +133,7 @@ class Job:
         self.save_waited = 0.0
         self.traces: list[list[Event]] = [[] for _ in range(world)]
         self.held: list[list[LedgerEntry]] = [[] for _ in range(world)]
+        self.collectives: list[list[CollectiveTimes]] = [[] for _ in range(world)]
 
     def _find_start(self, options: JobOptions) -> Start:
         """Find where the job starts, and check its samples."""
@@ -347,6 +348,7 @@ class Job:
         if isinstance(message, TraceRecord):
             self.traces[rank] += message.events
             self.held[rank] += message.held
+            self.collectives[rank] += message.collectives
         else:
             self.peak_bytes[rank] = max(self.peak_bytes[rank], message.peak_bytes)
             self.base_bytes[rank] = message.base_bytes

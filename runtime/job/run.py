@@ -176,7 +176,7 @@ class _LocalRun:
                 self._losses += record.losses
                 self._seconds += record.seconds
         if options.trace is not None:
-            write_trace(Path(options.trace), job.traces, module=job.module, held=job.held)
+            write_trace(Path(options.trace), job.traces, module=job.module, held=job.held, collectives=job.collectives)
         rate = len(self._losses) * samples / max(self._seconds, 1e-9)
         return RunSummary(self._first, self._losses, self._seconds, rate, self.saved, job.peak_bytes, self.restarts)
 

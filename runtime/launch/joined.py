@@ -244,8 +244,14 @@ class _GroupRun:
             return
         traces = self._answers.traces_of_all(self.group)
         if self.metrics is not None:
-            actions = [events for events, _ in traces]
-            write_trace(Path(self.options.trace), actions, module=self.module, held=[held for _, held in traces])
+            actions = [events for events, _, _ in traces]
+            write_trace(
+                Path(self.options.trace),
+                actions,
+                module=self.module,
+                held=[held for _, held, _ in traces],
+                collectives=[done for _, _, done in traces],
+            )
             self.metrics.overlapped(self.end, overlap_of(actions, self.module))
 
     def finish(self) -> None:

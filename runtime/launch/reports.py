@@ -23,7 +23,7 @@ from penstock.runtime.messages.ledger import LedgerEntry
 from penstock.runtime.state.settings import Settings, learning_rate
 from penstock.runtime.telemetry.metrics import Metrics
 from penstock.runtime.telemetry.steps import StepsUnderWay
-from penstock.runtime.telemetry.trace import Event
+from penstock.runtime.telemetry.trace import CollectiveTimes, Event
 from penstock.support.errors import PeerLost, PenstockError
 
 # Below the tags of the pipeline's channels.
@@ -110,6 +110,7 @@ class Answers:
         self._losses: dict[int, float] = {}
         self._events: list[Event] = []
         self._held: list[LedgerEntry] = []
+        self._collectives: list[CollectiveTimes] = []
 
     def take(self, message: Record, arrays: Mapping[str, np.ndarray]) -> None:
         if isinstance(message, Step):
@@ -121,6 +122,7 @@ class Answers:
         elif isinstance(message, TraceRecord):
             self._events.extend(message.events)
             self._held.extend(message.held)
+            self._collectives.extend(message.collectives)
 
     def losses_of_all(self, group: RankGroup, step: int) -> dict[int, float]:
         """Return the losses of all ranks in the evaluation after a step, by microbatch."""
@@ -128,12 +130,13 @@ class Answers:
         self._losses.clear()
         return {int(i): loss for part in parts for i, loss in json.loads(part).items()}
 
-    def traces_of_all(self, group: RankGroup) -> list[tuple[list[Event], list[LedgerEntry]]]:
-        """Return actions and memory of every rank, by the clock of rank 0."""
+    def traces_of_all(self, group: RankGroup) -> list[tuple[list[Event], list[LedgerEntry], list[CollectiveTimes]]]:
+        """Return actions, memory and collectives of every rank, by the clock of rank 0."""
         ahead = measure_offset(group).seconds
         parts = (
             [(action, start + ahead, end + ahead) for action, start, end in self._events],
             [entry._replace(at=entry.at + ahead) for entry in self._held],
+            [(text, *(time + ahead for time in times)) for text, *times in self._collectives],
         )
         traces = [json.loads(part) for part in group.gather("trace", json.dumps(parts).encode())]
-        return [(events, [LedgerEntry(*entry) for entry in held]) for events, held in traces]
+        return [(events, [LedgerEntry(*entry) for entry in held], done) for events, held, done in traces]

@@ -256,10 +256,12 @@ class Evaluated(Record, frozen=True):
 
 class TraceRecord(Record, frozen=True):
     """Actions with start and end on the host's monotonic clock, sent with the end of a RunCommand when tracing. `held`
-    are the entries of its rank's memory."""
+    are the entries of its rank's memory. `collectives` have a text, and the times at which each began, the program
+    waited, and went on."""
 
     events: tuple[tuple[str, float, float], ...]
     held: tuple[LedgerEntry, ...] = ()
+    collectives: tuple[tuple[str, float, float, float], ...] = ()
 
 
 class Wake(Record, frozen=True):

@@ -1,5 +1,6 @@
 """A timeline of a run as Chrome-trace JSON, which Perfetto opens. It has one row per rank, one slice per action, an
-arrow from every send to its receive.
+arrow from every send to its receive. A rank that does collectives has a second row for those. A slice there is from the
+begin of a collective to its result, and says how long the program waited.
 
 In: (action, start, end) of each rank, on one clock (runtime/group/clocks.py where there are several). Out: a file.
 
@@ -25,6 +26,8 @@ from penstock.support.errors import PenstockError
 from .blocks import VALUES, Stays
 
 Event = tuple[str, float, float]
+# A collective: what it was, when it began, and when the program waited for it and went on.
+CollectiveTimes = tuple[str, float, float, float]
 _Entry = dict[str, object]
 
 
@@ -34,6 +37,7 @@ def write_trace(
     *,
     module: Module | None = None,
     held: Sequence[Sequence[LedgerEntry]] = (),
+    collectives: Sequence[Sequence[CollectiveTimes]] = (),
 ) -> None:
     """Write the timeline. Times count from the first action of all. With a module, rows say stage and device."""
     origin = min((event[1] for events in ranks for event in events), default=0.0)
@@ -47,6 +51,8 @@ def write_trace(
         for action, start, end in events:
             times = {"ts": _micros(start, origin), "dur": round((end - start) * 1e6, 1)}
             entries.append({"name": action, "cat": _kind(action), "ph": "X", "pid": rank, "tid": 0, **times})
+    for rank, done in enumerate(collectives):
+        entries += _collectives(rank, done, origin)
     entries += _arrows(ranks, origin)
     for rank, changes in enumerate(held):
         entries += _memory(rank, changes, origin, {} if module is None else makers(module, module.rank_stages()[rank]))
@@ -61,6 +67,16 @@ def _row_name(rank: int, module: Module | None) -> str:
     if module is None:
         return f"rank {rank}"
     return f"rank {rank} (stage {module.rank_stages()[rank]}, {module.rank_devices()[rank]})"
+
+
+def _collectives(rank: int, done: Sequence[CollectiveTimes], origin: float) -> Iterator[_Entry]:
+    """Yield the row of a rank's collectives, which may overlap each other and its computations."""
+    if done:
+        yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": 1, "args": {"name": "collectives"}}
+    for number, (text, begun, waited, ended) in enumerate(done):
+        shared = {"name": text, "cat": "collective", "pid": rank, "tid": 1, "id": number}
+        yield {**shared, "ph": "b", "ts": _micros(begun, origin), "args": {"waited us": _micros(ended, waited)}}
+        yield {**shared, "ph": "e", "ts": _micros(ended, origin)}
 
 
 def _kind(action: str) -> str:

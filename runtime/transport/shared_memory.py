@@ -48,7 +48,7 @@ _BLOCK = struct.Struct("<IQ")
 # Bytes of a file; unused pages take no memory.
 _SEGMENT = 256 << 20
 # fcntl's F_ADD_SEALS with F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW, which Python 3.11 does not name.
-_ADD_SEALS, _FIXED_SIZE = 1033, 1 | 2 | 4
+ADD_SEALS, FIXED_SIZE = 1033, 1 | 2 | 4
 _FILE = struct.Struct("i")
 
 
@@ -137,7 +137,7 @@ class SharedBlocks:
             file = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self.files.append(file)
             os.ftruncate(file, size)
-            fcntl.fcntl(file, _ADD_SEALS, _FIXED_SIZE)
+            fcntl.fcntl(file, ADD_SEALS, FIXED_SIZE)
             self._memory = mmap.mmap(file, size)
         except OSError as error:
             hint = (

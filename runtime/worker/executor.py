@@ -24,7 +24,8 @@ import torch
 from penstock.backends.interface import StageProgram
 from penstock.ir.action_kinds import BACKWARD, DROP, FORWARD, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
 from penstock.ir.batch_shares import fed_inputs, loss_stage, microbatch_size, share_of
-from penstock.ir.graph import MICROBATCH, NORM, Graph, Module, Value, signature
+from penstock.ir.collective_calls import coordinates_of
+from penstock.ir.graph import COORDINATE, MICROBATCH, NORM, Graph, Module, Value, signature
 from penstock.ir.memory.walk import LOOK_AHEAD
 from penstock.ir.ops import OPS
 from penstock.ir.schedule import (
@@ -45,6 +46,7 @@ from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import Status
 from penstock.runtime.state.settings import Settings, learning_rate, settings_of
 from penstock.runtime.state.store import Recycled, Store, as_array, fill
+from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.transport.transport import RankTransport
 from penstock.support.errors import VerifyError
 
@@ -63,7 +65,7 @@ def _is_finite(value: float | None) -> bool:
 class Conduct:
     """The way an executor works. `retire`, `audit`, `pace`, `tables`, `offset` and `key` as in control.Setup; no tables
     are those of the module. `stop_at_nan`: a loss or norm that is not finite is an error. `check` is called before each
-    action, and raises errors of threads beside the loop."""
+    action, and raises errors of threads beside the loop. `exchange` does the collectives of the stage."""
 
     retire: bool = True
     audit: bool = False
@@ -74,6 +76,7 @@ class Conduct:
     key: int = 0
     stop_at_nan: bool = False
     check: Callable[[], None] = lambda: None
+    exchange: RankExchange | None = None
 
 
 class Executor:
@@ -102,6 +105,14 @@ class Executor:
         if self.ledger is not None:
             store.trace(self.ledger)
             transport.ledger = self.ledger
+        self._exchange = conduct.exchange
+        if self._exchange is not None and conduct.trace:
+            self._exchange.events = []
+        # Where the rank lies in its mesh: values of its graphs that nobody feeds.
+        self._coordinates = {
+            f"{COORDINATE}{axis}": torch.tensor(at, dtype=torch.int64, device=store.device)
+            for axis, at in coordinates_of(module, rank).items()
+        }
         self._watched: set[str] = set()
         self._started = 0.0
         graphs = {kind: module.stage_graph(stage, kind) for kind in COMPUTE}
@@ -279,6 +290,8 @@ class Executor:
 
     def _call(self, kind: str, action: Action, ins: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         name, slots, names = self._calls[kind]
+        if self._exchange is not None:
+            self._exchange.enter(action)
         buffers = self.store.buffers(name, slots, action.version, action.batch(self.schedule.microbatches))
         results = dict(zip(names, self._run(kind, name, [*ins, *buffers]), strict=True))
         if kind != UPDATE:
@@ -297,6 +310,8 @@ class Executor:
 
     def _value(self, mb: int, value: Value) -> torch.Tensor:
         """Return a value of a microbatch, or of a batch: `Action.holder` says under which number."""
+        if value.name in self._coordinates:
+            return self._coordinates[value.name]
         tensor = self.store.get(mb, value.name)
         if tensor is None:
             if value.name not in self.fed and value.name != MICROBATCH:

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,8 @@ import torch
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.backends.registry import backend_of
 from penstock.ir.batch_shares import fed_inputs, share_of
-from penstock.ir.graph import PARAM, Module, summed_vars
+from penstock.ir.collective_calls import groups_of
+from penstock.ir.graph import PARAM, Edge, Module, summed_vars
 from penstock.runtime.checkpoint.saving import Saver
 from penstock.runtime.data.samples import FileSamples, Samples, open_data
 from penstock.runtime.group.group import RankGroup, host_store, join_store
@@ -59,6 +61,8 @@ from penstock.runtime.messages.defaults import STOP
 from penstock.runtime.messages.status import Status
 from penstock.runtime.state.settings import settings_of
 from penstock.runtime.state.store import Store, as_array
+from penstock.runtime.transport.carriers import Carriers
+from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.transport.transport import RankTransport
 from penstock.support.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
 from penstock.support.out_of_memory import is_out_of_memory
@@ -98,21 +102,30 @@ class Worker:
         group.agree("module.ir", bundle.module_hash)
         status.show("loading")
         self._open_samples()
+        exchange = RankExchange(self.module, rank, setup.timeout)
         program = backend_of(bundle.manifest.backend).load_stage(
-            self.module, self.stage, bundle.stage_files(self.stage), self.entry.threads, self.entry.device
+            self.module,
+            self.stage,
+            bundle.stage_files(self.stage),
+            self.entry.threads,
+            self.entry.device,
+            exchange=exchange,
         )
         assert self.module.schedule is not None
         near = group.connect_stages(self.module.schedule, program.device)
         mates = self.module.schedule.replicas()[rank]
         if len(mates) > 1:
             group.form_team(mates, program.device)
+        self.carriers = Carriers(group.form_circles(groups_of(self.module), program.device), rank, setup.timeout)
+        exchange.join(self.carriers.groups, self.carriers.devices)
+        self.exchange = exchange
         self.base = resident_bytes()
         self.tables = setup.tables or settings_of(self.module)
         self.store = self._load_store(program.device)
         self.saver = Saver(bundle, rank, group, setup, self.store, status)
         homes = self.module.rank_stages()
         self.transport = RankTransport(
-            rank, self.module.edges, homes, setup.timeout, program.device, setup.latency, group.team, near
+            rank, local_edges(self.module), homes, setup.timeout, program.device, setup.latency, group.team, near
         )
         self.executor = Executor(self.module, rank, program, self.store, self.transport, reply, status, self._conduct())
         # The objects that are there stay: looking through them for garbage, again and again, would cost more than the
@@ -146,6 +159,7 @@ class Worker:
             key=setup.key,
             stop_at_nan=setup.nan == STOP,
             check=self.saver.check,
+            exchange=self.exchange,
         )
 
     def obey(self, command: Message) -> bool:
@@ -194,6 +208,7 @@ class Worker:
                 )
             case Stop():
                 self.saver.finish()
+                self.carriers.close()
                 self.group.leave()
                 self.reply(Done(peak_bytes(), self.base), {})
                 return False
@@ -217,14 +232,21 @@ class Worker:
     def _finish_run(self) -> None:
         if self.executor.events is not None:
             assert self.executor.ledger is not None
-            self.reply(TraceRecord(tuple(self.executor.events), self.executor.ledger.taken()), {})
+            collectives = tuple(self.exchange.events or ())
+            self.reply(TraceRecord(tuple(self.executor.events), self.executor.ledger.taken(), collectives), {})
             self.executor.events.clear()
+            self.exchange.events = []
         self.reply(Done(peak_bytes(), self.base), {})
 
     def _load_store(self, device: torch.device) -> Store:
         place = None if self.setup.resume is None else Path(self.setup.resume)
         summed = summed_vars(self.module, self.stage) if self.group.team is not None else ()
         return load_store(self.bundle, self.rank, self.tables, place, device, grow=not self.setup.retire, summed=summed)
+
+
+def local_edges(module: Module) -> tuple[Edge, ...]:
+    """Return the edges with the types of what one rank sends and gets: a value has one layout on both stages."""
+    return tuple(replace(edge, values=module.local_values(edge.values, edge.src)) for edge in module.edges)
 
 
 def peak_bytes() -> int:

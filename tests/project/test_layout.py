@@ -56,7 +56,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("training", "messages", "names"),
         ("ops",),
         ("sharding",),
-        ("liveness", "text", "grid", "batch_shares"),
+        ("liveness", "text", "grid", "batch_shares", "collective_calls"),
         ("memory",),
         ("verify", "interpreter"),
         ("files",),

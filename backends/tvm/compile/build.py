@@ -34,10 +34,12 @@ import msgspec
 from penstock.backends.interface import DEFAULTS, CompileOptions
 from penstock.backends.tvm.fingerprint import key_of
 from penstock.backends.tvm.group import (
+    BEGIN,
     Fusion,
     GeneratedKernel,
     NotOneKernel,
     Renamed,
+    collective_kernel,
     module_text,
     name_of,
     parameters_of,
@@ -229,7 +231,21 @@ class LibraryBuilder:
             self.counts.link_s += time.perf_counter() - begin
 
     def _make(self, groups: Sequence[Fusion], scratch: Path) -> list[tuple[str, GeneratedKernel] | NotOneKernel]:
-        """Return the kernels of groups: from the cache, or compiled by the pool."""
+        """Return the kernels of groups: from the cache, or compiled by the pool. Collectives are calls without code."""
+        outcomes: list[tuple[str, GeneratedKernel] | NotOneKernel | None] = []
+        for group in groups:
+            try:
+                call = collective_kernel(group)
+            except NotOneKernel as refusal:
+                outcomes.append(refusal)
+            else:
+                outcomes.append(None if call is None else (BEGIN, call))
+        coded = [group for group, outcome in zip(groups, outcomes, strict=True) if outcome is None]
+        kernels = iter(self._make_own(coded, scratch) if coded else [])
+        return [next(kernels) if outcome is None else outcome for outcome in outcomes]
+
+    def _make_own(self, groups: Sequence[Fusion], scratch: Path) -> list[tuple[str, GeneratedKernel] | NotOneKernel]:
+        """Return the kernels of groups that need code of their own."""
         begin = time.perf_counter()
         renamed = [rename(group) for group in groups]
         symbols = [
@@ -300,7 +316,7 @@ class LibraryBuilder:
 
     def _link_job(self, wanted: MissingPart, plans: Sequence[Lowered], scratch: Path) -> LinkStage:
         calls = tuple(tuple(KernelStep(step.name, parameters_of(step.kernel)) for step in plan.steps) for plan in plans)
-        used = dict.fromkeys(step.name for plan in plans for step in plan.steps)
+        used = dict.fromkeys(step.name for plan in plans for step in plan.steps if step.name != BEGIN)
         objects = tuple((symbol, str(self._objects[symbol])) for symbol in used)
         library = str(wanted.part.out) if wanted.library else ""
         source = str(scratch / f"{wanted.part.out.stem}.relax.py") if wanted.sources else ""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,7 +25,9 @@ from tvm import relax
 from tvm.relax import _ffi_api as relax_ffi
 
 from penstock.backends.tvm.group import (
+    BEGIN,
     Fusion,
+    LibraryCall,
     NotOneKernel,
     RuleFailed,
     kernel_of,
@@ -151,4 +154,10 @@ def link_stage(job: LinkStage) -> Linked:
 
 def _steps(graph: Graph, calls: tuple[KernelStep, ...]) -> list[KernelCallStep]:
     values = {v.name: v for v in (*graph.ins, *(v for op in graph.ops for v in op.outs))}
-    return [KernelCallStep(Fusion((), ()), kernel_of(call.parameters, values), call.symbol) for call in calls]
+    steps = []
+    for call in calls:
+        kernel = kernel_of(call.parameters, values)
+        if call.symbol == BEGIN:
+            kernel = replace(kernel, function=LibraryCall(BEGIN, ""))
+        steps.append(KernelCallStep(Fusion((), ()), kernel, call.symbol))
+    return steps

@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.backends.interface import KernelCall, StageSources
 from penstock.backends.tvm.fingerprint import key_of
+from penstock.backends.tvm.group import BEGIN
 from penstock.backends.tvm.lower.plan import Lowered
 from penstock.ir.graph import Op
 from penstock.support.cache import Cache
@@ -31,6 +32,11 @@ def calls_of(plans: Sequence[Lowered], called: Sequence[str] | None = None) -> t
         KernelCall(graph, _kernel_of(step.group.ops), name, tuple(map(_label, step.group.ops)))
         for (graph, step), name in zip(steps, names, strict=True)
     )
+
+
+def _own_kernels(calls: Iterable[KernelCall]) -> set[str]:
+    """Return the kernels that have code of their own."""
+    return {call.source for call in calls} - {BEGIN}
 
 
 def _kernel_of(ops: Iterable[Op]) -> str:
@@ -68,14 +74,14 @@ class Texts:
         if entry is None:
             return None
         sources = _DECODER.decode(entry)
-        names = {call.source for call in sources.calls}
+        names = _own_kernels(sources.calls)
         return self._with_kernels(sources, names) if all(map(self.has, names)) else None
 
     def keep_library(self, library: str, target: str, calls: tuple[KernelCall, ...], functions: str) -> StageSources:
         """Add the calls and the functions of a library; return all its texts."""
         sources = StageSources(target, calls, {}, functions)
         self._store.put(key_of("sources", library), msgspec.json.encode(sources))
-        return self._with_kernels(sources, {call.source for call in calls})
+        return self._with_kernels(sources, _own_kernels(calls))
 
     def _with_kernels(self, sources: StageSources, names: Iterable[str]) -> StageSources:
         kernels: Mapping[str, str] = {name: self._kernels[name] for name in sorted(names)}

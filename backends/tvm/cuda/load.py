@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.backends.interface import ALIGNMENT
+from penstock.backends.interface import ALIGNMENT, Exchange
 from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.run.machine import CUDA, VirtualMachine, load_cuda_runtime
 from penstock.ir.graph import Graph
@@ -69,8 +69,15 @@ class CudaProgram(TvmProgram):
 
     boundary = ALIGNMENT
 
-    def __init__(self, library: Path, graphs: Sequence[Graph], device: torch.device, threads: int = 1) -> None:
-        super().__init__(library, graphs, threads, device)
+    def __init__(
+        self,
+        library: Path,
+        graphs: Sequence[Graph],
+        device: torch.device,
+        threads: int = 1,
+        exchange: Exchange | None = None,
+    ) -> None:
+        super().__init__(library, graphs, threads, device, exchange)
 
     def _open(self, library: Path) -> VirtualMachine:
         load_cuda_runtime()

@@ -22,7 +22,9 @@ import tvm
 from tvm import relax, tirx
 
 from penstock.backends.tvm.group import (
+    BEGIN,
     EFFECTS,
+    WAIT,
     Fusion,
     GeneratedKernel,
     LibraryCall,
@@ -180,12 +182,60 @@ def _emit_function(
     with builder.function(
         name, [*params, *slots.values(), *forms.values()], attrs={} if trusting else {"num_input": 0}
     ):
+        meetings = _Meetings(builder, graph.name, env)
         for step in lowered.steps:
             of_step = {value: form for (value, kernel), form in forms.items() if kernel == step.name}
-            _emit_call(builder, step, function_of(step, types), env, of_step, slots)
+            meetings.finish(step.kernel, slots)
+            function = meetings.call_of(step.kernel, function_of(step, types))
+            _emit_call(builder, step, function, env, of_step, slots)
+        meetings.finish_all()
         results = [env[v] for v in sig.results]
         # One result is returned without a tuple: taking it out of one costs as much as a small kernel.
         builder.emit_func_output(results[0] if len(results) == 1 else relax.Tuple(results))
+
+
+class _Meetings:
+    """The collectives of a function that have begun. The call that waits takes operand and result, so that TVM's memory
+    planner leaves both alone until then."""
+
+    def __init__(self, builder: Any, graph: str, env: Mapping[Value, Any]) -> None:
+        self._builder, self._graph, self._env = builder, graph, env
+        # Results by the operands of their collectives, in the order in which they began.
+        self._begun: dict[Value, Value] = {}
+
+    def call_of(self, kernel: GeneratedKernel, function: Any) -> Any:
+        """Return the function of a step, which says its collective if it begins one."""
+        if not isinstance(function, LibraryCall) or function.name != BEGIN:
+            return function
+        self._begun[kernel.outs[0]] = kernel.ins[0]
+        return LibraryCall(BEGIN, self._key(kernel.outs[0]))
+
+    def finish(self, kernel: GeneratedKernel, slots: Mapping[Slot, Any]) -> None:
+        """Emit waits in front of a kernel that reads results, or changes what is being sent."""
+        changed = [slots[slot] for slot in kernel.slots]
+        for result, operand in list(self._begun.items()):
+            sent = self._env[operand]
+            if result in kernel.ins or any(sent is slot for slot in changed):
+                self._wait(result)
+
+    def finish_all(self) -> None:
+        """Emit the waits for results that no kernel reads."""
+        for result in list(self._begun):
+            self._wait(result)
+
+    def _wait(self, result: Value) -> None:
+        operand = self._begun.pop(result)
+        call = relax.op.call_pure_packed(
+            WAIT,
+            self._env[result],
+            self._env[operand],
+            tvm.ir.StringImm(self._key(result)),
+            ty_args=[relax.TupleType([])],
+        )
+        self._builder.emit(call)
+
+    def _key(self, result: Value) -> str:
+        return f"{self._graph} {result.name}"
 
 
 def _emit_call(

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from penstock.backends.tvm.group import EFFECTS, Fusion, GeneratedKernel, NotOneKernel
 from penstock.ir.graph import Graph, Op, Value, substitute
 from penstock.ir.liveness import drop_dead
-from penstock.ir.memory.workspace import is_inline, is_table
+from penstock.ir.memory.workspace import exchanged_values, is_inline, is_table
 from penstock.ir.ops import OPS
 from penstock.support.errors import UnsupportedModel
 from penstock.support.words import itemised
@@ -110,7 +110,8 @@ def replace_ins(op: Op, table: Mapping[Value, Value]) -> Op:
 
 def _groups(graph: Graph) -> list[Fusion]:
     """Group operations by annotation, each group with the values that it has to store."""
-    results = set(graph.results)
+    # Ranks exchange what lies in memory.
+    results = {*graph.results, *exchanged_values(graph)}
     homes = {op.outs[0]: op.var for op in graph.ops if op.kind in ("read", "take")}
     inline = {
         op.outs[0]: op
@@ -238,7 +239,8 @@ def _make_kernels(graphs: Sequence[Graph], make: Make) -> list[list[KernelCallSt
         refused: list[tuple[int, Fusion]] = []
         for (i, group), outcome in zip(waiting, make([group for _, group in waiting]), strict=True):
             if isinstance(outcome, NotOneKernel) and cut is not None:
-                refused += [(i, part) for part in cut(group, users[i], set(graphs[i].results))]
+                stored = {*graphs[i].results, *exchanged_values(graphs[i])}
+                refused += [(i, part) for part in cut(group, users[i], stored)]
             else:
                 steps[i].append(_step_alone(group, outcome))
         waiting = refused

@@ -21,7 +21,7 @@ from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.backends.interface import Temporary
+from penstock.backends.interface import Exchange, Temporary
 from penstock.backends.tvm.symbols import function_name, has_packed, pack_name
 from penstock.backends.tvm.tile_permission import allow_tiles
 from penstock.ir.graph import Graph, Signature, Slot, signature, slot_types
@@ -29,7 +29,8 @@ from penstock.ir.types import LONG_NAMES, TensorType
 from penstock.support.errors import UsageError, VerifyError
 
 from .callers import call_from_lasting_thread
-from .machine import VirtualMachine
+from .machine import VirtualMachine, load_runtime
+from .meetings import Meetings
 from .watch import watched
 
 if TYPE_CHECKING:
@@ -80,7 +81,12 @@ class TvmProgram:
     boundary = 1
 
     def __init__(
-        self, library: Path, graphs: Sequence[Graph], threads: int = 1, device: torch.device | None = None
+        self,
+        library: Path,
+        graphs: Sequence[Graph],
+        threads: int = 1,
+        device: torch.device | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         import torch  # lazy: heavy
 
@@ -92,6 +98,9 @@ class TvmProgram:
         set_threads(threads)
         self._threads = threads
         # TVM reads the number of threads when it is loaded.
+        load_runtime()
+        # The machine looks functions up when it opens a library.
+        self._meetings = Meetings(graphs, exchange)
         self._machine = self._open(library)
         from tvm_ffi import get_global_func  # lazy: heavy
 
@@ -105,7 +114,8 @@ class TvmProgram:
     def _entry(self, graph: Graph) -> _Entry:
         sig, of_slots = signature(graph), slot_types(graph)
         types = (*(v.type for v in sig.ins), *(of_slots[slot] for slot in sig.slots))
-        return _Entry(self._machine[function_name(graph.name)], len(types), len(sig.results), sig, types)
+        function = self._meetings.around(graph.name, self._machine[function_name(graph.name)])
+        return _Entry(function, len(types), len(sig.results), sig, types)
 
     def _open(self, library: Path) -> VirtualMachine:
         if not allow_tiles() and "+amx" in library.name:

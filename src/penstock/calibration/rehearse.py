@@ -34,14 +34,16 @@ import numpy as np
 import torch
 
 from penstock.backends.bundle.format import Bundle, open_bundle
+from penstock.ir.collective_calls import groups_of
 from penstock.ir.graph import Edge, Value
 from penstock.ir.schedule import Action, Schedule
-from penstock.runtime.group.group import RankGroup
+from penstock.runtime.group.group import Circle, RankGroup
 from penstock.runtime.group.neighbours import End
 from penstock.runtime.launch.local import thread_environment
 from penstock.runtime.messages.control import DataSpec, Record, RunCommand, Setup, TraceRecord
 from penstock.runtime.messages.status import Status, StatusBoard
 from penstock.runtime.state.store import TORCH_DTYPES
+from penstock.runtime.transport.rounds import Round
 from penstock.runtime.transport.transport import RankTransport
 from penstock.runtime.worker.worker import Worker
 from penstock.support.entry_points import ENTRY_POINTS
@@ -64,10 +66,32 @@ class _Alone(RankGroup):
     def form_team(self, ranks: Sequence[int], device: torch.device) -> None:
         pass
 
+    def form_circles(self, groups: Sequence[tuple[int, ...]], device: torch.device) -> list[Circle]:
+        return []
+
     def agree(self, what: str, value: str, hint: str = "") -> None:
         pass
 
     def leave(self) -> None:
+        pass
+
+
+class _SilentGroup:
+    """A stand-in for the members of a group: their blocks are zeros, and there at once."""
+
+    def __init__(self, place: int, members: int) -> None:
+        self.place, self.members = place, members
+
+    def stand(self, text: bytes) -> None:
+        pass
+
+    def post(self, turn: int, text: bytes, blocks: Round, x: np.ndarray, out: np.ndarray) -> None:
+        pass
+
+    def collect(self, turn: int, text: bytes, blocks: Round) -> dict[int, np.ndarray]:
+        return {member: np.zeros(blocks.shape, blocks.dtype) for member in blocks.sources}
+
+    def done(self, turn: int, blocks: Round) -> None:
         pass
 
 
@@ -132,6 +156,8 @@ def rehearse_here(
         bundle, rank, _Alone(rank, bundle.world_size), setup, reply, _refuse, Status(board.descriptor, rank)
     )
     worker.executor.transport = _Silent(worker.transport)  # type: ignore[assignment]
+    groups = [group for group in groups_of(bundle.module) if rank in group]
+    worker.exchange.join({group: _SilentGroup(group.index(rank), len(group)) for group in groups})
     times: dict[str, list[float]] = {}
     first, begun = 0, 0.0
     while not times or time.monotonic() - begun < seconds:

@@ -185,13 +185,6 @@ def test_each_rank_reads_its_own_bytes(tmp_path, monkeypatch, name):
             assert Counted.read == own
         # Padding is not read, so tp=3 may read less.
         assert 0.9 * own <= Counted.read <= 1.05 * own
-        # The control: whole tensors of the files that it reads would be far more, where it takes slices.
-        if any(axis == "tp" and size > 2 for axis, size in axes):
-            tiles = {n: tile_of(var.type, *seat_of(bundle.module, rank)) for n, var in bundle.module.vars.items()}
-            index = checkpoints.read_index(place)
-            files = files_for(index.files, tiles, STEP)
-            held = {key: map_tensors(place / key) for key in files}
-            assert sum(held[key][n].nbytes for key, stored in files.items() for n in stored) > 1.2 * own
         # A hash is compared by a rank that takes all of a file alone: no file is read for it that is not read anyhow.
         for path in hashed:
             assert (

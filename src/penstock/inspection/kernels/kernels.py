@@ -142,6 +142,7 @@ def kernel_source(rows: Sequence[KernelRow], name: str) -> str:
         raise UsageError(
             problem, where="--source", hint=f"there are {shown}" if labels else "the module has no kernels"
         )
+    from penstock.backends.tvm.group import LibraryCall  # lazy: heavy
     from penstock.backends.tvm.lower.lower import plan_kernels  # lazy: heavy
 
     (row,) = matches
@@ -154,7 +155,8 @@ def kernel_source(rows: Sequence[KernelRow], name: str) -> str:
             f"# {row.graph}/{name.rpartition('/')[2]} for {machine.name}{part}: "
             f"{' '.join(op.kind for op in step.group.ops)}"
         )
-        parts.append(step.kernel.function.script())
+        function = step.kernel.function
+        parts.append(f"# a call of {function.name}" if isinstance(function, LibraryCall) else function.script())
     return "\n".join(parts)
 
 
@@ -209,7 +211,9 @@ def _table(rows: Sequence[KernelRow], total: float, width: int | None) -> str:
         ]
         line += [f"{row.flops / 1e6:.3f}", shown_bytes(row.moved), f"{row.roofline_s * 1e3:.4f}"]
         if measured:
-            line += [f"{row.seconds * 1e3:.4f}", f"{100 * row.roofline_s / row.seconds:.0f}%"]
+            # Collectives are not measured.
+            known = row.measured_s is not None
+            line += [f"{row.seconds * 1e3:.4f}", f"{100 * row.roofline_s / row.seconds:.0f}%"] if known else ["-", "-"]
         cells.append([*line, f"{100 * row.batch_s / total:.1f}%" if total else "-"])
     # Shapes say least beside the operations: they are cut first.
     return table([*heads, "share"], cells, width, cut=(4, 3))

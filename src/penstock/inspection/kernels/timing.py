@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.backends.interface import CompileOptions, Progress, StageProgram
 from penstock.backends.registry import backend_of
 from penstock.ir.cluster.cluster import Device
+from penstock.ir.collective_calls import calls_of
 from penstock.ir.graph import Graph, Module, Value, signature, slot_of
 from penstock.ir.ops import OPS, cost_of, make
 from penstock.ir.types import FLOATS, TensorType
@@ -64,10 +65,15 @@ def check_devices(rows: Sequence[KernelRow], module: Module, backend: str) -> No
 def measure_rows(
     rows: Sequence[KernelRow], module: Module, backend: str, threads: int, progress: Progress | None = None
 ) -> list[KernelRow]:
-    """Return the rows with measured times, and with rooflines by measured rates."""
+    """Return the rows with measured times, and with rooflines by measured rates. Collectives take several ranks, and
+    are not measured."""
     report = progress or (lambda done, total, what: None)
     maker = backend_of(backend)
-    graphs = {f"s{row.stage}.{i}": replace(row.body, name=f"s{row.stage}.{i}") for i, row in enumerate(rows)}
+    graphs = {
+        f"s{row.stage}.{i}": replace(row.body, name=f"s{row.stage}.{i}")
+        for i, row in enumerate(rows)
+        if not calls_of(row.body)
+    }
     stages = sorted({row.stage for row in rows})
     yardsticks = {f"s{stage}.{name}": graph for stage in stages for name, graph in _yardsticks().items()}
     apart = module.but(graphs=graphs | {name: replace(graph, name=name) for name, graph in yardsticks.items()})
@@ -87,14 +93,14 @@ def measure_rows(
                 planned, flops=2.0 * _SIDE**3 / seconds["product"], bandwidth=3.0 * 4 * _LENGTH / seconds["stream"]
             )
             for i, row in enumerate(rows):
-                if row.stage == stage:
+                if row.stage == stage and f"s{stage}.{i}" in graphs:
                     report(len(measured), len(rows), row.label)
                     measured[i] = _median_call(program, graphs[f"s{stage}.{i}"], module, clock)
     report(len(rows), len(rows), "measured")
     return [
         replace(
             row,
-            measured_s=measured[i],
+            measured_s=measured.get(i),
             roofline_s=bound(row.body.ops, row.moved, devices[row.stage]),
             device=devices[row.stage],
         )
