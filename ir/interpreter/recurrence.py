@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -133,7 +134,17 @@ def watching(watch: Watch | None, graph: Graph, number: int) -> Callable[[Op, tu
     return None if watch is None else partial(watch, graph.name, number)
 
 
-def collect(run: InterpretedRun, module: Module, store: VersionStore) -> None:
+class FinalVariables(Protocol):
+    """Variables at the end of a run, such as those of a store."""
+
+    slots: dict[str, list[Array | None]]
+    newest: dict[str, int]
+
+    def latest(self, var: str) -> Array: ...
+    def before_latest(self, var: str) -> Array | None: ...
+
+
+def collect(run: InterpretedRun, module: Module, store: FinalVariables) -> None:
     for name in store.slots:
         if module.vars[name].role != GRAD:
             run.variables.setdefault(name, store.latest(name))

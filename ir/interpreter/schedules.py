@@ -6,7 +6,10 @@ slot holds another version, a value was dropped.
 
 A module may be run at any point of its way. Without versions a read takes the newest version. Without send and receive
 actions values are handed over by name, and an action waits until what it needs exists. AR hands a rank's gradients of a
-batch to the sum over its stage; a rank that uses the sum waits for all ranks, and adds in their order.
+batch to the sum over its replicas; a rank that uses the sum waits for all of them, and adds in their order.
+
+In local form each rank has its parts of variables and inputs, cut out of the whole ones. The ranks that the collectives
+of a graph bring together stand at it together, and run it operation by operation. Results are whole again.
 """
 
 from __future__ import annotations
@@ -17,12 +20,28 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from penstock.ir.action_kinds import DROP, FORWARD, SUM, UPDATE
-from penstock.ir.graph import GRAD, Graph, Module, Value, slot_of, stepped_vars, summed_vars
+from penstock.ir.graph import (
+    COORDINATE,
+    GRAD,
+    REPLICAS,
+    Graph,
+    Mesh,
+    Module,
+    Op,
+    Value,
+    slot_of,
+    stepped_vars,
+    summed_vars,
+)
+from penstock.ir.ops import axes_over
 from penstock.ir.schedule import COMPUTE, MESSAGES, PER_BATCH, RECEIVES, SENDS, SUM_USERS, VERSIONED, Action
+from penstock.ir.sharding.tiles import cut, fill, owners, seat_of, tile_of
+from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.words import counted
 
-from .graphs import run_graph
+from .collectives import COLLECTIVES
+from .graphs import run_graph, run_team
 from .ops import F64, Array
 from .recurrence import InterpretedRun, Watch, by_name, collect, microbatches_of, watching
 from .store import Arrays, VersionStore, as_value, initial_arrays
@@ -71,8 +90,10 @@ class _Rank:
     """One rank: its program, its variables, and the values it holds for each microbatch and batch, by
     `Action.holder`."""
 
-    def __init__(self, index: int, program: list[Action], store: VersionStore) -> None:
+    def __init__(self, index: int, program: list[Action], store: VersionStore, mesh: Mesh, place: int) -> None:
         self.index, self.program, self.store = index, program, store
+        self.mesh, self.place = mesh, place
+        self.coordinates = {f"{COORDINATE}{axis}": np.array(at) for axis, at in mesh.coordinates(place).items()}
         self.step = 0
         self.values: dict[int, dict[str, Array]] = {}
         # Batches whose gradients it has added to a sum that it has not used yet.
@@ -80,6 +101,35 @@ class _Rank:
 
     def action(self) -> Action | None:
         return self.program[self.step] if self.step < len(self.program) else None
+
+    def part(self, whole: Array, type: TensorType) -> Array:
+        """Return this rank's part of a tensor."""
+        part: Array = whole if type.is_plain else cut(whole, type, self.mesh, self.place)
+        return part
+
+
+class _StageVariables:
+    """The variables of a stage after a run, whole: those of its ranks, joined."""
+
+    def __init__(self, module: Module, ranks: Sequence[_Rank]) -> None:
+        self.module, self.ranks = module, ranks
+        self.slots, self.newest = ranks[0].store.slots, ranks[0].store.newest
+
+    def latest(self, name: str) -> Array:
+        return self._whole(name, [rank.store.latest(name) for rank in self.ranks])
+
+    def before_latest(self, name: str) -> Array | None:
+        parts = [part for rank in self.ranks if (part := rank.store.before_latest(name)) is not None]
+        return self._whole(name, parts) if len(parts) == len(self.ranks) else None
+
+    def _whole(self, name: str, parts: Sequence[Array]) -> Array:
+        type, mesh = self.module.vars[name].type, self.ranks[0].mesh
+        if type.is_plain:
+            return parts[0]
+        whole = np.empty(type.dims, parts[0].dtype)
+        for place in owners(type, mesh).values():
+            fill(whole, parts[place], type, mesh, place)
+        return whole
 
 
 class _Pipeline:
@@ -102,6 +152,8 @@ class _Pipeline:
         self.stepped = stepped_vars(module)
         self.ranks = {}
         self.homes, self.members = module.schedule.homes(), module.schedule.members()
+        self.replicas, self.inputs = module.schedule.replicas(), {v.name: v.type for v in module.inputs}
+        self.teams = {rank: team for teams in module.schedule.teams().values() for team in teams for rank in team}
         # The gradients that ranks of a stage have added to the sum of a batch, by stage and batch.
         self.sums: dict[tuple[int, int], dict[int, dict[str, Array]]] = {}
         for index, program in programs.items():
@@ -109,16 +161,18 @@ class _Pipeline:
                 g for g in (module.stage_graph(self.homes.get(index, index), kind) for kind in COMPUTE) if g is not None
             ]
             names = dict.fromkeys(slot.var for g in graphs for slot in map(slot_of, g.ops) if slot is not None)
-            store = VersionStore(
-                module.vars, self.stepped, initial_arrays(module, weights, list(names), precision), first
-            )
-            self.ranks[index] = _Rank(index, program, store)
+            first_arrays = initial_arrays(module, weights, list(names), precision)
+            rank = _Rank(index, program, VersionStore(module.vars, self.stepped, {}, first), *_seat(module, index))
+            parts = {name: rank.part(array, module.vars[name].type) for name, array in first_arrays.items()}
+            rank.store = VersionStore(module.vars, self.stepped, parts, first)
+            self.ranks[index] = rank
 
     def put(self, var: str, version: int, array: Array) -> None:
-        value = as_value(array, Value(var, self.module.vars[var].type), self.precision)
+        type = self.module.vars[var].type
+        value = as_value(array, Value(var, type), self.precision)
         for rank in self.ranks.values():
             if var in rank.store.newest:
-                rank.store.put(var, version, value)
+                rank.store.put(var, version, rank.part(value, type))
 
     def run(self) -> InterpretedRun:
         """Run all ranks in turn, each as far as it can; when no rank moves in a whole round, none ever will."""
@@ -141,22 +195,26 @@ class _Pipeline:
             raise VerifyError(
                 f"messages were never received: {', '.join(left)}", where=f"schedule of {self.module.name}"
             )
-        for rank in self.ranks.values():
-            collect(self.run_found, self.module, rank.store)
+        for ranks in self.members.values():
+            collect(self.run_found, self.module, _StageVariables(self.module, [self.ranks[r] for r in ranks]))
         self._compare_ranks()
         return self.run_found
 
     def _compare_ranks(self) -> None:
-        """Check that the ranks of a stage have the same variables in the end."""
+        """Check that the ranks of a stage have the same variables in the end, where they hold the same part."""
         for stage, ranks in self.members.items():
-            for rank in ranks[1:]:
-                for name in self.ranks[rank].store.slots:
-                    if self.module.vars[name].role == GRAD:
-                        continue
-                    here, there = (self.ranks[r].store.latest(name) for r in (ranks[0], rank))
+            for name in self.ranks[ranks[0]].store.slots:
+                var = self.module.vars[name]
+                if var.role == GRAD:
+                    continue
+                holders: dict[object, int] = {}
+                for rank in map(self.ranks.__getitem__, ranks):
+                    tile = None if var.type.is_plain else tile_of(var.type, rank.mesh, rank.place)
+                    other = holders.setdefault(tile, rank.index)
+                    here, there = (self.ranks[r].store.latest(name) for r in (other, rank.index))
                     if not np.array_equal(here, there, equal_nan=True):
                         raise VerifyError(
-                            f"ranks {ranks[0]} and {rank} of stage {stage} end with different @{name}",
+                            f"ranks {other} and {rank.index} of stage {stage} end with different @{name}",
                             where=self.module.name,
                         )
 
@@ -179,46 +237,118 @@ class _Pipeline:
 
     def _find(self, rank: _Rank, mb: int, name: str) -> Array | None:
         """Find a value of a microbatch: held here, fed from outside, or held by any rank before messages exist."""
-        fed = {v.name for v in self.module.inputs}
-        places = [rank.values.get(mb, {}), self.feed.get(mb, {}) if name in fed else {}]
-        if not self.wired:
-            places += [other.values.get(mb, {}) for other in self.ranks.values()]
+        held = rank.values.get(mb, {})
+        if name in held:
+            return held[name]
+        if name in self.inputs and name in self.feed.get(mb, {}):
+            return rank.part(self.feed[mb][name], self.inputs[name])
+        if self.module.is_local and name in rank.coordinates:
+            return rank.coordinates[name]
+        if self.wired:
+            return None
+        at = self.teams[rank.index].index(rank.index)
+        others = (self.ranks[team[at]] for team in dict.fromkeys(self.teams.values()) if at < len(team))
+        places = [other.values.get(mb, {}) for other in others]
         return next((place[name] for place in places if name in place), None)
+
+    def _party(self, rank: _Rank, graph: Graph) -> list[_Rank]:
+        """Return the ranks that run a graph together, because its collectives bring them together."""
+        axes = {axis for op in graph.ops if op.kind in COLLECTIVES for axis in axes_over(op.attrs["over"])}
+        if not any(rank.mesh.sizes.get(axis, 1) > 1 for axis in axes):
+            return [rank]
+        ranks = self.members[self.homes[rank.index]] if REPLICAS in axes else self.teams[rank.index]
+        return [self.ranks[index] for index in ranks]
+
+    def _missing(self, party: Sequence[_Rank], action: Action) -> _Rank | None:
+        """Return a rank of a party that stands elsewhere. Teams run one action with microbatches of their own."""
+        team = self.teams[party[0].index]
+        for rank in party:
+            other = rank.action()
+            known = other is not None and (other.kind, other.version) == (action.kind, action.version)
+            if not known or (rank.index in team and party[0].action() != other):
+                return rank
+        return None
+
+    def _inputs(self, rank: _Rank, graph: Graph, action: Action) -> dict[str, Array] | None:
+        """Return what a graph takes; None while a rank has to wait for it."""
+        found = {v.name: self._find(rank, action.holder, v.name) for v in graph.ins}
+        ins = {name: x for name, x in found.items() if x is not None}
+        if len(ins) < len(found):
+            if not self.wired:
+                return None
+            listed = ", ".join("%" + name for name in found if name not in ins)
+            raise VerifyError(f"@{graph.name} needs {listed} of {_unit(action)}, which this rank does not hold")
+        if action.kind in SUM_USERS and action.mb in rank.waiting and not self._take_sum(rank, action):
+            return None
+        return ins
 
     def _compute(self, rank: _Rank, action: Action) -> bool:
         graph = self._graph(action)
-        ins = {v.name: self._find(rank, action.holder, v.name) for v in graph.ins}
-        missing = [name for name, x in ins.items() if x is None]
-        if missing and not self.wired:
+        party = self._party(rank, graph)
+        if len(party) > 1 and self._missing(party, action) is not None:
             return False
-        if missing:
-            listed = ", ".join("%" + n for n in missing)
-            raise VerifyError(f"@{graph.name} needs {listed} of {_unit(action)}, which this rank does not hold")
-        if action.kind in SUM_USERS and action.mb in rank.waiting and not self._take_sum(rank, action):
-            return False
+        actions = [a for other in party if (a := other.action()) is not None]
+        ins = []
+        for other, own in zip(party, actions, strict=True):
+            taken = self._inputs(other, graph, own)
+            if taken is None:
+                return False
+            ins.append(taken)
+        stores = [self._seen_by(other, own) for other, own in zip(party, actions, strict=True)]
+        # The first rank of a team stands for it.
+        watch = self.watch if rank.index == self.teams[rank.index][0] or len(party) > 1 else None
+        seen = watching(watch, graph, action.mb)
+        if not any(op.kind in COLLECTIVES for op in graph.ops):
+            results = [run_graph(graph, ins[0], stores[0], self.precision, seen)]
+        else:
+            places, first = [other.place for other in party], party[0].place
+
+            def shown(place: int, op: Op, arrays: tuple[Array, ...]) -> None:
+                if seen is not None and place == first:
+                    seen(op, arrays)
+
+            results = run_team(graph, ins, rank.mesh, stores, self.precision, shown, places)
+        for other, own, taken, arrays in zip(party, actions, ins, results, strict=True):
+            self._keep(other, own, graph, taken, arrays)
+            if other is not rank:
+                other.step += 1
+        return True
+
+    def _seen_by(self, rank: _Rank, action: Action) -> VersionStore:
+        """Return the variables as a computation sees them."""
         batch = action.batch(self.per_batch)
-        seen = watching(self.watch, graph, action.mb)
         if action.kind == UPDATE:
-            results = run_graph(graph, ins, rank.store.at(made=action.version, batch=batch), self.precision, seen)
-            self.run_found.handed_out.setdefault(batch, {}).update(by_name(graph, results))
+            return rank.store.at(made=action.version, batch=batch)
+        return rank.store.at(action.version, batch=batch)
+
+    def _keep(self, rank: _Rank, action: Action, graph: Graph, ins: Arrays, results: list[Array]) -> None:
+        """Keep what a computation gives."""
+        batch, leads = action.batch(self.per_batch), rank.index == self.teams[rank.index][0]
+        if action.kind == UPDATE:
+            self._show(self.run_found.handed_out.setdefault(batch, {}), by_name(graph, results), rank, leads)
             for name in self.stepped & rank.store.slots.keys():
                 self.run_found.buffers[name] = max(self.run_found.buffers.get(name, 0), rank.store.buffers(name))
             if self.wired:
                 rank.values.pop(action.holder, None)
-            return True
-        results = run_graph(graph, ins, rank.store.at(action.version, batch=batch), self.precision, seen)
-        if action.kind in VERSIONED:
+            return
+        if action.kind in VERSIONED and leads:
             self.run_found.log.append((action.stage, action.mb, action.kind, action.version))
         kept = rank.values.setdefault(action.holder, {})
-        kept |= {name: x for name, x in ins.items() if x is not None and action.kind == FORWARD}
+        kept |= {name: x for name, x in ins.items() if action.kind == FORWARD}
         kept |= by_name(graph, results)
         if action.kind == FORWARD:
             shown = {v.name: kept[v.name] for v in graph.outs if v.name in self.module.outputs}
-            self.run_found.outputs.setdefault(action.mb, {}).update(shown)
-        return True
+            self._show(self.run_found.outputs.setdefault(action.mb, {}), shown, rank, leads)
+
+    def _show(self, known: dict[str, Array], results: Arrays, rank: _Rank, leads: bool) -> None:
+        """Record results for the user. All ranks of a team must have the same."""
+        for name, array in results.items():
+            if not leads and name in known and not np.array_equal(known[name], array, equal_nan=True):
+                raise VerifyError(f"%{name} differs from that of rank {self.teams[rank.index][0]} of the same team")
+            known.setdefault(name, array) if not leads else known.update({name: array})
 
     def _bring(self, rank: _Rank, action: Action) -> bool:
-        """Add a rank's gradients of a batch to the sum over the ranks of its stage."""
+        """Add a rank's gradients of a batch to the sum over its replicas."""
         store = rank.store.at(batch=action.mb)
         brought = self.sums.setdefault((action.stage, action.mb), {})
         brought[rank.index] = {name: store.take(name) for name in summed_vars(self.module, action.stage)}
@@ -227,8 +357,8 @@ class _Pipeline:
 
     def _take_sum(self, rank: _Rank, action: Action) -> bool:
         """Replace the rank's own gradients by the sum of the batch. Return False while other ranks still add to it."""
-        brought, members = self.sums[action.stage, action.mb], self.members[action.stage]
-        if len(brought) < len(members):
+        brought, members = self.sums[action.stage, action.mb], self.replicas[rank.index]
+        if not brought.keys() >= set(members):
             return False
         rank.waiting.remove(action.mb)
         store = rank.store.at(batch=action.mb)
@@ -281,6 +411,9 @@ class _Pipeline:
         if action.mb in rank.waiting and action.kind in SUM_USERS:
             return f"the gradients of the other ranks of stage {action.stage}"
         graph = self._graph(action)
+        party = self._party(rank, graph)
+        if len(party) > 1 and (other := self._missing(party, action) or self._missing(party[::-1], action)) is not None:
+            return f"rank {other.index}, which is in {other.action() or 'nothing any more'}"
         return (
             ", ".join(f"%{v.name}" for v in graph.ins if self._find(rank, action.holder, v.name) is None)
             + f" of {_unit(action)}"
@@ -295,6 +428,13 @@ MEANINGS: dict[str, Callable[[_Pipeline, _Rank, Action], bool]] = {
     SUM: _Pipeline._bring,
     DROP: _Pipeline._drop,
 }
+
+
+def _seat(module: Module, rank: int) -> tuple[Mesh, int]:
+    """Return the mesh and the place of a rank; one device of its own where the module says nothing of it."""
+    if rank < len(module.rank_stages()):
+        return seat_of(module, rank)
+    return Mesh(f"rank {rank}", (), (f"rank {rank}",)), 0
 
 
 def _unit(action: Action) -> str:
