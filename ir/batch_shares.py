@@ -41,6 +41,17 @@ def loss_stage(module: Module) -> int | None:
     return None
 
 
+def leads(module: Module, rank: int) -> bool:
+    """Return whether a rank is the first of its team, which reports what all of them have."""
+    assert module.schedule is not None
+    return any(team[0] == rank for teams in module.schedule.teams().values() for team in teams)
+
+
+def reports(module: Module, rank: int) -> bool:
+    """Return whether a rank reports the losses of its microbatches."""
+    return module.rank_stages()[rank] == loss_stage(module) and leads(module, rank)
+
+
 def microbatch_size(module: Module) -> int:
     """Return the samples per microbatch: the greatest common divisor of the first dimensions of all inputs."""
     return gcd(*(value.type.dims[0] for value in module.inputs if value.type.rank)) or 1

@@ -271,12 +271,12 @@ class _Pipeline:
 
     def _inputs(self, rank: _Rank, graph: Graph, action: Action) -> dict[str, Array] | None:
         """Return what a graph takes; None while a rank has to wait for it."""
-        found = {v.name: self._find(rank, action.holder, v.name) for v in graph.ins}
-        ins = {name: x for name, x in found.items() if x is not None}
-        if len(ins) < len(found):
-            if not self.wired:
-                return None
-            listed = ", ".join("%" + name for name in found if name not in ins)
+        ins = {v.name: x for v in graph.ins if (x := self._find(rank, action.holder, v.name)) is not None}
+        missing = [v.name for v in graph.ins if v.name not in ins]
+        if missing and not self.wired:
+            return None
+        if missing:
+            listed = ", ".join("%" + name for name in missing)
             raise VerifyError(f"@{graph.name} needs {listed} of {_unit(action)}, which this rank does not hold")
         if action.kind in SUM_USERS and action.mb in rank.waiting and not self._take_sum(rank, action):
             return None
@@ -287,32 +287,41 @@ class _Pipeline:
         party = self._party(rank, graph)
         if len(party) > 1 and self._missing(party, action) is not None:
             return False
-        actions = [a for other in party if (a := other.action()) is not None]
-        ins = []
-        for other, own in zip(party, actions, strict=True):
-            taken = self._inputs(other, graph, own)
-            if taken is None:
+        actions = [current for other in party if (current := other.action()) is not None]
+        inputs = []
+        for other, current in zip(party, actions, strict=True):
+            ins = self._inputs(other, graph, current)
+            if ins is None:
                 return False
-            ins.append(taken)
-        stores = [self._seen_by(other, own) for other, own in zip(party, actions, strict=True)]
+            inputs.append(ins)
+        stores = [self._seen_by(other, current) for other, current in zip(party, actions, strict=True)]
         # The first rank of a team stands for it.
         watch = self.watch if rank.index == self.teams[rank.index][0] or len(party) > 1 else None
-        seen = watching(watch, graph, action.mb)
-        if not any(op.kind in COLLECTIVES for op in graph.ops):
-            results = [run_graph(graph, ins[0], stores[0], self.precision, seen)]
-        else:
-            places, first = [other.place for other in party], party[0].place
-
-            def shown(place: int, op: Op, arrays: tuple[Array, ...]) -> None:
-                if seen is not None and place == first:
-                    seen(op, arrays)
-
-            results = run_team(graph, ins, rank.mesh, stores, self.precision, shown, places)
-        for other, own, taken, arrays in zip(party, actions, ins, results, strict=True):
-            self._keep(other, own, graph, taken, arrays)
+        results = self._run(graph, party, inputs, stores, watching(watch, graph, action.mb))
+        for other, current, ins, arrays in zip(party, actions, inputs, results, strict=True):
+            self._keep(other, current, graph, ins, arrays)
             if other is not rank:
                 other.step += 1
         return True
+
+    def _run(
+        self,
+        graph: Graph,
+        party: Sequence[_Rank],
+        inputs: Sequence[Arrays],
+        stores: Sequence[VersionStore],
+        seen: Callable[[Op, tuple[Array, ...]], None] | None,
+    ) -> list[list[Array]]:
+        """Run a graph on the ranks of a party. `seen` gets what the first of them computes."""
+        if not any(op.kind in COLLECTIVES for op in graph.ops):
+            return [run_graph(graph, inputs[0], stores[0], self.precision, seen)]
+        places, mesh = [rank.place for rank in party], party[0].mesh
+
+        def watch(place: int, op: Op, arrays: tuple[Array, ...]) -> None:
+            if seen is not None and place == places[0]:
+                seen(op, arrays)
+
+        return run_team(graph, inputs, mesh, stores, self.precision, watch, places)
 
     def _seen_by(self, rank: _Rank, action: Action) -> VersionStore:
         """Return the variables as a computation sees them."""

@@ -101,9 +101,10 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     graphs = [g for kind in COMPUTE if (g := module.stage_graph(stage, kind))]
     fixed = {"weights": 0, "gradients": 0, "state": 0, "buffers": 0}
     for var in stage_vars(module, stage).values():
-        fixed[purpose_of(var)] += var.type.nbytes * var.versions
+        fixed[purpose_of(var)] += module.local_type(var.type, stage).nbytes * var.versions
     inputs = {v.name for graph in graphs for v in graph.ins}
-    batch = module.schedule.microbatches * sum(v.type.nbytes for v in module.data_inputs if v.name in inputs)
+    fed = module.local_values((v for v in module.data_inputs if v.name in inputs), stage)
+    batch = module.schedule.microbatches * sum(v.type.nbytes for v in fed)
     # One more than are ahead: a batch counts as finished when the loss is known, and stages before that one still work
     # on it.
     data = 0 if _on_gpu(module, rank) else (BATCHES_AHEAD + 1) * batch
@@ -208,8 +209,9 @@ def saved_values(module: Module, stage: int) -> frozenset[str]:
 
 def _variable_lives(module: Module, stage: int) -> Iterator[Life]:
     for var in stage_vars(module, stage).values():
-        for copy in range(var.versions if var.type.nbytes else 0):
-            yield Life(purpose_of(var), (var.name,), None, var.type.nbytes, BEFORE, None, copy)
+        size = module.local_type(var.type, stage).nbytes
+        for copy in range(var.versions if size else 0):
+            yield Life(purpose_of(var), (var.name,), None, size, BEFORE, None, copy)
 
 
 def _versions(module: Module, rank: int, stage: int, newest: int, actions: Sequence[Action]) -> Iterator[Version]:

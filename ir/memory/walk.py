@@ -95,7 +95,7 @@ class Walk:
         self.graphs: dict[str, Graph] = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
         self.homes = module.rank_stages()
         self.workspaces = {kind: planned_blocks(graph) for kind, graph in self.graphs.items()}
-        self.edges = {(e.phase, e.src, e.dst): e.values for e in module.edges}
+        self.edges = {(e.phase, e.src, e.dst): module.local_values(e.values, stage) for e in module.edges}
         self.parcels = {key: parcels(values) for key, values in self.edges.items()}
         self.saved = {v.name for kind in SAVERS if kind in self.graphs for v in self.graphs[kind].saved}
         # The values that stay after each computation beside those to send: later computations take them.
@@ -117,7 +117,7 @@ class Walk:
         # these a value that was not received is in.
         self.made, self.fed, self.messages = BlockPool(), BlockPool(), BlockPool()
         self.pools = (self.made, self.fed, self.messages)
-        self._inputs = {v.name for v in module.inputs}
+        self._inputs = module.given_names(stage)
         # The values that a graph takes (True) and returns, kept because every call needs them.
         self._stored = {
             (kind, takes): [*self._with_memory(g.ins if takes else g.results)]

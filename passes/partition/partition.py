@@ -3,7 +3,7 @@ stage lines.
 
 In: graph F (and B and U when training), and a cluster. Out: the same operations, annotated. Stage i runs on device i of
 the cluster, or on the devices that `devices` names for it. These share the microbatches of a batch, and each has a copy
-of the stage's variables.
+of the stage's variables. With a `mesh` teams of them do (devices.py): then an operation takes the time of its part.
 
 The operations of F, in their order, are cut into `stages` contiguous ranges. Let comp(i, j, s) be the time of
 operations i..j-1 and their backward operations on device s. Let comm(i, s) be the time to send the values that cross
@@ -40,13 +40,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, repeat
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.ir.action_kinds import BACKWARD
 from penstock.ir.cluster.cluster import Cluster, Device, Link
-from penstock.ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Mesh, Module, Namer, Op, Stage, Value, Var
+from penstock.ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Module, Namer, Op, Stage, Value, Var
 from penstock.ir.liveness import from_state_alone
 from penstock.ir.ops import OPS
 from penstock.passes.communicate.wire import travelling
@@ -66,6 +67,7 @@ from .chain import (
     readers,
     tied_bytes,
 )
+from .devices import StageDevices, devices_of, mesh_axes, on_one_device
 from .ideals import OperationWork, better_stages
 from .memory import Outlook, StageNeeds, needs_of
 
@@ -77,7 +79,8 @@ class PartitionOptions:
     """The options of `partition`. `split_at` overrides the search: names of values or locs; each starts a new stage.
     `only_at` are the same kind of names: if there are any, the search starts stages at them only. `microbatches` is the
     number of microbatches in a batch. `devices` names the devices of every stage, with blanks between several. `shares`
-    is the number of microbatches that each of them runs, rank by rank; by default, shares are as equal as possible.
+    is the number of microbatches that each team of them runs, in order; by default, shares are as equal as possible.
+    `mesh` are the axes of each stage's devices, such as `dp=2,tp=2`; without, a stage's devices are replicas.
     `schedule`, `recompute` (auto, none or all) and `wire` are settings of later passes. `wire` is the element type of
     float32 values between stages. Without a schedule the search ignores memory."""
 
@@ -90,13 +93,18 @@ class PartitionOptions:
     schedule: str = ""
     recompute: str = "auto"
     wire: str = "f32"
+    mesh: str = ""
 
 
 def partition(module: Module, options: PartitionOptions) -> Module:
     """Cut the model into contiguous stages, one per device, so that the slowest stage is as fast as possible."""
-    cluster = module.cluster or Cluster.local(max(1, options.stages, len(options.split_at) + 1))
-    devices = _devices(options, cluster)
+    axes = mesh_axes(options.mesh)
+    wanted = max(1, options.stages, len(options.split_at) + 1) * prod(size for _, size in axes)
+    cluster = module.cluster or Cluster.local(wanted)
+    placed = devices_of(cluster, options.devices, options.stages, options.split_at, axes)
+    devices = placed.teams()
     count = len(devices)
+    whole, module = module, on_one_device(module, axes)
     chain = chain_of(module)
     if not chain:
         raise UsageError("the model computes nothing from its inputs: there is no operation to put on a device")
@@ -108,9 +116,8 @@ def partition(module: Module, options: PartitionOptions) -> Module:
     shares = shares_of(options.shares, [len(group) for group in devices], options.microbatches)
     costs = _Costs(module, chain, devices, shares, cluster, options.wire)
     if options.split_at:
-        return _annotate(
-            module.but(cluster=cluster), devices, costs, _by_operation(_given_cuts(costs, options.split_at), len(chain))
-        )
+        stages = _by_operation(_given_cuts(costs, options.split_at), len(chain))
+        return _annotate(whole.but(cluster=cluster), placed, costs, stages)
     stages = _chosen(costs, count, options.only_at, None)
     reading = readers(chain, costs.params)
     outlook = Outlook(options.schedule, options.recompute, options.wire)
@@ -119,13 +126,13 @@ def partition(module: Module, options: PartitionOptions) -> Module:
     fitting = (
         _chosen(costs, count, options.only_at, needs) if needs is not None and any(_extra(needs, count, stages)) else []
     )
-    placed = _annotate(module.but(cluster=cluster), devices, costs, fitting or stages)
+    annotated = _annotate(whole.but(cluster=cluster), placed, costs, fitting or stages)
     if not fitting or fitting == stages:
-        return placed
+        return annotated
     slower, faster = (
         shown_seconds(max(sum(costs.of_stage(s, cut)) for s in range(count))) for cut in (fitting, stages)
     )
-    return placed.noted(
+    return annotated.noted(
         "partition",
         f"cut so that stages fit into memory: the slowest takes {slower} per microbatch, "
         f"without limits it would take {faster}",
@@ -158,37 +165,6 @@ def _chosen(costs: _Costs, count: int, only_at: Sequence[str], needs: StageNeeds
     value = slowest(stages)
     sets = better_stages(costs.work(), cuts, value)
     return sets if sets and (needs is None or slowest(sets) < value) else stages
-
-
-def _devices(options: PartitionOptions, cluster: Cluster) -> list[tuple[Device, ...]]:
-    """Return the devices of every stage."""
-    if not options.devices:
-        return [(device,) for device in cluster.devices[: _stage_count(options, cluster)]]
-    names_of = [names.split() for names in options.devices]
-    count, named = len(names_of), [name for names in names_of for name in names]
-    problems = [f"device {name!r} is named twice" for name in sorted({n for n in named if named.count(n) > 1})]
-    problems += [f"stage {stage} has no device" for stage, names in enumerate(names_of) if not names]
-    if options.stages not in (0, count) or (options.split_at and len(options.split_at) + 1 != count):
-        wanted = options.stages if options.stages not in (0, count) else len(options.split_at) + 1
-        problems.append(f"devices are named for {counted(count, 'stage')}, {wanted} are asked for")
-    if problems:
-        raise UsageError("cannot use these devices:" + itemised(problems))
-    return [tuple(map(cluster.device, names)) for names in names_of]
-
-
-def _stage_count(options: PartitionOptions, cluster: Cluster) -> int:
-    count = len(options.split_at) + 1 if options.split_at else options.stages or len(cluster.devices)
-    if options.split_at and options.stages not in (0, count):
-        raise UsageError(
-            f"{counted(len(options.split_at), 'split point')} make {counted(count, 'stage')}, "
-            f"but {options.stages} are asked for"
-        )
-    if not 1 <= count <= len(cluster.devices):
-        raise UsageError(
-            f"{count} stages need {count} devices, the cluster has {len(cluster.devices)}",
-            hint="add devices or ask for fewer stages",
-        )
-    return count
 
 
 # ------------------------------------------------------------------------------------------------ costs
@@ -360,12 +336,12 @@ def _known_positions(chain: Sequence[Op], names: Sequence[str]) -> dict[str, int
 # ------------------------------------------------------------------------------------------------ writing it down
 
 
-def _annotate(module: Module, devices: Sequence[Sequence[Device]], costs: _Costs, stages: Sequence[int]) -> Module:
+def _annotate(module: Module, placed: StageDevices, costs: _Costs, stages: Sequence[int]) -> Module:
     """Write stages on operations and variables: those of the chain, and of what follows them."""
-    forward = forward_graph(module)
-    stage_of = {id(op): stage for op, stage in zip(costs.chain, stages, strict=True)}
+    forward, devices = forward_graph(module), placed.groups
+    stage_of = {id(op): stage for op, stage in zip(chain_of(module), stages, strict=True)}
     graphs = dict(module.graphs)
-    readers = _reading_stages(forward, stage_of, costs.params)
+    readers = _reading_stages(forward, stage_of, params_behind(module))
     tied = {name: stages for name, stages in readers.items() if len(stages) > 1}
     graphs[forward.name] = _with_stages(forward, stage_of)
     by_name = {v.name: stage_of[id(op)] for op in forward.ops if id(op) in stage_of for v in op.outs}
@@ -405,14 +381,10 @@ def _annotate(module: Module, devices: Sequence[Sequence[Device]], costs: _Costs
     namer = Namer(
         [*(device.name for group in (*devices, known) for device in group), *(mesh.name for mesh in module.meshes)]
     )
-    meshes = {
-        i: Mesh(namer.fresh(f"s{i}"), (("dp", len(group)),), tuple(d.name for d in group))
-        for i, group in enumerate(devices)
-        if len(group) > 1
-    }
+    meshes = {i: placed.mesh(namer.fresh(f"s{i}"), i) for i, group in enumerate(devices) if len(group) > 1}
     on = tuple(Stage(i, meshes[i].name if i in meshes else group[0].name) for i, group in enumerate(devices))
-    placed = module.but(stages=on, vars=vars, graphs=graphs, meshes=(*module.meshes, *meshes.values()))
-    return placed.noted("partition", *notes)
+    annotated = module.but(stages=on, vars=vars, graphs=graphs, meshes=(*module.meshes, *meshes.values()))
+    return annotated.noted("partition", *notes)
 
 
 def _name(op: Op) -> str:

@@ -20,6 +20,7 @@ from penstock.ir.schedule import Action
 from penstock.support.errors import UsageError
 from penstock.support.hardware import usable_cores
 
+from .exchanges import exchange_seconds, meeting_ranks
 from .machine import Route, Seat, machine_of, with_messages
 from .result import Simulated
 from .simulate import Seconds, simulate
@@ -88,19 +89,27 @@ def forecast(
             "names no devices", where=f"@{module.name}", hint="simulate needs a bundle, or a dump after `partition`"
         )
     devices = dict(enumerate(module.rank_devices()))
-    sizes = {(e.phase, e.src, e.dst): sum(v.type.nbytes for v in e.values) for e in module.edges}
+    sizes = {
+        (e.phase, e.src, e.dst): sum(v.type.nbytes for v in module.local_values(e.values, e.src)) for e in module.edges
+    }
     summed = {
-        s.index: sum(module.vars[name].type.nbytes for name in summed_vars(module, s.index)) for s in module.stages
+        s.index: sum(module.local_type(module.vars[n].type, s.index).nbytes for n in summed_vars(module, s.index))
+        for s in module.stages
     }
     seats = {rank: seat for rank, name in devices.items() if (seat := seat_of(cluster, name)) is not None}
     plain = machine_of(cluster, devices, seats)
     machine = replace(plain, route=lambda a, b: change(plain.route(a, b)))
 
+    exchanges, machine = exchange_seconds(module, machine.route), replace(machine, together=meeting_ranks(module))
+
+    def lasting(rank: int, action: Action) -> float:
+        return seconds(rank, action) + exchanges.get((rank, action.kind), 0.0)
+
     def run(count: int) -> Simulated:
         return simulate(
             schedule,
             count,
-            seconds,
+            lasting,
             lambda phase, a, b: sizes[phase, a, b],
             machine,
             reduced=lambda stage: summed[stage],

@@ -62,11 +62,12 @@ class TransportModel:
 @dataclass(frozen=True, slots=True)
 class SimulatedMachine:
     """Routes between ranks, and seats of those that share a host's cores; a rank without a seat has its device to
-    itself."""
+    itself. `together` are the ranks that run a computation at once, by rank and kind."""
 
     route: Callable[[int, int], Route] = lambda source, target: Route()
     seats: Mapping[int, Seat] = field(default_factory=dict)
     transport: TransportModel = TransportModel()
+    together: Mapping[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
 
 
 def with_messages(seat: Seat, device: Device) -> Seat:

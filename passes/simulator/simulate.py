@@ -12,9 +12,10 @@ Out: `Simulated` (result.py): when every action ran, and why not earlier. The mo
   that takes the latency of the link, too. Messages from one rank to another move one after another, as they do on one
   connection; those of different pairs share links and NICs (sharing.py). It arrives `latency` after its last byte has
   left. With `late`, the start of each is put off that long, any number at once, as Job(latency=) does for measurements.
-* AR starts when all ranks of the stage are there. It is a ring, in which every rank sends and receives 2(n-1)/n of the
-  bytes over its link to the next one. It takes 2(n-1) latencies. The ranks go on meanwhile; the first U, P or N of that
-  batch waits for it.
+* A computation with collectives starts when all ranks that it brings together are there (exchanges.py).
+* AR starts when all replicas of the rank are there. It is a ring, in which every rank sends and receives 2(n-1)/n of
+  the bytes over its link to the next one. It takes 2(n-1) latencies. The ranks go on meanwhile; the first U, P or N of
+  that batch waits for it.
 * Ranks that share a host share its cores, as Linux deals them out (cores.py). A rank with a quota has no more than
   that. Moving a byte may cost processor time (`Seat`). That of the sender passes while the message moves already, that
   of the receiver in competition with its computations.
@@ -53,6 +54,7 @@ from penstock.ir.schedule import (
 from penstock.support.errors import UsageError, VerifyError
 
 from .cores import Burst, Core, Cores
+from .exchanges import Gatherings
 from .machine import FREE, Route, Seat, SimulatedMachine
 from .moving import MessageChannel, RankPair, move
 from .result import LinkUse, Message, RankTimeline, Simulated, SimulatedStep
@@ -147,9 +149,7 @@ class _Simulation:
         self.stage_of = {
             rank: next((a.stage for a in (*p.start, *p.batch)), rank) for rank, p in schedule.ranks.items()
         }
-        self.rings: dict[int, tuple[int, ...]] = {}
-        for rank, stage in self.stage_of.items():
-            self.rings[stage] = (*self.rings.get(stage, ()), rank)
+        self.rings, self.gatherings = schedule.replicas(), Gatherings(machine.together)
         self.channels: dict[tuple[str, int, int], MessageChannel] = {}
         self.resources: dict[str, Resource] = {}
         self.uses: dict[str, LinkUse] = {}
@@ -206,8 +206,8 @@ class _Simulation:
             self.pairs[key] = RankPair(latency, cap, demands, tuple((self.uses[name], times[name]) for name in speeds))
 
     def _ring(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of a stage, which sum together."""
-        return self.rings[self.stage_of[rank]]
+        """Return the replicas of a rank, which sum together."""
+        return self.rings[rank]
 
     def _line(self, rank: int, program: Program, seconds: Seconds) -> RankTimeline:
         m, batches = self.schedule.microbatches, self.batches
@@ -350,7 +350,7 @@ class _Simulation:
         """Run a rank until it has to wait for something. `passed`: the time of its current action has just passed."""
         line = self.lines[rank]
         steps, numbers, starts, finishes = line.steps, line.numbers, line.starts, line.finishes
-        posts = self.posts.get(rank)
+        posts, together = self.posts.get(rank), self.machine.together
         position = self.at[rank]
         while position < len(steps):
             step, mb = steps[position], numbers[position]
@@ -365,6 +365,8 @@ class _Simulation:
                 if (code == _RECEIVE and not self._arrived(rank, position, step.channel, mb, now)) or (
                     code == _TAKE and not self._summed(rank, mb, now)
                 ):
+                    break
+                if together and not self._gathered(rank, position, step.action.kind, now):
                     break
                 starts[position] = now
                 lasts = step.seconds
@@ -448,6 +450,15 @@ class _Simulation:
             arrive,
             (channel.target, *reader) if reader and reader[1].reading > 0 else None,
         )
+
+    def _gathered(self, rank: int, position: int, kind: str, now: float) -> bool:
+        """Return whether all ranks that run a computation together have come to it. The last one wakes the others."""
+        waiting = self.gatherings.come(rank, position, kind)
+        for other in waiting or ():
+            if position:
+                self.messages[other, position] = Message(rank, position - 1, now, now, now, now, now)
+            self.push(now, _WAKE, other)
+        return waiting is not None
 
     # -------------------------------------------------------------------------------------------- sums over replicas
 

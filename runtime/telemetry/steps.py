@@ -14,11 +14,11 @@ from penstock.runtime.messages.control import Step
 
 
 def loss_shares(module: Module) -> dict[int, list[int]]:
-    """Return the ranks that compute losses, and which microbatches of a batch each of them runs."""
+    """Return the ranks that report losses, and which microbatches of a batch each of them runs."""
     schedule, stage = module.schedule, loss_stage(module)
     if schedule is None or stage is None:
         return {}
-    return {rank: share_of(module, rank) for rank in schedule.members()[stage]}
+    return {team[0]: share_of(module, team[0]) for team in schedule.teams()[stage]}
 
 
 class StepsUnderWay:

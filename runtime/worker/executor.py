@@ -23,7 +23,7 @@ import torch
 
 from penstock.backends.interface import StageProgram
 from penstock.ir.action_kinds import BACKWARD, DROP, FORWARD, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
-from penstock.ir.batch_shares import fed_inputs, loss_stage, microbatch_size, share_of
+from penstock.ir.batch_shares import fed_inputs, leads, loss_stage, microbatch_size, reports, share_of
 from penstock.ir.collective_calls import coordinates_of
 from penstock.ir.graph import COORDINATE, MICROBATCH, NORM, Graph, Module, Value, signature
 from penstock.ir.memory.walk import LOOK_AHEAD
@@ -40,7 +40,6 @@ from penstock.ir.schedule import (
     SUM_USERS,
     Action,
 )
-from penstock.ir.sharding.tiles import seat_of
 from penstock.runtime.messages.control import LogEntry, Output, Record, Step
 from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import Status
@@ -155,13 +154,11 @@ class Executor:
         self._unsent: dict[tuple[str, int], int] = {}
         forward = self.graphs.get(FORWARD)
         outputs = {v.name for v in forward.outs} if forward is not None else set()
-        self.is_loss_stage = loss_stage(self.module) == self.stage
-        mesh, place = seat_of(self.module, self.rank)
-        leads = any(place == team[0] for team in mesh.teams())
+        self.is_loss_stage = reports(self.module, self.rank)
         # What the module hands out is whole on every rank of a team: its first one reports it.
         self.outputs = (
             ()
-            if loss_stage(self.module) is not None or not leads
+            if loss_stage(self.module) is not None or not leads(self.module, self.rank)
             else tuple(name for name in self.module.outputs if name in outputs)
         )
         self._losses: dict[int, list[float]] = {}

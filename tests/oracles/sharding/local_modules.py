@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.ir.attrs import Attr
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.graph import LOCAL, Graph, Mesh, Module, Namer, Op, Stage, Value, Var
+from penstock.ir.graph import LOCAL, Graph, Module, Namer, Op, Value, Var
 from penstock.ir.text import parse_module
 from penstock.ir.types import part_size
 from penstock.passes.manager import Call, run_passes
@@ -80,17 +80,16 @@ def local_mlp(
         source = f"y{i}"
     loss = f"    %loss : f32[], %lse : f32[{rows}] = cross_entropy(%{source}, %labels)"
     lines += [f"  graph @main(%x : {x}, %labels : i64[{rows}]) {{", *body, loss, "    return %loss", "  }", "}"]
-    model = parse_module("\n".join(lines), "mlp.ir").but(cluster=Cluster.local(stages))
+    model = parse_module("\n".join(lines), "mlp.ir").but(cluster=Cluster.local(stages * dp * tp))
     calls = training_pipeline(
         {"kind": optimizer, "lr": 0.1},
-        {"stages": stages, "split_at": ("n1",) * (stages - 1)},
+        {"stages": stages, "split_at": ("n1",) * (stages - 1), "mesh": f"dp={dp},{AXIS}={tp}"},
         PipelineOptions(schedule=kind, microbatches=microbatches, recompute="none", guard=guard),
     )
     names = [call.name for call in calls]
-    cut, split, converted = names.index("partition"), names.index("split") + 1, names.index("recompute") + 1
+    cut, converted = names.index("partition"), names.index("recompute") + 1
     whole = _passed(model, calls[:cut])
-    placed = _on_meshes(_passed(whole, calls[cut:split]), stages, dp, tp)
-    local = _localized(_passed(placed, calls[split:converted]), tp)
+    local = _localized(_passed(whole, calls[cut:converted]), tp)
     rest = [call for call in calls[converted:] if not last or names.index(call.name) <= names.index(last)]
     return LocalCase(_passed(local, rest), whole, _weights(model))
 
@@ -102,16 +101,6 @@ def _passed(module: Module, calls: Sequence[Call]) -> Module:
 def _weights(model: Module) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     return {name: rng.standard_normal(var.type.dims) * 0.5 for name, var in model.vars.items()}
-
-
-def _on_meshes(module: Module, stages: int, dp: int, tp: int) -> Module:
-    """Put each stage on a mesh of its own."""
-    cluster = Cluster.local(stages * dp * tp)
-    names, each = [device.name for device in cluster.devices], dp * tp
-    meshes = tuple(
-        Mesh(f"mesh{s}", (("dp", dp), (AXIS, tp)), tuple(names[s * each : (s + 1) * each])) for s in range(stages)
-    )
-    return module.but(cluster=cluster, meshes=meshes, stages=tuple(Stage(s, f"mesh{s}") for s in range(stages)))
 
 
 # ------------------------------------------------------------------------------------------------ to local form

@@ -269,7 +269,7 @@ def test_a_nic_of_a_cluster_file_has_two_directions():
 
 def test_sums_over_replicas_go_on_beside_computations():
     """Two ranks of one stage; 12 bytes there and back at 2 per second, twice a quarter of a second of latency: the update waits, the forward does not."""
-    program = written(1, r0="0B1 0AR1 0F1 0U1", r1="0B1 0AR1 0F1 0U1")
+    program = written(2, r0="0B2 0AR1 0F2 0U1", r1="0B3 0AR1 0F3 0U1")
     machine = SimulatedMachine(lambda a, b: Route(((f"{a}>{b}", 2.0),), 0.25))
     times = {0: {"B": 1.0, "F": 2.0, "U": 1.0}, 1: {"B": 3.0, "F": 2.0, "U": 1.0}}
     found = simulate(
@@ -283,8 +283,7 @@ def test_sums_over_replicas_go_on_beside_computations():
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link():
-    text = "0AR1 0U1"
-    program = written(1, r0=text, r1=text, r2=text)
+    program = written(3, **{f"r{rank}": f"0F{3 + rank} 0AR1 0U1" for rank in range(3)})
     machine = SimulatedMachine(lambda a, b: Route(((f"{a}>{b}", 1.0 if a == 1 else 100.0),), 0.0))
     found = simulate(program, 1, nothing, nothing, machine, reduced=lambda stage: 9.0)
     assert when(found, 2)["0U0"][0] == 12  # 2 * 2/3 * 9 bytes at 1 per second

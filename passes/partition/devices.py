@@ -1,0 +1,133 @@
+"""The devices of every stage, the mesh that they make, and the teams of it.
+
+In: the options of `partition`, and a cluster. Out: for each stage its devices, in the order of the mesh; for costs, a
+device for each team: the slowest of it, with the least memory of all.
+
+A mesh is written `dp=2,tp=2`, the last axis fastest. Without one, the devices of a stage are replicas of each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from penstock.ir.cluster.cluster import Cluster, Device
+from penstock.ir.graph import REPLICAS, Graph, Mesh, Module, Op, Value
+from penstock.support.errors import UsageError
+from penstock.support.words import counted, itemised
+
+Axes = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageDevices:
+    """The devices of the stages, and the axes of their meshes; without axes, all devices of a stage are replicas."""
+
+    groups: tuple[tuple[Device, ...], ...]
+    axes: Axes = ()
+
+    def mesh(self, name: str, stage: int) -> Mesh:
+        """Return the mesh of a stage."""
+        group = self.groups[stage]
+        return Mesh(name, self.axes or ((REPLICAS, len(group)),), tuple(device.name for device in group))
+
+    def teams(self) -> list[tuple[Device, ...]]:
+        """Return a device for each team of every stage."""
+        return [
+            tuple(_slowest([group[at] for at in team]) for team in self.mesh("", stage).teams())
+            for stage, group in enumerate(self.groups)
+        ]
+
+
+def _slowest(team: Sequence[Device]) -> Device:
+    """Return the device by whose speed and memory a team goes."""
+    slowest = min(team, key=lambda device: device.flops)
+    limits = [device.spaces for device in team if device.spaces]
+    return replace(slowest, spaces=min(limits, key=lambda spaces: spaces[0][1], default=()))
+
+
+def mesh_axes(text: str) -> Axes:
+    """Return the axes of a mesh that is written `dp=2,tp=2`; none of an empty text."""
+    axes: list[tuple[str, int]] = []
+    for part in text.split(",") if text.strip() else ():
+        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*([1-9]\d{0,8})\s*", part)
+        if match is None or match[1] in dict(axes):
+            raise UsageError(
+                f"bad axis {part.strip()!r} of a mesh in {text!r}", hint="axes and sizes, each axis once: dp=2,tp=2"
+            )
+        axes.append((match[1], int(match[2])))
+    return tuple(axes)
+
+
+def devices_of(
+    cluster: Cluster, names: Sequence[str], stages: int, split_at: Sequence[str], axes: Axes = ()
+) -> StageDevices:
+    """Return the devices of every stage: those that `names` has for it, with blanks between several, else as many as a
+    mesh needs, in the order of the cluster."""
+    each = prod(size for _, size in axes)
+    if not names:
+        count, known = _stage_count(stages, split_at, len(cluster.devices), each), cluster.devices
+        return StageDevices(tuple(tuple(known[s * each : (s + 1) * each]) for s in range(count)), axes)
+    groups = [listed.split() for listed in names]
+    count, named = len(groups), [name for group in groups for name in group]
+    problems = [f"device {name!r} is named twice" for name in sorted({n for n in named if named.count(n) > 1})]
+    problems += [f"stage {stage} has no device" for stage, group in enumerate(groups) if not group]
+    problems += [
+        f"stage {stage} has {counted(len(group), 'device')}, its mesh "
+        f"{' x '.join(str(n) for _, n in axes)} needs {each}"
+        for stage, group in enumerate(groups)
+        if axes and group and len(group) != each
+    ]
+    if stages not in (0, count) or (split_at and len(split_at) + 1 != count):
+        wanted = stages if stages not in (0, count) else len(split_at) + 1
+        problems.append(f"devices are named for {counted(count, 'stage')}, {wanted} are asked for")
+    if problems:
+        raise UsageError("cannot use these devices:" + itemised(problems))
+    return StageDevices(tuple(tuple(map(cluster.device, group)) for group in groups), axes)
+
+
+def _stage_count(stages: int, split_at: Sequence[str], devices: int, each: int) -> int:
+    count = len(split_at) + 1 if split_at else stages or devices // each
+    if split_at and stages not in (0, count):
+        raise UsageError(
+            f"{counted(len(split_at), 'split point')} make {counted(count, 'stage')}, but {stages} are asked for"
+        )
+    if not 1 <= count <= devices // each:
+        needed = max(count, 1)
+        raise UsageError(
+            f"{counted(needed, 'stage')} need {needed * each} devices, the cluster has {devices}"
+            if each > 1
+            else f"{count} stages need {count} devices, the cluster has {devices}",
+            hint="add devices or ask for fewer stages",
+        )
+    return count
+
+
+def on_one_device(module: Module, axes: Axes) -> Module:
+    """Return the module with the types of what one device has of its tensors, for costs alone: attributes stay those of
+    the whole. The same module where nothing is split."""
+    sizes = dict(axes)
+
+    def part(value: Value) -> Value:
+        return value if value.type.is_plain else Value(value.name, value.type.local(sizes))
+
+    def parts(values: Sequence[Value]) -> tuple[Value, ...]:
+        return tuple(map(part, values))
+
+    def op_of(op: Op) -> Op:
+        return Op(op.kind, parts(op.ins), parts(op.outs), op.attrs, op.loc)
+
+    def graph_of(graph: Graph) -> Graph:
+        ops = tuple(map(op_of, graph.ops))
+        return Graph(graph.name, parts(graph.ins), parts(graph.outs), ops, parts(graph.saved))
+
+    values = (v for g in module.graphs.values() for op in g.ops for v in (*op.ins, *op.outs))
+    if all(var.type.is_plain for var in module.vars.values()) and all(value.type.is_plain for value in values):
+        return module
+    return module.but(
+        inputs=parts(module.inputs),
+        vars={name: replace(var, type=var.type.local(sizes)) for name, var in module.vars.items()},
+        graphs={name: graph_of(graph) for name, graph in module.graphs.items()},
+    )

@@ -1,0 +1,116 @@
+"""The time of collectives inside stage graphs, over the links of the groups that do them.
+
+In: a module in local form, and the routes between its ranks. Out: for every rank and graph the seconds of its
+collectives, and the ranks that run a graph together.
+
+Ranks exchange directly: each sends every other one of its group its part. All groups of a team do that at once. So an
+exchange takes its latencies, and the time of the link or NIC that has most bytes to move. Of n bytes on each of k ranks
+a rank sends to each other one
+
+    all_reduce        n/k to be added, then n/k of the sum: twice the latency
+    reduce_scatter    n/k          all_to_all    n/k
+    all_gather        n            shift         n, to one rank
+
+Known limits: collectives of a graph take no time at once with its computations, and teams do not compete for links with
+each other or with messages. The processor time of moving bytes is not counted.
+
+`Gatherings` is for the simulation: who stands at a computation that several ranks run together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from penstock.ir.graph import REPLICAS, Graph, Mesh, Module, Op
+from penstock.ir.ops import OPS, axes_over, integer
+from penstock.ir.schedule import COMPUTE
+
+from .machine import Route
+
+Routes = Callable[[int, int], Route]
+
+
+def _collectives(graph: Graph) -> list[Op]:
+    return [op for op in graph.ops if OPS[op.kind].family == "collective" and "over" in op.attrs]
+
+
+def _sent(op: Op, group: Sequence[int]) -> Iterator[tuple[int, int, float]]:
+    """Yield the bytes that each rank of a group sends to each other one: from, to, bytes."""
+    size, count = float(op.ins[0].type.nbytes), len(group)
+    if op.kind == "shift":
+        by = integer(op.attrs["by"]) % count
+        yield from ((rank, group[(i + by) % count], size) for i, rank in enumerate(group) if by)
+        return
+    each = {"all_reduce": 2 * size / count, "all_gather": size}.get(op.kind, size / count)
+    yield from ((a, b, each) for a in group for b in group if a != b)
+
+
+def _seconds(op: Op, mesh: Mesh, places: Sequence[int], first: int, route: Routes) -> float:
+    """Return the seconds of a collective that the ranks at some places do at once. `first` is the rank of place 0."""
+    groups = dict.fromkeys(mesh.group(place, axes_over(op.attrs["over"])) for place in places)
+    moved: dict[str, float] = {}
+    speeds: dict[str, float] = {}
+    latency = 0.0
+    for group in groups:
+        for source, target, count in _sent(op, [first + place for place in group]):
+            way = route(source, target)
+            latency = max(latency, way.latency)
+            for name, speed in way.shares:
+                moved[name], speeds[name] = moved.get(name, 0.0) + count, speed
+    rounds = 2 if op.kind == "all_reduce" else 1
+    return rounds * latency + max((count / speeds[name] for name, count in moved.items()), default=0.0)
+
+
+def exchange_seconds(module: Module, route: Routes) -> dict[tuple[int, str], float]:
+    """Return the seconds that the collectives of each graph take on every rank, by rank and kind; none where a graph
+    has none."""
+    seconds: dict[tuple[int, str], float] = {}
+    first = 0
+    for stage in module.stages:
+        mesh = module.mesh_of(stage.index)
+        for kind in COMPUTE:
+            graph = module.stage_graph(stage.index, kind)
+            ops = _collectives(graph) if graph is not None else []
+            for team in mesh.teams() if ops else ():
+                spent = sum(_seconds(op, mesh, team, first, route) for op in ops)
+                seconds |= {(first + place, kind): spent for place in team}
+        first += len(mesh.devices)
+    return seconds
+
+
+def meeting_ranks(module: Module) -> dict[tuple[int, str], tuple[int, ...]]:
+    """Return the ranks that run a graph together, by rank and kind, where collectives of it bring several together."""
+    together: dict[tuple[int, str], tuple[int, ...]] = {}
+    first = 0
+    for stage in module.stages:
+        mesh = module.mesh_of(stage.index)
+        for kind in COMPUTE:
+            graph = module.stage_graph(stage.index, kind)
+            axes = {axis for op in _collectives(graph) for axis in axes_over(op.attrs["over"])} if graph else set()
+            if any(mesh.sizes.get(axis, 1) > 1 for axis in axes):
+                for team in [tuple(range(len(mesh.devices)))] if REPLICAS in axes else mesh.teams():
+                    ranks = tuple(first + place for place in team)
+                    together |= {(rank, kind): ranks for rank in ranks}
+        first += len(mesh.devices)
+    return together
+
+
+class Gatherings:
+    """Ranks that wait for each other in front of computations. They run the same actions, so that a position in the
+    program is the same one on all of them. `together` are the ranks of each, by rank and kind."""
+
+    def __init__(self, together: Mapping[tuple[int, str], tuple[int, ...]]) -> None:
+        self._together = together
+        self._standing: dict[tuple[int, int], set[int]] = {}
+
+    def come(self, rank: int, position: int, kind: str) -> tuple[int, ...] | None:
+        """Accept a rank at a computation. Return None while others have yet to come, else the ranks that wait for
+        it."""
+        ranks = self._together.get((rank, kind), ())
+        if len(ranks) < 2:
+            return ()
+        standing = self._standing.setdefault((ranks[0], position), set())
+        if len(standing) == len(ranks):
+            return ()
+        standing.add(rank)
+        return tuple(other for other in ranks if other != rank) if len(standing) == len(ranks) else None

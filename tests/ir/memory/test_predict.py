@@ -1,0 +1,37 @@
+"""Predicted memory of ranks that hold parts."""
+
+from __future__ import annotations
+
+import pytest
+from tests.oracles.sharding.local_modules import local_mlp
+
+from penstock.ir.graph import Value
+from penstock.ir.memory.predict import measure_memory, memory_course, planned_account
+from penstock.ir.types import TensorType
+
+
+@pytest.mark.parametrize("kind", ["2bw", "zb-1f1b"])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("dp", "tp", "hidden"), [(1, 2, 6), (2, 2, 6), (1, 3, 5)])
+def test_a_rank_holds_what_a_model_of_its_parts_would(kind: str, stages: int, dp: int, tp: int, hidden: int) -> None:
+    """The oracle: a model whose hidden layers have the size of a part, on devices that share nothing but batches."""
+    split = local_mlp(kind, stages, dp, tp, hidden=hidden).local
+    small = local_mlp(kind, stages, dp, 1, hidden=-(-hidden // tp)).local
+    rows, expected = measure_memory(split), measure_memory(small)
+    assert rows == {rank: expected[rank // tp] for rank in range(stages * dp * tp)}
+    whole = measure_memory(local_mlp(kind, stages, dp, 1, hidden=hidden).local)
+    assert all(row.weights < whole[rank // tp].weights for rank, row in rows.items())
+    for rank in rows:
+        assert memory_course(split, rank, 2).held == memory_course(small, rank // tp, 2).held
+        lives = [planned_account(module, r, [(0, 2)]).lives for module, r in ((split, rank), (small, rank // tp))]
+        assert lives[0] == lives[1]
+
+
+def test_inputs_and_messages_count_as_parts() -> None:
+    module = local_mlp("1f1b", 2, 1, 2).local
+    before = measure_memory(module)
+    type = TensorType("f32", (6, 4))
+    x, labels = module.inputs
+    doubled = module.but(inputs=(Value(x.name, type.laid([("tp",), ()])), labels))
+    assert measure_memory(doubled)[0].data == before[0].data
+    assert measure_memory(module.but(inputs=(Value(x.name, type), labels)))[0].data > before[0].data

@@ -1,0 +1,143 @@
+"""The time of collectives inside graphs by hand, and teams that wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from tests.oracles.sharding.local_modules import local_mlp
+
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.graph import Graph, Mesh, Module, Op, Stage, Value
+from penstock.ir.schedule import Action
+from penstock.ir.types import TensorType
+from penstock.passes.simulator.exchanges import exchange_seconds, meeting_ranks
+from penstock.passes.simulator.forecast import forecast
+from penstock.passes.simulator.machine import Route, SimulatedMachine
+from penstock.passes.simulator.simulate import simulate
+
+LATENCY, SPEED = 0.5, 100.0
+
+
+def _apart(source: int, target: int) -> Route:
+    """Return a link of its own."""
+    return Route(((f"{source}>{target}", SPEED),), LATENCY)
+
+
+def _from_one_card(source: int, target: int) -> Route:
+    """Return a link behind the network card of the sender."""
+    return Route(((f"{source}>{target}", 10 * SPEED), (f"card {source}", SPEED)), LATENCY)
+
+
+def _module(op: Op, tp: int, dp: int = 1) -> Module:
+    mesh = Mesh("m", (("dp", dp), ("tp", tp)), tuple(f"cpu:{i}" for i in range(dp * tp)))
+    graph = Graph("s0.F", op.ins, op.outs, (op,))
+    return Module("m", stages=(Stage(0, "m"),), meshes=(mesh,), graphs={"s0.F": graph}, facts=("staged", "local"))
+
+
+def _op(kind: str, elements: int, **attrs: int | str) -> Op:
+    x, y = (Value(name, TensorType("f32", (elements,))) for name in "xy")
+    return Op(kind, (x,), (y,), {"over": "tp", **attrs})
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("op", "rounds", "sent"),
+    [
+        (_op("all_reduce", 12), 2, lambda k: 2 * 48 / k),
+        (_op("reduce_scatter", 12, axis=0, parts=3), 1, lambda k: 48 / k),
+        (_op("all_gather", 12, axis=0, size=36), 1, lambda k: 48),
+        (_op("all_to_all", 12, split=0, join=0, parts=3, size=12), 1, lambda k: 48 / k),
+    ],
+    ids=lambda x: x.kind if isinstance(x, Op) else None,
+)
+def test_seconds_are_those_of_a_direct_exchange(op: Op, rounds: int, sent: Callable[[int], float], tp: int) -> None:
+    module = _module(op, tp)
+    apart = exchange_seconds(module, _apart)
+    assert apart == {(r, "F"): pytest.approx(rounds * LATENCY + sent(tp) / SPEED) for r in range(tp)}
+    shared = exchange_seconds(module, _from_one_card)
+    assert shared == {(r, "F"): pytest.approx(rounds * LATENCY + (tp - 1) * sent(tp) / SPEED) for r in range(tp)}
+
+
+def test_a_shift_goes_to_one_rank_and_a_group_of_one_exchanges_nothing() -> None:
+    assert exchange_seconds(_module(_op("shift", 12, by=1), 4), _from_one_card)[0, "F"] == LATENCY + 48 / SPEED
+    assert exchange_seconds(_module(_op("shift", 12, by=4), 4), _from_one_card)[0, "F"] == 0
+    alone = _module(_op("all_reduce", 12), 1)
+    assert exchange_seconds(alone, _apart) == {(0, "F"): 0}
+    assert meeting_ranks(alone) == {}
+
+
+def test_teams_meet_apart_unless_a_collective_goes_over_them() -> None:
+    assert set(meeting_ranks(_module(_op("all_reduce", 12), 2, 2)).values()) == {(0, 1), (2, 3)}
+    over_dp = Op("all_reduce", *(lambda op: (op.ins, op.outs))(_op("all_reduce", 12)), {"over": "dp"})
+    assert set(meeting_ranks(_module(over_dp, 2, 2)).values()) == {(0, 1, 2, 3)}
+
+
+def _far_apart(module: Module) -> Module:
+    """Put every device on a host of its own, so that none share cores."""
+    assert module.cluster is not None
+    devices = (replace(d, host=f"host{i}") for i, d in enumerate(module.cluster.devices))
+    return module.but(cluster=Cluster(tuple(devices)))
+
+
+def _seconds(rank: int, action: Action) -> float:
+    return {"F": 1.0, "B": 2.0, "U": 0.5}.get(action.kind, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "2bw"])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2), (1, 3)])
+def test_a_module_of_teams_takes_its_parts_and_its_exchanges(kind: str, stages: int, dp: int, tp: int) -> None:
+    """Without exchanges a team takes as long as one device that takes as long; they are added to each action."""
+    module = _far_apart(local_mlp(kind, stages, dp, tp).local)
+    small = _far_apart(local_mlp(kind, stages, dp, 1).local)
+    free = forecast(module, _seconds, 5, lambda route: Route())
+    assert free.step == pytest.approx(forecast(small, _seconds, 5, lambda route: Route()).step)
+    there = forecast(module, _seconds, 5, lambda route: Route(route.shares, 1.0)).simulated
+    extra = exchange_seconds(module, lambda a, b: Route((), 1.0))
+    assert extra[0, "B"] == 2 * 2 / stages
+    assert there.step_seconds > free.step
+    # All ranks of a team do an action with collectives at the same time.
+    for (rank, kind), ranks in meeting_ranks(module).items():
+        starts = [[start for a, start, _ in there.timed(r) if a.kind == kind] for r in (rank, ranks[0])]
+        assert starts[0] == starts[1]
+
+
+def test_a_slow_rank_holds_its_team_back() -> None:
+    schedule = local_mlp("1f1b", 1, 2, 2, last="communicate").local.schedule
+    assert schedule is not None
+    together = {(rank, kind): team for team in ((0, 1), (2, 3)) for rank in team for kind in "FB"}
+
+    def seconds(rank: int, action: Action) -> float:
+        slow = rank == 1 and action.kind == "B"
+        return {"F": 1.0, "B": 3.0 if slow else 2.0}.get(action.kind, 0.0)
+
+    free = simulate(schedule, 4, seconds, lambda *_: 0.0)
+    met = simulate(schedule, 4, seconds, lambda *_: 0.0, SimulatedMachine(together=together))
+    rank = {r: list(met.timed(r)) for r in range(4)}
+    bars = [[(a, start) for a, start, _ in rank[r] if a.kind in "FB"] for r in range(2)]
+    assert bars[0] == bars[1]
+    # Rank 0 waits in front of what follows B, although it is done with B itself.
+    assert [(a, f) for a, _, f in rank[0]] != [(a, f) for a, _, f in free.timed(0)]
+    assert next(u for u in met.ranks if u.rank == 0).waiting > next(u for u in met.ranks if u.rank == 1).waiting
+    path = met.critical_path
+    assert path.get("computing on rank 1", 0.0) > path.get("computing on rank 0", 0.0)
+
+
+def test_sums_go_round_the_ranks_at_one_place_of_all_teams() -> None:
+    module = local_mlp("1f1b", 1, 2, 2, last="communicate").local
+    schedule = module.schedule
+    assert schedule is not None
+    asked: list[tuple[int, int]] = []
+
+    def route(source: int, target: int) -> Route:
+        asked.append((source, target))
+        return Route(((f"{source}>{target}", 1.0),))
+
+    used = simulate(
+        schedule, 2, lambda rank, a: 1.0, lambda *_: 0.0, SimulatedMachine(route), reduced=lambda stage: 10.0
+    )
+    assert set(asked) == {(0, 2), (2, 0), (1, 3), (3, 1)}
+    # A ring of two sends all bytes once each way, twice in two batches.
+    assert {link.name: link.nbytes for link in used.links} == {f"{a}>{b}": 20.0 for a, b in asked}
