@@ -113,7 +113,7 @@ class ThreadEmitter(Emitter):
     def load(self, buffer: Buffer, index: Expr) -> Expr:
         return widen(tirx.BufferLoad(buffer, [index]))
 
-    def prefetch(self, buffer: Buffer, index: Expr, written: bool = True) -> None:
+    def prefetch(self, buffer: Buffer, index: Expr, written: bool = True, *, near: bool = True) -> None:
         """Skip the prefetch: threads hide latency themselves."""
 
 

@@ -43,6 +43,8 @@ def emit_elementwise(body: Body) -> None:
         return
     root = root_of(body)
     shape = root.outs[0].type.dims
+    if body.loops is None:
+        _read_numbers(body)
     emit_nest(body, shape, body.merged_from(shape, body.group.ops), lambda index: _point(body, root, index))
 
 
@@ -57,6 +59,14 @@ def emit_effect(body: Body, op: Op) -> None:
             body.finish({value: (body.at(value, index), index)})
 
     emit_nest(body, dims, 0 if plain else max(len(dims) - 1, 0), point)
+
+
+def _read_numbers(body: Body) -> None:
+    """Read operands of one element in front of all loops. In them LLVM does not see that no store changes these."""
+    for op in body.group.ops:
+        for value in op.ins:
+            if not value.type.dims and value not in body.group.homes and body.is_stored(value):
+                body.at(value, ())
 
 
 def _point(body: Body, root: Op, index: Index) -> None:

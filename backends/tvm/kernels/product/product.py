@@ -13,10 +13,11 @@ packing loop. Out: loops
 Limits of the speed: a step along k needs a row of the panel, nj elements, from the second cache, and mi elements of A
 from the first. These are in time for a tile of 6x4 vectors. Copying a panel takes as long as twelve rows of A keep a
 tile busy. So where B lies along j, the first tile of a panel reads B itself and leaves the panel behind: it would wait
-for memory either way. A packed block of A is at most 1 MiB, half of the second cache. Short sums store more than they
-compute. Up to 256 steps the lines of the result are prefetched during the steps. From 512 on that costs more than it
-gives, unless the result is added to a variable, which is read there (up to 1024). Products of few rows have loops of
-their own, in few_rows.py.
+for memory either way. While the tiles of a panel compute, they ask for the lines of the next panel, a few each, which
+then waits in the second cache. A packed block of A is at most 1 MiB, half of the second cache. Short sums store more
+than they compute. Up to 256 steps the lines of the result are prefetched during the steps. From 512 on that costs more
+than it gives, unless the result is added to a variable, which is read there (up to 1024). Products of few rows have
+loops of their own, in few_rows.py.
 
 Ragged sizes: the last rows get a tile of just that many rows. A last panel of less than half a vector has loops of its
 own, in narrow_rest.py. Any other last panel is padded with zeros to whole vectors. Its columns are finished one by
@@ -57,6 +58,8 @@ _LINE_BYTES = 64
 # Parallel loops should have so many turns, and a turn this many rows at least.
 _TASKS = 4
 _TASK_ROWS = 128
+# A panel of B of so many tiles asks for the next one meanwhile, if both and a block of A fit into the second cache.
+_TILES_AHEAD, _PANEL_BYTES = 8, 256 << 10
 # Up to so many steps along k, a tile asks beforehand for the lines it will be stored to, or added to.
 _SHORT_K, _SHORT_K_ADDED = 256, 1024
 # ... if the result is larger than this, half of the second cache.
@@ -77,6 +80,8 @@ class _ProductTile:
     j: Expr
     columns: int
     lanes: int
+    # The number of the tile in its panel, if it asks for lines of the next panel of B.
+    turn: Expr | None = None
 
     @property
     def width(self) -> int:
@@ -241,10 +246,10 @@ class _TiledProduct:
         elif self.pack_b:
             panel = ProductPanel(emit.alloc(block.k_size * self.packing.padded(columns), self.dtype, "bp"))
             self.packing.pack_b(block, j, columns, panel)
+        turn = columns == self.width and self._asks_ahead(count - first)
         with emit.loop(count - first, SERIAL, "io") as io, self.body.point():
-            self._tile(
-                _ProductTile(block, (io + first if first else io) * height, height, panel, j, columns, self.lanes)
-            )
+            at = (io + first if first else io) * height
+            self._tile(_ProductTile(block, at, height, panel, j, columns, self.lanes, io if turn else None))
         if odd:
             with self.body.point():
                 self._tile(_ProductTile(block, literal(count * height, "i32"), odd, panel, j, columns, self.lanes))
@@ -292,13 +297,18 @@ class _TiledProduct:
         targets = self._hinted(tile.block)
         lines = ceil_div(tile.columns, self.line)
         hints = tile.height * lines if targets else 0
+        ahead = self._lines_ahead(tile) if tile.turn is not None else 0
         # The number of equal parts of the turns, with some hints before each. All hints at once would fill the buffers
         # that the loop itself loads through.
-        parts = max((d for d in range(1, max(hints, 1) + 1) if turns % d == 0), default=1)
+        parts = max((d for d in range(1, max(hints, ahead, 1) + 1) if turns % d == 0), default=1)
         each = ceil_div(hints, parts) if parts > 1 else 0
+        each_ahead = ceil_div(ahead, parts) if parts > 1 else 0
         with emit.loop(parts, SERIAL, "k") as part:
             for h in range(each):
                 self._hint(targets, (tile.block.lead, tile.row, tile.j), tirx.min(part * each + h, hints - 1), lines)
+            for h in range(each_ahead):
+                assert tile.turn is not None
+                self._hint_ahead(tile, (tile.turn * parts + part) * each_ahead + h)
             with emit.loop(turns // parts, SERIAL, "k") as k:
                 turn = part * (turns // parts) + k
                 for u in range(unrolled):
@@ -384,6 +394,40 @@ class _TiledProduct:
         place = self.p.place(lead, i + tirx.floordiv(number, per_row), j + tirx.floormod(number, per_row) * self.line)
         for buffer in targets:
             self.emit.prefetch(buffer, linear(place, self.p.out.type.dims))
+
+    def _asks_ahead(self, tiles: int) -> bool:
+        """Return whether tiles ask for the next panel of B while they compute: else its first tile waits for memory."""
+        p = self.p
+        fits = self.k_size * self.width * ITEM_BYTES[self.dtype] <= _PANEL_BYTES
+        if not self.pack_b or self.ready is not None or p.b_address is None or tiles < _TILES_AHEAD or not fits:
+            return False
+        zero = literal(0, "i32")
+        address = p.b_address((zero,) * len(p.batch), zero, zero)
+        return address is not None and p.k * p.n * ITEM_BYTES[address[0].type.dtype] > _NEAR_BYTES
+
+    def _lines_ahead(self, tile: _ProductTile) -> int:
+        """Return the lines of the next panel that each tile of a panel asks for."""
+        tiles = max(tile.block.rows // tile.height - 1, 1)
+        return ceil_div(self._panel_lines(tile.block), tiles)
+
+    def _panel_lines(self, block: ProductBlock) -> int:
+        """Return the lines of a panel of B."""
+        along, across = (block.k_size, self.width) if self.p.b_along_k else (self.width, block.k_size)
+        return ceil_div(along, self.line) * across
+
+    def _hint_ahead(self, tile: _ProductTile, number: Expr) -> None:
+        """Ask for one line of the next panel of B; numbers past its last line mean that one."""
+        p, block = self.p, tile.block
+        j, number = tile.j + self.width, tirx.min(number, self._panel_lines(block) - 1)
+        per_row = ceil_div(block.k_size if p.b_along_k else self.width, self.line)
+        if p.b_along_k:
+            k, j = tirx.floormod(number, per_row) * self.line, j + tirx.floordiv(number, per_row)
+        else:
+            k, j = tirx.floordiv(number, per_row), j + tirx.floormod(number, per_row) * self.line
+        assert p.b_address is not None
+        address = p.b_address(block.lead, block.k_from + k, j)
+        if address is not None:
+            self.emit.prefetch(self.body.operand(address[0]), address[1], written=False, near=False)
 
     def _at(self, offset: Expr, size: int) -> Expr:
         """Return the index of `size` neighbouring elements."""

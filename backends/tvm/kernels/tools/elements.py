@@ -90,7 +90,10 @@ def _adamw(f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, v: Expr, *factors:
     m = f.bind(number_like(w, beta1) * m + number_like(w, 1 - beta1) * g)
     v = f.bind(number_like(w, beta2) * v + number_like(w, 1 - beta2) * g * g)
     kept = w - lr * number_like(w, decay) * w if decay else w
-    return kept - lr * (m / c1) / (tirx.sqrt(v / c2) + number_like(w, number(a["eps"]))), m, v
+    # lr * (m / c1) / (sqrt(v / c2) + eps), with one division per element: these take longer than memory does.
+    step = f.emit.bind_outside(lr / c1, (lr, c1))
+    scale = f.emit.bind_outside(number_like(c2, 1) / tirx.sqrt(c2), (c2,))
+    return kept - step * m / (tirx.sqrt(v) * scale + number_like(w, number(a["eps"]))), m, v
 
 
 # kind -> (functions, attributes, operands) -> results

@@ -16,7 +16,7 @@ Invariant: a variable bound or a buffer allocated inside a block is used only in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,6 +104,8 @@ class Emitter:
         # Hints that come behind the vector loop.
         self._hints: list[Any] = []
         self._names: set[Any] = set()
+        # Those of them that are bound in front of all loops.
+        self._outside: set[Any] = set()
         # True if any scratch storage is of bools, which TVM has to turn into bytes.
         self.holds_bools = False
 
@@ -209,6 +211,19 @@ class Emitter:
             return variable
         return self._in_array(value, name)
 
+    def bind_outside(self, value: Expr, parts: Sequence[Expr]) -> Expr:
+        """Name an expression of some names, in front of all loops if these names are bound there, too."""
+        if not all(isinstance(part, TensorLoad) and part.source in self._outside for part in parts):
+            return self.bind(value)
+        dtype = dtype_name(value)
+        buffer = tirx.decl_buffer((1,), dtype, name=self.fresh("t"), scope=self._scope)
+        first = tirx.IntImm("int32", 0)
+        # A loop is added to its block when it ends.
+        self._blocks[0] += [tirx.AllocBuffer(buffer), tirx.BufferStore(buffer, value, [first])]
+        self._names.add(buffer)
+        self._outside.add(buffer)
+        return tirx.BufferLoad(buffer, [first])
+
     def _in_array(self, value: Expr, name: str) -> Expr:
         buffer = self.name_lanes(dtype_name(value), name)
         self.add(tirx.BufferStore(buffer, value, [self.lane()]))
@@ -219,6 +234,8 @@ class Emitter:
         buffer = tirx.decl_buffer((self._width,), dtype, name=self.fresh(name), scope=self._scope)
         (self._hoisted if self._lane is not None else self._blocks[-1]).append(tirx.AllocBuffer(buffer))
         self._names.add(buffer)
+        if len(self._blocks) == 1:
+            self._outside.add(buffer)
         return buffer
 
     def lane(self) -> Expr:
@@ -255,10 +272,10 @@ class Emitter:
             return self.bind(tirx.reinterpret("float32", self._upper_half(value) << _unsigned(16)))
         return self.bind(tirx.Cast("float32", self.bind(tirx.Cast("float16", value)))) if dtype == "f16" else value
 
-    def prefetch(self, buffer: Buffer, index: Expr, written: bool = True) -> None:
+    def prefetch(self, buffer: Buffer, index: Expr, written: bool = True, *, near: bool = True) -> None:
         """Hint that a cache line will soon be read, and written unless `written` is false. Addresses outside the
-        buffer are allowed."""
-        self.add(_hint(buffer, index, written))
+        buffer are allowed. Without `near` the line is wanted in the second cache alone."""
+        self.add(_hint(buffer, index, written, near))
 
     def prefetch_ahead(self, buffer: Buffer, index: Expr, distance: int, written: bool) -> None:
         """Hint, in a vector loop that runs along memory, at the elements `distance` further on. Does nothing
@@ -283,9 +300,9 @@ class Emitter:
         return buffer
 
 
-def _hint(buffer: Buffer, index: Expr, written: bool) -> Any:
+def _hint(buffer: Buffer, index: Expr, written: bool, near: bool = True) -> Any:
     address = tirx.address_of(tirx.BufferLoad(buffer, [index]))
-    return tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", address, int(written), 3, 1))
+    return tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", address, int(written), 3 if near else 2, 1))
 
 
 _ARITHMETIC: dict[type, Callable[[int, int], int]] = {

@@ -196,6 +196,26 @@ def test_products_added_to_variables(whole: bool, tmp_path: Path) -> None:
     assert not wrong(graphs, tmp_path)
 
 
+# Operands that no second cache holds, whose panels ask for the next one: whole panels, a ragged last one; steps along k
+# that do and do not fill a line; rows left over.
+LARGE = [(60, 768, 400), (57, 700, 425)]
+
+
+def asked_for(graph: Graph, target: str) -> int:
+    """The prefetches into the second cache in the kernel of a graph."""
+    return str(plan_kernels(graph, machine_of(target)).steps[0].kernel.function).count(", 0, 2, 1)")
+
+
+def test_products_that_ask_for_the_next_panel(tmp_path: Path) -> None:
+    graphs = [product(f"s0.{form}{i}", form, *size) for form in FORMS for i, size in enumerate(LARGE)]
+    assert all(asked_for(graph, "skylake-avx512") for graph in graphs)
+    # Few rows, and an operand that stays in the second cache.
+    assert not any(
+        asked_for(product("s0.p", "NN", *size), "skylake-avx512") for size in ((20, 768, 400), (60, 128, 64))
+    )
+    assert not wrong(graphs, tmp_path)
+
+
 def test_sums_of_nothing_are_zeros_wherever_they_go(tmp_path: Path) -> None:
     """The rest of the kernel finds every element's own place: of a row that is added, of a result that is stored transposed."""
     graphs = [product(f"s0.n{form}{m}", form, m, 130, 0) for form in FORMS for m in (5, 20)]
