@@ -27,10 +27,13 @@ PAIR, FOUR, SMALL, GPUS = (
 )
 
 
+PAIRS = ("cpu:0 cpu:1", "cpu:2 cpu:3")
+
+
 @dataclass(frozen=True)
 class Case:
     """A model and a plan for it; `training` is None for inference. `groups` names the devices of each stage where some
-    have several, `library` is who computes contractions on GPUs."""
+    have several, `library` is who computes contractions on GPUs; `mesh` and `layouts` split tensors."""
 
     make: Callable[[], ps.Model]
     training: ps.Training | None
@@ -42,6 +45,8 @@ class Case:
     recompute: str = "auto"
     wire: str = "f32"
     library: str = ""
+    mesh: str = ""
+    layouts: tuple[str, ...] = ()
 
 
 def trained(
@@ -83,9 +88,29 @@ CASES: dict[str, Case] = {
         trained(ADAMW, clip=0.5, microbatches=4),
         "zb-1f1b",
         FOUR,
-        ("cpu:0 cpu:1", "cpu:2 cpu:3"),
+        PAIRS,
     ),
     "cnn-hosts": Case(models.cnn, trained(MOMENTUM, microbatches=4), "2bw", ("cpu:0", "away"), wire="bf16"),
+    "gpt-megatron": Case(
+        models.gpt, trained(ADAMW, microbatches=4), "2bw", FOUR, PAIRS, mesh="tp=2", layouts=("preset:megatron",)
+    ),
+    "gpt-sequence": Case(
+        models.gpt,
+        trained(clip=1.0),
+        devices=FOUR,
+        groups=(" ".join(FOUR),),
+        mesh="dp=2,tp=2",
+        layouts=("preset:sequence",),
+    ),
+    "mlp-uneven": Case(
+        lambda: models.mlp(*WIDE),
+        trained(ADAMW),
+        "zb-1f1b",
+        FOUR[:3],
+        (" ".join(FOUR[:3]),),
+        mesh="tp=3",
+        layouts=("fc1.weight=[_,/tp]", "fc2.weight=[/tp,_]"),
+    ),
     "gpt-little-memory": Case(lambda: models.gpt(4), trained(ADAMW, microbatches=4), devices=SMALL),
     # Families from ONNX.
     "cnn-inference": Case(models.cnn, None, "forward", FOUR[:3]),
@@ -172,5 +197,7 @@ def _start(case: Case) -> tuple[Module, list[Call]]:
         shares=case.shares,
         library=case.library,
         guard=case.training.guard_options(),
+        mesh=case.mesh,
+        layouts=case.layouts,
     )
     return module, training_pipeline(case.training.pass_options(), cuts, options)
