@@ -2,9 +2,10 @@
 
 In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, padding and groups. Out: the loops of one of
 
-  * a direct correlation (tools/correlation.py; register_tiles.py, or lines.py for few output channels): convolutions,
-    and gradients for the input, which are correlations of the output's gradient with the flipped weight. With stride s
-    they fall apart into s phases per dimension, each with the taps that meet its positions:
+  * a direct correlation (tools/correlation.py; register_tiles.py, planes.py for groups of one channel, lines.py for few
+    output channels): convolutions, and gradients for the input, which are correlations of the output's gradient with
+    the flipped weight. With stride s they fall apart into s phases per dimension, each with the taps that meet its
+    positions:
         dx[h] = sum of dy[(h + low - r * dilation) / stride] * w[r]
     over the taps r for which this divides without remainder,
     and in a phase, h = first mod stride, these taps are every (stride / gcd(stride, dilation))-th;
@@ -29,14 +30,14 @@ from penstock.backends.tvm.kernels.conv.weight.depthwise import emit_depthwise_g
 from penstock.backends.tvm.kernels.conv.weight.direct import WeightGradient, emit_weight_gradient, is_suited
 from penstock.backends.tvm.kernels.conv.weight.tiles import emit_weight_tiles, plan_tiles
 from penstock.backends.tvm.kernels.tools.body import EFFECTS, Body
-from penstock.backends.tvm.kernels.tools.correlation import Correlation, Pair, Phase
+from penstock.backends.tvm.kernels.tools.correlation import Correlation, Pair, Phase, lanes_of
 from penstock.backends.tvm.kernels.tools.elements import Index, unravel, zero
 from penstock.backends.tvm.kernels.tools.emit import Buffer, Expr, ceil_div, literal
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import Window, complete_attrs, ints, window_of
-from penstock.ir.types import FLOATS, ITEM_BYTES
+from penstock.ir.types import FLOATS
 
-from . import tile_conv, windows
+from . import planes, tile_conv, windows
 from . import winograd as conv_winograd
 from .lines import emit_lines
 from .points import PointProduct, emit_points
@@ -142,9 +143,11 @@ def _emit_pointwise(
 
 
 def emit_correlation(body: Body, c: Correlation) -> None:
-    lanes = max(body.lanes * 4 // ITEM_BYTES[c.dtype], 1)
+    lanes = lanes_of(body, c)
     if conv_winograd.suits(body, c):
         conv_winograd.emit_winograd(body, c, lanes)
+    elif planes.suits(c):
+        planes.emit_planes(body, c, lanes)
     else:
         (emit_lines if c.filters * 2 <= lanes else emit_tiles)(body, c, lanes)
 

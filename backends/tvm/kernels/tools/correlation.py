@@ -20,8 +20,8 @@ from penstock.ir.types import ITEM_BYTES
 
 from .body import Body
 from .elements import Index
-from .emit import SERIAL, Buffer, Emitter, Expr, ceil_div, compute_dtype, literal, load
-from .transpose import pieces
+from .emit import SERIAL, VECTOR, Buffer, Emitter, Expr, ceil_div, compute_dtype, literal, load
+from .transpose import separate_pairs
 
 Pair = tuple[int, int]
 # Positions of a strip: with two vectors of channels its sums take a third of a first-level cache.
@@ -139,7 +139,7 @@ class BorderedSource:
     def copy(self, image: Expr, kind: Any = SERIAL) -> None:
         """Copy an image with its border; `kind` is that of the loop over its channels."""
         emit, c, body = self.emit, self.c, self.body
-        lanes = max(body.lanes * 4 // ITEM_BYTES[c.dtype], 1)
+        lanes = lanes_of(body, c)
         rows = min(c.sizes[0], c.padded[0] - c.low[0])
         # With a negative border the source starts later.
         first = max(-c.low[0], 0), max(-c.low[1], 0)
@@ -155,16 +155,7 @@ class BorderedSource:
             with emit.loop(rows - first[0], SERIAL, "h") as h:
                 h = h + first[0] if first[0] else h
                 line = emit.bind(start + (h + c.low[0]) * (self.width * self.split), "line")
-                for remainder in range(self.split):
-                    # Columns w with (w + low) % split == remainder.
-                    begin = first[1] + (remainder - first[1] - c.low[1]) % self.split
-                    count = ceil_div(columns - begin, self.split)
-                    if count <= 0:
-                        continue
-                    at = line + (remainder * self.width + (begin + c.low[1]) // self.split)
-                    for w, _ in pieces(emit, count, lanes):
-                        with body.point():
-                            emit.store(self.buffer, c.source(image, channel, h, w * self.split + begin), at + w)
+                copy_line(body, c, (image, channel, h), self.buffer, line, (self.split, self.width))
 
     def position(self, image: Expr, channel: Expr, h: Expr, w: Expr, remainder: Expr = 0) -> Expr:
         """Return the position of element (h, w), the border counted; `w` counts columns with that remainder."""
@@ -174,6 +165,57 @@ class BorderedSource:
 
     def load(self, position: Expr) -> Expr:
         return load(self.c.plain if self.buffer is None else self.buffer, position)
+
+
+def lanes_of(body: Body, c: Correlation) -> int:
+    """Return the elements of a vector of the type that is computed in."""
+    return max(body.lanes * 4 // ITEM_BYTES[c.dtype], 1)
+
+
+def copy_line(
+    body: Body, c: Correlation, place: tuple[Expr, Expr, Expr], target: Buffer, line: Expr, columns: Pair
+) -> None:
+    """Copy a row of the source, at `place` (image, channel, row), behind its border to `target` from `line` on.
+    `columns` are the number of remainders that keep columns apart, and the width of each."""
+    emit, lanes = body.emit, lanes_of(body, c)
+    split, width = columns
+    low, first, last = c.low[1], max(-c.low[1], 0), min(c.sizes[1], c.padded[1] - c.low[1])
+    if last <= first:
+        return
+    if split == 2 and first == 0 and c.plain is not None and c.out.type.dtype == c.dtype:
+        image, channel, h = place
+        start = emit.bind(((image * (c.groups * c.channels) + channel) * c.sizes[0] + h) * c.sizes[1], "row")
+        while lanes > 1:
+            targets = [(target, line + ((b + low) % 2 * width + (first + b + low) // 2)) for b in (0, 1)]
+            with emit.loop((last - first) // (2 * lanes), SERIAL, "v") as v:
+                places = [(buffer, at + v * lanes) for buffer, at in targets]
+                separate_pairs(emit, lanes, (c.plain, start + (v * (2 * lanes) + first)), places)
+            first += (last - first) // (2 * lanes) * (2 * lanes)
+            lanes //= 2
+    for remainder in range(split):
+        # Columns w with (w + low) % split == remainder.
+        begin = first + (remainder - first - low) % split
+        count = ceil_div(last - begin, split)
+        if count <= 0:
+            continue
+        at = line + (remainder * width + (begin + low) // split)
+        for w in _overlapping(emit, count, lanes):
+            with body.point():
+                emit.store(target, c.source(*place, w * split + begin), at + w)
+
+
+def _overlapping(emit: Emitter, extent: int, lanes: int) -> Iterator[Expr]:
+    """Cover 0 .. extent-1 in vectors: the last ones end where the extent does, and go over some elements twice."""
+    while lanes > extent:
+        lanes //= 2
+    whole, tail = divmod(extent, lanes)
+    with emit.loop(whole, SERIAL, "p") as outer, emit.loop(lanes, VECTOR, "l") as lane:
+        yield outer * lanes + lane
+    if tail:
+        while lanes // 2 >= tail:
+            lanes //= 2
+        with emit.loop(lanes, VECTOR, "l") as lane:
+            yield lane + (extent - lanes)
 
 
 def cover(emit: Emitter, extent: int, size: int, name: str) -> Iterator[tuple[Expr, int]]:

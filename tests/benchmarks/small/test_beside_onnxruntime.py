@@ -11,7 +11,7 @@ from oracles.repository import BENCHMARKS
 
 from penstock.models import write_cnn, write_mlp
 
-from .benchmark_report import run_benchmark
+from ..benchmark_report import run_benchmark
 
 # The bundle that is loaded gives other numbers.
 WRONG = """

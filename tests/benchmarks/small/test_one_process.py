@@ -8,7 +8,7 @@ from pathlib import Path
 
 from oracles.repository import BENCHMARKS
 
-from .benchmark_report import run_benchmark
+from ..benchmark_report import run_benchmark
 
 WORDS = ["--only", "mlp", "--rounds", "2", "--calls", "3"]
 # The bundle that is loaded gives other numbers.
