@@ -138,10 +138,12 @@ def emit_concat(body: Body) -> None:
 
 def _copy_part(body: Body, op: Op, value: Value, axis: int, start: int) -> None:
     dims = value.type.dims
+    # From the axis on, a part is one run, here and in the result.
+    merged = axis if len(body.group.ops) == 1 and body.is_stored(value) else max(len(dims) - 1, 0)
 
     def point(index: Index) -> None:
         with body.point():
             place = (*index[:axis], index[axis] + start if start else index[axis], *index[axis + 1 :])
             body.finish({op.outs[0]: (body.at(value, index), place)})
 
-    emit_nest(body, dims, max(len(dims) - 1, 0), point)
+    emit_nest(body, dims, merged, point)
