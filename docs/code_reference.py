@@ -224,12 +224,12 @@ def _described(doc: str) -> str:
 
 
 def operations() -> str:
-    """Every operation with its attributes and which of its dimensions may be split."""
+    """Every operation with its attributes, which of its dimensions may be split, and what partial sums pass through."""
     from penstock.ir.ops import OPS, Required
     from penstock.ir.text import print_literal
 
     types = {bool: "bool", int: "int", float: "float", str: "word", tuple: "list", object: "any"}
-    lines = ["| op | attributes | dimensions |\n", "| --- | --- | --- |\n"]
+    lines = ["| op | attributes | dimensions | partial sums |\n", "| --- | --- | --- | --- |\n"]
     for name, row in OPS.items():
         attributes = [
             f"`{attribute}: {types[spec.kind]}`"
@@ -237,7 +237,10 @@ def operations() -> str:
             else f"`{attribute}={print_literal(spec)}`"
             for attribute, spec in row.attrs.items()
         ]
-        lines.append(f"| `{name}` | {' '.join(attributes)} | {f'`{row.dims}`' if row.dims else 'all alike'} |\n")
+        state = "as its variable" if row.family == "state" else "all alike"
+        dimensions = f"`{row.dims}`" if row.dims else state
+        passed = f"`{row.linear}`" if row.linear else ""
+        lines.append(f"| `{name}` | {' '.join(attributes)} | {dimensions} | {passed} |\n")
     return "".join(lines)
 
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from penstock.ir.graph import Module
+from penstock.ir.action_kinds import ACTION_KINDS
+from penstock.ir.graph import PARAM, Module
+from penstock.ir.ops import OPS
 from penstock.ir.schedule_names import SYNCHRONOUS
 from penstock.passes.costs.prices import by_simulation, shown_seconds
 from penstock.passes.memory.lifetimes import memory_table
@@ -29,6 +31,7 @@ def plan_lines(plan: Plan, searched: bool = False) -> Iterator[str]:
     """Describe a plan and its prediction on this machine; if it was `searched` for, add the reasons of the search."""
     module, predicted = plan.module, predict_here(plan.module, plan.predicted)
     yield from _ranks(module, predicted)
+    yield from _mesh(module)
     for note in module.notes:
         if note.origin in ("placement", "partition", "schedule", "recompute"):
             yield f"{note.origin}: {note.text}"
@@ -86,6 +89,33 @@ def _ranks(module: Module, predicted: Predicted) -> Iterator[str]:
         "predicted time per batch and peak memory"
     )
     yield table(["stage", "device", "microbatches", "time", "of slowest", *columns], rows)
+
+
+def _mesh(module: Module) -> Iterator[str]:
+    """Describe how tensors lie on the meshes of stages; nothing where they are not split."""
+    if not module.is_local:
+        return
+    axes = dict.fromkeys(f"{axis}={size}" for mesh in module.meshes for axis, size in mesh.axes)
+    variables = list(module.vars.values())
+    split = sum(not var.type.is_plain for var in variables)
+    held, whole = 0, 0
+    for stage in module.stages:
+        types = [var.type for var in variables if var.role == PARAM and var.stage == stage.index]
+        here = sum(module.local_type(t, stage.index).nbytes for t in types)
+        if here >= held:
+            held, whole = here, sum(t.nbytes for t in types)
+    yield (
+        f"mesh {', '.join(axes)}: {split} of {counted(len(variables), 'variable')} split, "
+        f"at most {shown_bytes(held)} of {shown_bytes(whole)} of parameters per device, "
+        f"{counted(_collectives(module), 'collective')} per microbatch"
+    )
+
+
+def _collectives(module: Module) -> int:
+    """Count the collectives in the graphs that run once per microbatch, those of all stages together."""
+    kinds = [row.name for row in ACTION_KINDS.values() if row.computes and row.per == "microbatch"]
+    graphs = (module.stage_graph(stage.index, kind) for stage in module.stages for kind in kinds)
+    return sum(OPS[op.kind].family == "collective" for graph in graphs if graph is not None for op in graph.ops)
 
 
 def _busy(predicted: Predicted) -> float:

@@ -80,6 +80,11 @@ def _searched(
         raise UsageError("--batch plans for training", hint="add --loss, or leave --batch out for an inference plan")
     fixed = {"--stages": arguments.stages, "--microbatches": arguments.microbatches, "--split-at": arguments.split_at}
     flags = [flag for flag, value in fixed.items() if value]
+    if arguments.mesh or arguments.shard:
+        raise UsageError(
+            f"{'--mesh' if arguments.mesh else '--shard'} with --batch: the planner knows no meshes",
+            hint="leave --batch out, and give --dim, --microbatches and --devices",
+        )
     if flags:
         raise UsageError(
             f"{', '.join(flags)} with --batch: the planner chooses that",

@@ -1,0 +1,43 @@
+"""Tests of plans whose tensors are split: the line that describes the mesh, by a count of its own, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.commands.parser import main
+from penstock.models import write_mlp
+
+WORDS = "--dim batch=4 --microbatches 2 --loss mse --optimizer sgd --lr 0.1"
+TP, HIDDEN = 2, 512
+
+
+@pytest.fixture
+def mlp(tmp_path):
+    write_mlp(tmp_path / "mlp.onnx", [16, HIDDEN, 8])
+    return str(tmp_path / "mlp.onnx")
+
+
+def mesh_lines(capsys, *words):
+    assert main(["plan", *words]) == 0
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("mesh ")]
+
+
+def test_a_line_says_how_tensors_are_split(mlp, capsys):
+    # Columns of the first product with their bias, rows of the second; its bias is whole. Gradients lie alike.
+    part, whole = (4 * (16 * n + n + n * 8 + 8) for n in (HIDDEN // TP, HIDDEN))
+    (line,) = mesh_lines(capsys, mlp, "--devices", "2", "--mesh", "tp=2", "--shard", "preset:megatron", *WORDS.split())
+    # Beside 4 parameters and 4 gradients there are the rate, its curve and the step. One sum adds the second product up.
+    assert line == (
+        f"mesh tp=2: 6 of 11 variables split, at most {part / 1024:.1f} KiB of {whole / 1024:.1f} KiB of parameters "
+        "per device, 1 collective per microbatch"
+    )
+
+
+def test_without_a_mesh_there_is_no_line(mlp, capsys):
+    assert mesh_lines(capsys, mlp, "--devices", "2", *WORDS.split()) == []
+
+
+@pytest.mark.parametrize("words", [["--mesh", "tp=2"], ["--shard", "preset:megatron"]])
+def test_the_planner_refuses_a_mesh_instead_of_leaving_it_out(mlp, capsys, words):
+    assert main(["plan", mlp, "--devices", "2", "--batch", "8", "--loss", "mse", *words]) == 2
+    assert f"{words[0]} with --batch" in capsys.readouterr().err
