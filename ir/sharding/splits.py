@@ -63,10 +63,12 @@ def read_split(factors: Factors, split: Split, sizes: Mapping[str, int], parts: 
         return factors[0], split
     before = 1
     for i, name in enumerate(factors):
-        if before == split.blocks and sizes[name] > 1:
-            whole = i + 1 < len(factors)
-            return (name, Split(split.axes)) if not whole or sizes[name] % parts == 0 else None
-        before *= sizes[name]
+        n, blocks = sizes[name], split.blocks // before
+        if split.blocks % before == 0 and n > blocks:
+            # Parts are equal where the factor has others behind it, or blocks.
+            equal = blocks > 1 or i + 1 < len(factors)
+            return (name, Split(split.axes, blocks)) if not equal or n % (blocks * parts) == 0 else None
+        before *= n
     return None
 
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock.ir.action_kinds import FORWARD
 from penstock.ir.attrs import Attr
-from penstock.ir.graph import ANNOTATIONS, LOCAL, Graph, Module, Namer, Op, Value, graph_stage
+from penstock.ir.graph import ANNOTATIONS, LOCAL, Graph, Module, Namer, Op, Value, graph_kind, graph_stage
 from penstock.ir.ops import OPS, complete_attrs, integer, ints, make
+from penstock.ir.schedule import COMPUTE
 from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import Split as Splitting
 from penstock.ir.sharding.splits import SplitRule, read_split
@@ -37,21 +39,31 @@ class LocalizeOptions:
 def localize(module: Module, options: LocalizeOptions = LocalizeOptions()) -> Module:
     """Turn every stage graph into the program of one device of its mesh."""
     namer = Namer.of(*module.graphs.values())
+    # What the padding of values holds that other graphs take; that of what is fed is zero.
+    padding = {value.name: ZERO for value in module.inputs}
     graphs = {}
-    for name, graph in module.graphs.items():
-        stage = graph_stage(name)
+    for name in sorted(module.graphs, key=_turn):
+        graph, stage = module.graphs[name], graph_stage(name)
         if stage is None:
             raise VerifyError("is no graph of a stage; localize runs after split", where=f"@{name}")
-        graphs[name] = _Localizer(graph, module.mesh_of(stage).sizes, namer).run()
+        localizer = _Localizer(graph, module.mesh_of(stage).sizes, namer, padding)
+        graphs[name] = localizer.run()
+        padding |= localizer.padding
     facts = tuple(LOCAL if fact == "sharded" else fact for fact in module.facts)
-    return module.but(graphs=graphs, facts=facts)
+    return module.but(graphs={name: graphs[name] for name in module.graphs}, facts=facts)
+
+
+def _turn(name: str) -> tuple[int, int]:
+    """Return a key that sorts graphs by when they run: those that make a value before those that take it."""
+    kind, stage = graph_kind(name), graph_stage(name) or 0
+    return COMPUTE.index(kind) if kind in COMPUTE else 0, stage if kind == FORWARD else -stage
 
 
 class _Localizer:
     """The translation of one graph."""
 
-    def __init__(self, graph: Graph, sizes: Mapping[str, int], namer: Namer) -> None:
-        self.graph, self.sizes = graph, sizes
+    def __init__(self, graph: Graph, sizes: Mapping[str, int], namer: Namer, before: Mapping[str, int]) -> None:
+        self.graph, self.sizes, self.before = graph, sizes, before
         self.b = LocalWriter(namer, sizes)
         self.env: dict[str, Value] = {}
         # What the padding of a value holds; values without padding are not in it.
@@ -59,7 +71,8 @@ class _Localizer:
 
     def run(self) -> Graph:
         for value in self.graph.ins:
-            self._define(value, Value(value.name, value.type.local(self.sizes)), ZERO)
+            state = self.before.get(value.name, ANYTHING)
+            self._define(value, Value(value.name, value.type.local(self.sizes)), state)
         for op in self.graph.ops:
             self.b.loc = op.loc
             self.b.annotations = {key: x for key, x in op.attrs.items() if key in ANNOTATIONS}
@@ -156,9 +169,10 @@ class _Localizer:
                 if name in factors and self._is_uneven(op.ins[i].type, dim)
             ]
             states = {i: self.padding.get(op.ins[i].name, ZERO) for i, _ in places}
-            if not places or (ZERO in states.values() and max(states.values()) <= FINITE):
+            if not places or (_is_no_term(op, states) and max(states.values()) <= FINITE):
                 continue
-            worst = [i for i in states if states[i] == ANYTHING] or list(states)[:1]
+            worst = [i for i in states if states[i] == ANYTHING or (i == 0 and op.kind in _SUMS_OF_FIRST)]
+            worst = worst or list(states)[:1]
             for i, dim in places:
                 if i in worst:
                     t = op.ins[i].type
@@ -204,6 +218,15 @@ class _Localizer:
             if t.axes_of(dim):
                 low[dim], high[dim] = (n // whole * local for n in (low[dim], high[dim]))
         return {"low": tuple(low), "high": tuple(high)}
+
+
+# Operations that sum their first operand, whatever the others are.
+_SUMS_OF_FIRST = ("layer_norm_grad_weight", "gather_grad", "sum")
+
+
+def _is_no_term(op: Op, states: Mapping[int, int]) -> bool:
+    """Return whether a sum over padding in these states adds nothing."""
+    return states.get(0) == ZERO if op.kind in _SUMS_OF_FIRST else ZERO in states.values()
 
 
 def _axes_of_names(op: Op, rule: SplitRule, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:

@@ -57,4 +57,4 @@ def padding_of(op: Op, ins: Sequence[int | None]) -> tuple[int, ...]:
         return (ZERO if largest == ZERO else ANYTHING,) * count
     else:
         return (ANYTHING,) * count
-    return (ZERO if zero else largest,) * count
+    return (ZERO if zero else max(every),) * count

@@ -243,6 +243,8 @@ class _GraphResolution:
                 if read is None:
                     return None
                 splits[read[0]] = read[1]
+        if not _equal_factors(rule, splits, self.sizes):
+            return None
         plain = view.ins[0].type.plain
         operand, result = (
             laid_out(x, dims, splits, rule.sizes) for x, dims in ((plain, rule.ins[0]), (t.plain, rule.outs[0]))
