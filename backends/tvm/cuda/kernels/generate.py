@@ -39,6 +39,7 @@ from penstock.ir.ops import complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS
 from penstock.support.errors import UnsupportedModel
 
+from . import sorting
 from .attention import emit_attention, emit_attention_grad
 from .body import DeviceBody
 from .library import library_call
@@ -49,11 +50,8 @@ from .loops import THREADS, DeviceLoops, bind_index, reduce_lines
 
 def emit_gather_grad(body: DeviceBody, op: Op) -> None:
     """Emit the gradient of a lookup, without atomic additions. Equal indices form a chain in the order of their
-    positions; the first of each chain adds up the rows of dy of all of them.
-
-    Finding the next equal index compares each with each, which for thousands of indices is little beside the rows that
-    are moved.
-    """
+    positions; the first of each chain adds up the rows of dy of all of them. Finding the next equal index compares each
+    with each, so many indices are sorted instead (sorting.py)."""
     dy, indices = op.ins
     table = op.outs[0]
     axis = axis_of(op, table)
@@ -143,8 +141,11 @@ def _chains(body: DeviceBody, indices: Value, size: int) -> tuple[Buffer, Buffer
 
 
 def _add_rows(body: DeviceBody, target: Buffer, dy: Value, indices: Value, axis: int, shape: tuple[int, ...]) -> None:
-    """Emit the addition of entries along an axis to those that indices name; the first of each chain adds up all of
-    it."""
+    """Emit the addition of entries along an axis to those that indices name. Many indices are sorted; of few, the first
+    of each chain adds up all of it."""
+    if indices.type.size >= sorting.SORTED_FROM:
+        sorting.add_sorted_rows(body, target, dy, indices, axis, shape)
+        return
     emit, dtype = body.emit, dy.type.dtype
     outer, inner, places = shape[:axis], shape[axis + 1 :], indices.type.dims
     count, run = prod(places), prod(inner)
