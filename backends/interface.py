@@ -140,9 +140,11 @@ class Backend(Protocol):
     ) -> dict[int, tuple[str, ...]]:
         """Write the files of stages; return their names inside `out_dir`, by stage."""
 
-    def check_host(self, module: Module, stage: int) -> None:
-        """Raise the UsageError of `load_stage` where this host lacks the device of a stage: for callers that compile
-        first."""
+    def check_host(self, module: Module, stage: int, device: str | None = None) -> None:
+        """Raise the UsageError of `load_stage` where this host lacks the device of a stage, or memory on it.
+
+        For callers that compile first, and for ranks before they meet.
+        """
 
     def prepare(self) -> None:
         """Import what loading a stage takes, and touch no device: for a process that ranks are forked from."""

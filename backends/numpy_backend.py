@@ -33,7 +33,7 @@ class NumpyBackend:
         """Return no files."""
         return dict.fromkeys(stages, ())
 
-    def check_host(self, module: Module, stage: int) -> None:
+    def check_host(self, module: Module, stage: int, device: str | None = None) -> None:
         """Accept every host: stages are interpreted, whatever device they are for."""
 
     def prepare(self) -> None:

@@ -54,9 +54,13 @@ class TvmBackend:
                 builder.build([LibraryPart(graphs[stage], out_dir / names[stage]) for stage in on_cpu])
         return {stage: (names[stage],) for stage in stages}
 
-    def check_host(self, module: Module, stage: int) -> None:
-        """Raise the UsageError of `load_stage` where this host lacks the GPU of a stage."""
-        _gpu_of(module, stage)
+    def check_host(self, module: Module, stage: int, device: str | None = None) -> None:
+        """Raise the UsageError of `load_stage` where this host lacks the GPU of a stage, or memory on it."""
+        gpu = _gpu_of(module, stage, device)
+        if gpu is not None:
+            from penstock.backends.tvm.cuda.devices import check_memory  # lazy: heavy
+
+            check_memory(module, stage, gpu, device)
 
     def prepare(self) -> None:
         """Load TVM's runtime and the modules that loading a stage takes."""
@@ -98,11 +102,9 @@ def _gpu_of(module: Module, stage: int, name: str | None = None) -> torch.device
     device = device_of(module, stage, name)
     if device is None or device.kind != "cuda":
         return None
-    from penstock.backends.tvm.cuda.load import find_device  # lazy: heavy
+    from penstock.backends.tvm.cuda.devices import find_device  # lazy: heavy
 
-    assert module.cluster is not None
-    gpus = [d.name for d in module.cluster.devices if d.kind == "cuda" and d.host == device.host]
-    return find_device(device.target, gpus.index(device.name), stage)
+    return find_device(device.target, device.gpu_on_host, stage)
 
 
 def _needed(cpu: str, graphs: Sequence[Graph]) -> str:

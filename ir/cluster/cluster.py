@@ -63,7 +63,8 @@ class Device:
     work reach (passes/costs/prices.py), by name. `overhead` are seconds that a kernel takes beside its work,
     `call_overhead` those that a call of a stage takes beside its kernels. An end of a message takes `message_overhead`,
     and on a CPU its bytes take processor time at `socket_bandwidth`. Between CPUs of one host an end takes
-    `shared_overhead`, and the sender copies its bytes at `copy_bandwidth`."""
+    `shared_overhead`, and the sender copies its bytes at `copy_bandwidth`. `gpu` is the number or the UUID of a GPU on
+    its host; several devices may be one GPU."""
 
     name: str
     kind: str = "cpu"
@@ -82,6 +83,7 @@ class Device:
     socket_bandwidth: float = SOCKET_BANDWIDTH
     shared_overhead: float = SHARED_OVERHEAD
     copy_bandwidth: float = COPY_BANDWIDTH
+    gpu: str = ""
 
     def fields(self) -> dict[str, Scalar]:
         """Return the fields of a device as its file and a module's text list them; rare fields only where they are not
@@ -103,6 +105,13 @@ class Device:
         return Device(name, **plain, spaces=spaces, efficiency=shares)  # type: ignore[arg-type]
 
     @property
+    def gpu_on_host(self) -> str:
+        """The GPU of its host that a device is: what `gpu` says, else the number at the end of its name, else the
+        first."""
+        number = re.search(r"[0-9]+$", self.name)
+        return self.gpu or (str(int(number[0])) if number else "0")
+
+    @property
     def memory(self) -> int | None:
         """Bytes of the space that holds tensors; None when unlimited."""
         return self.spaces[0][1] if self.spaces else None
@@ -118,6 +127,7 @@ SELDOM = (
     "socket_bandwidth",
     "shared_overhead",
     "copy_bandwidth",
+    "gpu",
 )
 _USUAL = {f.name: f.default for f in fields(Device)}
 
@@ -391,6 +401,7 @@ def device_of_gpu(gpu: Gpu) -> Device:
     """Return a device for a GPU of this machine, with the rates of its architecture and what its driver says."""
     flops, bandwidth = cuda_rates(gpu.arch)
     spaces = (("hbm", gpu.memory),) if gpu.memory else ()
+    rate = gpu.bandwidth or bandwidth
     return Device(
-        f"cuda:{gpu.index}", "cuda", target=gpu.arch, flops=flops, bandwidth=gpu.bandwidth or bandwidth, spaces=spaces
+        f"cuda:{gpu.index}", "cuda", target=gpu.arch, flops=flops, bandwidth=rate, spaces=spaces, gpu=gpu.uuid
     )

@@ -8,6 +8,7 @@ A file is TOML, or YAML (`.yaml`, `.yml`) with the same tables as lists; every k
     host = "localhost"                        bandwidth = "2 GB/s"
     target = "native"       # cuda: arch      latency = "50 us"
     threads = 1                               nic = ""          # links with the same NIC share its bandwidth
+    gpu = 0                 # cuda: number or UUID
     memory = "8 GiB"        # the space that holds tensors
     flops = "50 GFLOP/s"    # float32, all threads
     bandwidth = "10 GB/s"   # memory
@@ -38,7 +39,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,8 @@ _RANGES = {
 }
 _EXAMPLES = {"bytes": "8 GiB", "bytes per second": "2 GB/s", "seconds": "50 us", "operations per second": "50 GFLOP/s"}
 # The type of each key: a word, a whole number, a share, or a quantity. Types that end in ? allow zero.
+# Numbers as CUDA counts the devices that a process sees, and UUIDs, which may be cut short.
+_GPU = re.compile(r"[0-9]{1,3}|(GPU|MIG)-[0-9a-zA-Z/-]+")
 _DEVICE = {
     "name": "name",
     "kind": "word",
@@ -118,6 +121,7 @@ _DEVICE = {
     "shared_overhead": "seconds?",
     "copy_bandwidth": "bytes per second",
     "efficiency": "table",
+    "gpu": "gpu",
 }
 _LINK = {"a": "name", "b": "name", "bandwidth": "bytes per second", "latency": "seconds?", "nic": "name?"}
 _CLASS = {"bandwidth": "bytes per second", "latency": "seconds?"}
@@ -209,6 +213,7 @@ class _ClusterReader:
                 self.problems.append(
                     f"device {device.name!r}: no host {device.host!r}, there are {', '.join(sorted(known))}"
                 )
+        self._check_gpus(devices)
         pairs: set[frozenset[str]] = set()
         for i, link in enumerate(links):
             pair = frozenset((link.a, link.b))
@@ -221,6 +226,20 @@ class _ClusterReader:
             pairs.add(pair)
         if not devices:
             self.problems.append("there is no [[device]]")
+
+    def _check_gpus(self, devices: Sequence[Device]) -> None:
+        """Report devices that are one GPU without saying so, and processors that name one."""
+        for device in devices:
+            if device.kind == "cpu" and device.gpu:
+                self.problems.append(f"device {device.name!r}: gpu is for cuda devices")
+        homes: dict[tuple[str, str], list[Device]] = {}
+        for device in devices:
+            if device.kind == "cuda":
+                homes.setdefault((device.host, device.gpu_on_host), []).append(device)
+        for (host, gpu), together in homes.items():
+            if len(together) > 1 and not all(device.gpu for device in together):
+                names = ", ".join(device.name for device in together)
+                self.problems.append(f"{names} are all GPU {gpu} of {host} by their names: each needs gpu = ...")
 
     def _tables(self, data: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
         tables = data.get(key, [])
@@ -368,6 +387,10 @@ class _ClusterReader:
             self.problems.append(
                 f"{where}: {key} must be a name without blanks, of letters, digits and . / : - _, got {value!r}"
             )
+        elif plain == "gpu":
+            if type(value) in (int, str) and _GPU.fullmatch(str(value)):
+                return str(value)
+            self.problems.append(f"{where}: gpu must be a number from 0 on or a UUID, GPU-..., got {value!r}")
         elif plain == "table":
             if isinstance(value, dict):
                 return value

@@ -13,12 +13,19 @@ from pathlib import Path
 import torch
 
 from penstock.backends.bundle.format import Bundle
+from penstock.backends.registry import backend_of
 from penstock.ir.graph import GRAD, Var, stage_vars, stepped_vars
 from penstock.ir.sharding.tiles import TensorTile, copy, seat_of, tile_of, whole_tile
 from penstock.runtime.checkpoint.format import read_index
 from penstock.runtime.checkpoint.resuming import Filling, fill_tiles, load_state
 from penstock.runtime.state.settings import Settings
 from penstock.runtime.state.store import Store
+
+
+def check_device(bundle: Bundle, rank: int) -> None:
+    """Raise a UsageError where this host lacks the device of a rank: before ranks meet, and wait for one that ended."""
+    entry = bundle.rank(rank)
+    backend_of(bundle.manifest.backend).check_host(bundle.module, entry.stage, entry.device)
 
 
 def load_store(

@@ -70,7 +70,7 @@ from penstock.support.out_of_memory import is_out_of_memory
 from .evaluation import evaluate
 from .executor import Conduct, Executor
 from .feeds import DataFeed, InputCuts, LocalSamples, NoSamples, Prefetch
-from .loading import load_store
+from .loading import check_device, load_store
 from .message_feeds import BatchFeed, Receive, RequestFeed
 
 Reply = Callable[[Record, Mapping[str, np.ndarray]], None]
@@ -343,6 +343,7 @@ def serve_rank(rank: Rank, parent: int) -> int:
         setup = first[0]
         assert isinstance(setup, Setup)
         bundle = open_bundle(setup.bundle, rank.rank)
+        check_device(bundle, rank.rank)
         if rank.rank == 0:
             store = host_store(rank.world, setup.timeout)
             reply(Hosting(store.port), {})

@@ -149,6 +149,7 @@ def fake_nvml(devices: int, *, fails: str = "") -> types.SimpleNamespace:
         NVML_CLOCK_MEM=2, nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: devices, nvmlDeviceGetHandleByIndex=lambda i: i,
         nvmlDeviceGetCudaComputeCapability=lambda h: (9, 0),
         nvmlDeviceGetMemoryInfo=lambda h: types.SimpleNamespace(total=80 << 30),
+        nvmlDeviceGetUUID=lambda h: f"GPU-{h}a-{h}b",
         nvmlDeviceGetMaxClockInfo=refuse(unsupported), nvmlDeviceGetMemoryBusWidth=refuse(unsupported),
     )  # fmt: skip
     if fails:
@@ -160,9 +161,9 @@ def test_gpus_are_asked_what_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(2))
     found, why = machine.gpus()
     assert why == ""
-    assert [(g.index, g.arch, g.memory, g.bandwidth) for g in found] == [
-        (0, "sm_90", 80 << 30, 0.0),
-        (1, "sm_90", 80 << 30, 0.0),
+    assert [(g.index, g.arch, g.memory, g.bandwidth, g.uuid) for g in found] == [
+        (0, "sm_90", 80 << 30, 0.0, "GPU-0a-0b"),
+        (1, "sm_90", 80 << 30, 0.0, "GPU-1a-1b"),
     ]
     for fails, expected in (
         ("nvmlInit", "no NVIDIA driver answers"),
@@ -176,6 +177,21 @@ def test_gpus_are_asked_what_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.gpus() == ([], "the NVIDIA driver has no devices")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "not installed" in machine.gpus()[1]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [("1,0", [1, 0]), ("GPU-1", [1]), ("0,7,1", [0]), ("", []), ("-1", []), ("GPU-", []), ("1, 1", [1])],
+)
+def test_devices_are_those_that_cuda_shows(choice: str, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", choice)
+    found, why = machine.gpus()
+    assert [g.uuid for g in found] == [f"GPU-{i}a-{i}b" for i in expected]
+    assert [g.index for g in found] == list(range(len(expected)))
+    assert bool(expected) != ("hides all" in why)
+    devices = Cluster.detect().devices[1:]
+    assert [(d.name, d.gpu_on_host) for d in devices] == [(f"cuda:{g.index}", g.uuid) for g in found]
 
 
 @pytest.fixture

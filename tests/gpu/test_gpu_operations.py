@@ -13,8 +13,9 @@ from samples import Sample, samples_of
 
 from penstock.backends.interface import CompileOptions, StageProgram
 from penstock.backends.tvm.cuda.build import build_graphs
+from penstock.backends.tvm.cuda.devices import find_device
 from penstock.backends.tvm.cuda.kernels.generate import KINDS
-from penstock.backends.tvm.cuda.load import CudaProgram, find_device
+from penstock.backends.tvm.cuda.load import CudaProgram
 from penstock.backends.tvm.cuda.torch_calls import CALLS
 from penstock.ir.graph import Graph
 from penstock.ir.types import FLOATS
@@ -23,7 +24,7 @@ from penstock.runtime.state.store import as_array
 
 def build(graphs: Sequence[Graph], folder: Path, architecture: str) -> StageProgram:
     built = build_graphs(graphs, folder / "stage.so", CompileOptions(architecture))
-    return CudaProgram(built.path, graphs, find_device(architecture, 0, 0))
+    return CudaProgram(built.path, graphs, find_device(architecture, "0", 0))
 
 
 def check(samples: Sequence[Sample], graphs: Sequence[Graph], program: StageProgram) -> list[str]:

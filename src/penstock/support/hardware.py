@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, with the bytes of its memory and its bandwidth in bytes per second, 0 where the driver does not say."""
+    """A GPU, with the bytes of its memory and its bandwidth in bytes per second, 0 where the driver does not say.
+    `index` counts the devices that CUDA shows to this process; the UUID is the same for all processes."""
 
     index: int
     arch: str
     memory: int
     bandwidth: float = 0.0
+    uuid: str = ""
 
 
 def usable_cores() -> int:
@@ -99,7 +102,12 @@ def caches() -> dict[str, int]:
 
 
 def gpus() -> tuple[list[Gpu], str]:
-    """Return the NVIDIA devices, and the reason why there are none, if so."""
+    """Return the NVIDIA devices that CUDA shows to this process, and the reason why there are none, if so.
+
+    The driver lists all devices in the order of the bus; CUDA_VISIBLE_DEVICES chooses among them. Limit: where models
+    differ, CUDA puts the fastest first, unless CUDA_DEVICE_ORDER is PCI_BUS_ID. Numbers are those of the bus then, so
+    UUIDs are what plans should name.
+    """
     try:
         import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
@@ -116,7 +124,24 @@ def gpus() -> tuple[list[Gpu], str]:
         return [], f"the NVIDIA driver does not say what devices there are: {error}"
     finally:
         pynvml.nvmlShutdown()
-    return devices, "" if devices else "the NVIDIA driver has no devices"
+    if not devices:
+        return [], "the NVIDIA driver has no devices"
+    shown = visible_gpus(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return shown, "" if shown else "CUDA_VISIBLE_DEVICES hides all NVIDIA devices"
+
+
+def visible_gpus(devices: Sequence[Gpu], choice: str | None) -> list[Gpu]:
+    """Return the devices that a value of CUDA_VISIBLE_DEVICES shows, in its order and with new numbers. As in CUDA, it
+    names them by number or by the beginning of their UUID, and ends at the first name that fits no single device."""
+    if choice is None:
+        return list(devices)
+    shown: list[Gpu] = []
+    for word in (part.strip() for part in choice.split(",")):
+        fitting = [g for g in devices if word == str(g.index) or (word.startswith("GPU-") and g.uuid.startswith(word))]
+        if len(fitting) != 1 or fitting[0] in shown:
+            break
+        shown += fitting
+    return [replace(gpu, index=i) for i, gpu in enumerate(shown)]
 
 
 def _gpu(nvml: Any, index: int) -> Gpu:
@@ -134,7 +159,9 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     clock, width = ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM), ask("nvmlDeviceGetMemoryBusWidth")
     # Memory moves data twice per clock.
     bandwidth = 2.0 * clock * 1e6 * width / 8 if clock and width else 0.0
-    return Gpu(index, f"sm_{major}{minor}", int(memory.total), bandwidth)
+    uuid = ask("nvmlDeviceGetUUID") or ""
+    name = uuid.decode() if isinstance(uuid, bytes) else uuid
+    return Gpu(index, f"sm_{major}{minor}", int(memory.total), bandwidth, name)
 
 
 # ------------------------------------------------------------------------------------------------ control groups

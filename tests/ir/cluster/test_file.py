@@ -22,6 +22,8 @@ sizes = st.integers(1, 1 << 50)
 spaces = st.dictionaries(st.sampled_from(["ram", "hbm", "pinned", "disk"]), sizes, max_size=3).map(
     lambda d: tuple(d.items())
 )
+# Devices that share a GPU have to name it.
+gpus = st.integers(0, 3).map(str) | st.sampled_from(["GPU-1a2b", "MIG-3c4d"])
 shares = st.dictionaries(
     st.sampled_from(["products", "products.bf16", "elements.bytes", "layout"]), st.floats(1e-3, 20.0), max_size=3
 ).map(lambda d: tuple(d.items()))
@@ -33,7 +35,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     where = st.sampled_from([h.name for h in hosts]) if hosts else names
     device = st.one_of(
         st.builds(Device, names, st.just("cpu"), where, names, st.integers(1, 99), rates, rates, spaces, sizes | st.just(0), rates | st.just(0.0), seconds, seconds, shares),
-        st.builds(Device, names, st.just("cuda"), where, st.sampled_from(["sm_80", "sm_90a", "sm_120"]), st.integers(1, 9), rates, rates, spaces, efficiency=shares),
+        st.builds(Device, names, st.just("cuda"), where, st.sampled_from(["sm_80", "sm_90a", "sm_120"]), st.integers(1, 9), rates, rates, spaces, efficiency=shares, gpu=gpus),
     )  # fmt: skip
     devices = draw(st.lists(device, min_size=1, max_size=4, unique_by=lambda d: d.name))
     pairs = [(a.name, b.name) for i, a in enumerate(devices) for b in devices[i + 1 :]]

@@ -158,7 +158,6 @@ def add_sorted_rows(
             with emit.when(tirx.Not(whole)):
                 which = tirx.Select(goes_on, i32(0), i32(1))
                 emit.store(pieces, emit.load(total, zero()), piece(lead, n // CHUNK, which, column))
-
     with emit.launch(prod(outer) * chunks * lines, THREADS) as (block, thread):
         lead, chunk, column = _line(body, block, thread, outer, chunks, lines)
         begin, end = emit.bind(chunk * CHUNK, "begin"), emit.bind(tirx.min((chunk + 1) * CHUNK, count), "end")
