@@ -305,6 +305,7 @@ class Saver:
                 # The store with the messages of other ranks lives in this process, which may end when this thread has.
                 for rank in range(1, self._group.world):
                     self._await(f"{key}/heard/{rank}", key)
+                self._forget(key)
             else:
                 self._await(f"{key}/done", key)
                 self._exchange.set(f"{key}/heard/{self._rank}", "")
@@ -314,6 +315,14 @@ class Saver:
             writing.failure = self._give_up(writing, key, error)
         finally:
             self._status.end_save()
+
+    def _forget(self, key: str) -> None:
+        """Remove what the ranks exchanged for a save, by rank 0: no rank asks for it after it has heard of the end."""
+        others = range(1, self._group.world)
+        names = ["work", "done", *(f"part/{rank}" for rank in (0, *others)), *(f"heard/{rank}" for rank in others)]
+        with suppress(RuntimeError):  # the store is gone, and all that is in it
+            for name in names:
+                self._exchange.delete_key(f"{key}/{name}")
 
     def _give_up(self, writing: _Writing, key: str, error: BaseException) -> BaseException:
         """Return the cause of a failure of this rank's thread, and share it with the other ranks if it is this rank's

@@ -152,6 +152,10 @@ class RankGroup:
             for rank in (range(self.world) if ranks is None else ranks)
         ]
 
+    def forget(self, key: str) -> None:
+        """Remove the value of this rank from what was gathered under a key, once no rank asks for it any more."""
+        self._guard(lambda: self.store.delete_key(f"{key}/{self.rank}"), f"removing {key!r}")
+
     def agree(self, what: str, value: str, hint: str = "copy one bundle to all hosts") -> None:
         """Refuse to go on when a rank has another value than this one."""
         values = [v.decode() for v in self.gather(f"agree/{what}", value.encode())]

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import os
 import shlex
+from array import array
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +34,7 @@ from penstock.runtime.launch.keeper import become_rank
 from penstock.runtime.launch.logs import DEFAULT, chosen_ranks
 from penstock.runtime.launch.options import JobOptions, RunOptions, keywords
 from penstock.runtime.launch.preflight import check_run, evaluation_data, save_after, training_data
-from penstock.runtime.launch.restarts import finished_saves, identity
+from penstock.runtime.launch.restarts import MOST_SAVES, finished_saves, identity
 from penstock.runtime.messages.defaults import HEARTBEAT, SYNTHETIC, TIMEOUT, WARN, WRAP
 from penstock.runtime.telemetry.metrics import Metrics
 from penstock.runtime.telemetry.overlap import overlap_of
@@ -128,10 +130,10 @@ class _LocalRun:
         self.options = options
         self.restarts = 0
         self.claims = Claims()
-        # The places of checkpoints of this run, and the identity of what stood there before.
-        self._places: list[tuple[Path, int | None]] = []
+        # The places of the newest checkpoints of this run, and the identity of what stood there before.
+        self._places: deque[tuple[Path, int | None]] = deque(maxlen=MOST_SAVES)
         self._first: int | None = None
-        self._losses: list[float] = []
+        self._losses = array("d")
         self._seconds = 0.0
         self._bundle = options.bundle
         self._shown: Collection[int] = ()
@@ -178,7 +180,8 @@ class _LocalRun:
         if options.trace is not None:
             write_trace(Path(options.trace), job.traces, module=job.module, held=job.held, collectives=job.collectives)
         rate = len(self._losses) * samples / max(self._seconds, 1e-9)
-        return RunSummary(self._first, self._losses, self._seconds, rate, self.saved, job.peak_bytes, self.restarts)
+        losses = list(self._losses)
+        return RunSummary(self._first, losses, self._seconds, rate, self.saved, job.peak_bytes, self.restarts)
 
     def _job_options(self, bundle: Bundle, saved: Path | None) -> JobOptions:
         """Return the options of the job that this start runs, from the newest checkpoint or from where the run

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -30,6 +31,8 @@ from penstock.support.errors import PeerLost, PenstockError
 _REPORT_TAG = 1
 # In place of the norm of a step that has none; no norm is negative.
 _NO_NORM = -1.0
+# Steps that rank 0 may not have taken yet.
+_UNTOLD = 256
 # A step may take any time; a lost rank shows elsewhere first.
 _STEP_TIMEOUT = timedelta(days=7)
 
@@ -40,7 +43,7 @@ class Reports:
     def __init__(self, worker_rank: int, module: Module, tables: Settings, metrics: Metrics | None) -> None:
         self._rank, self._steps, self._tables, self._metrics = worker_rank, StepsUnderWay(module), tables, metrics
         self.failure: Exception | None = None
-        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def take(self, step: Step) -> None:
         """Accept a step that finished on this rank."""
@@ -52,6 +55,8 @@ class Reports:
         work = dist.isend(message, 0, tag=_REPORT_TAG)
         assert work is not None
         self._sent.append((work, message))
+        if len(self._sent) > _UNTOLD:
+            self._sent.popleft()[0].wait(_STEP_TIMEOUT)
 
     def expect(self, count: int) -> threading.Thread | None:
         """Receive `count` steps in the background, on rank 0, as far as losses are computed elsewhere."""
@@ -108,6 +113,7 @@ class Answers:
     def __init__(self, reports: Reports, metrics: Metrics | None) -> None:
         self._reports, self._metrics = reports, metrics
         self._losses: dict[int, float] = {}
+        self._evaluated: str | None = None
         self._events: list[Event] = []
         self._held: list[LedgerEntry] = []
         self._collectives: list[CollectiveTimes] = []
@@ -126,8 +132,13 @@ class Answers:
 
     def losses_of_all(self, group: RankGroup, step: int) -> dict[int, float]:
         """Return the losses of all ranks in the evaluation after a step, by microbatch."""
-        parts = group.gather(f"evaluation/{step}", json.dumps(self._losses).encode())
+        key = f"evaluation/{step}"
+        parts = group.gather(key, json.dumps(self._losses).encode())
         self._losses.clear()
+        # All ranks have put their losses there, so all have read those of the evaluation before.
+        if self._evaluated is not None:
+            group.forget(self._evaluated)
+        self._evaluated = key
         return {int(i): loss for part in parts for i, loss in json.loads(part).items()}
 
     def traces_of_all(self, group: RankGroup) -> list[tuple[list[Event], list[LedgerEntry], list[CollectiveTimes]]]:

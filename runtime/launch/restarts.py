@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FILE = "unfinished.json"
 # The number of damaged checkpoints after which a run begins anew.
-_MOST_SAVES = 8
+MOST_SAVES = 8
 # Environment variables with the number of earlier starts by the launcher's count.
 _COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
@@ -142,7 +142,7 @@ def note_save(options: RunOptions, record: UnfinishedRun, step: int) -> Unfinish
     """Record that a checkpoint is about to be begun."""
     assert options.checkpoint is not None
     save = BegunSave(step_name(step), identity(Path(options.checkpoint) / step_name(step)))
-    earlier = [other for other in record.saves if other.name != save.name][1 - _MOST_SAVES :]
+    earlier = [other for other in record.saves if other.name != save.name][1 - MOST_SAVES :]
     record = msgspec.structs.replace(record, saves=(*earlier, save))
     write(options, record)
     return record

@@ -28,6 +28,7 @@ import math
 import os
 import stat
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -74,7 +75,8 @@ class Metrics:
         self._line = StatusLine(not progress, _TERMINAL_EVERY)
         self._sinks = Sinks(log, self._line.interrupt)
         self._started = self._last = time.monotonic()
-        self.losses: list[float] = []
+        # Eight bytes a step: a run may have millions of them.
+        self.losses = array("d")
         self._warned = self._told_wait = False
 
     def start(self) -> None:

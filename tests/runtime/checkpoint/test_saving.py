@@ -72,6 +72,9 @@ class Board(dict):
     def set(self, key, value):
         self[key] = value.encode()
 
+    def delete_key(self, key):
+        return self.pop(key, None) is not None
+
 
 @pytest.mark.parametrize("heard", [True, False])
 def test_rank_0_waits_until_all_have_heard(bundle_of, tmp_path, monkeypatch, heard):
@@ -283,6 +286,18 @@ def test_one_save_at_a_time(ranks):
     timer.join()
     assert min(waited) > 0.1
     assert names(ranks.directory) == ["latest", "step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_saves_leave_nothing_at_the_meeting_point(ranks, monkeypatch, forgets):
+    """Rank 0 holds the store for as long as the run: what saves exchange must not pile up there. The control keeps it."""
+    if not forgets:
+        monkeypatch.setattr(saving.Saver, "_forget", lambda self, key: None)
+    counts = []
+    for _ in range(3):
+        assert ranks.together(lambda saver: saver.save(ranks.directory, 1)) == [None, None]
+        counts.append(ranks.meeting.num_keys())
+    assert (counts[2] == counts[0]) is forgets
 
 
 def test_an_error_of_a_writer_comes_out_once_and_nothing_is_left_half(ranks):
