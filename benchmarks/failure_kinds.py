@@ -78,8 +78,8 @@ def forkserver(place: Place, chance: random.Random) -> Result:
     run, after = place.local(), _after(place, chance)
     if target == "stop at start":
         after = 0
-        # A launcher cannot look at a process that has not become another program yet: the system lets it wait for that.
-        wait_for(lambda: any(map(_has_become_server, children(run.pid))) or not run.lives())
+        # Also before it has become another program.
+        wait_for(lambda: children(run.pid) or not run.lives())
     else:
         place.reached(after, run)
     (server,) = children(run.pid)[:1] or [0]
@@ -94,13 +94,6 @@ def forkserver(place: Place, chance: random.Random) -> Result:
     seconds = place.await_end(within)
     said = place.expect(run, [6], "the process that ranks are forked from")
     return Result("forkserver", target, 0, after, seconds, within, place.go_on(), said=said)
-
-
-def _has_become_server(pid: int) -> bool:
-    try:
-        return b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def signals(place: Place, chance: random.Random) -> Result:

@@ -28,7 +28,6 @@ import resource
 import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -47,6 +46,7 @@ from penstock.support.out_of_memory import ended_out_of_memory
 
 from .failures import ending
 from .logs import tail
+from .spawning import spawn
 
 # Longer than imports and forks take on a busy machine.
 _IMPORT_SECONDS, _FORK_SECONDS = 120.0, 30.0
@@ -55,6 +55,7 @@ _STOPPED_SECONDS, _TICK_SECONDS = 10.0, 0.5
 _IDLE_SECONDS, _LOOK_SECONDS = 30.0, 1.0
 _LONGEST_MESSAGE = 1 << 12
 _PR_SET_PDEATHSIG = 1
+_SERVER = "the process that ranks are forked from"
 _INHERITED_STATUS = ("Umask", "Uid", "Gid", "SigIgn", "CapEff", "Seccomp")
 
 
@@ -119,8 +120,10 @@ class Server:
         self._log = tempfile.TemporaryFile(prefix="penstock-imports-")  # noqa: SIM115 closed when the server has ended
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._server: subprocess.Popen[bytes] = subprocess.Popen(
+            self._server = spawn(
                 [*command_line("forkserver"), "--parent", str(os.getpid()), "--backend", backend],
+                f"{_SERVER} on {socket.gethostname()}",
+                _STOPPED_SECONDS,
                 env=environment,
                 stdin=theirs.fileno(),
                 stdout=self._log,
@@ -179,7 +182,7 @@ class Server:
                 raise PeerLost(f"imports took longer than {_IMPORT_SECONDS:g} s", where="launch")
 
     def _named(self) -> str:
-        return f"the process that ranks are forked from (process {self.pid} on {socket.gethostname()})"
+        return f"{_SERVER} (process {self.pid} on {socket.gethostname()})"
 
     def wake(self) -> None:
         """Let a server go on that was stopped: it has ended ranks to bury, and an end of its own to come to."""
@@ -254,7 +257,7 @@ def fork_rank(rank: Rank, backend: str, environment: Mapping[str, str]) -> Proce
 
 def _describe_end(code: int, log: IO[bytes]) -> PenstockError:
     """Return the error that the end of a server means for its launcher; `log` is its output."""
-    what = f"the process that ranks are forked from {ending(code)}"
+    what = f"{_SERVER} {ending(code)}"
     log.seek(0)
     if ended_out_of_memory(log.read().decode("utf-8", "replace")):
         hint = (

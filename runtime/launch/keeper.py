@@ -50,6 +50,7 @@ from .local import START_SECONDS, thread_environment
 from .logs import Follower, chosen_ranks, tail
 from .options import RunOptions
 from .peers import Bye, JobVerdict, Peers, Pulse, Said, Told
+from .spawning import spawn
 
 # Stronger evidence comes first: the report of a rank on itself before observations of other ranks.
 KINDS = ("error", "died", "silent", "closed", "unreachable", "ended", "abandoned", "symptom")
@@ -58,6 +59,8 @@ _PULSE_SECONDS = 0.5
 # The seconds to look for the cause after the first sign of a failure. The second number is the wait of each further
 # rank for the rank before it.
 _CAUSE_SECONDS, _TURN_SECONDS = 1.5, 2.0
+# A worker may be stopped for so long before it begins, where there is no heartbeat.
+_STOPPED_SECONDS = 10.0
 _END_SECONDS, _KILL_SECONDS = 2.0, 10.0
 # The worker misses its keeper while that connects, so this is less than any heartbeat.
 _CONNECT_SECONDS = 0.75
@@ -78,7 +81,11 @@ def become_rank(options: RunOptions) -> None:
         sys.exit(error.exit_code)
     bundle = open_bundle(options.bundle, seat.rank)
     interface = choose_interface(seat, _planned_interface(bundle, seat))
-    keeper = Keeper(options, bundle, seat, interface)
+    try:
+        keeper = Keeper(options, bundle, seat, interface)
+    except PeerLost as error:  # of the start of its worker
+        _tell_torchrun(str(error))
+        raise
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, keeper.note_signal)
     try:
@@ -156,8 +163,10 @@ class Keeper:
         }
         command = [*command_of("join"), *(part for name, value in flags.items() for part in (f"--{name}", value))]
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = spawn(
                 command,
+                f"the worker of rank {self.rank}",
+                self.options.heartbeat or _STOPPED_SECONDS,
                 env=os.environ | thread_environment(threads),
                 pass_fds=(theirs.fileno(), self._board.descriptor),
                 stdin=subprocess.DEVNULL,

@@ -19,6 +19,7 @@ from penstock.runtime.job.job import Job
 from penstock.runtime.launch import forkserver
 from penstock.runtime.launch import local as launch
 from penstock.runtime.launch.forkserver import Server, fork_rank
+from penstock.runtime.launch.spawning import spawn
 from penstock.runtime.messages.control import Rank
 from penstock.runtime.messages.status import is_stopped
 from penstock.support.errors import DoesNotFit, PeerLost, PenstockError
@@ -28,6 +29,12 @@ from ..waiting import is_running, wait_until
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def stopped_children() -> list[int]:
+    pid = os.getpid()
+    found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [child for child in found if is_stopped(child)]
 
 
 def servers() -> list[Server]:
@@ -123,16 +130,41 @@ def test_a_server_that_is_stopped_goes_on_at_the_end(bundle_of, monkeypatch):
 def test_a_server_that_is_stopped_as_it_starts(bundle_of, monkeypatch):
     monkeypatch.setenv("PENSTOCK_A_TEST", "another server")
     monkeypatch.setattr(forkserver, "_STOPPED_SECONDS", 1.0)
-    started = subprocess.Popen
 
     def stopped(*words, **options):
-        process = started(*words, **options)
+        process = spawn(*words, **options)
         process.send_signal(signal.SIGSTOP)
         return process
 
-    monkeypatch.setattr(forkserver.subprocess, "Popen", stopped)
+    monkeypatch.setattr(forkserver, "spawn", stopped)
     with pytest.raises(PeerLost, match=r"forked from \(process \d+ on .*\) has been stopped for"):
         Job(bundle_of(2, "1f1b", 2), timeout=30)
+
+
+def test_a_program_that_is_stopped_before_it_begins():
+    """The system lets a parent wait for it. The control is one that is stopped, and goes on in time."""
+    stop = {"preexec_fn": lambda: os.kill(os.getpid(), signal.SIGSTOP), "stdin": subprocess.DEVNULL}
+    with pytest.raises(PeerLost, match=r"the sleeper was stopped for 0\.5 s before it began"):
+        spawn(["sleep", "600"], "the sleeper", 0.5, **stop)
+    assert not stopped_children()
+    done = threading.Event()
+
+    def go_on():
+        while not done.wait(0.05):
+            for pid in stopped_children():
+                os.kill(pid, signal.SIGCONT)
+
+    threading.Thread(target=go_on, daemon=True).start()
+    process = spawn(["sleep", "600"], "the sleeper", 30, **stop)
+    done.set()
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+
+
+def test_a_program_that_is_not_there_is_said_to_be():
+    with pytest.raises(FileNotFoundError):
+        spawn(["/no/such/program"], "nothing", 5, stdin=subprocess.DEVNULL)
 
 
 STOPPED = """
