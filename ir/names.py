@@ -7,6 +7,7 @@ them means none of them, and ours stand.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -26,6 +27,23 @@ def accepted(names: Iterable[str], renamed: Mapping[str, str]) -> dict[str, str]
     """Map every name that a caller may use to the module's name."""
     outside = shown(names, renamed)
     return {name: name for name in outside} | {theirs: ours for ours, theirs in outside.items()}
+
+
+def in_words_of_source(text: str, renamed: Mapping[str, str]) -> str:
+    """Return a text about a module in which names that the source spells otherwise are its own.
+
+    A name without its mark, `%` or `@`, counts only where it cannot be a word.
+    """
+    others = {ours: theirs for ours, theirs in renamed.items() if ours != theirs}
+    if not others:
+        return text
+    names = "|".join(map(re.escape, sorted(others, key=len, reverse=True)))
+
+    def replaced(match: re.Match[str]) -> str:
+        mark, ours = match.groups()
+        return match[0] if not mark and ours.isalpha() else repr(others[ours])
+
+    return re.sub(rf"(?<![\w./:%@-])([%@]?)({names})(?![\w./:-])", replaced, text)
 
 
 def by_our_names(

@@ -11,7 +11,8 @@
     stages/...           compiled code, one or more files per stage
     weights/sN.safetensors   the initial values that stage N needs, and no others
     source/names.json        the names that the source model has for the variables whose elements it stored, several for
-                             tied ones, and for inputs and outputs that are spelled otherwise here
+                             tied ones, and for inputs and outputs that are spelled otherwise here; names of other
+                             values come after a %
     source/model.onnx        the source model without those elements, when it was an ONNX file, for `penstock export`
     source/model.onnx.data   elements that stay with the source model, where it had them in a file of their own
     source/rest.safetensors  tensors of the state dict that are no variables, when the source model was of torch
@@ -144,7 +145,7 @@ class Bundle:
     @cached_property
     def source_names(self) -> dict[str, list[str]] | None:
         """The source model's names of every variable that it stored, and of inputs and outputs that it spells
-        otherwise. None in a bundle of a module that no frontend read."""
+        otherwise; of other such values, too, with a % before our name. None in a bundle of a module that no frontend read."""
         if NAMES not in self.manifest.files:
             return None
         path = self.path / NAMES

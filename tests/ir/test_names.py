@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.commands.parser import main
-from penstock.ir.names import accepted, by_our_names, shown
+from penstock.frontends.onnx.table import RULES
+from penstock.ir.names import accepted, by_our_names, in_words_of_source, shown
 from penstock.support.errors import UsageError
 
 TIMEOUT = 20
@@ -191,3 +192,49 @@ def test_scripted_and_traced_modules_are_refused():
         with pytest.raises(UsageError, match="scripted and traced modules are not supported") as error:
             ps.from_torch(scripted, example)
         assert "give the torch.nn.Module" in error.value.hint
+
+
+def test_inspect_shows_the_names_of_the_model(odd, tmp_path, capsys):
+    """The control is the program alone, which knows no others."""
+    path, _, bundle = odd
+    assert main(["inspect", str(bundle)]) == 0
+    shown_names = capsys.readouterr().out
+    assert "input in put:0:" in shown_names
+    assert main(["inspect", str(bundle / "module.ir")]) == 0
+    assert "input in_put:0:" in capsys.readouterr().out
+    model = onnx.load(path)
+    del model.graph.output[1:], model.graph.node[1:]
+    onnx.save(model, tmp_path / "one.onnx")
+    words = ["--loss", "mse", "--microbatches", "2", "--backend", "numpy", "--devices", "2", "--dim", "rows=4"]
+    assert main(["compile", str(tmp_path / "one.onnx"), *words, "-o", str(tmp_path / "training")]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "training")]) == 0
+    told = capsys.readouterr().out
+    assert "not handed out in training: 'out put'" in told
+    assert "out_put" not in told
+    assert main(["inspect", str(path)]) == 2
+    assert "is a model, and not compiled" in capsys.readouterr().err
+
+
+def test_a_text_in_words_of_the_source():
+    """Words of the text stay, also where a name is spelled as one of them is."""
+    renamed = {"a_b": "a b", "loss": "0 loss", "same": "same"}
+    text = "@a_b of %a_b and a_b, not a_b.1 or xa_b: the loss is %loss, same"
+    expected = "'a b' of 'a b' and 'a b', not a_b.1 or xa_b: the loss is '0 loss', same"
+    assert in_words_of_source(text, renamed) == expected
+
+
+def test_bisection_takes_no_value_for_another(odd, capsys):
+    """Two names of the file are spelled alike here. Where one is wrong, its node is named as the model names it."""
+    path, _, _ = odd
+    words = ["verify", str(path), "--bisect", "--backend", "numpy", "--repro", "none", "--dim", "rows=4"]
+    assert main(words) == 0
+    assert " 3 " in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("onnxruntime"))
+
+
+def test_bisection_names_the_node_of_the_model(odd, capsys, monkeypatch):
+    path, _, _ = odd
+    monkeypatch.setitem(RULES, "Neg", lambda node: node.emit("relu", node.value(0)))
+    words = ["verify", str(path), "--bisect", "--backend", "numpy", "--repro", "none", "--dim", "rows=4"]
+    assert main(words) == 5
+    assert "tensor   %out_put of node out_put (Neg)" in capsys.readouterr().out

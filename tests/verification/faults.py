@@ -2,6 +2,12 @@
 
 `python tests/verification/faults.py [COUNT [SEED]]` draws so many, and prints which are found, of which nobody can tell,
 and which are missed.
+
+A fault counts where it has an effect on the inputs that were drawn; one without is drawn again. The judge of that is the
+interpreter in float64, with the fault and without. An output must move by more than the tolerance of `verify`, and by
+more than BEYOND times what rounding explains there. What rounding explains is SLACK times the largest move by noise
+(roundings.py), in the runs that `verify` makes at most. A program in float32 is off by the effect and by its own
+roundings, which are up to half of that: hence BEYOND.
 """
 
 from __future__ import annotations
@@ -9,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -34,29 +40,28 @@ from penstock.planning.pipeline import plan_model
 from penstock.planning.plan import Plan
 from penstock.verification import checks
 from penstock.verification.inputs import synthetic_batch
+from penstock.verification.roundings import MORE_RUNS, RUNS, RoundingEffect, RoundingNoise, allowed_by, distance
+from penstock.verification.verdicts import UNTOLD
 
 from .families import FAMILIES, write_family
 
 CHANGES = {"sign": lambda x: -x, "doubled": lambda x: 2 * x, "zero": lambda x: 0 * x, "a tenth more": lambda x: 1.1 * x}
+FOUND, MISSED, NONE = "found", "missed", "no effect"
+BEYOND = 1.5
 # The code of a model or the file that is read: what has the fault. The other has none.
 PLACES = ("import", "code")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One number of one model, what becomes of it, and what became of that."""
+    """One number of one model, what becomes of it, by how much that moves an output, and what `verify` answers."""
 
     family: str
     place: str
     number: str
     change: str
     effect: float
-    answer: str
-
-    @property
-    def verdict(self) -> str:
-        """What came of it; `no effect` where results in float64 stay within the tolerance on the inputs that were drawn."""
-        return "no effect" if self.answer == "missed" and self.effect <= checks.TOLERANCE else self.answer
+    verdict: str
 
     def __str__(self) -> str:
         return f"{self.verdict:12}{self.effect:8.1e}  {self.family:24}{self.place:8}{self.change:14}{self.number}"
@@ -97,25 +102,41 @@ def _with_constant(model: Model, op: Op, source: np.random.Generator, change: st
     return Model(replace(model.imported, module=changed))
 
 
-def draw(count: int, seed: int, folder: Path, backend: str = "numpy") -> Iterator[Fault]:
-    """Yield so many faults with their verdicts."""
+def draw(
+    count: int,
+    seed: int,
+    folder: Path,
+    backend: str = "numpy",
+    families: Sequence[str] = tuple(FAMILIES),
+    write: Callable[[str, int, Path], tuple[Path, Path]] = write_family,
+    places: Sequence[str] = PLACES,
+) -> Iterator[Fault]:
+    """Yield so many faults that have an effect, with their verdicts; those without have the verdict NONE."""
     source = np.random.default_rng(seed)
-    families = list(FAMILIES)
-    for number in range(count):
-        family, place = families[number % len(families)], PLACES[int(source.integers(2))]
+    number = effects = 0
+    while effects < count:
+        family, place = families[effects % len(families)], places[int(source.integers(len(places)))]
         change = list(CHANGES)[int(source.integers(len(CHANGES)))]
-        path, _ = write_family(family, int(source.integers(1000)), folder)
+        path, _ = write(family, int(source.integers(1000)), folder)
         right = from_onnx(path)
         wrong, name = broken(right, source, change)
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()):
-            if place == "import":
-                patch.setattr(checks, "from_onnx", _giving(wrong))
-            else:
-                patch.setattr("penstock.planning.pipeline.plan_model", _planning(wrong))
-            code = main(["verify", str(path), "--backend", backend, "--seed", str(number)])
-        assert code in (0, 5)
-        answer = "found" if code == 5 else "cannot tell" if "cannot tell" in out.getvalue() else "missed"
-        yield Fault(family, place, name, change, _effect(right, wrong, number), answer)
+        number += 1
+        effect, shows = effect_of(*((right, wrong) if place == "code" else (wrong, right)), number)
+        answer = asked(path, wrong, place, backend, number) if shows else NONE
+        effects += shows
+        yield Fault(family, place, name, change, effect, answer)
+
+
+def asked(path: Path, wrong: Model, place: str, backend: str, seed: int) -> str:
+    """Return what `verify` says of a file whose import, or whose code, is that of another model."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()):
+        if place == "import":
+            patch.setattr(checks, "from_onnx", _giving(wrong))
+        else:
+            patch.setattr("penstock.planning.pipeline.plan_model", _planning(wrong))
+        code = main(["verify", str(path), "--backend", backend, "--seed", str(seed)])
+    assert code in (0, 5)
+    return FOUND if code == 5 else UNTOLD if UNTOLD in out.getvalue() else MISSED
 
 
 def _giving(wrong: Model) -> Callable[..., Model]:
@@ -126,14 +147,26 @@ def _planning(wrong: Model) -> Callable[..., Plan]:
     return lambda model, *given, **named: plan_model(wrong, *given, **named)
 
 
-def _effect(right: Model, wrong: Model, seed: int) -> float:
-    """How far the fault moves the outputs in float64, at most, over their largest magnitude."""
-    inputs = synthetic_batch(right.module, 1, seed)
-    results = []
-    for model in (right, wrong):
-        store = DictStore(initial_arrays(model.module, model.imported.weights, list(model.module.vars), F64))
-        results.append(run_graph(model.module.graphs["main"], inputs, store, F64))
-    return max(checks.relative_error(b, a) for a, b in zip(*results, strict=True))
+def effect_of(judge: Model, other: Model, seed: int) -> tuple[float, bool]:
+    """Return how far the outputs of another model are from a judge's in float64, and whether that shows beside rounding."""
+    inputs = synthetic_batch(judge.module, 1, seed)
+    exact, moved = _outputs(judge, inputs), _outputs(other, inputs)
+    apart = {name: distance(moved[name], array) for name, array in exact.items()}
+    off = {name: one for name, one in apart.items() if one.worst > checks.TOLERANCE}
+    largest = max(one.worst for one in apart.values())
+    if not off:
+        return largest, False
+    noisy = RoundingEffect(lambda noise: _outputs(judge, inputs, noise), exact, seed).moved(RUNS + MORE_RUNS)
+    return largest, any(not one.within(allowed_by(noisy[name]).times(BEYOND)) for name, one in off.items())
+
+
+def _outputs(
+    model: Model, inputs: Mapping[str, np.ndarray], noise: RoundingNoise | None = None
+) -> dict[str, np.ndarray]:
+    graph = model.module.graphs["main"]
+    store = DictStore(initial_arrays(model.module, model.imported.weights, list(model.module.vars), F64))
+    results = run_graph(graph, inputs, store, F64, None, noise)
+    return {v.name: np.asarray(array) for v, array in zip(graph.results, results, strict=True)}
 
 
 if __name__ == "__main__":

@@ -43,6 +43,17 @@ class Subject:
         return plan_of_folder(self.path) if self.bundle is None else checked_plan(self.bundle.plan, self.path)
 
     @property
+    def source_names(self) -> dict[str, list[str]]:
+        """The source model's names, by those of the module of a bundle."""
+        names = (self.bundle.source_names if self.bundle is not None else None) or {}
+        return {ours.removeprefix("%"): theirs for ours, theirs in names.items()}
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The source model's names of what the module of a bundle spells otherwise."""
+        return {ours: theirs[0] for ours, theirs in self.source_names.items() if theirs and ours not in theirs}
+
+    @property
     def backend(self) -> str:
         """The back end of a bundle, else the one that kernels are for."""
         return "tvm" if self.bundle is None else self.bundle.manifest.backend
@@ -51,6 +62,12 @@ class Subject:
 def open_subject(path: str | Path, dumps: str | Path | None = None) -> Subject:
     """Open the thing at a path. `dumps` is a dump folder beside it. A bundle is checked as for a run."""
     place = Path(path)
+    if place.suffix == ".onnx":
+        raise UsageError(
+            "is a model, and not compiled",
+            where=str(path),
+            hint="`penstock plan` says what would become of it; `penstock compile` makes a bundle, which has more to see",
+        )
     if dumps is None and not place.is_dir():
         return Subject(place, read_module(place, _EXPECTED))
 

@@ -8,12 +8,13 @@ peak of the rank that needs most. A module without stages, schedule, devices or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.ir.graph import GRAD, PARAM, Graph, Module, stage_vars
 from penstock.ir.memory.predict import measure_memory
 from penstock.ir.memory.workspace import INLINE
+from penstock.ir.names import in_words_of_source
 from penstock.ir.ops import cost_of
 from penstock.ir.schedule import COMPUTE, PER_BATCH
 from penstock.passes.costs.prices import rank_seconds
@@ -83,8 +84,9 @@ class Summary:
     notes: tuple[tuple[str, str], ...]
 
 
-def summarize(module: Module) -> Summary:
-    """Collect the facts of a module."""
+def summarize(module: Module, renamed: Mapping[str, str] | None = None) -> Summary:
+    """Collect the facts of a module. `renamed` are the source's names of what the module spells otherwise."""
+    renamed = renamed or {}
     params = [v for v in module.vars.values() if v.role == PARAM]
     schedule = module.schedule
     return Summary(
@@ -92,8 +94,8 @@ def summarize(module: Module) -> Summary:
         sum(v.type.size for v in params if v.type.is_static),
         len(params),
         module.facts,
-        tuple((v.name, str(v.type), v in module.data_inputs) for v in module.inputs),
-        module.outputs,
+        tuple((renamed.get(v.name, v.name), str(v.type), v in module.data_inputs) for v in module.inputs),
+        tuple(renamed.get(name, name) for name in module.outputs),
         schedule.name if schedule is not None else "",
         schedule.microbatches if schedule is not None else 0,
         len(schedule.ranks) if schedule is not None else 0,
@@ -102,8 +104,8 @@ def summarize(module: Module) -> Summary:
             GraphFacts(g.name, len(g.ops), _kernels(g), len(g.ins), len(g.outs), sum(v.type.nbytes for v in g.saved))
             for g in module.graphs.values()
         ),
-        tuple(_messages(module)),
-        tuple((note.origin, note.text) for note in module.notes),
+        tuple(_messages(module, renamed)),
+        tuple((note.origin, in_words_of_source(note.text, renamed)) for note in module.notes),
     )
 
 
@@ -153,9 +155,9 @@ def _times(module: Module, kind: str) -> int:
     return 1 if kind in PER_BATCH or module.schedule is None else module.schedule.microbatches
 
 
-def _messages(module: Module) -> Iterator[MessageFacts]:
+def _messages(module: Module, renamed: Mapping[str, str]) -> Iterator[MessageFacts]:
     for edge in module.edges:
-        values = tuple(f"%{v.name} {v.type}" for v in edge.values)
+        values = tuple(f"{_named(v.name, renamed)} {v.type}" for v in edge.values)
         yield MessageFacts(
             edge.src,
             edge.dst,
@@ -164,3 +166,11 @@ def _messages(module: Module) -> Iterator[MessageFacts]:
             sum(v.type.nbytes for v in edge.values),
             "batch" if edge.phase in PER_BATCH else "microbatch",
         )
+
+
+def _named(name: str, renamed: Mapping[str, str]) -> str:
+    """Return the name of a value as the source has it, where that is another."""
+    if name in renamed:
+        return repr(renamed[name])
+    value = name.removesuffix(".grad")
+    return f"gradient of {renamed[value]!r}" if value in renamed else f"%{name}"

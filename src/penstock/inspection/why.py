@@ -102,7 +102,7 @@ class Why:
 
 def why(subject: Subject, name: str) -> Why:
     """Explain a name; raise UsageError where neither the program nor a module before it has it."""
-    spelled = subject.bundle.source_names if subject.bundle is not None else None
+    spelled = subject.source_names
     target = look_up(subject.module, name, spelled)
     record = record_of(subject)
     if target is None:

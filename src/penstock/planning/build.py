@@ -88,12 +88,15 @@ def assemble(out: str | Path, content: Content, backend: str, options: CompileOp
 
 def keep_source(imported: Imported, module: Module, folder: Path) -> Origin:
     """Store parts of the source of `module`: its files, its names for variables, and for inputs and outputs that are
-    spelled otherwise."""
+    spelled otherwise; those of other values, too, with a mark."""
     origin = _keep_variables(imported, module, folder)
-    values = [*(value.name for value in module.data_inputs), *module.outputs]
-    return Origin(
-        {**{name: (imported.names[name],) for name in values if name in imported.names}, **origin.names}, origin.files
-    )
+    values = {*(value.name for value in module.data_inputs), *module.outputs}
+    marked = {
+        name if name in values else f"%{name}": (theirs,)
+        for name, theirs in imported.names.items()
+        if name not in module.vars
+    }
+    return Origin({**marked, **origin.names}, origin.files)
 
 
 def _keep_variables(imported: Imported, module: Module, folder: Path) -> Origin:

@@ -189,7 +189,7 @@ def run(arguments: Namespace) -> None:
     if arguments.html:
         _write_report(subject, arguments)
     if not wanted:
-        _show_summary(subject.module, arguments.json)
+        _show_summary(subject, arguments.json)
 
 
 def _check(arguments: Namespace, wanted: Sequence[str]) -> None:
@@ -239,11 +239,11 @@ def _write_report(subject: Subject, arguments: Namespace) -> None:
     say(f"wrote {arguments.html}, {shown_bytes(len(text))}")
 
 
-def _show_summary(module: Module, as_data: bool) -> None:
+def _show_summary(subject: Subject, as_data: bool) -> None:
     from penstock.inspection.summary import summarize  # lazy: heavy
     from penstock.inspection.views.text import show_summary  # lazy: heavy
 
-    facts = summarize(module)
+    facts = summarize(subject.module, subject.renamed)
     print(as_json(facts) if as_data else show_summary(facts, terminal_width()))
 
 

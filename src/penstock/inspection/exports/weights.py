@@ -165,7 +165,7 @@ def _names_of(bundle: Bundle, alone: bool) -> dict[str, list[str]]:
             hint="compile the model again",
         )
     stored = stored_vars(bundle.module)
-    names = {name: named for name, named in names.items() if name not in bundle.renamed}
+    names = {name: named for name, named in names.items() if name[0] != "%" and name not in bundle.renamed}
     lost = [name for name, var in stored.items() if var.role == PARAM and name not in names]
     if lost and alone and bundle.source_structure is not None:
         names = {**names, **{name: [name] for name in lost}}

@@ -104,6 +104,7 @@ class OnnxOriginal:
         import onnxruntime
 
         self.path, self.names, self.bound = path, names, dict(bound or {})
+        self._ours = {theirs: ours for ours, theirs in names.items()}
         self.name = f"onnxruntime {onnxruntime.__version__}"
         self.nodes: dict[str, Any] = {}
 
@@ -112,7 +113,7 @@ class OnnxOriginal:
         results = self.run({self.names.get(name, name): array for name, array in inputs.items()})
         for name_in_file, array in results.items():
             if isinstance(array, np.ndarray):
-                yield legal(name_in_file), array
+                yield self.ours(name_in_file), array
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Return all results of all nodes, in the order of the import."""
@@ -150,11 +151,18 @@ class OnnxOriginal:
         put_in_order(model, str(self.path))
         return model
 
+    def ours(self, name_in_file: str) -> str:
+        """Return the module's name of a value. Two names of the file may be spelled alike, and one gets a number."""
+        return self._ours.get(name_in_file, legal(name_in_file))
+
     def theirs(self, name: str) -> str:
         """Return the file's name of a value."""
-        return next((name_in_file for name_in_file in self.nodes if legal(name_in_file) == name), name)
+        return next((name_in_file for name_in_file in self.nodes if self.ours(name_in_file) == name), name)
 
     def source_of(self, name: str) -> str:
         """Describe the node that makes a value."""
-        node = next((node for name_in_file, node in self.nodes.items() if legal(name_in_file) == name), None)
-        return "" if node is None else f"node {node.name or name} ({node.op_type})"
+        theirs = self.theirs(name)
+        if (node := self.nodes.get(theirs)) is None:
+            return ""
+        spelled = "" if theirs == name else f", which calls it {theirs!r}"
+        return f"node {node.name or theirs} ({node.op_type}){spelled}"

@@ -120,6 +120,10 @@ class _TrailSearch:
         assert self.options.repro is not None
         return reproducer.of_import(self.options.repro, original, spot, inputs, self.options.tolerance, budget)
 
+    def _source_of(self, spot: Spot) -> str:
+        """Return what the model calls the maker of a value; nothing where only passes made it."""
+        return "" if self.trail.original is None else self.trail.original.source_of(spot.tensor.lstrip("%"))
+
     # -------------------------------------------------------------------------------------------- passes
 
     def look_at_passes(self) -> None:
@@ -157,7 +161,7 @@ class _TrailSearch:
         spots = trial.spots(culprit.module, before.module)
         _tell_graphs(spots)
         if spots:
-            print("\n".join(spots[0].lines()))
+            print("\n".join(spots[0].lines(self._source_of(spots[0]))))
         elif isinstance(problem, Off):
             print(
                 "  all values that have the same name in the module before are right: what is wrong has a name "
@@ -267,7 +271,8 @@ class _TrailSearch:
         last = verdicts[-1]
         if last.first is None:
             return
-        print("\n".join([f"first wrong: {last.first.kernel or 'the graph @' + last.first.graph}", *last.first.lines()]))
+        first = f"first wrong: {last.first.kernel or 'the graph @' + last.first.graph}"
+        print("\n".join([first, *last.first.lines(self._source_of(last.first))]))
         if last.alone is None:
             print(
                 "  each kernel of it, compiled now by itself, is right: its code is older, or what is wrong is "

@@ -118,7 +118,8 @@ def _original_of(bundle: Bundle, scratch: Path) -> Original | None:
     except UsageError as error:
         say(f"the source model is not compared: {error.what}")
         return None
-    return OnnxOriginal(path, bundle.renamed)
+    names = {ours.removeprefix("%"): theirs[0] for ours, theirs in (bundle.source_names or {}).items() if theirs}
+    return OnnxOriginal(path, names)
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,10 @@ class Spot:
         """The stage of the graph, if the model is cut into stages."""
         return graph_stage(self.graph)
 
-    def lines(self) -> list[str]:
-        """Return lines for people: stage, kernel, graph, operation, tensor, error, and the
-        tolerance with its reason.
+    def lines(self, source: str = "") -> list[str]:
+        """Return lines for people: stage, kernel, graph, operation, tensor, error, and the tolerance with its reason.
+
+        `source` is what the model calls the maker of the tensor, where that is known.
         """
         rows = [
             ("stage", "none: the model is whole" if self.stage is None else str(self.stage)),
@@ -53,6 +54,7 @@ class Spot:
             ("kernel", self.kernel),
             ("op", "" if self.op is None else print_op(self.op).strip()),
             ("tensor", self.tensor + (f" of {self.unit}" if self.unit else "")),
+            ("model", source),
             ("error", told(self.error)),
             ("allowed", str(self.allowed)),
         ]
