@@ -145,7 +145,8 @@ class Bundle:
     @cached_property
     def source_names(self) -> dict[str, list[str]] | None:
         """The source model's names of every variable that it stored, and of inputs and outputs that it spells
-        otherwise; of other such values, too, with a % before our name. None in a bundle of a module that no frontend read."""
+        otherwise; of other such values, too, with a % before our name. None in a bundle of a module that no frontend
+        read."""
         if NAMES not in self.manifest.files:
             return None
         path = self.path / NAMES

@@ -66,7 +66,7 @@ def open_subject(path: str | Path, dumps: str | Path | None = None) -> Subject:
         raise UsageError(
             "is a model, and not compiled",
             where=str(path),
-            hint="`penstock plan` says what would become of it; `penstock compile` makes a bundle, which has more to see",
+            hint="`penstock plan` says what would become of it; `penstock compile` makes a bundle to look at",
         )
     if dumps is None and not place.is_dir():
         return Subject(place, read_module(place, _EXPECTED))
