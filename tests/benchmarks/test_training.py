@@ -87,3 +87,27 @@ def test_the_operations_that_are_counted(sizes: dict[str, int], monkeypatch: pyt
     assert shape.flops_per_step == shape.products_per_step + shape.attention_per_step
     # The control: the gradient for the weights of one layer left out is noticed.
     assert shape.products_per_step - 2 * shape.units_per_step * shape.width**2 != found
+
+
+ACCOUNT = ["--layers", "1", "--width", "32", "--heads", "2", "--vocab", "64", "--positions", "8", "--steps", "6"]
+
+
+def unaccounted(line: list[str], seconds: float) -> float:
+    """The seconds of a step that no part of a line names."""
+    return abs(sum(map(float, line[5:])) - seconds)
+
+
+@pytest.mark.slow
+def test_parts_of_the_account_add_up_to_the_step(tmp_path: Path) -> None:
+    report, done = run_benchmark("step_account", ACCOUNT, tmp_path)
+    assert report["accounts"].keys() == {"2bw", "1f1b"}
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if "|" in line]
+    ranks = [rank for account in report["accounts"].values() for rank in account["ranks"]]
+    assert len(lines[2:]) == len(ranks) == 4
+    for line, rank in zip(lines[2:], ranks, strict=True):
+        parts = [value for key, value in rank.items() if key.endswith("_s")]
+        step = sum(parts) + sum(graph["run_s"] for graph in rank["graphs"])
+        # Cells have milliseconds.
+        assert unaccounted(line, step) < 0.005
+        # Control: a line without one of its parts does not add up.
+        assert unaccounted([*line[:5], str(float(line[5]) + 1.0), *line[6:]], step) > 0.5
