@@ -33,9 +33,8 @@ def layouts_of(given: str | Path | Sequence[str] | Mapping[str, Any] | None, axi
         return ()
     if isinstance(given, Mapping):
         return tuple(text for name, layout in given.items() for text in _from_python(str(name), layout, axis))
-    if isinstance(given, str | Path):
-        given = [str(given)]
-    return tuple(text for entry in given for text in _from_text(str(entry)))
+    entries = [given] if isinstance(given, str | Path) else given
+    return tuple(text for entry in entries for text in _from_text(str(entry)))
 
 
 def _from_text(entry: str) -> Iterator[str]:

@@ -35,6 +35,7 @@ _VIEWS = (
     "memory",
     "where_time_goes",
     "params",
+    "sharding",
     "kernels",
     "measure",
     "source",
@@ -46,7 +47,7 @@ _VIEWS = (
 _MOST_ACTIONS = 1_000_000
 _FILES = ("export", "html")
 _NAMED = ("why", "graph", "flow", "op", "source", "export", "html", "dumps", "trace", "checkpoint")
-_AS_JSON = ("memory", "where_time_goes", "params", "kernels", "measure", "why")
+_AS_JSON = ("memory", "where_time_goes", "params", "sharding", "kernels", "measure", "why")
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print the summary, or --why, --memory, --where-time-goes, --params or --kernels, as JSON",
+        help="print the summary, or --why, --memory, --where-time-goes, --params, --sharding or --kernels, as JSON",
     )
     add_settings(parser, InspectOptions)
 
@@ -125,6 +126,11 @@ def _add_views(parser: ArgumentParser) -> None:
         "--params",
         action="store_true",
         help="list parameters, buffers and state with sizes, and statistics of a bundle's weights",
+    )
+    parser.add_argument(
+        "--sharding",
+        action="store_true",
+        help="list how tensors are split over devices, and the collectives with the bytes that they send",
     )
     parser.add_argument(
         "--checkpoint",
@@ -176,6 +182,8 @@ def run(arguments: Namespace) -> None:
         _show_memory(subject.module, batches, arguments)
     if arguments.params:
         _show_params(subject, arguments)
+    if arguments.sharding:
+        _show_sharding(subject.module, arguments.json)
     rows = _kernel_rows(subject, arguments)
     if arguments.where_time_goes:
         _show_time(subject.module, rows, arguments)
@@ -345,6 +353,14 @@ def _show_params(subject: Subject, arguments: Namespace) -> None:
         say(f"elements after {step} steps")
     numbers = {name: statistics(array) for name, array in arrays.items() if name in subject.module.vars}
     print(as_json(numbers) if arguments.json else show_params(subject.module, numbers, terminal_width()))
+
+
+def _show_sharding(module: Module, as_data: bool) -> None:
+    from penstock.inspection.sharding.layouts import split_facts  # lazy: heavy
+    from penstock.inspection.views.sharding import show_sharding  # lazy: heavy
+
+    facts = split_facts(module)
+    print(as_json(facts) if as_data else show_sharding(facts, terminal_width()))
 
 
 # ------------------------------------------------------------------------------------------------ kernels

@@ -1,0 +1,1 @@
+"""The layouts of tensors over devices, and the collectives that they cost."""
