@@ -3,8 +3,9 @@
     h.*.c_attn.weight=[_,3*/tp]      the second dimension is three blocks, each split over tp; the first is whole
     x=[?,/sp]                        the first dimension is left to propagation
 
-`_` is whole, `?` is free, `/a/b` splits over axes a and b, a major. Names are those of variables, inputs and values;
-of several patterns that fit, the first counts. One error lists all that is wrong.
+`_` is whole, `?` is free, `/a/b` splits over axes a and b, a major. Names are those of parameters, buffers and inputs,
+or of values of the forward graph where none of these fits; of several patterns that fit, the first counts. One error
+lists all that is wrong.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
-from penstock.ir.graph import REPLICAS, Module
+from penstock.ir.graph import BUFFER, PARAM, REPLICAS, Module
 from penstock.ir.sharding.splits import UNSPLIT, Split
 from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError
-from penstock.support.words import itemised, meant
+from penstock.support.words import counted, itemised, meant
 
 # A layout by dimension: None is free.
 Layout = tuple[Split | None, ...]
 
+# Names that an error lists.
+_SHOWN = 8
 _MESH_AXIS = re.compile(r"([A-Za-z_]\w*)=([1-9]\d*)")
 _WORDS: dict[str, Split | None] = {"?": None, "_": UNSPLIT}
 _DIMENSION = re.compile(r"(?:([1-9]\d*)\*)?((?:/[A-Za-z_]\w*)+)")
@@ -84,44 +87,56 @@ def _split(word: str) -> Split | None:
 def chosen_layouts(
     module: Module, values: Mapping[str, TensorType], given: Sequence[GivenLayout], sizes: Mapping[str, int]
 ) -> dict[str, Layout]:
-    """Return the layouts of variables, as `@name`, and of inputs and other values, as `%name`, that patterns name. A
-    layout that cannot be is refused."""
-    nodes = {f"@{name}": var.type for name, var in module.vars.items() if var.role != "grad"}
-    nodes |= {f"%{name}": t for name, t in values.items()}
+    """Return the layouts of parameters and buffers, as `@name`, and of inputs and other `values`, as `%name`, that
+    patterns name. A pattern is about values of the graph only where it fits no parameter, buffer or input. A layout
+    that cannot be is refused."""
+    roots = {f"@{name}": var.type for name, var in module.vars.items() if var.role in (PARAM, BUFFER)}
+    roots |= {f"%{value.name}": value.type for value in module.data_inputs}
+    inner = {f"%{name}": t for name, t in values.items()}
     chosen: dict[str, Layout] = {}
     problems: list[str] = []
     for entry in given:
-        fitting = [node for node in nodes if fnmatchcase(node[1:], entry.pattern)]
-        if not fitting:
-            names = [node[1:] for node in nodes]
-            problems.append(f"{entry.text!r} fits no name; {meant(entry.pattern, names) or 'try inspect --params'}")
-        for node in fitting:
-            if node not in chosen:
-                problems += [f"{entry.text!r}: {what}" for what in _misfits(node, nodes[node], entry.layout, sizes)]
-                chosen[node] = entry.layout
+        nodes = next((n for n in (roots, inner) if any(fnmatchcase(node[1:], entry.pattern) for node in n)), {})
+        if not nodes:
+            names = [node[1:] for node in roots]
+            hint = meant(entry.pattern, names) or f"there are {', '.join(names[:_SHOWN])}" + ", ..." * (
+                len(names) > _SHOWN
+            )
+            problems.append(f"{entry.text!r} fits no name; {hint}")
+        misfits: dict[str, list[str]] = {}
+        for node in [node for node in nodes if fnmatchcase(node[1:], entry.pattern) and node not in chosen]:
+            for what in _misfits(nodes[node], entry.layout, sizes):
+                misfits.setdefault(what, []).append(node)
+            chosen[node] = entry.layout
+        problems += [f"{entry.text!r}: {_listed(fitting)}: {what}" for what, fitting in misfits.items()]
     if problems:
-        raise UsageError("cannot lay tensors out like this:" + itemised(dict.fromkeys(problems)))
+        raise UsageError("cannot lay tensors out like this:" + itemised(problems))
     return chosen
 
 
-def _misfits(node: str, t: TensorType, layout: Layout, sizes: Mapping[str, int]) -> Iterable[str]:
+def _listed(nodes: Sequence[str]) -> str:
+    more = f" and {counted(len(nodes) - 1, 'other')}" if len(nodes) > 1 else ""
+    return nodes[0] + more
+
+
+def _misfits(t: TensorType, layout: Layout, sizes: Mapping[str, int]) -> Iterable[str]:
     if len(layout) != t.rank:
-        yield f"{node} is {t.plain}, the layout has {len(layout)} dimensions"
+        yield f"{t.plain} has {counted(t.rank, 'dimension')}, the layout {len(layout)}"
         return
     used: list[str] = []
     for i, split in enumerate(layout):
         for axis in split.axes if split else ():
             if axis == REPLICAS:
-                yield f"{node}: microbatches are dealt out along {REPLICAS}, which splits no tensor"
+                yield f"microbatches are dealt out along {REPLICAS}, which splits no tensor"
             elif axis not in sizes:
-                yield f"{node}: there is no axis {axis}, the mesh has {', '.join(sizes)}"
+                yield f"there is no axis {axis}, the mesh has {', '.join(sizes)}"
             elif axis in used:
-                yield f"{node}: axis {axis} splits two dimensions"
+                yield f"axis {axis} splits two dimensions"
             used.append(axis)
         if split is None or not set(split.axes) <= sizes.keys():
             continue
         n, parts = t.dims[i], prod(sizes[axis] for axis in split.axes)
         if n % split.blocks or (split.blocks > 1 and n // split.blocks % parts):
-            yield f"{node}: dimension {i} has {n} elements, which are not {split.blocks} blocks of {parts} equal parts"
+            yield f"dimension {i} has {n} elements, which are not {split.blocks} blocks of {parts} equal parts"
         elif parts > 1 and n < parts:
-            yield f"{node}: dimension {i} has {n} elements for {parts} devices"
+            yield f"dimension {i} has {n} elements for {parts} devices"

@@ -40,7 +40,7 @@ def shard(module: Module, options: ShardOptions) -> Module:
     sizes = {axis: size for axis, size in mesh.items() if axis != REPLICAS}
     order = [name for name in _ORDER if name in module.graphs]
     graphs = [module.graphs[name] for name in (*order, *(n for n in module.graphs if n not in order))]
-    values = {v.name: v.type for graph in graphs for v in (*graph.ins, *(o for op in graph.ops for o in op.outs))}
+    values = {o.name: o.type for op in graphs[0].ops for o in op.outs}
     written = [text for text in options.given if not text.startswith(PRESET)]
     layouts = chosen_layouts(module, values, parse_given(written), mesh)
     for text in options.given:

@@ -13,6 +13,7 @@ from penstock.passes.manager import Call, print_pipeline
 from penstock.passes.memory.lifetimes import memory_table
 from penstock.passes.memory.recompute import RecomputeOptions
 from penstock.passes.rewrite.precision import PrecisionOptions
+from penstock.passes.sharding.shard import ShardOptions
 from penstock.passes.simulator.forecast import binding
 
 from .choice import Search, compare, passed_over
@@ -40,12 +41,13 @@ def describe_plan(
         ),
         "wire": next((call.options.dtype for call in calls if isinstance(call.options, WireOptions)), "f32"),
         "recompute": next((call.options.mode for call in calls if isinstance(call.options, RecomputeOptions)), "none"),
+        **_mesh_facts(calls),
         "stages": [
             {
                 "stage": s.index,
                 "starts_at": starts[s.index],
                 "devices": list(module.devices_of(s.index)),
-                "shares": schedule.shares(s.index),
+                "shares": _replica_shares(module, s.index),
             }
             for s in module.stages
         ],
@@ -54,6 +56,19 @@ def describe_plan(
         "predicted": predicted_facts(predicted),
         **({} if search is None else {"planner": planner_facts(search)}),
     }
+
+
+def _replica_shares(module: Module, stage: int) -> list[int]:
+    """Return the microbatches of a batch that each replica of a stage runs: a device, or a team of them."""
+    assert module.schedule is not None
+    shares = module.schedule.shares(stage)
+    return [shares[team[0]] for team in module.mesh_of(stage).teams()]
+
+
+def _mesh_facts(calls: Sequence[Call]) -> dict[str, Any]:
+    """Return the axes of the stages' devices and the given layouts; nothing of a plan without a mesh."""
+    options = next((call.options for call in calls if isinstance(call.options, ShardOptions)), None)
+    return {} if options is None else {"mesh": options.mesh, "shard": list(options.given)}
 
 
 def predicted_facts(predicted: Predicted) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 In: a path. Out: options of `ps.plan`.
 
-Read are `schedule`, `microbatches`, `samples_per_microbatch`, `precision`, `wire`, `recompute` and of every stage its
-`devices`, their `shares` and what it `starts_at`: a node or value of the model (nothing for the first stage).
+Read are `schedule`, `microbatches`, `samples_per_microbatch`, `precision`, `wire`, `recompute`, `mesh`, `shard` and of
+every stage its `devices`, their `shares` and what it `starts_at`: a node or value of the model (nothing for the first
+stage). With a mesh there is a share for each of its replicas.
 Everything else in such a file says what was predicted, and is not read. All problems are reported in one error.
 """
 
@@ -14,15 +15,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.ir.graph import REPLICAS
 from penstock.ir.schedule import MOST_MICROBATCHES
 from penstock.passes.communicate.wire import WIRES
 from penstock.passes.memory.recompute import MODES
 from penstock.passes.rewrite.precision import PRECISIONS
 from penstock.passes.schedules.schedule import SCHEDULES
+from penstock.passes.sharding.given import parse_mesh
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised
 
-_READ = ("schedule", "microbatches", "samples_per_microbatch", "precision", "wire", "recompute", "stages")
+_READ = (
+    "schedule",
+    "microbatches",
+    "samples_per_microbatch",
+    "precision",
+    "wire",
+    "recompute",
+    "mesh",
+    "shard",
+    "stages",
+)
 _TOLD = ("memory", "model", "notes", "pipeline", "planner", "predicted")
 _STAGE = ("stage", "starts_at", "devices", "shares")
 
@@ -57,6 +70,7 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
         problems.append(f"precision {content['precision']!r} is none of {', '.join(PRECISIONS)}")
     if content.get("wire", "f32") not in list(WIRES):
         problems.append(f"wire {content['wire']!r} is none of {', '.join(WIRES)}")
+    replicas = _replicas(content, problems)
     stages = content.get("stages", [])
     if (
         not isinstance(stages, list)
@@ -67,7 +81,8 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
         stages = []
     for number, stage in enumerate(stages):
         problems += [
-            f"stage {number}: {problem}" for problem in _stage_problems(number, stage, count if counts else None)
+            f"stage {number}: {problem}"
+            for problem in _stage_problems(number, stage, count if counts else None, replicas)
         ]
     problems += _device_problems(stages, devices)
     if problems:
@@ -80,7 +95,21 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
         "devices": [stage["devices"] for stage in stages],
         "shares": [stage.get("shares", [count]) for stage in stages],
     }
-    return options | {name: content[name] for name in ("precision", "wire") if name in content}, samples
+    return options | {
+        name: content[name] for name in ("precision", "wire", "mesh", "shard") if name in content
+    }, samples
+
+
+def _replicas(content: dict[str, Any], problems: list[str]) -> int | None:
+    """Return the replicas of every stage on a mesh, None without one, and add what is wrong with mesh and layouts."""
+    mesh, shard = content.get("mesh", ""), content.get("shard", [])
+    if not isinstance(shard, list) or not all(isinstance(text, str) for text in shard):
+        problems.append(f"shard must be a list of layouts, got {shard!r}")
+    try:
+        return parse_mesh(str(mesh)).get(REPLICAS, 1) if mesh else None
+    except UsageError as error:
+        problems.append(error.what)
+        return None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -115,8 +144,11 @@ def _device_problems(stages: list[dict[str, Any]], known: Sequence[str]) -> list
     return problems
 
 
-def _stage_problems(number: int, stage: dict[str, Any], microbatches: int | None) -> list[str]:
-    """List the problems of a stage. `microbatches` is None where the file does not say."""
+def _stage_problems(
+    number: int, stage: dict[str, Any], microbatches: int | None, replicas: int | None = None
+) -> list[str]:
+    """List the problems of a stage. `microbatches` is None where the file does not say; `replicas` are those of a
+    mesh, without which each device is one."""
     problems = [f"unknown key {key!r}, expected {', '.join(_STAGE)}" for key in stage if key not in _STAGE]
     if stage.get("stage", number) != number:
         problems.append(f"stands in the place of stage {number}, but says it is stage {stage['stage']!r}")
@@ -133,11 +165,13 @@ def _stage_problems(number: int, stage: dict[str, Any], microbatches: int | None
     ):
         problems.append("needs `devices`, a list of names")
         return problems
-    shares = stage.get("shares")
+    shares, count = stage.get("shares"), len(devices) if replicas is None else replicas
     if shares is None:
-        problems += ["needs `shares`, as it has several devices"] if len(devices) > 1 else []
-    elif not isinstance(shares, list) or not all(type(n) is int for n in shares) or len(shares) != len(devices):
-        problems.append("`shares` must be a number of microbatches for each device")
+        problems += ["needs `shares`, as it has several devices"] if count > 1 else []
+    elif not isinstance(shares, list) or not all(type(n) is int for n in shares) or len(shares) != count:
+        problems.append(
+            f"`shares` must be a number of microbatches for each {'device' if replicas is None else 'replica'}"
+        )
     elif microbatches is None:
         problems += ["`shares` must be 1 or more each"] if min(shares) < 1 else []
     elif sum(shares) != microbatches or min(shares) < 1:

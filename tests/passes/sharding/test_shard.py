@@ -197,7 +197,7 @@ def test_work_is_divided_by_the_devices(folder) -> None:
         ("tp=2", ["fc1.weight=[_,/pp]"], "there is no axis pp, the mesh has tp"),
         ("tp=2,dp=2", ["fc1.weight=[_,/dp]"], "microbatches are dealt out along dp"),
         ("tp=2", ["fc1.weight=[/tp,/tp]"], "axis tp splits two dimensions"),
-        ("tp=2", ["fc1.weight=[/tp]"], "is f32.12,40., the layout has 1 dimensions"),
+        ("tp=2", ["fc1.weight=[/tp]"], "f32.12,40. has 2 dimensions, the layout 1"),
         ("tp=9", ["y.weight=[_,/tp]"], "dimension 1 has 5 elements for 9 devices"),
         ("tp=3", ["fc1.weight=[_,2*/tp]"], "are not 2 blocks of 3 equal parts"),
         ("tp=2", ["fc9.weight=[_,/tp]"], "fits no name"),

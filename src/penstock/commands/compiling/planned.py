@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from contextlib import closing
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.arguments import dims_of, known_of, settings_from
@@ -66,7 +67,10 @@ def _cluster(arguments: Namespace) -> Cluster:
         return Cluster.load(arguments.cluster)
     if isinstance(arguments.devices, str):
         return Cluster.listed(arguments.devices)
-    return Cluster.local(arguments.devices or (arguments.stages or 1) * (arguments.replicas or 1))
+    from penstock.passes.sharding.given import parse_mesh  # lazy: heavy
+
+    of_stage = prod(parse_mesh(arguments.mesh).values()) if arguments.mesh else arguments.replicas or 1
+    return Cluster.local(arguments.devices or (arguments.stages or 1) * of_stage)
 
 
 def _searched(
@@ -106,7 +110,7 @@ def _from_file(
     from penstock.planning.plan_file import load_plan_file  # lazy: heavy
 
     source.check()
-    fixed = ("batch", "stages", "microbatches", "split_at", "replicas", "schedule", "recompute")
+    fixed = ("batch", "stages", "microbatches", "split_at", "replicas", "schedule", "recompute", "mesh", "shard")
     flags = [f"--{name.replace('_', '-')}" for name in fixed if getattr(arguments, name)]
     if flags:
         raise UsageError(

@@ -1,0 +1,76 @@
+"""Layouts as users write them: one plan in five forms, and what cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.passes.sharding.given import parse_given, parse_mesh
+from penstock.passes.sharding.written import layouts_of
+from penstock.support.errors import UsageError
+
+TEXTS = ("a.fc1.weight=[/tp,_]", "a.fc1.bias=[/tp]", "a.fc2.weight=[_,/tp]", "a.fc2.bias=[_]")
+
+
+class ColwiseParallel:
+    """A style that is known by the name of its class."""
+
+
+class RowwiseParallel:
+    """A style that is known by the name of its class."""
+
+
+def test_one_plan_in_five_forms_is_one_list_of_layouts(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    lines = [f'"{pattern}" = "{layout}"' for pattern, layout in (text.split("=") for text in TEXTS)]
+    file.write_text("[layouts]\n" + "\n".join(lines))
+    like_jax = {
+        "a.fc1.weight": ("tp", None),
+        "a.fc1.bias": ("tp",),
+        "a.fc2.weight": (None, "tp"),
+        "a.fc2.bias": (None,),
+    }
+    forms = [TEXTS, list(TEXTS), str(file), like_jax, {"a.fc1": ColwiseParallel(), "a.fc2": "Rowwise"}]
+    assert {layouts_of(form) for form in forms} == {TEXTS}
+    assert layouts_of({"a.fc1": ColwiseParallel(), "a.fc2": RowwiseParallel()}, axis="x")[0] == "a.fc1.weight=[/x,_]"
+
+
+def test_presets_and_several_axes_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text('presets = ["megatron"]\n[layouts]\n"x" = "[?,_]"\n')
+    assert layouts_of([str(file), "w=[3*/a/b]"]) == ("x=[?,_]", "preset:megatron", "w=[3*/a/b]")
+    assert layouts_of({"w": (("a", "b"), "?", "3*/tp")}) == ("w=[/a/b,?,3*/tp]",)
+    assert layouts_of(None) == ()
+    (given,) = parse_given(["w=[3*/a/b,?,_]"])
+    assert given.layout == ((("a", "b"), 3), None, ((), 1))
+    assert parse_mesh("dp=2, tp=4") == {"dp": 2, "tp": 4}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("layout = 3", "has layout"),
+        ("presets = 'megatron'", "has another form"),
+        ("[layouts]\nw = 3", "the layout of 'w' is 3"),
+        ("[layouts", "is no TOML file"),
+        (None, "cannot read layouts"),
+    ],
+)
+def test_files_that_say_something_else_are_refused(content: str | None, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UsageError, match=words):
+        layouts_of(str(file))
+
+
+@pytest.mark.parametrize("wrong", ["w", "w=tp", "FILE.yaml"])
+def test_other_words_are_no_layouts(wrong: str) -> None:
+    with pytest.raises(UsageError, match="is no layout"):
+        layouts_of([wrong])
+
+
+def test_control_an_unknown_style_is_refused() -> None:
+    with pytest.raises(UsageError, match="'Sequence'"):
+        layouts_of({"a": "SequenceParallel"})
