@@ -45,14 +45,12 @@ class PlanOptions:
     shares: Sequence[Sequence[int]] = ()
     mesh: str = setting(
         "",
-        "axes of every stage's devices, such as dp=2,tp=2: along dp microbatches are dealt out, over every other axis "
-        "tensors are split, as --shard says",
+        "axes of each stage's devices, such as dp=2,tp=2: dp deals out microbatches, others split tensors",
         shown="AXIS=N,...",
     )
     shard: Sequence[str] = setting(
         (),
-        "how tensors lie on the mesh: preset:megatron, preset:sequence or preset:batch, FILE.toml, or a layout such as "
-        "'h.*.fc.weight=[_,/tp]' (_ whole, ? free, /axis split); all others follow from these",
+        "layouts on the mesh: preset:megatron, FILE.toml, or 'h.*.weight=[_,/tp]' (docs/sharding.md)",
         shown="LAYOUT",
         many=True,
     )
