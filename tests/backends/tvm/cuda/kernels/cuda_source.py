@@ -1,7 +1,8 @@
 """The CUDA source of kernels, run on the CPU: what nvcc gets, compiled by g++, with a coroutine per thread of a block.
 
 In: graphs of one operation. Out: a program that runs their kernels, launch by launch. A barrier hands over to the next thread, and all go on when all
-have come to it. Blocks run one after the other. Not for half-precision types, whose header is nvcc's.
+have come to it. Blocks run one after the other. The types of nvcc's headers for 16-bit floats have a stand-in: bits that become a float when they are
+read, and are rounded to the nearest, ties to even, when they are written.
 """
 
 from __future__ import annotations
@@ -46,6 +47,29 @@ static bool done[1024];
 static int current;
 static void __syncthreads() { int mine = current; swapcontext(&at[mine], &back); }
 template <class T> static T __ldg(const T* p) { return *p; }
+"""
+_HALVES = r"""
+#include <immintrin.h>
+#include <cstring>
+struct half {
+  uint16_t bits;
+  half() = default;
+  template <class T> half(T x) : bits(_cvtss_sh((float)x, _MM_FROUND_TO_NEAREST_INT)) {}
+  operator float() const { return _cvtsh_ss(bits); }
+};
+struct nv_bfloat16 {
+  uint16_t bits;
+  nv_bfloat16() = default;
+  template <class T> nv_bfloat16(T given) {
+    float x = (float)given;
+    uint32_t word;
+    memcpy(&word, &x, 4);
+    bits = x != x ? 0x7fff : (word + 0x7fff + (word >> 16 & 1)) >> 16;
+  }
+  operator float() const { uint32_t word = (uint32_t)bits << 16; float x; memcpy(&x, &word, 4); return x; }
+};
+static half __float2half_rn(float x) { return half(x); }
+static nv_bfloat16 __float2bfloat16_rn(float x) { return nv_bfloat16(x); }
 """
 _BACK = r"""
 static void (*body)(void**);
@@ -101,8 +125,19 @@ class SourceProgram:
             for n, _ in _SIGNATURE.findall(source)
             if "__syncthreads" in source.split(f" {n}(", 2)[2].split('extern "C"')[0]
         }
-        (folder / "kernels.cpp").write_text("\n".join([_FRONT, source, *wrappers, _BACK]))
-        command = ["g++", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", "-o", "kernels.so", "kernels.cpp"]
+        (folder / "kernels.cpp").write_text("\n".join([_FRONT, _HALVES, source, *wrappers, _BACK]))
+        command = [
+            "g++",
+            "-O1",
+            "-w",
+            "-mf16c",
+            "-fno-strict-aliasing",
+            "-shared",
+            "-fPIC",
+            "-o",
+            "kernels.so",
+            "kernels.cpp",
+        ]
         subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
         self.library = ctypes.CDLL(str(folder / "kernels.so"))
 
