@@ -304,6 +304,31 @@ def long_run() -> str:
     return together_table()
 
 
+def export_verdicts() -> str:
+    """The committed verdicts on exports of other libraries, counted by library."""
+    folder = HERE.parent / "tests" / "models"
+    sys.path.append(str(folder))
+    from export_list import EXPORTS
+
+    document = json.loads((folder / "exports.json").read_text())
+    families: dict[str, dict[str, str]] = document["families"]
+    words = ("ok", "cannot tell", "FAILED", "not imported")
+    lines = [
+        "| library | families | seeds | verdicts | ok | cannot tell | failed | not imported |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for library in ("timm", "torchvision", "transformers"):
+        mine = [families[name] for name, export in EXPORTS.items() if export.library == library]
+        answers = [answer for one in mine for answer in one.values()]
+        seeds = {key.split()[0] for one in mine for key in one}
+        counts = [len(mine), len(seeds), len(answers), *(answers.count(word) for word in words)]
+        lines.append(f"| {library} | {' | '.join(map(str, counts))} |")
+    found, none = (sum(line.startswith(word) for line in document["faults"]) for word in ("found", "no effect"))
+    shown = len(document["faults"]) - none
+    lines += ["", f"Faults in the compiled code of these exports: {shown} with an effect, {found} of them found."]
+    return "\n".join(lines) + "\n"
+
+
 def small_models() -> str:
     """What a call of small models took in the committed run, by where they compute."""
     sys.path.append(str(HERE.parent / "benchmarks"))
@@ -351,6 +376,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "failure-trials": failure_trials,
     "long-run": long_run,
     "small-models": small_models,
+    "export-verdicts": export_verdicts,
     "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),
     "all-commands": reference("commands"),
     "python": reference("python"),
