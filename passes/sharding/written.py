@@ -20,11 +20,8 @@ from typing import Any
 from penstock.support.errors import UsageError
 
 PRESET = "preset:"
-# What a style of torch splits: names of the module's parameters, with the layout of a linear module's weight [out, in].
-_STYLES = {
-    "Colwise": (("weight", "[/{axis},_]"), ("bias", "[/{axis}]")),
-    "Rowwise": (("weight", "[_,/{axis}]"), ("bias", "[_]")),
-}
+# The layout of a linear module's weight [out, in] under a style of torch. A bias, where there is one, lies as the result.
+_STYLES = {"Colwise": "[/{axis},_]", "Rowwise": "[_,/{axis}]"}
 
 
 def layouts_of(given: str | Path | Sequence[str] | Mapping[str, Any] | None, axis: str = "tp") -> tuple[str, ...]:
@@ -85,8 +82,7 @@ def _from_python(name: str, layout: Any, axis: str) -> Iterator[str]:
                 f"the layout of {name!r} is {style!r}",
                 hint=f"give a tuple, a text such as '[_,/tp]', or a style: {', '.join(_STYLES)}",
             )
-        for parameter, text in _STYLES[style]:
-            yield f"{name}.{parameter}={text.format(axis=axis)}"
+        yield f"{name}.weight={_STYLES[style].format(axis=axis)}"
 
 
 def _dimension(part: Any) -> str:

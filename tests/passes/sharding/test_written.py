@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import penstock as ps
+from penstock.ir.text import print_module
 from penstock.passes.sharding.given import parse_given, parse_mesh
 from penstock.passes.sharding.written import layouts_of
 from penstock.support.errors import UsageError
 
-TEXTS = ("a.fc1.weight=[/tp,_]", "a.fc1.bias=[/tp]", "a.fc2.weight=[_,/tp]", "a.fc2.bias=[_]")
+TEXTS = ("a.fc1.weight=[/tp,_]", "a.fc2.weight=[_,/tp]")
 
 
 class ColwiseParallel:
@@ -25,12 +29,7 @@ def test_one_plan_in_five_forms_is_one_list_of_layouts(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     lines = [f'"{pattern}" = "{layout}"' for pattern, layout in (text.split("=") for text in TEXTS)]
     file.write_text("[layouts]\n" + "\n".join(lines))
-    like_jax = {
-        "a.fc1.weight": ("tp", None),
-        "a.fc1.bias": ("tp",),
-        "a.fc2.weight": (None, "tp"),
-        "a.fc2.bias": (None,),
-    }
+    like_jax = {"a.fc1.weight": ("tp", None), "a.fc2.weight": (None, "tp")}
     forms = [TEXTS, list(TEXTS), str(file), like_jax, {"a.fc1": ColwiseParallel(), "a.fc2": "Rowwise"}]
     assert {layouts_of(form) for form in forms} == {TEXTS}
     assert layouts_of({"a.fc1": ColwiseParallel(), "a.fc2": RowwiseParallel()}, axis="x")[0] == "a.fc1.weight=[/x,_]"
@@ -74,3 +73,17 @@ def test_other_words_are_no_layouts(wrong: str) -> None:
 def test_control_an_unknown_style_is_refused() -> None:
     with pytest.raises(UsageError, match="'Sequence'"):
         layouts_of({"a": "SequenceParallel"})
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_bias_lies_as_the_result_of_its_module(bias: bool) -> None:
+    net = nn.Sequential(nn.Linear(4, 6, bias=bias), nn.ReLU(), nn.Linear(6, 2, bias=bias))
+    model = ps.from_torch(net, (torch.zeros(3, 4),))
+    listed = {"0.weight": ("tp", None), "0.bias": ("tp",), "2.weight": (None, "tp"), "2.bias": (None,)}
+    asked = [{"0": "Colwise", "2": "Rowwise"}, {n: layout for n, layout in listed.items() if bias or "bias" not in n}]
+    styled, laid = (ps.plan(model, ps.Cluster.local(2), mesh="tp=2", shard=form).module for form in asked)
+    assert print_module(styled) == print_module(laid)
+    assert str(styled.vars["0.weight"].type) == "f32[6/tp,4]"
+    # The control: with the styles exchanged it is another program.
+    other = ps.plan(model, ps.Cluster.local(2), mesh="tp=2", shard={"0": "Rowwise", "2": "Colwise"}).module
+    assert print_module(other) != print_module(laid)
