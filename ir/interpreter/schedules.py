@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from penstock.ir.graph import (
 )
 from penstock.ir.ops import axes_over
 from penstock.ir.schedule import COMPUTE, MESSAGES, PER_BATCH, RECEIVES, SENDS, SUM_USERS, VERSIONED, Action
-from penstock.ir.sharding.tiles import cut, fill, owners, seat_of, tile_of
+from penstock.ir.sharding.tiles import TensorTile, cut, fill, owners, seat_of, tile_of
 from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.words import counted
@@ -45,6 +46,10 @@ from .graphs import run_graph, run_team
 from .ops import F64, Array
 from .recurrence import InterpretedRun, Watch, by_name, collect, microbatches_of, watching
 from .store import Arrays, VersionStore, as_value, initial_arrays
+
+# Called with each operation that a rank has done: the rank, the name of the graph, the microbatch (of an update, the
+# batch), the operation and its results.
+RankWatch = Callable[[int, str, int, Op, tuple[Array, ...]], None]
 
 
 def run_schedule(
@@ -63,35 +68,50 @@ def run_schedule(
     `weights` hold version `first` of the parameters and of the optimiser state, which is zeros where it is missing.
     `previous` holds version first - 1. A schedule with a delay needs it when it does not start at batch 0.
     """
+    count = len(batches) if batches_count is None else batches_count
+    if count > len(batches):
+        raise UsageError(f"{count} batches are asked for, {len(batches)} are given", where=module.name)
+    pipeline = _pipeline(module, weights, batches[:count], first, precision)
+    pipeline.watch = watch
+    for name, array in (previous or {}).items():
+        pipeline.put(name, first - 1, array)
+    return pipeline.run()
+
+
+def watch_ranks(module: Module, weights: Arrays, batches: Sequence[Arrays], watch: RankWatch) -> InterpretedRun:
+    """Execute the module's schedule in float64, and show each operation of each rank."""
+    pipeline = _pipeline(module, weights, batches, 0, F64)
+    pipeline.watch_rank = watch
+    return pipeline.run()
+
+
+def _pipeline(module: Module, weights: Arrays, batches: Sequence[Arrays], first: int, precision: str) -> _Pipeline:
+    """Return the ranks of a module with the microbatches of some batches."""
     if module.schedule is None:
         raise UsageError(
             "the module has no schedule yet; run it with the recurrence, or apply the pass `schedule`",
             where=module.name,
         )
-    count = len(batches) if batches_count is None else batches_count
-    if count > len(batches):
-        raise UsageError(f"{count} batches are asked for, {len(batches)} are given", where=module.name)
     m = module.schedule.microbatches
     feed: dict[int, dict[str, Array]] = {}
-    for t, batch in enumerate(batches[:count], first):
+    for t, batch in enumerate(batches, first):
         parts = microbatches_of(module, batch, t)
         if len(parts) != m:
             raise UsageError(
                 f"batch {t} has {counted(len(parts), 'microbatch')}, the schedule has {m}", where=module.name
             )
         feed |= {t * m + k: mb for k, mb in enumerate(parts)}
-    pipeline = _Pipeline(module, weights, feed, module.schedule.expand_all(count, first), first, precision, watch)
-    for name, array in (previous or {}).items():
-        pipeline.put(name, first - 1, array)
-    return pipeline.run()
+    return _Pipeline(module, weights, feed, module.schedule.expand_all(len(batches), first), first, precision)
 
 
 class _Rank:
     """One rank: its program, its variables, and the values it holds for each microbatch and batch, by
     `Action.holder`."""
 
-    def __init__(self, index: int, program: list[Action], store: VersionStore, mesh: Mesh, place: int) -> None:
-        self.index, self.program, self.store = index, program, store
+    def __init__(
+        self, index: int, program: list[Action], store: VersionStore, mesh: Mesh, place: int, is_local: bool
+    ) -> None:
+        self.index, self.program, self.store, self.is_local = index, program, store, is_local
         self.mesh, self.place = mesh, place
         self.coordinates = {f"{COORDINATE}{axis}": np.array(at) for axis, at in mesh.coordinates(place).items()}
         self.step = 0
@@ -103,9 +123,13 @@ class _Rank:
         return self.program[self.step] if self.step < len(self.program) else None
 
     def part(self, whole: Array, type: TensorType) -> Array:
-        """Return this rank's part of a tensor."""
-        part: Array = whole if type.is_plain else cut(whole, type, self.mesh, self.place)
+        """Return this rank's part of a tensor: all of it before `localize`."""
+        part: Array = cut(whole, type, self.mesh, self.place) if self.is_local else whole
         return part
+
+    def tile(self, type: TensorType) -> TensorTile | None:
+        """Return which part of a tensor this rank has; None where it is all of it."""
+        return tile_of(type, self.mesh, self.place) if self.is_local and not type.is_plain else None
 
 
 class _StageVariables:
@@ -124,7 +148,7 @@ class _StageVariables:
 
     def _whole(self, name: str, parts: Sequence[Array]) -> Array:
         type, mesh = self.module.vars[name].type, self.ranks[0].mesh
-        if type.is_plain:
+        if self.ranks[0].tile(type) is None:
             return parts[0]
         whole = np.empty(type.dims, parts[0].dtype)
         for place in owners(type, mesh).values():
@@ -141,9 +165,10 @@ class _Pipeline:
         programs: dict[int, list[Action]],
         first: int,
         precision: str,
-        watch: Watch | None = None,
     ) -> None:
-        self.module, self.feed, self.precision, self.watch = module, feed, precision, watch
+        self.module, self.feed, self.precision = module, feed, precision
+        self.watch: Watch | None = None
+        self.watch_rank: RankWatch | None = None
         self.run_found = InterpretedRun(module.outputs[0])
         self.wired = bool(module.edges) or any(a.kind in MESSAGES for program in programs.values() for a in program)
         assert module.schedule is not None
@@ -162,7 +187,8 @@ class _Pipeline:
             ]
             names = dict.fromkeys(slot.var for g in graphs for slot in map(slot_of, g.ops) if slot is not None)
             first_arrays = initial_arrays(module, weights, list(names), precision)
-            rank = _Rank(index, program, VersionStore(module.vars, self.stepped, {}, first), *_seat(module, index))
+            store = VersionStore(module.vars, self.stepped, {}, first)
+            rank = _Rank(index, program, store, *_seat(module, index), module.is_local)
             parts = {name: rank.part(array, module.vars[name].type) for name, array in first_arrays.items()}
             rank.store = VersionStore(module.vars, self.stepped, parts, first)
             self.ranks[index] = rank
@@ -209,8 +235,7 @@ class _Pipeline:
                     continue
                 holders: dict[object, int] = {}
                 for rank in map(self.ranks.__getitem__, ranks):
-                    tile = None if var.type.is_plain else tile_of(var.type, rank.mesh, rank.place)
-                    other = holders.setdefault(tile, rank.index)
+                    other = holders.setdefault(rank.tile(var.type), rank.index)
                     here, there = (self.ranks[r].store.latest(name) for r in (other, rank.index))
                     if not np.array_equal(here, there, equal_nan=True):
                         raise VerifyError(
@@ -297,7 +322,13 @@ class _Pipeline:
         stores = [self._seen_by(other, current) for other, current in zip(party, actions, strict=True)]
         # The first rank of a team stands for it.
         watch = self.watch if rank.index == self.teams[rank.index][0] or len(party) > 1 else None
-        results = self._run(graph, party, inputs, stores, watching(watch, graph, action.mb))
+        seen = [watching(watch, graph, action.mb), *[None for _ in party[1:]]]
+        if (watch_rank := self.watch_rank) is not None:
+            seen = [
+                partial(watch_rank, other.index, graph.name, current.mb)
+                for other, current in zip(party, actions, strict=True)
+            ]
+        results = self._run(graph, party, inputs, stores, seen)
         for other, current, ins, arrays in zip(party, actions, inputs, results, strict=True):
             self._keep(other, current, graph, ins, arrays)
             if other is not rank:
@@ -310,16 +341,17 @@ class _Pipeline:
         party: Sequence[_Rank],
         inputs: Sequence[Arrays],
         stores: Sequence[VersionStore],
-        seen: Callable[[Op, tuple[Array, ...]], None] | None,
+        seen: Sequence[Callable[[Op, tuple[Array, ...]], None] | None],
     ) -> list[list[Array]]:
-        """Run a graph on the ranks of a party. `seen` gets what the first of them computes."""
+        """Run a graph on the ranks of a party. `seen` gets what each of them computes."""
         if not any(op.kind in COLLECTIVES for op in graph.ops):
-            return [run_graph(graph, inputs[0], stores[0], self.precision, seen)]
+            return [run_graph(graph, inputs[0], stores[0], self.precision, seen[0])]
         places, mesh = [rank.place for rank in party], party[0].mesh
+        by_place = dict(zip(places, seen, strict=True))
 
         def watch(place: int, op: Op, arrays: tuple[Array, ...]) -> None:
-            if seen is not None and place == places[0]:
-                seen(op, arrays)
+            if (tell := by_place[place]) is not None:
+                tell(op, arrays)
 
         return run_team(graph, inputs, mesh, stores, self.precision, watch, places)
 

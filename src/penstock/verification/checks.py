@@ -4,7 +4,8 @@ The judge is the interpreter in float64. A model is run forward by onnxruntime, 
 stages on one device, and both are compared with it: does the import mean what the file says, and does the code compute
 it? A training bundle is run by its real worker processes. Every microbatch loss is compared with the sequential
 recurrence W(t+1) = W(t) - upd(grad f(W(t - delay))), on the model before it was cut into stages. An inference bundle is
-compared with that model. Errors are relative to the largest magnitude of the expected array.
+compared with that model. Where tensors are split, every value of every rank is compared first (parts.py).
+Errors are relative to the largest magnitude of the expected array.
 
 A result may be 1e-5 off where everything is computed in f32 or f64. For 16-bit floats, of unit roundoff u (2^-8 for
 bf16, 2^-11 for f16), no fixed number would do, because roundings add up along the model. So the interpreter runs such a
@@ -46,9 +47,11 @@ from penstock.planning.model import from_onnx
 from penstock.planning.options import BuildOptions
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.terminal import onnxruntime_warnings_counted, say
+from penstock.support.words import counted
 
 from .bisect.original import OnnxOriginal, first_difference
 from .inputs import batches_of
+from .parts import PartsComparison
 from .quantisation import step_share, step_values, told_steps
 from .roundings import Distance, RoundingNoise, relative_error
 from .verdicts import UNTOLD, Comparison, Judge, report
@@ -83,14 +86,6 @@ def allowed_error(module: Module, tolerance: float | None, roundings: Callable[[
         f"{rounding:.1e}; up to {limit:.1e} is allowed"
     )
     return limit
-
-
-def changed_by(roundoff: float, array: np.ndarray, source: np.random.Generator) -> np.ndarray:
-    """Return each number a little more or less, in float64; arrays without floats stay."""
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-        return array
-    moved: np.ndarray = array.astype(np.float64) * (1 + roundoff * source.choice([-1.0, 1.0], array.shape))
-    return moved
 
 
 # ------------------------------------------------------------------------------------------------ models
@@ -262,6 +257,9 @@ def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float | None, 
     weights, schedule = bundle.weights(), bundle.module.schedule
     trains = "B" in reference.graphs
     assert schedule is not None
+    if bundle.module.is_local:
+        batch = batches_of(bundle.module, 1, schedule.microbatches, seed, data, bundle.renamed)[0]
+        _verify_parts(bundle, reference, weights, batch, seed)
     batches = batches_of(
         bundle.module,
         steps if trains else 1,
@@ -273,6 +271,19 @@ def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float | None, 
     if trains:
         return _verify_training(bundle, reference, weights, batches, seed, tolerance)
     return _verify_inference(bundle, reference, weights, batches[0], seed, tolerance)
+
+
+def _verify_parts(bundle: Bundle, reference: Module, weights: Arrays, batch: Arrays, seed: int) -> None:
+    """Compare every value of every rank in float64 with the whole program; raise VerifyError for the first that is
+    off."""
+    comparison = PartsComparison(bundle.module, reference)
+    off = comparison.first_off(weights, batch, seed)
+    if off is not None:
+        raise VerifyError(str(off), where=str(bundle.path), hint="--bisect looks for the pass")
+    say(
+        f"{bundle.module.name}: {counted(comparison.compared, 'value')} of {counted(len(comparison.teams), 'rank')} in "
+        "float64 are those of the whole program"
+    )
 
 
 def delay_of(module: Module) -> int:

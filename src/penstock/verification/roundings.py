@@ -212,3 +212,11 @@ class RoundingEffect(Generic[K]):
 def allowed_by(spread: Distance) -> Distance:
     """Return how far a right result may be off, where noise moves it by so much."""
     return spread.times(SLACK)
+
+
+def changed_by(roundoff: float, array: np.ndarray, source: np.random.Generator) -> np.ndarray:
+    """Return each number a little more or less, in float64; arrays without floats stay."""
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        return array
+    moved: np.ndarray = array.astype(np.float64) * (1 + roundoff * source.choice([-1.0, 1.0], array.shape))
+    return moved

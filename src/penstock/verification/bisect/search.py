@@ -23,6 +23,7 @@ from penstock.support.terminal import say, table
 from penstock.support.words import counted
 from penstock.verification.bisect import reproducer
 from penstock.verification.inputs import batches_of
+from penstock.verification.parts import PartOff, PartsComparison
 
 from .kernels import KernelVerdict, first_kernel
 from .original import OnnxOriginal, first_difference
@@ -158,10 +159,14 @@ class _TrailSearch:
         print(f"first wrong after: {culprit.call}\n  {problem}")
         if not can_run(before.module):
             print(f"  or after {before.call}: what that makes cannot be run before weights have versions")
-        spots = trial.spots(culprit.module, before.module)
+        part = self._off_part(trial, high)
+        # Values of one device are no values of the module before.
+        spots = [] if culprit.module.is_local else trial.spots(culprit.module, before.module)
         _tell_graphs(spots)
         if spots:
             print("\n".join(spots[0].lines(self._source_of(spots[0]))))
+        elif part is not None:
+            print(f"  {part}")
         elif isinstance(problem, Off):
             print(
                 "  all values that have the same name in the module before are right: what is wrong has a name "
@@ -175,6 +180,18 @@ class _TrailSearch:
             f"{steps[0].module.name} computes",
             lambda budget: self._of_pass(high, problem, spots, budget),
         )
+
+    def _off_part(self, trial: Trial, at: int) -> PartOff | None:
+        """Return the first value of a module in local form that ranks have wrong, beside the last whole program."""
+        module = self.trail.steps[at].module
+        whole = next((step.module for step in self.trail.steps[at::-1] if is_whole(step.module)), None)
+        if not module.is_local or module.schedule is None or whole is None:
+            return None
+        try:
+            return PartsComparison(module, whole).first_off(trial.weights, trial.batches[0], self.options.seed)
+        except VerifyError as error:
+            say(f"values of ranks are not compared: {error}")
+            return None
 
     def _edited(self, at: int) -> str:
         """Name the dump that its pass did not write, where the one at `at` is not the result of its pass; else return
@@ -260,6 +277,9 @@ class _TrailSearch:
         """Compare the compiled kernels with the interpreter."""
         module, program = self.trail.steps[-1].module, self.trail.compiled
         if program is None or program.backend == "numpy" or module.schedule is None:
+            return
+        if module.is_local:
+            say("kernels are not compared one by one: a graph of split tensors is run by all devices of its mesh")
             return
         verdicts = first_kernel(module, program, self.trial.weights, self.trial.batches, self.options.tolerance)
         if self.model_trial is not self.trial and verdicts[-1].first is None:

@@ -45,9 +45,9 @@ from penstock.passes.partition.chain import forward_graph
 from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
 from penstock.support.errors import PenstockError, VerifyError
 from penstock.support.words import counted
-from penstock.verification.checks import changed_by, delay_of
+from penstock.verification.checks import delay_of
 from penstock.verification.inputs import synthetic_batch
-from penstock.verification.roundings import ConstantNoise, relative_error, same_gaps
+from penstock.verification.roundings import ConstantNoise, changed_by, relative_error, same_gaps
 from penstock.verification.tolerance import Allowed, asked, in_float64
 
 from .slopes import ALLOWED as SLOPE_ALLOWED
