@@ -111,3 +111,7 @@ def test_a_right_bundle_passes_and_a_wrong_one_names_the_value(
     told = capsys.readouterr().err
     assert "%fc2.product : f32[3,5] of microbatch 0 is off by" in told
     assert "Traceback" not in told
+    assert main(["verify", "--bisect", "--repro", "none", "--steps", "1", str(path)]) == 5
+    said = capsys.readouterr().out
+    assert "first wrong after: the program of the bundle" in said
+    assert "%fc2.product : f32[3,5] of microbatch 0 is off by" in said
