@@ -20,7 +20,7 @@ from typing import Any
 from penstock.support.errors import UsageError
 
 PRESET = "preset:"
-# The layout of a linear module's weight [out, in] under a style of torch. A bias, where there is one, lies as the result.
+# The layout of a linear module's weight [out, in] under a style of torch. A bias lies as the result does.
 _STYLES = {"Colwise": "[/{axis},_]", "Rowwise": "[_,/{axis}]"}
 
 
