@@ -23,11 +23,12 @@ _KEEP = {
 _FINITE = {"exp", "cos", "sigmoid", "not", "equal", "less", "less_equal", "and", "or", "const", "iota", "random"}
 # All operands zero make zero.
 _JOINT = {"add", "sub", "minimum", "maximum"}
-# One zero operand beside finite ones makes zero.
+# Zero operands beside finite ones make zero; so does one that is padded wherever the result is.
 _FACTORS = {
     "mul", "matmul", "conv", "conv_grad_input", "conv_grad_weight", "relu_grad", "gelu_grad",
     "layer_norm_grad_weight", "gather_grad",
 }  # fmt: skip
+_ELEMENTWISE = ("mul", "relu_grad", "gelu_grad")
 
 
 def padding_of(op: Op, ins: Sequence[int | None]) -> tuple[int, ...]:
@@ -44,7 +45,10 @@ def padding_of(op: Op, ins: Sequence[int | None]) -> tuple[int, ...]:
     if op.kind in _JOINT:
         zero = max(every) == ZERO
     elif op.kind in _FACTORS:
-        zero = ZERO in every and max(every) <= FINITE
+        covers = [x.type.dims == op.outs[0].type.dims and x.type.axes == op.outs[0].type.axes for x in op.ins]
+        zeros = [i for i, state in enumerate(ins) if state == ZERO]
+        alone = op.kind in _ELEMENTWISE and any(covers[i] for i in zeros)
+        zero = max(every) <= FINITE and (largest == ZERO or alone)
     elif op.kind == "where":
         return (max(every[1:]),) * count
     elif op.kind == "div":

@@ -9,7 +9,7 @@ from oracles.sharding.team_runs import differences
 
 from penstock.ir.verify.verifier import check
 
-QUICK, ALL = 30, 240
+QUICK, ALL = 30, 510
 
 
 def compare(number: int) -> None:
