@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from penstock.ir.graph import Op
 from penstock.ir.ops import OPS
+from penstock.ir.types import TensorType
 
 ZERO, FINITE, ANYTHING = 0, 1, 2
 
@@ -43,14 +44,14 @@ def padding_of(op: Op, ins: Sequence[int | None]) -> tuple[int, ...]:
     if op.kind in _FINITE:
         return (FINITE,) * count
     if op.kind in _JOINT:
-        zero = max(every) == ZERO
+        zero = max(every) == ZERO and all(_covers(x.type, op.outs[0].type) for x in op.ins)
     elif op.kind in _FACTORS:
-        covers = [x.type.dims == op.outs[0].type.dims and x.type.axes == op.outs[0].type.axes for x in op.ins]
         zeros = [i for i, state in enumerate(ins) if state == ZERO]
-        alone = op.kind in _ELEMENTWISE and any(covers[i] for i in zeros)
+        alone = op.kind in _ELEMENTWISE and any(_covers(op.ins[i].type, op.outs[0].type) for i in zeros)
         zero = max(every) <= FINITE and (largest == ZERO or alone)
     elif op.kind == "where":
-        return (max(every[1:]),) * count
+        whole = all(_covers(x.type, op.outs[0].type) for x in op.ins[1:])
+        return (max(*every[1:], ZERO if whole else FINITE),) * count
     elif op.kind == "div":
         return (ZERO if every[0] == ZERO and ins[1] is None else ANYTHING,) * count
     elif op.kind == "attention":
@@ -61,4 +62,14 @@ def padding_of(op: Op, ins: Sequence[int | None]) -> tuple[int, ...]:
         return (ZERO if largest == ZERO else ANYTHING,) * count
     else:
         return (ANYTHING,) * count
-    return (ZERO if zero else max(every),) * count
+    return (ZERO if zero else max(FINITE, *every),) * count
+
+
+def _covers(operand: TensorType, result: TensorType) -> bool:
+    """Return whether an operand is split in every dimension in which a result is, as operands broadcast."""
+    behind = result.rank - operand.rank
+    return all(
+        i >= behind and operand.axes_of(i - behind) == result.axes_of(i)
+        for i in range(result.rank)
+        if result.axes_of(i)
+    )
