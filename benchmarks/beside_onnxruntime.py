@@ -10,7 +10,8 @@ that FOLDER lacks (without `--models`: a temporary one).
 Both read one file and get one input. Penstock computes through `penstock.load`, with onnxruntime's number of threads.
 Outputs are compared first: exit code 1 where they differ. Each number of threads has a process of its own, because
 TVM's threads are counted once in a process. A turn is some calls; its figure is their median, that of a contender the
-median of its turns, in wall time. The speedup is onnxruntime's time over Penstock's: above 1 Penstock is faster.
+median of its turns: in processor time of the process on one thread, which other work on the machine disturbs least, in
+wall time on several. The speedup is onnxruntime's time over Penstock's: above 1 Penstock is faster.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", metavar="NAME", help="models, by the names of their files")
     parser.add_argument("--threads", nargs="*", type=int, default=[1, 2], metavar="N", help="threads (default: 1 2)")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="turns of each contender (default: 7)")
-    parser.add_argument("--json", metavar="FILE", help="write the figure of every turn")
+    parser.add_argument("--json", metavar="FILE", help="write every turn; rows there of other runs stay")
     parser.add_argument("--measure", type=int, metavar="N", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not (arguments.exporter or arguments.models):
@@ -77,6 +78,7 @@ def main() -> int:
             "load before": load(),
         }
         rows = [row for threads in arguments.threads for row in _in_process(folder, threads, arguments)]
+        rows = _with_earlier(rows, arguments.json)
     facts["load after"] = load()
     for key, value in facts.items():
         print(f"{key:<12} {value}")
@@ -99,6 +101,13 @@ def _in_process(folder: Path, threads: int, arguments: argparse.Namespace) -> li
     return json.loads(done.stdout)
 
 
+def _with_earlier(rows: Sequence[Row], path: str | None) -> list[Row]:
+    """Return the rows, and those of a file for other models and numbers of threads, in order."""
+    earlier = json.loads(Path(path).read_text(encoding="utf-8"))["rows"] if path and Path(path).exists() else []
+    by = {(row["threads"], row["model"]): row for row in (*earlier, *rows)}
+    return [by[key] for key in sorted(by)]
+
+
 def measure(paths: Sequence[Path], threads: int, rounds: int) -> list[Row]:
     """Let both compute every model in turns, in this process."""
     return [_measure(path, threads, rounds) for path in paths]
@@ -117,10 +126,11 @@ def _measure(path: Path, threads: int, rounds: int) -> Row:
             PENSTOCK: lambda: model(inputs),
             OTHER: lambda: session.run(names, inputs),
         }
+        clock = time.process_time if threads == 1 else time.perf_counter
         calls = {name: _calls(run) for name, run in runs.items()}
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         for _, name in in_turn(list(runs), rounds):
-            seconds[name].append(_turn(runs[name], calls[name]))
+            seconds[name].append(_turn(runs[name], calls[name], clock))
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     row = {"model": path.stem, "threads": threads, "seconds": seconds, "medians": medians, "error": error}
     row["speedup"] = medians[OTHER] / medians[PENSTOCK]
@@ -137,14 +147,14 @@ def _calls(run: Callable[[], object]) -> int:
     return max(FEWEST_CALLS, min(MOST_CALLS, round(TURN_S / (time.perf_counter() - begin))))
 
 
-def _turn(run: Callable[[], object], calls: int) -> float:
+def _turn(run: Callable[[], object], calls: int, clock: Callable[[], float]) -> float:
     for _ in range(max(1, calls // 8)):
         run()
     times = []
     for _ in range(calls):
-        begin = time.perf_counter()
+        begin = clock()
         run()
-        times.append(time.perf_counter() - begin)
+        times.append(clock() - begin)
     return statistics.median(times)
 
 
@@ -180,7 +190,10 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     for model in dict.fromkeys(row["model"] for row in rows):
         line = [model]
         for count in counts:
-            row = by[model, count]
+            row = by.get((model, count))
+            if row is None:
+                line += [""] * 3
+                continue
             line += [f"{row['medians'][name] * 1e3:.2f}" for name in (PENSTOCK, OTHER)] + [f"{row['speedup']:.2f}"]
         lines.append(line)
     return heads, lines

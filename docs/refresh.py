@@ -339,6 +339,17 @@ def small_models() -> str:
     return markdown(*table_of(document["rows"])) + "\n"
 
 
+def exported_models() -> str:
+    """What exported models took beside onnxruntime in the committed run."""
+    sys.path.append(str(HERE.parent / "benchmarks"))
+    from beside_onnxruntime import means_of, table_of
+    from machine import markdown
+
+    document = json.loads((HERE.parent / "benchmarks/results/beside_onnxruntime.json").read_text(encoding="utf-8"))
+    sentences = [f"* {sentence}." for sentence in means_of(document["rows"])]
+    return "\n".join([markdown(*table_of(document["rows"])), "", *sentences]) + "\n"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "grammar": lambda: docstring("penstock.ir.text", "module    =", "A module is printed"),
     "verifier": lambda: docstring("penstock.ir.verify.verifier", "typed ", "Cost:"),
@@ -377,6 +388,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "long-run": long_run,
     "small-models": small_models,
     "export-verdicts": export_verdicts,
+    "exported-models": exported_models,
     "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),
     "all-commands": reference("commands"),
     "python": reference("python"),

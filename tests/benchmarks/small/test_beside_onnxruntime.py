@@ -50,6 +50,9 @@ def test_both_are_compared_and_timed_for_each_number_of_threads(tmp_path: Path) 
         assert row["speedup"] == row["medians"]["onnxruntime"] / row["medians"]["penstock"]
     assert "2 threads: geometric mean" in done.stdout
     assert done.stdout.count("\n| ") == 4
+    words = ["--models", str(models), "--rounds", "1", "--only", "mlp", "--threads", "2"]
+    again, _ = run_benchmark("beside_onnxruntime", words, tmp_path)
+    assert [len(row["seconds"]["penstock"]) for row in again["rows"]] == [2, 2, 2, 1]
 
 
 def test_control_other_numbers_are_an_error(tmp_path: Path) -> None:
