@@ -18,10 +18,12 @@ from penstock.ir.types import TensorType
 ZERO, FINITE, ANYTHING = 0, 1, 2
 
 _KEEP = {
-    "neg", "abs", "sign", "floor", "round", "sqrt", "sin", "atan", "tanh", "erf", "relu", "detach", "gelu", "cast",
+    "neg", "abs", "sign", "floor", "round", "sin", "atan", "tanh", "erf", "relu", "detach", "gelu", "cast",
     "reshape", "transpose", "broadcast", "slice", "concat", "pad", "sum", "mean",
 }  # fmt: skip
-_FINITE = {"exp", "cos", "sigmoid", "not", "equal", "less", "less_equal", "and", "or", "const", "iota", "random"}
+_FINITE = {"not", "equal", "less", "less_equal", "and", "or", "const", "iota", "random"}
+# A finite number makes a finite number, an infinity or a nan may stay one.
+_BOUNDED = {"cos", "sigmoid"}
 # All operands zero make zero.
 _JOINT = {"add", "sub", "minimum", "maximum"}
 # Zero operands beside finite ones make zero; so does one that is padded wherever the result is.
@@ -29,7 +31,8 @@ _FACTORS = {
     "mul", "matmul", "conv", "conv_grad_input", "conv_grad_weight", "relu_grad", "gelu_grad",
     "layer_norm_grad_weight", "gather_grad",
 }  # fmt: skip
-_ELEMENTWISE = ("mul", "relu_grad", "gelu_grad")
+# The operands of which one is enough: a gelu has a slope at zero.
+_ELEMENTWISE = {"mul": (0, 1), "relu_grad": (0, 1), "gelu_grad": (1,)}
 
 
 def padding_of(op: Op, ins: Sequence[int | None]) -> tuple[int, ...]:
@@ -43,11 +46,17 @@ def padding_of(op: Op, ins: Sequence[int | None]) -> tuple[int, ...]:
         return (largest,) * count
     if op.kind in _FINITE:
         return (FINITE,) * count
+    if op.kind in _BOUNDED:
+        return (max(FINITE, largest),) * count
+    if op.kind in ("exp", "sqrt"):
+        # Of zero they are finite; another finite number may be too large for the one, or negative.
+        zero_too = ZERO if op.kind == "sqrt" else FINITE
+        return (zero_too if largest == ZERO else ANYTHING,) * count
     if op.kind in _JOINT:
         zero = max(every) == ZERO and all(_covers(x.type, op.outs[0].type) for x in op.ins)
     elif op.kind in _FACTORS:
-        zeros = [i for i, state in enumerate(ins) if state == ZERO]
-        alone = op.kind in _ELEMENTWISE and any(_covers(op.ins[i].type, op.outs[0].type) for i in zeros)
+        zeros = [i for i in _ELEMENTWISE.get(op.kind, ()) if ins[i] == ZERO]
+        alone = any(_covers(op.ins[i].type, op.outs[0].type) for i in zeros)
         zero = max(every) <= FINITE and (largest == ZERO or alone)
     elif op.kind == "where":
         whole = all(_covers(x.type, op.outs[0].type) for x in op.ins[1:])
@@ -55,7 +64,7 @@ def padding_of(op: Op, ins: Sequence[int | None]) -> tuple[int, ...]:
     elif op.kind == "div":
         return (ZERO if every[0] == ZERO and ins[1] is None else ANYTHING,) * count
     elif op.kind == "attention":
-        return (every[2], *(FINITE if largest <= FINITE else ANYTHING,) * 2)
+        return (every[2], FINITE, FINITE) if largest <= FINITE else (ANYTHING,) * count
     elif op.kind == "attention_grad":
         return (ZERO if max(every[:4]) == ZERO and largest <= FINITE else ANYTHING,) * count
     elif OPS[op.kind].family == "optimizer":

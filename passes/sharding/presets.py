@@ -35,7 +35,7 @@ def axis_for(sizes: Mapping[str, int], preset: str) -> str:
         return "tp"
     if len(axes) != 1:
         raise UsageError(
-            f"preset {preset} needs one axis beside {REPLICAS}, the mesh has {', '.join(sizes)}",
+            f"preset {preset} needs one axis beside {REPLICAS}, the mesh has {', '.join(axes) or 'none'}",
             hint="name the axis tp, or give layouts",
         )
     return axes[0]
@@ -68,7 +68,9 @@ class _Model:
         self.rows: dict[str, Op] = {}
 
     def parameter(self, value: Value) -> str | None:
-        """Return the parameter that a value is, perhaps transposed."""
+        """Return the parameter that a value is, perhaps in another element type."""
+        while (op := self.makers.get(value)) is not None and op.kind == "cast":
+            value = op.ins[0]
         name = self.reads.get(value)
         return name if name is not None and self.module.vars[name].role == PARAM else None
 
@@ -106,7 +108,8 @@ class _Model:
         op = self.makers.get(value)
         if op is None or (op.kind == "read" and self.parameter(value) is None):
             return False
-        if op.kind == "read":
+        # Of constants, such as the places that dropout draws for, each rank takes its part; that moves nothing.
+        if op.kind in ("read", "const", "iota"):
             return True
         rule, parts = rule_of(op), self.sizes[self.axis]
         place = next(i for i, v in enumerate(op.outs) if v == value)
@@ -127,7 +130,7 @@ class _Model:
             before = split_of(rule.ins[i][d], {name: of_name}, rule.sizes)
             if before is None or not self._follow(op.ins[i], d, before, columns, seen):
                 return False
-        return bool(operands) or op.kind in ("const", "iota")
+        return bool(operands)
 
     def vocabulary(self, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
         """Return the layouts of large tables, and of the last product where it has many columns."""

@@ -179,15 +179,27 @@ class _GraphResolution:
         outs, after = [], []
         for value, t in zip(op.outs, choice.outs, strict=True):
             to = self._final(value, t)
-            raw = Value(value.name if to == t else self.all.namer.fresh(f"{value.name}.{_suffix(t)}"), t)
+            final = Value(self._name(value, to), to)
+            raw = final if to == t else Value(self.all.namer.fresh(f"{value.name}.{_suffix(t)}"), t)
             outs.append(raw)
-            self.all.raw_names[value.name] = raw.name
+            if final.name == value.name:
+                self.all.raw_names[value.name] = raw.name
             if to != t:
                 attrs = {"to": str(to), **({"of": op.attrs["of"]} if "of" in op.attrs else {})}
-                after.append(Op("reshard", (raw,), (Value(value.name, to),), attrs, op.loc))
+                after.append(Op("reshard", (raw,), (final,), attrs, op.loc))
         self._emit(Op(op.kind, ins, tuple(outs), op.attrs, op.loc))
         for reshard in after:
             self._emit(reshard)
+        for value, raw in zip(op.outs, outs, strict=True):
+            last = next((reshard.outs[0] for reshard in after if reshard.ins[0] == raw), raw)
+            self.env[value.name] = last
+
+    def _name(self, value: Value, t: TensorType) -> str:
+        """Return the name of a result. What a graph makes again of a value of another graph, and that lies in another
+        way here, gets a name of its own: a name has one layout."""
+        known = self.all.laid.get(value.name)
+        same = known is None or known.type == t
+        return value.name if same else self.all.namer.fresh(f"{value.name}.again")
 
     def _emit(self, op: Op) -> None:
         origin = str(op.attrs.get("of", ""))

@@ -138,6 +138,8 @@ def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...],
 def _devices_per_stage(options: PlanOptions) -> int:
     """Return the devices of a stage: its replicas, or what the axes of its mesh make."""
     if not options.mesh:
+        if options.shard:
+            raise UsageError("layouts are given, but no mesh", hint="name its axes, such as --mesh tp=2")
         return options.replicas
     if options.replicas != 1:
         raise UsageError("--replicas and --mesh both say how many devices a stage has", hint="the axis dp is replicas")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from oracles.sharding.laid_out import cut_out, put_together
 
 import penstock as ps
@@ -22,6 +23,7 @@ from penstock.passes.partition.split import SplitOptions, split
 from penstock.passes.sharding import presets
 from penstock.passes.sharding.localize import localize
 from penstock.passes.sharding.shard import ShardOptions, shard
+from penstock.planning.options import PlanOptions
 from penstock.planning.pipeline import before_partition
 from penstock.support.errors import UsageError
 
@@ -169,6 +171,44 @@ def test_the_preset_finds_what_is_written_by_hand(folder) -> None:
     )
 
 
+@pytest.mark.parametrize("precision", ["bf16", "f16"])
+def test_the_preset_finds_the_same_in_16_bits(precision, folder) -> None:
+    """Products then take casts of parameters."""
+    program, given = whole_program("gpt", folder), ShardOptions("tp=2", ("preset:megatron",))
+    training = ps.Training("cross_entropy", ps.AdamW(lr=1e-2), 1)
+    cast = before_partition(model("gpt", folder), ps.Cluster.local(1), training, PlanOptions(precision=precision))
+    assert any(op.kind == "cast" for op in cast.graphs["F"].ops)
+    types = [{v.name: v.type for v in shard(m, given).vars.values() if v.role == "param"} for m in (cast, program)]
+    assert types[0] == types[1]
+
+
+def test_the_preset_finds_products_with_dropout_in_between(folder) -> None:
+    """The draws of a mask are split as the hidden units are: nothing but the pair's own sum is added up."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.5), torch.nn.Linear(6, 4))
+    imported = ps.from_torch(layers.train(), (torch.zeros(3, 4),))
+    program = before_partition(imported, ps.Cluster.local(1), ps.Training("mse", ps.SGD(lr=0.1)))
+    assert any(op.kind == "random" for op in program.graphs["F"].ops)
+    laid, local, _ = laid_out(program, {"tp": 2}, ["preset:megatron"])
+    assert [str(laid.vars[name].type) for name in ("0.weight", "0.bias", "2.weight")] == [
+        "f32[6/tp,4]",
+        "f32[6/tp]",
+        "f32[4,6/tp]",
+    ]
+    assert counted(local) == {"all_reduce": 1}
+
+
+def test_a_name_has_one_layout_in_all_graphs(folder) -> None:
+    """Views that the backward graph makes again may lie in another way there: under names of their own."""
+    laid = shard(whole_program("gpt", folder), ShardOptions("tp=4", ("preset:sequence",)))
+    lying: dict[str, set[str]] = {}
+    for graph in laid.graphs.values():
+        for value in (*graph.ins, *(v for op in graph.ops for v in op.outs)):
+            lying.setdefault(value.name, set()).add(str(value.type))
+    assert {name: types for name, types in lying.items() if len(types) > 1} == {}
+    assert any(name.endswith(".again") for name in lying)
+
+
 def test_sequence_splits_scatter_sums_and_gather_what_products_need(folder) -> None:
     kinds = compare("gpt", folder, {"tp": 2}, ["preset:sequence"])
     assert kinds["reduce_scatter"] == 8
@@ -207,6 +247,7 @@ def test_work_is_divided_by_the_devices(folder) -> None:
         ("", ["fc1.weight=[_,/tp]"], "layouts are given, but no mesh"),
         ("tp=2", ["preset:megatrom"], "did you mean 'megatron'|megatron"),
         ("a=2,b=2", ["preset:megatron"], "needs one axis beside dp"),
+        ("dp=2", ["preset:megatron"], "needs one axis beside dp, the mesh has none"),
         ("tp=7", ["preset:batch"], "too few samples for 7 devices"),
     ],
 )
