@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.backends.tvm.cuda.devices import check_memory, find_device
 from penstock.backends.tvm.run.machine import load_runtime
 from penstock.ir.graph import Graph, Module
 from penstock.ir.ops import OPS
@@ -58,8 +59,6 @@ class TvmBackend:
         """Raise the UsageError of `load_stage` where this host lacks the GPU of a stage, or memory on it."""
         gpu = _gpu_of(module, stage, device)
         if gpu is not None:
-            from penstock.backends.tvm.cuda.devices import check_memory  # lazy: heavy
-
             check_memory(module, stage, gpu, device)
 
     def prepare(self) -> None:
@@ -102,8 +101,6 @@ def _gpu_of(module: Module, stage: int, name: str | None = None) -> torch.device
     device = device_of(module, stage, name)
     if device is None or device.kind != "cuda":
         return None
-    from penstock.backends.tvm.cuda.devices import find_device  # lazy: heavy
-
     return find_device(device.target, device.gpu_on_host, stage)
 
 

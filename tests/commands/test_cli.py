@@ -353,7 +353,7 @@ def test_an_illegal_schedule_is_refused_with_the_checkers_words(
         (["verify", "{d}/../bundle", "--dim", "batch=2"], "built in"),
         (["plan", "{m}", "--dim", "batch=2", "--devices", "2", "--split-at", "nowhere"], "nowhere"),
         (["inspect", "{t}/none"], "none"),
-        (["opt", "{m}", "-p", "simplify"], "cannot read"),
+        (["opt", "{m}", "-p", "simplify"], "is a model, and not compiled"),
         (["frobnicate"], "invalid choice"),
         (["plann"], "hint: did you mean plan?"),
         (["opt", "{d}/01_simplify.ir", "-p", "schedul"], "unknown pass 'schedul', did you mean schedule?"),

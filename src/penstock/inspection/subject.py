@@ -17,6 +17,7 @@ from penstock.inspection.dump_reading import dumped_passes
 from penstock.ir.files import read_module
 from penstock.ir.graph import Module
 from penstock.support.errors import UsageError
+from penstock.support.words import visible
 
 if TYPE_CHECKING:
     from penstock.backends.bundle.format import Bundle
@@ -51,7 +52,8 @@ class Subject:
     @property
     def renamed(self) -> dict[str, str]:
         """The source model's names of what the module of a bundle spells otherwise."""
-        return {ours: theirs[0] for ours, theirs in self.source_names.items() if theirs and ours not in theirs}
+        names = self.source_names.items()
+        return {ours: visible(theirs[0]) for ours, theirs in names if theirs and ours not in theirs}
 
     @property
     def backend(self) -> str:

@@ -17,6 +17,7 @@ from penstock.ir.text import parse_module, print_module
 from penstock.ir.types import numpy_dtype
 from penstock.models import write_mlp
 from penstock.support.errors import UsageError
+from penstock.support.terminal import terminal_width
 
 ROWS, WIDTH, HIDDEN, TP, MICROBATCHES = 4, 8, 34, 2, 3
 
@@ -100,7 +101,7 @@ def test_the_command_shows_it(module, folder, capsys):
     assert shown["all_bytes"] == facts.all_bytes
     assert main(["inspect", str(path), "--sharding"]) == 0
     text = capsys.readouterr().out
-    assert text == show_sharding(facts) + "\n"
+    assert text == show_sharding(facts, terminal_width()) + "\n"
     assert f"f32[16,{HIDDEN}/tp]" in text
     assert f"f32[16,{HIDDEN // TP}]" in text
 

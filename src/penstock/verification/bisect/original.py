@@ -27,6 +27,7 @@ from penstock.ir.interpreter.graphs import Noise, run_graph
 from penstock.ir.interpreter.ops import F64, TYPED, Array
 from penstock.ir.interpreter.store import DictStore, initial_arrays
 from penstock.support.terminal import say
+from penstock.support.words import visible
 from penstock.verification.roundings import RoundingEffect, distance, relative_error
 from penstock.verification.tolerance import as_typed, asked
 from penstock.verification.verdicts import widened
@@ -165,4 +166,4 @@ class OnnxOriginal:
         if (node := self.nodes.get(theirs)) is None:
             return ""
         spelled = "" if theirs == name else f", which calls it {theirs!r}"
-        return f"node {node.name or theirs} ({node.op_type}){spelled}"
+        return visible(f"node {node.name or theirs} ({node.op_type}){spelled}")
