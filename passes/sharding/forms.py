@@ -14,7 +14,7 @@ from penstock.ir.attrs import Attrs
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs, integer, reduced_axes
 from penstock.ir.sharding.splits import SplitRule
-from penstock.ir.types import TensorType
+from penstock.ir.types import FLOATS, ITEM_BYTES, UNSIGNED, TensorType
 
 from .building import LocalWriter
 
@@ -93,18 +93,17 @@ def _max(b: LocalWriter, call: LocalCall) -> list[Value]:
     split: tuple[str, ...] = ()
     for dim in axes:
         if call.axes_of(0, dim):
-            # The padding repeats an element of the tensor, so that it never wins over all.
-            if _uneven(b, call, 0, dim):
-                raise_unless_float(call, "max")
-                x = _unpadded(b, LocalCall(call.op, call.rule, call.axes, (x,)), 0, dim, float("-inf"))
+            # Padding is the lowest number there is, so that it never wins over all.
+            x = _unpadded(b, LocalCall(call.op, call.rule, call.axes, (x,)), 0, dim, lowest_of(x.type.dtype))
             split += call.axes_of(0, dim)
     return [_reduced(b, b.emit("max", x, axes=axes, keep=bool(call.attrs["keep"])), split, "max")]
 
 
-def raise_unless_float(call: LocalCall, what: str) -> None:
-    """Refuse an uneven split of whole numbers, among which none is below all others."""
-    if call.whole(0).dtype not in ("f32", "f64", "f16", "bf16"):
-        raise TypeError(f"{what} of {call.whole(0)} cannot be split unevenly")
+def lowest_of(dtype: str) -> float:
+    """Return a number of an element type that none is below."""
+    if dtype in UNSIGNED:
+        return 0
+    return float("-inf") if dtype in FLOATS else -float(1 << (8 * ITEM_BYTES[dtype] - 1))
 
 
 def _row_axis(call: LocalCall) -> tuple[int, tuple[str, ...]]:

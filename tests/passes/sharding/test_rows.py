@@ -13,10 +13,10 @@ from samples import SAMPLES, Sample
 
 from penstock.ir.graph import Graph, Mesh, Module, Op, Stage, Value
 from penstock.ir.interpreter.graphs import run_graph, run_team
-from penstock.ir.ops import OPS
+from penstock.ir.ops import OPS, make
 from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import Split, SplitRule, laid_out
-from penstock.ir.types import FLOATS, TensorType
+from penstock.ir.types import FLOATS, TensorType, numpy_dtype
 from penstock.passes.sharding.localize import localize
 from penstock.passes.sharding.propagate import allowed, fits
 
@@ -103,6 +103,21 @@ def test_every_legal_split_computes_what_one_device_does(s: Sample) -> None:
             types = types_of(op, rule, splits, mesh.sizes)
             if types is not None:
                 compare(s, mesh, types)
+
+
+@pytest.mark.parametrize("dtype", ["i64", "i8", "u8", "f32"])
+def test_the_largest_of_an_uneven_part_is_never_padding(dtype: str) -> None:
+    """All numbers are as low as can be."""
+    low = np.iinfo(numpy_dtype(dtype)).min if dtype != "f32" else -np.inf
+    x = Value("x0", TensorType(dtype, (5,)))
+    op = make("max", (x,), ["y0"], axes=(0,))
+    mesh = MESHES[1]
+    _, local = local_graph(op, [x.type.laid([("a",)]), op.outs[0].type], mesh)
+    array = np.full(5, low, numpy_dtype(dtype))
+    parts = [{"x0": cut_out(array, x.type.laid([("a",)]), mesh, place)} for place in range(4)]
+    assert {results[0].item() for results in run_team(local, parts, mesh)} == {
+        float(low) if dtype == "f32" else int(low)
+    }
 
 
 def test_most_rows_can_be_split() -> None:
