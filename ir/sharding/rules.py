@@ -22,9 +22,10 @@ from typing import NamedTuple
 from penstock.ir.attrs import Attrs
 from penstock.ir.graph import Op
 from penstock.ir.ops import complete_attrs, definition
+from penstock.ir.types import FLOATS
 
 from .computed import COMPUTED
-from .splits import SplitRule, build
+from .splits import WHOLE, SplitRule, build
 
 
 class _Token(NamedTuple):
@@ -36,6 +37,8 @@ class _Token(NamedTuple):
     at: str
 
 
+# Operations that divide: quotients of whole numbers are truncated, and do not add up to the quotient of the sum.
+_TRUNCATING = ("div", "mean")
 _TOKEN = re.compile(r"([A-Za-z]\w*)?(\.\.\.)?([\^+*]*)(?:@(\w+))?")
 
 
@@ -71,6 +74,8 @@ def rule_of(op: Op) -> SplitRule:
         rule = _broadcast(op)
     else:
         rule = _from_string(op, row.dims, attrs)
+    if op.kind in _TRUNCATING and op.outs[0].type.dtype not in FLOATS:
+        return SplitRule(rule.ins, rule.outs, rule.sizes, {name: WHOLE for name, mark in rule.marks.items() if mark})
     return SplitRule(rule.ins, rule.outs, rule.sizes, rule.marks, linear_of(row.linear, len(op.ins)))
 
 

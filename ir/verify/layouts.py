@@ -9,11 +9,15 @@ Local: for every value and axis of the mesh, ranks have the *same* or it *varies
 variables, and inputs that are split vary; an all_reduce or all_gather makes same what varied along its axes. What is
 declared whole has to be the same: variables that are written or added to, and outputs of the module. That refuses a
 gradient of a replicated parameter that was not added up.
+
+A sum over ranks that have the same would multiply it by their number. It is refused, unless a number that fills a
+tensor, a broadcast or a count is among what the operand is made of: ranks have equal parts of these, and each its
+summand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from penstock.ir.graph import COORDINATE, REPLICAS, Graph, Module, Op, graph_stage, made_values
@@ -120,6 +124,10 @@ def _partial_problems(op: Op, rule: SplitRule, splits: Mapping[str, Split]) -> I
 
 _SAME_AFTER = ("all_reduce", "all_gather")
 _VARIES_AFTER = ("reduce_scatter", "all_to_all", "shift")
+_SUMS = ("all_reduce", "reduce_scatter")
+# Operations whose local results may be parts of one whole, though ranks have the same, with the least number of their
+# dimensions: a count along the only dimension differs between parts.
+_FILLS = {"const": 1, "broadcast": 1, "iota": 2}
 
 
 def check_local(module: Module) -> Iterator[Problem]:
@@ -137,8 +145,41 @@ def check_local(module: Module) -> Iterator[Problem]:
         before = dict(varies)
         for graph, stage in graphs:
             _follow(module, graph, varies, axes_of[stage])
+    alike = _alike_parts(graphs, axes_of)
     for graph, stage in graphs:
         yield from _same_problems(module, graph, varies, axes_of[stage])
+        yield from _sums_of_the_same(graph, varies, alike, axes_of[stage])
+
+
+def _alike_parts(graphs: Sequence[tuple[Graph, int]], axes_of: Mapping[int, set[str]]) -> dict[str, frozenset[str]]:
+    """Return the axes along which values may be made of parts that are equal on all ranks."""
+    alike: dict[str, frozenset[str]] = {}
+    before: dict[str, frozenset[str]] | None = None
+    while before != alike:
+        before = dict(alike)
+        for graph, stage in graphs:
+            for op in graph.ops:
+                here = frozenset[str]().union(*(alike.get(v.name, frozenset()) for v in op.ins))
+                if op.kind in _FILLS and op.outs[0].type.rank >= _FILLS[op.kind]:
+                    here = frozenset(axes_of[stage])
+                elif op.kind in _SAME_AFTER:
+                    here -= frozenset(axes_over(op.attrs["over"]))
+                alike |= dict.fromkeys((v.name for v in op.outs), here)
+    return alike
+
+
+def _sums_of_the_same(
+    graph: Graph, varies: Mapping[str, frozenset[str]], alike: Mapping[str, frozenset[str]], axes: set[str]
+) -> Iterator[Problem]:
+    for i, op in enumerate(graph.ops):
+        if op.kind not in _SUMS or op.attrs.get("by", "sum") != "sum":
+            continue
+        name = op.ins[0].name
+        same = (frozenset(axes_over(op.attrs["over"])) & axes) - varies[name] - alike.get(name, frozenset())
+        if same:
+            listed = ", ".join(sorted(same))
+            what = f"%{name} is the same along {listed} on all ranks of a team; {op.kind} would multiply it"
+            yield Problem(op_place(graph, i), what, op_window(graph, i))
 
 
 def _follow(module: Module, graph: Graph, varies: dict[str, frozenset[str]], axes: set[str]) -> None:

@@ -2,7 +2,8 @@
 
 `FORMS[kind](b, call)` writes the local operations of one operation, and returns its results in order. `call` has the
 local operands, the types of operands and results in the whole program, and the axes that split each name of the
-operation's rule (ir/sharding/rules.py). Forms see to the padding of dimensions with their own mark themselves.
+operation's rule (ir/sharding/rules.py). Forms see to the padding of dimensions with their own mark themselves. As the
+operations that they stand for, they compute on 16-bit numbers in f32 and round results once.
 """
 
 from __future__ import annotations
@@ -72,6 +73,15 @@ def _reduced(b: LocalWriter, x: Value, axes: tuple[str, ...], by: str = "sum") -
     return b.emit("all_reduce", x, over=over(present), **({"by": by} if by != "sum" else {}))
 
 
+def _wide(b: LocalWriter, x: Value) -> Value:
+    """Return a value in the element type that is computed in."""
+    return b.emit("cast", x, dtype="f32") if x.type.dtype in ("f16", "bf16") else x
+
+
+def _as(b: LocalWriter, x: Value, dtype: str) -> Value:
+    return x if x.type.dtype == dtype else b.emit("cast", x, dtype=dtype)
+
+
 # ------------------------------------------------------------------------------------------------ reductions
 
 
@@ -84,8 +94,8 @@ def _mean(b: LocalWriter, call: LocalCall) -> list[Value]:
     count = 1
     for dim in axes:
         count *= call.whole(0).dims[dim]
-    total = b.emit("sum", x, axes=axes, keep=bool(call.attrs["keep"]))
-    return [b.emit("div", total, b.number(float(count), x.type.dtype))]
+    total = b.emit("sum", _wide(b, x), axes=axes, keep=bool(call.attrs["keep"]))
+    return [_as(b, b.emit("div", total, b.number(float(count), total.type.dtype)), x.type.dtype)]
 
 
 def _max(b: LocalWriter, call: LocalCall) -> list[Value]:
@@ -115,7 +125,7 @@ def _log_sum(b: LocalWriter, call: LocalCall) -> tuple[Value, Value, Value]:
     """Return the operand less its largest element, e to the power of that, and the sum of these powers, along the row
     that several ranks share."""
     dim, axes = _row_axis(call)
-    x = _unpadded(b, call, 0, dim, float("-inf"))
+    x = _wide(b, _unpadded(b, call, 0, dim, float("-inf")))
     largest = _reduced(b, b.emit("max", x, axes=(dim,), keep=True), axes, "max")
     below = b.emit("sub", x, largest)
     powers = b.emit("exp", below)
@@ -124,27 +134,27 @@ def _log_sum(b: LocalWriter, call: LocalCall) -> tuple[Value, Value, Value]:
 
 def _softmax(b: LocalWriter, call: LocalCall) -> list[Value]:
     _, powers, total = _log_sum(b, call)
-    return [b.emit("div", powers, total)]
+    return [_as(b, b.emit("div", powers, total), call.whole(0).dtype)]
 
 
 def _log_softmax(b: LocalWriter, call: LocalCall) -> list[Value]:
     below, _, total = _log_sum(b, call)
-    return [b.emit("sub", below, b.emit("log", total))]
+    return [_as(b, b.emit("sub", below, b.emit("log", total)), call.whole(0).dtype)]
 
 
 def _softmax_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
     """Write y * (dy - sum(dy * y)); where padding is not zero, it is left out of the sum."""
     dim, axes = _row_axis(call)
-    y, dy = (_unpadded(b, call, i, dim, 0.0) for i in range(2))
+    y, dy = (_wide(b, _unpadded(b, call, i, dim, 0.0)) for i in range(2))
     inner = _reduced(b, b.emit("sum", b.emit("mul", dy, y), axes=(dim,), keep=True), axes)
-    return [b.emit("mul", y, b.emit("sub", dy, inner))]
+    return [_as(b, b.emit("mul", y, b.emit("sub", dy, inner)), call.whole(0).dtype)]
 
 
 def _log_softmax_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
     dim, axes = _row_axis(call)
-    y, dy = call.ins[0], _unpadded(b, call, 1, dim, 0.0)
+    y, dy = _wide(b, call.ins[0]), _wide(b, _unpadded(b, call, 1, dim, 0.0))
     inner = _reduced(b, b.emit("sum", dy, axes=(dim,), keep=True), axes)
-    return [b.emit("sub", dy, b.emit("mul", b.emit("exp", y), inner))]
+    return [_as(b, b.emit("sub", dy, b.emit("mul", b.emit("exp", y), inner)), call.whole(0).dtype)]
 
 
 # ------------------------------------------------------------------------------------------------ lookups
@@ -214,13 +224,14 @@ def _iota(b: LocalWriter, call: LocalCall) -> list[Value]:
 
 def _mse(b: LocalWriter, call: LocalCall) -> list[Value]:
     """Write the sum over this rank's part, divided by the whole count."""
-    difference = b.emit("sub", *call.ins)
+    difference = b.emit("sub", *(_wide(b, x) for x in call.ins))
     square = b.emit("mul", difference, difference)
     for dim in range(call.whole(0).rank):
         if call.axes_of(0, dim) and _uneven(b, call, 0, dim):
             square = b.masked(square, dim, call.axes_of(0, dim), call.whole(0).dims[dim])
     total = b.emit("sum", square, axes=tuple(range(square.type.rank)))
-    return [b.emit("div", total, b.number(float(call.whole(0).size), square.type.dtype))]
+    mean = b.emit("div", total, b.number(float(call.whole(0).size), square.type.dtype))
+    return [_as(b, mean, call.op.outs[0].type.dtype)]
 
 
 def _label_place(b: LocalWriter, call: LocalCall) -> tuple[Value, Value]:
@@ -241,8 +252,8 @@ def _cross_entropy(b: LocalWriter, call: LocalCall) -> list[Value]:
     logits = call.whole(0)
     dim, rows = logits.rank - 1, float(logits.size // logits.dims[-1])
     axes = call.axes_of(0, dim)
-    x = _unpadded(b, call, 0, dim, float("-inf"))
-    zero = b.number(0.0, logits.dtype)
+    x = _wide(b, _unpadded(b, call, 0, dim, float("-inf")))
+    zero = b.number(0.0, x.type.dtype)
     largest = _reduced(b, b.emit("max", x, axes=(dim,), keep=True), axes, "max")
     powers = b.emit("exp", b.emit("sub", x, largest))
     total = _reduced(b, b.emit("sum", powers, axes=(dim,), keep=True), axes)
@@ -254,21 +265,21 @@ def _cross_entropy(b: LocalWriter, call: LocalCall) -> list[Value]:
     for i in range(dim):
         if call.axes_of(0, i) and _uneven(b, call, 0, i):
             losses = b.masked(losses, i, call.axes_of(0, i), logits.dims[i])
-    mean = b.emit("div", b.emit("sum", losses, axes=tuple(range(dim))), b.number(rows, logits.dtype))
-    return [mean, lse]
+    mean = b.emit("div", b.emit("sum", losses, axes=tuple(range(dim))), b.number(rows, x.type.dtype))
+    return [_as(b, x, v.type.dtype) for x, v in zip((mean, lse), call.op.outs, strict=True)]
 
 
 def _cross_entropy_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
     """Write (e^(logits - lse) - 1 at the label) * dloss / rows, with the whole count of rows."""
-    x, _, lse, grad = call.ins
+    x, lse, grad = (_wide(b, call.ins[i]) for i in (0, 2, 3))
     logits = call.whole(0)
     rows = float(logits.size // logits.dims[-1])
     column = b.emit("reshape", lse, shape=(*lse.type.dims, 1))
     share = b.emit("exp", b.emit("sub", x, column))
     place, _ = _label_place(b, call)
-    hot = b.emit("cast", place, dtype=logits.dtype)
-    scale = b.emit("div", grad, b.number(rows, logits.dtype))
-    return [b.emit("mul", b.emit("sub", share, hot), scale)]
+    hot = b.emit("cast", place, dtype=x.type.dtype)
+    scale = b.emit("div", grad, b.number(rows, x.type.dtype))
+    return [_as(b, b.emit("mul", b.emit("sub", share, hot), scale), logits.dtype)]
 
 
 FORMS: dict[str, Form] = {

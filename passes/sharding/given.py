@@ -104,11 +104,15 @@ def chosen_layouts(
             )
             problems.append(f"{entry.text!r} fits no name; {hint}")
         misfits: dict[str, list[str]] = {}
-        for node in [node for node in nodes if fnmatchcase(node[1:], entry.pattern) and node not in chosen]:
-            for what in _misfits(nodes[node], entry.layout, sizes):
+        fitting = [node for node in nodes if fnmatchcase(node[1:], entry.pattern)]
+        free = [node for node in fitting if node not in chosen]
+        wrong = {node: list(_misfits(nodes[node], entry.layout, sizes)) for node in free or fitting}
+        # Where earlier patterns count for all names, this one has to be right for one of them at least.
+        for node in wrong if free or all(wrong.values()) else ():
+            for what in wrong[node]:
                 misfits.setdefault(what, []).append(node)
-            chosen[node] = entry.layout
-        problems += [f"{entry.text!r}: {_listed(fitting)}: {what}" for what, fitting in misfits.items()]
+        chosen |= dict.fromkeys(free, entry.layout)
+        problems += [f"{entry.text!r}: {_listed(names)}: {what}" for what, names in misfits.items()]
     if problems:
         raise UsageError("cannot lay tensors out like this:" + itemised(problems))
     return chosen

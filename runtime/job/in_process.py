@@ -35,7 +35,7 @@ from penstock.backends.numpy_backend import tensor_of
 from penstock.backends.registry import backend_of
 from penstock.ir.action_kinds import FORWARD
 from penstock.ir.batch_shares import loss_stage, microbatch_size
-from penstock.ir.graph import MICROBATCH, Value, signature
+from penstock.ir.graph import COORDINATE, MICROBATCH, Value, signature
 from penstock.ir.names import shown
 from penstock.ir.ops import OPS
 from penstock.ir.types import numpy_dtype
@@ -44,6 +44,7 @@ from penstock.runtime.checkpoint.resuming import Start, start_from
 from penstock.runtime.data.ranges import Range, integer_range
 from penstock.runtime.messages.control import Arrays
 from penstock.runtime.state.store import TORCH_DTYPES, as_array
+from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.worker.feeds import number_of
 from penstock.runtime.worker.loading import load_store
 from penstock.runtime.worker.worker import describe_failure, resident_bytes
@@ -95,7 +96,13 @@ class LoadedModel:
         self.bundle, self.warnings = bundle, start.warnings
         self.layout = SampleLayout(module, bundle.renamed)
         self._program = backend_of(bundle.manifest.backend).load_stage(
-            module, entry.stage, bundle.stage_files(entry.stage), entry.threads, entry.device
+            module,
+            entry.stage,
+            bundle.stage_files(entry.stage),
+            entry.threads,
+            entry.device,
+            # Groups of a mesh of one device have this rank alone as their member.
+            exchange=RankExchange(module, 0, 0.0),
         )
         self._device = self._program.device
         # The size of the process before it had any variable of the model.
@@ -112,7 +119,10 @@ class LoadedModel:
         ]
         places = {one.name: i for i, one in enumerate(self._inputs)}
         # For each input of the graph its place among those of the model; None for the number of the microbatch.
-        self._order = [None if value.name == MICROBATCH else places[value.name] for value in called.ins]
+        # Coordinates on the mesh follow the model's inputs: all are that of the first place.
+        origin = {value.name: len(places) for value in called.ins if value.name.startswith(COORDINATE)}
+        self._order = [None if v.name == MICROBATCH else (places | origin)[v.name] for v in called.ins]
+        self._origin = torch.tensor(0, dtype=torch.int64)
         results = [value.name for value in called.results]
         outputs = shown(self.layout.outputs, bundle.renamed)
         # Our name, the name outside, the place among the results.
@@ -181,7 +191,8 @@ class LoadedModel:
             with self._lock:
                 number = self._microbatch if mb is None else mb
                 self._microbatch = number + 1
-                named = [self._drawn(number) if place is None else tensors[place] for place in self._order]
+                fed = (*tensors, self._origin)
+                named = [self._drawn(number) if place is None else fed[place] for place in self._order]
                 ins = [x for x in named if x is not None]
                 if self._device.type != "cpu":
                     ins = [x.to(self._device) for x in ins]

@@ -37,6 +37,22 @@ def test_without_a_mesh_there_is_no_line(mlp, capsys):
     assert mesh_lines(capsys, mlp, "--devices", "2", *WORDS.split()) == []
 
 
+@pytest.mark.parametrize("command", ["plan", "compile"])
+@pytest.mark.parametrize(
+    ("devices", "mesh", "told"),
+    [
+        ("3", "tp=2", ["idle: cpu:2; tp=2 for 1 stage takes 2 of 3 devices"]),
+        ("5", "dp=2,tp=2", ["idle: cpu:4; dp=2,tp=2 for 1 stage takes 4 of 5 devices"]),
+        ("2", "tp=2", []),
+    ],
+)
+def test_devices_that_no_mesh_takes_are_told_in_a_line(command, devices, mesh, told, mlp, tmp_path, capsys):
+    more = ["--backend", "numpy", "-o", str(tmp_path / "bundle")] if command == "compile" else []
+    assert main([command, mlp, "--devices", devices, "--mesh", mesh, *WORDS.split(), *more]) == 0
+    said = capsys.readouterr()
+    assert [line for line in (said.out + said.err).splitlines() if line.startswith("idle: ")] == told
+
+
 @pytest.mark.parametrize("words", [["--mesh", "tp=2"], ["--shard", "preset:megatron"]])
 def test_the_planner_refuses_a_mesh_instead_of_leaving_it_out(mlp, capsys, words):
     assert main(["plan", mlp, "--devices", "2", "--batch", "8", "--loss", "mse", *words]) == 2

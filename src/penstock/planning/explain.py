@@ -32,6 +32,8 @@ def plan_lines(plan: Plan, searched: bool = False) -> Iterator[str]:
     module, predicted = plan.module, predict_here(plan.module, plan.predicted)
     yield from _ranks(module, predicted)
     yield from _mesh(module)
+    if plan.search is None:
+        yield from _left_over(module)
     for note in module.notes:
         if note.origin in ("placement", "partition", "schedule", "recompute"):
             yield f"{note.origin}: {note.text}"
@@ -109,6 +111,16 @@ def _mesh(module: Module) -> Iterator[str]:
         f"at most {shown_bytes(held)} of {shown_bytes(whole)} of parameters per device, "
         f"{counted(_collectives(module), 'collective')} per microbatch"
     )
+
+
+def _left_over(module: Module) -> Iterator[str]:
+    """Name the devices that no mesh takes, in one line; nothing where there are no meshes."""
+    known, used = module.cluster.devices if module.cluster is not None else (), module.rank_devices()
+    left = [device.name for device in known if device.name not in used]
+    if module.meshes and left:
+        axes = ",".join(f"{axis}={size}" for axis, size in module.meshes[0].axes)
+        stages = counted(len(module.stages), "stage")
+        yield f"idle: {', '.join(left)}; {axes} for {stages} takes {len(used)} of {counted(len(known), 'device')}"
 
 
 def _collectives(module: Module) -> int:

@@ -67,6 +67,21 @@ REFUSED = {
         "gather(%e.all_gather.reshape, %mesh.b, axis=0)",
         "returns the output %loss, which may differ along b",
     ),
+    "a sum that is added up twice": (
+        "%loss : f64[] = all_reduce(%loss.partial, over=a)",
+        "%once : f64[] = all_reduce(%loss.partial, over=a)\n    %loss : f64[] = all_reduce(%once, over=a)",
+        "%once is the same along a on all ranks of a team; all_reduce would multiply it",
+    ),
+    "a scatter of what was added up": (
+        "%y : f64[4,4] = reduce_scatter(%y.partial, ",
+        "%y.sum : f64[8,4] = all_reduce(%y.partial, over=a)\n    %y : f64[4,4] = reduce_scatter(%y.sum, ",
+        "%y.sum is the same along a",
+    ),
+    "the powers of a softmax added up over the wrong ranks": (
+        "all_reduce(%local.places.add.reshape.less.where.sub.exp.sum, over=a)",
+        "all_reduce(%local.places.add.reshape.less.where.sub.exp.sum, over=b)",
+        "less.where.sub.exp.sum is the same along b",
+    ),
     "an axis that is not there": ("all_reduce(%loss.partial, over=a)", "all_reduce(%loss.partial, over=c)", "%loss"),
     "a variable that lies in another way": ("var @down : f64[5/a,4]", "var @down : f64[5,4/a]", "@down"),
 }
@@ -106,11 +121,6 @@ def test_a_mutation_of_the_whole_form_is_refused(name: str) -> None:
 
 # What is changed, the text before and after, and the first value that differs from that of one device.
 FOUND = {
-    "a sum that is added up twice": (
-        "%loss : f64[] = all_reduce(%loss.partial, over=a)",
-        "%once : f64[] = all_reduce(%loss.partial, over=a)\n    %loss : f64[] = all_reduce(%once, over=a)",
-        "%loss",
-    ),
     "parts in the order of other devices": (
         "all_gather(%u.unlaid, axis=0, over=[a,b]",
         "all_gather(%u.unlaid, axis=0, over=[b,a]",
@@ -131,10 +141,10 @@ FOUND = {
         "all_gather(%n, axis=0, over=a, size=8, blocks=2)\n",
         "%n.laid",
     ),
-    "the powers of a softmax added up over the wrong ranks": (
-        "all_reduce(%local.places.add.reshape.less.where.sub.exp.sum, over=a)",
-        "all_reduce(%local.places.add.reshape.less.where.sub.exp.sum, over=b)",
-        "%v",
+    "a sum over an axis that the sum does not have": (
+        "all_reduce(%r, over=b)",
+        "all_reduce(%r, over=[a,b])",
+        "%r.laid",
     ),
     "the largest element for the sum": (
         "all_reduce(%r, over=b)",

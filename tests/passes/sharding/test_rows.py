@@ -120,6 +120,51 @@ def test_the_largest_of_an_uneven_part_is_never_padding(dtype: str) -> None:
     }
 
 
+# Operands of 4096 rows whose sum is beyond the largest number of f16, their mean is not; and the name that is split.
+LONG = {
+    "mean": ("mean", [("f16", (4096,))], {"axes": (0,)}, "n0"),
+    "mse": ("mse", [("f16", (4096,)), ("f16", (4096,))], {}, "b1"),
+    "cross_entropy": ("cross_entropy", [("f16", (4096, 4)), ("i64", (4096,))], {}, "b1"),
+    "cross_entropy of split classes": ("cross_entropy", [("f16", (4096, 4)), ("i64", (4096,))], {}, "n"),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_means_of_16_bit_numbers_are_added_up_in_32_bits(name: str) -> None:
+    kind, listed, attrs, split = LONG[name]
+    ins = tuple(Value(f"x{i}", TensorType(dtype, shape)) for i, (dtype, shape) in enumerate(listed))
+    op = make(kind, ins, ["y", "lse"] if kind == "cross_entropy" else ["y"], "", **attrs)
+    arrays = [
+        np.full(v.type.dims, -60 * i if v.type.dtype == "f16" else 0, numpy_dtype(v.type.dtype))
+        for i, v in enumerate(ins)
+    ]
+    # Every sample has a loss of 60: the logit of its label is -60, the others are zero.
+    if kind == "mean":
+        arrays[0][:] = 60
+    elif kind == "cross_entropy":
+        arrays[0][:, 0] = -60
+    right = {"mean": 60.0, "mse": 3600.0, "cross_entropy": 60 + np.log(3)}[kind]
+    types = types_of(op, rule_of(op), {split: Split(("a",))}, MESHES[0].sizes)
+    assert types is not None
+    whole, local = local_graph(op, types, MESHES[0])
+    parts = [
+        {v.name: cut_out(x, v.type, MESHES[0], place) for v, x in zip(whole.ins, arrays, strict=True)}
+        for place in range(2)
+    ]
+    summands = [float(results[0]) for results in run_team(local, parts, MESHES[0])]
+    total = sum(summands) if types[len(ins)].partial else summands[0]
+    assert total == pytest.approx(right, rel=2e-3)
+
+
+def test_means_and_quotients_of_whole_numbers_are_no_sums_of_parts() -> None:
+    x = Value("x", TensorType("i64", (6,)))
+    mean, quotient = make("mean", (x,), ["y"], axes=(0,)), make("div", (x, x), ["y"])
+    assert not rule_of(mean).may_split("n0")
+    assert rule_of(mean).linear == rule_of(quotient).linear == ()
+    halves = make("mean", (Value("x", TensorType("f64", (6,))),), ["y"], axes=(0,))
+    assert rule_of(halves).may_split("n0")
+
+
 def test_most_rows_can_be_split() -> None:
     """All but those that the note of the rule excludes whole have some legal split among the samples."""
     split = {s.kind for s in CHOSEN for names in splits_of(s.op, rule_of(s.op), MESHES[0]) if names}

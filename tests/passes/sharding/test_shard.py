@@ -241,6 +241,8 @@ def test_work_is_divided_by_the_devices(folder) -> None:
         ("tp=9", ["y.weight=[_,/tp]"], "dimension 1 has 5 elements for 9 devices"),
         ("tp=3", ["fc1.weight=[_,2*/tp]"], "are not 2 blocks of 3 equal parts"),
         ("tp=2", ["fc9.weight=[_,/tp]"], "fits no name"),
+        ("tp=2", ["*.weight=[_,?]", "fc1.weight=[/tp]"], "f32.12,40. has 2 dimensions, the layout 1"),
+        ("tp=2", ["fc?.weight=[_,?]", "fc1.*=[_,/tp]", "fc?.weight=[_,/pp]"], "there is no axis pp"),
         ("tp=2", ["fc1.weight=[_,tp]"], "has the dimension 'tp', expected _"),
         ("tp=2", ["fc1.weight"], "is no PATTERN="),
         ("tp", [], "cannot read the mesh"),
@@ -255,6 +257,13 @@ def test_mistakes_are_refused_with_both_facts(mesh, given, words, folder) -> Non
     with pytest.raises(UsageError) as error:
         shard(whole_program("mlp", folder), ShardOptions(mesh, tuple(given)))
     assert re.search(words, str(error.value) + str(error.value.hint)), str(error.value)
+
+
+def test_a_pattern_whose_names_are_all_laid_out_has_to_be_right_for_one_of_them(folder) -> None:
+    program, given = whole_program("mlp", folder), ["fc1.weight=[_,/tp]", "fc1.bias=[/tp]"]
+    assert shard(program, ShardOptions("tp=2", (*given, "fc1.*=[/tp]"))) == shard(
+        program, ShardOptions("tp=2", tuple(given))
+    )
 
 
 def test_all_mistakes_are_in_one_error(folder) -> None:

@@ -209,8 +209,36 @@ def test_outputs_are_the_callers(backend, tmp_path, monkeypatch):
             spoil(ps.load(bundle))
 
 
-def sharing(folder: Path, backend: str) -> tuple[Path, np.ndarray]:
-    module = parse_module(SHARING, "toy.ir")
+# A collective over an axis with one device, and the rank's coordinate there.
+ALONE = """module @alone facts(local, staged) {
+  device cpu:0
+  mesh @s0 (tp=1) cpu:0
+  stage 0 on s0
+  input %x : f32[2,3]
+  output %y
+  var @table : f32[2,4] stage 0 param
+  graph @s0.F(%x : f32[2,3], %mesh.tp : i64[]) {
+    %sum : f32[2,3] = all_reduce(%x, over=tp)
+    %at : f32[] = cast(%mesh.tp, dtype=f32)
+    %y : f32[2,3] = add(%sum, %at)
+    return %y
+  }
+  schedule forward microbatches 1 {
+    rank 0 start:
+    rank 0 batch: 0F1
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("backend", ["numpy", "tvm"])
+def test_a_rank_that_is_its_group_alone_does_its_collectives(backend: str, tmp_path: Path) -> None:
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    np.testing.assert_array_equal(ps.load(sharing(tmp_path, backend, ALONE)[0])(x)["y"], x)
+
+
+def sharing(folder: Path, backend: str, text: str = SHARING) -> tuple[Path, np.ndarray]:
+    module = parse_module(text, "toy.ir")
     out = folder / "compiled"
     out.mkdir()
     names = backend_of(backend).compile_stages(module, [0], out)[0]
