@@ -406,15 +406,28 @@ def secrets(tmp_path):
     return found
 
 
+def argument_texts(pid: int) -> list[str]:
+    """The arguments of a process and of its children, as far as these still run."""
+    texts = []
+    for one in (pid, *failure_runs.children(pid)):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            texts.append(Path(f"/proc/{one}/cmdline").read_bytes().decode())
+    return texts
+
+
 @needs_openssl
 def test_a_group_with_a_secret_over_tls(bundle_of, tmp_path, tls, secrets):
     """It trains, and the secret is in no argument of any of its processes, nor in what they say."""
     both = start(bundle_of(2, "1f1b", 2).path, tmp_path, 20, more=("--secret", str(secrets[0]), "--tls", str(tls)))
+    arguments: list[str] = []
+
+    def all_have_begun() -> bool:
+        """Read the arguments of keepers and workers. The control: each of the four names the file of the secret."""
+        arguments[:] = [text for process in both for text in argument_texts(process.pid)]
+        return sum(str(secrets[0]) in text for text in arguments) == 4
+
     # Workers take seconds to import what they need.
-    assert failure_runs.wait_for(lambda: all(failure_runs.children(process.pid) for process in both))
-    processes = [pid for process in both for pid in (process.pid, *failure_runs.children(process.pid))]
-    arguments = [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in processes]
-    assert sum(str(secrets[0]) in text for text in arguments) == 4, "the control: what is looked at has the arguments"
+    assert failure_runs.wait_for(all_have_begun), arguments
     said = finish(both)
     assert [process.returncode for process in both] == [0, 0], said
     assert not [text for text in said + arguments if secrets[0].read_text() in text]
