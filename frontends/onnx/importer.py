@@ -166,7 +166,7 @@ class _OnnxImporter:
         self.scope = Scope(opsets)
         self.inputs: list[Value] = []
         self.findings = findings
-        self.marks = Marks()
+        self.marks = Marks(source.model, self.builder.names.__getitem__)
 
     def take_inputs(self, graph: onnx.GraphProto, bound: Inputs) -> None:
         tensors = self.scope.tensors
@@ -273,7 +273,7 @@ class _OnnxImporter:
                 if scope is self.scope:
                     self._compare_declared(proto, results)
                 node.finish(results)
-                self.marks.take(proto, self.builder.ops[first:])
+                self.marks.take(proto, self.builder.ops[first:], scope.tensors, node.name)
             finally:
                 if results is None:
                     node.abandon()

@@ -83,8 +83,8 @@ class PlanOptions:
     )
     hints: bool = setting(
         True,
-        "placement hints in the model (pipeline stages, layer_ann): follow them where they fit, or ignore them "
-        "(default: use)",
+        "placement hints in the model (layouts of tensors, pipeline stages, layer_ann): follow them where they fit, or "
+        "ignore them (default: use)",
         words={"use": True, "ignore": False},
         rare=True,
     )

@@ -19,7 +19,7 @@ from penstock.passes.sharding.written import layouts_of
 from penstock.support.errors import UsageError
 from penstock.support.words import counted
 
-from .hints import follow_hints
+from .hints import FollowedLayouts, follow_configurations, follow_hints
 from .model import Model
 from .options import PlanOptions
 from .plan import Plan
@@ -38,10 +38,13 @@ def plan_model(
     """Run all passes. Without `training` the plan is for inference."""
     if training is not None:
         options = replace(options, microbatches=training.microbatches)
+    layouts = follow_configurations(model.imported.hints, options, len(cluster.devices))
+    if layouts.layouts:
+        options = replace(options, mesh=layouts.mesh, shard=tuple(layouts.layouts.values()))
     options = replace(options, devices=tuple(map(tuple, options.devices)) or _in_groups(cluster, options))
     shares = _shares(cluster, options)
     module, calls = _pipeline(model, cluster, training, options, shares)
-    steps = _Steps(model, options, len(options.devices) or options.stages or len(cluster.devices))
+    steps = _Steps(model, options, len(options.devices) or options.stages or len(cluster.devices), layouts)
     watcher = feedback.watcher
     done = run_passes(module, calls, PASSES, dump=watcher, progress=feedback.progress, before=steps.look)
     done = done.noted("placement", *steps.notes)
@@ -68,18 +71,25 @@ def before_partition(
 
 
 class _Steps:
-    """The calls of passes, recorded as they happen. Hints of the model change the call of `partition`, before which the
-    model is kept."""
+    """The calls of passes, recorded as they happen. Hints of the model change the calls of `shard` and of `partition`,
+    before which the model is kept."""
 
-    def __init__(self, model: Model, options: PlanOptions, stages: int) -> None:
-        self._hints = model.imported.hints if options.hints and not options.split_at and stages > 1 else None
-        self._stages = stages
+    def __init__(self, model: Model, options: PlanOptions, stages: int, layouts: FollowedLayouts) -> None:
+        hints = model.imported.hints
+        if layouts.configuration in hints.pipelines:
+            hints = replace(hints, pipelines={layouts.configuration: hints.pipelines[layouts.configuration]})
+        self._hints = hints if options.hints and not options.split_at and stages > 1 else None
+        self._layouts, self._stages = layouts, stages
         self.reference: Module | None = None
         self.calls: list[Call] = []
-        self.notes: list[str] = []
+        self.notes: list[str] = [*layouts.notes]
 
     def look(self, call: Call, before: Module) -> Call:
         """Return the call of a pass for this module."""
+        if call.name == "shard" and self._layouts.layouts:
+            layouts, notes = self._layouts.of(before)
+            call = Call(call.name, replace(call.options, given=layouts))
+            self.notes += notes
         if call.name == "partition":
             self.reference = before
             if self._hints:

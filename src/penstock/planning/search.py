@@ -191,7 +191,12 @@ class _Searching:
             hints=False,
         )
         training = replace(self.training, microbatches=plan.count)
-        return plan_model(self.models[plan.size], self.cluster, training, planned, self.feedback)
+        done = plan_model(self.models[plan.size], self.cluster, training, planned, self.feedback)
+        notes = [
+            f"the layouts of configuration {name!r} of the model are not followed: the planner chooses no mesh"
+            for name in self.models[plan.size].imported.hints.configurations
+        ]
+        return replace(done, module=done.module.noted("placement", *notes)) if notes else done
 
 
 def _of_planner(progress: ProgressHook) -> ProgressHook:

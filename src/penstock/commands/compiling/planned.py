@@ -52,7 +52,16 @@ def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
         )
     model = source.loader(feedback)(None)
     _report(model)
-    return plan_model(model, cluster, training, settings_from(PlanOptions, arguments), feedback)
+    options = settings_from(PlanOptions, arguments)
+    if options.hints and not any((arguments.cluster, arguments.devices, options.mesh, options.shard, options.stages)):
+        cluster = _of_model(model, cluster)
+    return plan_model(model, cluster, training, options, feedback)
+
+
+def _of_model(model: Model, cluster: Cluster) -> Cluster:
+    """Return as many local devices as the first configuration of the model splits tensors over, if there is one."""
+    sizes = [configuration.devices for configuration in model.imported.hints.configurations.values()]
+    return type(cluster).local(sizes[0]) if sizes else cluster
 
 
 def _report(model: Model) -> None:

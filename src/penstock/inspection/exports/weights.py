@@ -4,8 +4,9 @@ export              a bundle, or a checkpoint of one -> an ONNX file, a safetens
 export_parameters   a checkpoint alone -> a safetensors file of what it says the model calls its tensors
 
 The ONNX file is the model that was compiled, with its own inputs and outputs (no loss), nodes and names. Initializers
-that became variables have the elements of the bundle or the checkpoint, in the initializer's element type. Everything
-else is as it was, bit for bit.
+that became variables have the elements of the bundle or the checkpoint, in the initializer's element type. Where
+tensors are split over devices, the file says how they lie (device_layouts.py). Everything else is as it was, bit for
+bit.
 
 The safetensors file of a torch module is its whole state dict: tied weights under each of their names, and weights that
 no output depends on as they were. That of an ONNX model has the bundle's variables that the model stored, by its names
@@ -30,7 +31,7 @@ import numpy as np
 from penstock.backends.bundle.format import Bundle, open_bundle, stored_vars
 from penstock.backends.bundle.tensor_file import map_tensors, write_tensors
 from penstock.backends.bundle.writer import flush_directory
-from penstock.ir.graph import PARAM
+from penstock.ir.graph import PARAM, REPLICAS, Module
 from penstock.runtime.checkpoint.finding import directory_meant, find_checkpoint
 from penstock.runtime.checkpoint.format import INDEX, LATEST, another_model, read_index, read_newest, read_tensors
 from penstock.support.atomic_files import replacing
@@ -70,7 +71,8 @@ def export(
         if path is not None
     }
     bundle, place = _find(Path(source), None if checkpoint is None else Path(checkpoint))
-    changed = place is not None or annotate is not None
+    split = onnx is not None and _is_split(bundle.module)
+    changed = place is not None or annotate is not None or split
     _check_places(outs, bundle, changed)
     names = _names_of(bundle, onnx is None)
     if onnx is not None and bundle.source_structure is None:
@@ -84,10 +86,32 @@ def export(
         from penstock.frontends.onnx.structure import write_model  # lazy: heavy
 
         assert bundle.source_structure is not None
-        files += write_model(bundle.source_structure, elements, outs["--onnx"], annotate)
+        notes = _notes(bundle, annotate) if split else annotate
+        files += write_model(bundle.source_structure, elements, outs["--onnx"], notes)
     if safetensors is not None:
         files.append(_write_safetensors(outs["--safetensors"], elements, bundle))
     return Exported(tuple(files), len(names), step)
+
+
+def _is_split(module: Module) -> bool:
+    """Return whether tensors are split over devices."""
+    axes = {axis for stage in module.stages for axis, size in module.mesh_of(stage.index).axes if size > 1}
+    return module.is_local and not axes <= {REPLICAS}
+
+
+def _notes(bundle: Bundle, annotate: Callable[[ModelProto], None] | None) -> Callable[[ModelProto], None]:
+    """Return a function that writes how tensors lie, and what else the caller writes."""
+    from .device_layouts import write_layouts  # lazy: heavy
+
+    whole = bundle.reference
+
+    def write(model: ModelProto) -> None:
+        if whole is not None:
+            write_layouts(model, bundle, whole)
+        if annotate is not None:
+            annotate(model)
+
+    return write
 
 
 def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:
