@@ -147,7 +147,7 @@ ROWS = (
         _conv,
         "cross-correlation, x[n,c,...] with w[o,c/groups,...]",
         flops=_conv_flops,
-        dims="n (g c+) y...^, (g o) c+ k...^ -> n (g o) u...^ | 0 1",
+        dims="n (g c+) y...*, (g o) c+ k...^ -> n (g o) y...* | 0 1",
         **_CONV,  # type: ignore[arg-type]
     ),
     row(
@@ -158,7 +158,7 @@ ROWS = (
         "gradient of conv for x, from (dy, w); `shape` is x's",
         flops=_conv_grad_input_flops,
         shape=Required(tuple),
-        dims="n (g o+) u...^, (g o+) c k...^ -> n (g c) y...^ | 0 1",
+        dims="n (g o+) y...*, (g o+) c k...^ -> n (g c) y...* | 0 1",
         **_CONV,  # type: ignore[arg-type]
     ),
     row(
@@ -169,7 +169,7 @@ ROWS = (
         "gradient of conv for w, from (x, dy); `shape` is w's",
         flops=_conv_grad_weight_flops,
         shape=Required(tuple),
-        dims="n+ (g c) y...^, n+ (g o) u...^ -> (g o) c k...^ | 0 1",
+        dims="n+ (g c) y...*+, n+ (g o) y...*+ -> (g o) c k...^ | 0 1",
         **_CONV,  # type: ignore[arg-type]
     ),
     row(

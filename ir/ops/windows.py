@@ -93,7 +93,7 @@ ROWS = (
         _max_pool,
         "largest in each window; padding never wins",
         flops=_pool_flops,
-        dims="n c y...^ -> n c u...^",
+        dims="n c y...* -> n c y...*",
         **_POOL,  # type: ignore[arg-type]
     ),
     row(
@@ -103,7 +103,7 @@ ROWS = (
         _max_pool_grad,
         "from (x, y, dy): dy goes to the first largest of each window",
         flops=_pool_flops,
-        dims="n c y...^, n c u...^, n c u...^ -> n c y...^ | 2",
+        dims="n c y...*, n c y...*, n c y...* -> n c y...* | 2",
         **_POOL,  # type: ignore[arg-type]
     ),
     row(
@@ -114,7 +114,7 @@ ROWS = (
         "mean of each window; `include_pad` counts padding",
         flops=_pool_flops,
         include_pad=False,
-        dims="n c y...^ -> n c u...^ | 0",
+        dims="n c y...* -> n c y...* | 0",
         **_POOL,  # type: ignore[arg-type]
     ),
     row(
@@ -126,7 +126,7 @@ ROWS = (
         flops=_pool_flops,
         include_pad=False,
         shape=Required(tuple),
-        dims="n c y...^ -> n c u...^ | 0",
+        dims="n c y...* -> n c y...* | 0",
         **_POOL,  # type: ignore[arg-type]
     ),
 )

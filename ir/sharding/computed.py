@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import prod
 
@@ -128,18 +128,40 @@ def _conv(summed: str, order: tuple[int, int, int]) -> Computed:
 
     def rule(op: Op, a: Attrs) -> SplitRule:
         groups, values = integer(a["groups"]), (*op.ins, *op.outs)
-        rank = values[0].type.rank
+        sizes, marks, spatial = _spatial(values[order[0]].type.dims, values[order[2]].type.dims)
+        if summed == "n":
+            marks = dict.fromkeys(marks, OWN + SUM)
         x, w = values[order[0]].type.dims, values[order[1]].type.dims
-        sizes = {"n": x[0], "g": groups, "c": w[1], "o": w[0] // groups}
+        sizes |= {"n": x[0], "g": groups, "c": w[1], "o": w[0] // groups}
         channels: Factors = ("c",) if groups == 1 else ("g", "c")
         filters: Factors = ("o",) if groups == 1 else ("g", "o")
         names: list[list[Name]] = [
-            [("n",), channels, *[()] * (rank - 2)],
-            [filters, ("c",), *[()] * (rank - 2)],
-            [("n",), filters, *[()] * (rank - 2)],
+            [("n",), channels, *spatial],
+            [filters, ("c",), *[()] * len(spatial)],
+            [("n",), filters, *spatial],
         ]
         listed = [names[order.index(i)] for i in range(3)]
-        return build(listed, _shapes(op), 2, {summed: SUM}, sizes)
+        return build(listed, _shapes(op), 2, marks | {summed: SUM}, sizes)
+
+    return rule
+
+
+def _spatial(image: Sequence[int], result: Sequence[int]) -> tuple[dict[str, int], dict[str, str], list[Factors]]:
+    """Return sizes, marks and names of the spatial dimensions of an image and of what windows over it result in. They
+    have one name with two sizes, of which the smaller one counts."""
+    sizes = {f"y{i}": min(pair) for i, pair in enumerate(zip(image[2:], result[2:], strict=True))}
+    return sizes, dict.fromkeys(sizes, OWN), [(name,) for name in sizes]
+
+
+def _pool(image: int, result: int) -> Computed:
+    """Return the rule of a pool or a gradient of one. `image` and `result` are the numbers of an operand or result that
+    has the shape of either."""
+
+    def rule(op: Op, a: Attrs) -> SplitRule:
+        shapes = _shapes(op)
+        sizes, marks, spatial = _spatial(shapes[image], shapes[result])
+        names: list[Name] = ["n", "c", *spatial]
+        return build([names] * len(shapes), shapes, len(op.ins), marks, sizes)
 
     return rule
 
@@ -184,6 +206,10 @@ COMPUTED: dict[str, Computed] = {
     "conv": _conv("c", (0, 1, 2)),
     "conv_grad_input": _conv("o", (2, 1, 0)),
     "conv_grad_weight": _conv("n", (0, 2, 1)),
+    "max_pool": _pool(0, 1),
+    "max_pool_grad": _pool(0, 1),
+    "avg_pool": _pool(0, 1),
+    "avg_pool_grad": _pool(1, 0),
     "attention": _attention(grad=False),
     "attention_grad": _attention(grad=True),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from math import prod
 
 from penstock.ir.attrs import Attr
@@ -22,6 +22,7 @@ class LocalWriter:
         self.ops: list[Op] = []
         self.coordinates: dict[str, Value] = {}
         self._indices: dict[tuple[str, ...], Value] = {}
+        self._known: dict[Hashable, Value] = {}
         # The operation that is being made local: its place in the source, and annotations of what stands for it.
         self.loc = ""
         self.annotations: dict[str, Attr] = {}
@@ -34,6 +35,12 @@ class LocalWriter:
 
     def put(self, op: Op) -> None:
         self.ops.append(op)
+
+    def once(self, key: Hashable, write: Callable[[], Value]) -> Value:
+        """Return the value that is written once for all operations that ask by the same key."""
+        if key not in self._known:
+            self._known[key] = write()
+        return self._known[key]
 
     def parts(self, axes: tuple[str, ...]) -> int:
         return prod(self.sizes.get(axis, 1) for axis in axes)
@@ -80,14 +87,15 @@ class LocalWriter:
     def masked(self, x: Value, dim: int, axes: tuple[str, ...], whole: int, padding: float = 0.0) -> Value:
         """Return the value with its padding along a dimension replaced."""
         mask = self.inside(x.type.dims, dim, axes, whole)
-        return self.emit("where", mask, x, self.number(_typed(padding, x.type.dtype), x.type.dtype))
+        return self.emit("where", mask, x, self.number(typed(padding, x.type.dtype), x.type.dtype))
 
 
 def _base(ins: tuple[Value, ...]) -> str:
     return ins[0].name if ins else "local"
 
 
-def _typed(number: float, dtype: str) -> float | int | bool:
+def typed(number: float, dtype: str) -> float | int | bool:
+    """Return a number as constants of an element type are written."""
     if dtype == "bool":
         return bool(number)
     return number if "f" in dtype else int(number)

@@ -8,79 +8,12 @@ operations that they stand for, they compute on 16-bit numbers in f32 and round 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-
-from penstock.ir.attrs import Attrs
-from penstock.ir.graph import Op, Value
-from penstock.ir.ops import complete_attrs, integer, reduced_axes
-from penstock.ir.sharding.splits import SplitRule
-from penstock.ir.types import FLOATS, ITEM_BYTES, UNSIGNED, TensorType
+from penstock.ir.graph import Value
+from penstock.ir.ops import integer, reduced_axes
 
 from .building import LocalWriter
-
-
-@dataclass(frozen=True)
-class LocalCall:
-    """An operation that is made local. `axes` are those that split each name of its rule."""
-
-    op: Op
-    rule: SplitRule
-    axes: Mapping[str, tuple[str, ...]]
-    ins: tuple[Value, ...]
-
-    @property
-    def attrs(self) -> Attrs:
-        return complete_attrs(self.op)
-
-    def split_dims(self, operand: int) -> list[int]:
-        """Return the dimensions of an operand that are split."""
-        dims = self.rule.ins[operand]
-        return [i for i, factors in enumerate(dims) if any(self.axes.get(name) for name in factors)]
-
-    def axes_of(self, operand: int, dim: int) -> tuple[str, ...]:
-        """Return the axes that split a dimension of an operand."""
-        return self.op.ins[operand].type.axes_of(dim)
-
-    def whole(self, operand: int) -> TensorType:
-        return self.op.ins[operand].type
-
-
-Form = Callable[[LocalWriter, LocalCall], Sequence[Value]]
-
-
-def over(axes: tuple[str, ...]) -> str | tuple[str, ...]:
-    return axes[0] if len(axes) == 1 else axes
-
-
-def _uneven(b: LocalWriter, call: LocalCall, operand: int, dim: int) -> bool:
-    return call.whole(operand).dims[dim] % b.parts(call.axes_of(operand, dim)) != 0
-
-
-def _unpadded(b: LocalWriter, call: LocalCall, operand: int, dim: int, padding: float) -> Value:
-    """Return an operand whose padding along a dimension has another number."""
-    x = call.ins[operand]
-    if not _uneven(b, call, operand, dim):
-        return x
-    return b.masked(x, dim, call.axes_of(operand, dim), call.whole(operand).dims[dim], padding)
-
-
-def _reduced(b: LocalWriter, x: Value, axes: tuple[str, ...], by: str = "sum") -> Value:
-    """Return the sum, or the largest, over the ranks along some axes."""
-    present = b.present(axes)
-    if not present:
-        return x
-    return b.emit("all_reduce", x, over=over(present), **({"by": by} if by != "sum" else {}))
-
-
-def _wide(b: LocalWriter, x: Value) -> Value:
-    """Return a value in the element type that is computed in."""
-    return b.emit("cast", x, dtype="f32") if x.type.dtype in ("f16", "bf16") else x
-
-
-def _as(b: LocalWriter, x: Value, dtype: str) -> Value:
-    return x if x.type.dtype == dtype else b.emit("cast", x, dtype=dtype)
-
+from .calls import Form, LocalCall, is_uneven, lowest_of, narrowed, reduced, unpadded, widened
+from .halos import HALOS
 
 # ------------------------------------------------------------------------------------------------ reductions
 
@@ -90,12 +23,12 @@ def _mean(b: LocalWriter, call: LocalCall) -> list[Value]:
     x, axes = call.ins[0], reduced_axes(call.whole(0), call.attrs["axes"])
     for dim in axes:
         if call.axes_of(0, dim):
-            x = _unpadded(b, LocalCall(call.op, call.rule, call.axes, (x,)), 0, dim, 0.0)
+            x = unpadded(b, LocalCall(call.op, call.rule, call.axes, (x,)), 0, dim, 0.0)
     count = 1
     for dim in axes:
         count *= call.whole(0).dims[dim]
-    total = b.emit("sum", _wide(b, x), axes=axes, keep=bool(call.attrs["keep"]))
-    return [_as(b, b.emit("div", total, b.number(float(count), total.type.dtype)), x.type.dtype)]
+    total = b.emit("sum", widened(b, x), axes=axes, keep=bool(call.attrs["keep"]))
+    return [narrowed(b, b.emit("div", total, b.number(float(count), total.type.dtype)), x.type.dtype)]
 
 
 def _max(b: LocalWriter, call: LocalCall) -> list[Value]:
@@ -104,16 +37,9 @@ def _max(b: LocalWriter, call: LocalCall) -> list[Value]:
     for dim in axes:
         if call.axes_of(0, dim):
             # Padding is the lowest number there is, so that it never wins over all.
-            x = _unpadded(b, LocalCall(call.op, call.rule, call.axes, (x,)), 0, dim, lowest_of(x.type.dtype))
+            x = unpadded(b, LocalCall(call.op, call.rule, call.axes, (x,)), 0, dim, lowest_of(x.type.dtype))
             split += call.axes_of(0, dim)
-    return [_reduced(b, b.emit("max", x, axes=axes, keep=bool(call.attrs["keep"])), split, "max")]
-
-
-def lowest_of(dtype: str) -> float:
-    """Return a number of an element type that none is below."""
-    if dtype in UNSIGNED:
-        return 0
-    return float("-inf") if dtype in FLOATS else -float(1 << (8 * ITEM_BYTES[dtype] - 1))
+    return [reduced(b, b.emit("max", x, axes=axes, keep=bool(call.attrs["keep"])), split, "max")]
 
 
 def _row_axis(call: LocalCall) -> tuple[int, tuple[str, ...]]:
@@ -125,36 +51,36 @@ def _log_sum(b: LocalWriter, call: LocalCall) -> tuple[Value, Value, Value]:
     """Return the operand less its largest element, e to the power of that, and the sum of these powers, along the row
     that several ranks share."""
     dim, axes = _row_axis(call)
-    x = _wide(b, _unpadded(b, call, 0, dim, float("-inf")))
-    largest = _reduced(b, b.emit("max", x, axes=(dim,), keep=True), axes, "max")
+    x = widened(b, unpadded(b, call, 0, dim, float("-inf")))
+    largest = reduced(b, b.emit("max", x, axes=(dim,), keep=True), axes, "max")
     below = b.emit("sub", x, largest)
     powers = b.emit("exp", below)
-    return below, powers, _reduced(b, b.emit("sum", powers, axes=(dim,), keep=True), axes)
+    return below, powers, reduced(b, b.emit("sum", powers, axes=(dim,), keep=True), axes)
 
 
 def _softmax(b: LocalWriter, call: LocalCall) -> list[Value]:
     _, powers, total = _log_sum(b, call)
-    return [_as(b, b.emit("div", powers, total), call.whole(0).dtype)]
+    return [narrowed(b, b.emit("div", powers, total), call.whole(0).dtype)]
 
 
 def _log_softmax(b: LocalWriter, call: LocalCall) -> list[Value]:
     below, _, total = _log_sum(b, call)
-    return [_as(b, b.emit("sub", below, b.emit("log", total)), call.whole(0).dtype)]
+    return [narrowed(b, b.emit("sub", below, b.emit("log", total)), call.whole(0).dtype)]
 
 
 def _softmax_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
     """Write y * (dy - sum(dy * y)); where padding is not zero, it is left out of the sum."""
     dim, axes = _row_axis(call)
-    y, dy = (_wide(b, _unpadded(b, call, i, dim, 0.0)) for i in range(2))
-    inner = _reduced(b, b.emit("sum", b.emit("mul", dy, y), axes=(dim,), keep=True), axes)
-    return [_as(b, b.emit("mul", y, b.emit("sub", dy, inner)), call.whole(0).dtype)]
+    y, dy = (widened(b, unpadded(b, call, i, dim, 0.0)) for i in range(2))
+    inner = reduced(b, b.emit("sum", b.emit("mul", dy, y), axes=(dim,), keep=True), axes)
+    return [narrowed(b, b.emit("mul", y, b.emit("sub", dy, inner)), call.whole(0).dtype)]
 
 
 def _log_softmax_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
     dim, axes = _row_axis(call)
-    y, dy = _wide(b, call.ins[0]), _wide(b, _unpadded(b, call, 1, dim, 0.0))
-    inner = _reduced(b, b.emit("sum", dy, axes=(dim,), keep=True), axes)
-    return [_as(b, b.emit("sub", dy, b.emit("mul", b.emit("exp", y), inner)), call.whole(0).dtype)]
+    y, dy = widened(b, call.ins[0]), widened(b, unpadded(b, call, 1, dim, 0.0))
+    inner = reduced(b, b.emit("sum", dy, axes=(dim,), keep=True), axes)
+    return [narrowed(b, b.emit("sub", dy, b.emit("mul", b.emit("exp", y), inner)), call.whole(0).dtype)]
 
 
 # ------------------------------------------------------------------------------------------------ lookups
@@ -224,14 +150,14 @@ def _iota(b: LocalWriter, call: LocalCall) -> list[Value]:
 
 def _mse(b: LocalWriter, call: LocalCall) -> list[Value]:
     """Write the sum over this rank's part, divided by the whole count."""
-    difference = b.emit("sub", *(_wide(b, x) for x in call.ins))
+    difference = b.emit("sub", *(widened(b, x) for x in call.ins))
     square = b.emit("mul", difference, difference)
     for dim in range(call.whole(0).rank):
-        if call.axes_of(0, dim) and _uneven(b, call, 0, dim):
+        if call.axes_of(0, dim) and is_uneven(b, call, 0, dim):
             square = b.masked(square, dim, call.axes_of(0, dim), call.whole(0).dims[dim])
     total = b.emit("sum", square, axes=tuple(range(square.type.rank)))
     mean = b.emit("div", total, b.number(float(call.whole(0).size), square.type.dtype))
-    return [_as(b, mean, call.op.outs[0].type.dtype)]
+    return [narrowed(b, mean, call.op.outs[0].type.dtype)]
 
 
 def _label_place(b: LocalWriter, call: LocalCall) -> tuple[Value, Value]:
@@ -252,26 +178,26 @@ def _cross_entropy(b: LocalWriter, call: LocalCall) -> list[Value]:
     logits = call.whole(0)
     dim, rows = logits.rank - 1, float(logits.size // logits.dims[-1])
     axes = call.axes_of(0, dim)
-    x = _wide(b, _unpadded(b, call, 0, dim, float("-inf")))
+    x = widened(b, unpadded(b, call, 0, dim, float("-inf")))
     zero = b.number(0.0, x.type.dtype)
-    largest = _reduced(b, b.emit("max", x, axes=(dim,), keep=True), axes, "max")
+    largest = reduced(b, b.emit("max", x, axes=(dim,), keep=True), axes, "max")
     powers = b.emit("exp", b.emit("sub", x, largest))
-    total = _reduced(b, b.emit("sum", powers, axes=(dim,), keep=True), axes)
+    total = reduced(b, b.emit("sum", powers, axes=(dim,), keep=True), axes)
     flat = call.ins[1].type.dims
     lse = b.emit("reshape", b.emit("add", b.emit("log", total), largest), shape=flat)
     place, _ = _label_place(b, call)
     label = b.emit("sum", b.emit("where", place, x, zero), axes=(dim,))
-    losses = b.emit("sub", lse, _reduced(b, label, axes))
+    losses = b.emit("sub", lse, reduced(b, label, axes))
     for i in range(dim):
-        if call.axes_of(0, i) and _uneven(b, call, 0, i):
+        if call.axes_of(0, i) and is_uneven(b, call, 0, i):
             losses = b.masked(losses, i, call.axes_of(0, i), logits.dims[i])
     mean = b.emit("div", b.emit("sum", losses, axes=tuple(range(dim))), b.number(rows, x.type.dtype))
-    return [_as(b, x, v.type.dtype) for x, v in zip((mean, lse), call.op.outs, strict=True)]
+    return [narrowed(b, x, v.type.dtype) for x, v in zip((mean, lse), call.op.outs, strict=True)]
 
 
 def _cross_entropy_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
     """Write (e^(logits - lse) - 1 at the label) * dloss / rows, with the whole count of rows."""
-    x, lse, grad = (_wide(b, call.ins[i]) for i in (0, 2, 3))
+    x, lse, grad = (widened(b, call.ins[i]) for i in (0, 2, 3))
     logits = call.whole(0)
     rows = float(logits.size // logits.dims[-1])
     column = b.emit("reshape", lse, shape=(*lse.type.dims, 1))
@@ -279,10 +205,11 @@ def _cross_entropy_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
     place, _ = _label_place(b, call)
     hot = b.emit("cast", place, dtype=x.type.dtype)
     scale = b.emit("div", grad, b.number(rows, x.type.dtype))
-    return [_as(b, b.emit("mul", b.emit("sub", share, hot), scale), logits.dtype)]
+    return [narrowed(b, b.emit("mul", b.emit("sub", share, hot), scale), logits.dtype)]
 
 
 FORMS: dict[str, Form] = {
+    **HALOS,
     "mean": _mean,
     "max": _max,
     "softmax": _softmax,
@@ -296,3 +223,14 @@ FORMS: dict[str, Form] = {
     "cross_entropy": _cross_entropy,
     "cross_entropy_grad": _cross_entropy_grad,
 }
+
+# Forms to which the order of elements along their dimensions means nothing.
+_IN_ANY_ORDER = {
+    "mean", "max", "softmax", "softmax_grad", "log_softmax", "log_softmax_grad", "iota", "mse",
+}  # fmt: skip
+
+
+def takes_blocks(kind: str, name: str) -> bool:
+    """Return whether the form of an operation takes a dimension of which each of several blocks is split: a rank's part
+    has elements of all blocks then, and does not begin at an offset."""
+    return kind in _IN_ANY_ORDER or (kind.startswith("cross_entropy") and name != "n")

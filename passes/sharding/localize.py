@@ -26,7 +26,8 @@ from penstock.ir.types import TensorType
 from penstock.support.errors import VerifyError
 
 from .building import LocalWriter
-from .forms import FORMS, LocalCall
+from .calls import LocalCall
+from .forms import FORMS
 from .padding import ANYTHING, FINITE, ZERO, padding_of
 from .reshard import resharded
 

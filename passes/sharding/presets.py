@@ -4,6 +4,7 @@
                 and the rows of the second are, so that each pair costs one sum. Large vocabularies are split as well
     sequence    the same, and what lies between the pairs is split along the dimension before the last
     batch       inputs are split along their first dimension
+    spatial     images are split along their height: inputs that convolutions take, along the first spatial dimension
 
 A preset uses the axis `tp`, or the only axis of the mesh beside dp. Known limits: only products with a parameter as
 their second operand are paired.
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from penstock.ir.graph import MICROBATCH, PARAM, REPLICAS, Graph, Module, Op, Value
+from penstock.ir.ops import OPS
 from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import UNSPLIT, Split, read_split, split_of
 from penstock.support.errors import UsageError
@@ -148,6 +150,27 @@ class _Model:
                 added.setdefault(f"@{name}", self.layout(name, dim, Split((self.axis,))))
         return {node: layout for node, layout in added.items() if node not in layouts}
 
+    def images(self) -> dict[str, int]:
+        """Return the inputs that convolutions take, with the dimension that is the first spatial one there: as they
+        are, or behind views and operations on single elements."""
+        images: dict[str, int] = {}
+        ways = [(op.ins[0], 2) for op in self.graph.ops if op.kind == "conv"]
+        while ways:
+            value, dim = ways.pop()
+            op = self.makers.get(value)
+            if op is None:
+                images.setdefault(value.name, dim)
+            elif OPS[op.kind].family in ("elementwise", "layout"):
+                rule = rule_of(op)
+                factors = rule.outs[0][dim]
+                ways += [
+                    (v, d)
+                    for v, dims in zip(op.ins, rule.ins, strict=True)
+                    for d, listed in enumerate(dims)
+                    if factors and listed == factors
+                ]
+        return {name: dim for name, dim in images.items() if any(v.name == name for v in self.module.data_inputs)}
+
 
 def _megatron(model: _Model) -> dict[str, Layout]:
     layouts = model.pairs()
@@ -179,8 +202,23 @@ def _batch(model: _Model) -> dict[str, Layout]:
     return {f"%{v.name}": (Split((model.axis,)), *(None,) * (v.type.rank - 1)) for v in inputs}
 
 
+def _spatial(model: _Model) -> dict[str, Layout]:
+    images, count = model.images(), model.sizes[model.axis]
+    if not images:
+        raise UsageError("preset spatial finds no input that a convolution takes", hint="there is preset batch")
+    types = {v.name: v.type for v in model.module.inputs}
+    small = [name for name, dim in images.items() if types[name].dims[dim] < count]
+    if small:
+        raise UsageError(f"preset spatial: %{small[0]} is {types[small[0]]}, too few rows for {count} devices")
+    return {
+        f"%{name}": tuple(Split((model.axis,)) if i == dim else None for i in range(types[name].rank))
+        for name, dim in images.items()
+    }
+
+
 PRESETS: dict[str, Callable[[_Model], dict[str, Layout]]] = {
     "megatron": _megatron,
     "sequence": _sequence,
     "batch": _batch,
+    "spatial": _spatial,
 }

@@ -20,7 +20,7 @@ from penstock.ir.ops import OPS
 from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import UNSPLIT, Factors, Split, SplitRule, read_split, split_of
 
-from .forms import FORMS
+from .forms import FORMS, takes_blocks
 from .given import Layout
 
 _FIRST = ("elementwise", "optimizer", "layout", "state", "source")
@@ -36,6 +36,12 @@ def rank_of(op: Op) -> int:
 def allowed(op: Op, rule: SplitRule, name: str) -> bool:
     """Return whether a name of an operation may be split here."""
     return rule.may_split(name) and (not rule.has_own_form(name) or op.kind in FORMS)
+
+
+def bears(op: Op, rule: SplitRule, name: str, split: Split) -> bool:
+    """Return whether a name of an operation may be split so: most own forms take no blocks."""
+    in_parts = split.blocks == 1 or not rule.has_own_form(name) or takes_blocks(op.kind, name)
+    return in_parts and allowed(op, rule, name)
 
 
 def fits(split: Split, size: int, sizes: Mapping[str, int], alone: bool) -> bool:
@@ -91,7 +97,7 @@ class Suggestions:
         changed = False
         for name, places in link.places.items():
             split = self._known(link, name, places)
-            if split is None or not allowed(link.op, link.rule, name):
+            if split is None or not bears(link.op, link.rule, name, split):
                 continue
             for node, dim, factors in places:
                 if self.splits[node][dim] is None and self._take(link, node, dim, factors, {name: split}):

@@ -23,7 +23,7 @@ from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import UNSPLIT, Split, SplitRule, laid_out, read_split
 from penstock.ir.types import TensorType
 
-from .propagate import Suggestions, allowed, fits, settled
+from .propagate import Suggestions, allowed, bears, fits, settled
 
 # What a floating-point operation, and a byte of memory that is touched, count beside a byte that is moved to another
 # device: rates of a processor core and of a link between processes.
@@ -289,7 +289,7 @@ class _GraphResolution:
                 if read is None:
                     continue
                 name, split = read
-                if allowed(op, rule, name) and fits(split, rule.sizes[name], self.sizes, len(factors) == 1):
+                if bears(op, rule, name, split) and fits(split, rule.sizes[name], self.sizes, len(factors) == 1):
                     listed = options.setdefault(name, [])
                     if split not in listed:
                         listed.append(split)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.commands.parser import main
-from penstock.models import write_mlp
+from penstock.models import write_cnn, write_mlp
 
 WORDS = "--dim batch=4 --microbatches 2 --loss mse --optimizer sgd --lr 0.1"
 TP, HIDDEN = 2, 512
@@ -31,6 +31,14 @@ def test_a_line_says_how_tensors_are_split(mlp, capsys):
         f"mesh tp=2: 6 of 11 variables split, at most {part / 1024:.1f} KiB of {whole / 1024:.1f} KiB of parameters "
         "per device, 1 collective per microbatch"
     )
+
+
+def test_the_line_counts_inputs_that_are_split(tmp_path, capsys):
+    write_cnn(tmp_path / "cnn.onnx", size=8)
+    words = ["--devices", "2", "--mesh", "tp=2", "--shard", "preset:spatial", *WORDS.split()]
+    (line,) = mesh_lines(capsys, str(tmp_path / "cnn.onnx"), *words)
+    # The weight of the last product and its gradient lie as the images do. There are 10 parameters with gradients.
+    assert " 2 of 23 variables and 1 of 2 inputs split, " in line
 
 
 def test_without_a_mesh_there_is_no_line(mlp, capsys):

@@ -100,6 +100,8 @@ def _mesh(module: Module) -> Iterator[str]:
     axes = dict.fromkeys(f"{axis}={size}" for mesh in module.meshes for axis, size in mesh.axes)
     variables = list(module.vars.values())
     split = sum(not var.type.is_plain for var in variables)
+    fed = sum(not value.type.is_plain for value in module.data_inputs)
+    inputs = f" and {fed} of {counted(len(module.data_inputs), 'input')}" if fed else ""
     held, whole = 0, 0
     for stage in module.stages:
         types = [var.type for var in variables if var.role == PARAM and var.stage == stage.index]
@@ -107,7 +109,7 @@ def _mesh(module: Module) -> Iterator[str]:
         if here >= held:
             held, whole = here, sum(t.nbytes for t in types)
     yield (
-        f"mesh {', '.join(axes)}: {split} of {counted(len(variables), 'variable')} split, "
+        f"mesh {', '.join(axes)}: {split} of {counted(len(variables), 'variable')}{inputs} split, "
         f"at most {shown_bytes(held)} of {shown_bytes(whole)} of parameters per device, "
         f"{counted(_collectives(module), 'collective')} per microbatch"
     )

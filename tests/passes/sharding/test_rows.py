@@ -8,17 +8,17 @@ from math import prod
 
 import numpy as np
 import pytest
-from oracles.sharding.laid_out import cut_out, put_together
+from oracles.sharding.laid_out import cut_out
+from oracles.sharding.one_operation import compare, local_module, types_of
 from samples import SAMPLES, Sample
 
-from penstock.ir.graph import Graph, Mesh, Module, Op, Stage, Value
-from penstock.ir.interpreter.graphs import run_graph, run_team
+from penstock.ir.graph import Mesh, Op, Value
+from penstock.ir.interpreter.graphs import run_team
 from penstock.ir.ops import OPS, make
 from penstock.ir.sharding.rules import rule_of
-from penstock.ir.sharding.splits import Split, SplitRule, laid_out
-from penstock.ir.types import FLOATS, TensorType, numpy_dtype
-from penstock.passes.sharding.localize import localize
-from penstock.passes.sharding.propagate import allowed, fits
+from penstock.ir.sharding.splits import Split, SplitRule
+from penstock.ir.types import TensorType, numpy_dtype
+from penstock.passes.sharding.propagate import allowed
 
 MESHES = [
     Mesh("m", (("a", 2),), ("c0", "c1")),
@@ -50,48 +50,8 @@ def splits_of(op: Op, rule: SplitRule, mesh: Mesh) -> Iterator[dict[str, Split]]
                 yield splits
 
 
-def types_of(op: Op, rule: SplitRule, splits: dict[str, Split], sizes: dict[str, int]) -> list[TensorType] | None:
-    """Return the types of operands and results with these splits; None where they cannot be."""
-    for dims in rule.operands():
-        for factors in dims:
-            for name in factors:
-                alone = len(factors) == 1
-                if name in splits and not alone and not fits(splits[name], rule.sizes[name], sizes, alone):
-                    return None
-    types: list[TensorType] = []
-    for i, (value, dims) in enumerate(zip((*op.ins, *op.outs), rule.operands(), strict=True)):
-        t = laid_out(value.type, dims, splits, rule.sizes)
-        if t is None:
-            return None
-        own = {name for factors in dims for name in factors}
-        lacking = [name for name in splits if name not in own and rule.leaves_sums(name)]
-        partial = [axis for name in lacking for axis in splits[name].axes] if i >= len(op.ins) else []
-        types.append(t.laid(t.axes, partial, t.blocks))
-    return types
-
-
-def local_graph(op: Op, types: list[TensorType], mesh: Mesh) -> tuple[Graph, Graph]:
-    """Return the graph of one operation in whole and in local form."""
-    values = [Value(v.name, t) for v, t in zip((*op.ins, *op.outs), types, strict=True)]
-    ins, outs = tuple(values[: len(op.ins)]), tuple(values[len(op.ins) :])
-    whole = Graph("s0.F", ins, outs, (Op(op.kind, ins, outs, op.attrs),))
-    module = Module("one", meshes=(mesh,), stages=(Stage(0, "m"),), graphs={"s0.F": whole})
-    return whole, localize(module).graphs["s0.F"]
-
-
-def compare(s: Sample, mesh: Mesh, types: list[TensorType]) -> None:
-    op = s.op
-    arrays = [x.astype(np.float64) if v.type.dtype in FLOATS else x for x, v in zip(s.arrays(), op.ins, strict=True)]
-    whole, local = local_graph(op, types, mesh)
-    expected = run_graph(s.graph("whole"), arrays, precision="f64")
-    parts = [
-        {v.name: cut_out(x, v.type, mesh, place) for v, x in zip(whole.ins, arrays, strict=True)}
-        for place in range(len(mesh.devices))
-    ]
-    results = run_team(local, parts, mesh, precision="f64")
-    for i, (value, right) in enumerate(zip(whole.outs, expected, strict=True)):
-        got = put_together([outs[i] for outs in results], value.type, mesh)
-        np.testing.assert_allclose(got, right.astype(got.dtype), rtol=1e-11, atol=1e-12, err_msg=f"{s} {types}")
+def compare_sample(s: Sample, mesh: Mesh, types: list[TensorType]) -> None:
+    compare(s.op, s.arrays(), mesh, types)
 
 
 @pytest.mark.parametrize("s", CHOSEN, ids=str)
@@ -102,7 +62,7 @@ def test_every_legal_split_computes_what_one_device_does(s: Sample) -> None:
         for splits in splits_of(op, rule, mesh):
             types = types_of(op, rule, splits, mesh.sizes)
             if types is not None:
-                compare(s, mesh, types)
+                compare_sample(s, mesh, types)
 
 
 @pytest.mark.parametrize("dtype", ["i64", "i8", "u8", "f32"])
@@ -112,10 +72,10 @@ def test_the_largest_of_an_uneven_part_is_never_padding(dtype: str) -> None:
     x = Value("x0", TensorType(dtype, (5,)))
     op = make("max", (x,), ["y0"], axes=(0,))
     mesh = MESHES[1]
-    _, local = local_graph(op, [x.type.laid([("a",)]), op.outs[0].type], mesh)
+    _, module = local_module(op, [x.type.laid([("a",)]), op.outs[0].type], mesh)
     array = np.full(5, low, numpy_dtype(dtype))
     parts = [{"x0": cut_out(array, x.type.laid([("a",)]), mesh, place)} for place in range(4)]
-    assert {results[0].item() for results in run_team(local, parts, mesh)} == {
+    assert {results[0].item() for results in run_team(module.graphs["s0.F"], parts, mesh)} == {
         float(low) if dtype == "f32" else int(low)
     }
 
@@ -146,12 +106,12 @@ def test_means_of_16_bit_numbers_are_added_up_in_32_bits(name: str) -> None:
     right = {"mean": 60.0, "mse": 3600.0, "cross_entropy": 60 + np.log(3)}[kind]
     types = types_of(op, rule_of(op), {split: Split(("a",))}, MESHES[0].sizes)
     assert types is not None
-    whole, local = local_graph(op, types, MESHES[0])
+    whole, module = local_module(op, types, MESHES[0])
     parts = [
         {v.name: cut_out(x, v.type, MESHES[0], place) for v, x in zip(whole.ins, arrays, strict=True)}
         for place in range(2)
     ]
-    summands = [float(results[0]) for results in run_team(local, parts, MESHES[0])]
+    summands = [float(results[0]) for results in run_team(module.graphs["s0.F"], parts, MESHES[0])]
     total = sum(summands) if types[len(ins)].partial else summands[0]
     assert total == pytest.approx(right, rel=2e-3)
 
@@ -179,9 +139,9 @@ def test_control_a_wrong_rule_is_noticed() -> None:
     types = types_of(s.op, rule, {"k": Split(("a",))}, MESHES[0].sizes)
     assert types is not None
     assert types[2].partial == ("a",)
-    compare(s, MESHES[0], types)
+    compare_sample(s, MESHES[0], types)
     with pytest.raises(AssertionError):
-        compare(s, MESHES[0], [*types[:2], types[2].plain])
+        compare_sample(s, MESHES[0], [*types[:2], types[2].plain])
 
 
 def test_control_splits_that_the_rule_refuses_are_wrong() -> None:
@@ -192,4 +152,4 @@ def test_control_splits_that_the_rule_refuses_are_wrong() -> None:
     laid = t.laid([("a",) if i == axis else () for i in range(t.rank)])
     assert not rule_of(s.op).may_split("n")
     with pytest.raises(AssertionError):
-        compare(s, MESHES[0], [laid, laid])
+        compare_sample(s, MESHES[0], [laid, laid])

@@ -10,14 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from oracles.sharding.drawn_programs import laid_program
 from oracles.sharding.laid_out import cut_out, put_together
+from oracles.sharding.team_runs import differences
+from oracles.sharding.training_case import training_module
 
 import penstock as ps
 from penstock.ir.graph import Mesh, Module, Stage
 from penstock.ir.interpreter.graphs import run_graph, run_team
 from penstock.ir.interpreter.store import DictStore, initial_arrays
 from penstock.ir.verify.verifier import verify
-from penstock.models import write_cnn, write_gpt, write_mlp
+from penstock.models import write_cnn, write_gpt, write_mlp, write_resnet
 from penstock.passes.partition.partition import PartitionOptions, partition
 from penstock.passes.partition.split import SplitOptions, split
 from penstock.passes.sharding import presets
@@ -40,6 +43,8 @@ def model(name: str, folder: Path) -> ps.Model:
         write_mlp(path, [512, 512, 512, 8], 512)
     elif name == "mlp":
         write_mlp(path, [12, 40, 24, 5], 6)
+    elif name == "resnet":
+        write_resnet(path, 2, blocks=(1, 1), width=4, size=32, classes=5)
     else:
         write_cnn(path, 4, size=8)
     return ps.from_onnx(path)
@@ -143,11 +148,16 @@ MEGATRON = [
         ("gpt", {"tp": 2, "e": 2}, [*MEGATRON, "wpe.weight=[_,/e]"]),
         ("cnn", {"bp": 3}, ["preset:batch"]),
         ("cnn", {"tp": 2}, ["the first convolution"]),
+        ("cnn", {"tp": 2}, ["preset:spatial"]),
+        ("cnn", {"tp": 3}, ["preset:spatial"]),
+        ("cnn", {"bp": 2, "tp": 2}, ["preset:spatial", "x=[/bp,?,/tp,?]"]),
+        ("resnet", {"tp": 2}, ["preset:spatial"]),
+        ("resnet", {"tp": 3}, ["preset:spatial"]),
     ],
 )
 def test_programs_on_a_mesh_compute_what_one_device_does(name, axes, given, folder, monkeypatch) -> None:
     monkeypatch.setattr(presets, "VOCABULARY", VOCABULARY - 2)
-    if name == "cnn" and "tp" in axes:
+    if given == ["the first convolution"]:
         first = next(
             v.name for v in whole_program(name, folder).vars.values() if v.role == "param" and v.type.rank == 4
         )
@@ -217,6 +227,30 @@ def test_sequence_splits_scatter_sums_and_gather_what_products_need(folder) -> N
     assert {str(v.type) for v in norms} == {"f32[4,8/tp,24]"}
 
 
+def test_spatial_splits_move_rows_of_neighbours_alone(folder) -> None:
+    """Two 3x3 convolutions with pools by 2: two strips each for the convolution, its gradient for the weight, and that
+    for the image of the second. All else that is exchanged are sums of parameters, of the last product and the loss."""
+    laid, local, _ = laid_out(whole_program("cnn", folder), {"tp": 2}, ["preset:spatial"])
+    images = [
+        v for g in laid.graphs.values() for op in g.ops for v in op.outs if v.type.rank == 4 and 4 in v.type.dims[:1]
+    ]
+    assert len(images) > 15
+    assert all(v.type.axes_of(2) == ("tp",) for v in images)
+    assert counted(local) == {"shift": 10, "all_reduce": 9}
+
+
+def test_images_with_too_few_rows_are_refused(folder) -> None:
+    with pytest.raises(UsageError, match="too few rows for 9 devices"):
+        shard(whole_program("cnn", folder), ShardOptions("tp=9", ("preset:spatial",)))
+
+
+def test_own_forms_that_count_from_an_offset_take_no_blocks() -> None:
+    """A table of which each of three blocks is split: looked up whole, and its gradient is that of one device."""
+    case = laid_program(training_module(), "a=2", ("table=[3*/a,_]",))
+    assert str(case.sharded.vars["table"].type) == "f64[3*2/a,4]"
+    assert differences(case) == []
+
+
 def test_work_is_divided_by_the_devices(folder) -> None:
     """Products whose operands are wide enough that moving them costs less than computing twice: a quarter each."""
     program = whole_program("wide", folder)
@@ -251,6 +285,7 @@ def test_work_is_divided_by_the_devices(folder) -> None:
         ("a=2,b=2", ["preset:megatron"], "needs one axis beside dp"),
         ("dp=2", ["preset:megatron"], "needs one axis beside dp, the mesh has none"),
         ("tp=7", ["preset:batch"], "too few samples for 7 devices"),
+        ("tp=2", ["preset:spatial"], "finds no input that a convolution takes"),
     ],
 )
 def test_mistakes_are_refused_with_both_facts(mesh, given, words, folder) -> None:
