@@ -9,6 +9,7 @@ from typing import NamedTuple, ParamSpec
 from penstock.ir.attrs import Attr, Scalar, print_literal
 from penstock.ir.schedule_names import INFERENCE
 from penstock.passes.communicate.communicate import CommunicateOptions, communicate
+from penstock.passes.communicate.overlap import OverlapOptions, overlap
 from penstock.passes.communicate.wire import WireOptions, check_wire, wire
 from penstock.passes.kernels.fuse import FuseOptions, fuse
 from penstock.passes.kernels.libraries import LibrariesOptions, libraries
@@ -51,6 +52,7 @@ PASSES: dict[str, Pass] = {
         Pass("lifetimes", lifetimes, LifetimesOptions, needs=("wired",), gives=("freed",)),
         Pass("libraries", libraries, LibrariesOptions, needs=("staged",)),
         Pass("recompute", recompute, RecomputeOptions, needs=("wired",)),
+        Pass("overlap", overlap, OverlapOptions, needs=("staged",)),
         Pass("fuse", fuse, FuseOptions, needs=("staged",), gives=("fused",)),
     )
 }
@@ -189,6 +191,7 @@ def _running(options: PipelineOptions) -> list[PipelineEntry]:
             {"mode": options.recompute},
             "needs to know what is in flight, and who computes what, for memory and time",
         ),
+        _overlap(options),
         PipelineEntry("fuse", {}, "kernels are chosen in graphs that no longer change"),
         PipelineEntry(
             "lifetimes", {}, "last: sends and receives hold values, and what kernels are made of has no memory"
@@ -218,6 +221,7 @@ def inference_entries(partition: dict[str, Attr], options: PipelineOptions = DEF
         _wire(options.wire, "before edges get their types"),
         PipelineEntry("communicate", {}, "activations between stages"),
         _libraries(options.library),
+        _overlap(options),
         PipelineEntry("fuse", {}, "kernels are chosen in graphs that no longer change"),
         PipelineEntry(
             "lifetimes",
@@ -240,6 +244,11 @@ def _shard(options: PipelineOptions) -> PipelineEntry:
 def _localize(options: PipelineOptions) -> PipelineEntry:
     why = "when graphs have their meshes, and before messages, memory and kernels, which are those of one device"
     return PipelineEntry("localize", {}, why, bool(options.mesh), "--mesh")
+
+
+def _overlap(options: PipelineOptions) -> PipelineEntry:
+    why = "when graphs have all their operations; before kernels are chosen, which run in the order of operations"
+    return PipelineEntry("overlap", {}, why, bool(options.mesh), "--mesh")
 
 
 def _precision(precision: str, why: str) -> PipelineEntry:

@@ -73,7 +73,7 @@ def infer_op(op: Op, var_types: Mapping[str, TensorType]) -> tuple[TensorType, .
     # Constants may hold tables, whose hash takes longer than their check.
     if row.family != "source":
         try:
-            return _known_types(op.kind, types, _exact(op.attrs))
+            return _known_types(op.kind, types, exact_attrs(op.attrs))
         except TypeError:
             # It does not fit, or has an attribute without a hash, which does not fit either. The rule reports the
             # problem.
@@ -97,7 +97,8 @@ def _check_arity(row: OpDef, types: tuple[TensorType, ...]) -> None:
 Exact = tuple[tuple[str, type, Any], ...]
 
 
-def _exact(attrs: Attrs) -> Exact:
+def exact_attrs(attrs: Attrs) -> Exact:
+    """Return attributes without annotations, as a key."""
     return tuple(
         [
             (name, type(value), tuple([(type(x), x) for x in value]) if isinstance(value, tuple) else value)
@@ -110,8 +111,12 @@ def _exact(attrs: Attrs) -> Exact:
 # Large modules have few different operations, but for names.
 @lru_cache(maxsize=1 << 14)
 def _known_types(kind: str, types: tuple[TensorType, ...], attrs: Exact) -> tuple[TensorType, ...]:
-    plain = {name: tuple(x for _, x in value) if exact is tuple else value for name, exact, value in attrs}
-    return _infer(Op(kind, (), (), plain), types)
+    return _infer(Op(kind, (), (), attrs_of(attrs)), types)
+
+
+def attrs_of(exact: Exact) -> dict[str, Attr]:
+    """Return the attributes that a key was made of."""
+    return {name: tuple(x for _, x in value) if kind is tuple else value for name, kind, value in exact}
 
 
 def _type_of_variable(

@@ -20,9 +20,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from penstock.ir.attrs import Attrs
-from penstock.ir.graph import Op
-from penstock.ir.ops import complete_attrs, definition
-from penstock.ir.types import FLOATS
+from penstock.ir.graph import Op, Value
+from penstock.ir.ops import Exact, attrs_of, complete_attrs, definition, exact_attrs
+from penstock.ir.types import FLOATS, TensorType
 
 from .computed import COMPUTED
 from .splits import WHOLE, SplitRule, build
@@ -64,7 +64,22 @@ def _parsed(text: str) -> tuple[tuple[tuple[tuple[_Token, ...], str], ...], int]
 
 
 def rule_of(op: Op) -> SplitRule:
-    """Return the rule of an operation."""
+    """Return the rule of an operation. Axes in its types change nothing."""
+    if definition(op.kind).family in ("source", "state"):
+        # Constants may hold tables, whose hash takes longer than their rule.
+        return _rule(op)
+    ins, outs = ([v.type.plain for v in values] for values in (op.ins, op.outs))
+    return _known_rule(op.kind, tuple(ins), tuple(outs), exact_attrs(op.attrs))
+
+
+# Large modules have few different operations, but for names.
+@lru_cache(maxsize=1 << 14)
+def _known_rule(kind: str, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...], attrs: Exact) -> SplitRule:
+    values = [tuple(Value(f"x{i}", t) for i, t in enumerate(types)) for types in (ins, outs)]
+    return _rule(Op(kind, values[0], values[1], attrs_of(attrs)))
+
+
+def _rule(op: Op) -> SplitRule:
     row, attrs = definition(op.kind), complete_attrs(op)
     if op.kind in COMPUTED:
         rule = COMPUTED[op.kind](op, attrs)

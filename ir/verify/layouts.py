@@ -18,10 +18,11 @@ summand.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 
-from penstock.ir.graph import COORDINATE, REPLICAS, Graph, Module, Op, graph_stage, made_values
-from penstock.ir.ops import OPS, axes_over
+from penstock.ir.graph import COORDINATE, REPLICAS, Graph, Module, Op, Value, graph_stage, made_values
+from penstock.ir.ops import OPS, Exact, attrs_of, axes_over, exact_attrs
 from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import Split, SplitRule, laid_out, read_split
 from penstock.ir.types import TensorType
@@ -37,13 +38,36 @@ def check_sharded(module: Module) -> Iterator[Problem]:
         stage = graph_stage(graph.name)
         sizes = module.mesh_of(stage).sizes if stage is not None and module.stages else {}
         for i, op in enumerate(graph.ops):
-            for what in _layout_problems(module, op, sizes):
+            for what in () if _is_known_to_obey(op, sizes) else _layout_problems(module, op, sizes):
                 yield Problem(op_place(graph, i), what, op_window(graph, i))
     outputs = set(module.outputs)
     for graph in module.graphs.values():
         for value in graph.outs:
             if value.name in outputs and not value.type.is_plain:
                 yield Problem(f"@{graph.name}", f"returns {value!r}, an output of the module, which has to be whole")
+
+
+def _is_known_to_obey(op: Op, sizes: Mapping[str, int]) -> bool:
+    """Return whether an operation of the same kind with the same types was found to obey its rule. Those of variables
+    and constants are looked at each time."""
+    if op.kind == "reshard" or OPS[op.kind].family in ("state", "source"):
+        return False
+    ins, outs = ([v.type for v in values] for values in (op.ins, op.outs))
+    return _obeys(op.kind, tuple(ins), tuple(outs), exact_attrs(op.attrs), tuple(sizes.items()))
+
+
+# Large modules have few different operations, but for names.
+@lru_cache(maxsize=1 << 14)
+def _obeys(
+    kind: str,
+    ins: tuple[TensorType, ...],
+    outs: tuple[TensorType, ...],
+    attrs: Exact,
+    sizes: tuple[tuple[str, int], ...],
+) -> bool:
+    values = [tuple(Value(f"x{i}", t) for i, t in enumerate(types)) for types in (ins, outs)]
+    op = Op(kind, values[0], values[1], attrs_of(attrs))
+    return next(_layout_problems(Module("m"), op, dict(sizes)), None) is None
 
 
 def _layout_problems(module: Module, op: Op, sizes: Mapping[str, int]) -> Iterator[str]:

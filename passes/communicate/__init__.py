@@ -1,1 +1,1 @@
-"""Passes that decide which values travel between stages, and in which precision."""
+"""Passes that decide which values travel between stages, in which precision, and when collectives begin."""
