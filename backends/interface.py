@@ -117,12 +117,13 @@ class Viewer(Protocol):
 class CompileOptions:
     """The options of a compile. `target` names an instruction set (`host`, or a name the back end knows). `jobs` is the
     most processes to compile with, one per core if not given. `viewer` is shown the code; without one that costs
-    nothing."""
+    nothing. `with_runtime` adds what runs the code where the compiler is not installed."""
 
     target: str = "host"
     jobs: int | None = None
     progress: Progress | None = None
     viewer: Viewer | None = None
+    with_runtime: bool = False
 
     def step(self, name: str) -> AbstractContextManager[list[str]]:
         """Announce a step to the viewer, if there is one."""

@@ -4,7 +4,8 @@ library.
 tvm/lower/plan.py orders the kernels, tvm/kernels/ and tvm/cuda/ generate their code, and tvm/lower/lower.py writes one
 Relax function for each graph. tvm/compile/build.py makes the library of a stage, tvm/run/load.py opens it. Worker
 processes compile (tvm/compile/pool.py, tvm/compile/jobs.py), and a cache keeps what they made
-(src/penstock/support/cache.py).
+(src/penstock/support/cache.py). Where it is asked for, TVM's runtime library goes with the libraries of stages
+(tvm/run/runtime_library.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.backends.tvm.cuda.devices import check_memory, find_device
-from penstock.backends.tvm.run.machine import load_runtime
+from penstock.backends.tvm.run.runtime_library import CUDA_LIBRARY, carried_files, prepare_runtime
 from penstock.ir.graph import Graph, Module
 from penstock.ir.ops import OPS
 from penstock.support.errors import VerifyError
@@ -53,7 +54,12 @@ class TvmBackend:
             with LibraryBuilder(options) as builder:
                 names |= {stage: f"s{stage}.{_needed(builder.cpu, graphs[stage])}.so" for stage in on_cpu}
                 builder.build([LibraryPart(graphs[stage], out_dir / names[stage]) for stage in on_cpu])
-        return {stage: (names[stage],) for stage in stages}
+        if not options.with_runtime:
+            return {stage: (names[stage],) for stage in stages}
+        files = carried_files(out_dir, len(on_cpu) < len(stages))
+        return {
+            stage: (names[stage], *(f for f in files if stage not in on_cpu or f != CUDA_LIBRARY)) for stage in stages
+        }
 
     def check_host(self, module: Module, stage: int, device: str | None = None) -> None:
         """Raise the UsageError of `load_stage` where this host lacks the GPU of a stage, or memory on it."""
@@ -62,10 +68,10 @@ class TvmBackend:
             check_memory(module, stage, gpu, device)
 
     def prepare(self) -> None:
-        """Load TVM's runtime and the modules that loading a stage takes."""
+        """Load TVM's runtime, if this host has it, and the modules that loading a stage takes."""
         from penstock.backends.tvm.run import load  # lazy: heavy  # noqa: F401
 
-        load_runtime()
+        prepare_runtime()
 
     def allows(self, threads: int) -> bool:
         """Return whether no stage of another number of threads was loaded: TVM cannot change it."""
@@ -84,15 +90,15 @@ class TvmBackend:
         exchange: Exchange | None = None,
     ) -> StageProgram:
         """Load the library of a stage for one of its devices: the first if none is named."""
-        (library,) = files
+        library, *carried = files
         gpu = _gpu_of(module, stage, device)
         if gpu is not None:
             from penstock.backends.tvm.cuda.load import CudaProgram  # lazy: heavy
 
-            return CudaProgram(library, stage_graphs(module, stage), gpu, threads, exchange)
+            return CudaProgram(library, stage_graphs(module, stage), gpu, threads, exchange, carried)
         from penstock.backends.tvm.run.load import TvmProgram  # lazy: heavy
 
-        return TvmProgram(library, stage_graphs(module, stage), threads, exchange=exchange)
+        return TvmProgram(library, stage_graphs(module, stage), threads, exchange=exchange, carried=carried)
 
 
 def _gpu_of(module: Module, stage: int, name: str | None = None) -> torch.device | None:

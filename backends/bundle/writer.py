@@ -169,10 +169,14 @@ def _add_stages(
 ) -> dict[int, list[str]]:
     """Add the files of the back end and the weights; return their names, by stage."""
     stages = [stage.index for stage in module.stages]
-    names = {
-        stage: [work.add(f"stages/{file.name}", partial(_copy, file)) for file in stage_files.get(stage, ())]
-        for stage in stages
-    }
+    added: dict[Path, str] = {}
+    names: dict[int, list[str]] = {stage: [] for stage in stages}
+    for stage in stages:
+        for file in stage_files.get(stage, ()):
+            # Stages may have a file in common.
+            if file not in added:
+                added[file] = work.add(f"stages/{file.name}", partial(_copy, file))
+            names[stage].append(added[file])
     (work.folder / "weights").mkdir()
     with ThreadPoolExecutor(max(1, min(len(stages), usable_cores()))) as threads:
         # Copying, hashing and flushing all happen outside the interpreter.

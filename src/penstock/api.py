@@ -161,12 +161,14 @@ def compile(
     backend: str = "tvm",
     target: str = "host",
     jobs: int | None = None,
+    with_runtime: bool = False,
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Path:
     """Compile machine code for every stage, and write the bundle. `jobs` is the most processes to compile with, by
-    default one per core; `dump` receives the code."""
-    return build.build(plan, out, BuildOptions(backend, target, jobs), Feedback(dump, progress))
+    default one per core; `dump` receives the code. `with_runtime` puts TVM's runtime library into the bundle, for hosts
+    where TVM is not installed."""
+    return build.build(plan, out, BuildOptions(backend, target, jobs, with_runtime), Feedback(dump, progress))
 
 
 __all__ = ["Load", "Model", "Plan", "ProgressHook", "compile", "from_onnx", "from_torch", "plan", "plan_best"]

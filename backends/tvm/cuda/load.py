@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from penstock.backends.interface import ALIGNMENT, Exchange
 from penstock.backends.tvm.run.load import TvmProgram
-from penstock.backends.tvm.run.machine import CUDA, VirtualMachine, load_cuda_runtime
+from penstock.backends.tvm.run.machine import CUDA, VirtualMachine
+from penstock.backends.tvm.run.runtime_library import load_cuda_runtime
 from penstock.ir.graph import Graph
 
 from . import torch_calls
@@ -37,8 +38,9 @@ class CudaProgram(TvmProgram):
         device: torch.device,
         threads: int = 1,
         exchange: Exchange | None = None,
+        carried: Sequence[Path] = (),
     ) -> None:
-        super().__init__(library, graphs, threads, device, exchange)
+        super().__init__(library, graphs, threads, device, exchange, carried)
 
     def _open(self, library: Path) -> VirtualMachine:
         load_cuda_runtime()

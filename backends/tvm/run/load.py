@@ -1,7 +1,8 @@
 """The loader: opens the library of a compiled stage and calls it with torch tensors.
 
-In: the library of a stage. Out: a StageProgram. Torch tensors go to TVM's virtual machine as they are and come back as
-torch tensors, without copies. The interpreter lock is released during a call.
+In: the library of a stage, and the runtime that its bundle carries, if any. Out: a StageProgram. Torch tensors go to
+TVM's virtual machine as they are and come back as torch tensors, without copies. The interpreter lock is released
+during a call.
 
 Kernels for CPUs trust their tensors. The loader checks devices, memory and strides. An input that is not contiguous is
 copied; a slot, which is updated in place, is refused. A graph's function in the machine checks types and shapes before
@@ -29,8 +30,9 @@ from penstock.ir.types import LONG_NAMES, TensorType
 from penstock.support.errors import UsageError, VerifyError
 
 from .callers import call_from_lasting_thread
-from .machine import VirtualMachine, load_runtime
+from .machine import VirtualMachine
 from .meetings import Meetings
+from .runtime_library import load_runtime
 from .watch import watched
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ class TvmProgram:
         threads: int = 1,
         device: torch.device | None = None,
         exchange: Exchange | None = None,
+        carried: Sequence[Path] = (),
     ) -> None:
         import torch  # lazy: heavy
 
@@ -98,7 +101,7 @@ class TvmProgram:
         set_threads(threads)
         self._threads = threads
         # TVM reads the number of threads when it is loaded.
-        load_runtime()
+        load_runtime(carried)
         # The machine looks functions up when it opens a library.
         self._meetings = Meetings(graphs, exchange)
         self._machine = self._open(library)

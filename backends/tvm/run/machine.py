@@ -7,15 +7,14 @@ own wrapper passes.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from penstock.support.errors import UsageError
+
+from .runtime_library import load_runtime
 
 # Kinds of devices, as DLPack counts them, and the allocator that keeps blocks which were freed.
 CPU, CUDA = 1, 2
@@ -52,37 +51,3 @@ class VirtualMachine:
     def instrument(self, watch: Callable[..., int] | None) -> None:
         """Call `watch` before and after every call that the machine makes; None ends it."""
         self._set_instrument(watch)
-
-
-@cache
-def load_runtime() -> Path:
-    """Load TVM's runtime, and return the folder it lies in."""
-    # torch is to be loaded before TVM's libraries.
-    import torch  # lazy: heavy  # noqa: F401
-    from tvm_ffi.libinfo import load_lib_ctypes  # lazy: heavy
-
-    package = find_spec("tvm")
-    if package is None or package.origin is None:
-        raise UsageError("TVM is not installed", hint="pip install apache-tvm, in the version that Penstock asks for")
-    library = load_lib_ctypes(
-        "tvm", "tvm_runtime", "RTLD_GLOBAL", extra_lib_paths=[Path(package.origin).parent / "lib"]
-    )
-    return Path(library._name).resolve().parent
-
-
-@cache
-def load_cuda_runtime() -> None:
-    """Load the CUDA part of TVM's runtime, which does not load it by itself but needs it to start kernels."""
-    folder = load_runtime()
-    try:
-        ctypes.CDLL(str(folder / "libtvm_runtime_cuda.so"))
-    except OSError as error:
-        raise UsageError(
-            f"TVM's CUDA runtime cannot be loaded: {error}",
-            where=str(folder),
-            hint="it needs the NVIDIA driver and CUDA 13's libcudart.so.13, "
-            "which comes with torch for CUDA 13 or with the wheel nvidia-cuda-runtime",
-        ) from error
-    from tvm_ffi import get_global_func  # lazy: heavy
-
-    assert get_global_func("device_api.cuda", allow_missing=True) is not None

@@ -79,6 +79,17 @@ MODULES = {
     "verify": "penstock.commands.inspecting.verify",
 }
 
+# Packages that a host may lack which only runs bundles (requirements-runtime.txt), by their modules and own names.
+_PACKAGES = {
+    "tvm": "apache-tvm",
+    "apache-tvm": "apache-tvm",
+    "onnx": "onnx",
+    "onnxruntime": "onnxruntime",
+    "networkx": "networkx",
+    "highspy": "highspy",
+    "yaml": "pyyaml",
+}
+
 # Commands that say in one line what libraries warned of. Others run for long, and their warnings come at once.
 _WARNINGS_COUNTED = ("plan", "compile", "verify")
 
@@ -151,6 +162,9 @@ def _told(error: Exception) -> tuple[int, str]:
         # An import that fails for want of memory raises many kinds of errors, with messages about other causes.
         more = f": {text}" if text and not isinstance(error, ImportError) else ""
         return DoesNotFit.exit_code, f"error: the system gave no more memory{more}\n  hint: {hint}"
+    if isinstance(error, ModuleNotFoundError) and (missing := (error.name or "").partition(".")[0]) in _PACKAGES:
+        hint = "a whole installation has it (docs/install.md); a host without it runs bundles that others compiled"
+        return UsageError.exit_code, f"error: the package {_PACKAGES[missing]} is not installed\n  hint: {hint}"
     if isinstance(error, OSError):
         place = f"{visible(str(error.filename))}: " if error.filename else ""
         code = PenstockError.exit_code if error.errno in DISK_ERRORS else UsageError.exit_code

@@ -55,7 +55,7 @@ def build(plan: Plan, out: str | Path, options: BuildOptions = _DEFAULTS, feedba
         imported.source_hash,
         lambda folder: keep_source(imported, plan.module, folder),
     )
-    how = CompileOptions(options.target, options.jobs, feedback.progress, watcher)
+    how = CompileOptions(options.target, options.jobs, feedback.progress, watcher, options.with_runtime)
     bundle = assemble(out, content, options.backend, how)
     if watcher is not None:
         with watcher.step("report"):

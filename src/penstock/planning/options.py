@@ -183,3 +183,6 @@ class BuildOptions:
     jobs: int | None = setting(
         None, "processes to compile with (default: one per core)", check=POSITIVE, shown="N", rare=True
     )
+    with_runtime: bool = setting(
+        False, "put TVM's runtime library into the bundle (4 MB), for hosts where TVM is not installed", rare=True
+    )
