@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from penstock.ir.graph import REPLICAS, Module, Value
+from penstock.passes.sharding.styles.modules import about_tensors
 from penstock.support.errors import UsageError
 
 from .given import chosen_layouts, parse_given, parse_mesh
@@ -24,7 +25,8 @@ _ORDER = ("F", "main", "B", "N", "U")
 @dataclass(frozen=True, slots=True)
 class ShardOptions:
     """Options of `shard`. `mesh` has the axes of a stage's mesh, such as `dp=2,tp=2`; `given` the layouts of tensors,
-    `PATTERN=[_,/tp]` or `preset:NAME` each; of several that fit a name the first counts."""
+    `PATTERN=[_,/tp]`, a text about modules (styles/modules.py) or `preset:NAME` each; of several that fit a name the
+    first counts."""
 
     mesh: str = ""
     given: tuple[str, ...] = ()
@@ -42,7 +44,8 @@ def shard(module: Module, options: ShardOptions) -> Module:
     graphs = [module.graphs[name] for name in (*order, *(n for n in module.graphs if n not in order))]
     values = {o.name: o.type for op in graphs[0].ops for o in op.outs}
     written = [text for text in options.given if not text.startswith(PRESET)]
-    layouts = chosen_layouts(module, values, parse_given(written), mesh)
+    entries = parse_given(about_tensors(module, graphs[0], written))
+    layouts = chosen_layouts(module, values, entries, mesh)
     for text in options.given:
         if text.startswith(PRESET):
             layouts = preset_layouts(module, text.removeprefix(PRESET), sizes) | layouts

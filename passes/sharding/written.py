@@ -4,10 +4,10 @@
     preset:megatron          layouts by the structure of the model
     FILE.toml                a table `layouts` of patterns and layouts, in order, and a list `presets`
     {"h.*.weight": (None, "tp"), "x": ("?", ("dp", "tp"))}       in Python, like partition specs of jax
-    {"h.*.fc1": "Colwise", "h.*.fc2": "Rowwise"}                 modules of torch, or a plan of parallelize_module
+    {"h.*.fc1": "Colwise", "h.*.fc2": RowwiseParallel()}         modules of torch, or a plan of parallelize_module
 
-A style of torch is known by the name of its class: ColwiseParallel, RowwiseParallel. `Colwise` splits the outputs of
-a linear module, its bias with them, `Rowwise` the inputs.
+Styles of torch are read in styles/torch_styles.py. Their texts name modules, and styles/modules.py finds the tensors
+there.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.passes.sharding.styles.modules import ABOUT_MODULE
+from penstock.passes.sharding.styles.torch_styles import StyleTexts
 from penstock.support.errors import UsageError
 
 PRESET = "preset:"
-# The layout of a linear module's weight [out, in] under a style of torch. A bias lies as the result does.
-_STYLES = {"Colwise": "[/{axis},_]", "Rowwise": "[_,/{axis}]"}
 
 
 def layouts_of(given: str | Path | Sequence[str] | Mapping[str, Any] | None, axis: str = "tp") -> tuple[str, ...]:
@@ -29,14 +29,17 @@ def layouts_of(given: str | Path | Sequence[str] | Mapping[str, Any] | None, axi
     if given is None:
         return ()
     if isinstance(given, Mapping):
-        return tuple(text for name, layout in given.items() for text in _from_python(str(name), layout, axis))
+        return _from_python(given, axis)
     entries = [given] if isinstance(given, str | Path) else given
     return tuple(text for entry in entries for text in _from_text(str(entry)))
 
 
 def _from_text(entry: str) -> Iterator[str]:
-    if entry.startswith(PRESET) or entry.endswith("]"):
+    name, _, style = entry.rpartition("=")
+    if entry.startswith(PRESET) or ABOUT_MODULE.fullmatch(entry) or entry.endswith("]"):
         yield entry
+    elif name and style in ("Colwise", "Rowwise"):
+        yield f"{entry}/tp"
     elif entry.endswith(".toml"):
         yield from _from_file(Path(entry))
     else:
@@ -69,20 +72,18 @@ def _from_file(path: Path) -> Iterator[str]:
         yield PRESET + name
 
 
-def _from_python(name: str, layout: Any, axis: str) -> Iterator[str]:
-    """Yield the texts of one entry of a mapping: a layout as text or tuple, or a style for a module."""
-    if isinstance(layout, tuple | list):
-        yield f"{name}=[{','.join(map(_dimension, layout))}]"
-    elif isinstance(layout, str) and layout.startswith("["):
-        yield f"{name}={layout}"
-    else:
-        style = (layout if isinstance(layout, str) else type(layout).__name__).removesuffix("Parallel")
-        if style not in _STYLES:
-            raise UsageError(
-                f"the layout of {name!r} is {style!r}",
-                hint=f"give a tuple, a text such as '[_,/tp]', or a style: {', '.join(_STYLES)}",
-            )
-        yield f"{name}.weight={_STYLES[style].format(axis=axis)}"
+def _from_python(given: Mapping[Any, Any], axis: str) -> tuple[str, ...]:
+    """Return the texts of a mapping: layouts as texts or tuples, and behind them styles for modules."""
+    texts: list[str] = []
+    styles = StyleTexts(axis)
+    for name, layout in given.items():
+        if isinstance(layout, tuple | list):
+            texts.append(f"{name}=[{','.join(map(_dimension, layout))}]")
+        elif isinstance(layout, str) and layout.startswith("["):
+            texts.append(f"{name}={layout}")
+        else:
+            styles.take(str(name), layout)
+    return (*texts, *styles.texts())
 
 
 def _dimension(part: Any) -> str:

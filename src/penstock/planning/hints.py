@@ -84,8 +84,8 @@ def follow_configurations(hints: Hints, options: PlanOptions, devices: int) -> F
         except _DoesNotFit as misfit:
             problems.append(f"the layouts of configuration {name!r} of the model are not followed: {misfit}")
         else:
-            note = f"tensors lie as configuration {name!r} of the model says, on the mesh {mesh}"
-            return FollowedLayouts(name, mesh, layouts, (*problems, note, *left))
+            # The program shows what is followed: it is that of the same layouts from any other source.
+            return FollowedLayouts(name, mesh, layouts, (*problems, *left))
     if options.mesh:
         raise UsageError(
             f"the mesh {options.mesh} and the layouts of the model do not fit:" + itemised(problems),

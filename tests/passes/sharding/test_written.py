@@ -1,4 +1,4 @@
-"""Layouts as users write them: one plan in five forms, and what cannot be read."""
+"""Layouts as users write them: one plan in several forms, and what cannot be read."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ class ColwiseParallel:
     """A style that is known by the name of its class."""
 
 
-class RowwiseParallel:
-    """A style that is known by the name of its class."""
-
-
-def test_one_plan_in_five_forms_is_one_list_of_layouts(tmp_path: Path) -> None:
+def test_one_plan_in_several_forms_is_one_list_of_layouts(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     lines = [f'"{pattern}" = "{layout}"' for pattern, layout in (text.split("=") for text in TEXTS)]
     file.write_text("[layouts]\n" + "\n".join(lines))
     like_jax = {"a.fc1.weight": ("tp", None), "a.fc2.weight": (None, "tp")}
-    forms = [TEXTS, list(TEXTS), str(file), like_jax, {"a.fc1": ColwiseParallel(), "a.fc2": "Rowwise"}]
+    forms = [TEXTS, list(TEXTS), str(file), like_jax]
     assert {layouts_of(form) for form in forms} == {TEXTS}
-    assert layouts_of({"a.fc1": ColwiseParallel(), "a.fc2": RowwiseParallel()}, axis="x")[0] == "a.fc1.weight=[/x,_]"
+    styles = ({"a.fc1": ColwiseParallel(), "a.fc2": "Rowwise"}, ["a.fc1=Colwise", "a.fc2=Rowwise"])
+    assert {layouts_of(form) for form in styles} == {("a.fc1=Colwise/tp", "a.fc2=Rowwise/tp")}
+    assert layouts_of(styles[0], axis="x") == ("a.fc1=Colwise/x", "a.fc2=Rowwise/x")
 
 
 def test_presets_and_several_axes_are_read(tmp_path: Path) -> None:
@@ -71,8 +69,8 @@ def test_other_words_are_no_layouts(wrong: str) -> None:
 
 
 def test_control_an_unknown_style_is_refused() -> None:
-    with pytest.raises(UsageError, match="'Sequence'"):
-        layouts_of({"a": "SequenceParallel"})
+    with pytest.raises(UsageError, match="'a' has the style DiagonalParallel"):
+        layouts_of({"a": "DiagonalParallel"})
 
 
 @pytest.mark.parametrize("bias", [True, False])
