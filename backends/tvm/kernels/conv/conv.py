@@ -12,6 +12,9 @@ In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, paddi
   * the direct sums on tile registers (tile_conv.py), where the machine has them and there is enough to do;
   * squares of 2x2 outputs with fewer multiplications (winograd.py): else, of 3x3 taps side by side, where there is
     enough to do;
+  * a product of few rows (product/few_rows.py): one tap at the only position of few images;
+  * a product that reads small images where they lie (small_images.py): one tap, every position once, weights packed
+    ahead;
   * a product per image (points.py): one tap, every position once, and not a small image;
   * sums over positions: gradients for the weight (weight/tiles.py with tile registers, weight/direct.py without),
     and weight/depthwise.py for small groups;
@@ -29,15 +32,18 @@ from penstock.backends.tvm.group import PACKED
 from penstock.backends.tvm.kernels.conv.weight.depthwise import emit_depthwise_gradient
 from penstock.backends.tvm.kernels.conv.weight.direct import WeightGradient, emit_weight_gradient, is_suited
 from penstock.backends.tvm.kernels.conv.weight.tiles import emit_weight_tiles, plan_tiles
+from penstock.backends.tvm.kernels.product.few_rows import DOT_ROWS
+from penstock.backends.tvm.kernels.product.product import emit_product
 from penstock.backends.tvm.kernels.tools.body import EFFECTS, Body
 from penstock.backends.tvm.kernels.tools.correlation import Correlation, Pair, Phase, lanes_of
 from penstock.backends.tvm.kernels.tools.elements import Index, unravel, zero
 from penstock.backends.tvm.kernels.tools.emit import Buffer, Expr, ceil_div, literal
+from penstock.backends.tvm.kernels.tools.product_terms import Product
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import Window, complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS
 
-from . import planes, tile_conv, windows
+from . import planes, small_images, tile_conv, windows
 from . import winograd as conv_winograd
 from .lines import emit_lines
 from .points import PointProduct, emit_points
@@ -99,7 +105,12 @@ def _zeros(g: Geometry) -> Index:
 def _is_pointwise(g: Geometry, sizes: Pair, spatial: Pair) -> bool:
     """Return whether there is one tap, every position once, and enough positions for lanes. Small images are better off
     with channels in lanes."""
-    return g.kernel == g.strides == (1, 1) and sizes == spatial and not any(g.low) and prod(sizes) >= _LEAST_POSITIONS
+    return _takes_all(g, sizes, spatial) and prod(sizes) >= _LEAST_POSITIONS
+
+
+def _takes_all(g: Geometry, sizes: Pair, spatial: Pair) -> bool:
+    """Return whether there is one tap, and every position once."""
+    return g.kernel == g.strides == (1, 1) and sizes == spatial and not any(g.low)
 
 
 def _gathers(op: Op, images: int, positions: int, strides: Pair) -> bool:
@@ -187,6 +198,32 @@ def _correlation_of(body: Body, op: Op, g: Geometry, groups: int) -> Correlation
     )
 
 
+def _is_row(op: Op, g: Geometry, c: Correlation) -> bool:
+    """Return whether there is one tap at one position of few images: a product of few rows."""
+    return _takes_all(g, c.sizes, c.spatial) and prod(c.spatial) == 1 and c.groups == 1 and c.images <= DOT_ROWS
+
+
+def _emit_row(body: Body, op: Op, g: Geometry, c: Correlation) -> None:
+    x, w = op.ins[0], op.ins[1]
+
+    def place(_: Index, i: Expr, j: Expr) -> Index:
+        return (i, j, *_zeros(g))
+
+    emit_product(
+        body,
+        Product(
+            *(c.out, (), c.images, c.filters, c.channels),
+            a=lambda _, i, k: body.at(x, (i, k, *_zeros(g))),
+            b=lambda _, k, j: body.at(w, (j, k, *_zeros(g))),
+            place=place,
+            a_along_k=True,
+            b_along_j=False,
+            b_along_k=True,
+            b_address=lambda _, k, j: body.address(w, (j, k, *_zeros(g))),
+        ),
+    )
+
+
 def emit_conv(body: Body, op: Op) -> None:
     """Emit a convolution by the formulation that suits its sizes."""
     x, w, y = op.ins[0], op.ins[1], op.outs[0]
@@ -199,6 +236,10 @@ def emit_conv(body: Body, op: Op) -> None:
     c = _correlation_of(body, op, g, groups)
     if tile_conv.suits(body, c):
         tile_conv.emit_tile_conv(body, c)
+    elif _is_row(op, g, c):
+        _emit_row(body, op, g, c)
+    elif _takes_all(g, c.sizes, c.spatial) and small_images.suits(body, c):
+        small_images.emit_small_images(body, c)
     elif _is_pointwise(g, c.sizes, c.spatial):
 
         def weight(group: Expr, o: Expr, channel: Expr) -> Expr:

@@ -57,6 +57,12 @@ class PointProduct:
     op: Op
 
 
+def is_light(body: Body) -> bool:
+    """Return whether the epilogue is short enough to be done on registers, in unrolled code."""
+    ops = body.group.ops
+    return len(ops) <= 2 or (len(ops) <= _LIGHT and all(op.kind in _CHEAP for op in ops[1:]))
+
+
 def emit_points(body: Body, p: PointProduct) -> None:
     _Points(body, p).run()
 
@@ -79,10 +85,7 @@ class _Points:
             ceil_div(_TASKS, p.images * p.groups),
         )
         self.parts = min(ceil_div(fewest, each) * each, self.panels)
-        # A short epilogue is done on the registers, in unrolled code.
-        self.light = len(body.group.ops) <= 2 or (
-            len(body.group.ops) <= _LIGHT and all(op.kind in _CHEAP for op in body.group.ops[1:])
-        )
+        self.light = is_light(body)
 
     def _fill(self, packed: Buffer) -> None:
         p, emit = self.p, self.emit

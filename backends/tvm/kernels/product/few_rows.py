@@ -4,7 +4,7 @@ In: a Product of at most 16 rows, or of sums of at most four numbers. Out: loops
 
 Short sums, B contiguous along j:           for columns block: all of B in registers; for each row the sums,
                                                 then `Body.finish`
-B contiguous along k, up to four rows:      for four columns at once, vectors run along k and are folded at the end.
+B contiguous along k, up to four rows:      for some columns at once, vectors run along k and are folded at the end.
 B contiguous along j, up to sixteen rows:   for columns block:
                                                 sums [m, columns] = 0, in the first cache or near it
                                                 for some rows of B at once, for vector of columns:
@@ -28,10 +28,15 @@ from penstock.backends.tvm.kernels.tools.body import Body, parallel_if
 from penstock.backends.tvm.kernels.tools.elements import Index, unravel
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
 from penstock.backends.tvm.kernels.tools.product_terms import Product
+from penstock.backends.tvm.kernels.tools.transpose import pieces
 from penstock.ir.types import ITEM_BYTES
 
 DOT_ROWS = 4
+# Columns at once, twice as many for one row: each is a stream of its own (one row, 1000 columns of 1280 that lie in no
+# cache: 279 us by four, 229 by eight, 185 by eight that are asked for beforehand).
 _DOT_COLUMNS = 4
+# Elements of a B that does not stay in the second cache.
+_FAR = 65536
 
 
 def emit_dots(body: Body, p: Product) -> None:
@@ -39,10 +44,11 @@ def emit_dots(body: Body, p: Product) -> None:
     Packing would cost more than the product."""
     emit, dtype = body.emit, compute_dtype(p.out.type.dtype)
     lanes = max(body.lanes * 4 // ITEM_BYTES[dtype], 1)
+    width = _DOT_COLUMNS * (2 if p.m == 1 else 1)
 
     def block(lead: Index, j: Expr, columns: int) -> None:
-        cells = [(i, c) for i in range(p.m) for c in range(columns)]
-        accs = {cell: emit.alloc(lanes, dtype, "acc") for cell in cells}
+        sums = emit.alloc(p.m * columns, dtype, "sums")
+        accs = {(i, c): emit.alloc(lanes, dtype, "acc") for i in range(p.m) for c in range(columns)}
         for acc in accs.values():
             with emit.loop(lanes, VECTOR, "l") as lane:
                 emit.store(acc, literal(0, dtype), lane)
@@ -50,6 +56,7 @@ def emit_dots(body: Body, p: Product) -> None:
             with body.point():
                 row = [p.a(lead, literal(i, "i32"), k) for i in range(p.m)]
                 for c in range(columns):
+                    _ask_ahead(body, p, lead, k, j + (c + columns))
                     other = p.b(lead, k, j + c)
                     for i in range(p.m):
                         acc = accs[i, c]
@@ -60,22 +67,33 @@ def emit_dots(body: Body, p: Product) -> None:
                 half //= 2
                 with emit.loop(half, VECTOR, "l") as lane:
                     emit.store(acc, tirx.BufferLoad(acc, [lane]) + tirx.BufferLoad(acc, [lane + half]), lane)
-            with body.point():
-                body.finish(
-                    {p.out: (tirx.BufferLoad(acc, [literal(0, "i32")]), p.place(lead, literal(i, "i32"), j + c))}
-                )
+            emit.store(sums, tirx.BufferLoad(acc, [literal(0, "i32")]), literal(i * columns + c, "i32"))
+        for i in range(p.m):
+            for c, _ in pieces(emit, columns, columns):
+                with body.point():
+                    value = tirx.BufferLoad(sums, [c + i * columns])
+                    body.finish({p.out: (value, p.place(lead, literal(i, "i32"), j + c))})
 
     assert p.k
-    blocks, odd = divmod(p.n, _DOT_COLUMNS)
+    blocks, odd = divmod(p.n, width)
     kind = parallel_if(body.machine, prod(p.batch) * p.m * p.n * p.k // 8)
     with emit.loop(prod(p.batch), kind if prod(p.batch) > 1 else SERIAL, "b") as b:
         lead = unravel(b, p.batch)
         if blocks:
             with emit.loop(blocks, kind if prod(p.batch) == 1 else SERIAL, "jo") as jo, body.point():
-                block(lead, jo * _DOT_COLUMNS, _DOT_COLUMNS)
+                block(lead, jo * width, width)
         if odd:
             with body.point():
-                block(lead, literal(blocks * _DOT_COLUMNS, "i32"), odd)
+                block(lead, literal(blocks * width, "i32"), odd)
+
+
+def _ask_ahead(body: Body, p: Product, lead: Index, k: Expr, j: Expr) -> None:
+    """Ask for a vector of column j of a B that does not stay in the second cache. The processor's own prediction ends
+    with a page, which is about as long as a column."""
+    address = p.b_address(lead, k, j) if p.b_address is not None and p.n * p.k >= _FAR else None
+    if address is not None:
+        buffer, position = body.memory(address)
+        body.emit.prefetch_ahead(buffer, position, 0, False, near=False)
 
 
 SHORT_K = 4
@@ -123,6 +141,8 @@ def emit_short(body: Body, p: Product) -> None:
 STREAM_ROWS = 16
 # Narrower results are left to tiles.
 STREAM_COLUMNS = 128
+# The most operations of a kernel that is emitted once for each of many vectors.
+_SHORT = 4
 # Up to so many rows of A, most loads are of rows of B. One vector of each at a time is then enough.
 _THIN = 4
 _TOGETHER_THIN = 8
@@ -134,7 +154,12 @@ _LARGE_B = 1 << 20
 
 def has_few_rows(body: Body, p: Product) -> bool:
     """Return whether the product has few rows and a short epilogue, as these loops need."""
-    return p.m <= STREAM_ROWS and p.k > 0 and len(body.group.ops) <= _DOT_COLUMNS
+    return p.m <= STREAM_ROWS and p.k > 0 and len(body.group.ops) <= _SHORT
+
+
+def is_dots(p: Product) -> bool:
+    """Return whether the product has few rows, and both operands are contiguous along k."""
+    return 0 < p.m <= DOT_ROWS and p.k > 0 and p.a_along_k and p.b_along_k
 
 
 def emit_streams(body: Body, p: Product) -> None:

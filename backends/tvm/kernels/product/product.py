@@ -44,7 +44,7 @@ from penstock.backends.tvm.kernels.tools.product_terms import Product
 from penstock.ir.graph import slot_of
 from penstock.ir.types import ITEM_BYTES
 
-from .few_rows import DOT_ROWS, SHORT_K, STREAM_COLUMNS, emit_dots, emit_short, emit_streams, has_few_rows
+from .few_rows import SHORT_K, STREAM_COLUMNS, emit_dots, emit_short, emit_streams, has_few_rows, is_dots
 from .narrow_rest import Narrow, steps_together
 from .packing import ProductBlock, ProductPacking, ProductPanel
 
@@ -480,7 +480,7 @@ def emit_product(body: Body, product: Product) -> None:
         tile_product.emit_tile_product(body, p)
     elif 0 < p.k <= SHORT_K and p.b_along_j and p.n >= body.lanes and len(body.group.ops) <= SHORT_K:
         emit_short(body, p)
-    elif has_few_rows(body, p) and p.a_along_k and p.b_along_k and p.m <= DOT_ROWS:
+    elif is_dots(p):
         emit_dots(body, p)
     elif has_few_rows(body, p) and p.b_along_j and p.n >= STREAM_COLUMNS:
         emit_streams(body, p)

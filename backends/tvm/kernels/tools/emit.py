@@ -277,14 +277,14 @@ class Emitter:
         buffer are allowed. Without `near` the line is wanted in the second cache alone."""
         self.add(_hint(buffer, index, written, near))
 
-    def prefetch_ahead(self, buffer: Buffer, index: Expr, distance: int, written: bool) -> None:
+    def prefetch_ahead(self, buffer: Buffer, index: Expr, distance: int, written: bool, *, near: bool = True) -> None:
         """Hint, in a vector loop that runs along memory, at the elements `distance` further on. Does nothing
         elsewhere."""
         if self._lane is None:
             return
         here, next_one = (_evaluated(index, self._lane, i) for i in (0, 1))
         if here is not None and next_one is not None and next_one[1] - here[1] == 1:
-            self._hints.append(_hint(buffer, here[0] + distance, written))
+            self._hints.append(_hint(buffer, here[0] + distance, written, near))
 
     def alloc(self, size: int, dtype: str, name: str) -> Buffer:
         """Allocate scratch storage of this block: below 1024 bytes on the stack, from where LLVM moves it into
