@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from oracles.cuda import threads as cuda_threads
 from oracles.judge import wrong_results
 from samples import Sample, samples_of
 
 from penstock.backends.tvm.cuda.kernels.generate import KINDS
 
-from . import cuda_source
 from .cuda_source import SourceProgram
 
 # One of each way to use threads: the rest takes minutes.
@@ -54,8 +54,8 @@ def test_the_source_of_every_row(kind: str, tmp_path: Path) -> None:
 
 def test_control_without_barriers_results_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     barrier = "{ int mine = current; swapcontext(&at[mine], &back); }"
-    assert barrier in cuda_source._FRONT
-    monkeypatch.setattr(cuda_source, "_FRONT", cuda_source._FRONT.replace(barrier, "{}"))
+    assert barrier in cuda_threads.FRONT
+    monkeypatch.setattr(cuda_threads, "FRONT", cuda_threads.FRONT.replace(barrier, "{}"))
     assert check([s for s in samples_of("softmax") if runnable(s)], tmp_path)
 
 
@@ -64,8 +64,8 @@ def test_control_halves_of_fewer_bits_are_noticed(tmp_path: Path, monkeypatch: p
     halves = [s for s in samples_of("gelu") if s.dtype in ("f16", "bf16")]
     assert {s.dtype for s in halves} == {"f16", "bf16"}
     stored = "uint16_t bits;"
-    assert cuda_source._HALVES.count(stored) == 2
+    assert cuda_threads.HALVES.count(stored) == 2
     shorter = "struct Short { uint16_t n; Short() = default; Short(int x) : n(x & 0xfff0) {} operator int() const { return n; } } bits;"
-    monkeypatch.setattr(cuda_source, "_HALVES", cuda_source._HALVES.replace(stored, shorter))
+    monkeypatch.setattr(cuda_threads, "HALVES", cuda_threads.HALVES.replace(stored, shorter))
     wrong = check(halves, tmp_path)
     assert all(any(f"'{dtype}'" in line or f"({dtype}[" in line for line in wrong) for dtype in ("f16", "bf16")), wrong

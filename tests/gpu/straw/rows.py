@@ -1,0 +1,61 @@
+"""A program: samples of rows of the op table, compiled for a GPU and run on a device of straw, against the interpreter.
+
+In: a folder, and names of rows. Out: a line of JSON: what differs, what the driver reports, the blocks that are left after the samples have run once,
+after they have run twice, and when the program is gone; and how many samples ran.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from .install import install
+
+STRAW = install(Path(os.environ["STRAW"]))
+
+import numpy as np  # noqa: E402
+from oracles.judge import wrong_results  # noqa: E402
+from samples import Sample, samples_of  # noqa: E402
+from tvm_ffi import get_global_func  # noqa: E402
+
+from penstock.backends.interface import CompileOptions  # noqa: E402
+from penstock.backends.tvm.cuda.build import build_graphs  # noqa: E402
+from penstock.backends.tvm.cuda.devices import find_device  # noqa: E402
+from penstock.backends.tvm.cuda.load import CudaProgram  # noqa: E402
+
+from . import libraries  # noqa: E402
+
+
+def main(folder: Path, kinds: list[str], most: int, library: str = "none") -> dict[str, object]:
+    """Run samples of rows; return what there is to say."""
+    samples: list[Sample] = [s for kind in kinds for s in samples_of(kind)[:most]]
+    graphs = [s.graph(f"s0.g{i}") for i, s in enumerate(samples)]
+    if library != "none":
+        graphs = [replace(g, ops=tuple(op.with_attrs(library=library) for op in g.ops)) for g in graphs]
+    built = build_graphs(graphs, folder / "stage.so", CompileOptions("sm_90"))
+    program = CudaProgram(built.path, graphs, find_device("sm_90", "0", 0))
+    wrong, blocks = [], []
+    for _ in range(2):
+        with np.errstate(all="ignore"):
+            for s, g in zip(samples, graphs, strict=True):
+                wrong += [f"{s} {w}" for w in wrong_results(program, g, s.arrays())]
+        blocks.append(held())
+    del program
+    blocks.append(held())
+    return {"wrong": wrong, "report": libraries.report(STRAW.runtime), "blocks": blocks, "samples": len(samples)}
+
+
+def held() -> int:
+    """Return the number of blocks that are allocated when everything is done, less what TVM keeps for later."""
+    gc.collect()
+    get_global_func("vm.builtin.memory_manager.clear")()
+    STRAW.runtime.cudaDeviceSynchronize()
+    return sum(line.startswith("leak") for line in libraries.report(STRAW.runtime, blocks=True))
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[4:], int(sys.argv[2]), sys.argv[3])))

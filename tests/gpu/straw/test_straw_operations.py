@@ -1,0 +1,35 @@
+"""Rows of the op table on devices of straw: TVM's own CUDA runtime loads and launches what is compiled for GPUs, against the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.backends.tvm.cuda.kernels.generate import KINDS
+
+# One of each way to use threads and memory.
+SOME = ("gelu", "transpose", "sum", "softmax", "matmul", "max_pool_grad", "gather_grad", "attention_grad")
+
+
+def test_rows_agree_with_the_interpreter_and_leave_nothing_behind(program: Callable[..., Any], tmp_path: Path) -> None:
+    said = program("rows", tmp_path, 4, "none", *SOME)
+    check(said)
+    assert said["samples"] > 2 * len(SOME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_every_sample_of_every_row(part: int, program: Callable[..., Any], tmp_path: Path) -> None:
+    check(program("rows", tmp_path, 1000, "none", *sorted(KINDS)[part::8], timeout=3000))
+
+
+def check(said: dict[str, Any]) -> None:
+    assert not said["wrong"]
+    assert not said["report"]
+    once, twice, gone = said["blocks"]
+    # TVM keeps the workspaces of kernels for the thread that took them. A machine keeps the results of its last call.
+    assert once == twice
+    assert gone <= min(once, 4)

@@ -1,0 +1,1 @@
+"""CUDA source on a processor."""

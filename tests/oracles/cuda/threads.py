@@ -1,0 +1,135 @@
+"""The translation of CUDA source to C++ for a processor, with a coroutine per thread of a block.
+
+In: the source that nvcc gets. Out: C++ source for g++, with a function `launch` and a table of the kernels. A barrier hands over to the next thread, and
+all go on when all have come to it. Blocks run one after the other. The types of nvcc's headers for 16-bit floats have a stand-in: bits that become a
+float when they are read, and are rounded to the nearest, ties to even, when they are written.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+FLAGS = ("-O1", "-w", "-mf16c", "-fno-strict-aliasing", "-shared", "-fPIC")
+
+FRONT = r"""
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <ucontext.h>
+using namespace std;
+#define __global__
+#define __shared__ static
+#define __launch_bounds__(n)
+#define alignas(n)
+#define CUDART_INF_F INFINITY
+#define CUDART_INF HUGE_VAL
+#define CUDART_NAN_F NAN
+#define CUDART_NAN nan("")
+typedef unsigned char uchar;
+struct Place { unsigned x; };
+static Place threadIdx, blockIdx;
+static ucontext_t back, at[1024];
+static bool done[1024];
+static int current;
+static void __syncthreads() { int mine = current; swapcontext(&at[mine], &back); }
+template <class T> static T __ldg(const T* p) { return *p; }
+"""
+HALVES = r"""
+#include <immintrin.h>
+#include <cstring>
+struct half {
+  uint16_t bits;
+  half() = default;
+  template <class T> half(T x) : bits(_cvtss_sh((float)x, _MM_FROUND_TO_NEAREST_INT)) {}
+  operator float() const { return _cvtsh_ss(bits); }
+};
+struct nv_bfloat16 {
+  uint16_t bits;
+  nv_bfloat16() = default;
+  template <class T> nv_bfloat16(T given) {
+    float x = (float)given;
+    uint32_t word;
+    memcpy(&word, &x, 4);
+    bits = x != x ? 0x7fff : (word + 0x7fff + (word >> 16 & 1)) >> 16;
+  }
+  operator float() const { uint32_t word = (uint32_t)bits << 16; float x; memcpy(&x, &word, 4); return x; }
+};
+static half __float2half_rn(float x) { return half(x); }
+static nv_bfloat16 __float2bfloat16_rn(float x) { return nv_bfloat16(x); }
+"""
+_BACK = r"""
+static void (*body)(void**);
+static void** given;
+static void start() { body(given); done[current] = true; swapcontext(&at[current], &back); }
+static const size_t STACK = 1 << 16;
+extern "C" void launch(void (*f)(void**), void** arguments, int blocks, int threads, int together) {
+  static char* stacks = (char*)malloc(STACK * 1024);
+  body = f; given = arguments;
+  for (int b = 0; b < blocks; b++) {
+    blockIdx.x = b;
+    if (!together) { for (int t = 0; t < threads; t++) { threadIdx.x = t; f(arguments); } continue; }
+    for (int t = 0; t < threads; t++) {
+      getcontext(&at[t]); done[t] = false;
+      at[t].uc_stack.ss_sp = stacks + t * STACK; at[t].uc_stack.ss_size = STACK; at[t].uc_link = 0;
+      makecontext(&at[t], start, 0);
+    }
+    for (bool left = true; left;) {
+      left = false;
+      for (int t = 0; t < threads; t++) if (!done[t]) { current = t; threadIdx.x = t; swapcontext(&back, &at[t]); left |= !done[t]; }
+    }
+  }
+}
+struct Kernel { const char* name; void (*run)(void**); int together, threads, shared; const int* parameters; };
+"""
+_SIGNATURE = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((\d+)\) )?(\w+)\(([^()]*)\) \{')
+_SHARED = re.compile(r"__shared__ (?:alignas\(\d+\) )?([\w ]+?) \w+\[(\d+)\];")
+
+
+class CudaKernel(NamedTuple):
+    """A kernel of a source: its parameters, by type and name; if its threads meet at barriers; the threads it is compiled for, 0 if any number; its
+    shared arrays, by element type and length."""
+
+    name: str
+    parameters: tuple[tuple[str, str], ...]
+    together: bool
+    threads: int
+    shared: tuple[tuple[str, str], ...]
+
+
+def kernels_of(source: str) -> list[CudaKernel]:
+    """Return the kernels of a CUDA source, in their order."""
+    found = list(_SIGNATURE.finditer(source))
+    ends = [match.start() for match in found[1:]] + [len(source)]
+    kernels = []
+    for match, end in zip(found, ends, strict=True):
+        parameters = [part.rsplit(" ", 1) for part in match[3].split(", ") if part]
+        body = source[match.end() : end]
+        kernels.append(
+            CudaKernel(
+                match[2],
+                tuple((kind.replace("__restrict__", "").strip(), name) for kind, name in parameters),
+                "__syncthreads" in body,
+                int(match[1] or 0),
+                tuple(_SHARED.findall(body)),
+            )
+        )
+    return kernels
+
+
+def translated(source: str) -> str:
+    """Return C++ for the kernels of a CUDA source. `run_NAME` takes the addresses of a kernel's arguments; the table `kernels` has all of them."""
+    source = source[source.index('extern "C"') :] if 'extern "C"' in source else ""
+    lines, rows = [], []
+    for kernel in kernels_of(source):
+        values = ", ".join(f"*({kind}*)a[{i}]" for i, (kind, _) in enumerate(kernel.parameters))
+        sizes = [f"(int)sizeof({kind})" if "*" not in kind else "-8" for kind, _ in kernel.parameters]
+        shared = " + ".join(["0", *(f"{length} * (int)sizeof({kind})" for kind, length in kernel.shared)])
+        lines.append(f'extern "C" void run_{kernel.name}(void** a) {{ {kernel.name}({values}); }}')
+        lines.append(f"static const int sizes_{kernel.name}[] = {{{', '.join([*sizes, '0'])}}};")
+        rows.append(
+            f'{{"{kernel.name}", run_{kernel.name}, {int(kernel.together)}, {kernel.threads}, {shared}, sizes_{kernel.name}}},'
+        )
+    table = ['extern "C" { extern const Kernel kernels[] = {', *rows, "{0, 0, 0, 0, 0, 0}}; }"]
+    return "\n".join([FRONT, HALVES, source, _BACK, *lines, *table])
