@@ -62,12 +62,12 @@ def _as_declared(array: np.ndarray, kind: onnx.TypeProto.Tensor) -> tuple[np.nda
         dims = kind.shape.dim
         if converted.ndim != len(dims) and converted.size == 1:
             converted = converted.reshape((1,) * len(dims))
-        static = tuple(d.dim_value if d.HasField("dim_value") else None for d in dims)
+        static = tuple(None if _is_open(d) else d.dim_value for d in dims)
         fits = len(static) == converted.ndim and all(
             s in (None, n) for s, n in zip(static, converted.shape, strict=True)
         )
         if not fits:
-            shape = ", ".join(str(d.dim_value) if d.HasField("dim_value") else d.dim_param or "?" for d in dims)
+            shape = ", ".join(d.dim_param or "?" if _is_open(d) else str(d.dim_value) for d in dims)
             return None, f"has shape [{shape}], the values have shape {list(converted.shape)}"
     return converted, ""
 
@@ -91,6 +91,11 @@ def _bind_value(value: onnx.ValueInfoProto, bound: Given) -> tuple[np.ndarray | 
     if not kind.HasField("tensor_type"):
         return None, f"is of {kind.WhichOneof('value')}, which cannot be bound"
     return _as_declared(np.asarray(bound), kind.tensor_type)
+
+
+def _is_open(dim: onnx.TensorShapeProto.Dimension) -> bool:
+    """Say whether a dimension has no size yet. Some exporters write -1 there, which onnxruntime reads so, too."""
+    return not dim.HasField("dim_value") or dim.dim_value < 0
 
 
 def _fed(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
@@ -154,7 +159,7 @@ def open_dimensions(
             continue
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             name = dim.dim_param or f"{value.name}.{axis}"
-            if not dim.HasField("dim_value") and name not in dims:
+            if _is_open(dim) and name not in dims:
                 (others if axis else first).add(name)
     alone = next(iter(first)) if len(first) == 1 and not first & others else None
     return alone, sorted(others | (first - {alone}))
@@ -179,12 +184,8 @@ def _open_dimensions(
             continue
         shape = []
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            if dim.HasField("dim_value"):
+            if not _is_open(dim):
                 shape.append(dim.dim_value)
-                if dim.dim_value < 0:
-                    problems.append(
-                        f"input {value.name}, dimension {axis} is {dim.dim_value}: a size cannot be negative"
-                    )
                 continue
             name = dim.dim_param or f"{value.name}.{axis}"
             names.add(name)

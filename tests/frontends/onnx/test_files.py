@@ -80,6 +80,19 @@ def test_a_dimension_without_a_name_goes_by_input_and_axis(tmp_path: Path) -> No
     assert str(import_onnx(path, dims={"x.0": 5}).module.inputs[0].type) == "f32[5,3]"
 
 
+def test_a_size_of_minus_one_is_a_dimension_without_a_name(tmp_path: Path) -> None:
+    """As exporters of other frameworks write it, and onnxruntime reads it."""
+    kinds = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [-1, 3]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "minus", kinds[:1], kinds[1:])
+    path = tmp_path / "minus.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    with pytest.raises(UsageError, match=r"input x, dimension 0 is open: --dim x\.0=INT"):
+        import_onnx(path)
+    imported = compare(path, {"x": draw("x", np.dtype(np.float32), (5, 3))}, dims={"x.0": 5})
+    assert str(imported.module.inputs[0].type) == "f32[5,3]"
+    assert not any("out of date" in line for line in imported.report)
+
+
 # ---------------------------------------------------------------------------------------- what cannot be imported
 
 
