@@ -160,7 +160,9 @@ def _carriers(main: Graph, loss: Value, params: Iterable[Value]) -> set[Value]:
         hint = "freeze the parameters before it, or remove it from the model"
         raise UnsupportedModel("cannot differentiate the model:" + itemised(problems), where=f"@{main.name}", hint=hint)
     if loss not in carriers:
-        raise UsageError("the loss depends on no parameter, there is nothing to train", where=f"@{main.name}")
+        hint = "tensors of an ONNX file's Constant nodes are no parameters: docs/frontends.md, What becomes a parameter"
+        what = "the loss depends on no parameter, there is nothing to train"
+        raise UsageError(what, where=f"@{main.name}", hint=hint)
     return carriers & useful
 
 

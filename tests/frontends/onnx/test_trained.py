@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -86,3 +89,27 @@ def test_plan_tells_people_and_not_data(path: Path, capsys: pytest.CaptureFixtur
         assert line in err
         assert line not in out
     assert "--trained REGEX makes parameters" in err
+
+
+def test_weights_in_constant_nodes_are_trained_after_what_the_page_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight = onnx.numpy_helper.from_array(draw("w", F32, (8, 8)), "inside")
+    nodes = [
+        onnx.helper.make_node("Constant", [], ["w"], value=weight),
+        onnx.helper.make_node("MatMul", ["x", "w"], ["y"]),
+    ]
+    kinds = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 8]) for name in "xy"]
+    graph = onnx.helper.make_graph(nodes, "inside", kinds[:1], kinds[1:])
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10),
+        tmp_path / "model.onnx",
+    )
+    training = ["--loss", "mse", "--optimizer", "sgd", "--lr", "0.1"]
+    assert main(["plan", str(tmp_path / "model.onnx"), *training]) == 2
+    assert "docs/frontends.md, What becomes a parameter" in capsys.readouterr().err
+    page = (Path(__file__).parents[3] / "docs" / "frontends.md").read_text()
+    block = next(text for text in re.findall(r"```python\n(.*?)```", page, re.S) if '"Constant"' in text)
+    subprocess.run([sys.executable, "-c", block], cwd=tmp_path, check=True, timeout=60)
+    assert main(["plan", str(tmp_path / "trainable.onnx"), *training]) == 0
+    assert "1 parameters with 64 elements" in capsys.readouterr().err
