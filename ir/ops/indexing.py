@@ -64,6 +64,6 @@ ROWS = (
         axis=0,
         add=False,
         flops=per_element(1),
-        dims="a... r^@axis z..., i...^, a... i...^ z... -> a... r^ z...",
+        dims="a... r*@axis z..., i...^, a... i...^ z... -> a... r* z...",
     ),
 )

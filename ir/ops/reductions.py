@@ -86,6 +86,6 @@ ROWS = (
         "index of the first largest along `axis`",
         axis=Required(int),
         flops=per_element(1),
-        dims="a... n^@axis z... -> a... z...",
+        dims="a... n*@axis z... -> a... z...",
     ),
 )

@@ -130,7 +130,7 @@ ROWS = (
         exclusive=False,
         reverse=False,
         flops=per_element(1),
-        dims="a... n^@axis z... -> a... n z...",
+        dims="a... n*@axis z... -> a... n z...",
     ),
     row(
         "topk",
@@ -143,7 +143,7 @@ ROWS = (
         axis=-1,
         largest=True,
         flops=per_element(8),
-        dims="a... n^@axis z... -> a... k^ z..., a... k^ z...",
+        dims="a... n*@axis z... -> a... k^ z..., a... k^ z...",
     ),
     row(
         "layer_norm",
@@ -154,7 +154,7 @@ ROWS = (
         axis=-1,
         eps=1e-5,
         flops=per_element(8),
-        dims="s... n...^@axis, n...^, n...^ -> s... n...^, s..., s...",
+        dims="s... n...*@axis, n...*, n...* -> s... n...*, s..., s...",
     ),
     row(
         "layer_norm_grad",
@@ -164,7 +164,7 @@ ROWS = (
         "gradient for x, from (dy, x, scale, mean, rstd)",
         axis=-1,
         flops=per_element(10),
-        dims="s... n...^@axis, s... n...^, n...^, s..., s... -> s... n...^ | 0",
+        dims="s... n...*@axis, s... n...*, n...*, s..., s... -> s... n...* | 0",
     ),
     row(
         "layer_norm_grad_weight",

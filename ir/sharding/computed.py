@@ -202,7 +202,7 @@ COMPUTED: dict[str, Computed] = {
     "sum": _reduction(SUM),
     "mean": _reduction(OWN + SUM),
     "max": _reduction(OWN),
-    "argmax": _reduction(WHOLE, of_axis=True),
+    "argmax": _reduction(OWN, of_axis=True),
     "conv": _conv("c", (0, 1, 2)),
     "conv_grad_input": _conv("o", (2, 1, 0)),
     "conv_grad_weight": _conv("n", (0, 2, 1)),

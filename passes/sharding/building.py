@@ -33,6 +33,13 @@ class LocalWriter:
         self.ops.append(op)
         return op.outs[0]
 
+    def emit_all(self, kind: str, *ins: Value, **attrs: Attr) -> tuple[Value, Value]:
+        """Write an operation with two results."""
+        names = [self.namer.fresh(f"{_base(ins)}.{kind}") for _ in range(2)]
+        self.ops.append(make(kind, ins, names, self.loc, **attrs, **self.annotations))
+        first, second = self.ops[-1].outs
+        return first, second
+
     def put(self, op: Op) -> None:
         self.ops.append(op)
 

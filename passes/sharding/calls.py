@@ -51,9 +51,11 @@ def is_uneven(b: LocalWriter, call: LocalCall, operand: int, dim: int) -> bool:
     return call.whole(operand).dims[dim] % b.parts(call.axes_of(operand, dim)) != 0
 
 
-def unpadded(b: LocalWriter, call: LocalCall, operand: int, dim: int, padding: float) -> Value:
-    """Return an operand whose padding along a dimension has another number."""
-    x = call.ins[operand]
+def unpadded(
+    b: LocalWriter, call: LocalCall, operand: int, dim: int, padding: float, value: Value | None = None
+) -> Value:
+    """Return an operand, or a value that lies as it does, whose padding along a dimension has another number."""
+    x = call.ins[operand] if value is None else value
     if not is_uneven(b, call, operand, dim):
         return x
     return b.masked(x, dim, call.axes_of(operand, dim), call.whole(operand).dims[dim], padding)

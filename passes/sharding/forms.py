@@ -14,6 +14,7 @@ from penstock.ir.ops import integer, reduced_axes
 from .building import LocalWriter
 from .calls import Form, LocalCall, is_uneven, lowest_of, narrowed, reduced, unpadded, widened
 from .halos import HALOS
+from .rows import ROWS
 
 # ------------------------------------------------------------------------------------------------ reductions
 
@@ -128,6 +129,20 @@ def _gather_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
     return [b.emit("gather_grad", grad, indices, axis=dim, shape=local)]
 
 
+def _scatter(b: LocalWriter, call: LocalCall) -> list[Value]:
+    """Write into this rank's rows; what others write goes into one more row, which is cut off."""
+    dim = integer(call.attrs["axis"]) % call.whole(0).rank
+    x, indices, updates = call.ins
+    size = x.type.dims[dim]
+    rows, inside = _own_rows(b, indices, call.whole(0).dims[dim], size, call.axes_of(0, dim))
+    rows = b.emit("where", inside, rows, b.number(size, "i64"))
+    ends = tuple(1 if i == dim else 0 for i in range(x.type.rank))
+    more = b.emit("pad", x, low=(0,) * x.type.rank, high=ends)
+    written = b.emit("scatter", more, rows, updates, axis=dim, add=bool(call.attrs["add"]))
+    starts, steps = (0,) * x.type.rank, (1,) * x.type.rank
+    return [b.emit("slice", written, start=starts, stop=x.type.dims, step=steps)]
+
+
 def _iota(b: LocalWriter, call: LocalCall) -> list[Value]:
     """Count from this rank's first element on."""
     result = call.op.outs[0].type
@@ -210,6 +225,7 @@ def _cross_entropy_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
 
 FORMS: dict[str, Form] = {
     **HALOS,
+    **ROWS,
     "mean": _mean,
     "max": _max,
     "softmax": _softmax,
@@ -218,6 +234,7 @@ FORMS: dict[str, Form] = {
     "log_softmax_grad": _log_softmax_grad,
     "gather": _gather,
     "gather_grad": _gather_grad,
+    "scatter": _scatter,
     "iota": _iota,
     "mse": _mse,
     "cross_entropy": _cross_entropy,
@@ -227,6 +244,7 @@ FORMS: dict[str, Form] = {
 # Forms to which the order of elements along their dimensions means nothing.
 _IN_ANY_ORDER = {
     "mean", "max", "softmax", "softmax_grad", "log_softmax", "log_softmax_grad", "iota", "mse",
+    "layer_norm", "layer_norm_grad",
 }  # fmt: skip
 
 
