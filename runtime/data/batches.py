@@ -162,3 +162,12 @@ def type_problems(value: Value, array: Any, shape: tuple[int, ...]) -> list[str]
     if tuple(array.shape) != shape:
         problems.append(f"{value.name}: shape is {list(array.shape)}, expected {list(shape)}")
     return problems
+
+
+def counts_differ(counts: Mapping[str, float], types: Mapping[str, TensorType], samples: int) -> str:
+    """Return the problem of inputs with different numbers of samples; `samples` are those of a microbatch."""
+    problem = "numbers of samples differ: " + ", ".join(f"{name} has {count:g}" for name, count in counts.items())
+    rows = {name: types[name].dims[0] // samples for name in counts}
+    if set(rows.values()) == {1}:
+        return problem
+    return f"{problem} (first dimension of one sample: {', '.join(f'{name} {rows[name]}' for name in rows)})"

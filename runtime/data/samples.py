@@ -30,7 +30,7 @@ from penstock.runtime.messages.defaults import DROP, LAST, PAD, SYNTHETIC, WRAP
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised
 
-from .batches import NONE, name_problems, type_problems
+from .batches import NONE, counts_differ, name_problems, type_problems
 from .domains import domains_of
 from .files import absolute_source, open_columns
 from .ranges import first_outside, integer_range
@@ -131,9 +131,7 @@ class FileSamples:
             if dims and column.shape:
                 counts[value.name] = rows * self._rows / dims[0]
         if len(set(counts.values())) > 1:
-            problems.append(
-                "numbers of samples differ: " + ", ".join(f"{name} has {count:g}" for name, count in counts.items())
-            )
+            problems.append(counts_differ(counts, self._types, self._rows))
         problems += [
             f"{name}: has no whole number of samples" for name, count in counts.items() if count < 1 or count % 1
         ]

@@ -28,7 +28,7 @@ from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import MICROBATCH, Module
 from penstock.ir.names import shown
 from penstock.ir.types import TensorType, numpy_dtype
-from penstock.runtime.data.batches import check_batch, take_batch
+from penstock.runtime.data.batches import check_batch, counts_differ, take_batch
 from penstock.runtime.data.ranges import integer_range
 from penstock.runtime.messages.control import Arrays
 from penstock.support.errors import UsageError
@@ -71,9 +71,7 @@ class SampleLayout:
             if len(array) % rows or not len(array):
                 problems.append(f"{name}: {len(array)} rows, expected a multiple of {rows} and at least one")
         if len(set(counts.values())) > 1:
-            problems.append(
-                "numbers of samples differ: " + ", ".join(f"{name} has {count}" for name, count in counts.items())
-            )
+            problems.append(counts_differ(counts, self.inputs, self.samples))
         if problems:
             raise UsageError("does not fit the model:" + itemised(problems), where=where)
         samples = next(iter(counts.values()), self.samples)

@@ -131,7 +131,10 @@ def test_whether_a_microbatch_is_full():
 def test_requests_that_do_not_fit_name_everything():
     layout, good = layout_of(), inputs_of(np.random.default_rng(3), 2, 1.0)
     for bad, said in (
-        (good | {"ids": good["ids"][:2]}, "numbers of samples differ: x has 2, ids has 1"),
+        (
+            good | {"ids": good["ids"][:2]},
+            r"numbers of samples differ: x has 2, ids has 1 \(first dimension of one sample: x 1, ids 2\)",
+        ),
         (good | {"ids": good["ids"][:3]}, "ids: 3 rows, expected a multiple of 2 and at least one"),
         (good | {"x": good["x"][:0]}, "x: 0 rows"),
         (good | {"x": good["x"].astype(np.float64)}, "x: element type is f64, expected f32"),
