@@ -25,6 +25,10 @@ AXIS = "tp"
 SPLIT = {f"{name}{i}": dim for i in range(2) for name, dim in (("up", 1), ("bias", 0), ("down", 0))}
 
 
+# Where stages start but the first one, by their number.
+_STARTS = {1: (), 2: ("n1",), 4: ("z0", "n1", "z1")}
+
+
 @dataclass(frozen=True)
 class LocalCase:
     """A module in local form, the module on one device with the same meaning, and whole weights for both."""
@@ -83,7 +87,7 @@ def local_mlp(
     model = parse_module("\n".join(lines), "mlp.ir").but(cluster=Cluster.local(stages * dp * tp))
     calls = training_pipeline(
         {"kind": optimizer, "lr": 0.1},
-        {"stages": stages, "split_at": ("n1",) * (stages - 1), "mesh": f"dp={dp},{AXIS}={tp}"},
+        {"stages": stages, "split_at": _STARTS[stages], "mesh": f"dp={dp},{AXIS}={tp}"},
         PipelineOptions(schedule=kind, microbatches=microbatches, recompute="none", guard=guard),
     )
     names = [call.name for call in calls]

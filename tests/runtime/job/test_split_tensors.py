@@ -14,7 +14,7 @@ from penstock.backends.registry import backend_of
 from penstock.runtime.checkpoint.format import read_index
 from penstock.runtime.job.job import Job
 
-TIMEOUT, STEPS = 60, 3
+TIMEOUT, STEPS, MORE = 60, 3, 5
 
 
 def bundle_of_case(case, folder):
@@ -39,7 +39,7 @@ def trained(tmp_path_factory):
     """Train two stages x tp=2 for some steps, save, and go on."""
     folder = tmp_path_factory.mktemp("trained")
     case = local_mlp("1f1b", 2, 1, 2)
-    batches = as_fed(case.batches(2 * STEPS))
+    batches = as_fed(case.batches(STEPS + MORE))
     with Job(bundle_of_case(case, folder), timeout=TIMEOUT) as job:
         losses = list(job.run(batches[:STEPS]))
         place = job.save(folder / "ckpt")
@@ -48,7 +48,16 @@ def trained(tmp_path_factory):
     return batches, losses, place, saved
 
 
-MESHES = {"one device": (1, 1, 1), "tp=3": (1, 1, 3), "dp=2 x tp=2": (1, 2, 2), "two stages, tp=2": (2, 1, 2)}
+# Stages, and the sizes of dp and tp.
+MESHES = {
+    "one device": (1, 1, 1),
+    "tp=4": (1, 1, 4),
+    "tp=3": (1, 1, 3),
+    "dp=4": (1, 4, 1),
+    "four stages": (4, 1, 1),
+    "dp=2 x tp=2": (1, 2, 2),
+    "two stages, tp=2": (2, 1, 2),
+}
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -63,7 +72,9 @@ def test_a_run_goes_on_under_another_mesh(trained, tmp_path, name):
         again = list(job.run(batches[STEPS:]))
     if name == "two stages, tp=2":
         assert again == losses[STEPS:]
-    np.testing.assert_allclose(again, losses[STEPS:], rtol=1e-5)
+    np.testing.assert_allclose(again, losses[STEPS:], rtol=1e-6)
+    # The control: another state gives other losses by far.
+    assert not np.allclose(again, losses[:MORE], rtol=1e-3)
 
 
 def test_it_trains_as_one_device_does(trained, tmp_path):
