@@ -94,7 +94,7 @@ def chosen_layouts(
     roots |= {f"%{value.name}": value.type for value in module.data_inputs}
     inner = {f"%{name}": t for name, t in values.items()}
     chosen: dict[str, Layout] = {}
-    problems: list[str] = []
+    problems = list(_conflicts(given))
     for entry in given:
         nodes = next((n for n in (roots, inner) if any(fnmatchcase(node[1:], entry.pattern) for node in n)), {})
         if not nodes:
@@ -116,6 +116,15 @@ def chosen_layouts(
     if problems:
         raise UsageError("cannot lay tensors out like this:" + itemised(problems))
     return chosen
+
+
+def _conflicts(given: Sequence[GivenLayout]) -> Iterable[str]:
+    """Yield what is wrong with layouts of one and the same pattern."""
+    first: dict[str, GivenLayout] = {}
+    for entry in given:
+        before = first.setdefault(entry.pattern, entry)
+        if before.layout != entry.layout:
+            yield f"{before.text!r} and {entry.text!r} are two layouts of the same tensors"
 
 
 def _listed(nodes: Sequence[str]) -> str:

@@ -70,3 +70,55 @@ def test_the_planner_refuses_a_mesh_instead_of_leaving_it_out(mlp, capsys, words
 def test_layouts_without_a_mesh_are_refused(mlp, capsys):
     assert main(["plan", mlp, "--devices", "2", "--shard", "preset:megatron", *WORDS.split()]) == 2
     assert "layouts are given, but no mesh" in capsys.readouterr().err
+
+
+FACTS = [
+    # An axis that the mesh does not have, a dimension smaller than the axis, a name that is none, all in one error.
+    (
+        "--mesh tp=16 --devices 16 --shard fc1.weight=[/rows,_] --shard y.weight=[_,/tp] --shard fc7.*=[_]",
+        [
+            "'fc1.weight=[/rows,_]': @fc1.weight: there is no axis rows, the mesh has tp",
+            "'y.weight=[_,/tp]': @y.weight: dimension 1 has 8 elements for 16 devices",
+            "'fc7.*=[_]' fits no name; there are fc1.weight, fc1.bias, y.weight, y.bias, x",
+        ],
+    ),
+    # Layouts in conflict: of one tensor, in one tensor, with its shape, with what dp is for.
+    (
+        "--mesh dp=2,tp=2 --devices 4 --shard fc1.weight=[_,/tp] --shard fc1.weight=[/tp,_] --shard y.weight=[/tp,/tp] "
+        "--shard y.bias=[_,/tp] --shard x=[/dp,_]",
+        [
+            "'fc1.weight=[_,/tp]' and 'fc1.weight=[/tp,_]' are two layouts of the same tensors",
+            "'y.weight=[/tp,/tp]': @y.weight: axis tp splits two dimensions",
+            "'y.bias=[_,/tp]': @y.bias: f32[8] has 1 dimension, the layout 2",
+            "'x=[/dp,_]': %x: microbatches are dealt out along dp, which splits no tensor",
+        ],
+    ),
+    # Devices that cannot be one team.
+    (
+        "--mesh tp=2 --devices cpu,sm_90,sm_90,cpu --shard preset:megatron",
+        ["stage 0 has cpu:0 of cpu native and cuda:0 of cuda sm_90", "stage 1 has cuda:1 of cuda sm_90 and cpu:1 of"],
+    ),
+    ("--mesh tp=4 --devices 3 --shard preset:megatron", ["1 stage of 4 devices each need 4, the cluster has 3"]),
+    ("--mesh tp=2,tp=2 --devices 4 --shard preset:megatron", ["cannot read the mesh 'tp=2,tp=2' at 'tp=2'"]),
+    ("--mesh a=2,b=2 --devices 4 --shard preset:megatron", ["needs one axis beside dp, the mesh has a, b"]),
+    ("--mesh tp=2 --devices 4 --replicas 2", ["--replicas and --mesh both say how many devices a stage has"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "facts"), FACTS, ids=range(len(FACTS)))
+def test_mistakes_name_both_facts_before_anything_is_compiled(mlp, tmp_path, capsys, flags, facts):
+    words = ["compile", mlp, "-o", str(tmp_path / "bundle"), *WORDS.split(), *flags.split()]
+    assert main(words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("error: ") == 1
+    for fact in facts:
+        assert fact in said
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_control_of_mistakes_what_is_right_is_compiled(mlp, tmp_path):
+    flags = (
+        "--backend numpy --mesh dp=2,tp=2 --devices 4 --stages 1 --shard fc1.weight=[_,/tp] --shard fc*.weight=[/tp,_]"
+    )
+    words = ["compile", mlp, "-o", str(tmp_path / "bundle"), *WORDS.split(), *flags.split()]
+    assert main(words) == 0

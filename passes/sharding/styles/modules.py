@@ -40,23 +40,31 @@ class _DoesNotApply(Exception):
 def about_tensors(module: Module, graph: Graph, texts: Sequence[str]) -> list[str]:
     """Return texts in which those about modules are replaced by texts about their tensors."""
     borders = _Borders(module, graph)
-    expanded: list[str] = []
+    expanded: dict[str, None] = {}
+    # Of a style nothing is taken for tensors that have a text before it.
+    patterns: set[str] = set()
     problems: list[str] = []
     for text in texts:
         match = ABOUT_MODULE.fullmatch(text)
         if match is None:
-            expanded.append(text)
+            expanded[text] = None
+            patterns.add(text.rpartition("=")[0].strip())
             continue
         try:
-            if match["style"]:
-                expanded += borders.parameters(match["name"], match["style"], match["axis"])
-            else:
-                expanded += borders.values(match["name"], match["side"], match["layouts"])
+            tensors = (
+                borders.parameters(match["name"], match["style"], match["axis"])
+                if match["style"]
+                else borders.values(match["name"], match["side"], match["layouts"])
+            )
+            for about in tensors:
+                if (pattern := about.rpartition("=")[0]) not in patterns:
+                    patterns.add(pattern)
+                    expanded[about] = None
         except _DoesNotApply as error:
             problems.append(f"{text!r}: {error}")
     if problems:
         raise UsageError("cannot lay modules out like this:" + itemised(problems))
-    return expanded
+    return list(expanded)
 
 
 class _Borders:

@@ -17,7 +17,7 @@ from penstock.passes.schedules.dealing import fair_shares
 from penstock.passes.sharding.given import parse_mesh
 from penstock.passes.sharding.written import layouts_of
 from penstock.support.errors import UsageError
-from penstock.support.words import counted
+from penstock.support.words import counted, itemised
 
 from .hints import FollowedLayouts, follow_configurations, follow_hints
 from .model import Model
@@ -42,6 +42,7 @@ def plan_model(
     if layouts.layouts:
         options = replace(options, mesh=layouts.mesh, shard=tuple(layouts.layouts.values()))
     options = replace(options, devices=tuple(map(tuple, options.devices)) or _in_groups(cluster, options))
+    _check_alike(cluster, options.devices)
     shares = _shares(cluster, options)
     module, calls = _pipeline(model, cluster, training, options, shares)
     steps = _Steps(model, options, len(options.devices) or options.stages or len(cluster.devices), layouts)
@@ -143,6 +144,25 @@ def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...],
         )
         raise UsageError(what, hint="add devices, or ask for fewer stages or replicas")
     return tuple(tuple(names[s * replicas : (s + 1) * replicas]) for s in range(count))
+
+
+def _check_alike(cluster: Cluster, stages: Sequence[Sequence[str]]) -> None:
+    """Refuse stages whose devices cannot run the same code. One error names all of them."""
+    known = {device.name: f"{device.kind} {device.target}" for device in cluster.devices}
+    problems = []
+    for number, names in enumerate(stages):
+        codes: dict[str, list[str]] = {}
+        for name in names:
+            if name in known:
+                codes.setdefault(known[name], []).append(name)
+        if len(codes) > 1:
+            told = [f"{', '.join(devices)} of {code}" for code, devices in codes.items()]
+            problems.append(f"stage {number} has {' and '.join(told)}")
+    if problems:
+        raise UsageError(
+            "the devices of a stage run the same code:" + itemised(problems),
+            hint="name the devices of each stage, or list them in another order",
+        )
 
 
 def _devices_per_stage(options: PlanOptions) -> int:
