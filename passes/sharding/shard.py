@@ -13,7 +13,7 @@ from penstock.ir.graph import REPLICAS, Module, Value
 from penstock.passes.sharding.styles.modules import about_tensors
 from penstock.support.errors import UsageError
 
-from .given import chosen_layouts, parse_given, parse_mesh
+from .given import Layout, chosen_layouts, parse_given, parse_mesh
 from .presets import preset_layouts
 from .propagate import Suggestions
 from .resolve import Resolution
@@ -38,17 +38,10 @@ def shard(module: Module, options: ShardOptions) -> Module:
         if options.given:
             raise UsageError("layouts are given, but no mesh", hint="name its axes, such as --mesh tp=2")
         return module
-    mesh = parse_mesh(options.mesh)
-    sizes = {axis: size for axis, size in mesh.items() if axis != REPLICAS}
+    sizes = {axis: size for axis, size in parse_mesh(options.mesh).items() if axis != REPLICAS}
     order = [name for name in _ORDER if name in module.graphs]
     graphs = [module.graphs[name] for name in (*order, *(n for n in module.graphs if n not in order))]
-    values = {o.name: o.type for op in graphs[0].ops for o in op.outs}
-    written = [text for text in options.given if not text.startswith(PRESET)]
-    entries = parse_given(about_tensors(module, graphs[0], written))
-    layouts = chosen_layouts(module, values, entries, mesh)
-    for text in options.given:
-        if text.startswith(PRESET):
-            layouts = preset_layouts(module, text.removeprefix(PRESET), sizes) | layouts
+    layouts = given_layouts(module, options)
     suggested = Suggestions(module, graphs, layouts, sizes)
     suggested.spread()
     resolution = Resolution(module, graphs, suggested)
@@ -61,3 +54,19 @@ def shard(module: Module, options: ShardOptions) -> Module:
         vars={name: replace(var, type=resolution.var_types[name]) for name, var in module.vars.items()},
         inputs=inputs,
     )
+
+
+def given_layouts(module: Module, options: ShardOptions) -> dict[str, Layout]:
+    """Return the layouts that options give: of variables, as `@name`, and of values of the forward graph, as
+    `%name`."""
+    mesh = parse_mesh(options.mesh)
+    sizes = {axis: size for axis, size in mesh.items() if axis != REPLICAS}
+    graph = next((module.graphs[name] for name in _ORDER if name in module.graphs), None)
+    values = {o.name: o.type for op in graph.ops for o in op.outs} if graph is not None else {}
+    written = [text for text in options.given if not text.startswith(PRESET)]
+    entries = parse_given(about_tensors(module, graph, written) if graph is not None else written)
+    layouts = chosen_layouts(module, values, entries, mesh)
+    for text in options.given:
+        if text.startswith(PRESET):
+            layouts = preset_layouts(module, text.removeprefix(PRESET), sizes) | layouts
+    return layouts

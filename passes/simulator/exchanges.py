@@ -78,6 +78,12 @@ def exchange_seconds(module: Module, route: Routes) -> dict[tuple[int, str], flo
     return seconds
 
 
+def collective_seconds(module: Module, stage: int, op: Op, route: Routes) -> float:
+    """Return the seconds of one collective of a stage, of the team that takes longest."""
+    mesh, first = module.mesh_of(stage), module.rank_stages().index(stage)
+    return max(_seconds(op, mesh, team, first, route) for team in mesh.teams())
+
+
 def meeting_ranks(module: Module) -> dict[tuple[int, str], tuple[int, ...]]:
     """Return the ranks that run a graph together, by rank and kind, where collectives of it bring several together."""
     together: dict[tuple[int, str], tuple[int, ...]] = {}

@@ -36,6 +36,7 @@ from penstock.runtime.launch.options import JobOptions, RunOptions, keywords
 from penstock.runtime.launch.preflight import check_run, evaluation_data, save_after, training_data
 from penstock.runtime.launch.restarts import MOST_SAVES, finished_saves, identity
 from penstock.runtime.messages.defaults import HEARTBEAT, SYNTHETIC, TIMEOUT, WARN, WRAP
+from penstock.runtime.telemetry.collective_times import collective_totals
 from penstock.runtime.telemetry.metrics import Metrics
 from penstock.runtime.telemetry.overlap import overlap_of
 from penstock.runtime.telemetry.trace import write_trace
@@ -172,6 +173,7 @@ class _LocalRun:
                 self._train(job, record, self._first + options.steps)
                 if options.trace is not None:
                     record.overlapped(job.steps_done, overlap_of(job.traces, job.module))
+                    record.exchanged(job.steps_done, collective_totals(job.collectives, job.module))
             finally:
                 record.close()
                 self._done = len(record.losses)

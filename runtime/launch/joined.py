@@ -50,6 +50,7 @@ from penstock.runtime.messages.control import (
     Stop,
 )
 from penstock.runtime.messages.status import BEAT_SECONDS, Patience, Status
+from penstock.runtime.telemetry.collective_times import collective_totals
 from penstock.runtime.telemetry.metrics import Metrics
 from penstock.runtime.telemetry.overlap import overlap_of
 from penstock.runtime.telemetry.trace import write_trace
@@ -245,14 +246,16 @@ class _GroupRun:
         traces = self._answers.traces_of_all(self.group)
         if self.metrics is not None:
             actions = [events for events, _, _ in traces]
+            exchanges = [done for _, _, done in traces]
             write_trace(
                 Path(self.options.trace),
                 actions,
                 module=self.module,
                 held=[held for _, held, _ in traces],
-                collectives=[done for _, _, done in traces],
+                collectives=exchanges,
             )
             self.metrics.overlapped(self.end, overlap_of(actions, self.module))
+            self.metrics.exchanged(self.end, collective_totals(exchanges, self.module))
 
     def finish(self) -> None:
         """Close what rank 0 writes: the run is complete."""

@@ -22,15 +22,17 @@ from penstock.support.errors import UsageError
 
 from .blocks import Stays
 from .times import reading_trace, seconds_of
-from .trace import Event
+from .trace import CollectiveTimes, Event
 
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """The trace of one rank: its actions with seconds of begin and end, and the entries of its memory."""
+    """The trace of one rank: its actions with seconds of begin and end, the entries of its memory, and its
+    collectives."""
 
     events: tuple[Event, ...]
     entries: tuple[LedgerEntry, ...]
+    collectives: tuple[CollectiveTimes, ...] = ()
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -52,10 +54,22 @@ def read_trace(path: str | Path) -> list[RankTrace]:
                 events[e["pid"]].append((e["name"], *seconds_of(e)))
             elif e.get("cat") == "memory":
                 entries[e["pid"]].append(_entry(e["name"].partition(" ")[0], e["ts"] / 1e6, e["args"]))
-        traces = [RankTrace(tuple(a), tuple(b)) for a, b in zip(events, entries, strict=True)]
+        exchanges = [_collectives(listed, rank) for rank in ranks]
+        traces = [RankTrace(tuple(a), tuple(b), c) for a, b, c in zip(events, entries, exchanges, strict=True)]
         for trace in traces:
             _check(trace)
     return traces
+
+
+def _collectives(listed: Iterable[Mapping[str, Any]], rank: int) -> tuple[CollectiveTimes, ...]:
+    """Return the collectives of a rank: what each was, when it began, was waited for, and ended."""
+    entries = [e for e in listed if e.get("cat") == "collective" and e["pid"] == rank]
+    ends = {e["id"]: float(e["ts"]) / 1e6 for e in entries if e["ph"] == "e"}
+    return tuple(
+        (str(e["name"]), float(e["ts"]) / 1e6, ends[e["id"]] - float(e["args"]["waited us"]) / 1e6, ends[e["id"]])
+        for e in entries
+        if e["ph"] == "b"
+    )
 
 
 def _check(trace: RankTrace) -> None:

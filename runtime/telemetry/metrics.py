@@ -12,6 +12,11 @@ The last row of a run with a trace says how much of the time of messages was hid
 
     {"step": 99, "messages": 800, "messages_s": 1.9, "waited_s": 0.1, "hidden": 0.9474}
 
+Where ranks do collectives, a row has those of each kind and axes: their number, and of all ranks together the bytes,
+the seconds under way and the seconds that were waited (collective_times.py):
+
+    {"step": 99, "shift_tp": 400, "shift_tp_bytes": 51200, "shift_tp_s": 0.4, "shift_tp_exposed_s": 0.1}
+
 `step_s` is the time since the step before (since the start of the run for the first one). `grad_norm`, that of the
 whole gradient before it is clipped, is null where training does not ask for it (`clip`, `skip_nonfinite`, f16). An
 update by one that is not finite was skipped. A number that is not finite is written as the string "nan" or "inf",
@@ -36,7 +41,9 @@ from typing import IO
 from penstock.runtime.messages.control import Evaluation, Step
 from penstock.support.errors import PenstockError, UsageError
 from penstock.support.terminal import StatusLine
+from penstock.support.words import shown_bytes
 
+from .collective_times import CollectiveTotal, by_name
 from .overlap import Overlap
 from .sinks import Row, Sinks
 from .utilisation import Utilisation
@@ -147,6 +154,24 @@ class Metrics:
             f"{overlap.waited:.3f} s: "
             f"{overlap.hidden:.0%} hidden"
         )
+
+    def exchanged(self, done: int, totals: Sequence[CollectiveTotal]) -> None:
+        """Write the collectives of a run that was traced, in a row of its own."""
+        if not totals:
+            return
+        row: dict[str, float | int | str | None] = {"step": done - 1}
+        for name, total in by_name(totals).items():
+            row |= {
+                name: total.count,
+                f"{name}_bytes": total.nbytes,
+                f"{name}_s": round(total.seconds, 6),
+                f"{name}_exposed_s": round(total.exposed, 6),
+            }
+            self._line.interrupt(
+                f"{total.kind} over {', '.join(total.over)}: {total.count}, {shown_bytes(total.nbytes)}, "
+                f"{total.seconds:.3f} s under way, of which ranks waited {total.exposed:.3f} s"
+            )
+        self._write(row)
 
     def _write(self, row: Row) -> None:
         if self._file is not None:

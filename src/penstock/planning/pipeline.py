@@ -156,8 +156,8 @@ def _check_alike(cluster: Cluster, stages: Sequence[Sequence[str]]) -> None:
             if name in known:
                 codes.setdefault(known[name], []).append(name)
         if len(codes) > 1:
-            told = [f"{', '.join(devices)} of {code}" for code, devices in codes.items()]
-            problems.append(f"stage {number} has {' and '.join(told)}")
+            groups = [f"{', '.join(devices)} of {code}" for code, devices in codes.items()]
+            problems.append(f"stage {number} has {' and '.join(groups)}")
     if problems:
         raise UsageError(
             "the devices of a stage run the same code:" + itemised(problems),

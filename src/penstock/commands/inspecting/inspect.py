@@ -183,7 +183,7 @@ def run(arguments: Namespace) -> None:
     if arguments.params:
         _show_params(subject, arguments)
     if arguments.sharding:
-        _show_sharding(subject.module, arguments.json)
+        _show_sharding(subject, arguments.json)
     rows = _kernel_rows(subject, arguments)
     if arguments.where_time_goes:
         _show_time(subject.module, rows, arguments)
@@ -355,11 +355,12 @@ def _show_params(subject: Subject, arguments: Namespace) -> None:
     print(as_json(numbers) if arguments.json else show_params(subject.module, numbers, terminal_width()))
 
 
-def _show_sharding(module: Module, as_data: bool) -> None:
+def _show_sharding(subject: Subject, as_data: bool) -> None:
     from penstock.inspection.sharding.layouts import split_facts  # lazy: heavy
     from penstock.inspection.views.sharding import show_sharding  # lazy: heavy
 
-    facts = split_facts(module)
+    whole = subject.bundle.reference if subject.bundle is not None else None
+    facts = split_facts(subject.module, whole, subject.plan.get("shard", ()) if whole is not None else ())
     print(as_json(facts) if as_data else show_sharding(facts, terminal_width()))
 
 

@@ -6,7 +6,7 @@ In: material. Out: plain data for JSON; a section that the material cannot fill 
     graph      the graphs (graph_facts)                        schedule   timelines (schedule_facts)
     passes     the changes of every pass (pass_facts)          memory     memory of ranks over time (memory_facts)
     placement  ranks with their share of time and memory,      kernels    kernels and their source (kernel_facts)
-               and the reasons
+               and the reasons                            sharding   layouts and collectives (sharding_facts)
 
 Predictions are those of the simulator. With `plain` they rest on the module alone, so that the same module has the same
 page; otherwise on measurements of this machine, too.
@@ -33,6 +33,7 @@ from .material import Material
 from .memory_facts import measured_memory, memory_facts
 from .pass_facts import pass_facts
 from .schedule_facts import KINDS, measured_facts, planned_facts
+from .sharding_facts import sharding_facts
 from .strings import Strings
 
 
@@ -54,6 +55,7 @@ def gather(material: Material, plain: bool = False) -> dict[str, Any]:
         if predicted is not None and "freed" in module.facts
         else None,
         "links": _links(module, predicted, strings) if predicted is not None else None,
+        "sharding": sharding_facts(module, material.trace) if module.stages else None,
         "kernels": None,
     }
     if "fused" in module.facts and module.cluster is not None and module.stages:

@@ -5,12 +5,13 @@ A compile has all of it in memory; reading.py reads it from files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.ir.graph import Module
 from penstock.ir.schedule import Action
+from penstock.runtime.telemetry.collective_times import CollectiveTotal
 
 if TYPE_CHECKING:
     from penstock.planning.predict import Predicted
@@ -35,13 +36,15 @@ class PassStep:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """A measured run, by rank: actions with start and duration, and (time, bytes held) where that was traced.
+    """A measured run, by rank: actions with start and duration, and (time, bytes held) where that was traced; and the
+    totals of its collectives.
 
     Times are seconds from the first action of all.
     """
 
     actions: Mapping[int, list[tuple[Action, float, float]]]
     held: Mapping[int, list[tuple[float, int]]]
+    collectives: Sequence[CollectiveTotal] = ()
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from penstock.ir.graph import Module
 from penstock.ir.schedule import Action
 from penstock.passes.kernels.divide import Kernel
 from penstock.runtime.telemetry.blocks import VALUES, Stays
+from penstock.runtime.telemetry.collective_times import CollectiveTotal, collective_totals
 from penstock.runtime.telemetry.memory_trace import read_trace
 from penstock.support.errors import UsageError, VerifyError
 
@@ -120,13 +121,19 @@ def trace_of(path: str | Path, module: Module) -> RunTrace:
         rank >= len(homes) or action.stage != homes[rank] for rank, line in actions.items() for action, _, _ in line
     )
     times = [time for line in actions.values() for _, start, seconds in line for time in (start, seconds)]
+    totals: list[CollectiveTotal] = []
+    try:
+        totals = collective_totals([trace.collectives for trace in traces], module)
+    except ValueError:
+        foreign = True
     if foreign or not times or not all(map(math.isfinite, times)):
         raise UsageError(
             "is not of a run of this program: its ranks, stages or times are none of its",
             where=str(path),
             hint="give a file that `penstock run --trace` wrote",
         )
-    return RunTrace(actions, {rank: list(_held(trace.entries)) for rank, trace in enumerate(traces)})
+    held = {rank: list(_held(trace.entries)) for rank, trace in enumerate(traces)}
+    return RunTrace(actions, held, totals)
 
 
 def _held(entries: Iterable[LedgerEntry]) -> Iterator[tuple[float, int]]:

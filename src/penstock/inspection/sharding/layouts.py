@@ -1,7 +1,9 @@
 """Facts of a module whose tensors are split over devices.
 
-In: a module in local form. Out: SplitFacts: how every variable and input lies, with its bytes; every collective of the
-stage graphs, with the bytes that a rank sends in it and the operations that it stands between; sums for each graph.
+In: a module in local form, and perhaps the whole program before it with the layouts that it was given. Out:
+SplitFacts: how every variable and input lies, with its bytes; every collective of the stage graphs; sums for each
+graph. A collective has the bytes that a rank sends in it, its time, the operations that it stands between, and given
+layouts that would avoid it (avoiding.py).
 
 Bytes of collectives are those that the runtime sends (ir/collective_calls.py). Gradients that `AR` sums over replicas,
 and messages between stages, are none of them. Without a schedule every rank counts for one microbatch.
@@ -10,14 +12,19 @@ and messages between stages, are none of them. Without a schedule every rank cou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from penstock.ir.action_kinds import ACTION_KINDS
 from penstock.ir.collective_calls import CollectiveCall, calls_of, sent_bytes
 from penstock.ir.graph import Graph, Module, Value
+from penstock.ir.ops import integer
 from penstock.ir.types import TensorType
+from penstock.passes.simulator.exchanges import Routes, collective_seconds
+from penstock.passes.simulator.machine import machine_of
 from penstock.support.errors import UsageError
+
+from .avoiding import avoiding_layouts
 
 INPUT = "input"
 
@@ -40,7 +47,8 @@ class TensorLayout:
 @dataclass(frozen=True)
 class CollectiveUse:
     """A collective of a stage graph: its result, the ranks that meet, and the bytes that each of them sends. It stands
-    `behind` the operation that makes its operand, and `reader` is the first one that reads its result."""
+    `behind` the operation that makes its operand, and `reader` is the first one that reads its result. `seconds` are
+    predicted for one time, where links are known. The layouts of `avoided_by`, given before others, leave it out."""
 
     graph: str
     kind: str
@@ -51,6 +59,9 @@ class CollectiveUse:
     sent: int
     behind: str
     reader: str
+    reason: str
+    seconds: float | None
+    avoided_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,14 +89,19 @@ class SplitFacts:
     all_bytes: int
 
 
-def split_facts(module: Module) -> SplitFacts:
-    """Return how tensors of a module in local form lie, and what its collectives send."""
+def split_facts(module: Module, whole: Module | None = None, given: Sequence[str] = ()) -> SplitFacts:
+    """Return how tensors of a module in local form lie, and what its collectives send. `whole` is the program before it
+    was cut, whose layouts are those `given` and what follows from them."""
     if not module.is_local:
         raise UsageError(
             "no tensor of the module is split over devices",
             hint="inspect a bundle that was compiled with --mesh, or a dump after the pass `localize`",
         )
     uses = tuple(use for stage in module.stages for use in _collectives(module, stage.index))
+    if whole is not None and given:
+        mesh = ",".join(f"{axis}={size}" for axis, size in module.mesh_of(0).axes)
+        avoiding = avoiding_layouts(whole, mesh, given, [use.result for use in uses])
+        uses = tuple(replace(use, avoided_by=avoiding.get(use.result, ())) for use in uses)
     traffic = {stage.index: tuple(_traffic(module, stage.index, uses)) for stage in module.stages}
     graphs = tuple(graph for of_stage in traffic.values() for graph in of_stage)
     return SplitFacts(
@@ -136,7 +152,7 @@ def _per(graph: str) -> str:
 
 
 def _collectives(module: Module, stage: int) -> Iterator[CollectiveUse]:
-    mesh = module.mesh_of(stage)
+    mesh, route = module.mesh_of(stage), _routes(module)
     for graph in _graphs(module, stage):
         for call in calls_of(graph):
             members = len(mesh.group(0, call.over))
@@ -150,7 +166,34 @@ def _collectives(module: Module, stage: int) -> Iterator[CollectiveUse]:
                 sent_bytes(call.op, members),
                 _behind(graph, call),
                 _reader(graph, call.op.outs[0]),
+                _reason(graph, call),
+                None if route is None else collective_seconds(module, stage, call.op, route),
             )
+
+
+def _routes(module: Module) -> Routes | None:
+    """Return the ways between ranks; None where the module names no devices."""
+    if module.cluster is None:
+        return None
+    return machine_of(module.cluster, dict(enumerate(module.rank_devices()))).route
+
+
+def _reason(graph: Graph, call: CollectiveCall) -> str:
+    """Say why ranks exchange something here."""
+    maker, reader, over = _behind(graph, call), _reader(graph, call.op.outs[0]), " and ".join(call.over)
+    match call.op.kind:
+        case "all_reduce" if call.attrs["by"] == "max":
+            return f"the largest element lies on one rank along {over}"
+        case "all_reduce":
+            return f"{maker} is a sum over what is split along {over}"
+        case "reduce_scatter":
+            return f"{maker} is a sum over what is split along {over}, and {reader} takes a part of it"
+        case "all_gather":
+            return f"{reader} takes dimension {integer(call.attrs['axis'])} whole, which is split along {over}"
+        case "all_to_all":
+            split, join = integer(call.attrs["split"]), integer(call.attrs["join"])
+            return f"{reader} takes dimension {split} split along {over}, and not {join}"
+    return f"{reader} takes elements of neighbours along {over}"
 
 
 def _behind(graph: Graph, call: CollectiveCall) -> str:

@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.inspection.sharding.layouts import SplitFacts
+from penstock.passes.costs.prices import shown_seconds
 from penstock.support.terminal import table
 from penstock.support.words import counted, shown_bytes
 
 _TENSORS = ("tensor", "role", "stage", "whole type", "on a device", "there", "whole", "all devices")
-_COLLECTIVES = ("graph", "collective", "over", "ranks", "per", "a rank sends", "result", "behind", "read by")
+_COLLECTIVES = (
+    "graph",
+    "collective",
+    "over",
+    "ranks",
+    "per",
+    "a rank sends",
+    "predicted",
+    "result",
+    "behind",
+    "read by",
+)
+_REASONS = ("graph", "result", "exchanged because", "not with the given layouts")
 _GRAPHS = ("graph", "collectives", "per", "a rank sends", "per batch", "all ranks")
 
 
@@ -36,10 +49,16 @@ def _lines(facts: SplitFacts, width: int | None) -> Iterator[str]:
     if facts.collectives:
         yield ""
         uses = [
-            [u.graph, u.kind, ", ".join(u.over), u.members, u.per, shown_bytes(u.sent), u.result, u.behind, u.reader]
+            [
+                *(u.graph, u.kind, ", ".join(u.over), u.members, u.per, shown_bytes(u.sent)),
+                *("-" if u.seconds is None else shown_seconds(u.seconds), u.result, u.behind, u.reader),
+            ]
             for u in facts.collectives
         ]
-        yield table(_COLLECTIVES, uses, width, cut=(7, 8, 6))
+        yield table(_COLLECTIVES, uses, width, cut=(8, 9, 7))
+        yield ""
+        reasons = [[u.graph, u.result, u.reason, ", ".join(u.avoided_by) or "-"] for u in facts.collectives]
+        yield table(_REASONS, reasons, width, cut=(3, 2, 1))
         yield ""
         sums = [
             [

@@ -3,7 +3,7 @@
 function linksView() {
   const links = facts.links;
   if (!links) return { node: el("div", {}, view.title("Links"), absent("What travels is known once the program has sends and receives.")) };
-  if (!links.edges.length) return { node: el("div", {}, view.title("Links"), absent("Nothing travels: one stage does it all.")) };
+  if (!links.edges.length) return { node: el("div", {}, view.title("Links"), facts.sharding ? splitPanels() : absent("Nothing travels: one stage does it all.")) };
   const sizeOf = (edge) => edge.values.reduce((sum, [, , size]) => sum + size, 0);
   const times = (edge) => (edge.per === "batch" ? 1 : facts.schedule.microbatches);
   const uses = links.links.map(([name, bandwidth, size, busy]) => [name, { value: bandwidth ?? Infinity, node: bandwidth ? `${bytes(bandwidth)}/s` : "–" }, { value: size, node: bytes(size) },
@@ -19,8 +19,25 @@ function linksView() {
     node: el("div", {}, view.title("Links", "Values that go from stage to stage, and how busy the links between devices are, as predicted."),
       panel("", pipeline()),
       panel("Edges", table([["from, to"], ["with"], ["size"], ["per batch", "number"], ["values"]], rows, { caption: "Edges", sortable: true })),
-      panel("Links of the cluster", uses.length ? table([["link"], ["bandwidth", "number"], ["per batch", "number"], ["busy"]], uses, { caption: "Links", sortable: true }) : absent("No link was used in the simulation."))),
+      panel("Links of the cluster", uses.length ? table([["link"], ["bandwidth", "number"], ["per batch", "number"], ["busy"]], uses, { caption: "Links", sortable: true }) : absent("No link was used in the simulation.")),
+      facts.sharding ? splitPanels() : null),
   };
+}
+
+// How tensors are split over the devices of a stage, and what its ranks exchange for that.
+function splitPanels() {
+  const sharding = facts.sharding, over = (axes) => axes.join(", ");
+  const planned = sharding.collectives.map(([graph, kind, axes, count, size, spent]) => [graph, kind, over(axes), { value: count, node: String(count) },
+    { value: size, node: bytes(size) }, { value: spent ?? 0, node: spent === null ? "–" : seconds(spent) }]);
+  const measured = (sharding.measured || []).map(([graph, kind, axes, count, size, spent, exposed]) => [graph, kind, over(axes), { value: count, node: String(count) },
+    { value: size, node: bytes(size) }, { value: spent, node: seconds(spent) }, { value: exposed, node: seconds(exposed) }]);
+  const tensors = sharding.tensors.map(([name, role, stage, whole, local, here, all]) => [el("code", {}, name), role, stage === null ? "–" : stageChip(stage),
+    el("code", {}, whole), el("code", {}, local), { value: here, node: bytes(here) }, { value: all, node: bytes(all) }]);
+  return el("div", {},
+    panel("Collectives", el("p", { class: "hint" }, `Of one run of a graph, as predicted: ${sharding.meshes.join("; ")}.`),
+      planned.length ? table([["graph"], ["collective"], ["over"], ["count", "number"], ["a rank sends", "number"], ["time", "number"]], planned, { caption: "Collectives", sortable: true }) : absent("Ranks exchange nothing within a microbatch.")),
+    measured.length ? panel("Collectives of the run", table([["graph"], ["collective"], ["over"], ["count", "number"], ["all ranks send", "number"], ["under way", "number"], ["exposed", "number"]], measured, { caption: "Collectives of the run", sortable: true })) : null,
+    panel("Layouts", table([["tensor"], ["role"], ["stage"], ["whole type"], ["on a device"], ["there", "number"], ["whole", "number"]], tensors, { caption: "Layouts", sortable: true })));
 }
 
 // The stages in a row, as wide as there is room, forward values going to the right above them, gradients to the left below.
