@@ -11,7 +11,7 @@ from math import prod
 
 from penstock.ir.action_kinds import ACTION_KINDS, FORWARD, UPDATE
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.graph import Graph, Module, touching_ops, written_vars
+from penstock.ir.graph import COORDINATE, Graph, Module, touching_ops, written_vars
 from penstock.ir.schedule import COMPUTE, PHASES, READERS
 
 from .agreement import check_agreement
@@ -195,13 +195,13 @@ def _check_places(module: Module) -> Iterator[Problem]:
 
 
 def _check_owners(module: Module) -> Iterator[Problem]:
-    """Check that one stage runs an operation. Constants and state, which depend on nothing that enters the graph, may
-    be replicated."""
+    """Check that one stage runs an operation. Constants and state, which depend on nothing that enters the graph but
+    coordinates of the rank, may be replicated."""
     for kind in READERS:
         owners: dict[str, str] = {}
         for stage in module.stages:
             graph = module.stage_graph(stage.index, kind)
-            fixed = {v.name for v in graph.ins} if graph else set()
+            fixed = {v.name for v in graph.ins if not v.name.startswith(COORDINATE)} if graph else set()
             for i, op in enumerate(graph.ops if graph else ()):
                 if not any(v.name in fixed for v in op.ins):
                     continue

@@ -10,8 +10,8 @@ them. Where that is not enough to hide it, its first reader moves down behind pr
 Other operations stay where they are: they become parts of the kernels before them, which would be held up.
 
 Kept are the order of collectives, of what reads and what changes one variable, and of definition and use. So results
-are the same to the last bit. A move that would let the largest sum of temporaries alive at once grow by more than
-`growth` is left out.
+are the same to the last bit. Where a move would let the largest sum of temporaries alive at once grow by more than
+`growth`, fewer products are put off, or none.
 
 Limits: work and bytes are compared by fixed rates (_FLOP, _TOUCHED, _MEETING), those of a core and of memory that two
 processes share. A graph without products beside its collectives stays as it is.
@@ -112,24 +112,31 @@ class _Order:
         self.readers = {i: [k for k, before in enumerate(self.needs) if i in before] for i in self.collectives}
         self.work = [0.0 if op.kind in EXCHANGES else _work(op) for op in graph.ops]
         self.outside = (*graph.ins, *graph.results)
+        self._products_put_off = 0
         self.limit = live_peak(graph.ops, self.outside) * (1 + growth)
 
     def run(self) -> tuple[Op, ...]:
         for number, collective in enumerate(self.collectives):
             before = self.collectives[:number]
-            self._try(self._begun_early(collective, before))
+            most = len(self.order)
+            # Half as many products put off, where memory does not hold the operands of all.
+            while not self._try(self._begun_early(collective, before, most)) and most:
+                most = min(most, self._products_put_off) // 2
             self._try(self._read_late(collective))
         return tuple(self.ops[i] for i in self.order)
 
-    def _try(self, order: list[int] | None) -> None:
-        if order is not None and order != self.order:
-            peak = live_peak([self.ops[i] for i in order], self.outside)
-            if peak <= self.limit:
-                self.order = order
+    def _try(self, order: list[int] | None) -> bool:
+        """Take an order if memory allows; return whether it is taken."""
+        if order is None or order == self.order:
+            return True
+        fits = live_peak([self.ops[i] for i in order], self.outside) <= self.limit
+        if fits:
+            self.order = order
+        return fits
 
-    def _begun_early(self, collective: int, before: Sequence[int]) -> list[int]:
-        """Return the order in which the collective stands behind the maker of its operand, and products that it does
-        not need stand behind it."""
+    def _begun_early(self, collective: int, before: Sequence[int], most: int) -> list[int]:
+        """Return the order in which the collective stands behind the maker of its operand, and the last products that
+        it does not need stand behind it, at `most` so many."""
         order = self.order
         place = {i: at for at, i in enumerate(order)}
         end = place[collective]
@@ -137,11 +144,14 @@ class _Order:
         for other in before:
             start = max((start, *(place[k] + 1 for k in self.readers[other] if place[k] < end)))
         needed = self._needed(collective, order[start:end])
+        products = [i for i in order[start:end] if i not in needed and _is_product(self.ops[i])]
+        self._products_put_off = min(most, len(products))
+        last = set(products[len(products) - self._products_put_off :])
         early: list[int] = []
         late: list[int] = []
         put_off: set[int] = set()
         for i in order[start:end]:
-            if i not in needed and (_is_product(self.ops[i]) or put_off & self.needs[i]):
+            if i in last or put_off & self.needs[i]:
                 put_off.add(i)
                 late.append(i)
             else:
