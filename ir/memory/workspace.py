@@ -16,6 +16,7 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.ir.graph import Graph, Op, Value
 from penstock.ir.memo import Derived
@@ -39,6 +40,20 @@ def is_table(op: Op) -> bool:
 def exchanged_values(graph: Graph) -> set[Value]:
     """Return the operands of collectives: they lie in memory, whatever makes them."""
     return {v for op in graph.ops if op.kind in EXCHANGES for v in op.ins}
+
+
+class KernelRun(NamedTuple):
+    """A kernel at its place in the order in which kernels run, and what it loads from memory, by name."""
+
+    ops: Sequence[Op]
+    reads: Mapping[str, None]
+
+
+def kernels_in_order(graph: Graph) -> list[KernelRun]:
+    """Return the kernels of a graph in the order in which they run."""
+    kernels, makers = _kernels(graph)
+    reads = [_reads(kernel, makers) for kernel in kernels]
+    return [KernelRun(kernels[k], reads[k]) for k in _order(graph, kernels, reads)]
 
 
 @dataclass(slots=True)

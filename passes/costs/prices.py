@@ -300,10 +300,11 @@ class GraphCost:
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
-        return kernels_of(self._chosen)
+        return kernels_of(self.chosen)
 
     @cached_property
-    def _chosen(self) -> Graph:
+    def chosen(self) -> Graph:
+        """The graph with its kernels."""
         return self.graph if any("kernel" in op.attrs for op in self.graph.ops) else choose_kernels(self.graph)
 
     @cached_property
@@ -349,7 +350,7 @@ class GraphCost:
         Shares are as its work by itself, and what is computed where it is read costs nothing. They sum up to the
         kernels' seconds; the overhead of the call is not in them.
         """
-        position = {id(op): i for i, op in enumerate(self._chosen.ops)}
+        position = {id(op): i for i, op in enumerate(self.chosen.ops)}
         parts = [0.0] * len(position)
         for kernel, seconds in zip(self.kernels, self.kernel_seconds(device, prices), strict=True):
             weights = _weights(kernel, device)

@@ -11,8 +11,13 @@ a rank sends to each other one
     reduce_scatter    n/k          all_to_all    n/k
     all_gather        n            shift         n, to one rank
 
-Known limits: collectives of a graph take no time at once with its computations, and teams do not compete for links with
-each other or with messages. The processor time of moving bytes is not counted.
+A collective begins where it stands, and is waited for where its result is first read. So kernels between the two hide
+it, in the order in which they run: the *exposed* part is what they leave. Between ranks that share memory the
+processor of a rank moves the bytes itself, and only the latency can be hidden. Collectives of a rank move one after
+another.
+
+Known limits: what hides a collective is priced by the rates of the device, also where graphs were measured. Teams do
+not compete for links with each other or with messages. The processor time of sockets is not counted.
 
 `Gatherings` is for the simulation: who stands at a computation that several ranks run together.
 """
@@ -20,10 +25,14 @@ each other or with messages. The processor time of moving bytes is not counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import REPLICAS, Graph, Mesh, Module, Op
-from penstock.ir.ops import OPS, axes_over, integer
+from penstock.ir.memory.workspace import kernels_in_order
+from penstock.ir.ops import EXCHANGES, axes_over, integer
 from penstock.ir.schedule import COMPUTE
+from penstock.passes.costs.prices import GraphCost
 
 from .machine import Route
 
@@ -31,7 +40,7 @@ Routes = Callable[[int, int], Route]
 
 
 def _collectives(graph: Graph) -> list[Op]:
-    return [op for op in graph.ops if OPS[op.kind].family == "collective" and "over" in op.attrs]
+    return [op for op in graph.ops if op.kind in EXCHANGES]
 
 
 def _sent(op: Op, group: Sequence[int]) -> Iterator[tuple[int, int, float]]:
@@ -45,10 +54,24 @@ def _sent(op: Op, group: Sequence[int]) -> Iterator[tuple[int, int, float]]:
     yield from ((a, b, each) for a in group for b in group if a != b)
 
 
-def _seconds(op: Op, mesh: Mesh, places: Sequence[int], first: int, route: Routes) -> float:
+class CollectiveTime(NamedTuple):
+    """The seconds of a collective: those of the rank's processor, those beside it, and the part of these that no
+    kernel hides."""
+
+    own: float
+    beside: float
+    exposed: float = 0.0
+
+    @property
+    def added(self) -> float:
+        """The seconds that it adds to its graph."""
+        return self.own + self.exposed
+
+
+def _seconds(op: Op, mesh: Mesh, places: Sequence[int], first: int, route: Routes) -> CollectiveTime:
     """Return the seconds of a collective that the ranks at some places do at once. `first` is the rank of place 0."""
     groups = dict.fromkeys(mesh.group(place, axes_over(op.attrs["over"])) for place in places)
-    moved: dict[str, float] = {}
+    moved: dict[tuple[bool, str], float] = {}
     speeds: dict[str, float] = {}
     latency = 0.0
     for group in groups:
@@ -56,25 +79,65 @@ def _seconds(op: Op, mesh: Mesh, places: Sequence[int], first: int, route: Route
             way = route(source, target)
             latency = max(latency, way.latency)
             for name, speed in way.shares:
-                moved[name], speeds[name] = moved.get(name, 0.0) + count, speed
+                speeds[name] = speed
+                moved[way.shared, name] = moved.get((way.shared, name), 0.0) + count
     rounds = 2 if op.kind == "all_reduce" else 1
-    return rounds * latency + max((count / speeds[name] for name, count in moved.items()), default=0.0)
+    own, beside = (
+        max((count / speeds[name] for (near, name), count in moved.items() if near is shared), default=0.0)
+        for shared in (True, False)
+    )
+    return CollectiveTime(own, rounds * latency + beside)
+
+
+def _exposed(graph: Graph, times: Mapping[str, CollectiveTime], device: Device | None) -> dict[str, CollectiveTime]:
+    """Return the seconds of the collectives of a graph by their results, with what its kernels leave exposed."""
+    priced = GraphCost.of(graph)
+    seconds = priced.kernel_seconds(device) if device is not None else [0.0] * len(priced.kernels)
+    lasts = {id(op): s for kernel, s in zip(priced.kernels, seconds, strict=True) for op in kernel.ops[:1]}
+    ends: dict[str, float] = {}
+    result = dict(times)
+    now = moving = 0.0
+
+    def wait(name: str) -> None:
+        nonlocal now
+        end = ends.pop(name)
+        result[name] = times[name]._replace(exposed=max(0.0, end - now))
+        now = max(now, end)
+
+    for ops, reads in kernels_in_order(priced.chosen):
+        for name in [name for name in ends if name in reads]:
+            wait(name)
+        now += lasts.get(id(ops[0]), 0.0)
+        if ops[0].kind in EXCHANGES:
+            name = ops[0].outs[0].name
+            now += times[name].own
+            moving = ends[name] = max(now, moving) + times[name].beside
+    for name in list(ends):
+        wait(name)
+    return result
+
+
+def collective_times(module: Module, route: Routes, rank: int, kind: str) -> dict[str, CollectiveTime]:
+    """Return the seconds of the collectives of a rank's graph, by the names of their results."""
+    stages = module.rank_stages()
+    stage, first = stages[rank], stages.index(stages[rank])
+    graph, mesh = module.stage_graph(stage, kind), module.mesh_of(stage)
+    ops = _collectives(graph) if graph is not None else []
+    if graph is None or not ops:
+        return {}
+    team = next(places for places in mesh.teams() if rank - first in places)
+    device = None if module.cluster is None else module.cluster.device(module.rank_devices()[rank])
+    return _exposed(graph, {op.outs[0].name: _seconds(op, mesh, team, first, route) for op in ops}, device)
 
 
 def exchange_seconds(module: Module, route: Routes) -> dict[tuple[int, str], float]:
-    """Return the seconds that the collectives of each graph take on every rank, by rank and kind; none where a graph
+    """Return the seconds that the collectives of each graph add on every rank, by rank and kind; none where a graph
     has none."""
     seconds: dict[tuple[int, str], float] = {}
-    first = 0
-    for stage in module.stages:
-        mesh = module.mesh_of(stage.index)
+    for rank in range(len(module.rank_stages())):
         for kind in COMPUTE:
-            graph = module.stage_graph(stage.index, kind)
-            ops = _collectives(graph) if graph is not None else []
-            for team in mesh.teams() if ops else ():
-                spent = sum(_seconds(op, mesh, team, first, route) for op in ops)
-                seconds |= {(first + place, kind): spent for place in team}
-        first += len(mesh.devices)
+            if times := collective_times(module, route, rank, kind):
+                seconds[rank, kind] = sum(time.added for time in times.values())
     return seconds
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 from tests.oracles.sharding.local_modules import local_mlp
 
-from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.graph import Graph, Mesh, Module, Op, Stage, Value
+from penstock.ir.ops import make
 from penstock.ir.schedule import Action
 from penstock.ir.types import TensorType
-from penstock.passes.simulator.exchanges import exchange_seconds, meeting_ranks
+from penstock.passes.costs.prices import cost
+from penstock.passes.simulator.exchanges import collective_times, exchange_seconds, meeting_ranks
 from penstock.passes.simulator.forecast import forecast
 from penstock.passes.simulator.machine import Route, SimulatedMachine
 from penstock.passes.simulator.simulate import simulate
@@ -68,6 +70,49 @@ def test_a_shift_goes_to_one_rank_and_a_group_of_one_exchanges_nothing() -> None
     assert meeting_ranks(alone) == {}
 
 
+def _hiding(order: Sequence[str], names: Sequence[str] = ("cpu:0", "cpu:1")) -> Module:
+    """Return a module of one graph: `x` is summed, `y` is a product beside it, and `z` a product of the sum."""
+    a, b, x, y, z = (Value(name, TensorType("f32", (256, 256))) for name in "abxyz")
+    ops = {
+        "x": make("all_reduce", [a], ["x"], over="tp"),
+        "y": make("matmul", [a, b], ["y"]),
+        "z": make("matmul", [x, b], ["z"]),
+    }
+    graph = Graph("s0.F", (a, b), (y, z), tuple(ops[name] for name in order))
+    devices = tuple(Device(name, flops=1e9, overhead=0.0) for name in names)
+    mesh = Mesh("m", (("tp", 2),), tuple(names))
+    return Module(
+        "m", cluster=Cluster(devices), stages=(Stage(0, "m"),), meshes=(mesh,), graphs={"s0.F": graph},
+        facts=("staged", "local"),
+    )  # fmt: skip
+
+
+PRODUCT = cost(make("matmul", _hiding("xyz").graphs["s0.F"].ins, ["y"]), Device("d", flops=1e9, overhead=0.0)).seconds
+
+
+@pytest.mark.parametrize("latency", [PRODUCT / 8, 4 * PRODUCT])
+def test_kernels_before_the_first_reader_hide_what_is_beside_the_processor(latency: float) -> None:
+    """An all_reduce takes two latencies. A product hides them where it stands behind it, and in front of its reader."""
+    times = {
+        order: collective_times(_hiding(order), lambda a, b: Route((), latency), 0, "F")["x"]
+        for order in ("xyz", "xzy", "yxz")
+    }
+    assert times["xyz"].exposed == pytest.approx(max(0.0, 2 * latency - PRODUCT))
+    assert [times[order].exposed for order in ("xzy", "yxz")] == pytest.approx([2 * latency] * 2)
+    assert {time.own for time in times.values()} == {0.0}
+
+
+def test_a_rank_moves_bytes_itself_where_memory_is_shared() -> None:
+    link = (("link", 1e6),)
+    near, far = (
+        collective_times(_hiding("xyz"), lambda a, b, shared=shared: Route(link, 0.0, shared), 0, "F")["x"]
+        for shared in (True, False)
+    )
+    moved = 2 * 256 * 256 * 4 / 1e6  # two ranks send half of it twice, over one link
+    assert (near.own, near.exposed) == (pytest.approx(moved), 0.0)
+    assert (far.own, far.exposed) == (0.0, pytest.approx(moved - PRODUCT))
+
+
 def test_teams_meet_apart_unless_a_collective_goes_over_them() -> None:
     assert set(meeting_ranks(_module(_op("all_reduce", 12), 2, 2)).values()) == {(0, 1), (2, 3)}
     over_dp = Op("all_reduce", *(lambda op: (op.ins, op.outs))(_op("all_reduce", 12)), {"over": "dp"})
@@ -96,7 +141,8 @@ def test_a_module_of_teams_takes_its_parts_and_its_exchanges(kind: str, stages: 
     assert free.step == pytest.approx(forecast(small, _seconds, 5, lambda route: Route()).step)
     there = forecast(module, _seconds, 5, lambda route: Route(route.shares, 1.0)).simulated
     extra = exchange_seconds(module, lambda a, b: Route((), 1.0))
-    assert extra[0, "B"] == 2 * 2 / stages
+    # Kernels hide next to nothing of latencies of a second.
+    assert extra[0, "B"] == pytest.approx(2 * 2 / stages, rel=1e-4)
     assert there.step_seconds > free.step
     # All ranks of a team do an action with collectives at the same time.
     for (rank, kind), ranks in meeting_ranks(module).items():
