@@ -55,17 +55,22 @@ def _sent(op: Op, group: Sequence[int]) -> Iterator[tuple[int, int, float]]:
 
 
 class CollectiveTime(NamedTuple):
-    """The seconds of a collective: those of the rank's processor, those beside it, and the part of these that no
+    """The seconds of a collective: those of the rank's processor, which copies, those beside it, and the part of these that no
     kernel hides."""
 
-    own: float
+    copying: float
     beside: float
     exposed: float = 0.0
 
     @property
+    def whole(self) -> float:
+        """The seconds from begin to end."""
+        return self.copying + self.beside
+
+    @property
     def added(self) -> float:
         """The seconds that it adds to its graph."""
-        return self.own + self.exposed
+        return self.copying + self.exposed
 
 
 def _seconds(op: Op, mesh: Mesh, places: Sequence[int], first: int, route: Routes) -> CollectiveTime:
@@ -82,11 +87,11 @@ def _seconds(op: Op, mesh: Mesh, places: Sequence[int], first: int, route: Route
                 speeds[name] = speed
                 moved[way.shared, name] = moved.get((way.shared, name), 0.0) + count
     rounds = 2 if op.kind == "all_reduce" else 1
-    own, beside = (
+    copying, travelling = (
         max((count / speeds[name] for (near, name), count in moved.items() if near is shared), default=0.0)
         for shared in (True, False)
     )
-    return CollectiveTime(own, rounds * latency + beside)
+    return CollectiveTime(copying, rounds * latency + travelling)
 
 
 def _exposed(graph: Graph, times: Mapping[str, CollectiveTime], device: Device | None) -> dict[str, CollectiveTime]:
@@ -110,7 +115,7 @@ def _exposed(graph: Graph, times: Mapping[str, CollectiveTime], device: Device |
         now += lasts.get(id(ops[0]), 0.0)
         if ops[0].kind in EXCHANGES:
             name = ops[0].outs[0].name
-            now += times[name].own
+            now += times[name].copying
             moving = ends[name] = max(now, moving) + times[name].beside
     for name in list(ends):
         wait(name)
@@ -142,9 +147,9 @@ def exchange_seconds(module: Module, route: Routes) -> dict[tuple[int, str], flo
 
 
 def collective_seconds(module: Module, stage: int, op: Op, route: Routes) -> float:
-    """Return the seconds of one collective of a stage, of the team that takes longest."""
+    """Return the seconds of one collective of a stage by itself, of the team that takes longest."""
     mesh, first = module.mesh_of(stage), module.rank_stages().index(stage)
-    return max(_seconds(op, mesh, team, first, route) for team in mesh.teams())
+    return max(_seconds(op, mesh, team, first, route).whole for team in mesh.teams())
 
 
 def meeting_ranks(module: Module) -> dict[tuple[int, str], tuple[int, ...]]:

@@ -99,7 +99,7 @@ def test_kernels_before_the_first_reader_hide_what_is_beside_the_processor(laten
     }
     assert times["xyz"].exposed == pytest.approx(max(0.0, 2 * latency - PRODUCT))
     assert [times[order].exposed for order in ("xzy", "yxz")] == pytest.approx([2 * latency] * 2)
-    assert {time.own for time in times.values()} == {0.0}
+    assert {time.copying for time in times.values()} == {0.0}
 
 
 def test_a_rank_moves_bytes_itself_where_memory_is_shared() -> None:
@@ -109,8 +109,8 @@ def test_a_rank_moves_bytes_itself_where_memory_is_shared() -> None:
         for shared in (True, False)
     )
     moved = 2 * 256 * 256 * 4 / 1e6  # two ranks send half of it twice, over one link
-    assert (near.own, near.exposed) == (pytest.approx(moved), 0.0)
-    assert (far.own, far.exposed) == (0.0, pytest.approx(moved - PRODUCT))
+    assert (near.copying, near.exposed) == (pytest.approx(moved), 0.0)
+    assert (far.copying, far.exposed) == (0.0, pytest.approx(moved - PRODUCT))
 
 
 def test_teams_meet_apart_unless_a_collective_goes_over_them() -> None:
