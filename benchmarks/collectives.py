@@ -27,6 +27,7 @@ from penstock.ir.types import TensorType
 from penstock.runtime.group.group import RankGroup, host_store, join_store
 from penstock.runtime.transport.carriers import Carriers
 from penstock.runtime.transport.collectives import RankExchange
+from penstock.runtime.transport.overdue import Overdue
 
 SIZES = (64, 4 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20)
 RANKS = 2
@@ -64,7 +65,7 @@ def measure(rank: int, port: int, near: bool, repeats: int, answers: Any) -> Non
     group.connect()
     module = module_of(SIZES)
     exchange = RankExchange(module, rank, 60)
-    carriers = Carriers(group.form_circles(groups_of(module), torch.device("cpu")), rank, 60)
+    carriers = Carriers(group.form_circles(groups_of(module), torch.device("cpu")), rank, 60, Overdue(60, group.lost))
     exchange.join(carriers.groups)
     exchange.enter(Action("F", 0, 0))
     rows = []

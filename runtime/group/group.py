@@ -4,12 +4,18 @@ In: a store that all reach. Out: a group.
 
 Values in the store are sealed where a secret was given (sealed.py). gloo connects every rank with every other one. A
 local run whose messages all go through shared memory, and that sums nothing up, does without it.
+
+NCCL connects GPUs: the ranks of a sum or a collective, and the two ranks of a channel, each direction and phase by
+itself. Its communicators are made at once, not at their first use, and in one order on all ranks. It takes one rank per
+GPU, and none without: there, and with PENSTOCK_NCCL=0 on one of the ranks, gloo carries the bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,13 +25,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from penstock.ir.schedule import Schedule
-from penstock.support.errors import PeerLost, UsageError, VerifyError
+from penstock.ir.action_kinds import ACTION_KINDS
+from penstock.ir.schedule import SENDS, Schedule
+from penstock.support.errors import PeerLost, PenstockError, UsageError, VerifyError
 from penstock.support.words import itemised
 
 from .neighbours import End, can_see_stores, connect, connect_pairs, ends_of, identity
 
 Result = TypeVar("Result")
+# The library between GPUs. Its own deadlines, after which it aborts the process, come well after those of the run.
+NCCL = "nccl"
+_ABORT_FACTOR, _ABORT_SECONDS = 2.0, 60.0
 _LOOPBACK_SECONDS = 5.0
 
 
@@ -59,6 +69,8 @@ class RankGroup:
         self._reports = reports
         self.team: Team | None = None
         self._keys: list[str] = []
+        # Ends the process with an error, where its main thread may wait for a device that will not answer.
+        self.lost: Callable[[PenstockError], None] = _end_with
 
     def connect_stages(self, schedule: Schedule, device: torch.device) -> dict[End, socket.socket]:
         """Open the connections that the ranks of a schedule need. They are the sockets of channels between ranks that
@@ -86,8 +98,8 @@ class RankGroup:
         """Open the group in which `ranks` sum up. All ranks of the stage call this, once they know what `device` they
         have."""
         gpus = [gpu.decode() for gpu in self.gather(f"gpu/{ranks[0]}", gpu_of(device).encode(), ranks)]
-        kind = sum_kind(gpus)
-        self.team = Team(tuple(ranks), self._new_group(ranks, kind, "sum up gradients", own=True), kind)
+        kind = library_of(gpus)
+        self.team = Team(tuple(ranks), self._new_group(ranks, kind, "sum up gradients", device), kind)
 
     def form_circles(self, groups: Sequence[tuple[int, ...]], device: torch.device) -> list[Circle]:
         """Open the groups in which this rank does collectives. All ranks call this with all groups, in one order."""
@@ -101,8 +113,8 @@ class RankGroup:
         for ranks in far:
             members = tuple(sorted(ranks))
             if members not in opened:
-                kind = sum_kind([gpus[rank] for rank in members])
-                opened[members] = self._new_group(members, kind, "do collectives", own=False), kind
+                kind = library_of([gpus[rank] for rank in members])
+                opened[members] = self._new_group(members, kind, "do collectives", device, own=False), kind
         peers = {rank for ranks in near if self.rank in ranks for rank in ranks} - {self.rank}
         lines = connect_pairs(self, peers, keys[self.rank], "collectives") if peers else {}
         circles = []
@@ -112,17 +124,41 @@ class RankGroup:
                 circles.append(Circle(ranks, number, of_group, *opened.get(tuple(sorted(ranks)), (None, ""))))
         return circles
 
+    def form_edges(self, schedule: Schedule, device: torch.device) -> dict[End, dist.ProcessGroup]:
+        """Open the communicators of channels between GPUs, and return those of this rank. All ranks call this."""
+        gpus = [gpu.decode() for gpu in self.gather("gpus of edges", gpu_of(device).encode())]
+        lines: dict[End, dist.ProcessGroup] = {}
+        for source, kind, target in channels_of(schedule):
+            library = library_of([gpus[source], gpus[target]])
+            if library == "gloo":
+                continue
+            pair = sorted((source, target))
+            opened = self._new_group(pair, library, f"exchange messages {kind}", device, own=False)
+            if self.rank == source:
+                lines[kind, target] = opened
+            elif self.rank == target:
+                lines[ACTION_KINDS[kind].partner, source] = opened
+        return lines
+
     def _host_keys(self, key: str) -> list[str]:
         """Return what ranks that can share memory have in common, by rank. All ranks ask each other once."""
         if not self._keys:
             self._keys = [value.decode() for value in self.gather("near", key.encode())]
         return self._keys
 
-    def _new_group(self, ranks: Sequence[int], kind: str, purpose: str, *, own: bool) -> dist.ProcessGroup:
+    def _new_group(
+        self, ranks: Sequence[int], kind: str, purpose: str, device: torch.device, *, own: bool = True
+    ) -> dist.ProcessGroup:
         """Open a group of torch. With `own` its ranks call this, else all ranks of the run."""
+        late = kind != "gloo"
         try:
             opened: dist.ProcessGroup = dist.new_group(
-                list(ranks), timeout=time_span(self.timeout), backend=kind, use_local_synchronization=own
+                list(ranks),
+                timeout=time_span(self.timeout * _ABORT_FACTOR + _ABORT_SECONDS if late else self.timeout),
+                backend=kind,
+                use_local_synchronization=own,
+                # With a device the communicator is made now.
+                device_id=device if device.type == "cuda" and kind == NCCL else None,
             )
         except RuntimeError as error:
             raise PeerLost(
@@ -180,21 +216,40 @@ class RankGroup:
             ) from error
 
 
+def _end_with(error: PenstockError) -> None:
+    print(f"penstock: error: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
+
+
 def _are_equal(keys: Sequence[str]) -> bool:
     """Return whether ranks with these keys share memory."""
     return len(set(keys)) == 1 and "" not in keys
 
 
-def gpu_of(device: torch.device) -> str:
+def channels_of(schedule: Schedule) -> list[tuple[int, str, int]]:
+    """Return the channels of a schedule as (source, kind of its sends, target), in the order in which all ranks open
+    them."""
+    return sorted(
+        (rank, kind, peer)
+        for rank in range(len(schedule.ranks))
+        for kind, peer in ends_of(schedule, rank)
+        if kind in SENDS
+    )
+
+
+def gpu_of(device: torch.device, environment: Mapping[str, str] = os.environ) -> str:
     """Return the name of a device's GPU in the world, if NCCL could use it from this process; else nothing."""
-    if device.type != "cuda" or not dist.is_nccl_available():
+    wanted = environment.get("PENSTOCK_NCCL", "1")
+    if wanted not in ("0", "1"):
+        raise UsageError(f"PENSTOCK_NCCL must be 0 or 1, got {wanted!r}")
+    if device.type != "cuda" or wanted == "0" or not dist.is_nccl_available():
         return ""
     return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
 
 
-def sum_kind(gpus: Sequence[str]) -> str:
-    """Return the library that sums up over ranks with these GPUs: NCCL takes one rank per GPU, and no rank without."""
-    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+def library_of(gpus: Sequence[str]) -> str:
+    """Return the library for ranks with these GPUs: NCCL takes one rank per GPU, and no rank without."""
+    return NCCL if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
 def host_store(world: int, timeout: float) -> TCPStore:

@@ -93,6 +93,12 @@ def run_rank(
         seat.world,
         options.timeout,
     )
+
+    def end_with(error: PenstockError) -> None:
+        channel.send(describe_failure(error))
+        os._exit(error.exit_code)
+
+    group.lost = end_with
     present = _gather_keepers(group, Present(seat.host, interface.address, interface.name, os.getpid(), watch), channel)
     run = _GroupRun(options, group, bundle)
     run.claim()

@@ -15,13 +15,14 @@ from penstock.support.errors import PeerLost
 from .collectives import Carrier, DeviceGroup
 from .gloo_blocks import GlooGroup
 from .library_group import LibraryGroup
+from .overdue import Overdue
 from .shared_board import OwnBoard, SharedGroup, swap_boards
 
 
 class Carriers:
     """The carriers of one rank, with the memory and the sockets that they share."""
 
-    def __init__(self, circles: Sequence[Circle], rank: int, seconds: float) -> None:
+    def __init__(self, circles: Sequence[Circle], rank: int, seconds: float, overdue: Overdue) -> None:
         self.groups: dict[tuple[int, ...], Carrier] = {}
         self.devices: dict[tuple[int, ...], DeviceGroup] = {}
         self._closing = contextlib.ExitStack()
@@ -34,7 +35,7 @@ class Carriers:
             if circle.kind == "gloo":
                 self.groups[circle.ranks] = GlooGroup(circle.group, circle.ranks, rank, circle.number, seconds)
             else:
-                self.devices[circle.ranks] = LibraryGroup(circle.group, circle.ranks, rank)
+                self.devices[circle.ranks] = LibraryGroup(circle.group, circle.ranks, rank, overdue)
 
     def _share(self, circles: Sequence[Circle], lines: Mapping[int, socket.socket], rank: int, seconds: float) -> None:
         """Share boards with the peers at these lines, for the groups whose members are all among them."""

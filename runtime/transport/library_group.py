@@ -18,7 +18,9 @@ import torch.distributed as dist
 from penstock.ir.collective_calls import CollectiveCall
 from penstock.ir.ops import integer
 from penstock.ir.types import part_size
+from penstock.support.errors import PeerLost
 
+from .overdue import Overdue
 from .rounds import cut, join
 
 
@@ -34,8 +36,9 @@ class LibraryGroup:
     """A group whose library does collectives itself. `group` is torch's, whose members are in the order of their
     ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, overdue: Overdue) -> None:
         self.place, self.members, self._group = ranks.index(rank), len(ranks), group
+        self._rank, self._others, self._overdue = rank, [other for other in ranks if other != rank], overdue
         order = sorted(ranks)
         # The place in torch's group of every member of this one, and the other way round.
         self._ends = [order.index(other) for other in ranks]
@@ -45,7 +48,9 @@ class LibraryGroup:
     def begin(self, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor) -> None:
         """Begin a collective behind what the device does."""
         start = getattr(self, f"_{call.op.kind}")
-        self._started[call.key] = start(call, x, out)
+        started: _Started = start(call, x, out)
+        self._started[call.key] = started
+        self._overdue.watch(started.works, started.held, lambda error: self._lost(call, error))
 
     def wait(self, call: CollectiveCall) -> None:
         """Let the device wait for a collective."""
@@ -53,6 +58,11 @@ class LibraryGroup:
         for work in started.works:
             work.wait()
         started.finish()
+
+    def _lost(self, call: CollectiveCall, error: Exception) -> PeerLost:
+        others = ", ".join(map(str, self._others))
+        what = f"one of the ranks {others} did not answer ({str(error).partition(chr(10))[0]}); waited for {call}"
+        return PeerLost(what, where=f"rank {self._rank}", hint="if it was only slow, give a longer --timeout")
 
     def _all_reduce(self, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor) -> _Started:
         out.copy_(x)

@@ -1,8 +1,9 @@
-"""Messages between ranks, sums over the ranks of a stage, and the meeting of the group, over gloo.
+"""Messages between ranks, and sums over the ranks of a stage.
 
 A channel is (source rank, destination rank, phase). The values of the edge between their stages travel, for each
 microbatch, in few messages. Large values go straight from and into their tensors, small ones together (ir/messages.py).
-Between ranks that share a host's memory they are copied there (shared_memory.py); between all others gloo carries them.
+Between ranks that share a host's memory they are copied there (shared_memory.py), and between two GPUs NCCL carries
+them (device_wire.py). Between all others gloo does.
 A message over gloo has the tag
 
     16 + 4 · ((number mod 4096) · width + its number among those of the edge) + phase
@@ -18,12 +19,13 @@ waited for. Gloo moves data in its own thread. A send holds its tensor until the
 channel waits for (senders.py). Every wait has a deadline, and a failure names the rank that waited, its peer and the
 message. After a timeout gloo closes the connection, so a timeout is final.
 
-A stage on a GPU sends from pinned host memory. The copy is made on torch's current stream and waited for, since gloo
-reads with the CPU. A receive goes to pinned memory, too, and is copied to the GPU at its action. So every edge works
-for every pair of devices; two GPUs of one host do not talk directly.
+Over gloo, a stage on a GPU sends from pinned host memory. The copy is made on torch's current stream and waited for,
+since gloo reads with the CPU. A receive goes to pinned memory, too, and is copied to the GPU at its action. So every
+edge works for every pair of devices.
 
 The ranks of a stage sum up their gradients in place, in the background; an action that needs them waits for the sum.
-Between GPUs that is NCCL's business where torch has it, else gloo's with copies in pinned memory.
+Between GPUs that is NCCL's business where torch has it, else gloo's with copies in pinned memory. The device waits for
+NCCL, and the rank goes on (overdue.py).
 
 For measurements a transport can have a latency. Sends are then started that much later, by a thread per channel, in
 order, any number of them under way at once. Computations do not wait for it.
@@ -36,8 +38,9 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -56,6 +59,8 @@ from penstock.runtime.state.store import CPU, Recycled
 from penstock.support.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
 from penstock.support.words import counted
 
+from .device_wire import DeviceWire
+from .overdue import DeviceWork, Overdue
 from .packing import EdgePacking
 from .senders import LOST, BackgroundWork, Failures, LateSender, Sender, Works
 from .shared_memory import OutOfTurn, SharedBlocks, SharedIncoming, SharedOutgoing
@@ -173,6 +178,13 @@ class RankTransport:
         self.ledger: Ledger | None = None
         # Sums under way, by batch: the works, and where copies of them have to go.
         self._sums: dict[int, tuple[list[dist.Work], list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        # The communicators of channels between GPUs, and who looks after what devices wait for.
+        self._far: dict[End, dist.ProcessGroup] = {}
+        self._overdue: Overdue | None = None
+
+    def use_library(self, lines: Mapping[End, dist.ProcessGroup], overdue: Overdue) -> None:
+        """Let NCCL carry the messages of these channels, and look after its works. Before the first message."""
+        self._far, self._overdue = dict(lines), overdue
 
     def edge_of(self, action: Action) -> Edge:
         """Return the edge whose values a send or receive moves."""
@@ -213,10 +225,13 @@ class RankTransport:
         return works
 
     def post(self, action: Action) -> bool:
-        """Post a receive ahead of its action, unless its channel has enough of them under way."""
+        """Post a receive ahead of its action, unless its channel has enough of them under way, or lets none be posted
+        ahead."""
         channel = self._channels.get((action.kind, action.peer)) or self._open(action)
         if action.mb in channel.posted:
             return True
+        if isinstance(channel.incoming, DeviceWire):
+            return False
         if len(channel.posted) >= POSTED:
             return False
         self._post(action, channel)
@@ -225,6 +240,8 @@ class RankTransport:
     def expect(self, action: Action) -> None:
         """Post a receive, now or as soon as its channel has room; those of a channel in their order, each once."""
         channel = self._channels.get((action.kind, action.peer)) or self._open(action)
+        if isinstance(channel.incoming, DeviceWire):
+            return
         if channel.expected or len(channel.posted) >= POSTED:
             channel.expected.append(action)
         else:
@@ -248,7 +265,7 @@ class RankTransport:
                 raise self._lost(action, error) from error
         if self._failed:
             self.check()
-        if self.device != CPU:
+        if self.device != CPU and not isinstance(channel.incoming, DeviceWire):
             # The pinned memory may be used again only when the copy is done, so it is waited for.
             messages = [message.to(self.device) for message in messages]
         assert channel.incoming is not None
@@ -269,6 +286,8 @@ class RankTransport:
                 work = dist.all_reduce(held, group=self._team.group, async_op=True)
                 assert work is not None
                 works.append(work)
+                if self._sums_on_device:
+                    self._watch([work], [held], partial(self._lost_sum, action))
         except RuntimeError as error:
             raise self._lost_sum(action, error) from error
         self._sums[action.mb] = (works, copies)
@@ -278,13 +297,29 @@ class RankTransport:
         works, copies = self._sums.pop(action.mb, ([], []))
         for work in works:
             try:
-                work.wait(self._timeout)
+                if self._sums_on_device:
+                    work.wait()
+                else:
+                    work.wait(self._timeout)
             except RuntimeError as error:
                 raise self._lost_sum(action, error) from error
         for tensor, held in copies:
             tensor.copy_(held)
 
-    def _lost_sum(self, action: Action, error: RuntimeError) -> PeerLost:
+    @property
+    def _sums_on_device(self) -> bool:
+        return self._team is not None and self._team.kind != "gloo"
+
+    def _watch(
+        self,
+        works: Sequence[DeviceWork],
+        held: Sequence[torch.Tensor],
+        error_of: Callable[[Exception], PenstockError],
+    ) -> None:
+        assert self._overdue is not None
+        self._overdue.watch(works, held, error_of)
+
+    def _lost_sum(self, action: Action, error: Exception) -> PeerLost:
         assert self._team is not None
         others = ", ".join(str(rank) for rank in self._team.ranks if rank != self.rank)
         what, hint = self._what_failed(error)
@@ -302,6 +337,8 @@ class RankTransport:
             end.tell(event)
         for event in done:
             event.wait()  # bounded: each wait of the sender's thread is
+        if self._overdue is not None:
+            self._overdue.settle()
         self.check()
 
     def check(self) -> None:
@@ -343,17 +380,28 @@ class RankTransport:
             channel.sender = Sender(self._timeout, self._failed, note_sent, few=SENDS_TOGETHER if near is None else 1)
             channel.link = LateSender(self._latency, channel.sender, self._failed) if self._latency else None
             channel.outgoing = (
-                self._over_gloo(edge, peer) if near is None else SharedOutgoing(near, edge.values, self.seconds)
+                self._wire(action, edge) if near is None else SharedOutgoing(near, edge.values, self.seconds)
             )
         else:
             channel.incoming = (
-                self._over_gloo(edge, peer)
+                self._wire(action, edge)
                 if near is None
                 else SharedIncoming(near, edge.values, self._shared, self._blocks, self.seconds)
             )
         return channel
 
-    def _over_gloo(self, edge: Edge, peer: int) -> GlooWire:
+    def _wire(self, action: Action, edge: Edge) -> GlooWire | DeviceWire:
+        """Return the wire of a channel whose ends share no memory."""
+        peer = action.peer
+        assert peer is not None
+        line = self._far.get((action.kind, peer))
+        if line is not None:
+
+            def watch(mb: int, works: Sequence[DeviceWork], held: Sequence[torch.Tensor]) -> None:
+                self._watch(works, held, partial(self._lost, action._replace(mb=mb)))
+
+            packing = EdgePacking(edge.values, Recycled(self.device), self.device)
+            return DeviceWire(line, int(peer > self.rank), packing, watch)
         return GlooWire(
             peer,
             _FIRST_TAG + PHASES.index(edge.phase),

@@ -63,6 +63,7 @@ from penstock.runtime.state.settings import settings_of
 from penstock.runtime.state.store import Store, as_array
 from penstock.runtime.transport.carriers import Carriers
 from penstock.runtime.transport.collectives import RankExchange
+from penstock.runtime.transport.overdue import Overdue
 from penstock.runtime.transport.transport import RankTransport
 from penstock.support.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
 from penstock.support.out_of_memory import is_out_of_memory
@@ -116,7 +117,11 @@ class Worker:
         mates = self.module.schedule.replicas()[rank]
         if len(mates) > 1:
             group.form_team(mates, program.device)
-        self.carriers = Carriers(group.form_circles(groups_of(self.module), program.device), rank, setup.timeout)
+        # A device that waits for a rank that is gone keeps this one from any other way to end.
+        overdue = Overdue(setup.timeout, group.lost)
+        circles = group.form_circles(groups_of(self.module), program.device)
+        self.carriers = Carriers(circles, rank, setup.timeout, overdue)
+        lines = group.form_edges(self.module.schedule, program.device) if has_gpus(self.module) else {}
         exchange.join(self.carriers.groups, self.carriers.devices)
         self.exchange = exchange
         self.base = resident_bytes()
@@ -127,6 +132,7 @@ class Worker:
         self.transport = RankTransport(
             rank, local_edges(self.module), homes, setup.timeout, program.device, setup.latency, group.team, near
         )
+        self.transport.use_library(lines, overdue)
         self.executor = Executor(self.module, rank, program, self.store, self.transport, reply, status, self._conduct())
         # The objects that are there stay: looking through them for garbage, again and again, would cost more than the
         # loop.
@@ -249,6 +255,12 @@ def local_edges(module: Module) -> tuple[Edge, ...]:
     return tuple(replace(edge, values=module.local_values(edge.values, edge.src)) for edge in module.edges)
 
 
+def has_gpus(module: Module) -> bool:
+    """Return whether a stage of the module runs on a GPU."""
+    cluster = module.cluster
+    return cluster is not None and any(cluster.device(name).kind == "cuda" for name in module.rank_devices())
+
+
 def peak_bytes() -> int:
     """Return the largest resident size of this process; 0 where the system does not say. getrusage would count the
     parent's before exec."""
@@ -354,6 +366,12 @@ def serve_rank(rank: Rank, parent: int) -> int:
             store = join_store(second[0].port, rank.world, setup.timeout)
         met = SealedStore(store, setup.secret.encode()) if setup.secret else store
         group = RankGroup(met, rank.rank, rank.world, setup.timeout, reports=False)
+
+        def end_with(error: PenstockError) -> None:
+            reply(describe_failure(error), {})
+            os._exit(error.exit_code)
+
+        group.lost = end_with
         worker = Worker(bundle, rank.rank, group, setup, reply, receive, status)
         reply(Ready(), {})
         while (command := receive(True)) is not None and worker.obey(command[0]):

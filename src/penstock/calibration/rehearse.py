@@ -32,6 +32,7 @@ from typing import NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.ir.collective_calls import groups_of
@@ -59,6 +60,7 @@ class _Alone(RankGroup):
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world, self.timeout = rank, world, _TIMEOUT
         self.team = None
+        self.lost = _refuse_loss
 
     def connect_stages(self, schedule: Schedule, device: torch.device) -> dict[End, socket.socket]:
         return {}
@@ -69,11 +71,18 @@ class _Alone(RankGroup):
     def form_circles(self, groups: Sequence[tuple[int, ...]], device: torch.device) -> list[Circle]:
         return []
 
+    def form_edges(self, schedule: Schedule, device: torch.device) -> dict[End, dist.ProcessGroup]:
+        return {}
+
     def agree(self, what: str, value: str, hint: str = "") -> None:
         pass
 
     def leave(self) -> None:
         pass
+
+
+def _refuse_loss(error: PenstockError) -> None:
+    raise AssertionError("no rank is waited for")
 
 
 class _SilentGroup:

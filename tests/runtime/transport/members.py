@@ -25,6 +25,7 @@ from penstock.runtime.state.store import as_array
 from penstock.runtime.transport.carriers import Carriers
 from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.transport.library_group import LibraryGroup
+from penstock.runtime.transport.overdue import Overdue
 from penstock.support.errors import PenstockError
 
 DTYPES = ("f32", "f64", "i32", "i64", "bf16", "f16")
@@ -103,7 +104,7 @@ class Member:
         self.module, self.rank = module, rank
         self.exchange = RankExchange(module, rank, seconds)
         circles = group.form_circles(groups_of(module), torch.device("cpu"))
-        self.carriers = Carriers(circles, rank, seconds)
+        self.carriers = Carriers(circles, rank, seconds, Overdue(seconds, group.lost))
         self.exchange.join(self.carriers.groups, self.carriers.devices)
         assert all(bool(circle.lines) == near for circle in circles)
 
@@ -209,7 +210,7 @@ def by_library(rank, group, axes):
     exchange = RankExchange(module, rank, 10)
     os.environ["PENSTOCK_SHARED_MEMORY"] = "0"
     for circle in group.form_circles(groups_of(module), torch.device("cpu")):
-        exchange.join({}, {circle.ranks: LibraryGroup(circle.group, circle.ranks, rank)})
+        exchange.join({}, {circle.ranks: LibraryGroup(circle.group, circle.ranks, rank, Overdue(20, group.lost))})
     member = object.__new__(Member)
     member.module, member.rank, member.exchange = module, rank, exchange
     for call in calls_of(module.graphs["s0.F"]):
