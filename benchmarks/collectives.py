@@ -1,6 +1,6 @@
 """Collectives of two processes on this machine beside those of torch.distributed over gloo.
 
-    python benchmarks/collectives.py [--repeats N]
+    python benchmarks/collectives.py [--repeats N] [--json FILE]
 
 Prints, per size in bytes, the median microseconds of an all_reduce and of an all_gather: through shared memory, through
 our own messages over gloo, and by torch's own over gloo; and the ratio of the first to the last.
@@ -13,11 +13,13 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from machine import load, markdown, processor, system, versions, write_json
 
 from penstock.ir.collective_calls import calls_of, groups_of
 from penstock.ir.graph import Graph, Mesh, Module, Stage, Value
@@ -104,16 +106,41 @@ def run(near: bool, repeats: int) -> list[tuple[str, int, float, float]]:
     return rows
 
 
+def table_of(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and lines of the table."""
+    head = ["collective", "bytes", "shared memory us", "our messages us", "torch us", "torch / shared memory"]
+    lines = [
+        [
+            row["collective"],
+            f"{row['bytes']:,}",
+            *(f"{row[key]:.0f}" for key in ("shared_us", "messages_us", "torch_us")),
+            f"{row['torch_us'] / row['shared_us']:.1f}",
+        ]
+        for row in rows
+    ]
+    return head, lines
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=300)
-    repeats = parser.parse_args().repeats
-    shared, messages = run(True, repeats), run(False, repeats)
-    print(
-        f"{'collective':<12} {'bytes':>9} {'shared us':>10} {'messages us':>12} {'torch us':>10} {'shared/torch':>13}"
-    )
-    for (kind, size, own, theirs), (_, _, over_gloo, _) in zip(shared, messages, strict=True):
-        print(f"{kind:<12} {size:>9} {own:>10.0f} {over_gloo:>12.0f} {theirs:>10.0f} {own / theirs:>13.2f}")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    arguments = parser.parse_args()
+    before = load()
+    shared, messages = run(True, arguments.repeats), run(False, arguments.repeats)
+    rows = [
+        {"collective": kind, "bytes": size, "shared_us": own, "messages_us": over_gloo, "torch_us": theirs}
+        for (kind, size, own, theirs), (_, _, over_gloo, _) in zip(shared, messages, strict=True)
+    ]
+    print(markdown(*table_of(rows)))
+    if arguments.json:
+        facts = {
+            "system": system(),
+            "processor": processor(sorted(os.sched_getaffinity(0))),
+            "versions": versions("penstock", "torch", "numpy"),
+            "load": [before, load()],
+        }
+        write_json(arguments.json, {"facts": facts, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -10,22 +10,27 @@
 
 Both read one torch module with one set of weights, train with AdamW in float32, on two processes of one thread each.
 torch splits what its plan says: ColwiseParallel and RowwiseParallel for the linear layers of a block. Penstock is given
-the same plan (`shard={...: "Colwise"}`). The losses of the first steps are compared: exit code 1 where they differ.
-Contenders take turns of some steps each. The figure of a turn is its time per step, that of a contender the median of
-its turns. `one` is Penstock on one process. `predicted` is the simulator's step, over the measured one.
+the same plan (`shard={...: "Colwise"}`). `one` and `two` are Penstock without a mesh, on one process of one thread and
+of two. The losses of the first steps are compared: exit code 1 where they differ. Contenders take turns of some steps
+each. The figure of a turn is its time per step, that of a contender the median of its turns.
+
+`predicted` is the simulator's step over the measured one. Rates of devices and links are measured before (`penstock
+doctor --devices 2`), or read from `--cluster`. With `--json` rows of other models that a file has are kept, so that
+models can be measured one by one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,14 +236,15 @@ class TorchContender:
 
 
 class PenstockContender:
-    """A job on so many processes; `predicted` is the step that the simulator foresaw."""
+    """A job on the devices of a cluster; `predicted` is the step that the simulator foresaw."""
 
-    def __init__(self, case: Case, ranks: int, folder: Path) -> None:
+    def __init__(self, case: Case, cluster: ps.Cluster, folder: Path) -> None:
+        ranks = len(cluster.devices)
         example = torch.from_numpy(next(iter(case.batch(0).values())))
         model = ps.from_torch(make(case), (example,))
         training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=RATE, weight_decay=0.01), microbatches=1)
         split: dict[str, Any] = {"mesh": f"tp={RANKS}", "shard": case.plan} if ranks > 1 else {}
-        plan = ps.plan(model, ps.Cluster.local(ranks), training, **split)
+        plan = ps.plan(model, cluster, training, **split)
         self.predicted = plan.predicted.step
         self.names = [value.name for value in plan.module.data_inputs]
         ps.compile(plan, folder)
@@ -267,14 +273,24 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
+def measured_cluster() -> ps.Cluster:
+    """Measure the devices of the split contenders, both at once."""
+    from penstock.doctor.examine import examine
+
+    report = examine(count=RANKS)
+    assert report is not None, "the benchmark runs on one host"
+    return report.cluster
+
+
+def measure(name: str, rounds: int, steps: int, cluster: ps.Cluster) -> dict[str, Any]:
     """Measure one model; the first turn of each contender warms up and says its losses."""
-    case = CASES[name]
+    case, before = CASES[name], load()
     with tempfile.TemporaryDirectory() as folder:
         contenders: dict[str, Any] = {
             "torch": TorchContender(name, free_port()),
-            "penstock": PenstockContender(case, RANKS, Path(folder) / "split"),
-            "one": PenstockContender(case, 1, Path(folder) / "one"),
+            "penstock": PenstockContender(case, cluster, Path(folder) / "split"),
+            "one": PenstockContender(case, replace(cluster, devices=cluster.devices[:1]), Path(folder) / "one"),
+            "two": PenstockContender(case, ps.Cluster.local(1, threads=[RANKS]), Path(folder) / "two"),
         }
         try:
             first = {who: contender.run(steps)[1] for who, contender in contenders.items()}
@@ -293,12 +309,35 @@ def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
         "torch_ms": 1e3 * medians["torch"],
         "penstock_ms": 1e3 * medians["penstock"],
         "one_ms": 1e3 * medians["one"],
+        "two_ms": 1e3 * medians["two"],
         "speedup": statistics.median(pairs),
         "over_one": medians["one"] / medians["penstock"],
+        "over_two": medians["two"] / medians["penstock"],
         "predicted": contenders["penstock"].predicted / medians["penstock"],
+        "predicted_one": contenders["one"].predicted / medians["one"],
         "error": error,
         "turns": turns,
+        "load": [before, load()],
     }
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and lines of the table."""
+    head = [
+        *("model", "torch ms", "penstock ms", "one thread ms", "two threads ms", "torch / penstock"),
+        *("one thread / penstock", "two threads / penstock", "predicted / measured", "loss error"),
+    ]
+    times, ratios = ("torch_ms", "penstock_ms", "one_ms", "two_ms"), ("speedup", "over_one", "over_two", "predicted")
+    lines = [
+        [
+            row["model"],
+            *(f"{row[key]:.1f}" for key in times),
+            *(f"{row[key]:.2f}" for key in ratios),
+            f"{row['error']:.0e}",
+        ]
+        for row in rows
+    ]
+    return head, lines
 
 
 def main() -> int:
@@ -306,41 +345,21 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=CASES, default=[name for name in CASES if name != "tiny"])
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (default: 5)")
     parser.add_argument("--steps", type=int, default=6, help="steps of a turn (default: 6)")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--cluster", type=Path, help="rates of two devices of this machine (default: measure them)")
+    parser.add_argument("--json", type=Path, help="write all figures here, beside those of other models")
     arguments = parser.parse_args()
-    before = load()
-    rows = [measure(name, arguments.rounds, arguments.steps) for name in arguments.only]
-    table = [
-        [
-            row["model"],
-            *(f"{row[f'{who}_ms']:.1f}" for who in ("torch", "penstock", "one")),
-            *(f"{row[key]:.2f}" for key in ("speedup", "over_one", "predicted")),
-            f"{row['error']:.1e}",
-        ]
-        for row in rows
-    ]
-    head = [
-        "model",
-        "torch ms",
-        "penstock ms",
-        "one process ms",
-        "torch / penstock",
-        "one / penstock",
-        "predicted",
-        "loss error",
-    ]
-    print(markdown(head, table))
+    cluster = ps.Cluster.load(arguments.cluster) if arguments.cluster else measured_cluster()
+    rows = [measure(name, arguments.rounds, arguments.steps, cluster) for name in arguments.only]
+    print(markdown(*table_of(rows)))
     if arguments.json:
-        write_json(
-            arguments.json,
-            {
-                "system": system(),
-                "processor": processor(sorted(os.sched_getaffinity(0))),
-                "versions": versions("penstock", "torch", "numpy", "apache-tvm"),
-                "load": [before, load()],
-                "rows": rows,
-            },
-        )
+        known = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else []
+        found = {row["model"]: row for row in [*known, *rows]}
+        facts = {
+            "system": system(),
+            "processor": processor(sorted(os.sched_getaffinity(0))),
+            "versions": versions("penstock", "torch", "numpy", "apache-tvm"),
+        }
+        write_json(arguments.json, {"facts": facts, "rows": [found[name] for name in CASES if name in found]})
     return int(any(row["error"] > TOLERANCE for row in rows))
 
 

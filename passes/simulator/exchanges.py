@@ -55,8 +55,8 @@ def _sent(op: Op, group: Sequence[int]) -> Iterator[tuple[int, int, float]]:
 
 
 class CollectiveTime(NamedTuple):
-    """The seconds of a collective: those of the rank's processor, which copies, those beside it, and the part of these that no
-    kernel hides."""
+    """The seconds of a collective: those in which the rank's processor copies, those beside it, and the part of these
+    that no kernel hides."""
 
     copying: float
     beside: float

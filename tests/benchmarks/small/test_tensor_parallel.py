@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from oracles.repository import BENCHMARKS
 
+from penstock.ir.cluster.cluster import Cluster
+
 from ..benchmark_report import run_benchmark
 
 WORDS = ["--only", "tiny", "--rounds", "2", "--steps", "2"]
@@ -32,9 +34,11 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_every_contender_is_compared_and_timed(tmp_path: Path) -> None:
-    report, done = run_benchmark("tensor_parallel", WORDS, tmp_path)
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(Cluster.local(2).to_toml())
+    report, done = run_benchmark("tensor_parallel", [*WORDS, "--cluster", str(cluster)], tmp_path)
     (row,) = report["rows"]
-    assert row["turns"].keys() == {"torch", "penstock", "one"}
+    assert row["turns"].keys() == {"torch", "penstock", "one", "two"}
     assert all(len(turns) == 2 for turns in row["turns"].values())
     assert row["error"] < 1e-4
     assert done.stdout.count("\n| ") == 2
@@ -44,7 +48,13 @@ def test_every_contender_is_compared_and_timed(tmp_path: Path) -> None:
 def test_control_other_losses_are_an_error(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(WRONG.format(folder=str(BENCHMARKS)))
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(Cluster.local(2).to_toml())
     done = subprocess.run(
-        [sys.executable, str(script), *WORDS], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(script), *WORDS, "--cluster", str(cluster)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 1, done.stderr
