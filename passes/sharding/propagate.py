@@ -6,11 +6,12 @@ every dimension that something suggests. Given layouts never change.
 An operation's rule names its dimensions (ir/sharding/rules.py): a split of one of them is suggested for all that have
 its name. Elementwise operations and views come first until nothing changes, then products and reductions, then all
 others: so that a layout follows the data before it follows a contraction. A dimension takes the first split that is
-suggested, and no axis twice.
+suggested, and no axis twice. The forward graph is done before the others, and gradients lie as their values do.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -25,6 +26,8 @@ from .given import Layout
 
 _FIRST = ("elementwise", "optimizer", "layout", "state", "source")
 _SECOND = ("contract", "reduce")
+# The names of gradients of values, and of their summands.
+_GRADIENT = re.compile(r"(.+)\.grad(?:\.\d+)?")
 
 
 def rank_of(op: Op) -> int:
@@ -78,20 +81,24 @@ class Suggestions:
             self.splits[node] = list(layout)
         rules = [(op, rule_of(op)) for graph in graphs for op in graph.ops if op.kind != "reshard"]
         self.rules = {id(op): rule for op, rule in rules}
-        links = [_link(op, rule) for op, rule in rules]
-        links += _gradients(module)
-        self._by_rank = [[link for link in links if rank_of(link.op) <= rank] for rank in range(3)]
+        forward = {id(op) for op in graphs[0].ops}
+        self._forward = [_link(op, rule) for op, rule in rules if id(op) in forward]
+        self._links = [_link(op, rule) for op, rule in rules] + [*_gradients(module), *_gradients_of_values(graphs)]
 
     def of(self, value: Value) -> list[Split | None]:
         return self.splits[f"%{value.name}"]
 
     def spread(self) -> None:
-        """Suggest splits until nothing changes."""
-        rank = 0
-        while rank < 3:
-            links = self._by_rank[rank]
-            changed = sum([self._suggest(link) for link in links]) + sum([self._suggest(link) for link in links[::-1]])
-            rank = 0 if changed and rank else rank if changed else rank + 1
+        """Suggest splits until nothing changes: in the first graph, then in all, so that gradients follow values."""
+        for links in (self._forward, self._links):
+            by_rank = [[link for link in links if rank_of(link.op) <= rank] for rank in range(3)]
+            rank = 0
+            while rank < 3:
+                here = by_rank[rank]
+                changed = sum([self._suggest(link) for link in here]) + sum(
+                    [self._suggest(link) for link in here[::-1]]
+                )
+                rank = 0 if changed and rank else rank if changed else rank + 1
 
     def _suggest(self, link: _Link) -> bool:
         changed = False
@@ -151,6 +158,18 @@ def _gradients(module: Module) -> Iterator[_Link]:
             op = Op("read", (), (Value(owner, module.vars[owner].type),), {"var": owner})
             rule = rule_of(op)
             yield _joined(op, rule, [f"@{owner}", f"@{var.name}"], [rule.outs[0]] * 2)
+
+
+def _gradients_of_values(graphs: Sequence[Graph]) -> Iterator[_Link]:
+    """Yield links between values and their gradients, or the summands of these, which lie alike."""
+    values = {v.name: v for graph in graphs for v in (*graph.ins, *(x for op in graph.ops for x in op.outs))}
+    for value in values.values():
+        match = _GRADIENT.fullmatch(value.name)
+        owner = values.get(match[1]) if match is not None else None
+        if owner is not None and owner.type.shape == value.type.shape and owner.type.rank:
+            op = Op("read", (), (owner,), {"var": ""})
+            rule = rule_of(op)
+            yield _joined(op, rule, [f"%{owner.name}", f"%{value.name}"], [rule.outs[0]] * 2)
 
 
 def settled(splits: Sequence[Split | None]) -> tuple[Split, ...]:

@@ -7,7 +7,8 @@ For each operation in order, the splits of its names are chosen that cost least:
 have to be added up, and the operation's own time. A partial sum stays one if its only reader can take it so (`linear`);
 else it is added up at once, for all readers. The sum then has the value's name, and what was not added up is called
 `NAME.partial`. A view that is needed in another layout is taken of its operand in that layout, so that views of one
-tensor share what was moved.
+tensor share what was moved. Later operations that are likely to take an operand in the same layout share the bytes of
+its reshard.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from math import prod
 from penstock.ir.graph import Graph, Module, Namer, Op, Value
 from penstock.ir.ops import OPS, cost_of
 from penstock.ir.sharding.rules import rule_of
-from penstock.ir.sharding.splits import UNSPLIT, Split, SplitRule, laid_out, read_split
+from penstock.ir.sharding.splits import UNSPLIT, Dimensions, Split, SplitRule, laid_out, read_split
 from penstock.ir.types import TensorType
 
 from .propagate import Suggestions, allowed, bears, fits, settled
@@ -37,7 +38,7 @@ def moved_bytes(before: TensorType, after: TensorType, sizes: Mapping[str, int])
     """Estimate the bytes that a device sends in a reshard."""
     parts = {axis for axes in after.axes for axis in axes}
     total = 0.0
-    for axis in before.partial:
+    for axis in [axis for axis in before.partial if axis not in after.partial]:
         k, size = sizes.get(axis, 1), float(before.nbytes)
         total += size * (k - 1) / k * (1 if axis in parts else 2)
     at = {axis: i for i, axes in enumerate(before.axes) for axis in axes}
@@ -100,12 +101,17 @@ class Resolution:
         if OPS[op.kind].family == "state" or op.kind == "reshard":
             return False
         rule = self.suggested.rules[id(op)]
-        axes: set[str] = set()
+        # For each summed name, the splits of operands along it.
+        along: dict[str, list[tuple[str, ...]]] = {}
         for value, dimensions in zip(op.ins, rule.ins, strict=True):
             for split, factors in zip(self.suggested.of(value), dimensions, strict=True):
-                if split and split.axes and any(rule.leaves_sums(f) and allowed(op, rule, f) for f in factors):
-                    axes.update(split.axes)
-        if axes and not any(axes & {a for s in self.suggested.of(v) if s for a in s.axes} for v in op.outs):
+                for name in factors:
+                    if rule.leaves_sums(name) and allowed(op, rule, name):
+                        along.setdefault(name, []).append(split.axes if split else ())
+        if any(axes[0] and len(axes) > 1 and len(set(axes)) == 1 for axes in along.values()):
+            return True
+        split_by = {axis for listed in along.values() for axes in listed for axis in axes}
+        if split_by and not any(split_by & {a for s in self.suggested.of(v) if s for a in s.axes} for v in op.outs):
             return True
         ahead = frozenset(i for i, value in enumerate(op.ins) if value.name in self._ahead)
         return bool(ahead) and ahead in rule.linear and _keeps(op, ahead)
@@ -144,6 +150,11 @@ class _GraphResolution:
         self.ops: list[Op] = []
         self.adapted: dict[tuple[str, TensorType], Value] = {}
         self.makers: dict[str, Op] = {}
+        # The readers of values, each with the operand: views, and other operations that are still to come.
+        self.readers: dict[str, list[tuple[Op, int]]] = {}
+        for op in graph.ops:
+            for i, value in enumerate(op.ins):
+                self.readers.setdefault(value.name, []).append((op, i))
 
     def run(self) -> Graph:
         for value in self.graph.ins:
@@ -156,6 +167,8 @@ class _GraphResolution:
                 self._given_reshard(op)
             else:
                 self._pure(op)
+            for value in op.ins if op.kind not in _MOVES else ():
+                self.readers[value.name] = [reader for reader in self.readers[value.name] if reader[0] is not op]
         outs = tuple(self._adapt(self.env[v.name], v.type.plain, None) for v in self.graph.outs)
         assert all(new.name == old.name for new, old in zip(outs, self.graph.outs, strict=True)), self.graph.name
         ins, saved = (tuple(self.env[v.name] for v in values) for values in (self.graph.ins, self.graph.saved))
@@ -245,6 +258,11 @@ class _GraphResolution:
 
     def _viewed(self, view: Op, value: Value, t: TensorType) -> Value | None:
         """Return the operand of a view laid out so that the view of it is of type t; None where no layout does that."""
+        operand = self._before_view(view, value, t)
+        return self._adapt(view.ins[0], operand, view) if operand is not None else None
+
+    def _before_view(self, view: Op, value: Value, t: TensorType) -> TensorType | None:
+        """Return the layout of a view's operand that makes its result of type t; None where no layout does that."""
         if value.type.partial or t.partial:
             return None
         rule, splits = rule_of(Op(view.kind, view.ins, (value,), view.attrs)), dict[str, Split]()
@@ -261,7 +279,7 @@ class _GraphResolution:
         operand, result = (
             laid_out(x, dims, splits, rule.sizes) for x, dims in ((plain, rule.ins[0]), (t.plain, rule.outs[0]))
         )
-        return self._adapt(view.ins[0], operand, view) if operand is not None and result == t else None
+        return operand if result == t else None
 
     # ---------------------------------------------------------------------------------------- choosing splits
 
@@ -339,8 +357,7 @@ class _GraphResolution:
     ) -> float:
         moved = 0.0
         for value, t in zip(here, ins, strict=True):
-            if (value.name, t) not in self.adapted:
-                moved += moved_bytes(value.type, t, self.sizes)
+            moved += self._moved(value, t, op)
         for value, t in zip(op.outs, outs, strict=True):
             moved += moved_bytes(t, self._final(value, t), self.sizes)
             wanted = self.all.wanted(value)
@@ -348,6 +365,63 @@ class _GraphResolution:
                 moved += moved_bytes(t, wanted, self.sizes)
         work, devices = cost_of(op), prod(self.sizes.get(axis, 1) for axis in axes)
         return moved + (work.flops * _FLOP + work.bytes * _TOUCHED) / devices
+
+    def _moved(self, value: Value, t: TensorType, op: Op) -> float:
+        """Estimate the bytes that laying a value out in another way moves for an operation: none if that was done
+        before, and a share if later operations are likely to take it so, too."""
+        maker = self.makers.get(value.name)
+        while value.type != t and (value.name, t) not in self.adapted and maker is not None and maker.kind in _MOVES:
+            operand = self._before_view(maker, value, t)
+            if operand is None:
+                break
+            value, t = maker.ins[0], operand
+            maker = self.makers.get(value.name)
+        if value.type == t or (value.name, t) in self.adapted:
+            return 0.0
+        return moved_bytes(value.type, t, self.sizes) / len(self._takers(value, t) | {id(op)})
+
+    def _takers(self, value: Value, t: TensorType) -> set[int]:
+        """Return the operations to come that are likely to take a value, or a view of it, in a layout."""
+        takers = set()
+        for op, i in self.readers.get(value.name, ()) if not t.partial else ():
+            if op.kind in _MOVES:
+                result = self._after_view(op, t)
+                takers |= self._takers(op.outs[0], result) if result is not None else set()
+            elif self._expects(op, i, t):
+                takers.add(id(op))
+        return takers
+
+    def _expects(self, op: Op, operand: int, t: TensorType) -> bool:
+        """Return whether an operation is likely to take an operand in a layout: its results, and its other operands,
+        are suggested to lie so that it has to."""
+        if op.kind == "reshard" or OPS[op.kind].family == "state":
+            return False
+        rule, splits = self.all.suggested.rules[id(op)], dict[str, Split]()
+        types = [*(self.all.wanted(v) for v in (*op.outs, *(x for i, x in enumerate(op.ins) if i != operand)))]
+        dimensions = [*rule.outs, *(dims for i, dims in enumerate(rule.ins) if i != operand)]
+        for other, dims in zip(types, dimensions, strict=True):
+            for name, split in self._read(other, dims, rule):
+                used = {axis for known in splits.values() for axis in known.axes}
+                if name not in splits and used.isdisjoint(split.axes) and allowed(op, rule, name):
+                    splits[name] = split
+        return laid_out(t.plain, rule.ins[operand], splits, rule.sizes) == t
+
+    def _read(self, t: TensorType, dimensions: Dimensions, rule: SplitRule) -> Iterator[tuple[str, Split]]:
+        """Yield the names of a rule that the layout of an operand or result splits, with how."""
+        for dim, factors in enumerate(dimensions):
+            if (axes := t.axes_of(dim)) and factors:
+                parts = prod(self.sizes.get(axis, 1) for axis in axes)
+                read = read_split(factors, Split(axes, t.blocks_of(dim)), rule.sizes, parts)
+                if read is not None:
+                    yield read
+
+    def _after_view(self, view: Op, t: TensorType) -> TensorType | None:
+        """Return the layout of a view's result, of an operand that lies so; None where there is none."""
+        rule = self.all.suggested.rules[id(view)]
+        splits = dict(self._read(t, rule.ins[0], rule))
+        if laid_out(t.plain, rule.ins[0], splits, rule.sizes) != t or not _equal_factors(rule, splits, self.sizes):
+            return None
+        return laid_out(view.outs[0].type.plain, rule.outs[0], splits, rule.sizes)
 
 
 def _with_partial(t: TensorType | None, passing: Mapping[str, frozenset[int]], operand: int) -> TensorType:

@@ -12,7 +12,17 @@ from .drawn_programs import DrawnProgram, laid_program
 MESH = "a=2,b=2"
 # The hidden dimension has 5 elements for the two devices along a: the last part is padded. %t goes from one order of
 # devices to another.
-GIVEN = ("table=[/a,_]", "up=[_,/a]", "bias=[/a]", "down=[/a,_]", "n=[/a,_]", "s=[/a,_]", "t=[/a/b,_]", "u=[/b/a,_]")
+GIVEN = (
+    "table=[/a,_]",
+    "e=[/b/a,_]",
+    "up=[_,/a]",
+    "bias=[/a]",
+    "down=[/a,_]",
+    "n=[/a,_]",
+    "s=[/a,_]",
+    "t=[/a/b,_]",
+    "u=[/b/a,_]",
+)
 
 _TEXT = """
 module @case {
