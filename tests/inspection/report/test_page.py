@@ -16,10 +16,14 @@ from typing import Any
 
 import pytest
 
+import penstock as ps
 from penstock.inspection.report.facts import gather
-from penstock.inspection.report.material import RunTrace
+from penstock.inspection.report.material import Material, RunTrace
 from penstock.inspection.report.page import render
+from penstock.inspection.report.sharding_facts import sharding_facts
 from penstock.ir.graph import Module, Note
+from penstock.models import write_mlp
+from penstock.runtime.telemetry.collective_times import CollectiveTotal
 
 from .chromium import Browser, PageError
 from .small_plan import Planned
@@ -406,3 +410,21 @@ def test_hostile_names_are_inert(browser: Browser, planned: Planned, tmp_path: P
     assert browser.js("document.querySelectorAll('img, main script, aside script').length") == 0
     assert not browser.complaints()
     assert browser.requests() == [path.as_uri()]
+
+
+def test_layouts_and_collectives_are_tables(browser: Browser, tmp_path: Path) -> None:
+    """Of a plan whose tensors are split, and of a run of it; the control is the page of a plan without."""
+    model = ps.from_onnx(write_mlp(tmp_path / "mlp.onnx", [8, 16, 8], 4))
+    plan = ps.plan(model, ps.Cluster.local(2), mesh="tp=2", shard="preset:megatron")
+    run = CollectiveTotal("s0.F", "all_reduce", ("tp",), 3, 3072, 0.5, 0.25)
+    facts = gather(Material(plan.module), plain=True)
+    facts["sharding"] |= sharding_facts(plan.module, RunTrace({}, {}, [run])) or {}
+    (tmp_path / "index.html").write_text(render(facts), encoding="utf-8")
+    browser.open(tmp_path / "index.html")
+    browser.js("document.getElementById('tab-links').click()")
+    text = shown(browser, "#view-links")
+    assert all(word in text for word in ("f32[8,16/tp]", "f32[8,8]", "stage 0 (tp=2): cpu:0 cpu:1", "all_reduce"))
+    assert all(word in text for word in ("Collectives of the run", "3.00 KiB", "500 ms", "250 ms"))
+    assert not browser.complaints()
+    whole = ps.plan(model, ps.Cluster.local(1))
+    assert gather(Material(whole.module), plain=True)["sharding"] is None

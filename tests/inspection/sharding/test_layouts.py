@@ -148,6 +148,7 @@ def test_reasons_and_times_of_collectives(module):
     link = module.cluster.path("cpu:0", "cpu:1")
     size = ROWS * WIDTH * 4
     assert first.seconds == second.seconds == pytest.approx(2 * (link.latency + size / 2 / link.bandwidth))
+    assert all(0 <= use.exposed <= use.seconds for use in facts.collectives)
     assert third.avoided_by == ()
     text = show_sharding(facts, 400)
     assert "exchanged because" in text

@@ -2,7 +2,8 @@
 
     {"meshes": [a line for each stage],
      "tensors": [[name, role, stage, whole type, type on a device, bytes there, bytes of the whole], ...],
-     "collectives": [[graph, kind, axes, count, bytes that a rank sends, predicted seconds], ...] of one run of a graph,
+     "collectives": [[graph, kind, axes, count, bytes that a rank sends, predicted seconds, exposed ones], ...]
+                    of one run of a graph,
      "measured": [[graph, kind, axes, count, bytes, seconds under way, seconds exposed], ...] of all ranks, or null}
 
 Collectives of one kind and the same axes are one row of their graph.
@@ -36,13 +37,15 @@ def sharding_facts(module: Module, trace: RunTrace | None) -> dict[str, Any] | N
         "meshes": list(facts.meshes),
         "tensors": [[t.name, t.role, t.stage, t.whole, t.local, t.device_bytes, t.whole_bytes] for t in facts.tensors],
         "collectives": [
-            [graph, kind, list(over), len(uses), sum(use.sent for use in uses), _seconds(uses)]
+            [graph, kind, list(over), len(uses), sum(use.sent for use in uses), *_seconds(uses)]
             for (graph, kind, over), uses in rows.items()
         ],
         "measured": measured,
     }
 
 
-def _seconds(uses: list[CollectiveUse]) -> float | None:
-    known = [use.seconds for use in uses if use.seconds is not None]
-    return sum(known) if len(known) == len(uses) else None
+def _seconds(uses: list[CollectiveUse]) -> list[float | None]:
+    """Return the seconds of collectives, and of them the exposed ones; None where they are not known."""
+    columns = [[use.seconds for use in uses], [use.exposed for use in uses]]
+    known = [[seconds for seconds in column if seconds is not None] for column in columns]
+    return [sum(column) if len(column) == len(uses) else None for column in known]

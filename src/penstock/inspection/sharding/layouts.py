@@ -20,7 +20,7 @@ from penstock.ir.collective_calls import CollectiveCall, calls_of, sent_bytes
 from penstock.ir.graph import Graph, Module, Value
 from penstock.ir.ops import integer
 from penstock.ir.types import TensorType
-from penstock.passes.simulator.exchanges import Routes, collective_seconds
+from penstock.passes.simulator.exchanges import Routes, collective_seconds, collective_times
 from penstock.passes.simulator.machine import machine_of
 from penstock.support.errors import UsageError
 
@@ -48,7 +48,8 @@ class TensorLayout:
 class CollectiveUse:
     """A collective of a stage graph: its result, the ranks that meet, and the bytes that each of them sends. It stands
     `behind` the operation that makes its operand, and `reader` is the first one that reads its result. `seconds` are
-    predicted for one time, where links are known. The layouts of `avoided_by`, given before others, leave it out."""
+    predicted for one time, where links are known, and `exposed` those of them that kernels do not hide. The layouts of
+    `avoided_by`, given before others, leave it out."""
 
     graph: str
     kind: str
@@ -61,6 +62,7 @@ class CollectiveUse:
     reader: str
     reason: str
     seconds: float | None
+    exposed: float | None
     avoided_by: tuple[str, ...] = ()
 
 
@@ -152,8 +154,9 @@ def _per(graph: str) -> str:
 
 
 def _collectives(module: Module, stage: int) -> Iterator[CollectiveUse]:
-    mesh, route = module.mesh_of(stage), _routes(module)
+    mesh, route, first = module.mesh_of(stage), _routes(module), module.rank_stages().index(stage)
     for graph in _graphs(module, stage):
+        times = {} if route is None else collective_times(module, route, first, graph.name.partition(".")[2])
         for call in calls_of(graph):
             members = len(mesh.group(0, call.over))
             yield CollectiveUse(
@@ -168,6 +171,7 @@ def _collectives(module: Module, stage: int) -> Iterator[CollectiveUse]:
                 _reader(graph, call.op.outs[0]),
                 _reason(graph, call),
                 None if route is None else collective_seconds(module, stage, call.op, route),
+                times[call.op.outs[0].name].exposed if call.op.outs[0].name in times else None,
             )
 
 

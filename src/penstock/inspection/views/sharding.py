@@ -18,6 +18,7 @@ _COLLECTIVES = (
     "per",
     "a rank sends",
     "predicted",
+    "exposed",
     "result",
     "behind",
     "read by",
@@ -51,11 +52,12 @@ def _lines(facts: SplitFacts, width: int | None) -> Iterator[str]:
         uses = [
             [
                 *(u.graph, u.kind, ", ".join(u.over), u.members, u.per, shown_bytes(u.sent)),
-                *("-" if u.seconds is None else shown_seconds(u.seconds), u.result, u.behind, u.reader),
+                *("-" if seconds is None else shown_seconds(seconds) for seconds in (u.seconds, u.exposed)),
+                *(u.result, u.behind, u.reader),
             ]
             for u in facts.collectives
         ]
-        yield table(_COLLECTIVES, uses, width, cut=(8, 9, 7))
+        yield table(_COLLECTIVES, uses, width, cut=(9, 10, 8))
         yield ""
         reasons = [[u.graph, u.result, u.reason, ", ".join(u.avoided_by) or "-"] for u in facts.collectives]
         yield table(_REASONS, reasons, width, cut=(3, 2, 1))
