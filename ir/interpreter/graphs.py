@@ -58,10 +58,16 @@ def run_graph(
 
 
 def run_member(
-    graph: Graph, ins: Sequence[object], store: Variables, meet: Callable[[Op, Array], Array], precision: str = TYPED
+    graph: Graph,
+    ins: Sequence[object] | Mapping[str, object],
+    store: Variables,
+    meet: Callable[[Op, Array], Array],
+    precision: str = TYPED,
+    watch: Callable[[Op, tuple[Array, ...]], None] | None = None,
+    noise: Noise | None = None,
 ) -> list[Array]:
     """Compute the results of a graph on one of several devices. `meet` does its collectives with the others."""
-    walk = _walk(graph, ins, store, precision)
+    walk = _walk(graph, ins, store, precision, watch, noise)
     answer: Array | None = None
     while True:
         try:

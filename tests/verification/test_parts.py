@@ -3,6 +3,7 @@ is off, with its operation, axis and rank."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 import penstock as ps
+from penstock.backends.tvm.compile import pool
+from penstock.backends.tvm.kernels.tools import elements
 from penstock.commands.parser import main
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_mlp
@@ -115,3 +118,23 @@ def test_a_right_bundle_passes_and_a_wrong_one_names_the_value(
     said = capsys.readouterr().out
     assert "first wrong after: the program of the bundle" in said
     assert "%fc2.product : f32[3,5] of microbatch 0 is off by" in said
+
+
+def test_a_wrong_kernel_of_split_tensors_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program is right, its compiled code is not: it leaves out a relu. Collectives between kernels are played."""
+    words = ["verify", "--bisect", "--repro", "none", "--steps", "1"]
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(pool, "usable_cores", lambda: 1)
+    right = build(planned(tmp_path), tmp_path / "right", BuildOptions("tvm"))
+    assert main([*words, str(right)]) == 0
+    assert "graphs of 1 stage compiled by tvm" in capsys.readouterr().out
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "other"))
+    monkeypatch.setitem(elements.POINTWISE, "relu", lambda f, a, x: x)
+    wrong = build(planned(tmp_path), tmp_path / "wrong", BuildOptions("tvm"))
+    assert main([*words, str(wrong)]) == 5
+    said = capsys.readouterr()
+    assert re.search(r"first wrong: s0.F/k\d+ \(.*relu\)", said.out), said.out + said.err
+    assert "%relu1 of place 0 of the mesh" in said.out
+    assert "Traceback" not in said.err

@@ -11,15 +11,18 @@ Expected results are float64 on the same rounded operands. A result may be as fa
 (penstock.verification.tolerance). Accumulated gradients start from drawn values, so that a sum that was overwritten
 shows.
 
+Where tensors are split, every rank of a stage's first team is judged by itself: its collectives have the interpreter's
+results, which all of the team together have (`PlayedExchange`).
+
 Limits: the first microbatch and the first batch; stages on GPUs that this host lacks are skipped, and reported as such.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,11 +31,15 @@ import numpy as np
 from penstock.backends.interface import StageProgram, stage_graphs
 from penstock.backends.numpy_backend import SlotStore, array_of, tensor_of
 from penstock.backends.registry import backend_of
-from penstock.ir.graph import MICROBATCH, Graph, Module, Op, Slot, signature, slot_of
-from penstock.ir.interpreter.graphs import Noise, run_graph
+from penstock.ir.collective_calls import CollectiveCall
+from penstock.ir.graph import COORDINATE, MICROBATCH, Graph, Module, Op, Slot, Value, graph_stage, signature, slot_of
+from penstock.ir.interpreter.graphs import Noise, run_member
 from penstock.ir.interpreter.ops import F64, TYPED, Array, array_dtype
 from penstock.ir.interpreter.recurrence import microbatches_of
-from penstock.ir.interpreter.schedules import run_schedule
+from penstock.ir.interpreter.schedules import run_schedule, watch_ranks
+from penstock.ir.interpreter.store import as_value
+from penstock.ir.ops import EXCHANGES
+from penstock.ir.sharding.tiles import cut
 from penstock.ir.types import FLOATS, TensorType, numpy_dtype
 from penstock.passes.kernels.divide import kernels_of
 from penstock.support.errors import UsageError
@@ -55,6 +62,24 @@ class GraphCall:
     graph: Graph
     ins: Mapping[str, Array]
     slots: Mapping[Slot, Array]
+    # Results of collectives, by name.
+    answers: Mapping[str, Array] = field(default_factory=dict)
+    unit: str = ""
+
+
+class PlayedExchange:
+    """The exchange of a rank without its team: collectives have the results that the interpreter has."""
+
+    def __init__(self) -> None:
+        self.answers: Mapping[str, Array] = {}
+
+    def begin(self, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the result of a collective."""
+        value = call.op.outs[0]
+        out.copy_(tensor_of(_typed(self.answers[value.name], value.type)))
+
+    def wait(self, call: CollectiveCall) -> None:
+        """Wait for nothing."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +106,13 @@ def first_kernel(
     calls = recorded_calls(module, weights, batches[0])
     verdicts: list[KernelVerdict] = []
     for stage in module.stages:
+        exchange = PlayedExchange()
         try:
-            loaded = program.load(stage.index)
+            loaded = program.load(stage.index, exchange)
         except UsageError as error:
             verdicts.append(KernelVerdict(stage.index, 0, Errors(), None, passed_over=error.what))
             continue
-        verdict = _judge_stage(module, stage.index, loaded, program.backend, calls, tolerance)
+        verdict = _judge_stage(module, stage.index, loaded, program.backend, calls, tolerance, exchange)
         verdicts.append(verdict)
         if verdict.first is not None:
             break
@@ -98,16 +124,19 @@ def _judge_stage(
     stage: int,
     program: StageProgram,
     backend: str,
-    calls: Mapping[str, GraphCall],
+    calls: Mapping[str, Sequence[GraphCall]],
     tolerance: float | None,
+    exchange: PlayedExchange,
 ) -> KernelVerdict:
     errors = Errors()
-    calls_of_stage = [calls[graph.name] for graph in stage_graphs(module, stage) if graph.name in calls]
+    calls_of_stage = [call for graph in stage_graphs(module, stage) for call in calls.get(graph.name, ())]
     for count, call in enumerate(calls_of_stage, 1):
+        exchange.answers = call.answers
         call_errors, spot = compare(program, call, tolerance)
         errors += call_errors
         if spot is not None:
-            say(f"stage {stage}: {spot.tensor} of @{call.graph.name} is off; comparing its kernels one by one")
+            here = f" of {call.unit}" if call.unit else ""
+            say(f"stage {stage}: {spot.tensor} of @{call.graph.name}{here} is off; comparing its kernels one by one")
             alone = first_alone(module, stage, call, backend, tolerance)
             return KernelVerdict(
                 stage, count, errors, spot if alone is None else alone[0], None if alone is None else alone[1]
@@ -118,28 +147,79 @@ def _judge_stage(
 # ------------------------------------------------------------------------------------------------ arguments of graphs
 
 
-def recorded_calls(module: Module, weights: Mapping[str, Array], batch: Mapping[str, Array]) -> dict[str, GraphCall]:
-    """Return the first call of every stage graph in an interpreted run of one batch."""
-    values: dict[tuple[str, int], Array] = {}
-    reads: dict[str, dict[Slot, Array]] = {}
-    numbers: dict[str, int] = {}
+def recorded_calls(
+    module: Module, weights: Mapping[str, Array], batch: Mapping[str, Array]
+) -> dict[str, list[GraphCall]]:
+    """Return the first calls of every stage graph in an interpreted run of one batch: one, or where tensors are split
+    one for every rank of the stage's first team."""
+    if not module.is_local:
+        alone = _Recorder(module, batch)
+        run_schedule(module, weights, [batch], watch=alone.watch)
+        return {call.graph.name: [call] for call in alone.calls()}
+    assert module.schedule is not None
+    teams = [teams[0] for teams in module.schedule.teams().values()]
+    # Values travel between ranks of one place, which lie alike.
+    recorders = [_Recorder(module, batch, place) for place in range(len(teams[0]))]
+    places = {rank: recorders[place] for team in teams for place, rank in enumerate(team)}
 
-    def watch(name: str, number: int, op: Op, results: tuple[Array, ...]) -> None:
-        slot = slot_of(op)
-        if numbers.setdefault(name, number) == number and slot is not None and results:
-            reads.setdefault(name, {}).setdefault(slot, np.array(results[0]))
-        for value, array in zip(op.outs, results, strict=True):
-            values.setdefault((value.name, number), np.array(array))
+    def watch(rank: int, name: str, number: int, op: Op, results: tuple[Array, ...]) -> None:
+        if rank in places:
+            places[rank].watch(name, number, op, results)
 
-    run_schedule(module, weights, [batch], watch=watch)
-    for k, part in enumerate(microbatches_of(module, batch)):
-        values |= {(name, k): np.asarray(array) for name, array in part.items()} | {(MICROBATCH, k): np.array(k)}
-    recorded = {}
-    for name, graph in module.graphs.items():
-        if name in numbers:
-            ins = {v.name: _typed(values[v.name, numbers[name]], v.type) for v in graph.ins}
-            recorded[name] = GraphCall(graph, ins, recorded_slots(module, graph, reads.get(name, {})))
+    watch_ranks(module, weights, [batch], watch)
+    recorded: dict[str, list[GraphCall]] = {}
+    for call in [call for recorder in recorders for call in recorder.calls()]:
+        recorded.setdefault(call.graph.name, []).append(call)
     return recorded
+
+
+class _Recorder:
+    """The values of an interpreted run, and the first call of every graph: of all ranks, or of those of one place in a
+    team."""
+
+    def __init__(self, module: Module, batch: Mapping[str, Array], place: int | None = None) -> None:
+        self.module, self.place = module, place
+        self.values: dict[tuple[str, int], Array] = {}
+        self.reads: dict[str, dict[Slot, Array]] = {}
+        self.numbers: dict[str, int] = {}
+        self.parts = list(microbatches_of(module, batch))
+
+    def watch(self, name: str, number: int, op: Op, results: tuple[Array, ...]) -> None:
+        """Keep the results of an operation."""
+        slot = slot_of(op)
+        if self.numbers.setdefault(name, number) == number and slot is not None and results:
+            self.reads.setdefault(name, {}).setdefault(slot, np.array(results[0]))
+        for value, array in zip(op.outs, results, strict=True):
+            self.values.setdefault((value.name, number), np.array(array))
+
+    def calls(self) -> Iterator[GraphCall]:
+        """Yield the calls of all graphs that ran."""
+        for name, graph in self.module.graphs.items():
+            if (number := self.numbers.get(name)) is None:
+                continue
+            values = {v.name: self.values[v.name, number] for v in self._made(graph, number)} | self._fed(graph, number)
+            ins = {v.name: _typed(values[v.name], v.type) for v in graph.ins}
+            answers = {v.name: values[v.name] for op in graph.ops if op.kind in EXCHANGES for v in op.outs}
+            slots = recorded_slots(self.module, graph, self.reads.get(name, {}))
+            yield GraphCall(graph, ins, slots, answers, "" if self.place is None else f"place {self.place} of the mesh")
+
+    def _made(self, graph: Graph, number: int) -> Iterator[Value]:
+        """Yield the values of a graph that operations made."""
+        every = (*graph.ins, *(v for op in graph.ops for v in op.outs))
+        yield from (v for v in every if (v.name, number) in self.values)
+
+    def _fed(self, graph: Graph, number: int) -> dict[str, Array]:
+        """Return what a graph takes from outside."""
+        fed: dict[str, Array] = {MICROBATCH: np.array(number)}
+        if number < len(self.parts):
+            fed |= {name: np.asarray(array) for name, array in self.parts[number].items()}
+        stage = graph_stage(graph.name)
+        if self.place is None or stage is None:
+            return fed
+        mesh, types = self.module.mesh_of(stage), {v.name: v.type for v in self.module.inputs}
+        parts = {name: cut(array, types[name], mesh, self.place) for name, array in fed.items() if name in types}
+        at = {f"{COORDINATE}{axis}": np.array(i) for axis, i in mesh.coordinates(self.place).items()}
+        return fed | parts | at
 
 
 def recorded_slots(module: Module, graph: Graph, reads: Mapping[Slot, Array]) -> dict[Slot, Array]:
@@ -147,12 +227,13 @@ def recorded_slots(module: Module, graph: Graph, reads: Mapping[Slot, Array]) ->
     buffers: dict[Slot, Array] = {}
     shared: dict[str, Array] = {}
     for slot in signature(graph).slots:
-        var = module.vars[slot.var]
-        array = reads[slot] if slot in reads else _noise(var.type, slot.var)
+        var, stage = module.vars[slot.var], graph_stage(graph.name)
+        kind = var.type if stage is None else module.local_type(var.type, stage)
+        array = reads[slot] if slot in reads else _noise(kind, slot.var)
         if slot.slot and var.versions == 1:
             read = next((reads[s] for s in reads if s.var == slot.var and s.slot), array)
-            array = shared.setdefault(slot.var, _typed(read, var.type))
-        buffers[slot] = array if slot.slot and var.versions == 1 else _typed(array, var.type)
+            array = shared.setdefault(slot.var, _typed(read, kind))
+        buffers[slot] = array if slot.slot and var.versions == 1 else _typed(array, kind)
     return buffers
 
 
@@ -189,7 +270,7 @@ def compare(program: StageProgram, call: GraphCall, tolerance: float | None) -> 
             error = min(relative_error(computed[key], array) for array in references)
         errors += Errors.of(error, allowed)
         if first is None and not error <= allowed.error:
-            first = Spot(graph.name, op, tensor, "", error, allowed)
+            first = Spot(graph.name, op, tensor, call.unit, error, allowed)
     return errors, first
 
 
@@ -205,9 +286,22 @@ def _interpreted(call: GraphCall, precision: str, noise: Noise | None = None) ->
     copies: dict[int, Array] = {}
     slots = {slot: copies.setdefault(id(array), _held(array, precision)) for slot, array in call.slots.items()}
     store = SlotStore(slots)
-    results = run_graph(call.graph, call.ins, store, precision, noise=noise)
+    results = _run(call, store, precision, noise=noise)
     store.finish()
     return {v.name: array for v, array in zip(call.graph.results, results, strict=True)} | slots
+
+
+def _run(
+    call: GraphCall,
+    store: SlotStore,
+    precision: str,
+    watch: Callable[[Op, tuple[Array, ...]], None] | None = None,
+    noise: Noise | None = None,
+) -> list[Array]:
+    def meet(op: Op, operand: Array) -> Array:
+        return as_value(_typed(call.answers[op.outs[0].name], op.outs[0].type), op.outs[0], precision)
+
+    return run_member(call.graph, call.ins, store, meet, precision, watch, noise)
 
 
 def _held(array: Array, precision: str) -> Array:
@@ -258,14 +352,16 @@ def kernel_calls(call: GraphCall) -> Iterator[tuple[str, GraphCall]]:
     def keep(op: Op, results: tuple[Array, ...]) -> None:
         values.update((v.name, array) for v, array in zip(op.outs, results, strict=True))
 
-    run_graph(
-        call.graph, call.ins, SlotStore({slot: _held(array, F64) for slot, array in call.slots.items()}), F64, keep
-    )
+    _run(call, SlotStore({slot: _held(array, F64) for slot, array in call.slots.items()}), F64, keep)
     for kernel in kernels_of(call.graph):
+        if any(op.kind in EXCHANGES for op in kernel.ops):
+            continue
         ins = {v.name: _typed(values[v.name], v.type) for v in kernel.body.ins}
         yield (
             kernel.name,
-            GraphCall(kernel.body, ins, {slot: call.slots[slot] for slot in signature(kernel.body).slots}),
+            GraphCall(
+                kernel.body, ins, {slot: call.slots[slot] for slot in signature(kernel.body).slots}, unit=call.unit
+            ),
         )
 
 

@@ -278,9 +278,6 @@ class _TrailSearch:
         module, program = self.trail.steps[-1].module, self.trail.compiled
         if program is None or program.backend == "numpy" or module.schedule is None:
             return
-        if module.is_local:
-            say("kernels are not compared one by one: a graph of split tensors is run by all devices of its mesh")
-            return
         verdicts = first_kernel(module, program, self.trial.weights, self.trial.batches, self.options.tolerance)
         if self.model_trial is not self.trial and verdicts[-1].first is None:
             verdicts = first_kernel(
@@ -307,7 +304,7 @@ class _TrailSearch:
         assert self.options.repro is not None
         assert self.trail.compiled is not None
         assert verdict.first is not None
-        if verdict.alone is None:
+        if verdict.alone is None or self.trail.steps[-1].module.is_local:
             return None
         module, options = self.trail.steps[-1].module, self.options
         return reproducer.of_kernel(

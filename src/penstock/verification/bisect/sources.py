@@ -26,7 +26,7 @@ from .steps import WRITTEN, CompiledStages, Original, Trail, TrailStep
 
 if TYPE_CHECKING:
     from penstock.backends.bundle.format import Bundle
-    from penstock.backends.interface import StageProgram
+    from penstock.backends.interface import Exchange, StageProgram
     from penstock.ir.graph import Module
     from penstock.planning.model import Model
     from penstock.planning.plan import Plan
@@ -132,9 +132,10 @@ class _Bundled:
     def backend(self) -> str:
         return self.bundle.manifest.backend
 
-    def load(self, stage: int) -> StageProgram:
+    def load(self, stage: int, exchange: Exchange | None = None) -> StageProgram:
         threads = min(rank.threads for rank in self.bundle.manifest.ranks)
-        return backend_of(self.backend).load_stage(self.bundle.module, stage, self.bundle.stage_files(stage), threads)
+        module, files = self.bundle.module, self.bundle.stage_files(stage)
+        return backend_of(self.backend).load_stage(module, stage, files, threads, exchange=exchange)
 
 
 # ------------------------------------------------------------------------------------------------ models
@@ -200,12 +201,13 @@ class _Compiled:
     folder: Path
     loaded: dict[int, StageProgram] = field(default_factory=dict)
 
-    def load(self, stage: int) -> StageProgram:
+    def load(self, stage: int, exchange: Exchange | None = None) -> StageProgram:
         if stage not in self.loaded:
             maker = backend_of(self.backend)
             maker.check_host(self.module, stage)
             names = maker.compile_stages(self.module, [stage], self.folder)[stage]
-            self.loaded[stage] = maker.load_stage(self.module, stage, [self.folder / name for name in names])
+            files = [self.folder / name for name in names]
+            self.loaded[stage] = maker.load_stage(self.module, stage, files, exchange=exchange)
         return self.loaded[stage]
 
 

@@ -11,7 +11,7 @@ from penstock.ir.interpreter.ops import Array
 from penstock.support.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.backends.interface import StageProgram
+    from penstock.backends.interface import Exchange, StageProgram
 
 
 # The call of a module that no pass made now.
@@ -47,7 +47,7 @@ class CompiledStages(Protocol):
     @property
     def backend(self) -> str: ...
 
-    def load(self, stage: int) -> StageProgram: ...
+    def load(self, stage: int, exchange: Exchange | None = None) -> StageProgram: ...
 
 
 @dataclass(frozen=True)
