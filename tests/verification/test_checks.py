@@ -11,6 +11,7 @@ import pytest
 
 from penstock.commands.parser import main
 from penstock.models import write_mlp
+from penstock.support import terminal
 from penstock.verification import checks
 from penstock.verification.verdicts import Judge
 
@@ -36,6 +37,22 @@ def test_scalar_outputs_by_names_of_the_model(tmp_path: Path, capsys: pytest.Cap
         assert ": the mean" in said or said.rstrip().endswith("the mean")
         assert "the_mean" not in told + said, "no name of the IR"
         assert "inf " not in told
+
+
+def test_what_takes_seconds_shows_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operations that take longer than people wait are counted. Control: where people wait longer, nothing is said."""
+    write_mlp(tmp_path / "m.onnx", [6, 8, 3], 4, seed=2)
+    words = ["verify", str(tmp_path / "m.onnx"), "--backend", "numpy"]
+    said = []
+    for patience in (0.0, 60.0):
+        monkeypatch.setattr(checks, "PATIENCE", patience)
+        monkeypatch.setattr(terminal, "PLAIN_EVERY", 0.0)
+        assert main(words) == 0
+        said.append(re.findall(r"verify \d+/\d+ operations in float64", capsys.readouterr().err))
+    assert said[0]
+    assert not said[1]
 
 
 def test_losses_may_be_off_by_what_roundings_grow_to(

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 
 from .words import counted, shortened, visible, visible_lines
 
+# Work that ends within so many seconds needs no progress.
+PATIENCE = 2.0
 PLAIN_EVERY = 5.0
 _STDERR = 2
 # How long a reader of stderr may take before it counts as gone, where writing does not wait for it.
@@ -120,13 +122,16 @@ class StatusLine:
 class Progress:
     """A progress line, called with (done, total, what).
 
-    On a terminal the line is rewritten; otherwise there is a line every few seconds, and the last one.
+    On a terminal the line is rewritten; otherwise there is a line every few seconds, and the last one. Work that ends
+    within `after` seconds has none.
     """
 
-    def __init__(self, task: str, quiet: bool = False) -> None:
-        self.task, self._line = task, StatusLine(quiet)
+    def __init__(self, task: str, quiet: bool = False, after: float = 0.0) -> None:
+        self.task, self._line, self._begin = task, StatusLine(quiet), time.monotonic() + after
 
     def __call__(self, done: int, total: int, what: str) -> None:
+        if time.monotonic() < self._begin:
+            return
         finished = done >= total
         if finished or self._line.due:
             self._line.show(f"{self.task} {done}/{total} {what}")

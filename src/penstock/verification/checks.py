@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,7 @@ from penstock.planning.build import build
 from penstock.planning.model import from_onnx
 from penstock.planning.options import BuildOptions
 from penstock.support.errors import UsageError, VerifyError
-from penstock.support.terminal import onnxruntime_warnings_counted, say
+from penstock.support.terminal import PATIENCE, Progress, onnxruntime_warnings_counted, say
 from penstock.support.words import counted
 
 from .bisect.original import OnnxOriginal, first_difference
@@ -216,9 +217,21 @@ def _runs(
     `rounding` is the graph with more roundings, where there are some.
     """
 
+    progress = Progress("verify", after=PATIENCE)
+
     def run(graph: Graph, precision: str, noise: Noise | None = None) -> dict[str, np.ndarray]:
+        done = count(1)
+        what = "operations, rounded as their types say" if precision == TYPED else "operations in float64"
+
+        def watch(op: Op, results: tuple[np.ndarray, ...]) -> None:
+            # A run may be short, and is followed by others: its end is worth no line.
+            progress(min(next(done), len(graph.ops) - 1), len(graph.ops), f"{what}, with noise" if noise else what)
+            if keep is not None and precision != TYPED and noise is None:
+                keep(op, results)
+
         store = DictStore(initial_arrays(module, weights, list(module.vars), precision))
-        results = run_graph(graph, inputs, store, precision, None if noise or precision == TYPED else keep, noise)
+        results = run_graph(graph, inputs, store, precision, watch, noise)
+        progress.close()
         return {v.name: np.asarray(x) for v, x in zip(graph.results, results, strict=True)}
 
     rounding = rounding or graph

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import textwrap
-import time
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from penstock.support.errors import UsageError
-from penstock.support.terminal import Progress, say, table, terminal_width
+from penstock.support.terminal import PATIENCE, Progress, say, table, terminal_width
 from penstock.support.words import shown_bytes
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 # A gap of a millionth counts as proof of an optimum.
 PROVEN = 2e-6
 _OWN = ("workload", "objective", "contiguous", "any")
-_WAIT = 2.0
 
 
 def check(arguments: Namespace) -> None:
@@ -56,7 +54,12 @@ def run(arguments: Namespace) -> None:
     from penstock.passes.placement.workload import load_workload  # lazy: heavy
 
     workload = load_workload(arguments.workload)
-    progress = _Patient()
+    line = Progress("plan", after=PATIENCE)
+
+    def progress(done: int, total: int, what: str) -> None:
+        """Show how far a search is. Searches follow each other, so none of them ends the line."""
+        line(min(done, total - 1), total, what)
+
     objective = arguments.objective or "throughput"
     if objective == "latency":
         placement = place_for_latency(workload.problem, progress=progress)
@@ -64,28 +67,13 @@ def run(arguments: Namespace) -> None:
         placement = split_freely(workload.problem, progress=progress)
     else:
         placement = split_contiguously(workload.problem, progress=progress)
-    progress.close()
+    line.close()
     if arguments.json:
         print(json.dumps(as_json(workload, placement, objective, not arguments.any)))
     else:
         print(as_text(workload, placement, objective, not arguments.any))
         for note in placement.notes:
             say(note)
-
-
-class _Patient:
-    """The progress of work that takes longer than two seconds."""
-
-    def __init__(self) -> None:
-        self._begin, self._line, self._shown = time.monotonic(), Progress("plan"), False
-
-    def __call__(self, done: int, total: int, what: str) -> None:
-        if time.monotonic() - self._begin >= _WAIT:
-            # Searches follow each other, so none of them ends the line.
-            self._line(min(done, total - 1), total, what)
-
-    def close(self) -> None:
-        self._line.close()
 
 
 def as_json(workload: Workload, placement: Placement, objective: str, contiguous: bool) -> dict[str, object]:
