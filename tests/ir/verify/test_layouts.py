@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from oracles.sharding.spatial_case import spatial_case
 from oracles.sharding.team_runs import differences
 from oracles.sharding.training_case import training_case
 
@@ -14,7 +15,7 @@ from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify.verifier import check
 from penstock.support.errors import VerifyError
 
-case = cache(training_case)
+case, pictures = cache(training_case), cache(spatial_case)
 
 
 def changed(module: Module, before: str, after: str) -> Module:
@@ -161,6 +162,41 @@ def test_a_mutation_is_found_by_comparison(name: str) -> None:
     check(local, ("typed", "local"))
     found = differences(case(), local)
     assert found[:1] == [first]
+
+
+# The same of pictures that are split along their height.
+FOUND_IN_PICTURES = {
+    "a shift the other way": ("shift(%x.slice, by=1, over=a)", "shift(%x.slice, by=-1, over=a)", "%c"),
+    "strips in the wrong order": (
+        "concat(%local.number.6.less_equal.and.where, %local.places.add.reshape.less.where, %x.slice.1.shift, axis=2)",
+        "concat(%x.slice.1.shift, %local.places.add.reshape.less.where, %local.number.6.less_equal.and.where, axis=2)",
+        "%c",
+    ),
+    "a missing mask above the picture": (
+        "where(%local.number.6.less_equal.and, %h.slice.shift, %local.number.9)",
+        "reshape(%h.slice.shift, shape=[2,2,1,4])",
+        "%y",
+    ),
+    "a missing mask of padded rows": (
+        "where(%local.places.add.reshape.less, %h, %local.number.8)",
+        "reshape(%h, shape=[2,2,4,4])",
+        "%y",
+    ),
+    "a row too early": (
+        "slice(%h, start=[0,0,3,0], stop=[2,2,4,4], step=[1,1,1,1])",
+        "slice(%h, start=[0,0,2,0], stop=[2,2,3,4], step=[1,1,1,1])",
+        "%y",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND_IN_PICTURES)
+def test_a_mutation_of_a_split_picture_is_found_by_comparison(name: str) -> None:
+    before, after, first = FOUND_IN_PICTURES[name]
+    assert differences(pictures()) == []
+    local = changed(pictures().local, before, after)
+    check(local, ("typed", "local"))
+    assert differences(pictures(), local)[:1] == [first]
 
 
 def test_parts_of_variables_of_another_rank_are_found() -> None:
