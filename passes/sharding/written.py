@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.passes.sharding.styles.modules import ABOUT_MODULE
-from penstock.passes.sharding.styles.torch_styles import StyleTexts
+from penstock.passes.sharding.styles.torch_styles import COLWISE, ROWWISE, StyleTexts
 from penstock.support.errors import UsageError
 
 PRESET = "preset:"
@@ -35,11 +35,9 @@ def layouts_of(given: str | Path | Sequence[str] | Mapping[str, Any] | None, axi
 
 
 def _from_text(entry: str) -> Iterator[str]:
-    name, _, style = entry.rpartition("=")
+    entry = _with_axis(entry)
     if entry.startswith(PRESET) or ABOUT_MODULE.fullmatch(entry) or entry.endswith("]"):
         yield entry
-    elif name and style in ("Colwise", "Rowwise"):
-        yield f"{entry}/tp"
     elif entry.endswith(".toml"):
         yield from _from_file(Path(entry))
     else:
@@ -47,6 +45,11 @@ def _from_text(entry: str) -> Iterator[str]:
             f"{entry!r} is no layout",
             hint="give FILE.toml, preset:NAME or PATTERN=[DIMENSION,...], such as 'w=[_,/tp]'",
         )
+
+
+def _with_axis(text: str) -> str:
+    """Return the text of a style with the axis that it splits over."""
+    return f"{text}/tp" if text.rpartition("=")[2] in (COLWISE, ROWWISE) else text
 
 
 def _from_file(path: Path) -> Iterator[str]:
@@ -67,7 +70,7 @@ def _from_file(path: Path) -> Iterator[str]:
     for pattern, layout in layouts.items():
         if not isinstance(layout, str):
             raise UsageError(f"the layout of {pattern!r} is {layout!r}", where=str(path), hint='write "[_,/tp]"')
-        yield f"{pattern}={layout}"
+        yield _with_axis(f"{pattern}={layout}")
     for name in presets:
         yield PRESET + name
 

@@ -30,6 +30,8 @@ def test_one_plan_in_several_forms_is_one_list_of_layouts(tmp_path: Path) -> Non
     assert {layouts_of(form) for form in forms} == {TEXTS}
     styles = ({"a.fc1": ColwiseParallel(), "a.fc2": "Rowwise"}, ["a.fc1=Colwise", "a.fc2=Rowwise"])
     assert {layouts_of(form) for form in styles} == {("a.fc1=Colwise/tp", "a.fc2=Rowwise/tp")}
+    file.write_text('[layouts]\n"a.fc1" = "Colwise"\n"a.fc2" = "Rowwise"\n"a.ln" = "out:[_,/tp,...]"\n')
+    assert layouts_of(file) == ("a.fc1=Colwise/tp", "a.fc2=Rowwise/tp", "a.ln=out:[_,/tp,...]")
     assert layouts_of(styles[0], axis="x") == ("a.fc1=Colwise/x", "a.fc2=Rowwise/x")
 
 
