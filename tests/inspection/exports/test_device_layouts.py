@@ -98,6 +98,9 @@ def test_the_command_needs_no_flags_for_it(models, tmp_path, capsys):
     said = capsys.readouterr()
     assert "mesh dp=2, tp=2: " in said.out
     assert "configuration 'dp=2,tp=2' of the model lays 15 tensors out over 4 devices" in said.err
+    # What is asked for goes before: a note says what is not followed.
+    assert main(["plan", str(path), *flags, "--replicas", "2"]) == 0
+    assert "are not followed: it is for 4 devices of a stage, 2 replicas are asked for" in capsys.readouterr().out
     assert main(["plan", str(path), *flags, "--hints", "ignore"]) == 0
     assert "mesh " not in capsys.readouterr().out
 

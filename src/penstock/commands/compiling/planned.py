@@ -53,7 +53,8 @@ def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
     model = source.loader(feedback)(None)
     _report(model)
     options = settings_from(PlanOptions, arguments)
-    if options.hints and not any((arguments.cluster, arguments.devices, options.mesh, options.shard, options.stages)):
+    asked = (arguments.cluster, arguments.devices, arguments.replicas, options.mesh, options.shard, options.stages)
+    if options.hints and not any(asked):
         cluster = _of_model(model, cluster)
     return plan_model(model, cluster, training, options, feedback)
 
