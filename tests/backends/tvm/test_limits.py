@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.backends.tvm.cuda.target import device_machine
+from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.backends.tvm.lower.plan import MOST_ELEMENTS
 from penstock.backends.tvm_backend import TvmBackend
 from penstock.ir.text import parse_module
@@ -65,3 +67,13 @@ def test_what_stays_inside_of_a_kernel_may_be_larger(tmp_path: Path) -> None:
     apart = parse_module(SUM.replace('"k0"', '"k1"', 1))
     with pytest.raises(UnsupportedModel, match="a : f32"):
         TvmBackend().compile_stages(apart, [0], tmp_path / "apart")
+
+
+def test_kernels_of_gpus_have_the_same_limit() -> None:
+    half = (MOST_ELEMENTS + 1) // 2
+    (graph,) = parse_module(TEXT.format(half=half)).graphs.values()
+    with pytest.raises(UnsupportedModel, match=r"(?s)more than 2147483647 elements:.*x : u8.*y : u8"):
+        plan_kernels(graph, device_machine("sm_90"))
+    # Control: one column less.
+    (fitting,) = parse_module(TEXT.format(half=half - 1)).graphs.values()
+    plan_kernels(fitting, device_machine("sm_90"))

@@ -18,7 +18,7 @@ from penstock.backends.tvm.compile.build import Built
 from penstock.backends.tvm.compile.pool import BuildError
 from penstock.backends.tvm.cuda import build as cuda_build
 from penstock.backends.tvm.cuda.compiler import DRIVER_SYMBOLS
-from penstock.backends.tvm.run.machine import load_cuda_runtime
+from penstock.backends.tvm.run.runtime_library import load_cuda_runtime
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Graph, Module, Stage
 from penstock.ir.ops import make
