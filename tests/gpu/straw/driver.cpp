@@ -83,6 +83,7 @@ std::vector<std::string> report;
 std::string last;
 int sticky = OK;
 uint64_t allocations = 0, waits_done = 0, tasks_done = 0;
+std::vector<unsigned> blocks_at_waits;
 std::map<int, size_t> used;
 thread_local int current = 0;
 thread_local int recent = OK;
@@ -90,6 +91,13 @@ thread_local int recent = OK;
 int device_count() { const char* n = getenv("STRAW_DEVICES"); return n ? atoi(n) : 1; }
 int capability() { const char* n = getenv("STRAW_CAPABILITY"); return n ? atoi(n) : 90; }
 
+void log_line(const std::string& line) {
+  const char* path = getenv("STRAW_LOG");
+  FILE* file = path ? fopen(path, "a") : nullptr;
+  if (!file) return;
+  fprintf(file, "%s\n", line.c_str());
+  fclose(file);
+}
 std::string spelled(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string spelled(const char* format, ...) {
   char text[512];
@@ -212,13 +220,17 @@ void run_to(Stream* stream, uint64_t position) {
     stream->done++;
   }
 }
-int wait_for(Stream* stream) {
+void count_wait() {
   waits_done++;
+  if (live.size()) blocks_at_waits.push_back(live.size());
+}
+int wait_for(Stream* stream) {
+  count_wait();
   run_to(stream, stream->queued);
   return recent = sticky;
 }
 int wait_for_device(int device) {
-  waits_done++;
+  count_wait();
   for (Stream* stream : streams) if (stream->device == device) run_to(stream, stream->queued);
   return recent = sticky;
 }
@@ -292,6 +304,7 @@ int straw_fault(int code, const char* kind, const char* text) {
   LOCKED;
   last = std::string(kind) + ": " + text;
   report.push_back(last);
+  log_line(last);
   if (code == ILLEGAL_ADDRESS) sticky = code;
   return recent = code;
 }
@@ -308,6 +321,14 @@ size_t straw_report(char* text, size_t size, int blocks) {
       all += spelled("leak: block %lu of %zu bytes on device %d\n", block.number, block.size, block.device);
   snprintf(text, size, "%s", all.c_str());
   return all.size();
+}
+// What a process logs when it ends: waits, tasks, and the most blocks at any wait in each half of its waits.
+void straw_end() {
+  LOCKED;
+  for (auto& [_, block] : live) look_around(block, "at the end");
+  size_t most[2] = {0, 0}, count = blocks_at_waits.size();
+  for (size_t i = 0; i < count; i++) { size_t& m = most[2 * i >= count]; if (blocks_at_waits[i] > m) m = blocks_at_waits[i]; }
+  if (tasks_done) log_line(spelled("blocks %lu %lu %zu %zu", waits_done, tasks_done, most[0], most[1]));
 }
 void straw_clear() {
   LOCKED;

@@ -5,9 +5,11 @@ Only what the product asks of torch is there. Nothing of the product is changed.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import uuid
+import weakref
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
@@ -66,14 +68,12 @@ def _synchronize(device: Any = None) -> None:
 
 
 def _pinned(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return pinned memory, which is not given back: a test has few of them."""
+    """Return a tensor in pinned memory."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     address = devices().allocate(max(nbytes, 1), -1)
-    return (
-        torch.frombuffer((ctypes.c_char * max(nbytes, 1)).from_address(address), dtype=torch.uint8)[:nbytes]
-        .view(dtype)
-        .view(shape)
-    )
+    memory = (ctypes.c_char * max(nbytes, 1)).from_address(address)
+    weakref.finalize(memory, devices().runtime.cudaFreeHost, address)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype).view(shape)
 
 
 def _factory(before: Callable[..., Any], finish: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -109,6 +109,8 @@ def _to(before: Callable[..., Any], self: torch.Tensor, *args: Any, **options: A
 
 def install(folder: Path) -> Devices:
     """Load the libraries in a folder, and let torch have their devices."""
+    if torch_device.installed():
+        return devices()
     runtime = libraries.load(folder)
     state = Devices(runtime)
     torch_device.put(state)
@@ -135,4 +137,13 @@ def install(folder: Path) -> Devices:
     torch.Tensor.pin_memory = lambda self, device=None: _pinned(self.shape, self.dtype).copy_(self)  # type: ignore[method-assign]
     torch.Tensor.is_pinned = lambda self, device=None: is_pinned(self)  # type: ignore[method-assign]
     torch.utils.dlpack.from_dlpack = partial(exchange.from_dlpack, before=torch.utils.dlpack.from_dlpack)
+    end = os._exit
+
+    def exit_with_log(code: int) -> None:
+        # Ranks end so, without anything that runs at the end of a process.
+        runtime.straw_end()
+        end(code)
+
+    os._exit = exit_with_log  # type: ignore[assignment]
+    atexit.register(runtime.straw_end)
     return state

@@ -42,7 +42,7 @@ def environment(folder: Path, devices: int = 1) -> dict[str, str]:
         **os.environ,
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "LD_LIBRARY_PATH": str(folder),
-        "PYTHONPATH": str(TESTS),
+        "PYTHONPATH": f"{HERE / 'site'}{os.pathsep}{TESTS}",
         "STRAW": str(folder),
         "STRAW_DEVICES": str(devices),
         "OMP_NUM_THREADS": "1",
@@ -62,6 +62,7 @@ def load(folder: Path) -> ctypes.CDLL:
     runtime.cudaMemcpyAsync.argtypes = [pointer, pointer, size, ctypes.c_int, pointer]
     runtime.cudaStreamSynchronize.argtypes = [pointer]
     runtime.cudaFree.argtypes = [pointer]
+    runtime.cudaFreeHost.argtypes = [pointer]
     runtime.cudaMalloc.argtypes = [pointer, size]
     runtime.cudaGetErrorString.restype = ctypes.c_char_p
     return runtime

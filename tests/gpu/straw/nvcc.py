@@ -6,6 +6,8 @@ is started as a program of its own, with tests/ on its path.
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,6 +16,15 @@ from pathlib import Path
 from oracles.cuda.threads import FLAGS, translated
 
 _ARCHITECTURES = ("sm_80", "sm_90")
+
+
+def _unguarded(source: str) -> str:
+    """Return the source without the bounds of kernels that have a word in them; tests ask for this fault."""
+    word = os.environ.get("STRAW_UNGUARDED")
+    if not word:
+        return source
+    head, *kernels = source.split('extern "C"')
+    return 'extern "C"'.join([head, *(re.sub(r"if \(.*\) \{", "{", k) if word in k else k for k in kernels)])
 
 
 def main(arguments: list[str]) -> int:
@@ -26,7 +37,7 @@ def main(arguments: list[str]) -> int:
         out, source = arguments[arguments.index("-o") + 1 :]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernels.cpp"
-            path.write_text(translated(Path(source).read_text()))
+            path.write_text(translated(_unguarded(Path(source).read_text())))
             return subprocess.run(["g++", *FLAGS, "-o", out, str(path)], check=False).returncode
     return 0
 

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from .install import install
+import numpy as np
+import torch  # brings the devices of straw  # noqa: F401
+from oracles.judge import wrong_results
+from samples import Sample, samples_of
+from tvm_ffi import get_global_func
 
-STRAW = install(Path(os.environ["STRAW"]))
+from penstock.backends.interface import CompileOptions
+from penstock.backends.tvm.cuda.build import build_graphs
+from penstock.backends.tvm.cuda.devices import find_device
+from penstock.backends.tvm.cuda.load import CudaProgram
 
-import numpy as np  # noqa: E402
-from oracles.judge import wrong_results  # noqa: E402
-from samples import Sample, samples_of  # noqa: E402
-from tvm_ffi import get_global_func  # noqa: E402
+from . import libraries
+from .torch_device import devices
 
-from penstock.backends.interface import CompileOptions  # noqa: E402
-from penstock.backends.tvm.cuda.build import build_graphs  # noqa: E402
-from penstock.backends.tvm.cuda.devices import find_device  # noqa: E402
-from penstock.backends.tvm.cuda.load import CudaProgram  # noqa: E402
-
-from . import libraries  # noqa: E402
+STRAW = devices()
 
 
 def main(folder: Path, kinds: list[str], most: int, library: str = "none") -> dict[str, object]:

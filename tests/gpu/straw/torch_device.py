@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
+
+from .attention import KERNELS
 
 _ADDRESS = ctypes.c_void_p
 _CALLBACK = ctypes.CFUNCTYPE(None, _ADDRESS)
@@ -95,8 +98,8 @@ class Devices:
         self._numbers, self._callback = itertools.count(1), _CALLBACK(self._run)
         runtime.straw_queue.argtypes = [_ADDRESS, ctypes.c_char_p, _CALLBACK, _ADDRESS, ctypes.c_int, _ADDRESS]
         self.failures: list[BaseException] = []
-        # A test that leaves a wait out puts something else here.
-        self.waits = True
+        # Faults that tests ask for: no copy to the host waits, or none to pinned memory.
+        self.waits, self._late = True, "STRAW_LATE" in os.environ
 
     @property
     def stream(self) -> int:
@@ -109,7 +112,7 @@ class Devices:
     def check(self, code: int) -> None:
         """Raise the error of a function of the runtime."""
         if self.failures:
-            raise self.failures.pop()
+            raise self.failures.pop(0)
         if code:
             raise RuntimeError(f"CUDA error: {self.runtime.cudaGetErrorString(code).decode()}")
 
@@ -203,9 +206,11 @@ class Devices:
         outs = [x for x in tree_leaves(made) if isinstance(x, DeviceTensor)]
         targets = [x.held for x in outs]
 
+        kernel = KERNELS.get(function, function)
+
         def work() -> None:
-            results = tree_leaves(function(*inputs, **options))
-            for target, result in zip(targets, [x for x in results if isinstance(x, torch.Tensor)], strict=True):
+            results = [x for x in tree_leaves(kernel(*inputs, **options)) if isinstance(x, torch.Tensor)]
+            for target, result in zip(targets, results, strict=kernel is function):
                 target.copy_(result)
 
         if "empty" not in function._schema.name:
@@ -220,7 +225,7 @@ class Devices:
             touched = on_device if to.index == source.index else [source]
             self.queue("copy", touched, lambda: target.copy_(origin))
             return to
-        late = non_blocking and is_pinned(to if origin is not source else source)
+        late = (non_blocking or self._late) and is_pinned(to if origin is not source else source)
         if origin is source and not late:
             # Pageable memory is taken over before the call returns.
             origin = source.clone()
@@ -249,6 +254,11 @@ _DEVICES: list[Devices] = []
 def devices() -> Devices:
     """Return the devices that were installed."""
     return _DEVICES[0]
+
+
+def installed() -> bool:
+    """Return whether this process has devices."""
+    return bool(_DEVICES)
 
 
 def put(state: Devices) -> None:

@@ -1,0 +1,53 @@
+"""Trainings by ranks in processes of their own, with stages on devices of straw, against the interpreter: the same losses, no fault, and no block more in
+later steps than in earlier ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+TOLERANCE = {"f32": 1e-5, "bf16": 2e-2}
+# The fields of training.Case.
+CASES = {
+    "processor and GPU, 2bw": {"devices": "cpu,sm_90", "schedule": "2bw"},
+    "GPU and processor, 1f1b": {"devices": "sm_90,cpu"},
+    "two stages on one GPU, 1f1b": {"devices": "sm_90,sm_90", "shared": True},
+    "two GPUs, 2bw": {"devices": "sm_90,sm_90", "schedule": "2bw"},
+    "replicas on two GPUs": {"devices": "sm_90,sm_90", "replicas": 2},
+    "two GPUs, bf16": {"devices": "sm_90,sm_90", "precision": "bf16"},
+    "convolutions on processor and GPU, 1f1b": {"model": "cnn"},
+    "convolutions on GPU and processor, 2bw": {"model": "cnn", "devices": "sm_90,cpu", "schedule": "2bw"},
+    "attention and products of torch, 1f1b": {"library": "torch"},
+    "attention and products of torch in bf16": {"library": "torch", "precision": "bf16"},
+    "convolutions of torch on two GPUs": {"model": "cnn", "devices": "sm_90,sm_90", "library": "torch"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [next(iter(CASES)), *(pytest.param(n, marks=pytest.mark.slow) for n in list(CASES)[1:])]
+)
+def test_a_device_of_straw_trains_like_the_interpreter(name: str, program: Callable[..., Any], tmp_path: Path) -> None:
+    case = CASES[name]
+    (said,) = program("training", tmp_path, json.dumps([case]), devices=2)
+    assert said["faults"] == []
+    assert np.allclose(said["losses"], said["expected"], rtol=TOLERANCE[case.get("precision", "f32")])
+    # A line for each process with a GPU.
+    assert len(said["blocks"]) == case.get("devices", "cpu,sm_90").count("sm_90")
+    for waits, tasks, earlier, later in said["blocks"]:
+        assert waits > 0
+        assert tasks > waits
+        assert later <= earlier
+
+
+@pytest.mark.slow
+def test_control_messages_that_are_sent_before_their_copy_is_done_are_noticed(
+    program: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A stage sends from pinned memory; here it does not wait for the copy into it."""
+    (said,) = program("training", tmp_path, json.dumps([{"devices": "sm_90,cpu"}]), STRAW_LATE="1")
+    assert not np.allclose(said["losses"], said["expected"], rtol=1e-2)

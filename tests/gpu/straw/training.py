@@ -1,0 +1,94 @@
+"""A program: trainings on devices of straw, by ranks in processes of their own, against the same trainings by the interpreter.
+
+In: a folder, and trainings as JSON. Out: a line of JSON: for each the losses of both, and what the drivers of its ranks report: faults, and per process
+the most blocks at any wait in the first and in the second half of its waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock import api
+from penstock.frontends.training import Training
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.training.optimizers import AdamW
+from penstock.models import write_cnn, write_gpt
+from penstock.runtime.job.run import run_bundle
+
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training. `devices` as Cluster.listed takes them; with `shared` all GPUs are the first one."""
+
+    model: str = "gpt"
+    devices: str = "cpu,sm_90"
+    schedule: str = "1f1b"
+    precision: str = "f32"
+    library: str = "none"
+    replicas: int = 1
+    shared: bool = False
+
+
+def write(name: str, folder: Path) -> api.Model:
+    """Write a small model."""
+    if name == "gpt":
+        path = write_gpt(folder / "gpt.onnx", layers=2, width=16, heads=2, vocab=20, positions=8)
+    else:
+        path = write_cnn(folder / "cnn.onnx", channels=(1, 4, 4), size=8)
+    return api.from_onnx(path, dims={"batch": 4})
+
+
+def losses(case: Case, cluster: Cluster, folder: Path, backend: str) -> list[float]:
+    """Train, and return the losses."""
+    folder.mkdir(parents=True)
+    training = Training(loss="cross_entropy", optimizer=AdamW(lr=1e-3), microbatches=4)
+    plan = api.plan(
+        write(case.model, folder),
+        cluster,
+        training,
+        schedule=case.schedule,
+        precision=case.precision,
+        cuda_libraries=case.library,
+        microbatches=4,
+        replicas=case.replicas,
+    )
+    bundle = api.compile(plan, folder / "bundle", backend=backend)
+    run_bundle(
+        bundle, data="synthetic", steps=STEPS, metrics=folder / "metrics.jsonl", checkpoint=folder / "checkpoint"
+    )
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def main(folder: Path, cases: list[Case]) -> list[dict[str, object]]:
+    """Run trainings; return what there is to say of each."""
+    said: list[dict[str, object]] = []
+    for number, case in enumerate(cases):
+        place, log = folder / str(number), folder / f"log{number}"
+        cluster = Cluster.listed(case.devices)
+        if case.shared:
+            devices = tuple(replace(d, gpu="0") if d.kind == "cuda" else d for d in cluster.devices)
+            cluster = replace(cluster, devices=devices)
+        os.environ["STRAW_LOG"] = str(log)
+        on_straw = losses(case, cluster, place / "straw", "tvm")
+        alike = Cluster.local(len(cluster.devices))
+        expected = losses(case, alike, place / "expected", "numpy")
+        lines = log.read_text().splitlines() if log.exists() else []
+        said.append(
+            {
+                "losses": on_straw,
+                "expected": expected,
+                "faults": [line for line in lines if not line.startswith("blocks")],
+                "blocks": [list(map(int, line.split()[1:])) for line in lines if line.startswith("blocks")],
+            }
+        )
+    return said
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), [Case(**case) for case in json.loads(sys.argv[2])])))
