@@ -339,6 +339,26 @@ def small_models() -> str:
     return markdown(*table_of(document["rows"])) + "\n"
 
 
+def split_training() -> str:
+    """What split training took in the committed run, beside torch and beside one process."""
+    sys.path.append(str(HERE.parent / "benchmarks"))
+    from machine import markdown
+    from tensor_parallel import table_of
+
+    document = json.loads((HERE.parent / "benchmarks/results/tensor_parallel.json").read_text(encoding="utf-8"))
+    return markdown(*table_of(document["rows"])) + "\n"
+
+
+def collective_times() -> str:
+    """What collectives took in the committed run."""
+    sys.path.append(str(HERE.parent / "benchmarks"))
+    from collectives import table_of
+    from machine import markdown
+
+    document = json.loads((HERE.parent / "benchmarks/results/collectives.json").read_text(encoding="utf-8"))
+    return markdown(*table_of(document["rows"])) + "\n"
+
+
 def exported_models() -> str:
     """What exported models took beside onnxruntime in the committed run."""
     sys.path.append(str(HERE.parent / "benchmarks"))
@@ -387,6 +407,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "failure-trials": failure_trials,
     "long-run": long_run,
     "small-models": small_models,
+    "split-training": split_training,
+    "collective-times": collective_times,
     "export-verdicts": export_verdicts,
     "exported-models": exported_models,
     "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),
